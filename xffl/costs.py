@@ -1,4 +1,4 @@
-"""Costs of a round that rounds and forecasts share: the form of an exchange, the depth of its pipeline, codec sizes.
+"""Arithmetic that ranks and forecasts share: the form of an exchange, its pipeline, codec sizes, layers of stages.
 
 Without torch, so that ``xffl plan`` forecasts what the ranks will do.
 """
@@ -27,6 +27,7 @@ __all__ = [
     "codec_ratio",
     "form_of",
     "kept_values",
+    "layers_of_stages",
     "pipeline_depth",
     "read_codec",
     "scale_bytes",
@@ -190,3 +191,14 @@ def codec_ratio(codec: str, bytes_per_parameter: float = 4.0) -> float:
     :raises ConfigError: if the name, an option or its value is unknown.
     """
     return 1.0 if codec == "none" else codec_bytes(codec, LARGE) / (bytes_per_parameter * LARGE)
+
+
+def layers_of_stages(layers: int, stages: int) -> list[int]:
+    """Deal layers out to the stages of a pipeline, evenly, where the embedding and the head count as a layer each."""
+    counts = [1] * stages
+    loads = [1 + (stage == 0) + (stage == stages - 1) for stage in range(stages)]
+    for _ in range(layers - stages):
+        lightest = loads.index(min(loads))
+        counts[lightest] += 1
+        loads[lightest] += 1
+    return counts

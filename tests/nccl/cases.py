@@ -19,7 +19,7 @@ from tests.ranks.test_strategies import CASES, configure
 from tests.worlds import be_launched, run_world
 from xffl.aggregation.hierarchical import Level, Levels
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.process_group import cleanup_distributed_process_group, setup_distributed_process_group
+from xffl.distributed.session import cleanup_distributed_process_group, setup_distributed_process_group
 from xffl.parallel import DistributedStrategy
 
 __all__ = ["rounds", "traces_of", "training"]

@@ -44,7 +44,7 @@ from xffl.distributed import (
     FaultToleranceParameters,
     FaultTolerantWorld,
 )
-from xffl.distributed.fault_tolerance import CommittedOptimizer
+from xffl.distributed.fault_tolerance import CommittedOptimizer, _make_group
 from xffl.distributed.replica_transport import NONCE_BYTES, ShardTransport
 from xffl.errors import CheckpointError, ConfigError, LaunchError, RoundError, StateError, XfflError
 from xffl.parallel import DistributedConfig
@@ -222,6 +222,16 @@ def test_kills_at_random_and_a_lighthouse_that_is_gone_for_a_while() -> None:
     assert told[0]["sizes"] == {1, 2}
     for what in ("step", "weights", "moments"):
         assert len({str(one[what]) for one in told}) == 1, (what, told)
+
+
+def test_a_store_that_went_with_its_group_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group that dies after the agreement and before all have connected takes the store along."""
+    monkeypatch.setattr("xffl.distributed.fault_tolerance.CONNECT_S", 1.0)
+    group = _make_group(torch.device("cpu"), timedelta(seconds=600), None, 1)
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError, match="client socket has timed out|Connection refused"):
+        group.configure(f"127.0.0.1:{free_port()}/torchft/1/0", "island_0", 0, 2, 1, 0, 1, [1, 2])
+    assert time.monotonic() - begun < 60
 
 
 class Watch(Callback):

@@ -32,7 +32,7 @@ from xffl.aggregation.options import Options
 from xffl.aggregation.privacy import Privacy
 from xffl.costs import MOST_IN_FLIGHT
 from xffl.distributed import consistency as backends
-from xffl.distributed.process_group import setup_distributed_process_group
+from xffl.distributed.session import setup_distributed_process_group
 from xffl.errors import ConfigError
 from xffl.parallel import DistributedStrategy
 from xffl.training.callbacks.param_norms import copies_of, local, spread_like

@@ -21,7 +21,7 @@ from tests.worlds import run_world
 from xffl.aggregation.algorithms.schedules import PerCell, Schedule
 from xffl.aggregation.engine.plan import RoundContext
 from xffl.aggregation.privacy import Privacy
-from xffl.distributed.process_group import cleanup_distributed_process_group
+from xffl.distributed.session import cleanup_distributed_process_group
 
 LAYOUTS = [((1, 1), None), ((3, 1), None), ((2, 2), 1)]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from tests.decoder import Decoder, loss_of, text_batch
 from tests.worlds import run_world
-from xffl.distributed.world import loss_parallel
+from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError
 from xffl.parallel.tensor_parallel import Replicated, apply_tensor_parallel, plan_for
 
@@ -117,6 +118,9 @@ class Flat(nn.Module):
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"tied": Tied, "gpt": Gpt, "flat": Flat}
+
+
+loss_parallel: Any = partial(DistributedWorld.loss_parallel, SimpleNamespace(loss_parallel_enabled=True))
 
 
 def train(
@@ -342,7 +346,7 @@ def wrong(mesh: DeviceMesh) -> None:
         (lambda: with_layer(f"{attention}.o_proj", nn.Identity()), {}, ("without one of o_proj", attention)),
         (make_decoder, {"plan": {"layers.*.self_atn.q_proj": ColwiseParallel()}}, ("self_atn", "nearest is 'layers.")),
         (make_decoder, {"plan": {"*_proj": ColwiseParallel()}}, ("embed_tokens.weight", "does not say")),
-        (make_decoder, {"plan": {"lm_head": "columns"}}, ("'columns' for 'lm_head'",)),
+        (make_decoder, {"plan": {"lm_head": "columns"}}, ("got 'lm_head': 'columns'",)),
         (make_decoder, {"plan": {"*norm": ColwiseParallel()}}, ("does not say",)),
         (Tied, {"plan": {**plan_for(Tied()), "lm_head": Replicated()}}, ("one tied parameter", "Replicated")),
     ]

@@ -279,7 +279,7 @@ def refuse(rank: int, world_size: int) -> None:
     state.set_hsdp(2)
     with pytest.raises(ConfigError, match="replicas of 2 ranks .* ask for 1"):
         DistributedWorld(DeviceParameters.DDP()).setup(state)
-    with pytest.raises(ConfigError, match=r"cells of \(4,\) ranks, but federated=\(2, 2\) was asked for"):
+    with pytest.raises(ConfigError, match=r"cells of \(4,\) ranks, not \(2, 2\)"):
         DistributedWorld(DeviceParameters.HSDP(dp_shard=2), (2, 2)).setup(state)
     own = DeviceParameters.HSDP(dp_shard=2) if rank else DeviceParameters.HSDP(dp_shard=4)
     with pytest.raises(ConfigError, match="ask for 4"):

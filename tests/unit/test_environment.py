@@ -22,7 +22,7 @@ from xffl.cluster.environment import (
 from xffl.cluster.hosts import expand_counts, expand_hosts, interface_address, node_address
 from xffl.cluster.launch.launchers import LAUNCHERS, Claim, number_nodes
 from xffl.distributed.parameters import DeviceParameters
-from xffl.distributed.process_group import setup_distributed_process_group
+from xffl.distributed.session import setup_distributed_process_group
 from xffl.errors import ConfigError, LaunchError, XfflError
 
 RECORDED = Path(__file__).parent / "recorded"

@@ -26,7 +26,7 @@ from xffl.cluster.network import (
     list_interfaces,
     resolve,
 )
-from xffl.distributed.process_group import _world_store
+from xffl.distributed.session import _world_store
 from xffl.errors import ConfigError, LaunchError
 
 GOOD = {"connect_s": 5.0, "home_s": 60.0, "across_s": 90.0, "session_s": 120.0}

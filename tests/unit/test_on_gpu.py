@@ -22,9 +22,9 @@ from xffl.aggregation.mean import combined, weighted_mean
 from xffl.aggregation.report import Background, RoundProfile
 from xffl.cluster.environment import detect_environment
 from xffl.cluster.network import Timeouts
-from xffl.distributed import process_group
+from xffl.distributed import session
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.norms import norms_of
+from xffl.distributed.sharding import norms_of
 from xffl.errors import LaunchError, RoundError
 from xffl.parallel.native import LossScale
 
@@ -163,7 +163,7 @@ def test_ranks_of_a_node_get_a_gpu_each(asked: Any, four_gpus: list[torch.device
     for rank in map(str, range(4)):
         place = detect_environment({"RANK": rank, "WORLD_SIZE": "4", "LOCAL_RANK": rank, **node})
         requests.append(
-            process_group._request(
+            session._request(
                 place,
                 backend="gloo",  # NCCL is in no build of torch for CPUs
                 device=asked,
@@ -212,13 +212,13 @@ def test_who_leaves_alone_waits_for_nobody(
         if ranks > 1:
             state.set_federated_scaling((2, 2), 1)
         state.backend = backend  # as if its groups were NCCL's
-        patch.setattr(process_group, "barrier", lambda: wait(None))
+        patch.setattr(session, "barrier", lambda: wait(None))
         patch.setattr(dist, "destroy_process_group", note)
         if is_late:
             with pytest.raises(LaunchError, match=r"rank 0 could not wait .* \(somebody is missing\)"):
-                process_group.cleanup_distributed_process_group(state, synchronize=synchronize)
+                session.cleanup_distributed_process_group(state, synchronize=synchronize)
         else:
-            process_group.cleanup_distributed_process_group(state, synchronize=synchronize)
+            session.cleanup_distributed_process_group(state, synchronize=synchronize)
         assert not state.is_federated_scaling_setup() and dist.is_initialized() is not destroys
     assert len(barriers) == synchronize
     assert destroyed == (["world"] if destroys else [])

@@ -137,10 +137,10 @@ def test_strategies_by_name() -> None:
             "distributed option must be .*, got 'stategy' .*did you mean 'strategy'",
         ),
         ({"training": {}}, "has no 'distributed'"),
-        ({"distributed": {"strategy": "hsdp"}}, "needs to know the ranks of a replica"),
+        ({"distributed": {"strategy": "hsdp"}}, "needs device_parameters, such as"),
         (
             {"distributed": {"strategy": "ddp", "device_parameters": {"dp_shard": 2}}},
-            r"strategy 'ddp' does not do what the device parameters ask for \(fsdp\)",
+            "strategy 'ddp' does not do what the sizes ask for; give strategy='fsdp'",
         ),
         (
             {"distributed": {"device_parameters": {"tq": 2}}},
@@ -150,7 +150,7 @@ def test_strategies_by_name() -> None:
         ({"distributed": {"ddp": {"powersgd_rank": 0}}}, "powersgd_rank must be a positive integer, got 0"),
         ({"distributed": {"ddp": {"powersgd_start": 1}}}, "powersgd_start must be an integer of 2 or more, got 1"),
         ({"distributed": {"wrap": int}}, "options of distributed cannot be read"),
-        ({"distributed": {"wrap": ["Block"]}}, "names no layer classes"),
+        ({"distributed": {"wrap": ["Block"]}}, "wrap must be layer classes"),
         ({"distributed": {"ddp": SimpleNamespace(communication_hook="fp61")}}, "did you mean 'fp16'"),
         ({"distributed": {"ddp": {"powersgd_rank": "2"}}}, "powersgd_rank must be a positive integer, got '2'"),
         ({"distributed": {"device_parameters": {"comm": {"timeout": 3}}}}, "comm option must be .*, got 'timeout'"),

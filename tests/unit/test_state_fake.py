@@ -59,7 +59,7 @@ def test_ranks_of_4096(rank: int) -> None:
         ]
         assert "federated_group" in str(state) or not state.is_sender
         members = list(range(start + shard, start + CELLS[cell], HSDP))
-        rest = "" if replicas == 8 else f", ... {replicas} in all"
+        rest = "" if replicas == 8 else f" and {replicas - 8} more"
         assert f"ranks ({', '.join(map(str, members[:8]))}{rest}), 1 handle\n" in str(state)
         assert len(str(state).splitlines()) < 40 and max(map(len, str(state).splitlines())) < 200
         state.unset_federated_scaling()

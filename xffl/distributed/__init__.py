@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from xffl.distributed.distributed_state import DistributedState
     from xffl.distributed.fault_tolerance import FaultTolerantWorld
     from xffl.distributed.parameters import CommParameters, DeviceParameters, FaultToleranceParameters
-    from xffl.distributed.process_group import cleanup_distributed_process_group, setup_distributed_process_group
+    from xffl.distributed.session import cleanup_distributed_process_group, setup_distributed_process_group
     from xffl.distributed.world import DistributedWorld
 
 __all__ = [
@@ -29,14 +29,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CommParameters": "xffl.distributed.parameters",
-    "DeviceParameters": "xffl.distributed.parameters",
+    **dict.fromkeys(("CommParameters", "DeviceParameters", "FaultToleranceParameters"), "xffl.distributed.parameters"),
     "DistributedState": "xffl.distributed.distributed_state",
     "DistributedWorld": "xffl.distributed.world",
-    "FaultToleranceParameters": "xffl.distributed.parameters",
     "FaultTolerantWorld": "xffl.distributed.fault_tolerance",
-    "cleanup_distributed_process_group": "xffl.distributed.process_group",
-    "setup_distributed_process_group": "xffl.distributed.process_group",
+    "cleanup_distributed_process_group": "xffl.distributed.session",
+    "setup_distributed_process_group": "xffl.distributed.session",
 }
 """Where the names live."""
 

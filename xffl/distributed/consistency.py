@@ -44,8 +44,7 @@ def transfer_device(state: DistributedState) -> torch.device:
     """Return where weights lie while they move: on the GPU over NCCL, else on the CPU, since gloo sends from there."""
     if "nccl" not in str(state.backend):
         return torch.device("cpu")
-    device = state.current_device if state.current_device is not None else torch.cuda.current_device()
-    return torch.device("cuda", device) if isinstance(device, int) else device
+    return torch.device("cuda", torch.cuda.current_device()) if state.current_device is None else compute_device(state)
 
 
 def compute_device(state: DistributedState) -> torch.device:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from xffl.checks import integer, one_of
+from xffl.checks import integer, one_of, shorten
 from xffl.cluster.network import Timeouts
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.groups import (
@@ -54,9 +54,6 @@ _SETUP_FIELDS = (
     *("fsdp_mesh", "hsdp_mesh", "is_sender", "receive_from", "federated_group", "replica_group", "federation"),
 )
 """The fields that a set-up fills; each set-up says all of them."""
-
-_MEMBERS_SHOWN = 8
-"""Members of a tuple that are written out before the rest is counted."""
 
 
 @dataclass
@@ -252,11 +249,17 @@ class DistributedState:
             _check_world(place)
             _check_node(self.node_local_size, self.node_world_size, place[1])
             device = torch.device(check_device("device_type", device_type).type)
-            meeting = _check_rendezvous(master_addr, master_port)
+            if master_addr is not None and not isinstance(master_addr, str):
+                raise ConfigError(f"master_addr must be a host name or an address, got {master_addr!r}; give rank 0's")
+            port = None if master_port is None else integer("master_port", master_port, 0, 65535)
+            if bool(master_addr) != bool(port):
+                raise ConfigError(
+                    f"master_addr {master_addr!r} and master_port {port} belong together; give both or none"
+                )
             checked = check_backend(backend)
-            share(f"{checked}, {device}, {meeting}, {place[1]} ranks")
+            share(f"{checked}, {device}, {master_addr}, {port}, {place[1]} ranks")
         self.backend, self.device_type = checked, device
-        self.master_addr, self.master_port = meeting
+        self.master_addr, self.master_port = master_addr, port
         self.rank, self.world_size = place
 
     def set_node(self, node_local_rank: int, node_local_size: int, node_rank: int, node_world_size: int) -> None:
@@ -319,9 +322,7 @@ class DistributedState:
             else:
                 device = check_device("init_device", init_device, may_be_meta=True)
                 if device.type == "meta" and not meta_initialization:
-                    raise ConfigError(
-                        "init_device 'meta' holds no values; give meta_initialization=True with it, or a real device"
-                    )
+                    raise ConfigError("init_device 'meta' needs meta_initialization=True, as it holds no values")
             share(f"meta_initialization={meta_initialization}")
         self.init_device, self.meta_initialization = device, meta_initialization
 
@@ -535,10 +536,7 @@ class DistributedState:
         """Return the rank and the world's size, of a world that is initialized."""
         place = self._place()
         if not dist.is_initialized():
-            raise StateError(
-                f"{call} makes process groups, but torch.distributed is not initialized; open xffl.session(), or call "
-                "init_process_group first"
-            )
+            raise StateError(f"{call}: torch.distributed is not initialized; use xffl.session() or init_process_group")
         _check_world(place)
         return place
 
@@ -664,16 +662,6 @@ def _check_node(local_size: int | None, nodes: int | None, world_size: int | Non
         )
 
 
-def _check_rendezvous(master_addr: object, master_port: object) -> tuple[str | None, int | None]:
-    """Return where ranks meet; an empty address with port 0, or ``None`` for both, where they meet otherwise."""
-    if master_addr is not None and not isinstance(master_addr, str):
-        raise ConfigError(f"master_addr must be a host name or an address, got {master_addr!r}; give rank 0's")
-    port = None if master_port is None else integer("master_port", master_port, 0, 65535)
-    if bool(master_addr) != bool(port):
-        raise ConfigError(f"master_addr {master_addr!r} and master_port {port} belong together; give both or neither")
-    return master_addr, port
-
-
 def _check_ranks(ranks: object, rank: int, world_size: int) -> tuple[int, ...]:
     """Return the ranks of a group that holds this rank."""
     if isinstance(ranks, torch.Tensor):
@@ -700,8 +688,7 @@ def _check_replicas(
     shard, ranks = _check_place("replica_local_rank", shard, "replica_local_size", size)
     if sum(numbers) * ranks != world_size:
         raise TopologyError(
-            f"{tuple(numbers)} replicas of {ranks} ranks need {sum(numbers) * ranks} ranks, but the world has "
-            f"{world_size}; {knob}"
+            f"{numbers} replicas of {ranks} need {sum(numbers) * ranks} ranks, but the world has {world_size}"
         )
     shape = None if inside is None else inside.cell_shape
     topology = Topology(world_size, tuple(number * ranks for number in numbers), ranks, shape)
@@ -715,7 +702,6 @@ def _check_replicas(
 
 
 def _check_mesh(mesh: object, kind: str) -> DeviceMesh:
-    """Return a mesh that FSDP can shard over."""
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(f"mesh must be a DeviceMesh of one dimension, or None for all ranks, got {mesh!r}")
     if mesh.ndim != 1:
@@ -736,8 +722,7 @@ def _text_of(value: Any) -> str:
         return str(value)
     if value and isinstance(value[0], dist.ProcessGroup):
         return f"{_text_of(value[0])}, {len(value)} handle{'s' if len(value) > 1 else ''}"
-    first = ", ".join(str(member) for member in value[:_MEMBERS_SHOWN])
-    return f"({first}, ... {len(value)} in all)" if len(value) > _MEMBERS_SHOWN else f"({first})"
+    return f"({shorten(value, 8)})"
 
 
 def _shape_text(topology: Topology) -> str:

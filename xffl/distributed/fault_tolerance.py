@@ -13,8 +13,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from torchft import Manager
 
 __all__ = ["CommittedOptimizer", "FaultTolerantWorld"]
-
 
 CONNECT_S = 10.0
 """How long groups wait for each other to connect, once they have agreed on who lives."""
@@ -106,7 +104,6 @@ class FaultTolerantWorld(DistributedWorld):
         self._store: TCPStore | None = None
         self._pg: Any = None
         self._parts: dict[str, Any] = {}
-        self._group: tuple[int, int] | None = None
         self._optimizer: CommittedOptimizer | None = None
         self._is_in_step = self._has_taken_over = self._is_checked = False
         self._is_torn = False
@@ -150,11 +147,6 @@ class FaultTolerantWorld(DistributedWorld):
         return self._manager
 
     @property
-    def replica_group(self) -> tuple[int, int] | None:
-        """This group's number and the most groups, as ``XFFL_ISLAND`` says; ``None`` where it says nothing."""
-        return self._group
-
-    @property
     def dp_size(self) -> int:
         """Ranks with data of their own, of all groups that take part in this step."""
         return super().dp_size * (1 if self._manager is None else max(1, self._manager.num_participants()))
@@ -162,9 +154,9 @@ class FaultTolerantWorld(DistributedWorld):
     def seed_for(self, seed: int, *axes: str) -> int:
         """Return a seed as :meth:`DistributedWorld.seed_for`; along ``dp`` and ``dp_replicate`` groups differ, too."""
         own = super().seed_for(seed, *axes)
-        if self._group is None or not {"dp", "dp_replicate"} & set(axes):
+        if self.replica_group is None or not {"dp", "dp_replicate"} & set(axes):
             return own
-        seed_bytes = hashlib.blake2b(repr((own, self._group[0])).encode(), digest_size=8).digest()
+        seed_bytes = hashlib.blake2b(repr((own, self.replica_group[0])).encode(), digest_size=8).digest()
         return int.from_bytes(seed_bytes, "big") >> 1
 
     # Steps ------------------------------------------------------------------------------------------------------------
@@ -200,9 +192,7 @@ class FaultTolerantWorld(DistributedWorld):
         if self._manager is None:
             return optimizer
         if self._optimizer is not None:
-            raise ConfigError(
-                "a step of all replica groups is one optimizer's; call optimizer() once, or use a strategy"
-            )
+            raise ConfigError("a step of all replica groups is one optimizer's; call it once, or use a strategy")
         self._optimizer = CommittedOptimizer(self, optimizer)
         return self._optimizer
 
@@ -418,8 +408,8 @@ class FaultTolerantWorld(DistributedWorld):
                     f"this job has {cells} federated groups, but it is one of several replica groups of one model; "
                     "leave federated and XFFL_FEDERATED out"
                 )
-            lighthouse, token, self._group = lighthouse_of(), token_of(), replica_group_of()
-            share(f"{lighthouse} {self._group}")
+            lighthouse, token, self.replica_group = lighthouse_of(), token_of(), replica_group_of()
+            share(f"{lighthouse} {self.replica_group}")
             address = bind_address(lighthouse)
             os.environ.setdefault("RUST_LOG", "error")  # read when torchft is imported
             with optional_import("elastic", "fault tolerance needs torchft, which has wheels for x86-64 Linux"):
@@ -429,9 +419,9 @@ class FaultTolerantWorld(DistributedWorld):
         logging.getLogger("torchft").setLevel(logging.ERROR)
         timeout = timedelta(seconds=self.device_parameters.comm.train_timeout_seconds)
         host, port, life = self._meet(address)
-        self._pg = _group_class(self.device)(timeout=timeout)
-        self._pg.place = (self._group, self.world_size)
-        with _bound_to(address):
+        self._pg = _make_group(self.device, timeout, self.replica_group, self.world_size)
+        server, bind = torchft.manager.ManagerServer, {"bind": f"{address}:0"}  # torchft's own choice: all interfaces
+        with mock.patch.object(torchft.manager, "ManagerServer", lambda **options: server(**options | bind)):
             self._manager = torchft.Manager(
                 pg=self._pg,
                 load_state_dict=None,
@@ -450,8 +440,8 @@ class FaultTolerantWorld(DistributedWorld):
                 store_addr=host,
                 store_port=port,
                 lighthouse_addr=lighthouse,
-                # Of its last digits torchft makes the ranks that configure() of the groups gets, see _group_class.
-                replica_id=f"island_{'x' if self._group is None else self._group[0]}_{life}",
+                # Of its last digits torchft makes the ranks that configure() of the groups gets, see _make_group.
+                replica_id=f"island_{'x' if self.replica_group is None else self.replica_group[0]}_{life}",
                 hostname=address,
                 checkpoint_transport=ShardTransport(address, token),
             )
@@ -466,7 +456,7 @@ class FaultTolerantWorld(DistributedWorld):
                 address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
             )
             # All that torchft tells other groups of this one is a number, so the group's own stands in its last digits.
-            number, most = self._group or (NOWHERE, NOWHERE)
+            number, most = self.replica_group or (NOWHERE, NOWHERE)
             place = [(address, port, (secrets.randbelow(10**9) * PLACES + number) * PLACES + most)]
         if self.world_size > 1:
             dist.broadcast_object_list(place, src=0)
@@ -477,22 +467,10 @@ class CommittedOptimizer(torch.optim.Optimizer):
     """An optimizer that steps only where all replica groups that take part have each other's gradients."""
 
     def __init__(self, world: FaultTolerantWorld, wrapped: torch.optim.Optimizer) -> None:
-        self._world, self.wrapped = world, wrapped  # all else is the wrapped one's
+        self._world, self.wrapped = world, wrapped  # all else, such as param_groups and state, is the wrapped one's
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of the optimizer that steps."""
-        return self.wrapped.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """That of the optimizer that steps."""
-        return self.wrapped.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Those of the optimizer that steps."""
-        return self.wrapped.defaults
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["wrapped"], name)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, as to any optimizer."""
@@ -543,15 +521,16 @@ def _average_bucket(manager: Manager, bucket: GradBucket) -> torch.futures.Futur
     return done
 
 
-def _group_class(device: torch.device) -> Any:
-    """Return torchft's class of groups over the ranks at one place of all replica groups, with three changes."""
+def _make_group(device: torch.device, timeout: timedelta, place: tuple[int, int] | None, ranks: int) -> Any:
+    """Make torchft's group over the ranks at one place of all replica groups, with three changes."""
     import torchft
 
     is_gloo = device.type == "cpu"
     base = torchft.ProcessGroupGloo if is_gloo else torchft.ProcessGroupNCCL
+    # Who was lost before all have connected is not waited for as long as who computes.
+    connect_timeout = min(timeout, timedelta(seconds=CONNECT_S))
 
     class Group(base):  # type: ignore[misc, valid-type]
-        place: tuple[tuple[int, int] | None, int] = (None, 1)
         conflict: str | None = None
         is_new = True
         """Whether the groups that it joins are others than before"""
@@ -559,40 +538,27 @@ def _group_class(device: torch.device) -> Any:
         def configure(self, store_addr: str, *rest: Any) -> None:
             # A lighthouse that was started again counts from 1 again, and the store keeps what was written for its
             # earlier numbers. The last argument has the lives of the groups, see _meet.
-            own, ranks = self.place
             self.is_new = True
             lives = [rank // ranks for rank in rest[-1]]
             others = [(life // PLACES % PLACES, life % PLACES) for life in lives]
-            if own is not None and (others.count(own) > 1 or any(most != own[1] for _, most in others)):
+            if place is not None and (others.count(place) > 1 or any(most != place[1] for _, most in others)):
                 self.conflict = (
                     f"replica groups {['/'.join(map(str, other)) for other in sorted(others)]} (XFFL_ISLAND) do not go "
                     "together; give each group a number of its own, and all the same number of groups"
                 )
                 raise RuntimeError(self.conflict)
-            super().configure(f"{store_addr}/{hash(tuple(lives)) & (1 << 62) - 1}", *rest)
+            self.set_timeout(connect_timeout)  # the store's, which is in a process of one of the groups
+            try:
+                super().configure(f"{store_addr}/{hash(tuple(lives)) & (1 << 62) - 1}", *rest)
+            finally:
+                self.set_timeout(timeout)
 
         def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
-            if not is_gloo:
-                return super()._create_pg(store, rank, world_size)
-            # Who was lost before it has connected is not waited for as long as who computes.
-            usual: timedelta = self._timeout  # type: ignore[has-type]
-            self._timeout = min(usual, timedelta(seconds=CONNECT_S))
-            try:
-                made = super()._create_pg(store, rank, world_size)
-            finally:
-                self._timeout = usual
-            made._get_backend(device)._set_default_timeout(usual)
+            if not is_gloo:  # its ranks come here only when each has aborted what hung
+                store.set_timeout(timeout)
+            made = super()._create_pg(store, rank, world_size)
+            if is_gloo:
+                made._get_backend(device)._set_default_timeout(timeout)
             return made
 
-    return Group
-
-
-@contextmanager
-def _bound_to(address: str) -> Iterator[None]:
-    """Let a manager that is made in the block listen at one address: torchft's own choice is all interfaces."""
-    import torchft.manager
-
-    server = torchft.manager.ManagerServer
-    bound = {"bind": f"{address}:0"}
-    with mock.patch.object(torchft.manager, "ManagerServer", lambda **options: server(**(options | bound))):
-        yield
+    return Group(timeout=timeout)

@@ -25,7 +25,6 @@ from xffl.topology import Topology
 
 __all__ = ["Groups", "destroy_group", "leave_after", "make_groups", "make_host_groups", "make_round_groups"]
 
-
 logger = logging.getLogger("xffl")
 
 Groups = dict[str, tuple[dist.ProcessGroup, ...] | None]
@@ -174,10 +173,7 @@ def check_backend(backend: object) -> dist.Backend:
 def check_device(what: str, device: object, kind: str | None = None, *, may_be_meta: bool = False) -> torch.device:
     """Return a device that this process can use."""
     shown = str(device)
-    number = index_of(device)
-    if number is not None:
-        if number < 0:
-            raise ConfigError(f"{what} {number} is negative; give the index of a GPU, counted from 0")
+    if (number := index_of(device)) is not None:
         device = f"cuda:{number}"
     if isinstance(device, str):
         with suppress(RuntimeError):  # refused below, as it is
@@ -187,9 +183,7 @@ def check_device(what: str, device: object, kind: str | None = None, *, may_be_m
     if device.type not in ("cpu", "cuda") and not (may_be_meta and device.type == "meta"):
         raise ConfigError(f"{what} must be 'cpu' or 'cuda', got {str(device)!r}")
     if kind is not None and device.type != kind:
-        raise ConfigError(
-            f"{what} must be a {kind} device, got {str(device)!r}; or give set_global another device_type"
-        )
+        raise ConfigError(f"{what} must be a {kind} device, got {str(device)!r}; or give set_global another type")
     if device.type == "cuda":
         count = torch.cuda.device_count()
         if not 0 <= (device.index or 0) < count:  # torch lets large indices overflow

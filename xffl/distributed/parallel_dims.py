@@ -20,13 +20,15 @@ from xffl.topology import Topology
 
 __all__ = ["JOINED", "CellMeshes", "ParallelDims", "make_cell_meshes"]
 
-
 JOINED = {
     "dp": ("dp_replicate", "dp_shard"),
     "dp_shard_cp": ("cp", "dp_shard"),
     "dp_cp": ("cp", "dp_replicate", "dp_shard"),
 }
 """Axes that count as one: ranks with data of their own; those that FSDP cuts a copy over; those whose losses differ."""
+
+AXES_OF: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in AXES} | JOINED
+"""Axes of a cell that a name stands for."""
 
 MODEL_AXES = ("dp_replicate", "dp_shard_cp", "tp")
 """The axes of the mesh that FSDP and tensor parallelism share; torch wants both to be parts of one mesh."""
@@ -54,12 +56,12 @@ class ParallelDims:
 
     def size(self, name: str) -> int:
         """Return the ranks along an axis or along axes that count as one."""
-        return prod(self.sizes[axis] for axis in JOINED.get(name, (name,)))
+        return prod(self.sizes[axis] for axis in AXES_OF[name])
 
     def rank(self, name: str) -> int:
         """Return the coordinate along an axis or along axes that count as one, the outermost counting most."""
         rank = 0
-        for axis in JOINED.get(name, (name,)):
+        for axis in AXES_OF[name]:
             rank = rank * self.sizes[axis] + self.at[axis]
         return rank
 
@@ -115,9 +117,8 @@ def make_cell_meshes(
     is_wide = {axis: size != 1 for axis, size in mesh.axes.items()}
     wide = tuple(axis for axis in AXES if is_wide[axis])
     made: dict[tuple[str, ...], dist.ProcessGroup] = {(): create((rank,), "xffl_self"), wide: cell}
-    named = {axis: (axis,) for axis in AXES} | JOINED
     groups = {}
-    for name, axes in named.items():
+    for name, axes in AXES_OF.items():
         key = tuple(axis for axis in axes if is_wide[axis])
         if key not in made:
             made[key] = create(dims.peers(key, first), f"xffl_{name}")

@@ -12,7 +12,6 @@ from xffl.errors import ConfigError
 
 __all__ = ["AUTO", "AXES", "CommParameters", "DeviceParameters", "FaultToleranceParameters", "MeshSizes"]
 
-
 AUTO: Literal["auto"] = "auto"
 """As a size: what the others leave of the cell's ranks."""
 
@@ -205,9 +204,7 @@ class DeviceParameters:
         if self.cpu_offload and self.dp_shard == 1 and self.cp == 1:
             raise ConfigError("cpu_offload is FSDP's; give dp_shard more than one rank, or leave it out")
         if self.reduce_dtype != "float32" and self.dp_shard == 1 and self.cp == 1:
-            raise ConfigError(
-                f"reduce_dtype {self.reduce_dtype!r} is FSDP's; with replicas alone give DDP a communication_hook"
-            )
+            raise ConfigError(f"reduce_dtype {self.reduce_dtype!r} is FSDP's; for DDP give a communication_hook")
         if self.loss_parallel and self.tp == 1:
             raise ConfigError("loss_parallel cuts logits over tp, which is 1; give tp, or leave it out")
         if self.pp_micro_batches is not None and self.pp == 1:

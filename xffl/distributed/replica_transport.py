@@ -42,7 +42,6 @@ from xffl.errors import CheckpointError, ConfigError, LaunchError, XfflError
 
 __all__ = ["ShardTransport", "digest", "give", "local", "take"]
 
-
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 LONGEST_TEXT = 1 << 30
@@ -219,7 +218,7 @@ class ShardTransport:
         """Send a state; tell whether all of it is what was offered."""
         link.sendall(struct.pack("!Q", len(offer.text)) + offer.text)
         for tensor in offer.tensors:
-            data = _bytes(bytes_of(tensor.cpu()))
+            data = bytes_of(tensor.cpu()).numpy().data
             for start in range(0, len(data), 1 << 22):
                 link.sendall(data[start : start + (1 << 22)])
                 with self._changed:
@@ -253,17 +252,11 @@ def _fill(link: socket.socket, place: memoryview, deadline: float | None = None)
         place = place[count:]
 
 
-def _bytes(row: torch.Tensor) -> memoryview:
-    """Return a row of bytes as what a socket takes; the same memory."""
-    array: Any = row.numpy()
-    return memoryview(array)
-
-
 def _read_tensor(link: socket.socket, dtype: str, shape: list[int]) -> torch.Tensor:
     if dtype not in DTYPES or not all(isinstance(size, int) and size >= 0 for size in shape):
         raise ValueError(f"a tensor of {dtype} and shape {shape}")
     data = torch.empty(math.prod(shape) * DTYPES[dtype].itemsize, dtype=torch.uint8)
-    _fill(link, _bytes(data))
+    _fill(link, data.numpy().data)
     return data.view(DTYPES[dtype]).view(shape)
 
 

@@ -1,22 +1,58 @@
-"""A process group for the length of a ``with`` block."""
+"""Set-up and teardown of the default process group, with the state that describes it: by calls, or for a block."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import gc
+import os
+import socket
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
-from xffl.cluster.cells import Federation, parse_cell
-from xffl.cluster.environment import read_over_files
+from xffl.checks import index_of, number
+from xffl.cluster.cells import Federation, check_federation, parse_cell, sizes_of_ranks
+from xffl.cluster.environment import (
+    ProcessEnvironment,
+    accept_cells,
+    complete_federation,
+    detect_environment,
+    read_over_files,
+    required_cells,
+    sources_named,
+    use_interface,
+)
+from xffl.cluster.hardware import pick_gpu
 from xffl.cluster.launch.failure import note_failure
-from xffl.cluster.network import Timeouts
+from xffl.cluster.network import Timeouts, control_address
+from xffl.cluster.slurm.allocation import Host, own_host
+from xffl.distributed.consistency import barrier, check_consistent_on_store, ranks_text, run_on_all_ranks
 from xffl.distributed.distributed_state import DEFAULT_TIMEOUT_S, DistributedState
+from xffl.distributed.groups import check_backend, check_device, check_streams, stop_threads, wait_for_threads
 from xffl.distributed.parameters import DeviceParameters
-from xffl.distributed.process_group import cleanup_distributed_process_group, setup_distributed_process_group
-from xffl.errors import ConfigError
+from xffl.errors import ConfigError, LaunchError, StateError, TopologyError, XfflError
+from xffl.topology import Topology
 
-__all__ = ["session"]
+__all__ = ["cleanup_distributed_process_group", "session", "setup_distributed_process_group"]
+
+ON_GPUS = "cpu:gloo,cuda:nccl"
+
+_check_seconds = partial(number, "timeout_s", above=0, below=1e9, hint="give seconds, such as 600")
+
+_ARGUMENTS = {
+    "node_local_rank": "group_local_rank",
+    "node_local_size": "group_local_size",
+    "node_rank": "group_rank",
+    "node_world_size": "group_world_size",
+}
+"""Arguments that :func:`detect_environment` has other names for."""
 
 
 @contextmanager
@@ -86,6 +122,193 @@ def session(
     cleanup_distributed_process_group(state)
 
 
+def setup_distributed_process_group(
+    rank: int | None = None,
+    world_size: int | None = None,
+    group_local_rank: int | None = None,
+    group_local_size: int | None = None,
+    group_rank: int | None = None,
+    group_world_size: int | None = None,
+    backend: str | None = None,
+    master_addr: str | None = None,
+    master_port: int | None = None,
+    device: torch.device | str | int | None = None,
+    hsdp: int | None = None,
+    federated: Federation | None = None,
+    streams: int | None = None,
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    ifname: str | None = None,
+    device_parameters: DeviceParameters | None = None,
+    join_timeout_s: float | None = None,
+    timeouts: Timeouts | None = None,
+) -> DistributedState:
+    """Find out where this process stands, join the others, and return the state that describes it all.
+
+    Collective over the world: every rank calls it once. Arguments beat the environment (torchrun, MPI, SLURM;
+    ``XFFL_FEDERATED`` and ``XFFL_HSDP``); without a launcher the world is this one process, which needs no port. With
+    federated sizes federated scaling is set up, else with a replica size HSDP over the world, else FSDP over the world.
+    The ranks compare what they were asked for as soon as they meet, so that all raise the same error. A rule that
+    finds cells on the machine (see :func:`xffl.cluster.cells.parse_federation`) is resolved once they have joined.
+
+    The first six arguments say where this process stands (rank of ``world_size``, then on its node, then the number of
+    the node), ``master_addr`` and ``master_port`` where rank 0 listens, and ``join_timeout_s`` how long to wait for all
+    ranks to come, by default ``timeout_s``. The others are those of :func:`xffl.session
+    <xffl.distributed.session.session>`. Raises :class:`~xffl.errors.StateError` where torch.distributed is initialized
+    already, :class:`~xffl.errors.LaunchError` where the processes cannot be found or joined.
+    """
+    if dist.is_initialized():
+        raise StateError("torch.distributed is initialized already; fill a DistributedState with its setters instead")
+    error: XfflError | None = None
+    try:
+        use_interface(ifname)
+        levels = Timeouts.within(_check_seconds(timeout_s)) if timeouts is None else timeouts
+        join_timeout_s = levels.session_s if join_timeout_s is None else _check_seconds(join_timeout_s)
+    except XfflError as wrong:  # raised when the ranks have met, so that the others hear of it
+        error, levels, join_timeout_s = wrong, Timeouts.within(DEFAULT_TIMEOUT_S), DEFAULT_TIMEOUT_S
+    place = detect_environment(
+        rank=rank,
+        world_size=world_size,
+        node_local_rank=group_local_rank,
+        node_local_size=group_local_size,
+        node_rank=group_rank,
+        node_world_size=group_world_size,
+        master_addr=master_addr,
+        master_port=master_port,
+        names=_ARGUMENTS,
+    )
+    meeting = _meet(place, join_timeout_s, is_own_address=master_addr is not None or master_port is not None)
+    request: _Request | None = None
+    try:
+        if error is None:
+            request = _request(place, backend, device, federated, hsdp, streams, levels, device_parameters)
+    except XfflError as wrong:
+        error = wrong
+    check_consistent_on_store(meeting, place.rank, place.world_size, str(request), error, join_timeout_s)
+    assert request is not None, "the ranks agree on errors only by raising one"
+    _join(meeting, place, request)
+    try:
+        return _describe(place, request)
+    except BaseException as error:
+        note_failure(error)  # before the others lose this rank, so that it counts as the first to fail
+        dist.destroy_process_group()
+        raise
+
+
+def waits_when_destroyed(state: DistributedState) -> bool:
+    """Tell whether destroying a group waits for others; local."""
+    return "nccl" in str(state.backend) and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def cleanup_distributed_process_group(
+    state: DistributedState, del_obj: Collection[Any] = (), *, synchronize: bool = True
+) -> None:
+    """Leave the process group and release what the state made; its set-ups are gone afterwards.
+
+    Collective over the world with ``synchronize``: the ranks wait for each other first, and for rounds under way, since
+    a process that ends while something still talks to it may abort. After an exception give ``synchronize=False``: a
+    round under way is stopped within two seconds, and a world of several ranks over NCCL, which could not be left
+    without the others, lasts as long as the process.
+
+    :param state: The state that the set-up returned.
+    :param del_obj: Objects to let go of before, such as a model that holds GPU memory; a list is emptied.
+    :param synchronize: Whether to wait for all ranks.
+    :raises LaunchError: if they do not come; this rank has left then.
+    """
+    if isinstance(del_obj, list):
+        del_obj.clear()
+    del del_obj
+    gc.collect()
+    is_cuda = state.device_type is not None and state.device_type.type == "cuda"
+    is_together = False
+    try:
+        if synchronize and dist.is_initialized():
+            if is_cuda:
+                torch.cuda.empty_cache()
+                torch.cuda.synchronize()
+            wait_for_threads()
+            try:
+                barrier()
+            except RuntimeError as broken:
+                raise LaunchError(
+                    f"rank {state.rank} could not wait for the others before it leaves ({broken}); one of them has "
+                    "ended or does something else, see their output"
+                ) from broken
+            is_together = True
+    finally:
+        if not is_together:
+            stop_threads()
+        # The groups go with the world, whose store may be gone with rank 0 already. NCCL would wait for what is under
+        # way, and so for ranks that may wait for this one: what it holds goes with the process.
+        destroys = is_together or not waits_when_destroyed(state)
+        if destroys and dist.is_initialized():
+            dist.destroy_process_group()
+        state._rollback_all(destroys=destroys)
+
+
+def _meet(place: ProcessEnvironment, timeout_s: float, *, is_own_address: bool) -> Store:
+    """Return a store that nobody has used before this world; a process that is alone needs no port."""
+    if place.master_addr is None or place.master_port is None:
+        return HashStore()
+    # torchrun's agent may listen at its address itself, which torch's own rendezvous knows.
+    is_agents = place.launcher == "torchrun" and dist.is_torchelastic_launched() and not is_own_address
+    try:
+        if not is_agents:
+            return _own_store(place.master_addr, place.master_port, place, timeout_s)
+        timeout = timedelta(seconds=timeout_s)
+        store, _, _ = next(rendezvous("env://", place.rank, place.world_size, timeout=timeout))
+        # The agent's store outlives a world and serves the next one, too: each takes a name of its own.
+        return PrefixStore(f"xffl_{_arrive(store, place.world_size)}", store)
+    except RuntimeError as broken:
+        raise LaunchError(
+            f"rank {place.rank} of {place.world_size} ({place.launcher}) could not meet the others at "
+            f"{place.master_addr}:{place.master_port}: {broken}; check the address, that the port is free on rank 0's "
+            "host, and that all ranks were started"
+        ) from broken
+
+
+def _own_store(address: str, port: int, place: ProcessEnvironment, timeout_s: float) -> Store:
+    """Return a store at rank 0; other ranks wait until that of a set-up that failed before, if any, is gone."""
+    if place.rank == 0:
+        gc.collect()  # a set-up that failed may have left its store, and so this port, in a cycle with its error
+    deadline = time.monotonic() + timeout_s
+    while True:
+        timeout = timedelta(seconds=max(deadline - time.monotonic(), 1.0))
+        store = TCPStore(address, port, place.world_size, place.rank == 0, timeout, False)
+        try:
+            if _arrive(store, place.world_size) == 0:
+                return store
+            store.wait(["xffl_end"], timeout)  # nobody sets it: what comes is the end of the store
+        except dist.DistNetworkError:
+            if place.rank == 0 or time.monotonic() > deadline:
+                raise
+
+
+def _world_store(meeting: Store, place: ProcessEnvironment, timeouts: Timeouts) -> Store:
+    """Return the store that the world keeps: not the one at the given port, which is free again once all have met.
+
+    torch's caches hold on to process groups, and so to their store, longer than the world lasts.
+    """
+    if place.master_addr is None or not isinstance(meeting, TCPStore):
+        return meeting
+    timeout = timedelta(seconds=timeouts.session_s)
+    if place.rank == 0:  # it tells where: every rank has looked for the control interface before (use_interface)
+        address = control_address() or place.master_addr
+        store = TCPStore(address, 0, place.world_size, True, timeout, False)
+        meeting.set("store", f"{address} {store.port}")
+        return store
+    address, port = meeting.get("store").decode().split()
+    store = TCPStore(address, int(port), place.world_size, False, timedelta(seconds=timeouts.connect_s), False)
+    store.set_timeout(timeout)
+    return store
+
+
+def _arrive(store: Store, world_size: int) -> int:
+    """Return the number of the world that this rank is among the first ``world_size`` ranks of."""
+    # All ranks of a world arrive before one of the next does, since none leaves before all have met.
+    return int(store.add("xffl_arrivals", 1) - 1) // world_size
+
+
 def _read_cell(cell: int | None, cells: int | Sequence[int] | None) -> tuple[int, int | tuple[int, ...]] | None:
     """Return which cell this job is asked to be, and how many there are, or the ranks of each."""
     if (cell is None) != (cells is None):
@@ -107,3 +330,180 @@ def _check_cell(cell: int, cells: int | tuple[int, ...], state: DistributedState
             f"{topology.world_size} ranks; start as many, without a federation"
         )
     return cell, sizes
+
+
+@dataclass(frozen=True)
+class _Request:
+    """The set-up that was asked for; the same on all ranks but for the device's index."""
+
+    backend: str
+    device: torch.device
+    federated: Federation | None
+    hsdp: int | None
+    streams: int | None
+    timeouts: Timeouts
+    parameters: DeviceParameters | None = None
+    sources: tuple[str, ...] = ()
+    """Which variables the sizes are from, if any."""
+
+    def __str__(self) -> str:
+        mesh = "" if self.parameters is None else f", {self.parameters}"
+        return (
+            f"backend={self.backend!r}, device={self.device.type!r}, federated={self.federated!r}, hsdp={self.hsdp!r}, "
+            f"streams={self.streams!r}, timeout_s={self.timeouts.session_s:g}, home_s={self.timeouts.home_s:g}, "
+            f"across_s={self.timeouts.across_s:g}{mesh}"
+        )
+
+
+def _request(
+    place: ProcessEnvironment,
+    backend: str | None,
+    device: torch.device | str | int | None,
+    federated: Federation | None,
+    hsdp: int | None,
+    streams: int | None,
+    timeouts: Timeouts,
+    parameters: DeviceParameters | None,
+) -> _Request:
+    """Fill in what was not asked for, from the environment and the machine."""
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = check_device("device", default if device is None else device)
+    if chosen == torch.device("cuda"):  # without an index
+        index = pick_gpu(place.node_local_rank, place.node_local_size, torch.cuda.device_count())
+        chosen = torch.device("cuda", index)
+    kind = str(check_backend(backend or (ON_GPUS if chosen.type == "cuda" else "gloo")))
+    if "cpu" not in kind and "nccl" in kind and chosen.type == "cpu":
+        raise ConfigError(f"backend {kind!r} needs a GPU, but the device is the CPU; give backend='gloo'")
+    count = check_streams(streams, chosen)
+    sizes, hsdp, sources = complete_federation(check_federation(federated, "federated sizes"), hsdp)
+    hsdp = hsdp if index_of(hsdp) is None else index_of(hsdp)  # the setters refuse what is not an integer
+    request = _Request(kind, chosen, sizes, hsdp, count, timeouts, parameters, sources)
+    if not isinstance(sizes, str):
+        with sources_named(sources):
+            _resolve_mesh(request, place.world_size, sizes)  # raises what is wrong before the ranks join
+    return request
+
+
+def _resolve_mesh(
+    request: _Request, world_size: int, sizes: int | tuple[int, ...] | None
+) -> tuple[int | None, dict[str, int] | None]:
+    """Return the size of a replica, and the shape of a cell where a mesh inside it is asked for."""
+    if request.parameters is None:
+        return request.hsdp, None
+    mesh = request.parameters.resolve(Topology(world_size, sizes).sizes)
+    if request.hsdp not in (None, mesh.replica_size):
+        asked = next((source for source in request.sources if source.startswith("XFFL_HSDP")), f"hsdp={request.hsdp}")
+        raise ConfigError(
+            f"{asked} was asked for, but the device parameters make replicas of {mesh.replica_size} ranks (None: the "
+            f"whole cell); leave {asked.partition('=')[0]} out"
+        )
+    return mesh.replica_size, mesh.cell_shape
+
+
+def _join(meeting: Store, place: ProcessEnvironment, request: _Request) -> None:
+    """Make the process group of the world; collective over the ranks that have met."""
+    try:
+        dist.init_process_group(
+            request.backend,
+            store=PrefixStore("world", _world_store(meeting, place, request.timeouts)),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timedelta(seconds=request.timeouts.session_s),
+        )
+    except RuntimeError as broken:
+        raise LaunchError(
+            f"rank {place.rank} of {place.world_size} could not join over {request.backend}: {broken}; name the "
+            "network interface with XFFL_IFNAME (for the store XFFL_CONTROL_IFNAME), and see the other ranks' output"
+        ) from broken
+
+
+def _describe(place: ProcessEnvironment, request: _Request) -> DistributedState:
+    """Fill a state by its setters; collective over the world."""
+    if request.device.type == "cuda":
+        torch.cuda.set_device(request.device)  # the setters' first collective needs each rank on its own GPU
+        if "nccl" in request.backend:
+            _check_gpus(request.device)
+    state = DistributedState()
+    state._timeouts = request.timeouts
+    state.set_global(
+        backend=dist.Backend(request.backend),
+        device_type=torch.device(request.device.type),
+        master_addr=place.master_addr,
+        master_port=place.master_port,
+        rank=place.rank,
+        world_size=place.world_size,
+    )
+    state.set_node(place.node_local_rank, place.node_local_size, place.node_rank, place.node_world_size)
+    state.set_exec_device(request.device, request.streams)
+    state.set_init_device(None)
+    # Every rank has the same sizes from here on, and so finds the same.
+    sizes = find_sizes(request.federated, place.node_rank)
+    with sources_named(request.sources):
+        set_up_cells(state, sizes, *_resolve_mesh(request, place.world_size, sizes), asked=request.federated)
+    return state
+
+
+def _check_gpus(device: torch.device) -> None:
+    """Raise, on all ranks alike, where two have one GPU: NCCL says so in its first call, without naming them."""
+    if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+        return
+    gpus: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
+    dist.all_gather_object(gpus, (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)))
+    ranks_of: dict[tuple[str, str], list[int]] = {}
+    for rank, gpu in enumerate(gpus):
+        ranks_of.setdefault(gpu, []).append(rank)
+    for (host, _), sharing in ranks_of.items():
+        if len(sharing) > 1:
+            raise ConfigError(
+                f"{ranks_text(sharing)} have the same GPU of {host}, which NCCL refuses; give each its own "
+                "(device='cuda' counts by the rank on the node), or backend='gloo'"
+            )
+
+
+def set_up_cells(
+    state: DistributedState,
+    federated: int | tuple[int, ...] | None,
+    hsdp: int | None,
+    cell_shape: Mapping[str, int] | None = None,
+    *,
+    asked: Federation | None = None,
+) -> None:
+    """Call the setter for what is asked for; collective over the world."""
+    asked = federated if asked is None else asked
+    world_size = state.topology.world_size
+    with run_on_all_ranks("numbers of cells to require (XFFL_REQUIRE_CELLS)") as share:
+        required = required_cells()
+        cells = Topology(world_size, federated, hsdp).cells
+        accept_cells(asked, cells, world_size, required, is_speaker=state.rank == 0)
+        share(required)
+    if federated is not None:
+        state.set_federated_scaling(federated, hsdp, cell_shape)
+    elif hsdp is not None:
+        state.set_hsdp(hsdp, cell_shape)
+    else:
+        state.set_fsdp()
+
+
+def find_sizes(federated: Federation | None, node_rank: int | None) -> int | tuple[int, ...] | None:
+    """Return the sizes of the cells; with a rule, those that it makes of the hosts on which the ranks run.
+
+    With a rule collective over the world: an all-gather of a few names. With sizes nothing moves.
+    """
+    if not isinstance(federated, str):
+        return federated
+    own = own_host()
+    places: list[tuple[Host, int | None]] = [(own, node_rank)]
+    if dist.is_initialized():
+        places *= dist.get_world_size()
+        dist.all_gather_object(places, (own, node_rank))
+    nodes: dict[str, int | None] = {}
+    with run_on_all_ranks(f"cells by {federated}") as share:  # a rule's file may differ from host to host
+        for host, node in places:
+            if nodes.setdefault(host.name, node) != node:
+                raise TopologyError(
+                    f"rule {federated!r} finds cells by hosts, but nodes {nodes[host.name]} and {node} are both called "
+                    f"{host.name}. HINT: set XFFL_HOST on each, or give sizes such as 4,4"
+                )
+        sizes = sizes_of_ranks([host for host, _ in places], federated)
+        share(sizes)
+    return sizes

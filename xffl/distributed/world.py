@@ -6,7 +6,7 @@ import hashlib
 import math
 import random
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -25,25 +25,24 @@ from xffl.cluster.launch.failure import note_failure
 from xffl.distributed.consistency import barrier, compute_device, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
-from xffl.distributed.norms import total_norm
 from xffl.distributed.parallel_dims import JOINED, CellMeshes, ParallelDims, make_cell_meshes
-from xffl.distributed.parameters import AXES, DeviceParameters, MeshSizes
-from xffl.distributed.process_group import (
+from xffl.distributed.parameters import AXES, DTYPES, DeviceParameters, MeshSizes
+from xffl.distributed.session import (
     cleanup_distributed_process_group,
     find_sizes,
     set_up_cells,
     setup_distributed_process_group,
     waits_when_destroyed,
 )
-from xffl.distributed.sharding import local_tensor
+from xffl.distributed.sharding import local_tensor, total_norm
 from xffl.errors import ConfigError, StateError
 from xffl.topology import Topology
 
-__all__ = ["DistributedWorld", "loss_parallel"]
-
+__all__ = ["DistributedWorld"]
 
 W = TypeVar("W", bound="DistributedWorld")
 
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
     "mean": dist.ReduceOp.SUM,  # divided by the ranks afterwards: gloo has no mean
@@ -85,6 +84,8 @@ class DistributedWorld:
         self.device_parameters = device_parameters
         self.lone_cell: int | None = None
         """Which cell this world is, where each cell is a job of its own; counts for seeds"""
+        self.replica_group: tuple[int, int] | None = None
+        """This replica group's number and the most groups, as ``XFFL_ISLAND`` says; ``None`` in a plain world"""
         self._state: DistributedState | None = None
         self._meshes: CellMeshes | None = None
         self._device: torch.device | None = None
@@ -221,11 +222,6 @@ class DistributedWorld:
         return self.dims.rank("dp")
 
     @property
-    def tp_size(self) -> int:
-        """Ranks that share a layer."""
-        return self.dims.size("tp")
-
-    @property
     def pp_size(self) -> int:
         """Stages of the pipeline."""
         return self.dims.size("pp")
@@ -236,19 +232,9 @@ class DistributedWorld:
         return self.dims.rank("pp")
 
     @property
-    def dp_replicate_enabled(self) -> bool:
-        """Whether the cell has replicas."""
-        return self.dims.size("dp_replicate") > 1
-
-    @property
     def dp_shard_enabled(self) -> bool:
         """Whether FSDP cuts the model over ranks with data of their own."""
         return self.dims.size("dp_shard") > 1
-
-    @property
-    def fsdp_enabled(self) -> bool:
-        """Whether FSDP cuts the model, over ``dp_shard`` and ``cp``."""
-        return self.dims.size("dp_shard_cp") > 1
 
     @property
     def cp_enabled(self) -> bool:
@@ -278,7 +264,7 @@ class DistributedWorld:
     @property
     def mixed_precision_dtype(self) -> torch.dtype:
         """What computation is done in."""
-        return _dtype_of(self.device_parameters.param_dtype)
+        return _DTYPES[self.device_parameters.param_dtype]
 
     # Determinism ------------------------------------------------------------------------------------------------------
 
@@ -435,11 +421,6 @@ class DistributedWorld:
         """Torchft's manager, where this is one of several replica groups; ``None`` in a plain world."""
         return None
 
-    @property
-    def replica_group(self) -> tuple[int, int] | None:
-        """This replica group's number and the most groups; ``None`` in a plain world."""
-        return None
-
     # Gradients --------------------------------------------------------------------------------------------------------
 
     def get_total_norm(
@@ -499,7 +480,7 @@ class DistributedWorld:
 
         :yield: Nothing.
         """
-        is_cast = self.mixed_precision_enabled and not self.fsdp_enabled  # FSDP casts by itself
+        is_cast = self.mixed_precision_enabled and self.dims.size("dp_shard_cp") == 1  # FSDP casts by itself
         cast = torch.autocast(self.device.type, dtype=self.mixed_precision_dtype) if is_cast else nullcontext()
         with cast, self.loss_parallel():
             yield
@@ -513,12 +494,16 @@ class DistributedWorld:
 
         :yield: Nothing.
         """
-        with loss_parallel() if self.loss_parallel_enabled else nullcontext():
+        context: AbstractContextManager[Any] = parallel.loss_parallel() if self.loss_parallel_enabled else nullcontext()
+        context.__enter__()
+        try:
             yield
+        finally:  # torch's own stays switched on where its block raises
+            context.__exit__(None, None, None)
 
     def get_fsdp_mp_policy(self) -> MixedPrecisionPolicy:
         """Return FSDP's mixed-precision policy: computation in ``param_dtype``, sums in ``reduce_dtype``."""
-        reduce_dtype = _dtype_of(self.device_parameters.reduce_dtype)
+        reduce_dtype = _DTYPES[self.device_parameters.reduce_dtype]
         if self.mixed_precision_enabled:
             return MixedPrecisionPolicy(param_dtype=self.mixed_precision_dtype, reduce_dtype=reduce_dtype)
         return MixedPrecisionPolicy(reduce_dtype=None if reduce_dtype == torch.float32 else reduce_dtype)
@@ -588,15 +573,12 @@ class DistributedWorld:
         model = self._made.model_mesh
         assert model.mesh_dim_names is not None, "made with names"
         replicas, shards, _ = model.mesh_dim_names
-        return model[replicas, shards] if self.dp_replicate_enabled else model[shards]
+        return model[replicas, shards] if self.dims.size("dp_replicate") > 1 else model[shards]
 
 
 def _check_state(topology: Topology, sizes: tuple[int, ...], mesh: MeshSizes) -> None:
     if topology.sizes != sizes:
-        raise ConfigError(
-            f"the state has cells of {topology.sizes} ranks, but federated={sizes} was asked for; set the state up "
-            "with it, or leave it out"
-        )
+        raise ConfigError(f"the state has cells of {topology.sizes} ranks, not {sizes}; leave federated out")
     shape = None if mesh.cell_shape is None else tuple(mesh.cell_shape.items())
     if topology.replica_size != mesh.replica_size or topology.cell_shape != shape:
         raise ConfigError(
@@ -605,28 +587,9 @@ def _check_state(topology: Topology, sizes: tuple[int, ...], mesh: MeshSizes) ->
         )
 
 
-@contextmanager
-def loss_parallel() -> Iterator[None]:
-    """Let cross-entropy work on logits that are cut by the vocabulary, as torch's context of the same name."""
-    context = parallel.loss_parallel()
-    context.__enter__()
-    try:
-        yield
-    finally:  # torch's own stays switched on where its block raises
-        context.__exit__(None, None, None)
-
-
 def _movable(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that a backend can move, without gradient; local."""
     if isinstance(tensor, DTensor):
-        raise ConfigError(
-            f"a DTensor of placements {tensor.placements} is spread already; give its to_local() or full_tensor()"
-        )
+        raise ConfigError(f"a DTensor of {tensor.placements} is spread already; give its to_local() or full_tensor()")
     # A backend moves the memory as it is, and the flags of a conjugated or negated view stay behind.
     return tensor.detach().resolve_conj().resolve_neg()
-
-
-def _dtype_of(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype), "checked by DeviceParameters"
-    return dtype

@@ -4,9 +4,8 @@ A script makes a ``DistributedStrategy`` (``strategy.py``) of a ``StrategyConfig
 ``NativeStrategy`` (``native.py``) gives the model to ``spread`` (``spread.py``): checks on all ranks, rank 0's weights,
 the layers of this stage (``pipeline.py``) cut over ``tp`` (``tensor_parallel.py``), then FSDP2 or DDP over the rest of
 the mesh, and values for models on the meta device. In training, ``PipelineModel`` runs the stages with torch's
-schedules (``torch_pipeline.py``, which loads torch's compiler), and ``context_parallel.py`` lets attention see whole
-sequences. ``DeepSpeedStrategy`` (``deepspeed.py``) spreads by ZeRO; rounds see its master weights through
-``zero_view.py``.
+schedules, and ``context_parallel.py`` lets attention see whole sequences. ``DeepSpeedStrategy`` (``deepspeed.py``)
+spreads by ZeRO; rounds see its master weights through ``zero_view.py``.
 
 The names below are imported when they are first used.
 """

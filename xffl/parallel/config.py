@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
 from xffl.checks import integer, integer_fields, number, one_of
@@ -12,7 +12,6 @@ from xffl.distributed.parameters import CommParameters, DeviceParameters
 from xffl.errors import ConfigError
 
 __all__ = ["DDPConfig", "DistributedConfig", "StrategyConfig", "TrainingConfig", "read_config"]
-
 
 HOOKS = ("none", "fp16", "bf16", "powersgd")
 PRECISIONS = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -82,9 +81,7 @@ class DistributedConfig:
         object.__setattr__(self, "federated", read_federation(self.federated, "distributed.federated"))
         object.__setattr__(self, "wrap", tuple(self.wrap))
         if not all(isinstance(layer, type) for layer in self.wrap):
-            raise ConfigError(
-                f"wrap {self.wrap!r} names no layer classes; give a list such as [nn.TransformerEncoderLayer]"
-            )
+            raise ConfigError(f"wrap must be layer classes, such as [nn.TransformerEncoderLayer], got {self.wrap!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,19 +150,6 @@ def read_ddp(options: object) -> DDPConfig:
     return _read(DDPConfig, options, "ddp", is_strict=True)
 
 
-def with_precision(parameters: DeviceParameters, config: StrategyConfig) -> DeviceParameters:
-    """Return a mesh with the data type that the training asks for; pure."""
-    mesh, precision = config.distributed.device_parameters, config.training.mixed_precision
-    if precision is None:
-        return parameters
-    dtype = PRECISIONS[precision]
-    if mesh is not None and mesh.param_dtype not in ("float32", dtype):
-        raise ConfigError(
-            f"training.mixed_precision {precision!r} and param_dtype {mesh.param_dtype!r} differ; give one of them"
-        )
-    return replace(parameters, param_dtype=dtype)
-
-
 PARTS: dict[str, type[Any]] = {"device_parameters": DeviceParameters, "comm": CommParameters, "ddp": DDPConfig}
 """Options that have options of their own."""
 
@@ -190,6 +174,4 @@ def _read(kind: type[T], source: object, where: str, *, is_strict: bool) -> T:
     try:
         return kind(**values)
     except TypeError as wrong:
-        raise ConfigError(
-            f"the options of {where} cannot be read: {wrong}; give values of the documented types"
-        ) from wrong
+        raise ConfigError(f"the options of {where} cannot be read: {wrong}; give the documented types") from wrong

@@ -33,27 +33,14 @@ from torch.utils.hooks import RemovableHandle
 
 from xffl.errors import ConfigError
 
-__all__ = [
-    "POSITIONS",
-    "check_mesh",
-    "context_parallel",
-    "fill_positions",
-    "find_positions",
-    "give_positions",
-    "split_sequence",
-]
-
+__all__ = ["check_mesh", "context_parallel", "fill_positions", "find_positions", "give_positions", "split_sequence"]
 
 SOFTMAX: tuple[Callable[..., Any], ...] = (F.softmax, torch.softmax, torch.special.softmax, torch.Tensor.softmax)
 
 
 @contextmanager
 def context_parallel(
-    mesh: DeviceMesh,
-    *,
-    buffers: Sequence[torch.Tensor] = (),
-    buffer_seq_dims: Sequence[int] = (),
-    ring: bool = False,
+    mesh: DeviceMesh, *, buffers: Sequence[torch.Tensor] = (), buffer_seq_dims: Sequence[int] = (), ring: bool = False
 ) -> Iterator[tuple[torch.Tensor, ...]]:
     """Let attention inside the block see whole sequences, of which each rank has its part.
 
@@ -79,7 +66,13 @@ def context_parallel(
     check_mesh(mesh, "context", ring=ring)
     parts = split_sequence(buffers, mesh, buffer_seq_dims)
     if ring:
-        with _ring(mesh, buffers, buffer_seq_dims) as parts:
+        from torch.distributed.tensor.experimental import context_parallel as torch_context_parallel
+
+        if not buffers:
+            raise ConfigError("the ring of context parallelism takes buffers; give tokens, targets and positions")
+        # Not run here, since it needs several GPUs. Torch's prototype changes its buffers in place.
+        parts, dims = tuple(buffer.clone() for buffer in buffers), list(buffer_seq_dims)
+        with torch_context_parallel(mesh, buffers=list(parts), buffer_seq_dims=dims, no_restore_buffers=set(parts)):
             yield parts
     else:
         attention = _GatheredAttention(mesh)
@@ -101,18 +94,28 @@ def split_sequence(
     dims = [dim] * len(tensors) if isinstance(dim, int) else list(dim)
     if len(dims) != len(tensors):
         raise ConfigError(f"{len(tensors)} tensors came with {len(dims)} dimensions; give one for each, or one for all")
-    return tuple(_part(tensor, mesh, place) for tensor, place in zip(tensors, dims, strict=True))
+    parts = []
+    for tensor, place in zip(tensors, dims, strict=True):
+        if not -tensor.ndim <= place < tensor.ndim:
+            raise ConfigError(f"a tensor {tuple(tensor.shape)} has no dimension {place}; give that of its sequence")
+        length, rest = divmod(tensor.shape[place], mesh.size())
+        if rest or not length:
+            raise ConfigError(
+                f"a sequence of {tensor.shape[place]} (dimension {place} of {tuple(tensor.shape)}) does not divide by "
+                f"the {mesh.size()} ranks of the context-parallel mesh; pad it to a multiple"
+            )
+        part = tensor.narrow(place, mesh.get_local_rank() * length, length)
+        parts.append(part.clone(memory_format=torch.contiguous_format))
+    return tuple(parts)
 
 
-def give_positions(
-    model: nn.Module, mesh: DeviceMesh, *, activation_parts: int = 1, ring: bool = False
-) -> RemovableHandle:
+def give_positions(model: nn.Module, mesh: DeviceMesh, *, activation_parts: int = 1) -> RemovableHandle:
     """Give a model the positions of its part in the global sequence wherever a call leaves them out.
 
     For models whose ``forward`` takes ``positions``, then of shape (sequence), or ``position_ids``, then (1, sequence).
     Nothing moves.
     """
-    check_mesh(mesh, "context", ring=ring)
+    check_mesh(mesh, "context")
     name = find_positions(model)
     if name is None:
         raise ConfigError(
@@ -121,8 +124,6 @@ def give_positions(
         )
 
     def make(first: torch.Tensor) -> torch.Tensor:
-        if ring:  # its order of the sequence is torch's own
-            raise ConfigError(f"{name} was left out; under the ring give it, and have it among the buffers")
         # A later pipeline stage gets activations, whose sequence tensor parallelism has cut in activation_parts.
         length = first.shape[1] * (activation_parts if first.is_floating_point() else 1)
         start = mesh.get_local_rank() * length
@@ -158,8 +159,7 @@ class _GatheredAttention(TorchFunctionMode):
             return self._attend(*args, **(kwargs or {}))
         if func is F.multi_head_attention_forward:
             raise ConfigError(
-                "nn.MultiheadAttention cannot be spread by context parallelism; call F.scaled_dot_product_attention, "
-                "or give cp=1"
+                "context parallelism cannot spread nn.MultiheadAttention; use F.scaled_dot_product_attention or cp=1"
             )
         if func in SOFTMAX and args[0].ndim > 3 and args[0].shape[-1] == args[0].shape[-2]:
             raise ConfigError(
@@ -178,7 +178,24 @@ class _GatheredAttention(TorchFunctionMode):
         is_causal: bool = False,
         **more: Any,
     ) -> torch.Tensor:
-        _check_attention(query, key, value, attn_mask, dropout_p)
+        if attn_mask is not None:
+            raise ConfigError(
+                f"context parallelism cannot spread a mask {tuple(attn_mask.shape)}; use is_causal, or cp=1"
+            )
+        if dropout_p > 0:
+            raise ConfigError(
+                f"attention drops out {dropout_p:g} of its weights, which context parallelism cannot do as one rank "
+                "would; set the model's attention dropout to 0, or give cp=1"
+            )
+        if isinstance(query, DTensor) or isinstance(key, DTensor) or isinstance(value, DTensor):
+            raise ConfigError(
+                "context parallelism takes plain tensors, no DTensors; give projections use_local_output=True"
+            )
+        if not query.shape[-2] == key.shape[-2] == value.shape[-2]:
+            raise ConfigError(
+                f"attention has {query.shape[-2]} queries, {key.shape[-2]} keys and {value.shape[-2]} values, but "
+                "context parallelism spreads self-attention only; give cp=1 for caches of keys and for cross-attention"
+            )
         self.calls += 1
         length = query.shape[-2]
         # Keys and values together: one message instead of two.
@@ -222,63 +239,12 @@ class _Gather(torch.autograd.Function):
         return total.to(gradient.dtype), None, None
 
 
-@contextmanager
-def _ring(mesh: DeviceMesh, buffers: Sequence[torch.Tensor], dims: Sequence[int]) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Use torch's prototype, which changes its buffers in place. Not run here: it needs several GPUs."""
-    from torch.distributed.tensor.experimental import context_parallel as torch_context_parallel
-
-    if not buffers:
-        raise ConfigError("the ring of context parallelism takes buffers; give tokens, targets and positions")
-    parts = tuple(buffer.clone() for buffer in buffers)
-    with torch_context_parallel(mesh, buffers=list(parts), buffer_seq_dims=list(dims), no_restore_buffers=set(parts)):
-        yield parts
-
-
 def check_mesh(mesh: DeviceMesh, kind: str, *, ring: bool = False) -> None:
     """Raise unless a mesh has one dimension, as context and tensor parallelism need it; local."""
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
-        raise ConfigError(
-            f"{kind} parallelism needs a mesh of one dimension, not {mesh}; give a slice such as mesh['{kind[0]}p']"
-        )
+        raise ConfigError(f"{kind} parallelism needs a mesh of one dimension, such as mesh['{kind[0]}p'], got {mesh}")
     if ring and mesh.device_type != "cuda":
         raise ConfigError(f"the ring of context parallelism needs CUDA, not {mesh.device_type}; give ring=False")
-
-
-def _part(tensor: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
-    if not -tensor.ndim <= dim < tensor.ndim:
-        raise ConfigError(f"a tensor {tuple(tensor.shape)} has no dimension {dim}; give that of its sequence")
-    length, rest = divmod(tensor.shape[dim], mesh.size())
-    if rest or not length:
-        raise ConfigError(
-            f"a sequence of {tensor.shape[dim]} (dimension {dim} of {tuple(tensor.shape)}) does not divide by the "
-            f"{mesh.size()} ranks of the context-parallel mesh; pad it to a multiple"
-        )
-    return tensor.narrow(dim, mesh.get_local_rank() * length, length).clone(memory_format=torch.contiguous_format)
-
-
-def _check_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, dropout_p: float
-) -> None:
-    if attn_mask is not None:
-        raise ConfigError(
-            f"attention was given a mask {tuple(attn_mask.shape)}, which context parallelism cannot spread; let the "
-            "model use is_causal, or give cp=1"
-        )
-    if dropout_p > 0:
-        raise ConfigError(
-            f"attention drops out {dropout_p:g} of its weights, which context parallelism cannot do as one rank would; "
-            "set the model's attention dropout to 0, or give cp=1"
-        )
-    if isinstance(query, DTensor) or isinstance(key, DTensor) or isinstance(value, DTensor):
-        raise ConfigError(
-            "attention was given DTensors, but context parallelism takes plain tensors; give tensor-parallel "
-            "projections use_local_output=True"
-        )
-    if not query.shape[-2] == key.shape[-2] == value.shape[-2]:
-        raise ConfigError(
-            f"attention has {query.shape[-2]} queries, {key.shape[-2]} keys and {value.shape[-2]} values, but context "
-            "parallelism spreads self-attention only; give cp=1 for caches of keys and for cross-attention"
-        )
 
 
 POSITIONS = ("positions", "position_ids")

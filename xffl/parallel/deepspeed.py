@@ -6,12 +6,13 @@ import importlib
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 from weakref import WeakSet
 
 import torch
@@ -28,7 +29,6 @@ from xffl.parallel.strategy import DistributedStrategy
 from xffl.parallel.zero_view import NO_ENGINE, UNREADY, Masters, find_masters, is_cut, mark
 
 __all__ = ["DeepSpeedStrategy", "EngineOptimizer", "ZeroModel"]
-
 
 NEED = ("deepspeed", "strategy 'deepspeed' needs DeepSpeed")
 """The extra, and the message where the package is missing."""
@@ -146,8 +146,7 @@ class DeepSpeedStrategy(DistributedStrategy):
                 raise ConfigError(f"the model must be a torch.nn.Module, got {type(model).__name__}")
             if is_meta(model) or init_weights is not None:
                 raise ConfigError(
-                    "strategy 'deepspeed' makes no weights of a model on the meta device; build it on a device, "
-                    "without init_weights, or give strategy='fsdp'"
+                    "strategy 'deepspeed' makes no weights; give no meta device and no init_weights, or 'fsdp'"
                 )
             if is_cut(model):
                 raise ConfigError("DeepSpeed has cut this model already; wrap a model once")
@@ -165,7 +164,18 @@ class DeepSpeedStrategy(DistributedStrategy):
         """Make the engine: it takes over the optimizer and cuts what the stage says; collective over the world."""
         with run_on_all_ranks("optimizers given to wrap_optimizer") as share:
             zero_model = _zero_model(model)
-            _check_optimizer(zero_model, optimizer)
+            if zero_model.engines:
+                raise ConfigError("this model has an engine already; wrap another model, or one optimizer")
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+            if optimizer.state:
+                raise ConfigError("the optimizer has stepped already; wrap it first, and load its state afterwards")
+            names = {parameter: name for name, parameter in zero_model.module.named_parameters()}
+            stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+            if stepped - names.keys():
+                raise ConfigError("the optimizer holds a parameter that the model has not; give it model.parameters()")
+            if missing := [name for p, name in names.items() if p.requires_grad and p not in stepped]:
+                raise ConfigError(f"the optimizer lacks parameter {missing[0]!r}; give it all that train, or freeze it")
             share(f"{type(optimizer).__name__} {self.ds_config}")
         engine = zero_model.make_engine(optimizer, self.ds_config, self.world)
         masters = None if self._stage == 0 else Masters(engine, zero_model.module, self.world.get_mesh("dp_shard"))
@@ -213,10 +223,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._accumulator.check_complete()
         optimizer = optimizers[0] if len(optimizers) == 1 else None
         if not isinstance(optimizer, EngineOptimizer):
-            raise StateError(
-                f"{[type(one).__name__ for one in optimizers]} step without what ZeRO has cut; give step what "
-                "wrap_optimizer(model, optimizer) returned"
-            )
+            raise StateError("ZeRO steps only what wrap_optimizer(model, optimizer) returned; give that to step")
         optimizer.step()
         if self._stage:  # clip_grad_norm asks for one step
             optimizer.engine.optimizer.clip_grad = self.config.training.max_grad_norm or 0.0
@@ -263,22 +270,6 @@ class DeepSpeedStrategy(DistributedStrategy):
         return {**dict.fromkeys(models, masters.view), **dict.fromkeys(optimizers, masters)}
 
 
-def _check_optimizer(model: ZeroModel, optimizer: torch.optim.Optimizer) -> None:
-    if model.has_engine:
-        raise ConfigError("this model has an engine already; wrap another model, or one optimizer")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if optimizer.state:
-        raise ConfigError("the optimizer has stepped already; wrap it first, and load its state afterwards")
-    names = {parameter: name for name, parameter in model.module.named_parameters()}
-    stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    if stepped - names.keys():
-        raise ConfigError("the optimizer holds a parameter that the model has not; make it of model.parameters()")
-    missing = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in stepped]
-    if missing:
-        raise ConfigError(f"the optimizer lacks parameter {missing[0]!r}; give it all that train, or freeze it")
-
-
 def _only(what: str, value: Any) -> Any:
     """Return the only model or optimizer, which may come by name; ``None`` where there is none."""
     if not isinstance(value, Mapping):
@@ -300,19 +291,6 @@ def _read_masters(model: nn.Module) -> Masters | None:
     if masters is not None:
         masters.read()
     return masters
-
-
-def _unit_of(cell: dist.ProcessGroup, alone: dist.ProcessGroup) -> SimpleNamespace:
-    """Return the ranks that share the data-parallel work, those of a cell, as DeepSpeed's ``mpu`` tells them."""
-    return SimpleNamespace(
-        get_data_parallel_group=lambda: cell,
-        get_data_parallel_group_ranks=lambda: dist.get_process_group_ranks(cell),
-        get_data_parallel_rank=lambda: dist.get_rank(cell),
-        get_data_parallel_world_size=cell.size,
-        get_model_parallel_group=lambda: alone,
-        get_model_parallel_rank=lambda: 0,
-        get_model_parallel_world_size=lambda: 1,
-    )
 
 
 class _CellBackend:
@@ -358,56 +336,54 @@ class ZeroModel(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        self._engine: list[Any] = []  # a list, since the engine is a module, whose parameters are these already
+        self.engines: list[Any] = []  # a list, since the engine is a module, whose parameters are these already
         self._backend: _CellBackend | None = None
         self._local_rank = "0"
 
     @property
-    def has_engine(self) -> bool:
-        """Whether the engine is made."""
-        return bool(self._engine)
-
-    @property
     def engine(self) -> Any:
         """DeepSpeed's engine."""
-        if not self._engine:
+        if not self.engines:
             raise StateError(NO_ENGINE)
-        return self._engine[0]
+        return self.engines[0]
 
     def make_engine(self, optimizer: torch.optim.Optimizer, config: dict[str, Any], world: DistributedWorld) -> Any:
         """Let DeepSpeed make the engine; collective over the cell."""
-        device, cell = world.device, world.get_group("cell")
+        device, cell, alone = world.device, world.get_group("cell"), world.get_group("tp")
+        unit = SimpleNamespace(  # the ranks that share the data-parallel work, as DeepSpeed's mpu tells them
+            get_data_parallel_group=lambda: cell,
+            get_data_parallel_group_ranks=lambda: dist.get_process_group_ranks(cell),
+            get_data_parallel_rank=lambda: dist.get_rank(cell),
+            get_data_parallel_world_size=lambda: cell.size(),
+            get_model_parallel_group=lambda: alone,
+            get_model_parallel_rank=lambda: 0,
+            get_model_parallel_world_size=lambda: 1,
+        )
         # DeepSpeed takes LOCAL_RANK for the number of its device, reads DS_ACCELERATOR when it is imported, and sets
         # some variables of its own.
         self._local_rank = str(world.local_rank if device.index is None else device.index)
-        with _restored(os.environ):
-            os.environ.update(LOCAL_RANK=self._local_rank, DS_ACCELERATOR=device.type)
+        with mock.patch.dict(os.environ, LOCAL_RANK=self._local_rank, DS_ACCELERATOR=device.type):
             deepspeed = _import(device, is_fp16=config["fp16"]["enabled"])
+            # Else it would compile an operation of shared memory for the CPU, which takes a minute.
             operations = deepspeed.ops.__compatible_ops__ if device.type == "cpu" else {}
-            with _restored(operations):
-                # Else it would compile an operation of shared memory for the CPU, which takes a minute.
-                operations["deepspeed_shm_comm"] = False
+            with mock.patch.dict(operations, deepspeed_shm_comm=False):
                 comm: Any = importlib.import_module("deepspeed.comm.comm")
                 if comm.cdb is None:
                     deepspeed.init_distributed(dist_init_required=False, auto_mpi_discovery=False)
                 self._backend = _CellBackend(getattr(comm.cdb, "inner", comm.cdb), cell)
                 with self.working():
                     engine, *_ = deepspeed.initialize(
-                        model=self.module,
-                        optimizer=optimizer,
-                        config=config,
-                        mpu=_unit_of(cell, world.get_group("tp")),
-                        dist_init_required=False,
+                        model=self.module, optimizer=optimizer, config=config, mpu=unit, dist_init_required=False
                     )
         engine.set_gradient_accumulation_boundary(True)
-        self._engine.append(engine)
+        self.engines.append(engine)
         return engine
 
     @contextmanager
     def working(self) -> Iterator[None]:
         """Let DeepSpeed work in this block, with the cell as its world; local."""
         comm: Any = importlib.import_module("deepspeed.comm.comm")
-        # In every forward pass, so only what DeepSpeed reads: _restored would copy all variables.
+        # In every forward pass, so only what DeepSpeed reads: mock.patch would copy all variables.
         backend, variable = comm.cdb, os.environ.get("LOCAL_RANK")
         comm.cdb, os.environ["LOCAL_RANK"] = self._backend, self._local_rank
         try:
@@ -475,7 +451,6 @@ def _engine_optimizer(model: ZeroModel, inner: torch.optim.Optimizer) -> torch.o
 
 
 def _import(device: torch.device, *, is_fp16: bool) -> Any:
-    """Import DeepSpeed for the device of this process."""
     with optional_import(*NEED):
         deepspeed = importlib.import_module("deepspeed")
     accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
@@ -488,15 +463,3 @@ def _import(device: torch.device, *, is_fp16: bool) -> Any:
     if is_fp16 and not accelerator.is_fp16_supported():
         raise ConfigError(f"DeepSpeed does not compute in float16 on this {device.type}; give mixed_precision='bf16'")
     return deepspeed
-
-
-@contextmanager
-def _restored(values: MutableMapping[str, Any]) -> Iterator[None]:
-    """Leave a mapping after the block as it was before."""
-    before = dict(values)
-    try:
-        yield
-    finally:
-        for name in values.keys() - before.keys():
-            del values[name]
-        values.update(before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -13,9 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.norms import alike, norms_of, values_of
 from xffl.distributed.parameters import DeviceParameters
-from xffl.distributed.sharding import local_tensor, sharded_parameters
+from xffl.distributed.sharding import alike, local_tensor, norms_of, sharded_parameters, values_of
 from xffl.errors import ConfigError, StateError
 from xffl.parallel.context_parallel import context_parallel, give_positions, split_sequence
 from xffl.parallel.deepspeed import DeepSpeedStrategy
@@ -44,27 +43,18 @@ class NativeStrategy(DistributedStrategy):
         super().__init__(config)
         plainest = self.device_parameters.strategy
         if plainest not in self.kinds:
-            raise ConfigError(
-                f"strategy {self.name!r} does not do what the device parameters ask for ({plainest}); give "
-                f"strategy={plainest!r}, or other sizes"
-            )
+            raise ConfigError(f"strategy {self.name!r} does not do what the sizes ask for; give strategy={plainest!r}")
         self._check_options()
         self._scale: LossScale | None = None
         self._is_in_context = False
 
     def _check_options(self) -> None:
         device_parameters, distributed = self.device_parameters, self.config.distributed
-        by_layer = {
-            "activation_checkpointing": device_parameters.activation_checkpointing != "none",
-            "compile": device_parameters.compile,
-            "fsdp_forward_prefetch": device_parameters.fsdp_forward_prefetch,
-        }
-        for name in [name for name, is_asked in by_layer.items() if is_asked and not distributed.wrap]:
-            raise ConfigError(f"{name} goes layer by layer, but distributed.wrap names no layer class; give some")
+        for name in ("activation_checkpointing", "compile", "fsdp_forward_prefetch"):
+            if getattr(device_parameters, name) not in (False, "none") and not distributed.wrap:
+                raise ConfigError(f"{name} goes layer by layer, but distributed.wrap names no layer class; give some")
         if distributed.ddp.static_graph and self.config.training.gradient_accumulation > 1:
-            raise ConfigError(
-                "DDP with static_graph=True does not accumulate gradients over micro-batches; leave static_graph out"
-            )
+            raise ConfigError("DDP with static_graph=True does not accumulate over micro-batches; leave it out")
 
     def setup(self, state: DistributedState | None = None) -> None:
         """Join the other processes; collective over the world."""
@@ -84,11 +74,20 @@ class NativeStrategy(DistributedStrategy):
         world, device_parameters = self.world, self.device_parameters
         if world.pp_enabled and loss is None:
             raise ConfigError("a pipeline computes its loss itself; give wrap_model(model, loss=...)")
-        spread_model = spread(model, self.state, self._options(init_weights), world)
+        is_fsdp = device_parameters.strategy in ("fsdp", "hsdp")
+        options = SpreadOptions(
+            layers=self.config.distributed.wrap,
+            mp_policy=world.get_fsdp_mp_policy() if is_fsdp else None,
+            offload_policy=world.get_offload_policy() if is_fsdp else None,
+            parameters=device_parameters,
+            ddp=self.config.distributed.ddp,
+            init_weights=init_weights,
+        )
+        spread_model = spread(model, self.state, options, world)
         if world.cp_enabled:
             # Stages behind the first get activations, which tensor parallelism has cut along the sequence once more.
             is_cut_further = world.tp_enabled and device_parameters.sequence_parallel
-            parts = world.tp_size if is_cut_further and world.pp_rank > 0 else 1
+            parts = world.dims.size("tp") if is_cut_further and world.pp_rank > 0 else 1
             give_positions(spread_model, world.get_mesh("cp"), activation_parts=parts)
         if world.pp_enabled:
             assert loss is not None, "checked above"
@@ -103,41 +102,25 @@ class NativeStrategy(DistributedStrategy):
         self._wrapped.setdefault(spread_model, WeakSet())
         return spread_model
 
-    def _options(self, init_weights: Callable[[nn.Module], object] | None) -> SpreadOptions:
-        device_parameters, world = self.device_parameters, self.world
-        is_fsdp = device_parameters.strategy in ("fsdp", "hsdp")
-        return SpreadOptions(
-            layers=self.config.distributed.wrap,
-            mp_policy=world.get_fsdp_mp_policy() if is_fsdp else None,
-            offload_policy=world.get_offload_policy() if is_fsdp else None,
-            reshard_after_forward=device_parameters.reshard_after_forward,
-            prefetch=device_parameters.fsdp_forward_prefetch,
-            checkpointing=device_parameters.activation_checkpointing,
-            compile=device_parameters.compile,
-            sequence_parallel=device_parameters.sequence_parallel,
-            loss_parallel=device_parameters.loss_parallel,
-            ddp=self.config.distributed.ddp,
-            init_weights=init_weights,
-        )
-
-    def train_context(self) -> AbstractContextManager[None]:
-        """Return a context that computes as the device parameters ask: type, cut logits, whole sequences; local.
+    @contextmanager
+    def train_context(self) -> Iterator[None]:
+        """Compute in this context as the device parameters ask: data type, cut logits, whole sequences; local.
 
         It may be entered inside itself. With ``loss_parallel``, or with ``cp`` and activation checkpointing, the
         backward pass belongs inside, too.
-        """
-        if not self.world.cp_enabled or self._is_in_context:
-            return self.world.train_context()
-        return self._whole_sequences()
 
-    @contextmanager
-    def _whole_sequences(self) -> Iterator[None]:
-        self._is_in_context = True
+        :yield: Nothing.
+        """
+        is_outermost = self.world.cp_enabled and not self._is_in_context
+        sequences: AbstractContextManager[Any] = nullcontext()
+        if is_outermost:
+            sequences = context_parallel(self.world.get_mesh("cp"))
+        self._is_in_context |= is_outermost
         try:
-            with self.world.train_context(), context_parallel(self.world.get_mesh("cp")):
+            with self.world.train_context(), sequences:
                 yield
         finally:
-            self._is_in_context = False
+            self._is_in_context &= not is_outermost
 
     def split_sequence(self, *tensors: torch.Tensor, dim: int = 1) -> tuple[torch.Tensor, ...]:
         """Return this rank's parts of whole sequences, where ranks share them (``cp``); nothing moves."""
@@ -230,10 +213,7 @@ class HSDPStrategy(NativeStrategy):
 
     @staticmethod
     def _preset() -> DeviceParameters:
-        raise ConfigError(
-            "strategy 'hsdp' needs to know the ranks of a replica; give "
-            "device_parameters=DeviceParameters.HSDP(dp_shard=n)"
-        )
+        raise ConfigError("strategy 'hsdp' needs device_parameters, such as DeviceParameters.HSDP(dp_shard=n)")
 
 
 SingleGPUStrategy = SingleStrategy  # the reference document's name; it trains on a CPU as well
@@ -242,6 +222,10 @@ STRATEGIES: dict[str, type[DistributedStrategy]] = {
     strategy.name: strategy for strategy in (SingleStrategy, DDPStrategy, FSDPStrategy, HSDPStrategy, DeepSpeedStrategy)
 }
 """The strategies by their names in configurations; users may add theirs."""
+
+
+GROWTH_STEPS = 2000
+"""Steps without an overflow after which the factor doubles, as in torch's ``GradScaler``."""
 
 
 class LossScale:
@@ -253,22 +237,12 @@ class LossScale:
     Source: Micikevicius et al., Mixed Precision Training, 2018 (arXiv:1710.03740).
     """
 
-    def __init__(
-        self,
-        scale: float = 2.0**16,
-        growth_interval: int = 2000,
-        *,
-        group: dist.ProcessGroup | None = None,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, scale: float = 2.0**16, *, group: dist.ProcessGroup | None = None, device: torch.device) -> None:
         self.scale = scale
-        self._growth_interval = growth_interval
         self._steps = 0
-        self._group = group
-        self._device = device
+        self._group, self._device = group, device
         self._unscaled: set[int] = set()
-        self._has_overflowed = False
-        self._is_spent = False
+        self._has_overflowed = self._is_spent = False
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss to compute gradients of; local."""
@@ -302,7 +276,7 @@ class LossScale:
             self.scale, self._steps = max(self.scale / 2.0, 1.0), 0
         elif not is_lost:
             self._steps += 1
-            if self._steps == self._growth_interval:
+            if self._steps == GROWTH_STEPS:
                 self.scale, self._steps = min(self.scale * 2.0, 2.0**24), 0
         self._unscaled.clear()
         self._has_overflowed, self._is_spent = False, True

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from xffl.checks import integer, one_of
+from xffl.costs import layers_of_stages
 from xffl.distributed.parameters import SCHEDULES
+from xffl.distributed.sharding import reshard
 from xffl.errors import ConfigError, StateError
 
-if TYPE_CHECKING:
-    from xffl.parallel.torch_pipeline import Schedule, Stage
-
-__all__ = ["PipelineModel", "Skip", "sizes_of", "split_model"]
+__all__ = ["PipelineModel", "Skip", "split_model"]
 
 
 class PipelineModel(nn.Module):
@@ -58,9 +57,7 @@ class PipelineModel(nn.Module):
         what = f"micro_batches with schedule={schedule!r} over {mesh.size()} stages"
         micro_batches = integer(what, micro_batches, mesh.size() if schedule == "1f1b" else 1)
         if isinstance(module, DistributedDataParallel) and module.static_graph:
-            raise ConfigError(
-                "DDP(static_graph=True) does not follow micro-batches; leave static_graph out in a pipeline"
-            )
+            raise ConfigError("DDP(static_graph=True) does not follow micro-batches; leave it out in a pipeline")
         self.module = module
         self.stage, self.stages = mesh.get_local_rank(), mesh.size()
         self.micro_batches, self.schedule, self.loss = micro_batches, schedule, loss
@@ -69,7 +66,7 @@ class PipelineModel(nn.Module):
         if self._device.type != "cpu":
             self._device = torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
         self._known: dict[str, list[tuple[torch.Tensor, ...]]] = {}
-        self._made: tuple[str, Stage, Schedule] | None = None
+        self._made: tuple[str, Any, Any] | None = None
         self._losses: list[torch.Tensor] = []
         self._scale: Callable[[torch.Tensor], torch.Tensor] | None = None
 
@@ -153,11 +150,18 @@ class PipelineModel(nn.Module):
             self._compare([*first, aim, *slices.values(), *shared.values()], f"{mode} {key}")
             self._known[key] = self._probe(first, aim, slices | shared, key)
         if self._made is None or self._made[0] != f"{mode} {key}":
-            from xffl.parallel.torch_pipeline import Stage, make_schedule
+            from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
-            flows, loss = self._known[key], None if mode == "forward" else self._micro_loss
-            stage = Stage(self.module, self.stage, self._device, flows=flows, group=self._group)
-            self._made = (f"{mode} {key}", stage, make_schedule(stage, mode, self.micro_batches, loss))
+            received, sent = self._known[key][self.stage : self.stage + 2]
+            stage = _stage_class()(
+                self.module, self.stage, self.stages, self._device, received, sent, group=self._group
+            )
+            stage.sizes = _sizes_of(sent)
+            order = Schedule1F1B if mode == "1f1b" else ScheduleGPipe
+            loss = None if mode == "forward" else self._micro_loss
+            # Torch's scale_grads would divide the gradients of earlier calls once more; the loss is divided instead.
+            schedule = order(stage, self.micro_batches, loss_fn=loss, scale_grads=False)
+            self._made = (f"{mode} {key}", stage, schedule)
         _, stage, schedule = self._made
         stage.shared, stage.sync = shared, sync
         self._losses.clear()
@@ -249,14 +253,13 @@ class PipelineModel(nn.Module):
                     loss = self.loss(output, target)
                     if not isinstance(loss, torch.Tensor) or loss.dim():
                         return [], f"the loss is {_shape_text(loss)}; let it return a scalar tensor"
-                return sizes_of(tensors), ""
+                return _sizes_of(tensors), ""
         except Exception as wrong:  # noqa: BLE001 - told to all stages
             return [], f"{type(wrong).__name__}: {wrong}"
         finally:
             for part, mode in modes.items():
                 part.training = mode
-                if isinstance(part, FSDPModule):  # without a backward pass nothing else frees what was gathered
-                    part.reshard()
+            reshard(module)  # without a backward pass nothing else frees what was gathered
 
     def _micro_loss(self, output: Any, target: torch.Tensor) -> torch.Tensor:
         """Return what the backward pass of one micro-batch starts from."""
@@ -275,6 +278,47 @@ class PipelineModel(nn.Module):
         return mean
 
 
+@cache
+def _stage_class() -> Any:
+    """Make torch's stage with known sizes, arguments that are not cut, and a say in when gradients are reduced."""
+    # Here, since torch's compiler comes with it: half a second for whoever has no pipeline.
+    from torch.distributed.pipelining import PipelineStage
+
+    class Stage(PipelineStage):
+        shared: dict[str, Any]  # arguments of a call that are not cut
+        sync: bool  # whether a call reduces the gradients
+        sizes: list[tuple[list[int], torch.dtype]]  # of what the next stage expects
+
+        def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+            """Run the module; what is sent on is contiguous and of the size that the next stage expects."""
+            output: Any = super().forward_maybe_with_nosync(*args, **kwargs, **self.shared)  # type: ignore[no-untyped-call]
+            if self.is_last:
+                return output
+            sent = tuple(tensor.contiguous() for tensor in (output if isinstance(output, tuple) else (output,)))
+            if _sizes_of(sent) != self.sizes:  # gloo would take fewer bytes than it expects, and leave the rest
+                raise ConfigError(
+                    f"stage {self.stage_index} sends {_sizes_of(sent)}, but the next one expects {self.sizes}; the "
+                    "module's output must have the same size and dtype in training as in evaluation"
+                )
+            return sent
+
+        def _validate_fwd_outputs(self, outputs: tuple[torch.Tensor, ...]) -> None:
+            """Keep torch 2.11 from comparing the last stage's output, too, which may be a DTensor."""
+
+        def backward_maybe_with_nosync(
+            self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
+        ) -> Any:
+            """Run a micro-batch backward; the last one makes DDP reduce."""
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward and self.sync)
+
+        def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+            """Make FSDP2 reduce, after the last micro-batch."""
+            if self.sync:
+                super().perform_reduce_grad(grad_scale_factor)
+
+    return Stage
+
+
 def _shape_text(value: Any) -> str:
     """Write sizes and types instead of values."""
     if isinstance(value, torch.Tensor):
@@ -286,8 +330,7 @@ def _shape_text(value: Any) -> str:
     return type(value).__name__
 
 
-def sizes_of(tensors: Sequence[torch.Tensor]) -> list[tuple[list[int], torch.dtype]]:
-    """Return shape and data type of tensors."""
+def _sizes_of(tensors: Sequence[torch.Tensor]) -> list[tuple[list[int], torch.dtype]]:
     return [(list(tensor.shape), tensor.dtype) for tensor in tensors]
 
 
@@ -332,10 +375,13 @@ def split_model(model: nn.Module, stage: int, stages: int) -> nn.Module:
     everywhere. A parameter that would lie on several stages (tied embeddings) or on none is refused.
     """
     name, container = _find_layers(model)
-    keys = [key for key, _ in container.named_children()]
-    bounds = _bounds(len(keys), stage, stages)
-    # A layer's stage is the number of cuts up to it.
-    homes = {f"{name}.{key}": sum(bound <= index for bound in bounds) for index, key in enumerate(keys)}
+    if stages < 1 or not 0 <= stage < stages:
+        raise ConfigError(f"stage {stage} of {stages} does not exist; give 0 <= stage < stages")
+    if stages > len(container):
+        raise ConfigError(f"{stages} stages cannot share {len(container)} layers; give at most {len(container)} stages")
+    counts = layers_of_stages(len(container), stages)
+    stage_of = [index for index, count in enumerate(counts) for _ in range(count)]
+    homes = {f"{name}.{key}": stage_of[index] for index, (key, _) in enumerate(container.named_children())}
     homes |= _surroundings(model, name, stages)
     _check_homes(model, homes, stages)
     for part, home in homes.items():
@@ -350,7 +396,6 @@ def split_model(model: nn.Module, stage: int, stages: int) -> nn.Module:
 
 
 def _find_layers(model: nn.Module) -> tuple[str, Container]:
-    """Return the list of layers and its name."""
     sizes: dict[str, int] = {}
     for place, module in model.named_modules():
         if place and isinstance(module, Container) and len({type(child) for child in module.children()}) == 1:
@@ -364,22 +409,6 @@ def _find_layers(model: nn.Module) -> tuple[str, Container]:
     container = model.get_submodule(best[0])
     assert isinstance(container, Container)
     return best[0], container
-
-
-def _bounds(count: int, stage: int, stages: int) -> list[int]:
-    """Return where the stages but the first begin."""
-    if stages < 1 or not 0 <= stage < stages:
-        raise ConfigError(f"stage {stage} of {stages} does not exist; give 0 <= stage < stages")
-    if stages > count:
-        raise ConfigError(f"{stages} stages cannot share {count} layers; give at most {count} stages")
-    counts = [1] * stages
-    # The embedding and the head count as a layer each.
-    loads = [1 + (index == 0) + (index == stages - 1) for index in range(stages)]
-    for _ in range(count - stages):
-        lightest = loads.index(min(loads))
-        counts[lightest] += 1
-        loads[lightest] += 1
-    return [sum(counts[: index + 1]) for index in range(stages - 1)]
 
 
 def _surroundings(model: nn.Module, name: str, stages: int) -> dict[str, int]:

@@ -9,22 +9,22 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from xffl.cluster.malloc import return_large_blocks
 from xffl.distributed.consistency import compute_device, connect, control_device, run_on_all_ranks, transfer_device
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.parameters import DeviceParameters
 from xffl.distributed.sharding import bytes_of, from_bytes
 from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, StateError, XfflError
@@ -34,10 +34,9 @@ from xffl.parallel.tensor_parallel import apply_tensor_parallel
 
 __all__ = ["SpreadOptions", "check_model", "is_meta", "named_tensors", "send_weights", "shard", "spread"]
 
-
 Initializer = Callable[[nn.Module], object]
 
-SAVED_OPERATORS = (
+SAVED_OPERATORS = [
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
@@ -45,9 +44,8 @@ SAVED_OPERATORS = (
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-)
+]
 """What selective checkpointing keeps: what takes longest to compute again."""
-
 
 BROADCAST_BYTES = 32 * 2**20
 """How much of a model is sent at a time."""
@@ -93,12 +91,7 @@ class SpreadOptions:
     layers: tuple[type[nn.Module], ...] = ()
     mp_policy: MixedPrecisionPolicy | None = None
     offload_policy: OffloadPolicy | None = None
-    reshard_after_forward: bool = True
-    prefetch: bool = False
-    checkpointing: str = "none"
-    compile: bool = False
-    sequence_parallel: bool = True
-    loss_parallel: bool = False
+    parameters: DeviceParameters = field(default_factory=DeviceParameters)
     ddp: DDPConfig | Mapping[str, Any] | None = None
     init_weights: Initializer | None = None
 
@@ -129,11 +122,14 @@ def spread(
         model = apply_tensor_parallel(
             model,
             world.get_mesh("tp"),
-            sequence_parallel=options.sequence_parallel,
-            loss_parallel=options.loss_parallel,
+            sequence_parallel=options.parameters.sequence_parallel,
+            loss_parallel=options.parameters.loss_parallel,
         )
     form = _form(state, world, state.topology.cell_of(dist.get_rank()))
-    _set_batch_norm_group(model, state, world)
+    for module in model.modules():
+        # SyncBatchNorm would compare batches of the world, across the slow link in every step; here those of a cell.
+        if isinstance(module, nn.SyncBatchNorm) and module.process_group is None:
+            module.process_group = state.federation if world is None else world.get_group("dp_cp")
     _prepare_layers(model, options)
     if form == "fsdp":
         mesh = state.hsdp_mesh if state.is_hsdp_setup() else state.fsdp_mesh
@@ -164,20 +160,14 @@ def _check_on_all_ranks(
         is_ddp_requested = options.ddp is not None
         options = replace(options, layers=tuple(options.layers), ddp=read_ddp(options.ddp))
         if not state.is_fsdp_setup() and not state.is_hsdp_setup():
-            raise StateError(
-                "the state says nothing about sharding; call set_fsdp(), set_hsdp(n) or set_federated_scaling(...) "
-                "first"
-            )
+            raise StateError("the state has no sharding; call set_fsdp(), set_hsdp(n) or set_federated_scaling(...)")
         is_bare = is_meta(model)
         if is_bare:
             check_initializers(model, options.init_weights)
         forms = [_form(state, world, cell) for cell in range(state.topology.cells)]
         # Without a world only: a strategy's configuration has DDP options for whatever its cells become.
         if world is None and is_ddp_requested and "fsdp" in forms:
-            raise ConfigError(
-                "ddp options were given, but the cells are FSDP, which follows none of them; leave ddp out, or make "
-                "replicas of one rank (hsdp=1)"
-            )
+            raise ConfigError("the cells are FSDP, which follows no ddp options; leave ddp out, or give hsdp=1")
         # Where FSDP has a single rank in a cell, a strategy computes in the same data type by autocast.
         checked = options if world is None else replace(options, mp_policy=None)
         check_model(model, forms, checked, is_meta=is_bare, is_staged=world is not None and world.pp_enabled)
@@ -208,30 +198,28 @@ def check_model(
             raise ConfigError(f"tensor {name!r} is expanded: several of its elements are one in memory; clone() it")
         if "ddp" in forms and (tensor.is_conj() or tensor.is_neg()):
             raise ConfigError(
-                f"tensor {name!r} is a conjugate or negated view, which DDP would send without its sign; "
-                "resolve_conj().resolve_neg() it"
+                f"tensor {name!r} is a conjugate or negated view, which DDP cannot send; resolve_conj().resolve_neg()"
             )
     units = _units(model, wrap)
     _check_ties(model, units)
     if "fsdp" in forms:
-        _check_for_fsdp(model, wrap, is_meta=is_meta)
-        _check_gradients(model, {name: unit for name, unit in units.items() if unit or not is_staged})
+        known_units = {name: unit for name, unit in units.items() if unit or not is_staged}
+        _check_for_fsdp(model, wrap, known_units, is_meta=is_meta)
     for cell, form in enumerate(forms) if options.mp_policy is not None else ():
         if form != "fsdp":
-            raise ConfigError(
-                f"cell {cell} is {form}, which follows no FSDP2 mp_policy; use torch.autocast, or leave mp_policy out"
-            )
+            raise ConfigError(f"cell {cell} is {form}, which has no mp_policy; use torch.autocast, or leave it out")
 
 
-def _check_for_fsdp(model: nn.Module, wrap: tuple[type[nn.Module], ...], *, is_meta: bool) -> None:
-    """Refuse, on the ranks of all cells, what FSDP2 would refuse on those of some."""
+def _check_for_fsdp(
+    model: nn.Module, wrap: tuple[type[nn.Module], ...], units: Mapping[str, int], *, is_meta: bool
+) -> None:
+    """Refuse, on the ranks of all cells, what FSDP2 refuses on those of some, or fails on later without a name."""
     for layer in (*wrap, type(model)):
         if issubclass(layer, (nn.ModuleList, nn.ModuleDict)) and layer.forward is nn.Module.forward:
             what = f"wrap names {layer.__name__}" if layer in wrap else f"the model is a {layer.__name__}"
-            raise ConfigError(
-                f"{what}, which has no forward pass to gather for; wrap what it holds, or give a model with a forward"
-            )
+            raise ConfigError(f"{what}, which has no forward; wrap what it holds, or give a model with a forward")
     memory: dict[int, str] = {}
+    first: dict[int, tuple[str, torch.dtype]] = {}
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
             raise ConfigError(f"parameter {name!r} is a scalar, which FSDP cannot cut; give it the shape (1,)")
@@ -239,16 +227,8 @@ def _check_for_fsdp(model: nn.Module, wrap: tuple[type[nn.Module], ...], *, is_m
             raise ConfigError(f"parameter {name!r} is not contiguous, which FSDP cannot cut; make it so")
         other = memory.setdefault(parameter.data_ptr(), name) if parameter.numel() and not is_meta else name
         if other != name:
-            raise ConfigError(
-                f"parameters {other!r} and {name!r} share memory but are two objects, which FSDP would part; tie "
-                "them by assigning one Parameter to both modules"
-            )
+            raise ConfigError(f"parameters {other!r} and {name!r} share memory; assign one Parameter to both modules")
 
-
-def _check_gradients(model: nn.Module, units: Mapping[str, int]) -> None:
-    """Refuse what FSDP2 takes and then fails on in the first forward or backward pass, without a name."""
-    first: dict[int, tuple[str, torch.dtype]] = {}
-    for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         if not parameter.numel():
@@ -279,10 +259,7 @@ def _check_ties(model: nn.Module, units: Mapping[str, int]) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         other = homes.setdefault(id(parameter), name)
         if units[other] != units[name]:
-            raise ConfigError(
-                f"{other!r} and {name!r} are one tied parameter, but wrap puts them into two units; wrap a layer that "
-                "holds both, or neither"
-            )
+            raise ConfigError(f"{other!r} and {name!r} are one tied parameter, which wrap parts; wrap both or neither")
 
 
 def _units(model: nn.Module, wrap: tuple[type[nn.Module], ...]) -> dict[str, int]:
@@ -354,31 +331,18 @@ def _form(state: DistributedState, world: DistributedWorld | None, cell: int) ->
     return "ddp" if replicas > 1 else "plain"
 
 
-def _set_batch_norm_group(model: nn.Module, state: DistributedState, world: DistributedWorld | None) -> None:
-    """Let SyncBatchNorm compare a cell's batches, where it would take the world: across the slow link in every step."""
-    group = state.federation if world is None else world.get_group("dp_cp")
-    for module in model.modules():
-        if isinstance(module, nn.SyncBatchNorm) and module.process_group is None:
-            module.process_group = group
-
-
 def _prepare_layers(model: nn.Module, options: SpreadOptions) -> None:
     """Let layers be computed again in the backward pass, and compile them; names stay as they are."""
     for module in model.modules():
         if not isinstance(module, options.layers):
             continue
-        if options.checkpointing != "none":
-            contexts: dict[str, Any] = {} if options.checkpointing == "full" else {"context_fn": _selective_contexts}
+        if options.parameters.activation_checkpointing != "none":
+            selected = partial(create_selective_checkpoint_contexts, SAVED_OPERATORS)
+            is_full = options.parameters.activation_checkpointing == "full"
+            contexts: dict[str, Any] = {} if is_full else {"context_fn": selected}
             module.forward = partial(checkpoint, module.forward, use_reentrant=False, **contexts)
-        if options.compile:
+        if options.parameters.compile:
             module.compile()
-
-
-def _selective_contexts() -> Any:
-    def policy(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if operator in SAVED_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
 
 
 def _fully_shard(model: nn.Module, mesh: Any, options: SpreadOptions) -> None:
@@ -392,9 +356,9 @@ def _fully_shard(model: nn.Module, mesh: Any, options: SpreadOptions) -> None:
                 mesh=mesh,
                 mp_policy=options.mp_policy or MixedPrecisionPolicy(),
                 offload_policy=options.offload_policy or OffloadPolicy(),
-                reshard_after_forward=options.reshard_after_forward and (module is not model or None),
+                reshard_after_forward=options.parameters.reshard_after_forward and (module is not model or None),
             )
-    if options.prefetch:
+    if options.parameters.fsdp_forward_prefetch:
         units = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
         for module, following in itertools.pairwise(units):
             module.set_modules_to_forward_prefetch([following])
@@ -426,8 +390,8 @@ def _replicate(
     )
     if config.communication_hook == "fp16":
         ddp.register_comm_hook(group, default_hooks.fp16_compress_hook)
-    elif config.communication_hook == "bf16":  # a lambda, since DDP reads annotations, which are texts in this file
-        ddp.register_comm_hook(group, lambda group, bucket: _average_in_bf16(group, bucket))
+    elif config.communication_hook == "bf16":  # a lambda, since DDP refuses the hook by its name where NCCL is missing
+        ddp.register_comm_hook(group, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket))
     elif config.communication_hook == "powersgd":
         hook_state = powerSGD_hook.PowerSGDState(
             group, config.powersgd_rank, start_powerSGD_iter=config.powersgd_start, use_error_feedback=True
@@ -436,29 +400,15 @@ def _replicate(
     return ddp
 
 
-def _average_in_bf16(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket in bfloat16; torch's own hook for that is for NCCL alone."""
-    gradients = bucket.buffer()
-    rounded = gradients.to(torch.bfloat16).div_(group.size())
-    work = dist.all_reduce(rounded, group=group, async_op=True)
-    assert work is not None, "this rank belongs to the group"
-    averaged: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: gradients.copy_(done.value()[0]))
-    return averaged
-
-
 # Models on the meta device --------------------------------------------------------------------------------------------
 
 
 def is_meta(model: nn.Module) -> bool:
     """Return whether a model's tensors have no values yet; local."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    bare = [name for name, tensor in tensors if tensor.is_meta]
-    with_values = [name for name, tensor in tensors if not tensor.is_meta]
+    bare = [name for name, tensor in named_tensors(model) if tensor.is_meta]
+    with_values = [name for name, tensor in named_tensors(model) if not tensor.is_meta]
     if bare and with_values:
-        raise ConfigError(
-            f"tensor {bare[0]!r} is on the meta device and {with_values[0]!r} is not; build all of the model under "
-            "torch.device('meta'), or none of it"
-        )
+        raise ConfigError(f"tensor {bare[0]!r} is on the meta device and {with_values[0]!r} is not; make them alike")
     return bool(bare)
 
 
@@ -502,8 +452,12 @@ def materialize(
 
     def keep(module: nn.Module, tensor: torch.Tensor, values: torch.Tensor) -> None:
         # A tensor that another module has initialized before (a tied one) keeps its values.
-        if id(module) in own_modules and id(tensor) not in done:
-            _keep_part(tensor, values, device)
+        if id(module) in own_modules and id(tensor) not in done and isinstance(tensor, DTensor):
+            # src_data_rank=None: cut from the values that every rank has made, without communication.
+            part = distribute_tensor(values.to(device), tensor.device_mesh, tensor.placements, src_data_rank=None)
+            tensor.to_local().copy_(part.to_local())
+        elif id(module) in own_modules and id(tensor) not in done:
+            tensor.copy_(values)
         done.add(id(tensor))
 
     with torch.random.fork_rng(devices=[]):
@@ -523,7 +477,9 @@ def materialize(
                 if init_weights is not None:
                     init_weights(module)
                 else:
-                    for reset in filter(None, map(_reset_of, _children_first(module))):
+                    parts: list[nn.Module] = []
+                    module.apply(parts.append)  # each before the module that holds it
+                    for reset in filter(None, map(_reset_of, dict.fromkeys(parts))):
                         reset()
 
 
@@ -569,12 +525,6 @@ def _make_empty(model: nn.Module, device: torch.device) -> None:
             module._parameters[leaf] = owner._parameters[name]
 
 
-def _children_first(module: nn.Module) -> list[nn.Module]:
-    """Return a module and its descendants, children in order and each before its parent."""
-    below = [part for child in module.children() for part in _children_first(child)]
-    return list(dict.fromkeys([*below, module]))
-
-
 def _tensors_of(module: nn.Module) -> list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]]:
     """Return a module's own tensors, with the dictionary and the name under which it keeps them."""
     holders: list[Any] = [module._parameters, module._buffers]
@@ -585,13 +535,3 @@ def _reset_of(module: nn.Module) -> Callable[[], object] | None:
     """Return what initializes a module; torch's attention calls it by another name."""
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return reset if callable(reset) else None
-
-
-def _keep_part(tensor: torch.Tensor, values: torch.Tensor, device: torch.device) -> None:
-    """Copy this rank's part of whole values."""
-    if not isinstance(tensor, DTensor):
-        tensor.copy_(values)
-        return
-    # src_data_rank=None: cut from the values that every rank has made, without communication.
-    part = distribute_tensor(values.to(device), tensor.device_mesh, tensor.placements, src_data_rank=None)
-    tensor.to_local().copy_(part.to_local())

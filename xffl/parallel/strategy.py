@@ -27,10 +27,9 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.parameters import DeviceParameters
 from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, StateError
-from xffl.parallel.config import StrategyConfig, read_config, with_precision
+from xffl.parallel.config import PRECISIONS, StrategyConfig, read_config
 
 __all__ = ["DistributedStrategy", "to_device"]
-
 
 T = TypeVar("T")
 Models = nn.Module | Mapping[str, nn.Module]
@@ -69,7 +68,14 @@ class DistributedStrategy(ABC):
         self.config: StrategyConfig = StrategyConfig() if config is None else read_config(config)
         distributed = self.config.distributed
         mesh = type(self)._preset() if distributed.device_parameters is None else distributed.device_parameters
-        self.device_parameters = with_precision(mesh, self.config)
+        if (precision := self.config.training.mixed_precision) is not None:
+            dtype = PRECISIONS[precision]
+            if distributed.device_parameters is not None and mesh.param_dtype not in ("float32", dtype):
+                raise ConfigError(
+                    f"mixed_precision {precision!r} and param_dtype {mesh.param_dtype!r} differ; give one"
+                )
+            mesh = dataclasses.replace(mesh, param_dtype=dtype)
+        self.device_parameters = mesh
         self.world = DistributedWorld(
             self.device_parameters, distributed.federated, backend=distributed.backend, device=distributed.device
         )
@@ -85,12 +91,7 @@ class DistributedStrategy(ABC):
 
     @classmethod
     def from_config(cls, config: object) -> DistributedStrategy:
-        """Make the strategy that a configuration names in ``distributed.strategy``; nothing moves.
-
-        :param config: As for the class.
-        :return: The strategy, not yet set up.
-        :raises ConfigError: if there is none of that name, or a value is invalid.
-        """
+        """Make the strategy that a configuration names in ``distributed.strategy``, not yet set up; nothing moves."""
         from xffl.parallel import STRATEGIES
 
         parsed = read_config(config)
@@ -138,12 +139,7 @@ class DistributedStrategy(ABC):
     # Life -------------------------------------------------------------------------------------------------------------
 
     def use_world(self, world: DistributedWorld) -> None:
-        """Let another world take the place of the one that the configuration asks for; local.
-
-        :param world: A world for the same device parameters that is not set up.
-        :raises StateError: if one of the two is set up already.
-        :raises ConfigError: if it is for other device parameters.
-        """
+        """Let another world for the same device parameters, not set up either, take the place of this one; local."""
         if self.world.is_set_up or world.is_set_up:
             raise StateError("a world that is set up keeps its place; give another one before fit() or setup()")
         if world.device_parameters != self.device_parameters:
@@ -151,17 +147,11 @@ class DistributedStrategy(ABC):
         self.world = world
 
     def setup(self, state: DistributedState | None = None) -> None:
-        """Join the other processes; collective over the world, as :meth:`DistributedWorld.setup`.
-
-        :param state: A state that is set up already; by default one is made.
-        """
+        """Join the other processes, or take a state that is set up; collective over the world, as its ``setup``."""
         self.world.setup(state)
 
     def teardown(self, *, synchronize: bool = True) -> None:
-        """Leave the other processes; collective over the world with ``synchronize``.
-
-        :param synchronize: Whether the ranks wait for each other first; not after an exception.
-        """
+        """Leave the other processes; with ``synchronize``, not after an exception, the ranks wait for each other."""
         self.world.teardown(synchronize=synchronize)
 
     def __enter__(self) -> DistributedStrategy:
@@ -337,11 +327,7 @@ class DistributedStrategy(ABC):
         return True
 
     def to_device(self, batch: T) -> T:
-        """Return a batch with its tensors on this rank's device; local, see :func:`xffl.parallel.strategy.to_device`.
-
-        :param batch: Tensors, mappings, sequences, named tuples, dataclasses of them, and anything else.
-        :return: An object of the same kind.
-        """
+        """Return a batch with its tensors on this rank's device, an object of the same kind; local."""
         return to_device(batch, self.device)
 
     # Checkpoints ------------------------------------------------------------------------------------------------------
@@ -411,12 +397,7 @@ class DistributedStrategy(ABC):
         return load_checkpoint(path, parts, self.state, own=own, reset=reset, local=local)
 
     def register(self, model: Models, optimizer: Optimizers = None, *, others: Mapping[str, Any] | None = None) -> None:
-        """Let replica groups that come back take these parts over; local, and nothing in a plain world.
-
-        :param model: What :meth:`wrap_model` returned, or several by name.
-        :param optimizer: Its optimizer, or several by name.
-        :param others: Other parts by name, as in :meth:`save_checkpoint`.
-        """
+        """Let replica groups that come back take these parts over; local, with arguments as :meth:`save_checkpoint`."""
         for name, part in self._all_parts(model, optimizer, others).items():
             self.world.register(name, part)
 
@@ -426,9 +407,7 @@ class DistributedStrategy(ABC):
             gc.collect()  # a model that was dropped stays in the dictionary until its reference cycles are collected
             wrapped = list(self._wrapped.items())
             if not wrapped:
-                raise StateError(
-                    "there is no model to load into; call wrap_model first, or give load_checkpoint a model"
-                )
+                raise StateError("no model to load into; call wrap_model first, or give load_checkpoint a model")
             if len(wrapped) > 1 or (optimizer is None and len(wrapped[0][1]) > 1):
                 what = "models" if len(wrapped) > 1 else "optimizers"
                 raise ConfigError(
@@ -491,32 +470,27 @@ class Accumulator:
             )
 
 
-def to_device(batch: T, device: torch.device, *, non_blocking: bool = True) -> T:
+def to_device(batch: T, device: torch.device) -> T:
     """Return a batch with its tensors on a device; local.
 
     Mappings, lists, tuples, named tuples, packed sequences and dataclasses are made anew with what they hold moved,
     however deep; where nothing has to move, and whatever else there is, comes back as it is.
-
-    :param batch: Any object.
-    :param device: Where its tensors are to lie.
-    :param non_blocking: Whether copies from pinned memory to a GPU may go on in the background. Copies from a GPU never
-        do, since the CPU would read them before they are there.
-    :return: An object of the same kind.
     """
-    is_async = non_blocking and device.type == "cuda"
+    # Copies from a GPU are not asynchronous: the CPU would read them before they are there.
+    is_async = device.type == "cuda"
     moved: Any = batch
     if isinstance(batch, torch.Tensor):
         moved = batch.to(device, non_blocking=is_async)
     elif isinstance(batch, PackedSequence):  # a named tuple whose sizes stay on the CPU
         moved = batch.to(device=device, non_blocking=is_async)  # type: ignore[call-arg]
     elif isinstance(batch, (list, tuple)):
-        items = [to_device(item, device, non_blocking=non_blocking) for item in batch]
+        items = [to_device(item, device) for item in batch]
         if any(new is not old for new, old in zip(items, batch, strict=True)):
             moved = type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     elif isinstance(batch, Mapping) or (dataclasses.is_dataclass(batch) and not isinstance(batch, type)):
         is_mapping = isinstance(batch, Mapping)
         fields = dict(batch) if is_mapping else {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}  # type: ignore[arg-type]
-        values = {key: to_device(value, device, non_blocking=non_blocking) for key, value in fields.items()}
+        values = {key: to_device(value, device) for key, value in fields.items()}
         changed = {key: value for key, value in values.items() if value is not fields[key]}
         if changed and isinstance(batch, dict):
             moved = copy.copy(batch)  # keeps the class, and what a subclass holds beside its items

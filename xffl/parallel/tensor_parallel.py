@@ -30,7 +30,6 @@ from xffl.parallel.context_parallel import check_mesh, fill_positions, find_posi
 
 __all__ = ["GatheredInput", "Replicated", "apply_tensor_parallel", "plan_for"]
 
-
 QUERIES = ("q_proj", "wq")
 KEYS = ("k_proj", "v_proj", "wk", "wv")
 COLUMNS = (*QUERIES, *KEYS, "gate_proj", "up_proj", "c_fc", "fc1", "w1", "w3")
@@ -48,8 +47,6 @@ FUSED = ("c_attn", "qkv_proj", "query_key_value", "Wqkv", "in_proj", "gate_up_pr
 HEAD_WIDTHS = ("head_dim", "head_width", "head_size")
 QUERY_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
-SHOWN = 4
-"""Names that a message writes out."""
 
 
 def plan_for(
@@ -68,7 +65,7 @@ def plan_for(
     names = {name: module for name, module in model.named_modules() if name}
     if fused := [name for name in names if _leaf(name) in FUSED]:
         raise ConfigError(
-            f"{shorten(fused, SHOWN)}: one layer computes several projections, and equal cuts of it would mix them; "
+            f"{shorten(fused)}: one layer computes several projections, and equal cuts of it would mix them; "
             "give a plan of your own, or a model with separate projections (q_proj, k_proj, v_proj)"
         )
     stream: Placement = Shard(1) if sequence_parallel else Replicate()
@@ -119,26 +116,20 @@ def apply_tensor_parallel(
     """
     check_mesh(mesh, "tensor")
     if spread := [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]:
-        raise ConfigError(
-            f"{shorten(spread, SHOWN)}: the model is spread already; cut it before fully_shard, and only once"
-        )
+        raise ConfigError(f"{shorten(spread)}: the model is spread already; cut it once, before fully_shard")
     if plan is None:
         chosen = plan_for(model, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     else:
         chosen = _resolve(model, plan)
     _check_sizes(model, chosen, mesh.size())
     heads = _check_heads(model, chosen, mesh.size())
-    tied = _tied(model)
-    _check_tied(tied, chosen, model)
+    tied = _tied(model, chosen)
     for name, style in chosen.items():
         layer = model.get_submodule(name)
         # src_data_rank=None: each rank cuts its own weights, and nothing is broadcast.
         parallelize_module(layer, mesh, style, src_data_rank=None)
-        if (
-            isinstance(layer, nn.Embedding)
-            and isinstance(style, RowwiseParallel)
-            and style.output_layouts == (Shard(1),)
-        ):
+        cuts_sequence = isinstance(style, RowwiseParallel) and style.output_layouts == (Shard(1),)
+        if cuts_sequence and isinstance(layer, nn.Embedding):
             _keep_whole_sequence(model, layer, mesh.size())
     for (first, first_name), *others in tied:  # they were cut apart, alike: one parameter again
         for owner, name in others:
@@ -182,26 +173,21 @@ def _check_pairs(names: Mapping[str, nn.Module], plan: Mapping[str, ParallelStyl
     rows = {_parent(name) for name in plan if _leaf(name) in ROWS}
     if not columns:
         raise ConfigError(
-            f"no layers of a transformer among {shorten(sorted({_leaf(name) for name in names}), SHOWN)}; tensor "
+            f"no layers of a transformer among {shorten(sorted({_leaf(name) for name in names}))}; tensor "
             f"parallelism knows {', '.join(COLUMNS)}; give a plan of your own"
         )
     for parent in sorted(columns ^ rows):
         known, missing = (COLUMNS, ROWS) if parent in columns else (ROWS, COLUMNS)
-        alone = shorten([name for name in plan if _parent(name) == parent and _leaf(name) in known], SHOWN)
-        raise ConfigError(
-            f"{alone} without one of {', '.join(missing)} in {parent or 'the model'}; give a plan of your own"
-        )
+        alone = shorten([name for name in plan if _parent(name) == parent and _leaf(name) in known])
+        raise ConfigError(f"{alone} without one of {', '.join(missing)} in {parent or 'the model'}; give your own plan")
 
 
 def _resolve(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
-    """Return the styles by full name for a plan of patterns."""
     names = [name for name, _ in model.named_modules()]
     chosen: dict[str, ParallelStyle] = {}
     for pattern, style in plan.items():
         if not isinstance(pattern, str) or not isinstance(style, ParallelStyle):
-            raise ConfigError(
-                f"the plan has {style!r} for {pattern!r}; give styles of torch.distributed.tensor.parallel by name"
-            )
+            raise ConfigError(f"the plan must map names to torch's parallel styles, got {pattern!r}: {style!r}")
         matched = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
         if not matched:
             near = closest(pattern, names, cutoff=0.0)
@@ -251,10 +237,7 @@ def _check_heads(model: nn.Module, plan: Mapping[str, ParallelStyle], size: int)
                 attributes = QUERY_HEADS if other in QUERIES else KEY_HEADS
                 changes += [(attention, key, count // size) for key in attributes if vars(attention).get(key) == count]
             if other in HEAD_NORMS and any(weight.numel() != width for weight in layer.parameters()):
-                raise ConfigError(
-                    f"{_join(_parent(name), other)} spans all heads, of which a rank has only some; give a plan of "
-                    "your own"
-                )
+                raise ConfigError(f"{_join(_parent(name), other)} spans all heads, not a rank's; give your own plan")
     return changes
 
 
@@ -279,26 +262,23 @@ def _count(sources: list[Any], names: tuple[str, ...]) -> int | None:
     return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
-def _tied(model: nn.Module) -> list[list[tuple[str, str]]]:
-    """Return the places (module, name) of each parameter that has several."""
+def _tied(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> list[list[tuple[str, str]]]:
+    """Return the places (module, name) of each parameter that has several, which the plan must cut alike."""
     places: dict[int, list[tuple[str, str]]] = {}
     for owner, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             places.setdefault(id(parameter), []).append((owner, name))
-    return [shared for shared in places.values() if len(shared) > 1]
-
-
-def _check_tied(tied: list[list[tuple[str, str]]], plan: Mapping[str, ParallelStyle], model: nn.Module) -> None:
-    """Raise unless all places of a tied parameter cut it alike."""
-    for places in tied:
+    tied = [shared for shared in places.values() if len(shared) > 1]
+    for shared in tied:
         cuts = {}
-        for owner, name in places:
+        for owner, name in shared:
             style, module = plan[owner], model.get_submodule(owner)
             is_cut = isinstance(style, (ColwiseParallel, RowwiseParallel))
             cuts[_join(owner, name)] = f"along dimension {_cut_dim(module, style)}" if is_cut else type(style).__name__
         if len(set(cuts.values())) > 1:
             listed = ", ".join(f"{name} ({cut})" for name, cut in cuts.items())
             raise ConfigError(f"{listed} are one tied parameter, but the plan cuts it differently; cut both alike")
+    return tied
 
 
 def _keep_whole_sequence(model: nn.Module, embedding: nn.Module, size: int) -> None:
@@ -321,7 +301,6 @@ def _keep_whole_sequence(model: nn.Module, embedding: nn.Module, size: int) -> N
 
 
 def _check_covers(model: nn.Module, plan: Mapping[str, ParallelStyle], problem: str) -> None:
-    """Raise where a parameter has no style."""
     holders = {name for name in plan if not isinstance(plan[name], GatheredInput)}
     uncovered = [
         _join(owner, name)
@@ -330,7 +309,7 @@ def _check_covers(model: nn.Module, plan: Mapping[str, ParallelStyle], problem: 
         if owner not in holders
     ]
     if uncovered:
-        names = shorten(uncovered, SHOWN)
+        names = shorten(uncovered)
         raise ConfigError(f"{names}: {problem} Replicated() for layers that each rank computes whole")
 
 
@@ -376,9 +355,6 @@ class Replicated(ParallelStyle):
             output = output.redistribute(placements=[self.output_layout])
         return output.to_local()
 
-    def __repr__(self) -> str:
-        return f"Replicated(layout={self.layout}, output_layout={self.output_layout})"
-
 
 class GatheredInput(ParallelStyle):
     """Make a module's first input whole once for all projections that read it, and reduce its gradient once.
@@ -394,9 +370,6 @@ class GatheredInput(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(partial(_take, device_mesh, self.layout, Replicate()), with_kwargs=True)
         return module
-
-    def __repr__(self) -> str:
-        return f"GatheredInput(layout={self.layout})"
 
 
 def _take(

@@ -23,15 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from xffl.distributed.sharding import local_tensor
 from xffl.errors import ConfigError, StateError
 
-__all__ = [
-    "NO_ENGINE",
-    "UNREADY",
-    "Masters",
-    "find_masters",
-    "is_cut",
-    "mark",
-]
-
+__all__ = ["NO_ENGINE", "UNREADY", "Masters", "find_masters", "is_cut", "mark"]
 
 MARK = "_xffl_zero"
 UNREADY = "unready"
@@ -69,6 +61,7 @@ class Masters:
     def __init__(self, engine: Any, model: nn.Module, mesh: DeviceMesh) -> None:
         self._engine, self._model, self._mesh = engine, model, mesh
         self._stage = int(engine.zero_optimization_stage())
+        self._device = torch.device(engine.device)
         self._place, self._size = mesh.get_local_rank(), mesh.size()
         self._steps = -1
         zero = engine.optimizer
@@ -144,10 +137,6 @@ class Masters:
         start, last = self._chunk(numel)
         local = torch.zeros(last - start, dtype=dtype or self._rows[0].dtype, device=self._device)
         return nn.Parameter(self._cut(local, numel), requires_grad=True)
-
-    @property
-    def _device(self) -> torch.device:
-        return torch.device(self._engine.device)
 
     def _cut(self, local: torch.Tensor, numel: int) -> DTensor:
         shape = torch.Size((numel,))
@@ -304,10 +293,7 @@ def find_masters(model: nn.Module) -> Masters | None:
     for parameter in (parameter for module in model.modules() for parameter in module._parameters.values()):
         if parameter is not None and "ds_tensor" in parameter.__dict__:
             name = next(name for name, other in model.named_parameters() if other is parameter)
-            raise ConfigError(
-                f"parameter {name!r} is cut by a DeepSpeed engine that this package knows nothing of; make it with "
-                "xffl.parallel.DeepSpeedStrategy"
-            )
+            raise ConfigError(f"parameter {name!r} is cut by a DeepSpeed engine of others; use DeepSpeedStrategy")
     return None
 
 

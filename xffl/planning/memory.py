@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from xffl.checks import integer_fields, number, one_of
+from xffl.costs import layers_of_stages
 from xffl.errors import ConfigError
 
 __all__ = [
@@ -208,7 +209,7 @@ def share_of(axes: Mapping[str, int], model: ModelSize) -> Share:
     if stages > model.layers:
         raise ConfigError(f"pp={stages} stages cannot share {model.layers} layers; give at most {model.layers} stages")
     shares = []
-    for stage, count in enumerate(_layers_of_stages(model.layers, stages)):
+    for stage, count in enumerate(layers_of_stages(model.layers, stages)):
         root = first * (stage == 0) + last * (stage == stages - 1)
         shares.append(Share(count * layer + root, layer, root, count))
     return max(shares, key=lambda share: share.whole)
@@ -319,14 +320,3 @@ def _zero_parts(ranks: int, zero: int, share: Share, training: TrainingSize) -> 
         Amount("optimizer", whole * states / ranks, f"U / n x {states:g}"),
         Amount("gathered", live * used, f"min(U, 1e9) x {used}" if live else "0"),
     ]
-
-
-def _layers_of_stages(layers: int, stages: int) -> list[int]:
-    """Deal layers out as :func:`xffl.parallel.pipeline.split_model` does: embedding and head count as a layer each."""
-    counts = [1] * stages
-    loads = [1 + (stage == 0) + (stage == stages - 1) for stage in range(stages)]
-    for _ in range(layers - stages):
-        lightest = loads.index(min(loads))
-        counts[lightest] += 1
-        loads[lightest] += 1
-    return counts
