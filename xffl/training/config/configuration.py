@@ -104,7 +104,8 @@ def read_configuration(
     words = read_words(overrides)
     settings = _settings_of(kind)
     for file in (*files, *words.files):
-        settings.put_file(os.fspath(file))
+        data, lines = load_file(os.fspath(file))
+        settings.put_items((), data, Source(f"file {os.fspath(file)}", lines))
     settings.put_environment(requested_settings(environ))
     for key, text, is_added in words.settings:
         path = tuple(key.split("."))
@@ -125,8 +126,11 @@ def _settings_of(kind: type) -> Settings:
 
 
 def _resolve(kind: type[T], settings: Settings) -> Resolved[T]:
-    config = settings.build(kind)
-    launch, slurm = (settings.build(one, (name,)) for one, name in ((LaunchConfig, "launch"), (SlurmConfig, "slurm")))
+    config: T = settings.build(kind, (), settings.tree)
+    launch, slurm = (
+        settings.build(one, (name,), settings.tree.get(name, {}))
+        for one, name in ((LaunchConfig, "launch"), (SlurmConfig, "slurm"))
+    )
     # What is left out of the section slurm says nothing to anybody but xffl submit.
     asked = {key: origin for key, origin in settings.origins(slurm, ("slurm",)).items() if origin != DEFAULT}
     origins = {**settings.origins(config), **settings.origins(launch, ("launch",)), **asked}
@@ -140,20 +144,16 @@ def _resolve(kind: type[T], settings: Settings) -> Resolved[T]:
 def read_job(
     file: str, words: Sequence[str] = (), environ: Mapping[str, str] | None = None
 ) -> tuple[type, Resolved[Any]]:
-    """Return what a configuration file asks ``xffl exec`` for; its folder comes first where modules are looked for.
-
-    :param file: A YAML file with the key ``trainer``.
-    :param words: Words of a command line, as :func:`read_configuration` takes them.
-    :param environ: Environment; ``None`` means the process's own.
-    :return: The trainer's class, and its configuration.
-    :raises ConfigError: if there is no such trainer, or the configuration is invalid.
-    """
+    """Return the class of the trainer that a configuration file names, and its configuration, as ``xffl exec`` does."""
     trainer = job_trainer(file, words, environ)
     return trainer, read_configuration(config_class(trainer), [file], words, environ)
 
 
 def job_trainer(file: str, words: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> type:
-    """Return the class of the trainer that a configuration file names, whatever else the file holds; local."""
+    """Return the class of the trainer that a configuration file names, whatever else the file holds.
+
+    From now on modules are looked for in the file's folder before all other places.
+    """
     told = read_words(words)
     files = {f"file {one}": load_file(one)[0] for one in (file, *told.files)}
     given = [(data["trainer"], origin) for origin, data in files.items() if "trainer" in data]
@@ -166,9 +166,9 @@ def job_trainer(file: str, words: Sequence[str] = (), environ: Mapping[str, str]
 
 
 def hand_over(file: str, resolved: Resolved[Any]) -> str:
-    """Return a configuration as one word, of which :func:`take_over` makes it again in the ranks.
+    """Return a configuration as one word for :func:`take_over`: what the sources said, not the objects made of it.
 
-    They get what the sources said, not the objects made of it: a callback need not keep its arguments.
+    So a callback need not keep its arguments.
     """
     folder = os.path.dirname(os.path.abspath(file))
     text = write_yaml([folder, resolved.trainer, resolved.given, resolved.origins])
@@ -192,7 +192,6 @@ def take_over(word: str) -> tuple[type, Resolved[Any]]:
 
 
 def _find_trainer(name: Any, origin: str, folder: str) -> type:
-    """Import a trainer's class; from now on modules are looked for in the folder before all other places."""
     module, _, attribute = name.rpartition(".") if isinstance(name, str) else ("", "", "")
     if not module or not attribute:
         raise ConfigError(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import re
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, is_dataclass
-from functools import cache
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from xffl.checks import closest
@@ -19,7 +19,6 @@ from xffl.training.config.values import (
     PLAIN,
     SETS,
     Path,
-    load_file,
     load_text,
     make_object,
     members,
@@ -94,13 +93,13 @@ _PARAM = re.compile(r":param\s+(?:[^:\n]*\s)?(\w+):\s*(.*?)(?=\n\s*:[a-z]|\n\s*\
 _ROLE = re.compile(r":\w+:`~?(?:[\w.]*\.)?([^`]+)`")
 
 
-@cache
+@functools.cache
 def keys_of(kind: type) -> dict[str, Key]:
     """Return the keys of a dataclass."""
     if not (isinstance(kind, type) and is_dataclass(kind)):
         raise ConfigError(f"configuration {kind!r} must be a dataclass; decorate it with @dataclass(kw_only=True)")
     try:
-        hints = typing.get_type_hints(kind, include_extras=True)
+        hints = typing.get_type_hints(kind)
     except NameError as error:
         raise ConfigError(
             f"an annotation of {kind.__qualname__} cannot be resolved: {error}; import what it names outside "
@@ -110,20 +109,17 @@ def keys_of(kind: type) -> dict[str, Key]:
     for one in reversed(kind.__mro__):
         for name, text in _PARAM.findall(inspect.cleandoc(one.__dict__.get("__doc__") or "")):
             docs[name] = _ROLE.sub(r"\1", " ".join(text.split())).replace("``", "")
-    return {
-        one.name: _key(one, hints[one.name], docs.get(one.name, "")) for one in dataclasses.fields(kind) if one.init
-    }
-
-
-def _key(one: dataclasses.Field[Any], hint: Any, doc: str) -> Key:
-    factory = None if one.default_factory is MISSING else one.default_factory
-    if one.default is not MISSING:
-        factory = lambda: one.default  # noqa: E731
-    kinds = [kind for kind in members(hint) if kind is not type(None)]
-    section = kinds[0] if len(kinds) == 1 and isinstance(kinds[0], type) and is_dataclass(kinds[0]) else None
-    if section is not None and factory is not None and (default := factory()) is not None:
-        section = type(default)  # maybe a class below the annotation, with more keys
-    return Key(hint, doc, factory, section)
+    found = {}
+    for item in (item for item in dataclasses.fields(kind) if item.init):
+        factory = None if item.default_factory is MISSING else item.default_factory
+        if item.default is not MISSING:
+            factory = functools.partial(getattr, item, "default")
+        kinds = [member for member in members(hints[item.name]) if member is not type(None)]
+        section = kinds[0] if len(kinds) == 1 and isinstance(kinds[0], type) and is_dataclass(kinds[0]) else None
+        if section is not None and factory is not None and (default := factory()) is not None:
+            section = type(default)  # maybe a class below the annotation, with more keys
+        found[item.name] = Key(hints[item.name], docs.get(item.name, ""), factory, section)
+    return found
 
 
 def _nearest(keys: Mapping[str, Key], path: Path) -> str | None:
@@ -180,11 +176,6 @@ class Settings:
 
     # What sources say -------------------------------------------------------------------------------------------------
 
-    def put_file(self, name: str) -> None:
-        """Take a file over."""
-        data, lines = load_file(name)
-        self._put_items((), data, Source(f"file {name}", lines))
-
     def put_environment(self, settings: Mapping[str, str]) -> None:
         """Take variables over; one without a double underscore counts where it looks like a key of the first level."""
         first = [name.lower() for name in self.keys]
@@ -193,7 +184,8 @@ class Settings:
             if len(path) > 1 or variable.startswith("XFFL__") or closest(path[0], first):
                 self.put(path, text, Source(f"environment {variable}"), is_text=True)
 
-    def _put_items(self, path: Path, values: Mapping[Any, Any], source: Source) -> None:
+    def put_items(self, path: Path, values: Mapping[Any, Any], source: Source) -> None:
+        """Take the values of a mapping over, such as those of a file."""
         for key, value in values.items():
             self.put((*path, *str(key).split(".")), value, source)
 
@@ -231,7 +223,7 @@ class Settings:
         value = _read(value) if is_text else value
         if isinstance(value, Mapping):
             self._holder((*path, ""))
-            self._put_items(path, value, source)
+            self.put_items(path, value, source)
         elif value is None and type(None) in members(key.hint):
             self._set(path, None, source)
         elif value is not None or is_text:  # else nothing stands below the key of a file
@@ -311,10 +303,8 @@ class Settings:
 
     # What comes of it -------------------------------------------------------------------------------------------------
 
-    def build(self, kind: type, path: Path = (), values: Mapping[str, Any] | None = None, default: Any = None) -> Any:
+    def build(self, kind: type, path: Path, values: Mapping[str, Any], default: Any = None) -> Any:
         """Make the dataclass of a section; ``default`` is the instance that is there where nothing is given."""
-        if values is None:
-            values = self.tree if not path else self.tree.get(path[0], {})
         arguments = {} if default is None else _arguments(default)
         for name, key in keys_of(kind).items():
             here = (*path, name)
@@ -337,10 +327,9 @@ class Settings:
             raise ConfigError(f"{told} ({origins})" if origins else told) from error
 
     def convert(self, value: Any, kind: Any, path: Path) -> Any:
-        """Return a value as YAML holds it in the type that an annotation asks for.
+        """Return a value as YAML holds it in the type that an annotation asks for; nothing is guessed.
 
-        Lists may become tuples, integers floats, mappings dataclasses, texts what they name; nothing is guessed: a
-        quoted ``"3"`` is no integer, and no text is true or false.
+        Lists may become tuples, integers floats, mappings dataclasses, texts what they name.
         """
         try:
             return self._convert(value, kind, path)

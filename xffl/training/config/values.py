@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from importlib import import_module
 from pathlib import Path as FilePath
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 import torch
 import yaml
@@ -51,16 +51,12 @@ _RULES = (
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe loader with the rules of YAML 1.2."""
+    """Safe loader with the rules of YAML 1.2; what they take for a float, PyYAML reads alike."""
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         """Read an integer: leading zeros mean nothing."""
         text = self.construct_scalar(node)
         return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
-
-    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
-        """Read a number."""
-        return float(self.construct_scalar(node).lower().replace(".inf", "inf").replace(".nan", "nan"))
 
 
 class _Dumper(yaml.SafeDumper):
@@ -78,7 +74,6 @@ class _Dumper(yaml.SafeDumper):
 _Loader.yaml_implicit_resolvers = {}  # those of version 1.1
 _Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile("^<<$"), ["<"])
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
-_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
 _Dumper.add_representer(str, _Dumper.represent_text)
 for _tag, _pattern, _first in _RULES:
     _Loader.add_implicit_resolver(_tag, re.compile(_pattern), _first)
@@ -140,13 +135,10 @@ def write_yaml(data: Any) -> str:
 
 
 def to_plain(value: Any) -> Any:
-    """Return a configuration, or a part of it, as YAML can hold it; local.
+    """Return a configuration, or a part of it, as mappings, lists, texts, numbers, booleans and ``None``.
 
     Classes and functions become dotted paths, members of enumerations their names, objects ``class_path`` and
     ``init_args``: the attributes named as the arguments are, with an underscore before it or without.
-
-    :param value: A dataclass, or anything that one holds.
-    :return: Mappings, lists, texts, numbers, truth values and ``None``.
     """
     if isinstance(value, enum.Enum):
         return value.name
@@ -174,16 +166,10 @@ def to_plain(value: Any) -> Any:
 
 
 def plain_type(kind: Any) -> Any:
-    """Return the type behind Annotated, NewType and names of types."""
-    while True:
-        if get_origin(kind) is Annotated:
-            kind = get_args(kind)[0]
-        elif hasattr(kind, "__supertype__"):
-            kind = kind.__supertype__
-        elif hasattr(kind, "__value__"):
-            kind = kind.__value__
-        else:
-            return kind
+    """Return the type behind NewType and names of types; ``get_type_hints`` has removed Annotated."""
+    while (inner := getattr(kind, "__supertype__", getattr(kind, "__value__", None))) is not None:
+        kind = inner
+    return kind
 
 
 def members(kind: Any) -> list[Any]:
