@@ -24,8 +24,7 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError
 from xffl.topology import Topology
 from xffl.training import run_directory
-from xffl.training.loggers import CSVLogger, JSONLinesLogger
-from xffl.training.loggers.files import LineFile
+from xffl.training.loggers import CSVLogger, JSONLinesLogger, LineFile
 from xffl.training.run_directory import RunDirectory, RunLock, flattened, plain_config
 
 

@@ -73,14 +73,10 @@ def open_dataset(
 
 
 def encoded_column(dataset: Any, tokenizer: Any, *, column: str = "text") -> Iterator[Tokens]:
-    """Encode a column's texts one after the other; local.
+    """Encode the texts of a dataset's column, or a stream's, one after the other: documents for ``write_tokens``.
 
-    :param dataset: A ``datasets.Dataset``, or a stream of one.
-    :param tokenizer: What :func:`find_tokenizer <xffl.training.data.tokens.find_tokenizer>` takes, except
-        ``"characters"``.
-    :param column: Of texts.
-    :yield: The tokens of each text, for :func:`write_tokens <xffl.training.data.tokens.write_tokens>`.
-    :raises ConfigError: if there is no such column, or it holds something else than texts.
+    ``tokenizer`` is what :func:`find_tokenizer <xffl.training.data.tokens.find_tokenizer>` takes, except
+    ``"characters"``.
     """
     names = dataset.column_names
     if names is not None and column not in names:
@@ -89,9 +85,8 @@ def encoded_column(dataset: Any, tokenizer: Any, *, column: str = "text") -> Ite
     if hasattr(tokenizer, "convert_tokens_to_ids"):
         for batch in plain.iter(TOGETHER):
             # All at once: a fast tokenizer shares them out over threads.
-            for ids in tokenizer([_text_of(text, column) for text in batch[column]], add_special_tokens=False)[
-                "input_ids"
-            ]:
+            texts = [_text_of(text, column) for text in batch[column]]
+            for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]:
                 yield np.asarray(ids, dtype=np.int64)
     else:
         encode = find_tokenizer(tokenizer).encode

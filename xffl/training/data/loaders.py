@@ -217,15 +217,9 @@ class CellLoader(Iterable[Any]):
 
 
 def parts_by_ranks(samples: int, topology: Topology, *, seed: int = 0) -> Partition:
-    """Deal samples out to the cells at random, in proportion to the ranks that take data; local.
+    """Deal so many samples out to the cells at random, in proportion to the ranks that take data; local.
 
     So all cells make equally many steps in an epoch, but for rounding.
-
-    :param samples: Length of the dataset.
-    :param topology: The federation.
-    :param seed: Of the random order.
-    :return: The partition, the same on all ranks.
-    :raises ConfigError: if there are fewer samples than cells.
     """
     return iid(samples, topology.cells, seed=seed, shares=data_places(topology))
 

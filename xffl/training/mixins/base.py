@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -13,16 +14,15 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-    from xffl.aggregation import RoundReport
+    from xffl.aggregation import FederatedScaling, RoundReport
     from xffl.checkpoint.contents import Part
     from xffl.distributed.distributed_state import DistributedState
     from xffl.distributed.world import DistributedWorld
     from xffl.parallel.strategy import DistributedStrategy
     from xffl.training.callbacks.base import CallbackCollection
-    from xffl.training.preemption import Rounds
     from xffl.training.run_directory import RunDirectory
 
-__all__ = ["Attributes", "TrainerMixin"]
+__all__ = ["Attributes", "StatePart", "TrainerMixin"]
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -45,6 +45,14 @@ class Attributes(Generic[T]):
             for name, value in vars(self._owner).items()
             if isinstance(value, self._kinds) and before.get(name) is not value and name not in self.names
         ]
+
+
+@dataclass(frozen=True)
+class StatePart:
+    """A part of a trainer's checkpoint, as what saves it and what loads it."""
+
+    state_dict: Callable[[], dict[str, Any]]
+    load_state_dict: Callable[[Mapping[str, Any]], None]
 
 
 class TrainerMixin:
@@ -172,7 +180,7 @@ class TrainerMixin:
     def give_to_round(self) -> None:
         """Export for a round over files, if that is asked for; collective over the world, at the end of training."""
 
-    def find_rounds(self) -> Rounds | None:
+    def find_rounds(self) -> FederatedScaling | None:
         """Return what runs rounds, inside :meth:`training_rounds`; there is none without :class:`FederatedMixin`."""
         return None
 
