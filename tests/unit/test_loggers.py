@@ -338,7 +338,7 @@ def test_everything_is_closed_whatever_a_logger_raises(tmp_path: Path, error: Ba
             trainer.teardown(None)
     else:
         trainer.teardown(error)  # which is what the run ends with
-    assert jsonl.file._handle is None
+    assert jsonl.files[0]._handle is None
     assert (warnings.showwarning, logging.getLogger("xffl").handlers) == before
     assert "no network" in (tmp_path / "logs" / "rank_0.log").read_text()
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "HEADER",
     "CSVLogger",
+    "FileLogger",
     "JSONLinesLogger",
     "LineFile",
     "Logger",
@@ -45,6 +46,8 @@ __all__ = [
 HEADER = "time,step,epoch,samples,name,value"
 """The first line of a CSV file."""
 NAMES = {math.inf: "Infinity", -math.inf: "-Infinity"}
+PARAMETERS_AT_ONCE, LONGEST_PARAMETER = 100, 6000
+"""What MLflow takes."""
 
 
 class Logger:
@@ -52,7 +55,8 @@ class Logger:
 
     One process has it: a cell's first rank, or rank 0 for the federation. All methods are local; overload
     :meth:`log`, and what else it can. ``step`` counts optimizer steps so far, ``samples`` those of the cell, ``epoch``
-    is counted from 0, and ``time_s`` is in seconds since 1970.
+    is counted from 0, and ``time_s`` is in seconds since 1970. Those here are made with the run's folder and the scope:
+    whose values these are, such as ``cell_0`` or ``federation``.
     """
 
     def log(self, values: Mapping[str, float], *, step: int, epoch: int, samples: int, time_s: float) -> None:
@@ -193,23 +197,34 @@ def _plain_number(value: float) -> float | str:
     return value if math.isfinite(value) else NAMES.get(value, "NaN")
 
 
-class JSONLinesLogger(Logger):
-    """``metrics/SCOPE.jsonl``: one object a line, and beside it ``images/SCOPE/`` and ``texts/SCOPE.jsonl``.
+class FileLogger(Logger):
+    """A logger of lines in files of the run's folder, whose :meth:`RunDirectory.cut_after` cuts them."""
 
-    :param folder: The run's folder.
-    :param scope: Whose values these are: ``cell_0``, or ``federation``.
-    """
+    files: tuple[LineFile, ...]
+
+    def cut_after(self, step: int | None) -> None:
+        """Open the files anew."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self.files:
+            file.close()
+
+
+class JSONLinesLogger(FileLogger):
+    """``metrics/SCOPE.jsonl``: one object a line, and beside it ``images/SCOPE/`` and ``texts/SCOPE.jsonl``."""
 
     def __init__(self, folder: Path, scope: str) -> None:
         self._images = folder / "images" / scope
-        self.file = LineFile(folder / "metrics" / f"{scope}.jsonl")
-        self.texts = LineFile(folder / "texts" / f"{scope}.jsonl")
+        self._file, self._texts = (LineFile(folder / kind / f"{scope}.jsonl") for kind in ("metrics", "texts"))
+        self.files = (self._file, self._texts)
 
     def log(self, values: Mapping[str, float], *, step: int, epoch: int, samples: int, time_s: float) -> None:
         """Write one line."""
         plain = {name: _plain_number(value) for name, value in values.items()}
         record = {"time": time_s, "step": step, "epoch": epoch, "samples": samples, "values": plain}
-        self.file.append(json.dumps(record, allow_nan=False) + "\n")
+        self._file.append(json.dumps(record, allow_nan=False) + "\n")
 
     def log_image(self, name: str, images: Any, *, step: int) -> None:
         """Write a PNG file named by the step; all else than letters, digits, dots and dashes becomes an underscore."""
@@ -221,28 +236,15 @@ class JSONLinesLogger(Logger):
 
     def log_text(self, name: str, text: str, *, step: int) -> None:
         """Write one line."""
-        self.texts.path.parent.mkdir(exist_ok=True)
-        self.texts.append(json.dumps({"time": time.time(), "step": step, "name": name, "text": text}) + "\n")
-
-    def cut_after(self, step: int | None) -> None:
-        """Open the files anew: the run's folder cuts them, see :meth:`RunDirectory.cut_after`."""
-        self.close()
-
-    def close(self) -> None:
-        """Close the files."""
-        self.file.close()
-        self.texts.close()
+        self._texts.path.parent.mkdir(exist_ok=True)
+        self._texts.append(json.dumps({"time": time.time(), "step": step, "name": name, "text": text}) + "\n")
 
 
-class CSVLogger(Logger):
-    """``metrics/SCOPE.csv`` in the long form: ``time,step,epoch,samples,name,value``.
-
-    :param folder: The run's folder.
-    :param scope: Whose values these are: ``cell_0``, or ``federation``.
-    """
+class CSVLogger(FileLogger):
+    """``metrics/SCOPE.csv`` in the long form: ``time,step,epoch,samples,name,value``."""
 
     def __init__(self, folder: Path, scope: str) -> None:
-        self.file = LineFile(folder / "metrics" / f"{scope}.csv", HEADER)
+        self.files = (LineFile(folder / "metrics" / f"{scope}.csv", HEADER),)
 
     def log(self, values: Mapping[str, float], *, step: int, epoch: int, samples: int, time_s: float) -> None:
         """Write a line for each value, so that it reads back to the bit."""
@@ -251,37 +253,18 @@ class CSVLogger(Logger):
         for name, value in values.items():
             writer.writerow((time_s, step, epoch, samples, name, str(_plain_number(value))))
         if values:
-            self.file.append(text.getvalue())
-
-    def cut_after(self, step: int | None) -> None:
-        """Open the file anew: the run's folder cuts it, see :meth:`RunDirectory.cut_after`."""
-        self.close()
-
-    def close(self) -> None:
-        """Close the file."""
-        self.file.close()
+            self.files[0].append(text.getvalue())
 
 
 # Others ---------------------------------------------------------------------------------------------------------------
-
-
-PARAMETERS_AT_ONCE = 100
-LONGEST_PARAMETER = 6000
 
 
 class MLflowLogger(Logger):
     """A run of MLflow for each cell, and one for the federation, in an experiment of the run's name.
 
     A run that is resumed goes on as the same one, whose id ``mlflow/SCOPE.id`` holds. What was logged of later steps
-    before stays there beside the new values.
-
-    :param folder: The run's folder.
-    :param scope: Whose values these are: ``cell_0``, or ``federation``.
-    :param name: The run's name.
-    :param uri: The tracking store; by default the SQLite file ``mlflow/SCOPE.db`` in the run's folder, one for each
-        cell, since many file systems that ranks share cannot lock it.
-    :param experiment: The experiment; by default the run's name.
-    :raises ConfigError: if MLflow is not installed.
+    before stays there beside the new values. By default the tracking store is the SQLite file ``mlflow/SCOPE.db``, one
+    for each cell, since many file systems that ranks share cannot lock it.
     """
 
     def __init__(
@@ -341,12 +324,7 @@ class MLflowLogger(Logger):
 
 
 class TensorBoardLogger(Logger):
-    """Event files in ``tensorboard/SCOPE``; look at them with ``tensorboard --logdir RUN/tensorboard``.
-
-    :param folder: The run's folder.
-    :param scope: Whose values these are: ``cell_0``, or ``federation``.
-    :raises ConfigError: if TensorBoard is not installed.
-    """
+    """Event files in ``tensorboard/SCOPE``; look at them with ``tensorboard --logdir RUN/tensorboard``."""
 
     def __init__(self, folder: Path, scope: str) -> None:
         with optional_import("tensorboard", "TensorBoardLogger needs tensorboard"):
@@ -398,16 +376,8 @@ class WandBLogger(Logger):
     """A run of Weights & Biases for each cell, and one for the federation, in a group of the run's name.
 
     A run that is resumed goes on under the same id, which ``wandb/SCOPE.id`` holds. What was logged of later steps
-    before stays there; it shows as a second value of the same step.
-
-    :param folder: The run's folder.
-    :param scope: Whose values these are: ``cell_0``, or ``federation``.
-    :param name: The run's name.
-    :param project: The project.
-    :param entity: The team or user; by default the one who is logged in.
-    :param mode: ``offline`` writes files, for ``wandb sync``; ``online`` sends; ``disabled`` does nothing.
-    :param tags: Tags of the run.
-    :raises ConfigError: if wandb is not installed.
+    before stays there; it shows as a second value of the same step. Project, entity, mode and tags are those of
+    :class:`WandBConfig <xffl.training.mixins.logging.WandBConfig>`.
     """
 
     def __init__(

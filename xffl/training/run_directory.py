@@ -165,14 +165,9 @@ class RunDirectory:
 
     def write_partition(self, labels: Sequence[object], counts: Sequence[Sequence[int]]) -> None:
         """Write each cell's samples of each label; local, every rank may call it and rank 0 writes."""
-        table = [[int(count) for count in row] for row in counts]
-        if len(table) != self._topology.cells or any(len(row) != len(labels) for row in table):
-            raise ConfigError(
-                f"counts of {len(table)} cells and {sorted({len(row) for row in table})} labels do not fit "
-                f"{self._topology.cells} cells and {len(labels)} labels; give a row for each cell"
-            )
         if self.rank == 0:
-            _write_json(self.path / "partition.json", {"labels": [str(label) for label in labels], "counts": table})
+            table = {"labels": [str(label) for label in labels], "counts": [list(map(int, row)) for row in counts]}
+            _write_json(self.path / "partition.json", table)
 
     def cut_after(self, step: int | None, lines: Mapping[str, int] | None = None) -> None:
         """Leave records of later steps out of this cell's files, as a run that is resumed there asks for.

@@ -342,7 +342,7 @@ def main(trainer: type, argv: Sequence[str] | None = None) -> Any:
         if "print_config" in flags:
             print(print_text(resolved), end="")
             return None
-        ask_for_cells(resolved.config, resolved.launch, resolved.origins)
+        ask_for_cells(resolved)
     except XfflError as error:
         print(f"xffl: {type(error).__name__}: {error}", file=sys.stderr)
         raise SystemExit(ExitCode.REFUSED) from error
@@ -350,13 +350,7 @@ def main(trainer: type, argv: Sequence[str] | None = None) -> Any:
 
 
 def choose_federation(
-    config: object,
-    launch: LaunchConfig,
-    origins: Mapping[str, str],
-    world_size: int,
-    *,
-    federated: Federation | None = None,
-    hsdp: int | None = None,
+    resolved: Resolved[Any], world_size: int, *, federated: Federation | None = None, hsdp: int | None = None
 ) -> tuple[Federation | None, int | None]:
     """Return the cells and replicas that are asked for, as :func:`xffl.session` takes them; local.
 
@@ -368,8 +362,8 @@ def choose_federation(
 
     def pick(option: Any, name: str, variable: Any) -> tuple[Any, str]:
         """Return the value that beats the others, and where it comes from."""
-        origin = origins.get(f"launch.{name}", "default")
-        given = (getattr(launch, name), f"launch.{name} ({origin})")
+        origin = resolved.origins.get(f"launch.{name}", DEFAULT)
+        given = (getattr(resolved.launch, name), f"launch.{name} ({origin})")
         told = (variable, f"XFFL_{name.upper()}")
         order = (told, given) if origin.startswith("file ") else (given, told)
         chosen = ((option, f"--{name}"), *order)
@@ -382,7 +376,7 @@ def choose_federation(
         with sources_named(filter(None, (source, replica_source))):
             return Topology(world_size, sizes, replica_size)
 
-    asked = getattr(getattr(config, "distributed", None), "federated", None)
+    asked = getattr(getattr(resolved.config, "distributed", None), "federated", None)
     if isinstance(asked, str):
         # xffl exec has put what it found by a rule into the variable.
         is_same = sizes in (None, asked, variable)
@@ -402,26 +396,20 @@ def choose_federation(
     return sizes, replica_size
 
 
-def ask_for_cells(
-    config: object,
-    launch: LaunchConfig,
-    origins: Mapping[str, str],
-    *,
-    federated: Federation | None = None,
-    hsdp: int | None = None,
-) -> None:
+def ask_for_cells(resolved: Resolved[Any], *, federated: Federation | None = None, hsdp: int | None = None) -> None:
     """Check that a configuration fits the processes that were started, and ask for its cells; local.
 
     ``federated`` and ``hsdp`` are options that beat the configuration.
     """
-    found = detect_environment()
+    launch, found = resolved.launch, detect_environment()
     if launch.processes not in (None, found.world_size):
+        origin = resolved.origins.get("launch.processes")
         by = "there is" if found.launcher == "none" else f"{found.launcher} has started"
         raise ConfigError(
-            f"launch.processes is {launch.processes} ({origins.get('launch.processes')}), but {by} {found.world_size}; "
+            f"launch.processes is {launch.processes} ({origin}), but {by} {found.world_size}; "
             f"start {launch.processes}, or give --launch.processes {found.world_size}"
         )
-    request_federation(*choose_federation(config, launch, origins, found.world_size, federated=federated, hsdp=hsdp))
+    request_federation(*choose_federation(resolved, found.world_size, federated=federated, hsdp=hsdp))
 
 
 def fit(trainer: type, config: object, origins: Mapping[str, str]) -> Any:

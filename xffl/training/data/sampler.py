@@ -112,7 +112,8 @@ class CellOrder(Sampler[Drawn]):
         count, per_step = len(self._indices), self.batch_size * self._places
         self.steps = count // per_step if drop_last else -(-count // per_step)
         """Batches of an epoch: the same number on all ranks of the cell."""
-        self._taken = count if self._tail == "keep" else self.steps * per_step
+        self.samples = count if self._tail == "keep" else self.steps * per_step
+        """Samples of the whole cell in an epoch; repeated ones count as often as they come."""
         self._check_steps()
         self._epoch = self._position = 0
         self._is_followed = self._is_drawn = False
@@ -131,14 +132,9 @@ class CellOrder(Sampler[Drawn]):
         return self._position
 
     @property
-    def samples(self) -> int:
-        """Samples of the whole cell in an epoch; repeated ones count as often as they come."""
-        return self._taken
-
-    @property
     def samples_seen(self) -> int:
         """Samples that the whole cell has taken since the first epoch, at the loop's position."""
-        return self._epoch * self._taken + (self._step(self._position - 1)[1] if self._position else 0)
+        return self._epoch * self.samples + (self._step(self._position - 1)[1] if self._position else 0)
 
     def samples_of(self, step: int) -> int:
         """Count this rank's samples of a step."""
@@ -251,7 +247,7 @@ class CellOrder(Sampler[Drawn]):
         order = self._indices
         if self._is_shuffled:
             order = order[Draws(self._seed, SHUFFLING, self.cell, self._epoch).permutation(len(order))]
-        order = np.resize(order, self._taken)  # a longer one begins again
+        order = np.resize(order, self.samples)  # a longer one begins again
         return (order[slice(*self._share(step))] for step in range(self._position, self.steps))
 
     def _share(self, step: int) -> tuple[int, int]:
@@ -318,7 +314,7 @@ class CellBatchSampler(CellOrder[list[int]]):
         return self.steps
 
     def _step(self, step: int) -> tuple[int, int]:
-        return even_cut(self._taken, self.steps, step)
+        return even_cut(self.samples, self.steps, step)
 
 
 class CellSampler(CellOrder[int]):
@@ -346,7 +342,7 @@ class CellSampler(CellOrder[int]):
 
     def _step(self, step: int) -> tuple[int, int]:
         per_step = self.batch_size * self._places
-        return step * per_step, min((step + 1) * per_step, self._taken)
+        return step * per_step, min((step + 1) * per_step, self.samples)
 
 
 def _indices_of(part: Partition | npt.ArrayLike, topology: Topology, cell: int) -> Indices:

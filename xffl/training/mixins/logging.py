@@ -17,6 +17,7 @@ from xffl.distributed.consistency import run_on_all_ranks
 from xffl.errors import ConfigError, StateError, XfflError
 from xffl.training.loggers import (
     CSVLogger,
+    FileLogger,
     JSONLinesLogger,
     LineFile,
     Logger,
@@ -278,10 +279,7 @@ class LoggerMixin(TrainerMixin):
     def _records(self) -> dict[str, Any]:
         files = [] if self._rounds_file is None else [self._rounds_file]
         for logger in (one for loggers in self._loggers.values() for one in loggers):
-            if isinstance(logger, JSONLinesLogger):
-                files += [logger.file, logger.texts]
-            elif isinstance(logger, CSVLogger):
-                files.append(logger.file)
+            files += logger.files if isinstance(logger, FileLogger) else ()
         lines = {str(file.path.relative_to(self.run_directory.path)): file.lines for file in files}
         return {"pending": self._scalars.state_dict(), "lines": lines}
 
@@ -342,14 +340,6 @@ class WandBLoggerMixin(LoggerMixin):
 
     def configure_loggers(self, scope: str) -> list[Logger]:
         """Add that of Weights & Biases."""
-        asked = self.section("wandb", WandBConfig)
-        logger = WandBLogger(
-            self.run_directory.path,
-            scope,
-            name=self.config.experiment.name,
-            project=asked.project,
-            entity=asked.entity,
-            mode=asked.mode,
-            tags=asked.tags,
-        )
+        asked, name = self.section("wandb", WandBConfig), self.config.experiment.name
+        logger = WandBLogger(self.run_directory.path, scope, name=name, **vars(asked))
         return [*super().configure_loggers(scope), logger]

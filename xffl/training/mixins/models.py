@@ -233,11 +233,6 @@ class OptimizerAndSchedulerSetupMixin(TrainerMixin):
                 if scheduler.optimizer in optimizers and not isinstance(scheduler, ReduceLROnPlateau):
                     scheduler.step()
 
-    def learning_rates(self) -> dict[str, float]:
-        """Return the learning rate of each optimizer's first group, by the optimizer's name."""
-        rates = {name: one.param_groups[0].get("lr", 0.0) for name, one in self.named_optimizers().items()}
-        return {name: float(rate.item() if isinstance(rate, torch.Tensor) else rate) for name, rate in rates.items()}
-
 
 @contextmanager
 def _in_any_order() -> Iterator[None]:

@@ -82,7 +82,7 @@ def causal_lm(source: Source, *, dtype: torch.dtype | str | None = None, weights
         fill = ModuleInitializer(model, only_buffers=True)
         with torch.no_grad():
             for module in model.modules():
-                if any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
+                if _own(module):
                     fill(module)
     model.tie_weights()
     if folder is not None:

@@ -245,9 +245,11 @@ def save_pretrained(
     def check() -> tuple[Path, int, Any, _Files]:
         return check_path(folder), this_cell(state).number, _base_of(model), _plan(model, max_shard_size)
 
-    path, number, base, files = run_collectively(
-        "comparing the model", check, Path(str(folder)), ADVICE, lambda made: f"{made[0]}: {_names(made[3])}"
-    )
+    def show(made: tuple[Path, int, Any, _Files]) -> str:
+        names = {file: list(tensors) for file, tensors in made[3].items()}
+        return f"{made[0]}: {names}"
+
+    path, number, base, files = run_collectively("comparing the model", check, Path(str(folder)), ADVICE, show)
 
     def write() -> None:
         if number == 0:
@@ -310,10 +312,6 @@ def _base_of(model: nn.Module) -> Any:
     if not isinstance(base, package("transformers").PreTrainedModel):
         raise ConfigError(f"model must be a model of transformers, got a {type(base).__name__}")
     return base
-
-
-def _names(files: _Files) -> dict[str, list[str]]:
-    return {file: list(tensors) for file, tensors in files.items()}
 
 
 def _plan(model: nn.Module, max_shard_size: int | str) -> _Files:
