@@ -114,7 +114,10 @@ class RunDirectory:
             with on_all_ranks("output_dir") as share:
                 plain = plain_config(config)
                 if folder.rank == 0:
-                    folder._lock_up()
+                    if folder.path.exists() and not folder.path.is_dir():
+                        raise ConfigError(f"experiment.output_dir {folder.path} is not a folder; give another one")
+                    folder.path.mkdir(parents=True, exist_ok=True)
+                    folder._lock.take()
                     if is_resumed or may_restart:
                         check_checkpoints(folder.path)
                     folder._check_free(write_yaml(plain), is_resumed, may_restart)
@@ -191,13 +194,6 @@ class RunDirectory:
     @property
     def _token(self) -> Path:
         return self.path / ".seen"
-
-    def _lock_up(self) -> None:
-        """Make the folder, and keep other jobs out of it."""
-        if self.path.exists() and not self.path.is_dir():
-            raise ConfigError(f"experiment.output_dir {self.path} is not a folder; give another one")
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock.take()
 
     def _check_free(self, text: str, is_resumed: bool, may_restart: bool) -> None:
         """Refuse a folder that holds another run."""

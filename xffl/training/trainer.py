@@ -303,7 +303,11 @@ class BaseTrainer(PreemptionMixin, LoggerMixin):
         self.config = replace(self.config, experiment=replace(self.config.experiment, output_dir=folder))
 
     def _run_epochs(self) -> None:
-        while self.current_epoch < self.config.training.epochs and (not self._has_ended or self._owes_epoch_end()):
+        while self.current_epoch < self.config.training.epochs:
+            # A checkpoint between the last batch of an epoch and its end: the end is owed.
+            is_end_owed = self.global_step > 0 and self.ended_epochs <= self.current_epoch and self._batches_left() == 0
+            if self._has_ended and not is_end_owed:
+                break
             is_whole = self.perform_training_epoch()
             if self.strategy.has_taken_over:
                 self.on_resumed()  # and on from where the other replica groups are
@@ -313,10 +317,6 @@ class BaseTrainer(PreemptionMixin, LoggerMixin):
                 self.current_epoch += 1
             else:
                 break
-
-    def _owes_epoch_end(self) -> bool:
-        """Tell whether the last batch of the epoch was trained on and its end has not begun: saved just between."""
-        return self.global_step > 0 and self.ended_epochs <= self.current_epoch and self._batches_left() == 0
 
     def _batches_left(self) -> int | None:
         """Return how many batches of the epoch the loader has not given yet; ``None`` where it does not say.

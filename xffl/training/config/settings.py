@@ -298,7 +298,10 @@ class Settings:
         value = _read(text)
         if value is None or isinstance(value, str):
             return value if isinstance(value, str) and text[:1] in ("'", '"') else text
-        by_text = [one for one in rest if one is str or (_is_named(one) and not isinstance(value, dict))]
+        # Values of other types than these are named by texts, so that a number is a text, too.
+        literal = (Any, Literal, *PLAIN, *LISTS, *MAPPINGS, *SETS)
+        named = [one for one in rest if not ((get_origin(one) or one) in literal or is_dataclass(one))]
+        by_text = [one for one in rest if one is str or (one in named and not isinstance(value, dict))]
         return text if by_text and not any(fits(value, one) for one in rest if one not in by_text) else value
 
     # What comes of it -------------------------------------------------------------------------------------------------
@@ -450,11 +453,6 @@ def _hint(value: Any, kinds: Sequence[Any]) -> str:
         if str in kinds:
             return "put it in quotes"
     return ""
-
-
-def _is_named(kind: Any) -> bool:
-    """Tell whether values of this type are named by texts, so that a number is a text, too."""
-    return not ((get_origin(kind) or kind) in (Any, Literal, *PLAIN, *LISTS, *MAPPINGS, *SETS) or is_dataclass(kind))
 
 
 def _read(text: str) -> Any:

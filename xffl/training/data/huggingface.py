@@ -61,7 +61,7 @@ def open_dataset(
     if missing or not files:
         raise ConfigError(f"there is no data at {missing}; give a folder of save_to_disk, or files")
     if len(files) == 1 and files[0].is_dir():
-        found = _split_of(_read_folder(datasets, files[0]), split, files[0])
+        found = _read_folder(datasets, files[0], split)
     else:
         found = _read_files(datasets, files, split, cache)
     if columns is not None:
@@ -135,16 +135,13 @@ def _text_of(value: object, column: str) -> str:
     return value
 
 
-def _read_folder(datasets: Any, folder: Path) -> Any:
+def _read_folder(datasets: Any, folder: Path, split: str | None) -> Any:
     try:
-        return datasets.load_from_disk(str(folder))
+        found = datasets.load_from_disk(str(folder))
     except FileNotFoundError as error:
         raise ConfigError(
             f"{str(folder)!r} was not written by save_to_disk; give a folder that was, or files"
         ) from error
-
-
-def _split_of(found: Any, split: str | None, folder: Path) -> Any:
     if not hasattr(found, "keys"):
         if split is not None:
             raise ConfigError(f"{str(folder)!r} has no splits; leave split={split!r} out")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -22,29 +22,17 @@ if TYPE_CHECKING:
     from xffl.training.callbacks.base import CallbackCollection
     from xffl.training.run_directory import RunDirectory
 
-__all__ = ["Attributes", "StatePart", "TrainerMixin"]
+__all__ = ["StatePart", "TrainerMixin", "names_set_by"]
 
 S = TypeVar("S")
-T = TypeVar("T")
 
 
-class Attributes(Generic[T]):
-    """The names under which an object holds things of some classes: models, optimizers, schedulers, metrics."""
-
-    def __init__(self, owner: object, *kinds: type[T]) -> None:
-        self._owner, self._kinds = owner, kinds
-        self.names: list[str] = []
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Note what the block sets, in order."""
-        before = dict(vars(self._owner))
-        yield
-        self.names += [
-            name
-            for name, value in vars(self._owner).items()
-            if isinstance(value, self._kinds) and before.get(name) is not value and name not in self.names
-        ]
+def names_set_by(configure: Callable[[], object], owner: object, *kinds: type) -> tuple[str, ...]:
+    """Call a method, and return under which names it has set objects of some classes as its owner's attributes."""
+    before = dict(vars(owner))
+    configure()
+    after = vars(owner).items()
+    return tuple(name for name, value in after if isinstance(value, kinds) and before.get(name) is not value)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from xffl.distributed.sharding import sharded_parameters
 from xffl.errors import ConfigError
-from xffl.training.mixins.base import Attributes, TrainerMixin
+from xffl.training.mixins.base import TrainerMixin, names_set_by
 from xffl.training.mixins.loaders import DataConfig, DataLoaderSetupMixin
 
 __all__ = ["ModelSetupMixin", "OptimizerAndSchedulerSetupMixin", "SetupConfig", "SetupConfigMixin", "SetupMixin"]
@@ -39,7 +39,7 @@ class ModelSetupMixin(TrainerMixin):
     Models are the modules that :meth:`configure_models` sets as attributes.
     """
 
-    _models: Attributes[nn.Module] | None = None
+    _model_names: tuple[str, ...] = ()
 
     def configure_models(self) -> None:
         """Set the models as attributes (``self.model = ...``), whole; overload it.
@@ -86,20 +86,19 @@ class ModelSetupMixin(TrainerMixin):
 
     def named_models(self) -> dict[str, nn.Module]:
         """Return the models by the names of their attributes."""
-        return {} if self._models is None else {name: getattr(self, name) for name in self._models.names}
+        return {name: getattr(self, name) for name in self._model_names}
 
     def configure(self) -> None:
         """Make the models; local."""
         is_bare = self.section("setup", SetupConfig).meta_device
         if is_bare is None:  # DeepSpeed takes models with weights only
             is_bare = self.config.distributed.strategy != "deepspeed"
-        self._models = Attributes(self, nn.Module)
         self.world.set_determinism(self.config.experiment.seed, deterministic=self.config.experiment.deterministic)
-        with torch.device("meta") if is_bare else nullcontext(), self._models.watched():
-            self.configure_models()
+        with torch.device("meta") if is_bare else nullcontext():
+            names = names_set_by(self.configure_models, self, nn.Module)
         # A loss function, say, is a module and no model.
-        self._models.names = [name for name in self._models.names if _has_tensors(getattr(self, name))]
-        if not self._models.names:
+        self._model_names = tuple(name for name in names if any(True for _ in _tensors(getattr(self, name))))
+        if not self._model_names:
             raise ConfigError(
                 f"{type(self).__name__}.configure_models has set no module with weights; set self.model = ... there"
             )
@@ -112,7 +111,7 @@ class ModelSetupMixin(TrainerMixin):
         whole = self.named_models()
         self.world.set_determinism(self.config.experiment.seed)
         for name, model in whole.items():
-            is_bare = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+            is_bare = any(tensor.is_meta for tensor in _tensors(model))
             if self._has_init_weights and not is_bare:
                 with self._standing_in(name, model):
                     self.init_weights()
@@ -154,8 +153,9 @@ class ModelSetupMixin(TrainerMixin):
                 setattr(self, other, model)
 
 
-def _has_tensors(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
 
 
 class OptimizerAndSchedulerSetupMixin(TrainerMixin):
@@ -164,8 +164,8 @@ class OptimizerAndSchedulerSetupMixin(TrainerMixin):
     They are what :meth:`configure_optimizers` and :meth:`configure_schedulers` set as attributes.
     """
 
-    _optimizers: Attributes[Optimizer] | None = None
-    _schedulers: Attributes[LRScheduler] | None = None
+    _optimizer_names: tuple[str, ...] = ()
+    _scheduler_names: tuple[str, ...] = ()
 
     def configure_optimizers(self) -> None:
         """Set the optimizers as attributes (``self.optimizer = ...``), of the spread models; overload it."""
@@ -181,11 +181,11 @@ class OptimizerAndSchedulerSetupMixin(TrainerMixin):
 
     def named_optimizers(self) -> dict[str, Optimizer]:
         """Return the optimizers by the names of their attributes."""
-        return {} if self._optimizers is None else {name: getattr(self, name) for name in self._optimizers.names}
+        return {name: getattr(self, name) for name in self._optimizer_names}
 
     def named_schedulers(self) -> dict[str, LRScheduler]:
         """Return the schedulers by the names of their attributes."""
-        return {} if self._schedulers is None else {name: getattr(self, name) for name in self._schedulers.names}
+        return {name: getattr(self, name) for name in self._scheduler_names}
 
     def setup(self) -> None:
         """Make optimizers and schedulers; collective over the world with DeepSpeed, else local."""
@@ -194,18 +194,14 @@ class OptimizerAndSchedulerSetupMixin(TrainerMixin):
                 f"{type(self).__name__} makes optimizers before models are spread; let ModelSetupMixin stand before "
                 "OptimizerAndSchedulerSetupMixin, or take SetupMixin"
             )
-        self._optimizers = Attributes(self, Optimizer)
-        with self._optimizers.watched():
-            self.configure_optimizers()
-        if not self._optimizers.names:
+        self._optimizer_names = names_set_by(self.configure_optimizers, self, Optimizer)
+        if not self._optimizer_names:
             raise ConfigError(
                 f"{type(self).__name__}.configure_optimizers has set no optimizer; set self.optimizer = ... there"
             )
         for name, optimizer in self.named_optimizers().items():
             setattr(self, name, self.strategy.wrap_optimizer(self.model_of(optimizer), optimizer))
-        self._schedulers = Attributes(self, LRScheduler)
-        with self._schedulers.watched():
-            self.configure_schedulers()
+        self._scheduler_names = names_set_by(self.configure_schedulers, self, LRScheduler)
         super().setup()
 
     def checkpoint_parts(self) -> dict[str, Any]:
@@ -228,18 +224,12 @@ class OptimizerAndSchedulerSetupMixin(TrainerMixin):
         """Step the schedulers, if this is their interval; local."""
         if self.config.training.scheduler_interval != interval:
             return
-        with _in_any_order() if interval == "epoch" else nullcontext():
+        with warnings.catch_warnings() if interval == "epoch" else nullcontext():
+            if interval == "epoch":  # where a run that was saved at an epoch's last batch goes on with the epoch's end
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler", UserWarning)
             for scheduler in self.named_schedulers().values():
                 if scheduler.optimizer in optimizers and not isinstance(scheduler, ReduceLROnPlateau):
                     scheduler.step()
-
-
-@contextmanager
-def _in_any_order() -> Iterator[None]:
-    """Keep torch from warning where a run that was saved at an epoch's last batch goes on with the epoch's end."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler", UserWarning)
-        yield
 
 
 @dataclass(kw_only=True)

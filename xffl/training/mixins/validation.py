@@ -21,7 +21,7 @@ from xffl.training.metrics import (
     reduce_sums,
     uncounted,
 )
-from xffl.training.mixins.base import Attributes, TrainerMixin
+from xffl.training.mixins.base import TrainerMixin, names_set_by
 
 __all__ = ["EvalMetricConfigMixin", "EvalMetricMixin", "MetricsConfig", "ValidationMixin"]
 
@@ -161,10 +161,7 @@ class EvalMetricMixin(TrainerMixin):
         """Make the metrics, on this rank's device."""
         self._outputs = WeightedSums(self.device)
         if type(self).configure_metrics is not EvalMetricMixin.configure_metrics:
-            made: Attributes[nn.Module] = Attributes(self, *metric_kinds())
-            with made.watched():
-                self.configure_metrics()
-            self._metric_names = tuple(made.names)
+            self._metric_names = names_set_by(self.configure_metrics, self, *metric_kinds())
             prepare_metrics(self.named_metrics(), self.device)
         super().setup()
 
