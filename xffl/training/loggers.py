@@ -283,15 +283,12 @@ class MLflowLogger(Logger):
             self._id = file.read_text(encoding="utf-8")
             return
         title = experiment or name
-        known = self._client.get_experiment_by_name(title)
-        if known is None:
-            try:
-                number = self._client.create_experiment(title)
-            except MlflowException:  # another cell was faster
-                known = self._client.get_experiment_by_name(title)
-                if known is None:
-                    raise
-        if known is not None:
+        try:
+            number = self._client.create_experiment(title)
+        except MlflowException:  # there is one already, maybe of another cell
+            known = self._client.get_experiment_by_name(title)
+            if known is None:
+                raise
             number = known.experiment_id
         self._id = self._client.create_run(number, run_name=f"{name}-{scope}").info.run_id
         file.write_text(self._id, encoding="utf-8")
@@ -314,8 +311,7 @@ class MLflowLogger(Logger):
         new = [
             self._parameter(name, str(value)[:LONGEST_PARAMETER]) for name, value in values.items() if name not in known
         ]
-        for first in range(math.ceil(len(new) / PARAMETERS_AT_ONCE)):
-            start = first * PARAMETERS_AT_ONCE
+        for start in range(0, len(new), PARAMETERS_AT_ONCE):
             self._client.log_batch(self._id, params=new[start : start + PARAMETERS_AT_ONCE])
 
     def close(self) -> None:

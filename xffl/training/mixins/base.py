@@ -41,6 +41,8 @@ class StatePart:
 
     state_dict: Callable[[], dict[str, Any]]
     load_state_dict: Callable[[Mapping[str, Any]], None]
+    is_same_everywhere: bool = False
+    """Whether all replica groups have the same, and :attr:`load_state_dict` refuses another one's"""
 
 
 class TrainerMixin:
