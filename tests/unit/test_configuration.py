@@ -43,7 +43,7 @@ from xffl.training.config.configuration import (
     to_plain,
 )
 from xffl.training.config.dataclasses import BaseTrainerConfig, ExperimentConfig
-from xffl.training.config.values import load_text, write_yaml
+from xffl.training.config.settings import load_text, write_yaml
 
 
 class Color(enum.Enum):

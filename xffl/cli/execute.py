@@ -195,9 +195,8 @@ def run(options: Namespace, command: Sequence[str]) -> int:
 def _run_configuration(options: Namespace, file: str, words: Sequence[str], over_files: OverFiles) -> int:
     """Train as a configuration says: in processes started here, or in this one where a launcher has started it."""
     from xffl.training.config import configuration
-    from xffl.training.config.settings import read_words
 
-    flags = read_words(words).flags
+    flags = configuration.read_words(words).flags
     if "help" in flags:
         usage = f"xffl exec [options] {os.path.basename(file)} [--KEY VALUE ...]"
         kind = configuration.config_class(configuration.job_trainer(file, words))

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from xffl.checks import one_of
-from xffl.distributed.consistency import ranks_text
+from xffl.distributed.consistency import compute_device, ranks_text
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import bytes_of, from_bytes
 from xffl.errors import ConfigError
@@ -234,8 +234,7 @@ def reduce_mean(
     :return: The means, the same on all ranks.
     :raises ConfigError: if the ranks have different names, or a weight is invalid.
     """
-    kept = state.current_device if state.current_device is not None else state.device_type
-    device = torch.device("cuda", kept) if isinstance(kept, int) else torch.device(kept or "cpu")
+    device = compute_device(state)
     sums = WeightedSums(device)
     for name, value in values.items():
         sums.add(name, value, weights[name] if isinstance(weights, Mapping) else weights)

@@ -44,7 +44,7 @@ from xffl.cluster.hardware import describe_host
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError, XfflError
-from xffl.training.config.values import load_text, to_plain, write_yaml
+from xffl.training.config.settings import load_text, to_plain, write_yaml
 from xffl.training.loggers import cut_lines
 
 __all__ = ["RankLog", "RunDirectory", "RunLock", "flattened", "on_all_ranks", "plain_config"]

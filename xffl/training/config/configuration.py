@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from xffl.cluster.cells import Federation
 from xffl.cluster.environment import (
@@ -32,8 +32,19 @@ from xffl.cluster.slurm.submit import SlurmConfig
 from xffl.errors import ConfigError, XfflError
 from xffl.topology import Topology
 from xffl.training.config.dataclasses import LaunchConfig
-from xffl.training.config.settings import COMMAND_LINE, DEFAULT, Key, Settings, Source, keys_of, read_words
-from xffl.training.config.values import load_file, load_text, name_of_type, to_plain, write_yaml
+from xffl.training.config.settings import (
+    COMMAND_LINE,
+    DEFAULT,
+    Key,
+    Settings,
+    Source,
+    keys_of,
+    load_file,
+    load_text,
+    name_of_type,
+    to_plain,
+    write_yaml,
+)
 
 __all__ = [
     "Resolved",
@@ -48,6 +59,7 @@ __all__ = [
     "print_text",
     "read_configuration",
     "read_job",
+    "read_words",
     "take_over",
 ]
 
@@ -59,6 +71,7 @@ _JOB = {
     "slurm": Key(SlurmConfig, "What xffl submit asks SLURM for.", SlurmConfig, SlurmConfig),
 }
 """Beside the keys of the configuration's class."""
+_FLAGS = {"-h": "help", "--help": "help", "--print_config": "print_config", "--print-config": "print_config"}
 _LONGEST = 120_000
 """Linux allows a variable of 128 KiB."""
 
@@ -80,6 +93,40 @@ class Resolved(Generic[T]):
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
+
+
+class Words(NamedTuple):
+    """A command line that was taken apart."""
+
+    files: list[str]
+    settings: list[tuple[str, str, bool]]
+    """Dotted key, text, and whether it is added to a list."""
+    flags: set[str]
+
+
+def read_words(words: Sequence[str]) -> Words:
+    """Take a command line apart: ``--key value``, ``--key=value``, ``--key+=value``, ``--config FILE`` and flags."""
+    found = Words([], [], set())
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if word in _FLAGS:
+            found.flags.add(_FLAGS[word])
+            continue
+        name, is_pair, text = word[2:].partition("=")
+        if not word.startswith("--") or not name.removesuffix("+"):
+            raise ConfigError(
+                f"{word!r} on the command line is not an option; write --key value, as --training.epochs 3"
+            )
+        if not is_pair:
+            if not rest or rest[0].startswith("--"):
+                raise ConfigError(f"--{name} on the command line has no value; write --{name} VALUE or --{name}=VALUE")
+            text = rest.pop(0)
+        if name == "config":
+            found.files.append(text)
+        else:
+            found.settings.append((name.removesuffix("+"), text, name.endswith("+")))
+    return found
 
 
 def read_configuration(
