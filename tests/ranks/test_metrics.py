@@ -34,7 +34,7 @@ from xffl.training.metrics import (
     reduce_sums,
 )
 from xffl.training.mixins.logging import LoggerMixin
-from xffl.training.mixins.metrics import EvalMetricMixin, MetricsConfig
+from xffl.training.mixins.validation import EvalMetricMixin, MetricsConfig
 from xffl.training.run_directory import RunDirectory
 
 CPU = torch.device("cpu")

@@ -43,7 +43,7 @@ from xffl.training.callbacks.base import STAGES
 from xffl.training.callbacks.monitors import TrainingClock
 from xffl.training.callbacks.progress import ending_line
 from xffl.training.callbacks.summary import summarize
-from xffl.training.config.values import to_plain
+from xffl.training.config.settings import to_plain
 
 SHIPPED = sorted(set(shipped.__all__) - {"Callback", "CallbackCollection"})
 

@@ -34,7 +34,7 @@ from xffl.checkpoint import (
 from xffl.checkpoint.format import read_record, record_text
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import from_plain, tensors_named, to_plain
-from xffl.training.models.writing import NewFolder
+from xffl.training.models.weights import NewFolder
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 VALUES = st.recursive(

@@ -33,7 +33,7 @@ from xffl.topology import Topology
 from xffl.training import CellLoader, CellStream, validation_loader
 from xffl.training.callbacks import CheckpointCallback, EarlyStoppingCallback, EMACallback, ProfilerCallback
 from xffl.training.config.dataclasses import ExperimentConfig, LaunchConfig, TrainingParameters
-from xffl.training.config.values import to_plain
+from xffl.training.config.settings import to_plain
 from xffl.training.data import partition
 from xffl.training.mixins.federated import FederationConfig
 from xffl.training.mixins.loaders import DataConfig

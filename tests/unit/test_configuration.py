@@ -43,7 +43,7 @@ from xffl.training.config.configuration import (
     to_plain,
 )
 from xffl.training.config.dataclasses import BaseTrainerConfig, ExperimentConfig
-from xffl.training.config.values import load_text, write_yaml
+from xffl.training.config.settings import load_text, write_yaml
 
 
 class Color(enum.Enum):
@@ -837,9 +837,8 @@ def test_a_script_of_ones_own(
 
 def test_the_cells_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(origin: str, launch: Any, world: int = 4, config: Any = None, **options: Any) -> Any:
-        return choose_federation(
-            config, LaunchConfig(federated=launch, hsdp=1), {"launch.federated": origin}, world, **options
-        )
+        resolved = Resolved(config, {"launch.federated": origin}, LaunchConfig(federated=launch, hsdp=1))
+        return choose_federation(resolved, world, **options)
 
     assert choose("file x", (2, 2)) == ((2, 2), 1)
     assert choose("file x", (2, 2), federated=(3, 1), hsdp=1) == ((3, 1), 1)

@@ -28,9 +28,17 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError, StateError
 from xffl.extras import install_command
 from xffl.training.config.dataclasses import BaseTrainerConfig, ExperimentConfig
-from xffl.training.loggers import CSVLogger, JSONLinesLogger, Logger, MLflowLogger, TensorBoardLogger, WandBLogger
-from xffl.training.loggers.base import tiled
-from xffl.training.loggers.files import LineFile, cut_lines
+from xffl.training.loggers import (
+    CSVLogger,
+    JSONLinesLogger,
+    LineFile,
+    Logger,
+    MLflowLogger,
+    TensorBoardLogger,
+    WandBLogger,
+    cut_lines,
+    tiled,
+)
 from xffl.training.metrics import WeightedSums
 from xffl.training.mixins import logging as mixin
 from xffl.training.mixins.logging import (
@@ -330,7 +338,7 @@ def test_everything_is_closed_whatever_a_logger_raises(tmp_path: Path, error: Ba
             trainer.teardown(None)
     else:
         trainer.teardown(error)  # which is what the run ends with
-    assert jsonl.file._handle is None
+    assert jsonl.files[0]._handle is None
     assert (warnings.showwarning, logging.getLogger("xffl").handlers) == before
     assert "no network" in (tmp_path / "logs" / "rank_0.log").read_text()
 

@@ -21,9 +21,8 @@ from xffl.extras import install_command
 from xffl.parallel import DistributedConfig, DistributedStrategy
 from xffl.training.config.dataclasses import BaseTrainerConfig, ExperimentConfig, TrainingParameters
 from xffl.training.mixins import quantize
-from xffl.training.mixins.models import ModelSetupMixin
+from xffl.training.mixins.models import ModelSetupMixin, SetupConfigMixin, SetupMixin
 from xffl.training.mixins.quantize import QuantizeConfig, QuantizeConfigMixin, QuantizeMixin
-from xffl.training.mixins.setup import SetupConfigMixin, SetupMixin
 from xffl.training.trainer import BaseTrainer
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -195,9 +195,8 @@ def run(options: Namespace, command: Sequence[str]) -> int:
 def _run_configuration(options: Namespace, file: str, words: Sequence[str], over_files: OverFiles) -> int:
     """Train as a configuration says: in processes started here, or in this one where a launcher has started it."""
     from xffl.training.config import configuration
-    from xffl.training.config.settings import read_words
 
-    flags = read_words(words).flags
+    flags = configuration.read_words(words).flags
     if "help" in flags:
         usage = f"xffl exec [options] {os.path.basename(file)} [--KEY VALUE ...]"
         kind = configuration.config_class(configuration.job_trainer(file, words))
@@ -213,12 +212,12 @@ def _run_configuration(options: Namespace, file: str, words: Sequence[str], over
         print(configuration.print_text(resolved), end="")
         return ExitCode.OK
     asked = None if options.federated is None else parse_federation(options.federated, "--federated")
-    launch, origins = resolved.launch, resolved.origins
+    launch = resolved.launch
     if _started(options) is not None:
 
         def train() -> None:
-            configuration.ask_for_cells(resolved.config, launch, origins, federated=asked, hsdp=options.hsdp)
-            configuration.fit(trainer, resolved.config, origins)
+            configuration.ask_for_cells(resolved, federated=asked, hsdp=options.hsdp)
+            configuration.fit(trainer, resolved.config, resolved.origins)
 
         return _be_rank(options, train)
     if options.launcher == "auto" and options.hosts is None:
@@ -230,13 +229,13 @@ def _run_configuration(options: Namespace, file: str, words: Sequence[str], over
         shutil.rmtree(f"{over_files.measure}{_RUN}", ignore_errors=True)  # of the measurement before
     processes, knob = options.processes, "--processes"
     if processes is None and launch.processes is not None:
-        processes, knob = launch.processes, f"launch.processes ({origins.get('launch.processes', 'default')})"
+        processes, knob = launch.processes, f"launch.processes ({resolved.origins.get('launch.processes', 'default')})"
     wishes = (asked, launch.federated, requested_federation()[0], _own_rule(resolved.config))
     start = _find_start(options, processes, next((wish for wish in wishes if wish is not None), None), knob)
     if start is None:
         start = _Start("local", (Host(own_host().name, 1),))
     federated, replica_size = configuration.choose_federation(
-        resolved.config, launch, origins, start.world_size, federated=asked, hsdp=options.hsdp
+        resolved, start.world_size, federated=asked, hsdp=options.hsdp
     )
     layout = lay_out(start.hosts, federated, replica_size)
     word = configuration.hand_over(file, resolved)

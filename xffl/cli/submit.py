@@ -148,8 +148,7 @@ def _help(file: str, words: Sequence[str]) -> int:
 
 def _plan_configuration(file: str, words: Sequence[str], options: Namespace) -> tuple[Job, SlurmConfig]:
     """Read a configuration for each task of the job, so that mistakes are told before it queues."""
-    from xffl.training.config.configuration import read_job
-    from xffl.training.config.settings import read_words
+    from xffl.training.config.configuration import read_job, read_words
 
     slurm_words = [f"--slurm.{name}={text}" for name, text in vars(options.slurm).items() if text is not None]
     _, resolved = read_job(file, [*slurm_words, *words])

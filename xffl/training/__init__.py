@@ -29,51 +29,36 @@ if TYPE_CHECKING:
         WandBLoggerConfigMixin,
         WandBLoggerMixin,
     )
-    from xffl.training.mixins.metrics import EvalMetricConfigMixin, EvalMetricMixin
-    from xffl.training.mixins.models import ModelSetupMixin, SetupConfig
-    from xffl.training.mixins.optimizers import OptimizerAndSchedulerSetupMixin
+    from xffl.training.mixins.models import (
+        ModelSetupMixin,
+        OptimizerAndSchedulerSetupMixin,
+        SetupConfig,
+        SetupConfigMixin,
+        SetupMixin,
+    )
     from xffl.training.mixins.quantize import QuantizeConfigMixin, QuantizeMixin
-    from xffl.training.mixins.setup import SetupConfigMixin, SetupMixin
+    from xffl.training.mixins.validation import EvalMetricConfigMixin, EvalMetricMixin
     from xffl.training.preemption import PreemptedExit, Preemption
     from xffl.training.trainer import BaseTrainer
 
-_HOMES = {
-    "BaseTrainer": "trainer",
-    "BaseTrainerConfig": "config.dataclasses",
-    "Callback": "callbacks.base",
-    "CallbackCollection": "callbacks.base",
-    "CellLoader": "data.loaders",
-    "CellStream": "data.streams",
-    "DataConfig": "mixins.loaders",
-    "DataLoaderSetupMixin": "mixins.loaders",
-    "EvalMetricConfigMixin": "mixins.metrics",
-    "EvalMetricMixin": "mixins.metrics",
-    "ExperimentConfig": "config.dataclasses",
-    "FederatedConfigMixin": "mixins.federated",
-    "FederatedMixin": "mixins.federated",
-    "FederationConfig": "mixins.federated",
-    "LoggerConfigMixin": "mixins.logging",
-    "LoggerMixin": "mixins.logging",
-    "MLflowLoggerMixin": "mixins.logging",
-    "ModelSetupMixin": "mixins.models",
-    "OptimizerAndSchedulerSetupMixin": "mixins.optimizers",
-    "PreemptedExit": "preemption",
-    "Preemption": "preemption",
-    "QuantizeConfigMixin": "mixins.quantize",
-    "QuantizeMixin": "mixins.quantize",
-    "SetupConfig": "mixins.models",
-    "SetupConfigMixin": "mixins.setup",
-    "SetupMixin": "mixins.setup",
-    "TensorBoardLoggerMixin": "mixins.logging",
-    "TokenDataset": "data.tokens",
-    "TrainingParameters": "config.dataclasses",
-    "WandBLoggerConfigMixin": "mixins.logging",
-    "WandBLoggerMixin": "mixins.logging",
-    "adopt_loader": "data.loaders",
-    "main": "config.configuration",
-    "validation_loader": "data.loaders",
+_NAMES = {
+    "callbacks.base": "Callback CallbackCollection",
+    "config.configuration": "main",
+    "config.dataclasses": "BaseTrainerConfig ExperimentConfig TrainingParameters",
+    "data.loaders": "CellLoader adopt_loader validation_loader",
+    "data.streams": "CellStream",
+    "data.tokens": "TokenDataset",
+    "mixins.federated": "FederatedConfigMixin FederatedMixin FederationConfig",
+    "mixins.loaders": "DataConfig DataLoaderSetupMixin",
+    "mixins.logging": "LoggerConfigMixin LoggerMixin MLflowLoggerMixin TensorBoardLoggerMixin "
+    "WandBLoggerConfigMixin WandBLoggerMixin",
+    "mixins.models": "ModelSetupMixin OptimizerAndSchedulerSetupMixin SetupConfig SetupConfigMixin SetupMixin",
+    "mixins.quantize": "QuantizeConfigMixin QuantizeMixin",
+    "mixins.validation": "EvalMetricConfigMixin EvalMetricMixin",
+    "preemption": "PreemptedExit Preemption",
+    "trainer": "BaseTrainer",
 }
-"""Where the names live."""
+"""The names of each module."""
 
 __all__ = [
     "BaseTrainer",
@@ -112,4 +97,6 @@ __all__ = [
     "validation_loader",
 ]
 
-__getattr__, __dir__ = lazy_names(__name__, {name: f"xffl.training.{home}" for name, home in _HOMES.items()})
+__getattr__, __dir__ = lazy_names(
+    __name__, {name: f"xffl.training.{home}" for home, names in _NAMES.items() for name in names.split()}
+)

@@ -22,12 +22,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from xffl.checks import one_of
-from xffl.distributed.consistency import ranks_text
+from xffl.distributed.consistency import compute_device, ranks_text
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import bytes_of, from_bytes
 from xffl.errors import ConfigError
 from xffl.extras import optional_import
-from xffl.topology import REPLICATE_AXIS, Topology
+from xffl.topology import Topology
+from xffl.training.data.sampler import place_along
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SCOPES",
     "WeightedSums",
+    "check_value_name",
     "compute_metrics",
     "counted_place",
     "find_loss",
@@ -62,20 +64,14 @@ HEAD = 1 + 2 * PIECES
 
 def counted_place(topology: Topology, rank: int) -> tuple[int, bool]:
     """Return which part of its cell's measurements a rank makes, and whether it is the first of those that make it."""
-    at = topology.coordinates(rank)
-    if topology.cell_shape is None:
-        return at.local_rank, True
-    part, parts, stride, is_first = 0, 1, 1, True
-    for name, given in reversed(tuple(dict(topology.cell_shape).items())):
-        size = topology.replicas(at.cell) if name == REPLICATE_AXIS else given
-        place = at.local_rank // stride % size
-        if name.startswith(COUNTED_AXES):
-            part += place * parts
-            parts *= size
-        elif place:
-            is_first = False
-        stride *= size
+    part, _, is_first = place_along(topology, rank, COUNTED_AXES)
     return part, is_first
+
+
+def check_value_name(name: object) -> None:
+    """Refuse what is not a name of a value: a text that prints."""
+    if not isinstance(name, str) or not name or not name.isprintable():
+        raise ConfigError(f"the name of a value must be a text such as 'train/loss', got {name!r}")
 
 
 def metric_group(state: DistributedState, over: str) -> tuple[dist.ProcessGroup | None, tuple[int, ...]]:
@@ -122,8 +118,7 @@ class WeightedSums:
         """Add a value; a weight of 0 only adds the name."""
         sums = self._sums
         if name not in sums:
-            if not isinstance(name, str) or not name or not name.isprintable():
-                raise ConfigError(f"the name of a value must be a text such as 'train/loss', got {name!r}")
+            check_value_name(name)
             sums[name] = self._weights[name] = 0.0
         if not 0.0 <= weight < math.inf:
             raise ConfigError(f"the weight of {name!r} must be 0 or a positive number, got {weight}")
@@ -239,8 +234,7 @@ def reduce_mean(
     :return: The means, the same on all ranks.
     :raises ConfigError: if the ranks have different names, or a weight is invalid.
     """
-    kept = state.current_device if state.current_device is not None else state.device_type
-    device = torch.device("cuda", kept) if isinstance(kept, int) else torch.device(kept or "cpu")
+    device = compute_device(state)
     sums = WeightedSums(device)
     for name, value in values.items():
         sums.add(name, value, weights[name] if isinstance(weights, Mapping) else weights)

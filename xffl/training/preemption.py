@@ -18,7 +18,7 @@ from datetime import timedelta
 from enum import Enum, auto
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
@@ -35,7 +35,10 @@ from xffl.training.mixins.state import StateMixin
 from xffl.training.mixins.validation import ValidationMixin
 from xffl.training.signals import DEFAULT_SIGNALS, SignalInbox, check_signals
 
-__all__ = ["PreemptedExit", "Preemption", "PreemptionMixin", "Rounds", "StopConsensus", "StopPoint"]
+if TYPE_CHECKING:
+    from xffl.aggregation import FederatedScaling
+
+__all__ = ["PreemptedExit", "Preemption", "PreemptionMixin", "StopConsensus", "StopPoint"]
 
 LOG = logging.getLogger(__name__)
 
@@ -297,32 +300,6 @@ def _clone_store() -> Store:
 # What a loop calls ----------------------------------------------------------------------------------------------------
 
 
-class Rounds(Protocol):
-    """What :meth:`Preemption.follow` has to know of rounds; :class:`xffl.FederatedScaling` is it."""
-
-    defer_start: bool
-    before_final_rounds: Callable[[], None] | None
-
-    @property
-    def meetings(self) -> int:
-        """How many rounds and checks of rounds this rank has entered."""
-
-    @property
-    def local_steps(self) -> int:
-        """How many local steps it has made."""
-
-    @property
-    def steps_left(self) -> int:
-        """How many local steps it makes before it enters the next round."""
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a round was started and is not merged."""
-
-    def start_deferred(self) -> bool:
-        """Start the round that was held back, if any, and tell whether there was one."""
-
-
 class Preemption:
     """Let all ranks stop after the same optimizer step when a signal asks one of them to.
 
@@ -367,7 +344,7 @@ class Preemption:
         self._inbox = SignalInbox(self.signals) if inbox is None else inbox
         self._is_own = inbox is None
         self._consensus: StopConsensus | None = None
-        self._rounds: Rounds | None = None
+        self._rounds: FederatedScaling | None = None
         self._save: Callable[[], None] | None = None
         self._local_steps = self._most_steps = self._rounds_foreseen = 0
         self._has_asked_at_end = False
@@ -378,7 +355,7 @@ class Preemption:
         """Who asked, once this rank has come to where all stop; ``None`` before."""
         return None if self._reached is None else self._reached.reason
 
-    def follow(self, rounds: Rounds, save: Callable[[], None]) -> None:
+    def follow(self, rounds: FederatedScaling, save: Callable[[], None]) -> None:
         """Take rounds into account, from now on; local, before the first step, on all ranks.
 
         :param rounds: What runs them.

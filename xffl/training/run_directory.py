@@ -44,8 +44,8 @@ from xffl.cluster.hardware import describe_host
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError, XfflError
-from xffl.training.config.values import load_text, to_plain, write_yaml
-from xffl.training.loggers.files import cut_lines
+from xffl.training.config.settings import load_text, to_plain, write_yaml
+from xffl.training.loggers import cut_lines
 
 __all__ = ["RankLog", "RunDirectory", "RunLock", "flattened", "on_all_ranks", "plain_config"]
 
@@ -114,7 +114,10 @@ class RunDirectory:
             with on_all_ranks("output_dir") as share:
                 plain = plain_config(config)
                 if folder.rank == 0:
-                    folder._lock_up()
+                    if folder.path.exists() and not folder.path.is_dir():
+                        raise ConfigError(f"experiment.output_dir {folder.path} is not a folder; give another one")
+                    folder.path.mkdir(parents=True, exist_ok=True)
+                    folder._lock.take()
                     if is_resumed or may_restart:
                         check_checkpoints(folder.path)
                     folder._check_free(write_yaml(plain), is_resumed, may_restart)
@@ -165,14 +168,9 @@ class RunDirectory:
 
     def write_partition(self, labels: Sequence[object], counts: Sequence[Sequence[int]]) -> None:
         """Write each cell's samples of each label; local, every rank may call it and rank 0 writes."""
-        table = [[int(count) for count in row] for row in counts]
-        if len(table) != self._topology.cells or any(len(row) != len(labels) for row in table):
-            raise ConfigError(
-                f"counts of {len(table)} cells and {sorted({len(row) for row in table})} labels do not fit "
-                f"{self._topology.cells} cells and {len(labels)} labels; give a row for each cell"
-            )
         if self.rank == 0:
-            _write_json(self.path / "partition.json", {"labels": [str(label) for label in labels], "counts": table})
+            table = {"labels": [str(label) for label in labels], "counts": [list(map(int, row)) for row in counts]}
+            _write_json(self.path / "partition.json", table)
 
     def cut_after(self, step: int | None, lines: Mapping[str, int] | None = None) -> None:
         """Leave records of later steps out of this cell's files, as a run that is resumed there asks for.
@@ -196,13 +194,6 @@ class RunDirectory:
     @property
     def _token(self) -> Path:
         return self.path / ".seen"
-
-    def _lock_up(self) -> None:
-        """Make the folder, and keep other jobs out of it."""
-        if self.path.exists() and not self.path.is_dir():
-            raise ConfigError(f"experiment.output_dir {self.path} is not a folder; give another one")
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock.take()
 
     def _check_free(self, text: str, is_resumed: bool, may_restart: bool) -> None:
         """Refuse a folder that holds another run."""

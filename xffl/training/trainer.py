@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Mapping, Sized
 from contextlib import AbstractContextManager, closing
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -26,6 +27,7 @@ from xffl.training.callbacks.base import Callback, CallbackCollection
 from xffl.training.config.dataclasses import BaseTrainerConfig
 from xffl.training.data.sampler import CellBatchSampler
 from xffl.training.metrics import find_loss
+from xffl.training.mixins.base import StatePart
 from xffl.training.mixins.logging import LoggerMixin
 from xffl.training.preemption import PreemptedExit, Preemption, PreemptionMixin
 from xffl.training.run_directory import RunDirectory, plain_config
@@ -273,9 +275,9 @@ class BaseTrainer(PreemptionMixin, LoggerMixin):
                 self.run_directory.confirm()
             self.take_global()
             others = {name: part for name, part in self._others().items() if part is not self.world.ft_manager}
-            others["configuration"] = _Same(
-                plain_config(replace(self.config, experiment=replace(self.config.experiment, output_dir=".")))
-            )
+            common = replace(self.config, experiment=replace(self.config.experiment, output_dir="."))
+            text = json.dumps(plain_config(common), sort_keys=True, default=str)
+            others["configuration"] = StatePart(lambda: {"text": text}, partial(_check_same, text), True)
             self.strategy.register(self.named_models(), self.named_optimizers(), others=others)
             self.callbacks.pre_train(self)
             self.watch_signals()
@@ -303,7 +305,11 @@ class BaseTrainer(PreemptionMixin, LoggerMixin):
         self.config = replace(self.config, experiment=replace(self.config.experiment, output_dir=folder))
 
     def _run_epochs(self) -> None:
-        while self.current_epoch < self.config.training.epochs and (not self._has_ended or self._owes_epoch_end()):
+        while self.current_epoch < self.config.training.epochs:
+            # A checkpoint between the last batch of an epoch and its end: the end is owed.
+            is_end_owed = self.global_step > 0 and self.ended_epochs <= self.current_epoch and self._batches_left() == 0
+            if self._has_ended and not is_end_owed:
+                break
             is_whole = self.perform_training_epoch()
             if self.strategy.has_taken_over:
                 self.on_resumed()  # and on from where the other replica groups are
@@ -313,10 +319,6 @@ class BaseTrainer(PreemptionMixin, LoggerMixin):
                 self.current_epoch += 1
             else:
                 break
-
-    def _owes_epoch_end(self) -> bool:
-        """Tell whether the last batch of the epoch was trained on and its end has not begun: saved just between."""
-        return self.global_step > 0 and self.ended_epochs <= self.current_epoch and self._batches_left() == 0
 
     def _batches_left(self) -> int | None:
         """Return how many batches of the epoch the loader has not given yet; ``None`` where it does not say.
@@ -371,17 +373,15 @@ class BaseTrainer(PreemptionMixin, LoggerMixin):
     def _note_place(self) -> None:
         """Note where the next step begins, where it may be lost with another replica group."""
         if self.world.ft_manager is not None:
-            states = {name: part.state_dict() for name, part in self._places().items()}
-            self._place_before = states, (self.local_batches, self.samples)
+            loader = self.checkpoint_parts().get("train_dataloader")
+            place = None if loader is None else loader.state_dict()
+            self._place_before = loader, place, (self.local_batches, self.samples)
 
     def _go_back(self) -> None:
         """Stand where the step that was lost began, so that its batches come again."""
-        states, (self.local_batches, self.samples) = self._place_before
-        for name, part in self._places().items():
-            part.load_state_dict(states[name])
-
-    def _places(self) -> dict[str, Any]:
-        return {name: part for name, part in self.checkpoint_parts().items() if name == "train_dataloader"}
+        loader, place, (self.local_batches, self.samples) = self._place_before
+        if loader is not None:
+            loader.load_state_dict(place)
 
     def _train_on(self, batch: Any, batch_idx: int) -> None:
         """Train on a micro-batch, and do what follows an optimizer step."""
@@ -471,17 +471,6 @@ class BaseTrainer(PreemptionMixin, LoggerMixin):
         return reports
 
 
-class _Same:
-    """What must be the same in all replica groups; as a part of a trainer it refuses another one's."""
-
-    is_same_everywhere = True
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self._text = json.dumps(config, sort_keys=True, default=str)
-
-    def state_dict(self) -> dict[str, str]:
-        return {"text": self._text}
-
-    def load_state_dict(self, state: Mapping[str, str]) -> None:
-        if state["text"] != self._text:
-            raise ConfigError("the replica groups have different configurations; give all of them the same")
+def _check_same(text: str, state: Mapping[str, Any]) -> None:
+    if state["text"] != text:
+        raise ConfigError("the replica groups have different configurations; give all of them the same")

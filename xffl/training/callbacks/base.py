@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from xffl.errors import CheckpointError, ConfigError
@@ -15,36 +16,6 @@ if TYPE_CHECKING:
 __all__ = ["STAGES", "Callback", "CallbackCollection"]
 
 LOG = logging.getLogger(__name__)
-
-STAGES: dict[str, str] = {
-    "pre_fit": "on_fit_start",
-    "post_fit": "on_fit_end",
-    "pre_configure": "on_configure_start",
-    "post_configure": "on_configure_end",
-    "pre_setup": "on_setup_start",
-    "post_setup": "on_setup_end",
-    "pre_train": "on_train_start",
-    "post_train": "on_train_end",
-    "pre_train_epoch": "on_train_epoch_start",
-    "post_train_epoch": "on_train_epoch_end",
-    "pre_train_batch": "on_train_batch_start",
-    "post_train_batch": "on_train_batch_end",
-    "pre_optimizer_step": "on_optimizer_step_start",
-    "post_optimizer_step": "on_optimizer_step_end",
-    "post_round": "on_round_end",
-    "pre_val_epoch": "on_validation_start",
-    "post_val_epoch": "on_validation_epoch_end",
-    "pre_val_batch": "on_validation_batch_start",
-    "post_val_batch": "on_validation_batch_end",
-    "val_metrics": "on_val_epoch_end",
-    "post_validation": "on_validation_end",
-    "pre_save_checkpoint": "on_save_checkpoint_start",
-    "post_save_checkpoint": "on_save_checkpoint_end",
-    "post_load_checkpoint": "on_load_checkpoint_end",
-    "preemption": "on_preemption",
-    "exception": "on_exception",
-}
-"""Stages in the order of a run, each with its second name; both get the same arguments, the first one first."""
 
 
 class Callback:
@@ -194,6 +165,10 @@ class Callback:
     on_exception = exception
 
 
+STAGES = {method.__name__: name for name, method in vars(Callback).items() if name.startswith("on_")}
+"""Stages in the order of a run, each with its second name; both get the same arguments, the first one first."""
+
+
 class CallbackCollection:
     """Call the callbacks of a run in their order; ``collection.pre_train_batch(trainer, ...)`` calls all of them.
 
@@ -217,8 +192,14 @@ class CallbackCollection:
                 )
             names.append(callback.state_name)
         for first, second in STAGES.items():
-            listeners = self._listeners(first, second)
-            call = _failure_caller(listeners) if first == "exception" else _caller(listeners)
+            # What is overloaded of the stage, callback by callback.
+            listeners = [
+                getattr(callback, name)
+                for callback in self._callbacks
+                for name in (first, second)
+                if getattr(type(callback), name) is not getattr(Callback, name)
+            ]
+            call = partial(_call_all if first == "exception" else _call, listeners)
             setattr(self, first, call)
             setattr(self, second, call)
 
@@ -250,30 +231,15 @@ class CallbackCollection:
                     f"the checkpoint has the state of a callback {name!r}, which this run does not have; add it"
                 )
 
-    def _listeners(self, first: str, second: str) -> list[Callable[..., None]]:
-        """Return what is overloaded of a stage, callback by callback."""
-        return [
-            getattr(callback, name)
-            for callback in self._callbacks
-            for name in (first, second)
-            if getattr(type(callback), name) is not getattr(Callback, name)
-        ]
+
+def _call(listeners: list[Callable[..., None]], *arguments: Any) -> None:
+    for listener in listeners:
+        listener(*arguments)
 
 
-def _caller(listeners: list[Callable[..., None]]) -> Callable[..., None]:
-    def call(*arguments: Any) -> None:
-        for listener in listeners:
+def _call_all(listeners: list[Callable[..., None]], *arguments: Any) -> None:
+    for listener in listeners:
+        try:
             listener(*arguments)
-
-    return call
-
-
-def _failure_caller(listeners: list[Callable[..., None]]) -> Callable[..., None]:
-    def call(*arguments: Any) -> None:
-        for listener in listeners:
-            try:
-                listener(*arguments)
-            except Exception:
-                LOG.exception("a callback failed while it handled the failure of the run")
-
-    return call
+        except Exception:
+            LOG.exception("a callback failed while it handled the failure of the run")

@@ -135,7 +135,7 @@ class CheckpointCallback(Callback):
         if not _is_alone(trainer) and (self.save_frequency is not None or self.every_epochs is not None):
             place["step"], place["epoch"] = trainer.furthest(trainer.global_step, trainer.current_epoch)
         if self._is_due(**place):
-            self._save(trainer, **({"step": trainer.agreed_step()} | place))
+            self._save(trainer, **({"step": trainer.furthest(trainer.global_step)[0]} | place))
         if not _is_alone(trainer):
             self._save_best(trainer)
 

@@ -119,13 +119,10 @@ class EMACallback(Callback):
         if self.validates and self.steps > self.start:
             self.swap_in()
 
-    def post_val_epoch(self, trainer: BaseTrainer) -> None:
-        """Put the weights back."""
+    def _put_back(self, *_: Any, **__: Any) -> None:
         self.swap_out()
 
-    def exception(self, trainer: BaseTrainer, error: BaseException) -> None:
-        """Put the weights back."""
-        self.swap_out()
+    post_val_epoch = exception = _put_back
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

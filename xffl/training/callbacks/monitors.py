@@ -1,12 +1,14 @@
-"""Learning rates, throughput and memory of a run while it trains."""
+"""Learning rates, throughput, memory and profiles of a run while it trains."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from xffl.checks import integer, integer_fields
 from xffl.cluster.hardware import resident_bytes
@@ -15,7 +17,14 @@ from xffl.training.callbacks.base import Callback
 if TYPE_CHECKING:
     from xffl.training.trainer import BaseTrainer
 
-__all__ = ["LearningRateMonitor", "MemoryCallback", "ThroughputCallback", "TrainingClock"]
+__all__ = [
+    "LearningRateMonitor",
+    "MemoryCallback",
+    "ProfilerCallback",
+    "ThroughputCallback",
+    "TrainingClock",
+    "count_tokens",
+]
 
 
 class LearningRateMonitor(Callback):
@@ -52,6 +61,12 @@ class LearningRateMonitor(Callback):
                 if index == 0 or rate != rates[key]:
                     rates[f"{key}/group_{index}" if index else key] = rate
         trainer.log_metrics(rates)
+
+
+def count_tokens(batch: Any, key: str | None) -> int:
+    """Count the elements of a tensor of a batch that is a mapping; 0 where there is none."""
+    tokens = batch.get(key) if key is not None and isinstance(batch, Mapping) else None
+    return tokens.numel() if isinstance(tokens, torch.Tensor) else 0
 
 
 class TrainingClock:
@@ -113,10 +128,7 @@ class ThroughputCallback(Callback):
 
     def pre_train_batch(self, trainer: BaseTrainer, batch: Any, batch_idx: int) -> None:
         """Count tokens."""
-        if self.tokens is not None and isinstance(batch, Mapping):
-            tokens = batch.get(self.tokens)
-            if isinstance(tokens, torch.Tensor):
-                self._tokens += tokens.numel()
+        self._tokens += count_tokens(batch, self.tokens)
 
     def post_optimizer_step(self, trainer: BaseTrainer) -> None:
         """Count the step, and log at the end of a window."""
@@ -145,21 +157,14 @@ class ThroughputCallback(Callback):
         trainer.log_metrics({f"throughput/{name}_per_s": rate for name, rate in rates.items()})
         self._begin(trainer)
 
-    def pre_val_epoch(self, trainer: BaseTrainer) -> None:
-        """Stop the clock."""
+    def _stop_clock(self, *_: Any, **__: Any) -> None:
         self._clock.stop()
 
-    def post_validation(self, trainer: BaseTrainer, metrics: Mapping[str, float]) -> None:
-        """Let the clock run on."""
+    def _resume_clock(self, *_: Any, **__: Any) -> None:
         self._clock.resume()
 
-    def pre_save_checkpoint(self, trainer: BaseTrainer, path: str) -> None:
-        """Stop the clock."""
-        self._clock.stop()
-
-    def post_save_checkpoint(self, trainer: BaseTrainer, path: str) -> None:
-        """Let the clock run on."""
-        self._clock.resume()
+    pre_val_epoch = pre_save_checkpoint = _stop_clock
+    post_validation = post_save_checkpoint = _resume_clock
 
     def _begin(self, trainer: BaseTrainer) -> None:
         self._steps = self._tokens = 0
@@ -191,3 +196,85 @@ class MemoryCallback(Callback):
         if is_cuda:
             torch.cuda.reset_peak_memory_stats(device)
         trainer.log_metrics({"memory/resident_bytes": resident, **({"memory/device_bytes": peak} if is_cuda else {})})
+
+
+class ProfilerCallback(Callback):
+    """Profile some micro-batches with :class:`torch.profiler.profile`, on each rank; nothing moves.
+
+    After ``wait`` batches that are left alone come ``warmup`` batches that are profiled and thrown away, and ``active``
+    ones that are kept, ``repeat`` times. The traces lie in the run's folder as ``traces/rank_N.json``, those of further
+    cycles as ``traces/rank_N_2.json`` and so on; open them in https://ui.perfetto.dev or ``chrome://tracing``. Training
+    that ends inside a cycle writes what it has.
+
+    :param wait: Batches before each cycle.
+    :param warmup: Batches that only warm the profiler up.
+    :param active: Batches that are kept.
+    :param repeat: Cycles; 0 for as many as there are.
+    :param with_memory: Whether to note what is allocated and freed.
+    :param with_shapes: Whether to note the shapes of inputs.
+    :param with_stack: Whether to note where in the code an operation was called.
+    :raises ConfigError: if an argument is invalid.
+    """
+
+    def __init__(
+        self,
+        *,
+        wait: int = 5,
+        warmup: int = 1,
+        active: int = 3,
+        repeat: int = 1,
+        with_memory: bool = False,
+        with_shapes: bool = False,
+        with_stack: bool = False,
+    ) -> None:
+        self.wait, self.warmup, self.active, self.repeat = wait, warmup, active, repeat
+        integer_fields(self, "wait", "warmup", "repeat", minimum=0)
+        integer_fields(self, "active")
+        self.with_memory, self.with_shapes, self.with_stack = with_memory, with_shapes, with_stack
+        self._profile: profile | None = None
+        self._cycles = 0
+
+    def pre_train(self, trainer: BaseTrainer) -> None:
+        """Start."""
+        folder = Path(trainer.config.experiment.output_dir) / "traces"
+        rank = trainer.world.rank
+        self._cycles = 0
+
+        def keep(profiled: profile) -> None:
+            self._cycles += 1
+            folder.mkdir(parents=True, exist_ok=True)
+            number = f"_{self._cycles}" if self._cycles > 1 else ""
+            profiled.export_chrome_trace(str(folder / f"rank_{rank}{number}.json"))
+
+        activities = [ProfilerActivity.CPU]
+        if trainer.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(
+            activities=activities,
+            schedule=schedule(wait=self.wait, warmup=self.warmup, active=self.active, repeat=self.repeat),
+            on_trace_ready=keep,
+            profile_memory=self.with_memory,
+            record_shapes=self.with_shapes,
+            with_stack=self.with_stack,
+        )
+        self._profile.start()
+
+    def post_train_batch(self, trainer: BaseTrainer, output: Any, batch: Any, batch_idx: int) -> None:
+        """Go on to the next batch."""
+        if self._profile is None:
+            return
+        if trainer.device.type == "cuda":
+            # So that each batch's kernels are among its own; a delayed round goes on behind them.
+            torch.cuda.current_stream(trainer.device).synchronize()
+        self._profile.step()
+        cycle = self.wait + self.warmup + self.active
+        if self.repeat and self._profile.step_num >= cycle * self.repeat:
+            self._stop()
+
+    def _stop(self, *_: Any, **__: Any) -> None:
+        """Write what there is."""
+        running, self._profile = self._profile, None
+        if running is not None:
+            running.stop()
+
+    post_train = preemption = exception = _stop

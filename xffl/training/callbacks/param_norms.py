@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from xffl.aggregation.contributions import enclosing_calls, unwrap
 from xffl.aggregation.engine.tensors import tensors_of
 from xffl.checks import integer
-from xffl.distributed.sharding import reshard, sharded_parameters, spread_as
+from xffl.distributed.sharding import local_tensor, reshard, sharded_parameters, spread_as
 from xffl.errors import ConfigError
 from xffl.training.callbacks.base import Callback
 
@@ -79,8 +79,7 @@ def check_own_weights(trainer: BaseTrainer, what: str) -> None:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's elements of a tensor, sharded or not, in the same memory and without gradient."""
-    data = tensor.detach()
-    return data.to_local() if isinstance(data, DTensor) else data
+    return local_tensor(tensor.detach())
 
 
 def copies_of(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -105,14 +104,11 @@ class _StepCallback(Callback):
         self._parameters: dict[str, nn.Parameter] = {}
         self._hooks: list[RemovableHandle] = []
 
-    def post_fit(self, trainer: BaseTrainer) -> None:
-        """Remove the hooks."""
+    def _remove_hooks(self, *_: Any, **__: Any) -> None:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def preemption(self, trainer: BaseTrainer, path: str | None) -> None:
-        """Remove the hooks."""
-        self.post_fit(trainer)
+    post_fit = preemption = _remove_hooks
 
 
 # The callbacks --------------------------------------------------------------------------------------------------------

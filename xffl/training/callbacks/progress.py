@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from xffl.checks import number
 from xffl.training.callbacks.base import Callback
+from xffl.training.callbacks.monitors import count_tokens
 from xffl.training.metrics import find_loss
 
 if TYPE_CHECKING:
@@ -148,10 +149,7 @@ class ProgressCallback(Callback):
         run = self._run
         if run is None:
             return
-        if self.tokens is not None and isinstance(batch, Mapping):
-            tokens = batch.get(self.tokens)
-            if isinstance(tokens, torch.Tensor):
-                run.tokens += tokens.numel()
+        run.tokens += count_tokens(batch, self.tokens)
         loss = find_loss(output)
         run.loss = loss if loss is None else loss.detach()  # not the graph, which would stay in memory
         self._show(trainer)
@@ -175,17 +173,9 @@ class ProgressCallback(Callback):
             self._run.doing = f"validation {batch_idx + 1}{of}"
             self._show(trainer)
 
-    def post_validation(self, trainer: BaseTrainer, metrics: Mapping[str, float]) -> None:
-        """Go on with training."""
-        self._resume()
-
     def pre_save_checkpoint(self, trainer: BaseTrainer, path: str) -> None:
         """Show that a checkpoint is written."""
         self._pause(trainer, "saving")
-
-    def post_save_checkpoint(self, trainer: BaseTrainer, path: str) -> None:
-        """Go on with training."""
-        self._resume()
 
     def post_train(self, trainer: BaseTrainer) -> None:
         """Show that this cell has finished; rounds of others may follow."""
@@ -218,7 +208,8 @@ class ProgressCallback(Callback):
             self._run.doing = doing
             self._show(trainer)
 
-    def _resume(self) -> None:
+    def _resume(self, *_: Any, **__: Any) -> None:
+        """Go on with training."""
         run = self._run
         if run is None:
             return
@@ -227,6 +218,8 @@ class ProgressCallback(Callback):
             pause = self._now() - run.paused_at
             run.paused_at = None
             run.seen = deque((then + pause, samples, tokens) for then, samples, tokens in run.seen)
+
+    post_validation = post_save_checkpoint = _resume
 
     def _show(self, trainer: BaseTrainer) -> None:
         """Draw or print, if it is time; local."""

@@ -51,7 +51,10 @@ def summarize(model: nn.Module, depth: int = 2) -> list[SummaryRow]:
 
     What lies deeper is added to its part; parameters of the model itself are the row without name.
     """
-    kinds = {_bare(name): module for name, module in model.named_modules()}
+    kinds = {
+        ".".join(part for part in name.split(".") if part and part not in WRAPPERS): module
+        for name, module in model.named_modules()
+    }
     rows: dict[str, SummaryRow] = {}
     for name, _, _, tensor in tensors_of(model):
         if not isinstance(tensor, nn.Parameter):
@@ -160,7 +163,3 @@ def _spread(tensor: torch.Tensor) -> str:
 def _inner(model: nn.Module) -> nn.Module:
     inside = getattr(model, "module", None)
     return inside if isinstance(inside, nn.Module) else model
-
-
-def _bare(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part and part not in WRAPPERS)

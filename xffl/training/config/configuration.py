@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from xffl.cluster.cells import Federation
 from xffl.cluster.environment import (
@@ -32,8 +32,19 @@ from xffl.cluster.slurm.submit import SlurmConfig
 from xffl.errors import ConfigError, XfflError
 from xffl.topology import Topology
 from xffl.training.config.dataclasses import LaunchConfig
-from xffl.training.config.settings import COMMAND_LINE, DEFAULT, Key, Settings, Source, keys_of, read_words
-from xffl.training.config.values import load_file, load_text, name_of_type, to_plain, write_yaml
+from xffl.training.config.settings import (
+    COMMAND_LINE,
+    DEFAULT,
+    Key,
+    Settings,
+    Source,
+    keys_of,
+    load_file,
+    load_text,
+    name_of_type,
+    to_plain,
+    write_yaml,
+)
 
 __all__ = [
     "Resolved",
@@ -48,6 +59,7 @@ __all__ = [
     "print_text",
     "read_configuration",
     "read_job",
+    "read_words",
     "take_over",
 ]
 
@@ -59,6 +71,7 @@ _JOB = {
     "slurm": Key(SlurmConfig, "What xffl submit asks SLURM for.", SlurmConfig, SlurmConfig),
 }
 """Beside the keys of the configuration's class."""
+_FLAGS = {"-h": "help", "--help": "help", "--print_config": "print_config", "--print-config": "print_config"}
 _LONGEST = 120_000
 """Linux allows a variable of 128 KiB."""
 
@@ -80,6 +93,40 @@ class Resolved(Generic[T]):
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
+
+
+class Words(NamedTuple):
+    """A command line that was taken apart."""
+
+    files: list[str]
+    settings: list[tuple[str, str, bool]]
+    """Dotted key, text, and whether it is added to a list."""
+    flags: set[str]
+
+
+def read_words(words: Sequence[str]) -> Words:
+    """Take a command line apart: ``--key value``, ``--key=value``, ``--key+=value``, ``--config FILE`` and flags."""
+    found = Words([], [], set())
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if word in _FLAGS:
+            found.flags.add(_FLAGS[word])
+            continue
+        name, is_pair, text = word[2:].partition("=")
+        if not word.startswith("--") or not name.removesuffix("+"):
+            raise ConfigError(
+                f"{word!r} on the command line is not an option; write --key value, as --training.epochs 3"
+            )
+        if not is_pair:
+            if not rest or rest[0].startswith("--"):
+                raise ConfigError(f"--{name} on the command line has no value; write --{name} VALUE or --{name}=VALUE")
+            text = rest.pop(0)
+        if name == "config":
+            found.files.append(text)
+        else:
+            found.settings.append((name.removesuffix("+"), text, name.endswith("+")))
+    return found
 
 
 def read_configuration(
@@ -104,7 +151,8 @@ def read_configuration(
     words = read_words(overrides)
     settings = _settings_of(kind)
     for file in (*files, *words.files):
-        settings.put_file(os.fspath(file))
+        data, lines = load_file(os.fspath(file))
+        settings.put_items((), data, Source(f"file {os.fspath(file)}", lines))
     settings.put_environment(requested_settings(environ))
     for key, text, is_added in words.settings:
         path = tuple(key.split("."))
@@ -125,8 +173,11 @@ def _settings_of(kind: type) -> Settings:
 
 
 def _resolve(kind: type[T], settings: Settings) -> Resolved[T]:
-    config = settings.build(kind)
-    launch, slurm = (settings.build(one, (name,)) for one, name in ((LaunchConfig, "launch"), (SlurmConfig, "slurm")))
+    config: T = settings.build(kind, (), settings.tree)
+    launch, slurm = (
+        settings.build(one, (name,), settings.tree.get(name, {}))
+        for one, name in ((LaunchConfig, "launch"), (SlurmConfig, "slurm"))
+    )
     # What is left out of the section slurm says nothing to anybody but xffl submit.
     asked = {key: origin for key, origin in settings.origins(slurm, ("slurm",)).items() if origin != DEFAULT}
     origins = {**settings.origins(config), **settings.origins(launch, ("launch",)), **asked}
@@ -140,20 +191,16 @@ def _resolve(kind: type[T], settings: Settings) -> Resolved[T]:
 def read_job(
     file: str, words: Sequence[str] = (), environ: Mapping[str, str] | None = None
 ) -> tuple[type, Resolved[Any]]:
-    """Return what a configuration file asks ``xffl exec`` for; its folder comes first where modules are looked for.
-
-    :param file: A YAML file with the key ``trainer``.
-    :param words: Words of a command line, as :func:`read_configuration` takes them.
-    :param environ: Environment; ``None`` means the process's own.
-    :return: The trainer's class, and its configuration.
-    :raises ConfigError: if there is no such trainer, or the configuration is invalid.
-    """
+    """Return the class of the trainer that a configuration file names, and its configuration, as ``xffl exec`` does."""
     trainer = job_trainer(file, words, environ)
     return trainer, read_configuration(config_class(trainer), [file], words, environ)
 
 
 def job_trainer(file: str, words: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> type:
-    """Return the class of the trainer that a configuration file names, whatever else the file holds; local."""
+    """Return the class of the trainer that a configuration file names, whatever else the file holds.
+
+    From now on modules are looked for in the file's folder before all other places.
+    """
     told = read_words(words)
     files = {f"file {one}": load_file(one)[0] for one in (file, *told.files)}
     given = [(data["trainer"], origin) for origin, data in files.items() if "trainer" in data]
@@ -166,9 +213,9 @@ def job_trainer(file: str, words: Sequence[str] = (), environ: Mapping[str, str]
 
 
 def hand_over(file: str, resolved: Resolved[Any]) -> str:
-    """Return a configuration as one word, of which :func:`take_over` makes it again in the ranks.
+    """Return a configuration as one word for :func:`take_over`: what the sources said, not the objects made of it.
 
-    They get what the sources said, not the objects made of it: a callback need not keep its arguments.
+    So a callback need not keep its arguments.
     """
     folder = os.path.dirname(os.path.abspath(file))
     text = write_yaml([folder, resolved.trainer, resolved.given, resolved.origins])
@@ -192,7 +239,6 @@ def take_over(word: str) -> tuple[type, Resolved[Any]]:
 
 
 def _find_trainer(name: Any, origin: str, folder: str) -> type:
-    """Import a trainer's class; from now on modules are looked for in the folder before all other places."""
     module, _, attribute = name.rpartition(".") if isinstance(name, str) else ("", "", "")
     if not module or not attribute:
         raise ConfigError(
@@ -343,7 +389,7 @@ def main(trainer: type, argv: Sequence[str] | None = None) -> Any:
         if "print_config" in flags:
             print(print_text(resolved), end="")
             return None
-        ask_for_cells(resolved.config, resolved.launch, resolved.origins)
+        ask_for_cells(resolved)
     except XfflError as error:
         print(f"xffl: {type(error).__name__}: {error}", file=sys.stderr)
         raise SystemExit(ExitCode.REFUSED) from error
@@ -351,13 +397,7 @@ def main(trainer: type, argv: Sequence[str] | None = None) -> Any:
 
 
 def choose_federation(
-    config: object,
-    launch: LaunchConfig,
-    origins: Mapping[str, str],
-    world_size: int,
-    *,
-    federated: Federation | None = None,
-    hsdp: int | None = None,
+    resolved: Resolved[Any], world_size: int, *, federated: Federation | None = None, hsdp: int | None = None
 ) -> tuple[Federation | None, int | None]:
     """Return the cells and replicas that are asked for, as :func:`xffl.session` takes them; local.
 
@@ -369,8 +409,8 @@ def choose_federation(
 
     def pick(option: Any, name: str, variable: Any) -> tuple[Any, str]:
         """Return the value that beats the others, and where it comes from."""
-        origin = origins.get(f"launch.{name}", "default")
-        given = (getattr(launch, name), f"launch.{name} ({origin})")
+        origin = resolved.origins.get(f"launch.{name}", DEFAULT)
+        given = (getattr(resolved.launch, name), f"launch.{name} ({origin})")
         told = (variable, f"XFFL_{name.upper()}")
         order = (told, given) if origin.startswith("file ") else (given, told)
         chosen = ((option, f"--{name}"), *order)
@@ -383,7 +423,7 @@ def choose_federation(
         with sources_named(filter(None, (source, replica_source))):
             return Topology(world_size, sizes, replica_size)
 
-    asked = getattr(getattr(config, "distributed", None), "federated", None)
+    asked = getattr(getattr(resolved.config, "distributed", None), "federated", None)
     if isinstance(asked, str):
         # xffl exec has put what it found by a rule into the variable.
         is_same = sizes in (None, asked, variable)
@@ -403,26 +443,20 @@ def choose_federation(
     return sizes, replica_size
 
 
-def ask_for_cells(
-    config: object,
-    launch: LaunchConfig,
-    origins: Mapping[str, str],
-    *,
-    federated: Federation | None = None,
-    hsdp: int | None = None,
-) -> None:
+def ask_for_cells(resolved: Resolved[Any], *, federated: Federation | None = None, hsdp: int | None = None) -> None:
     """Check that a configuration fits the processes that were started, and ask for its cells; local.
 
     ``federated`` and ``hsdp`` are options that beat the configuration.
     """
-    found = detect_environment()
+    launch, found = resolved.launch, detect_environment()
     if launch.processes not in (None, found.world_size):
+        origin = resolved.origins.get("launch.processes")
         by = "there is" if found.launcher == "none" else f"{found.launcher} has started"
         raise ConfigError(
-            f"launch.processes is {launch.processes} ({origins.get('launch.processes')}), but {by} {found.world_size}; "
+            f"launch.processes is {launch.processes} ({origin}), but {by} {found.world_size}; "
             f"start {launch.processes}, or give --launch.processes {found.world_size}"
         )
-    request_federation(*choose_federation(config, launch, origins, found.world_size, federated=federated, hsdp=hsdp))
+    request_federation(*choose_federation(resolved, found.world_size, federated=federated, hsdp=hsdp))
 
 
 def fit(trainer: type, config: object, origins: Mapping[str, str]) -> Any:

@@ -16,8 +16,6 @@ from xffl.training.signals import DEFAULT_SIGNALS, check_signals
 
 __all__ = ["BaseTrainerConfig", "ExperimentConfig", "LaunchConfig", "TrainingParameters"]
 
-INTERVALS = ("epoch", "step")
-
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
@@ -104,7 +102,7 @@ class TrainingParameters(TrainingConfig):
         integer_fields(self, "epochs", "log_every", prefix="training.")
         rare = ("max_steps", "validate_every_epochs", "validate_every_steps", "validate_every_rounds")
         integer_fields(self, *rare, prefix="training.", may_be_none=True)
-        one_of("scheduler_interval", self.scheduler_interval, INTERVALS)
+        one_of("scheduler_interval", self.scheduler_interval, ("epoch", "step"))
 
 
 @dataclass(kw_only=True)

@@ -1,74 +1,271 @@
-"""Settings of files, the environment and a command line, merged key by key, and the dataclasses made of them."""
+"""Settings of files, the environment and a command line, merged key by key, and what is made of them.
+
+PyYAML follows YAML 1.1, where ``no`` is false, ``1e-3`` a text, ``12:30`` a number and ``010`` eight; here the rules of
+YAML 1.2 hold. jsonargparse makes the objects that a dotted path or a ``class_path`` names. It does not read plain
+values here (4.53 was tried), since it reads texts again, by the rules of YAML 1.1: ``epochs: '3'`` would be 3,
+``epochs: 12:30`` 750, ``is_on: yes`` true, and ``extra: {version: '1'}`` would hold a number. Its errors have several
+lines, and no file or line.
+"""
 
 from __future__ import annotations
 
+import collections.abc
 import dataclasses
+import enum
+import functools
 import inspect
+import os
 import re
+import types
 import typing
+from argparse import ArgumentError
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, is_dataclass
-from functools import cache
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from importlib import import_module
+from pathlib import Path as FilePath
+from typing import Any, Literal, Union, get_args, get_origin
+
+import torch
+import yaml
+from jsonargparse import ArgumentParser
+from jsonargparse.typing import register_type
 
 from xffl.checks import closest
 from xffl.errors import ConfigError
-from xffl.training.config.values import (
-    LISTS,
-    MAPPINGS,
-    PLAIN,
-    SETS,
-    Path,
-    load_file,
-    load_text,
-    make_object,
-    members,
-    name_of_type,
-    plain_type,
-    to_plain,
-)
+from xffl.training.callbacks.base import Callback
 
-__all__ = ["COMMAND_LINE", "DEFAULT", "Key", "Settings", "Source", "Words", "keys_of", "read_words"]
+__all__ = [
+    "COMMAND_LINE",
+    "DEFAULT",
+    "Key",
+    "Settings",
+    "Source",
+    "keys_of",
+    "load_file",
+    "load_text",
+    "name_of_type",
+    "to_plain",
+    "write_yaml",
+]
 
 COMMAND_LINE = "command line"
 """Origin of what the command line says."""
 DEFAULT = "default"
 """Origin of what no source says."""
-FLAGS = {"-h": "help", "--help": "help", "--print_config": "print_config", "--print-config": "print_config"}
+Path = tuple[str, ...]
+"""The keys that lead to a value."""
+PLAIN = (bool, int, float, str)
+LISTS = (list, tuple, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
+MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
+SETS = (set, frozenset, collections.abc.Set)
+
+# YAML -----------------------------------------------------------------------------------------------------------------
+
+_NUMBER = r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+_RULES = (
+    ("tag:yaml.org,2002:null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
+    ("tag:yaml.org,2002:bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
+    ("tag:yaml.org,2002:int", r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$", list("-+0123456789")),
+    ("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789")),
+)
 
 
-class Words(NamedTuple):
-    """A command line that was taken apart."""
+class _Loader(yaml.SafeLoader):
+    """Safe loader with the rules of YAML 1.2; what they take for a float, PyYAML reads alike."""
 
-    files: list[str]
-    settings: list[tuple[str, str, bool]]
-    """Dotted key, text, and whether it is added to a list."""
-    flags: set[str]
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """Read an integer: leading zeros mean nothing."""
+        text = self.construct_scalar(node)
+        return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
 
 
-def read_words(words: Sequence[str]) -> Words:
-    """Take a command line apart: ``--key value``, ``--key=value``, ``--key+=value``, ``--config FILE`` and flags."""
-    found = Words([], [], set())
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        if word in FLAGS:
-            found.flags.add(FLAGS[word])
-            continue
-        name, is_pair, text = word[2:].partition("=")
-        if not word.startswith("--") or not name.removesuffix("+"):
-            raise ConfigError(
-                f"{word!r} on the command line is not an option; write --key value, as --training.epochs 3"
-            )
-        if not is_pair:
-            if not rest or rest[0].startswith("--"):
-                raise ConfigError(f"--{name} on the command line has no value; write --{name} VALUE or --{name}=VALUE")
-            text = rest.pop(0)
-        if name == "config":
-            found.files.append(text)
-        else:
-            found.settings.append((name.removesuffix("+"), text, name.endswith("+")))
+class _Dumper(yaml.SafeDumper):
+    """Safe dumper that quotes whatever either version of YAML would take for something else than a text."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Write equal values out, each time."""
+        return True
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        """Keep each text on a line of its own, so that a comment can follow it."""
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+
+
+_Loader.yaml_implicit_resolvers = {}  # those of version 1.1
+_Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile("^<<$"), ["<"])
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_Dumper.add_representer(str, _Dumper.represent_text)
+for _tag, _pattern, _first in _RULES:
+    _Loader.add_implicit_resolver(_tag, re.compile(_pattern), _first)
+    _Dumper.add_implicit_resolver(_tag, re.compile(_pattern), _first)
+
+
+def load_text(text: str) -> Any:
+    """Return the value of a YAML text; ValueError where it is none."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        problem = " ".join(str(getattr(error, "problem", None) or error).split())
+        place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        raise ValueError(f"{place}{problem}") from error
+
+
+def load_file(name: str) -> tuple[dict[str, Any], dict[Path, int]]:
+    """Return the mapping that a file holds, and the line of each key."""
+    lines: dict[Path, int] = {}
+    try:
+        text = FilePath(name).read_text(encoding="utf-8")
+        data = load_text(text)
+    except OSError as error:
+        raise ConfigError(f"file {name} cannot be read: {error.strerror}; give the path of a YAML file") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"file {name} is not UTF-8 text: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"file {name} is not valid YAML: {error}") from error
+    _find_lines(yaml.compose(text, _Loader), (), lines, name)
+    if not isinstance(data, dict | None):
+        raise ConfigError(f"file {name} holds {data!r}; write keys and values, such as training: {{epochs: 3}}")
+    return data or {}, lines
+
+
+def _find_lines(node: yaml.Node | None, path: Path, lines: dict[Path, int], name: str) -> None:
+    """Note the lines of keys, and refuse keys that are no texts or given twice."""
+    if len(path) > 32:  # deeper than any configuration: an alias may hold itself
+        return
+    if isinstance(node, yaml.SequenceNode):
+        for number, item in enumerate(node.value):
+            _find_lines(item, (*path, str(number)), lines, name)
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen = set()
+    for key, value in node.value:
+        line = key.start_mark.line + 1
+        here = (*path, *key.value.split("."))
+        if key.value in seen and key.value != "<<":
+            raise ConfigError(f"file {name}, line {line}: {'.'.join(here)} is given twice; leave one of them out")
+        seen.add(key.value)
+        lines.setdefault(here, line)
+        _find_lines(value, here, lines, name)
+
+
+def write_yaml(data: Any) -> str:
+    """Return YAML that reads back as what was given, with YAML 1.1's rules and with 1.2's."""
+    return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**30))
+
+
+def to_plain(value: Any) -> Any:
+    """Return a configuration, or a part of it, as mappings, lists, texts, numbers, booleans and ``None``.
+
+    Classes and functions become dotted paths, members of enumerations their names, objects ``class_path`` and
+    ``init_args``: the attributes named as the arguments are, with an underscore before it or without.
+    """
+    if isinstance(value, enum.Enum):
+        return value.name
+    if value is None or isinstance(value, PLAIN):
+        return value
+    if isinstance(value, (os.PathLike, torch.device, torch.dtype)):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, Mapping):
+        return {to_plain(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((to_plain(item) for item in value), key=repr)
+    if isinstance(value, type) or inspect.isroutine(value):
+        return f"{value.__module__}.{value.__qualname__}"
+    if is_dataclass(value) and not isinstance(value, Callback):
+        return {one.name: to_plain(getattr(value, one.name)) for one in fields(value) if one.init}
+    held = getattr(value, "__dict__", {})
+    names = {name: name if name in held else f"_{name}" for name in inspect.signature(type(value)).parameters}
+    given = {name: to_plain(held[attribute]) for name, attribute in names.items() if attribute in held}
+    return {"class_path": to_plain(type(value)), **({"init_args": given} if given else {})}
+
+
+# Types ----------------------------------------------------------------------------------------------------------------
+
+
+def plain_type(kind: Any) -> Any:
+    """Return the type behind NewType and names of types; ``get_type_hints`` has removed Annotated."""
+    while (inner := getattr(kind, "__supertype__", getattr(kind, "__value__", None))) is not None:
+        kind = inner
+    return kind
+
+
+def members(kind: Any) -> list[Any]:
+    """Return the types of a union, else the type itself."""
+    kind = plain_type(kind)
+    if get_origin(kind) in (Union, types.UnionType):
+        return [one for member in get_args(kind) for one in members(member)]
+    return [kind]
+
+
+def name_of_type(kind: Any) -> str:
+    """Return an annotation as one would write it, without modules."""
+    kind = plain_type(kind)
+    if kind is type(None):
+        return "null"
+    if get_origin(kind) in (Union, types.UnionType):
+        return " or ".join(map(name_of_type, members(kind)))
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, get_args(kind)))
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return " or ".join(member.name for member in kind)
+    if isinstance(kind, type) and not get_args(kind):
+        return kind.__name__
+    return re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", str(kind))
+
+
+def _find_dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError("give a name such as float32")
     return found
+
+
+register_type(torch.dtype, to_plain, _find_dtype, fail_already_registered=False)
+register_type(torch.device, str, torch.device, (RuntimeError, TypeError, ValueError), fail_already_registered=False)
+
+
+def make_object(value: Any, kind: Any) -> Any:
+    """Return what a text or a class_path names; ValueError with the reason where there is no such thing."""
+    if isinstance(kind, type) and issubclass(kind, enum.Enum) and isinstance(value, str):
+        value = value.rpartition(".")[2]  # a member's dotted path is its name, too
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--value", type=kind)
+    try:
+        return parser.instantiate(parser.parse_object({"value": value}))["value"]
+    except (ArgumentError, AttributeError, ImportError, TypeError, ValueError) as error:
+        raise ValueError(_reason(error, value, kind)) from error
+
+
+def _reason(error: Exception, value: Any, kind: Any) -> str:
+    """Return what jsonargparse says in one line, with the nearest name where one is unknown."""
+    text = re.sub(r"^Parser key \"value\":\s*", "", " ".join(str(error).split()))
+    unknown = re.search(r"class_path '(?:(.+?)\.)?([^.]+?)': Option '(.+?)' is not accepted", text)
+    if unknown:
+        found = getattr(import_module(unknown[1]), unknown[2]) if unknown[1] else kind
+        names = [name for name in inspect.signature(found).parameters if name != "self"]
+        near = closest(unknown[3], names)
+        hint = f"did you mean {near}?" if near else f"there are: {', '.join(names) or 'none'}"
+        return f"{unknown[2]} has no argument {unknown[3]}; {hint}"
+    wrong = re.search(r"class_path '(\S+)\.(\w+)': Parser key \"(\w+)\": ", text)
+    if wrong and isinstance(value, Mapping) and text.count("class_path") == 1:
+        made = inspect.signature(getattr(import_module(wrong[1]), wrong[2]), eval_str=True).parameters[wrong[3]]
+        given = (value.get("init_args") or value).get(wrong[3])
+        return f"{wrong[3]} of {wrong[2]} is {given!r}, but {name_of_type(made.annotation)} is expected"
+    written = value.get("class_path") if isinstance(value, Mapping) else value
+    if isinstance(kind, type) and isinstance(written, str) and "Expected a dot import path" in text:
+        near = closest(written, _subclasses(kind))
+        hint = f"did you mean {near!r}?" if near else "give the dotted path of a class"
+        return f"there is no {kind.__name__} {written!r}; {hint}"
+    return text
+
+
+def _subclasses(kind: type) -> set[str]:
+    """Return the names of all classes below one that are imported."""
+    below: list[type] = kind.__subclasses__()
+    return {one.__name__ for one in below}.union(*map(_subclasses, below))
 
 
 # Keys -----------------------------------------------------------------------------------------------------------------
@@ -94,13 +291,13 @@ _PARAM = re.compile(r":param\s+(?:[^:\n]*\s)?(\w+):\s*(.*?)(?=\n\s*:[a-z]|\n\s*\
 _ROLE = re.compile(r":\w+:`~?(?:[\w.]*\.)?([^`]+)`")
 
 
-@cache
+@functools.cache
 def keys_of(kind: type) -> dict[str, Key]:
     """Return the keys of a dataclass."""
     if not (isinstance(kind, type) and is_dataclass(kind)):
         raise ConfigError(f"configuration {kind!r} must be a dataclass; decorate it with @dataclass(kw_only=True)")
     try:
-        hints = typing.get_type_hints(kind, include_extras=True)
+        hints = typing.get_type_hints(kind)
     except NameError as error:
         raise ConfigError(
             f"an annotation of {kind.__qualname__} cannot be resolved: {error}; import what it names outside "
@@ -110,20 +307,17 @@ def keys_of(kind: type) -> dict[str, Key]:
     for one in reversed(kind.__mro__):
         for name, text in _PARAM.findall(inspect.cleandoc(one.__dict__.get("__doc__") or "")):
             docs[name] = _ROLE.sub(r"\1", " ".join(text.split())).replace("``", "")
-    return {
-        one.name: _key(one, hints[one.name], docs.get(one.name, "")) for one in dataclasses.fields(kind) if one.init
-    }
-
-
-def _key(one: dataclasses.Field[Any], hint: Any, doc: str) -> Key:
-    factory = None if one.default_factory is MISSING else one.default_factory
-    if one.default is not MISSING:
-        factory = lambda: one.default  # noqa: E731
-    kinds = [kind for kind in members(hint) if kind is not type(None)]
-    section = kinds[0] if len(kinds) == 1 and isinstance(kinds[0], type) and is_dataclass(kinds[0]) else None
-    if section is not None and factory is not None and (default := factory()) is not None:
-        section = type(default)  # maybe a class below the annotation, with more keys
-    return Key(hint, doc, factory, section)
+    found = {}
+    for item in (item for item in dataclasses.fields(kind) if item.init):
+        factory = None if item.default_factory is MISSING else item.default_factory
+        if item.default is not MISSING:
+            factory = functools.partial(getattr, item, "default")
+        kinds = [member for member in members(hints[item.name]) if member is not type(None)]
+        section = kinds[0] if len(kinds) == 1 and isinstance(kinds[0], type) and is_dataclass(kinds[0]) else None
+        if section is not None and factory is not None and (default := factory()) is not None:
+            section = type(default)  # maybe a class below the annotation, with more keys
+        found[item.name] = Key(hints[item.name], docs.get(item.name, ""), factory, section)
+    return found
 
 
 def _nearest(keys: Mapping[str, Key], path: Path) -> str | None:
@@ -180,11 +374,6 @@ class Settings:
 
     # What sources say -------------------------------------------------------------------------------------------------
 
-    def put_file(self, name: str) -> None:
-        """Take a file over."""
-        data, lines = load_file(name)
-        self._put_items((), data, Source(f"file {name}", lines))
-
     def put_environment(self, settings: Mapping[str, str]) -> None:
         """Take variables over; one without a double underscore counts where it looks like a key of the first level."""
         first = [name.lower() for name in self.keys]
@@ -193,7 +382,8 @@ class Settings:
             if len(path) > 1 or variable.startswith("XFFL__") or closest(path[0], first):
                 self.put(path, text, Source(f"environment {variable}"), is_text=True)
 
-    def _put_items(self, path: Path, values: Mapping[Any, Any], source: Source) -> None:
+    def put_items(self, path: Path, values: Mapping[Any, Any], source: Source) -> None:
+        """Take the values of a mapping over, such as those of a file."""
         for key, value in values.items():
             self.put((*path, *str(key).split(".")), value, source)
 
@@ -231,7 +421,7 @@ class Settings:
         value = _read(value) if is_text else value
         if isinstance(value, Mapping):
             self._holder((*path, ""))
-            self._put_items(path, value, source)
+            self.put_items(path, value, source)
         elif value is None and type(None) in members(key.hint):
             self._set(path, None, source)
         elif value is not None or is_text:  # else nothing stands below the key of a file
@@ -306,15 +496,16 @@ class Settings:
         value = _read(text)
         if value is None or isinstance(value, str):
             return value if isinstance(value, str) and text[:1] in ("'", '"') else text
-        by_text = [one for one in rest if one is str or (_is_named(one) and not isinstance(value, dict))]
+        # Values of other types than these are named by texts, so that a number is a text, too.
+        literal = (Any, Literal, *PLAIN, *LISTS, *MAPPINGS, *SETS)
+        named = [one for one in rest if not ((get_origin(one) or one) in literal or is_dataclass(one))]
+        by_text = [one for one in rest if one is str or (one in named and not isinstance(value, dict))]
         return text if by_text and not any(fits(value, one) for one in rest if one not in by_text) else value
 
     # What comes of it -------------------------------------------------------------------------------------------------
 
-    def build(self, kind: type, path: Path = (), values: Mapping[str, Any] | None = None, default: Any = None) -> Any:
+    def build(self, kind: type, path: Path, values: Mapping[str, Any], default: Any = None) -> Any:
         """Make the dataclass of a section; ``default`` is the instance that is there where nothing is given."""
-        if values is None:
-            values = self.tree if not path else self.tree.get(path[0], {})
         arguments = {} if default is None else _arguments(default)
         for name, key in keys_of(kind).items():
             here = (*path, name)
@@ -337,10 +528,9 @@ class Settings:
             raise ConfigError(f"{told} ({origins})" if origins else told) from error
 
     def convert(self, value: Any, kind: Any, path: Path) -> Any:
-        """Return a value as YAML holds it in the type that an annotation asks for.
+        """Return a value as YAML holds it in the type that an annotation asks for; nothing is guessed.
 
-        Lists may become tuples, integers floats, mappings dataclasses, texts what they name; nothing is guessed: a
-        quoted ``"3"`` is no integer, and no text is true or false.
+        Lists may become tuples, integers floats, mappings dataclasses, texts what they name.
         """
         try:
             return self._convert(value, kind, path)
@@ -461,11 +651,6 @@ def _hint(value: Any, kinds: Sequence[Any]) -> str:
         if str in kinds:
             return "put it in quotes"
     return ""
-
-
-def _is_named(kind: Any) -> bool:
-    """Tell whether values of this type are named by texts, so that a number is a text, too."""
-    return not ((get_origin(kind) or kind) in (Any, Literal, *PLAIN, *LISTS, *MAPPINGS, *SETS) or is_dataclass(kind))
 
 
 def _read(text: str) -> Any:

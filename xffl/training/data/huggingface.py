@@ -61,7 +61,7 @@ def open_dataset(
     if missing or not files:
         raise ConfigError(f"there is no data at {missing}; give a folder of save_to_disk, or files")
     if len(files) == 1 and files[0].is_dir():
-        found = _split_of(_read_folder(datasets, files[0]), split, files[0])
+        found = _read_folder(datasets, files[0], split)
     else:
         found = _read_files(datasets, files, split, cache)
     if columns is not None:
@@ -73,14 +73,10 @@ def open_dataset(
 
 
 def encoded_column(dataset: Any, tokenizer: Any, *, column: str = "text") -> Iterator[Tokens]:
-    """Encode a column's texts one after the other; local.
+    """Encode the texts of a dataset's column, or a stream's, one after the other: documents for ``write_tokens``.
 
-    :param dataset: A ``datasets.Dataset``, or a stream of one.
-    :param tokenizer: What :func:`find_tokenizer <xffl.training.data.tokens.find_tokenizer>` takes, except
-        ``"characters"``.
-    :param column: Of texts.
-    :yield: The tokens of each text, for :func:`write_tokens <xffl.training.data.tokens.write_tokens>`.
-    :raises ConfigError: if there is no such column, or it holds something else than texts.
+    ``tokenizer`` is what :func:`find_tokenizer <xffl.training.data.tokens.find_tokenizer>` takes, except
+    ``"characters"``.
     """
     names = dataset.column_names
     if names is not None and column not in names:
@@ -89,9 +85,8 @@ def encoded_column(dataset: Any, tokenizer: Any, *, column: str = "text") -> Ite
     if hasattr(tokenizer, "convert_tokens_to_ids"):
         for batch in plain.iter(TOGETHER):
             # All at once: a fast tokenizer shares them out over threads.
-            for ids in tokenizer([_text_of(text, column) for text in batch[column]], add_special_tokens=False)[
-                "input_ids"
-            ]:
+            texts = [_text_of(text, column) for text in batch[column]]
+            for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]:
                 yield np.asarray(ids, dtype=np.int64)
     else:
         encode = find_tokenizer(tokenizer).encode
@@ -140,16 +135,13 @@ def _text_of(value: object, column: str) -> str:
     return value
 
 
-def _read_folder(datasets: Any, folder: Path) -> Any:
+def _read_folder(datasets: Any, folder: Path, split: str | None) -> Any:
     try:
-        return datasets.load_from_disk(str(folder))
+        found = datasets.load_from_disk(str(folder))
     except FileNotFoundError as error:
         raise ConfigError(
             f"{str(folder)!r} was not written by save_to_disk; give a folder that was, or files"
         ) from error
-
-
-def _split_of(found: Any, split: str | None, folder: Path) -> Any:
     if not hasattr(found, "keys"):
         if split is not None:
             raise ConfigError(f"{str(folder)!r} has no splits; leave split={split!r} out")

@@ -130,6 +130,8 @@ class CellLoader(Iterable[Any]):
             is_padded=is_padded,
         )
         """Which samples come, and where the loop stands."""
+        self.cell, self.batch_size, self.samples = self.sampler.cell, self.sampler.batch_size, self.sampler.samples
+        """The rank's cell, samples of each rank in a step, at most, and those of the whole cell in an epoch."""
         place, _ = data_place(topology, rank)
         self.batches = open_loader(
             _Batches(dataset, collate, Randomness(seed, AUGMENTING, self.cell), place),
@@ -159,24 +161,9 @@ class CellLoader(Iterable[Any]):
         return (Key(epoch, step, indices) for step, indices in enumerate(self.sampler.draw(), start=position))
 
     @property
-    def cell(self) -> int:
-        """The rank's cell."""
-        return self.sampler.cell
-
-    @property
-    def batch_size(self) -> int:
-        """Samples of each rank in a step, at most."""
-        return self.sampler.batch_size
-
-    @property
     def batch_samples(self) -> int:
         """This rank's samples in the batch that was yielded last; 0 at the start of an epoch."""
         return self.sampler.samples_of(self.position - 1) if self.position else 0
-
-    @property
-    def samples(self) -> int:
-        """Samples of the whole cell in an epoch."""
-        return self.sampler.samples
 
     @property
     def samples_seen(self) -> int:
@@ -217,15 +204,9 @@ class CellLoader(Iterable[Any]):
 
 
 def parts_by_ranks(samples: int, topology: Topology, *, seed: int = 0) -> Partition:
-    """Deal samples out to the cells at random, in proportion to the ranks that take data; local.
+    """Deal so many samples out to the cells at random, in proportion to the ranks that take data; local.
 
     So all cells make equally many steps in an epoch, but for rounding.
-
-    :param samples: Length of the dataset.
-    :param topology: The federation.
-    :param seed: Of the random order.
-    :return: The partition, the same on all ranks.
-    :raises ConfigError: if there are fewer samples than cells.
     """
     return iid(samples, topology.cells, seed=seed, shares=data_places(topology))
 

@@ -56,13 +56,12 @@ class Partition:
     """SHA-256 of the parts, as hexadecimal digits: the same on every machine, to compare ranks and runs."""
 
     def __post_init__(self) -> None:
-        parts = tuple(
-            _read_only(np.sort(index_array(f"the part of cell {cell}", part))) for cell, part in enumerate(self.parts)
-        )
+        parts = tuple(np.sort(index_array(f"the part of cell {cell}", part)) for cell, part in enumerate(self.parts))
         if not parts:
             raise ConfigError("a partition must have at least one cell; give an index array for each cell")
         owners = np.zeros(self.samples, dtype=np.int64)
         for cell, part in enumerate(parts):
+            part.flags.writeable = False
             if len(part) and (part[0] < 0 or part[-1] >= self.samples):
                 raise ConfigError(
                     f"cell {cell} has samples {part[0]} to {part[-1]}, but the dataset has {self.samples}; count from "
@@ -395,11 +394,6 @@ def index_array(what: str, values: npt.ArrayLike) -> Indices:
     if given.ndim != 1 or (len(given) and not np.issubdtype(given.dtype, np.integer)):
         raise ConfigError(f"{what} must be a 1-D array of integers, got {given.dtype} of shape {given.shape}")
     return given.astype(np.int64)
-
-
-def _read_only(array: Indices) -> Indices:
-    array.flags.writeable = False
-    return array
 
 
 def _label_codes(labels: npt.ArrayLike, what: str) -> tuple[Indices, int]:

@@ -22,7 +22,7 @@ from xffl.topology import Topology
 from xffl.training.data.partition import Partition, index_array
 from xffl.training.data.rng import SHUFFLING, Draws, Indices
 
-__all__ = ["CellBatchSampler", "CellOrder", "CellSampler", "data_place", "data_places", "even_cut"]
+__all__ = ["CellBatchSampler", "CellOrder", "CellSampler", "data_place", "data_places", "even_cut", "place_along"]
 
 Drawn = TypeVar("Drawn")
 """What a sampler yields: indices, or lists of them."""
@@ -32,23 +32,34 @@ DATA_AXES = "dp_"
 """How the axes of a cell's shape begin that cut the data; along the others (tensor, pipeline, ...) it is the same."""
 
 
+def place_along(topology: Topology, rank: int, axes: str | tuple[str, ...]) -> tuple[int, int, bool]:
+    """Return a rank's place along those axes of its cell's shape whose names begin so, and how many places there are.
+
+    The third value tells whether it is the first of the ranks at this place. Without a shape each rank has its own.
+    """
+    at = topology.coordinates(rank)
+    if topology.cell_shape is None:
+        return at.local_rank, topology.sizes[at.cell], True
+    place, places, stride, is_first = 0, 1, 1, True
+    for name, given in reversed(tuple(dict(topology.cell_shape).items())):
+        size = topology.replicas(at.cell) if given == -1 else given
+        along = at.local_rank // stride % size
+        if name.startswith(axes):
+            place += along * places
+            places *= size
+        elif along:
+            is_first = False
+        stride *= size
+    return place, places, is_first
+
+
 def data_place(topology: Topology, rank: int) -> tuple[int, int]:
     """Return which part of a cell's samples a rank takes, and into how many parts they are cut.
 
     Every rank takes a part of its own, whether its cell is cut into replicas, shards or both. In cells with a shape,
     ranks that differ only along other axes than ``dp_*`` take the same samples.
     """
-    at = topology.coordinates(rank)
-    if topology.cell_shape is None:
-        return at.local_rank, topology.sizes[at.cell]
-    part, parts, stride = 0, 1, 1
-    for name, given in reversed(tuple(dict(topology.cell_shape).items())):
-        size = topology.replicas(at.cell) if given == -1 else given
-        if name.startswith(DATA_AXES):
-            part += at.local_rank // stride % size * parts
-            parts *= size
-        stride *= size
-    return part, parts
+    return place_along(topology, rank, DATA_AXES)[:2]
 
 
 def data_places(topology: Topology) -> list[int]:
@@ -101,7 +112,8 @@ class CellOrder(Sampler[Drawn]):
         count, per_step = len(self._indices), self.batch_size * self._places
         self.steps = count // per_step if drop_last else -(-count // per_step)
         """Batches of an epoch: the same number on all ranks of the cell."""
-        self._taken = count if self._tail == "keep" else self.steps * per_step
+        self.samples = count if self._tail == "keep" else self.steps * per_step
+        """Samples of the whole cell in an epoch; repeated ones count as often as they come."""
         self._check_steps()
         self._epoch = self._position = 0
         self._is_followed = self._is_drawn = False
@@ -120,14 +132,9 @@ class CellOrder(Sampler[Drawn]):
         return self._position
 
     @property
-    def samples(self) -> int:
-        """Samples of the whole cell in an epoch; repeated ones count as often as they come."""
-        return self._taken
-
-    @property
     def samples_seen(self) -> int:
         """Samples that the whole cell has taken since the first epoch, at the loop's position."""
-        return self._epoch * self._taken + (self._step(self._position - 1)[1] if self._position else 0)
+        return self._epoch * self.samples + (self._step(self._position - 1)[1] if self._position else 0)
 
     def samples_of(self, step: int) -> int:
         """Count this rank's samples of a step."""
@@ -159,14 +166,15 @@ class CellOrder(Sampler[Drawn]):
             does not draw from this sampler.
         """
         self._is_followed, self._is_drawn = True, False
+        knob = self._knob.format(self.batch_size)
         try:
             for batch in loader:
                 if self._position == self.steps:
-                    raise StateError(f"the loader yields more than the {self.steps} batches of the epoch; {self._knob}")
+                    raise StateError(f"the loader yields more than the {self.steps} batches of the epoch; {knob}")
                 self._position += 1
                 yield batch
             if self._position != self.steps:
-                raise StateError(f"the loader ended at {self._position} of {self.steps} batches; {self._knob}")
+                raise StateError(f"the loader ended at {self._position} of {self.steps} batches; {knob}")
         finally:
             self._is_followed = False
         self.set_epoch(self._epoch + 1)
@@ -214,10 +222,10 @@ class CellOrder(Sampler[Drawn]):
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
-    @property
-    @abstractmethod
-    def _knob(self) -> str:
-        """What to check where a loader does not fit."""
+    _knob: str
+    """What to check where a loader does not fit; takes the batch size"""
+    _spread_knob: str
+    """What to change where a step has fewer samples than ranks"""
 
     @abstractmethod
     def _step(self, step: int) -> tuple[int, int]:
@@ -239,7 +247,7 @@ class CellOrder(Sampler[Drawn]):
         order = self._indices
         if self._is_shuffled:
             order = order[Draws(self._seed, SHUFFLING, self.cell, self._epoch).permutation(len(order))]
-        order = np.resize(order, self._taken)  # a longer one begins again
+        order = np.resize(order, self.samples)  # a longer one begins again
         return (order[slice(*self._share(step))] for step in range(self._position, self.steps))
 
     def _share(self, step: int) -> tuple[int, int]:
@@ -261,11 +269,6 @@ class CellOrder(Sampler[Drawn]):
                 f"a step of cell {self.cell} has {stop - start} samples for {self._places} ranks ({self.steps} steps "
                 f"of {len(self._indices)} samples, batch_size {self.batch_size}); {self._spread_knob}"
             )
-
-    @property
-    @abstractmethod
-    def _spread_knob(self) -> str:
-        """What to change where a step has fewer samples than ranks."""
 
     def _checked_position(self, position: object) -> int:
         return integer("batches consumed of an epoch", position, 0, self.steps)
@@ -299,6 +302,9 @@ class CellBatchSampler(CellOrder[list[int]]):
     Local. Parameters and rules are those of :class:`CellOrder`.
     """
 
+    _knob = "is this sampler its batch_sampler?"
+    _spread_knob = "give it more samples, or drop_last=True or is_padded=True"
+
     def __iter__(self) -> Iterator[list[int]]:
         """Draw the batches from the position to the end of the epoch."""
         return (batch.tolist() for batch in self.draw())
@@ -308,15 +314,7 @@ class CellBatchSampler(CellOrder[list[int]]):
         return self.steps
 
     def _step(self, step: int) -> tuple[int, int]:
-        return even_cut(self._taken, self.steps, step)
-
-    @property
-    def _knob(self) -> str:
-        return "is this sampler its batch_sampler?"
-
-    @property
-    def _spread_knob(self) -> str:
-        return "give it more samples, or drop_last=True or is_padded=True"
+        return even_cut(self.samples, self.steps, step)
 
 
 class CellSampler(CellOrder[int]):
@@ -328,6 +326,9 @@ class CellSampler(CellOrder[int]):
 
     Local. Parameters and rules are those of :class:`CellOrder`; ``batch_size`` is the loader's.
     """
+
+    _knob = "is this sampler its sampler, with batch_size={}?"
+    _spread_knob = "take CellBatchSampler, which spreads them, or drop_last=True or is_padded=True"
 
     def __iter__(self) -> Iterator[int]:
         """Draw the samples from the position to the end of the epoch."""
@@ -341,15 +342,7 @@ class CellSampler(CellOrder[int]):
 
     def _step(self, step: int) -> tuple[int, int]:
         per_step = self.batch_size * self._places
-        return step * per_step, min((step + 1) * per_step, self._taken)
-
-    @property
-    def _knob(self) -> str:
-        return f"is this sampler its sampler, with batch_size={self.batch_size}?"
-
-    @property
-    def _spread_knob(self) -> str:
-        return "take CellBatchSampler, which spreads them, or drop_last=True or is_padded=True"
+        return step * per_step, min((step + 1) * per_step, self.samples)
 
 
 def _indices_of(part: Partition | npt.ArrayLike, topology: Topology, cell: int) -> Indices:

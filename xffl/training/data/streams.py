@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
@@ -78,7 +79,7 @@ class CellStream(Iterable[Any]):
         counts = data_places(topology)
         first, count = (0, ranks) if part == "own" else (sum(counts[: self.cell]), sum(counts))
         self._steps = _Steps(
-            dataset,
+            dataset=dataset,
             per_step=self.batch_size * count,
             turns=range(first, first + ranks),
             turn=first + place,
@@ -167,6 +168,7 @@ class CellStream(Iterable[Any]):
         self._position, self._state, self.samples_seen = position, state["stream"], samples
 
 
+@dataclass(eq=False, kw_only=True)
 class _Steps(IterableDataset[Any]):
     """One rank's batches of the rest of an epoch, each with its numbers; runs in the process that reads.
 
@@ -174,56 +176,50 @@ class _Steps(IterableDataset[Any]):
     and ``turn`` is this rank's. With ``is_state_kept`` the dataset's state goes with each batch.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        per_step: int,
-        turns: range,
-        turn: int,
-        of: int,
-        collate: Callable[[list[Any]], Any],
-        randomness: Randomness,
-        drop_last: bool,
-        is_state_kept: bool,
-    ) -> None:
-        self._dataset, self._collate, self._randomness = dataset, collate, randomness
-        self._per_step, self._turns, self._turn, self._of = per_step, turns, turn, of
-        self._drop_last, self._is_state_kept = drop_last, is_state_kept
-        self.begin: tuple[int, int, Any] = (0, 0, None)
+    dataset: Any
+    per_step: int
+    turns: range
+    turn: int
+    of: int
+    collate: Callable[[list[Any]], Any]
+    randomness: Randomness
+    drop_last: bool
+    is_state_kept: bool
+    begin: tuple[int, int, Any] = (0, 0, None)
+    """Epoch, position, and the dataset's state there"""
 
     def __iter__(self) -> Iterator[tuple[Any, int, int, Any]]:
         epoch, position, state = self.begin
-        if hasattr(self._dataset, "set_epoch"):
-            self._dataset.set_epoch(epoch)
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
         step = count = 0
         if state is not None:
-            self._dataset.load_state_dict(state)
+            self.dataset.load_state_dict(state)
             step = position
-        with self._randomness.of(epoch, step):
-            source = iter(self._dataset)
+        with self.randomness.of(epoch, step):
+            source = iter(self.dataset)
         while True:
             # Seeded anew in each step: a stream that goes on from its state draws what a whole one would draw.
-            with self._randomness.of(epoch, step):
-                samples = list(islice(source, self._per_step))
+            with self.randomness.of(epoch, step):
+                samples = list(islice(source, self.per_step))
             count += len(samples)
-            counts = [len(samples[turn :: self._of]) for turn in self._turns]
-            is_short = len(samples) < self._per_step
-            if not min(counts) or (is_short and self._drop_last):
+            counts = [len(samples[turn :: self.of]) for turn in self.turns]
+            is_short = len(samples) < self.per_step
+            if not min(counts) or (is_short and self.drop_last):
                 break
             if step >= position:
                 # At its end a dataset may say that it starts anew: then the epoch is read again, which tells the truth.
-                kept = self._dataset.state_dict() if self._is_state_kept and not is_short else None
-                with self._randomness.of(epoch, step, self._turn):
-                    batch = self._collate(samples[self._turn :: self._of])
-                yield batch, counts[self._turn - self._turns.start], sum(counts), kept
+                kept = self.dataset.state_dict() if self.is_state_kept and not is_short else None
+                with self.randomness.of(epoch, step, self.turn):
+                    batch = self.collate(samples[self.turn :: self.of])
+                yield batch, counts[self.turn - self.turns.start], sum(counts), kept
             step += 1
             if is_short:
                 break
         if not step:
             raise ConfigError(
-                f"the stream ended after {count} samples, too few for one step of {self._of} ranks with up to "
-                f"{self._per_step} samples; give a longer one, a smaller batch_size, or drop_last=False"
+                f"the stream ended after {count} samples, too few for one step of {self.of} ranks with up to "
+                f"{self.per_step} samples; give a longer one, a smaller batch_size, or drop_last=False"
             )
         if step < position:
             raise StateError(

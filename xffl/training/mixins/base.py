@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -13,38 +14,35 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-    from xffl.aggregation import RoundReport
+    from xffl.aggregation import FederatedScaling, RoundReport
     from xffl.checkpoint.contents import Part
     from xffl.distributed.distributed_state import DistributedState
     from xffl.distributed.world import DistributedWorld
     from xffl.parallel.strategy import DistributedStrategy
     from xffl.training.callbacks.base import CallbackCollection
-    from xffl.training.preemption import Rounds
     from xffl.training.run_directory import RunDirectory
 
-__all__ = ["Attributes", "TrainerMixin"]
+__all__ = ["StatePart", "TrainerMixin", "names_set_by"]
 
 S = TypeVar("S")
-T = TypeVar("T")
 
 
-class Attributes(Generic[T]):
-    """The names under which an object holds things of some classes: models, optimizers, schedulers, metrics."""
+def names_set_by(configure: Callable[[], object], owner: object, *kinds: type) -> tuple[str, ...]:
+    """Call a method, and return under which names it has set objects of some classes as its owner's attributes."""
+    before = dict(vars(owner))
+    configure()
+    after = vars(owner).items()
+    return tuple(name for name, value in after if isinstance(value, kinds) and before.get(name) is not value)
 
-    def __init__(self, owner: object, *kinds: type[T]) -> None:
-        self._owner, self._kinds = owner, kinds
-        self.names: list[str] = []
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Note what the block sets, in order."""
-        before = dict(vars(self._owner))
-        yield
-        self.names += [
-            name
-            for name, value in vars(self._owner).items()
-            if isinstance(value, self._kinds) and before.get(name) is not value and name not in self.names
-        ]
+@dataclass(frozen=True)
+class StatePart:
+    """A part of a trainer's checkpoint, as what saves it and what loads it."""
+
+    state_dict: Callable[[], dict[str, Any]]
+    load_state_dict: Callable[[Mapping[str, Any]], None]
+    is_same_everywhere: bool = False
+    """Whether all replica groups have the same, and :attr:`load_state_dict` refuses another one's"""
 
 
 class TrainerMixin:
@@ -172,7 +170,7 @@ class TrainerMixin:
     def give_to_round(self) -> None:
         """Export for a round over files, if that is asked for; collective over the world, at the end of training."""
 
-    def find_rounds(self) -> Rounds | None:
+    def find_rounds(self) -> FederatedScaling | None:
         """Return what runs rounds, inside :meth:`training_rounds`; there is none without :class:`FederatedMixin`."""
         return None
 

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from xffl.checks import index_of, integer_fields, one_of
 from xffl.cluster.cells import parse_cell
 from xffl.distributed.sharding import sharded_parameters
 from xffl.errors import ConfigError, StateError
+from xffl.training.mixins.base import StatePart
 from xffl.training.mixins.validation import ValidationMixin
 
 __all__ = ["FederatedConfigMixin", "FederatedMixin", "FederationConfig"]
@@ -353,45 +355,28 @@ class FederatedMixin(ValidationMixin):
 
     def own_parts(self) -> dict[str, Any]:
         """Return the rounds' state: server optimizer, residuals of codecs, steps since the last round."""
-        mine: dict[str, Any] = {} if self._scaling is None else {"rounds": _Rounds(self, self._scaling)}
-        if self.section("federation", FederationConfig).cell is not None:
-            mine = {"lone_cell": _LoneCell(self)}
-        return {**super().own_parts(), **mine}
+        parts, lone, scaling = super().own_parts(), self.lone_cell(), self._scaling
+        if lone is not None:
+            parts["lone_cell"] = StatePart(lambda: self._lone_state(lone[0]), partial(self._load_lone, lone[0]))
+        elif scaling is not None:
+            parts["rounds"] = StatePart(
+                lambda: {"samples": self._fresh, "scaling": scaling.state_dict()}, self._load_rounds
+            )
+        return parts
 
+    def _lone_state(self, cell: int) -> dict[str, Any]:
+        return {"samples": self._fresh, "round": self._global_round, "start": self._global_digest, "cell": cell}
 
-class _LoneCell:
-    """Where a cell that is a job of its own stands, as a checkpoint keeps it."""
-
-    def __init__(self, trainer: FederatedMixin) -> None:
-        self._trainer = trainer
-
-    def state_dict(self) -> dict[str, Any]:
-        trainer = self._trainer
-        cell = trainer.lone_cell()
-        state = {"samples": trainer._fresh, "round": trainer._global_round, "start": trainer._global_digest}
-        return {**state, "cell": None if cell is None else cell[0]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        trainer = self._trainer
-        cell = trainer.lone_cell()
-        if cell is not None and cell[0] != state["cell"]:
+    def _load_lone(self, cell: int, state: Mapping[str, Any]) -> None:
+        if cell != state["cell"]:
             raise ConfigError(
-                f"this job is cell {cell[0]}, but the run in {trainer.config.experiment.output_dir} is that of cell "
+                f"this job is cell {cell}, but the run in {self.config.experiment.output_dir} is that of cell "
                 f"{state['cell']}; give another experiment.output_dir"
             )
-        trainer._fresh, trainer._global_round = int(state["samples"]), int(state["round"])
-        trainer._global_digest = state["start"]
+        self._fresh, self._global_round = int(state["samples"]), int(state["round"])
+        self._global_digest = state["start"]
 
-
-class _Rounds:
-    """The state of rounds, as a checkpoint keeps it."""
-
-    def __init__(self, trainer: FederatedMixin, scaling: FederatedScaling) -> None:
-        self._trainer, self._scaling = trainer, scaling
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"samples": self._trainer._fresh, "scaling": self._scaling.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def _load_rounds(self, state: Mapping[str, Any]) -> None:
+        assert self._scaling is not None, "a part of this name is kept where there are rounds"
         self._scaling.load_state_dict(state["scaling"])
-        self._trainer._fresh = int(state["samples"])
+        self._fresh = int(state["samples"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from xffl.errors import ConfigError
 from xffl.topology import Topology
 from xffl.training.data.loaders import CellLoader, adopt_loader, options_of, parts_by_ranks, validation_loader
 from xffl.training.data.partition import Partition
-from xffl.training.mixins.base import TrainerMixin
+from xffl.training.mixins.base import StatePart, TrainerMixin
 
 __all__ = ["DataConfig", "DataLoaderSetupMixin"]
 
@@ -162,27 +163,18 @@ class DataLoaderSetupMixin(TrainerMixin):
 
     def checkpoint_parts(self) -> dict[str, Any]:
         """Return the training loader, where it knows its position."""
+        parts = super().checkpoint_parts()
+        if hasattr(self.train_dataloader, "state_dict"):
+            parts["train_dataloader"] = StatePart(lambda: self.train_dataloader.state_dict(), self._load_place)
+        return parts
+
+    def _load_place(self, state: Mapping[str, Any]) -> None:
+        """Let the training loader go on where a checkpoint says."""
         loader = self.train_dataloader
-        mine = {"train_dataloader": _Place(self)} if hasattr(loader, "state_dict") else {}
-        return {**super().checkpoint_parts(), **mine}
-
-
-class _Place:
-    """Where the training loader stands, as a checkpoint keeps it."""
-
-    def __init__(self, trainer: DataLoaderSetupMixin) -> None:
-        self._trainer = trainer
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._trainer.train_dataloader.state_dict()
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        loader = self._trainer.train_dataloader
         try:
             loader.load_state_dict(state)
         except ConfigError:
             # Steps of another size: the samples that were seen cannot be told from the others.
-            if not (self._trainer.config.experiment.reset and "epoch" in state and hasattr(loader, "set_epoch")):
+            if not (self.config.experiment.reset and "epoch" in state and hasattr(loader, "set_epoch")):
                 raise
             loader.set_epoch(state["epoch"])

@@ -15,11 +15,19 @@ import torch.distributed as dist
 from xffl.checks import one_of
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.errors import ConfigError, StateError, XfflError
-from xffl.training.loggers import CSVLogger, JSONLinesLogger, Logger, MLflowLogger, TensorBoardLogger, WandBLogger
-from xffl.training.loggers.base import check_value_name
-from xffl.training.loggers.files import LineFile, plain_values
-from xffl.training.metrics import SCOPES, WeightedSums, metric_group, reduce_sums
-from xffl.training.mixins.base import TrainerMixin
+from xffl.training.loggers import (
+    CSVLogger,
+    FileLogger,
+    JSONLinesLogger,
+    LineFile,
+    Logger,
+    MLflowLogger,
+    TensorBoardLogger,
+    WandBLogger,
+    plain_values,
+)
+from xffl.training.metrics import SCOPES, WeightedSums, check_value_name, metric_group, reduce_sums
+from xffl.training.mixins.base import StatePart, TrainerMixin
 from xffl.training.run_directory import flattened, on_all_ranks, plain_config
 
 if TYPE_CHECKING:
@@ -114,10 +122,18 @@ class LoggerMixin(TrainerMixin):
         """
         loggers = self._file_loggers(scope)
         asked = self.section("logging", LoggingConfig)
-        if asked.tensorboard:
+        if asked.tensorboard or isinstance(self, TensorBoardLoggerMixin):
             loggers.append(TensorBoardLogger(self.run_directory.path, scope))
-        if asked.mlflow:
-            loggers.append(self._mlflow_logger(scope))
+        if asked.mlflow or isinstance(self, MLflowLoggerMixin):
+            loggers.append(
+                MLflowLogger(
+                    self.run_directory.path,
+                    scope,
+                    name=self.config.experiment.name,
+                    uri=asked.mlflow_uri,
+                    experiment=asked.mlflow_experiment,
+                )
+            )
         return loggers
 
     def setup(self) -> None:
@@ -246,7 +262,7 @@ class LoggerMixin(TrainerMixin):
 
     def own_parts(self) -> dict[str, Any]:
         """Return what was told since the last record, and how long the files were."""
-        return {**super().own_parts(), "records": _Records(self)}
+        return {**super().own_parts(), "records": StatePart(self._records, self._load_records)}
 
     def on_resumed(self) -> None:
         """Cut later records off; collective over the world: one small all-reduce."""
@@ -260,20 +276,21 @@ class LoggerMixin(TrainerMixin):
             self.run_directory.cut_after(self.global_step, lines)
         super().on_resumed()
 
+    def _records(self) -> dict[str, Any]:
+        files = [] if self._rounds_file is None else [self._rounds_file]
+        for logger in (one for loggers in self._loggers.values() for one in loggers):
+            files += logger.files if isinstance(logger, FileLogger) else ()
+        lines = {str(file.path.relative_to(self.run_directory.path)): file.lines for file in files}
+        return {"pending": self._scalars.state_dict(), "lines": lines}
+
+    def _load_records(self, state: Mapping[str, Any]) -> None:
+        self._scalars.load_state_dict(state["pending"])
+        self._saved_lines = dict(state["lines"])
+
     # What the parts share ---------------------------------------------------------------------------------------------
 
     def _file_loggers(self, scope: str) -> list[Logger]:
         return [JSONLinesLogger(self.run_directory.path, scope), CSVLogger(self.run_directory.path, scope)]
-
-    def _mlflow_logger(self, scope: str) -> Logger:
-        asked = self.section("logging", LoggingConfig)
-        return MLflowLogger(
-            self.run_directory.path,
-            scope,
-            name=self.config.experiment.name,
-            uri=asked.mlflow_uri,
-            experiment=asked.mlflow_experiment,
-        )
 
     def _open_loggers(self) -> None:
         folder = self.run_directory
@@ -311,25 +328,11 @@ class LoggerMixin(TrainerMixin):
 
 
 class TensorBoardLoggerMixin(LoggerMixin):
-    """Write for TensorBoard, too."""
-
-    def configure_loggers(self, scope: str) -> list[Logger]:
-        """Add TensorBoard's, once."""
-        loggers = super().configure_loggers(scope)
-        if not any(isinstance(logger, TensorBoardLogger) for logger in loggers):
-            loggers.append(TensorBoardLogger(self.run_directory.path, scope))
-        return loggers
+    """Write for TensorBoard, too, as with ``logging.tensorboard``."""
 
 
 class MLflowLoggerMixin(LoggerMixin):
-    """Log to MLflow, too."""
-
-    def configure_loggers(self, scope: str) -> list[Logger]:
-        """Add MLflow's, once."""
-        loggers = super().configure_loggers(scope)
-        if not any(isinstance(logger, MLflowLogger) for logger in loggers):
-            loggers.append(self._mlflow_logger(scope))
-        return loggers
+    """Log to MLflow, too, as with ``logging.mlflow``."""
 
 
 class WandBLoggerMixin(LoggerMixin):
@@ -337,38 +340,6 @@ class WandBLoggerMixin(LoggerMixin):
 
     def configure_loggers(self, scope: str) -> list[Logger]:
         """Add that of Weights & Biases."""
-        asked = self.section("wandb", WandBConfig)
-        logger = WandBLogger(
-            self.run_directory.path,
-            scope,
-            name=self.config.experiment.name,
-            project=asked.project,
-            entity=asked.entity,
-            mode=asked.mode,
-            tags=asked.tags,
-        )
+        asked, name = self.section("wandb", WandBConfig), self.config.experiment.name
+        logger = WandBLogger(self.run_directory.path, scope, name=name, **vars(asked))
         return [*super().configure_loggers(scope), logger]
-
-
-class _Records:
-    """What a rank keeps of its records in a checkpoint."""
-
-    def __init__(self, trainer: LoggerMixin) -> None:
-        self._trainer = trainer
-
-    def state_dict(self) -> dict[str, Any]:
-        trainer = self._trainer
-        root = trainer.run_directory.path
-        files = [] if trainer._rounds_file is None else [trainer._rounds_file]
-        for loggers in trainer._loggers.values():
-            for logger in loggers:
-                if isinstance(logger, JSONLinesLogger):
-                    files += [logger.file, logger.texts]
-                elif isinstance(logger, CSVLogger):
-                    files.append(logger.file)
-        lines = {str(file.path.relative_to(root)): file.lines for file in files}
-        return {"pending": trainer._scalars.state_dict(), "lines": lines}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._trainer._scalars.load_state_dict(state["pending"])
-        self._trainer._saved_lines = dict(state["lines"])

@@ -1,20 +1,25 @@
-"""Models: made whole or on the meta device, then spread over the cell."""
+"""Models, made whole or on the meta device and spread over the cell, then their optimizers and schedulers."""
 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from xffl.distributed.sharding import sharded_parameters
 from xffl.errors import ConfigError
-from xffl.training.mixins.base import Attributes, TrainerMixin
+from xffl.training.mixins.base import TrainerMixin, names_set_by
+from xffl.training.mixins.loaders import DataConfig, DataLoaderSetupMixin
 
-__all__ = ["ModelSetupMixin", "SetupConfig"]
+__all__ = ["ModelSetupMixin", "OptimizerAndSchedulerSetupMixin", "SetupConfig", "SetupConfigMixin", "SetupMixin"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +39,7 @@ class ModelSetupMixin(TrainerMixin):
     Models are the modules that :meth:`configure_models` sets as attributes.
     """
 
-    _models: Attributes[nn.Module] | None = None
+    _model_names: tuple[str, ...] = ()
 
     def configure_models(self) -> None:
         """Set the models as attributes (``self.model = ...``), whole; overload it.
@@ -81,20 +86,19 @@ class ModelSetupMixin(TrainerMixin):
 
     def named_models(self) -> dict[str, nn.Module]:
         """Return the models by the names of their attributes."""
-        return {} if self._models is None else {name: getattr(self, name) for name in self._models.names}
+        return {name: getattr(self, name) for name in self._model_names}
 
     def configure(self) -> None:
         """Make the models; local."""
         is_bare = self.section("setup", SetupConfig).meta_device
         if is_bare is None:  # DeepSpeed takes models with weights only
             is_bare = self.config.distributed.strategy != "deepspeed"
-        self._models = Attributes(self, nn.Module)
         self.world.set_determinism(self.config.experiment.seed, deterministic=self.config.experiment.deterministic)
-        with torch.device("meta") if is_bare else nullcontext(), self._models.watched():
-            self.configure_models()
+        with torch.device("meta") if is_bare else nullcontext():
+            names = names_set_by(self.configure_models, self, nn.Module)
         # A loss function, say, is a module and no model.
-        self._models.names = [name for name in self._models.names if _has_tensors(getattr(self, name))]
-        if not self._models.names:
+        self._model_names = tuple(name for name in names if any(True for _ in _tensors(getattr(self, name))))
+        if not self._model_names:
             raise ConfigError(
                 f"{type(self).__name__}.configure_models has set no module with weights; set self.model = ... there"
             )
@@ -107,7 +111,7 @@ class ModelSetupMixin(TrainerMixin):
         whole = self.named_models()
         self.world.set_determinism(self.config.experiment.seed)
         for name, model in whole.items():
-            is_bare = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+            is_bare = any(tensor.is_meta for tensor in _tensors(model))
             if self._has_init_weights and not is_bare:
                 with self._standing_in(name, model):
                     self.init_weights()
@@ -149,5 +153,96 @@ class ModelSetupMixin(TrainerMixin):
                 setattr(self, other, model)
 
 
-def _has_tensors(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+class OptimizerAndSchedulerSetupMixin(TrainerMixin):
+    """Make a trainer's optimizers and schedulers, after the models are spread.
+
+    They are what :meth:`configure_optimizers` and :meth:`configure_schedulers` set as attributes.
+    """
+
+    _optimizer_names: tuple[str, ...] = ()
+    _scheduler_names: tuple[str, ...] = ()
+
+    def configure_optimizers(self) -> None:
+        """Set the optimizers as attributes (``self.optimizer = ...``), of the spread models; overload it."""
+        raise ConfigError(
+            f"{type(self).__name__} has no optimizer; overload configure_optimizers and set self.optimizer there"
+        )
+
+    def configure_schedulers(self) -> None:
+        """Set schedulers as attributes; by default there are none.
+
+        They step as ``training.scheduler_interval`` says. A ``ReduceLROnPlateau`` is yours to step, in a callback.
+        """
+
+    def named_optimizers(self) -> dict[str, Optimizer]:
+        """Return the optimizers by the names of their attributes."""
+        return {name: getattr(self, name) for name in self._optimizer_names}
+
+    def named_schedulers(self) -> dict[str, LRScheduler]:
+        """Return the schedulers by the names of their attributes."""
+        return {name: getattr(self, name) for name in self._scheduler_names}
+
+    def setup(self) -> None:
+        """Make optimizers and schedulers; collective over the world with DeepSpeed, else local."""
+        if not self.are_models_spread:
+            raise ConfigError(
+                f"{type(self).__name__} makes optimizers before models are spread; let ModelSetupMixin stand before "
+                "OptimizerAndSchedulerSetupMixin, or take SetupMixin"
+            )
+        self._optimizer_names = names_set_by(self.configure_optimizers, self, Optimizer)
+        if not self._optimizer_names:
+            raise ConfigError(
+                f"{type(self).__name__}.configure_optimizers has set no optimizer; set self.optimizer = ... there"
+            )
+        for name, optimizer in self.named_optimizers().items():
+            setattr(self, name, self.strategy.wrap_optimizer(self.model_of(optimizer), optimizer))
+        self._scheduler_names = names_set_by(self.configure_schedulers, self, LRScheduler)
+        super().setup()
+
+    def checkpoint_parts(self) -> dict[str, Any]:
+        """Return the schedulers."""
+        return {**super().checkpoint_parts(), **self.named_schedulers()}
+
+    def model_of(self, optimizer: Optimizer) -> nn.Module:
+        """Return the model that an optimizer trains."""
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        models = self.named_models().values()
+        owners = [model for model in models if any(id(one) in held for one in sharded_parameters(model).values())]
+        if len(owners) != 1:
+            raise ConfigError(
+                f"an optimizer ({type(optimizer).__name__}) holds parameters of {len(owners)} models of the trainer; "
+                "make one for each model, of the parameters that it has after it is spread"
+            )
+        return owners[0]
+
+    def step_schedulers(self, interval: str, *optimizers: Optimizer) -> None:
+        """Step the schedulers, if this is their interval; local."""
+        if self.config.training.scheduler_interval != interval:
+            return
+        with warnings.catch_warnings() if interval == "epoch" else nullcontext():
+            if interval == "epoch":  # where a run that was saved at an epoch's last batch goes on with the epoch's end
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler", UserWarning)
+            for scheduler in self.named_schedulers().values():
+                if scheduler.optimizer in optimizers and not isinstance(scheduler, ReduceLROnPlateau):
+                    scheduler.step()
+
+
+@dataclass(kw_only=True)
+class SetupConfigMixin:
+    """The sections of models and data.
+
+    :param setup: How models are made.
+    :param data: How batches are made.
+    """
+
+    setup: SetupConfig = field(default_factory=SetupConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+
+
+class SetupMixin(ModelSetupMixin, OptimizerAndSchedulerSetupMixin, DataLoaderSetupMixin):
+    """Models, then optimizers and schedulers, then data."""

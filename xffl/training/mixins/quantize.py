@@ -121,7 +121,7 @@ class QuantizeMixin(TrainerMixin):
         if asked.kind is None:
             return
         with run_on_all_ranks("layers to quantize") as share:
-            models = self.named_models() if hasattr(self, "_models") else {}
+            models = self.named_models()
             if not models:
                 raise StateError("there are no models to quantize; use SetupMixin, and call super().configure() first")
             layers, left_alone = _choose(models, asked.exclude)

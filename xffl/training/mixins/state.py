@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from xffl.checkpoint.contents import RandomState
-from xffl.training.mixins.base import TrainerMixin
+from xffl.training.mixins.base import StatePart, TrainerMixin
 
 __all__ = ["StateMixin"]
 
@@ -37,13 +37,6 @@ class StateMixin(TrainerMixin):
     measured_rounds: int = 0
     """The last round whose model was validated by all cells"""
     steps_since_round: int = 0
-
-    def agreed_step(self) -> int:
-        """Return the optimizer steps of the cell that has made most, the same on all ranks.
-
-        Collective over the world, where there are several cells: a number is reduced.
-        """
-        return self.furthest(self.global_step)[0]
 
     def furthest(self, *counts: int) -> list[int]:
         """Return the largest value of each of some counts over the cells, the same on all ranks.
@@ -108,9 +101,8 @@ class StateMixin(TrainerMixin):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all parts on this rank; local. Files are written by :meth:`save_checkpoint`."""
-        counted = _Counters(self).state_dict()
         return {
-            "trainer": {**counted, "callbacks": self.callbacks.state_dict()},
+            "trainer": {**self._counters(), "callbacks": self.callbacks.state_dict()},
             "models": {name: model.state_dict() for name, model in self.named_models().items()},
             "optimizers": {name: one.state_dict() for name, one in self.named_optimizers().items()},
             "schedulers": {name: one.state_dict() for name, one in self.named_schedulers().items()},
@@ -127,7 +119,7 @@ class StateMixin(TrainerMixin):
         """
         trainer = dict(state_dict["trainer"])
         self.callbacks.load_state_dict(trainer.pop("callbacks"))
-        _Counters(self).load_state_dict(trainer)
+        self._load_counters(trainer)
         for name, model in self.named_models().items():
             model.load_state_dict(state_dict["models"][name], strict=strict)
         for name, optimizer in self.named_optimizers().items():
@@ -142,7 +134,8 @@ class StateMixin(TrainerMixin):
         """Return the counters, and which step of all replica groups this is, where there are several."""
         manager = self.world.ft_manager
         groups = {} if manager is None else {"replica_groups": manager}
-        return {**super().checkpoint_parts(), "trainer": _Counters(self), **groups}
+        counters = StatePart(self._counters, self._load_counters)
+        return {**super().checkpoint_parts(), "trainer": counters, **groups}
 
     def own_parts(self) -> dict[str, Any]:
         """Return this rank's random numbers."""
@@ -151,16 +144,9 @@ class StateMixin(TrainerMixin):
     def _others(self) -> dict[str, Any]:
         return {**self.checkpoint_parts(), "callbacks": self.callbacks}
 
+    def _counters(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in COUNTERS}
 
-class _Counters:
-    """What a trainer has counted, as a checkpoint keeps it."""
-
-    def __init__(self, trainer: StateMixin) -> None:
-        self._trainer = trainer
-
-    def state_dict(self) -> dict[str, int]:
-        return {name: getattr(self._trainer, name) for name in COUNTERS}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def _load_counters(self, state: Mapping[str, Any]) -> None:
         for name in COUNTERS:
-            setattr(self._trainer, name, int(state[name]))
+            setattr(self, name, int(state[name]))

@@ -16,9 +16,8 @@ from xffl.training.models.building import (
     layer_classes,
 )
 from xffl.training.models.lora import adapter_state, add_lora, save_adapters
-from xffl.training.models.reading import load_weights
 from xffl.training.models.tensors import agree_on_base
-from xffl.training.models.writing import save_pretrained
+from xffl.training.models.weights import load_weights, save_pretrained
 
 __all__ = [
     "ModuleInitializer",

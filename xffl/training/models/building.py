@@ -16,8 +16,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from xffl.errors import ConfigError
-from xffl.training.models.reading import read_weights
 from xffl.training.models.tensors import INDEX, SINGLE, bare_model, is_adapter, package
+from xffl.training.models.weights import read_weights
 
 __all__ = ["ModuleInitializer", "causal_lm", "causal_lm_loss", "count_targets", "layer_classes"]
 
@@ -34,7 +34,7 @@ def causal_lm(source: Source, *, dtype: torch.dtype | str | None = None, weights
     With ``weights`` the model has its values on the CPU: those of a folder's safetensors files, or of transformers' own
     initialization with torch's random numbers where a configuration was given. Without, it is on the meta device: give
     it to ``strategy.wrap_model(model, init_weights=ModuleInitializer(model))``, or, for weights of a folder, with
-    ``ModuleInitializer(model, only_buffers=True)``, and call :func:`xffl.training.models.reading.load_weights`. No rank
+    ``ModuleInitializer(model, only_buffers=True)``, and call :func:`xffl.training.models.weights.load_weights`. No rank
     holds all of it then.
 
     The model keeps no cache of keys and values in its forward pass (``config.use_cache``), which training has no use
@@ -82,7 +82,7 @@ def causal_lm(source: Source, *, dtype: torch.dtype | str | None = None, weights
         fill = ModuleInitializer(model, only_buffers=True)
         with torch.no_grad():
             for module in model.modules():
-                if any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
+                if _own(module):
                     fill(module)
     model.tie_weights()
     if folder is not None:

@@ -22,7 +22,7 @@ from xffl.distributed.sharding import reshard
 from xffl.errors import ConfigError
 from xffl.parallel.spread import is_meta
 from xffl.training.models.tensors import bare_model, is_adapter, package
-from xffl.training.models.writing import ADVICE, NewFolder, whole
+from xffl.training.models.weights import ADVICE, NewFolder, whole
 
 __all__ = ["adapter_state", "add_lora", "save_adapters"]
 
