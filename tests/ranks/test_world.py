@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import xffl
 from tests.ranks.test_strategies import joined
 from tests.worlds import fake_world, run_world
-from xffl.distributed.parallel_dims import JOINED
-from xffl.distributed.parameters import AXES, CommParameters, DeviceParameters
+from xffl.distributed.parameters import AXES, JOINED, CommParameters, DeviceParameters
 from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, StateError
 

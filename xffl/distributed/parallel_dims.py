@@ -14,21 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from xffl.checks import one_of
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import fresh_suffix
-from xffl.distributed.parameters import AXES, MeshSizes
+from xffl.distributed.parameters import AXES, AXES_OF, MeshSizes
 from xffl.errors import ConfigError
 from xffl.topology import Topology
 
-__all__ = ["JOINED", "CellMeshes", "ParallelDims", "make_cell_meshes"]
-
-JOINED = {
-    "dp": ("dp_replicate", "dp_shard"),
-    "dp_shard_cp": ("cp", "dp_shard"),
-    "dp_cp": ("cp", "dp_replicate", "dp_shard"),
-}
-"""Axes that count as one: ranks with data of their own; those that FSDP cuts a copy over; those whose losses differ."""
-
-AXES_OF: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in AXES} | JOINED
-"""Axes of a cell that a name stands for."""
+__all__ = ["CellMeshes", "ParallelDims", "make_cell_meshes"]
 
 MODEL_AXES = ("dp_replicate", "dp_shard_cp", "tp")
 """The axes of the mesh that FSDP and tensor parallelism share; torch wants both to be parts of one mesh."""

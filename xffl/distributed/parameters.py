@@ -19,6 +19,16 @@ AXES = ("pp", "cp", "dp_replicate", "dp_shard", "tp")
 """The axes of the mesh inside a cell, outermost first: pipeline stages, parts of a sequence, replicas, FSDP's shards,
 parts of a layer."""
 
+JOINED = {
+    "dp": ("dp_replicate", "dp_shard"),
+    "dp_shard_cp": ("cp", "dp_shard"),
+    "dp_cp": ("cp", "dp_replicate", "dp_shard"),
+}
+"""Axes that count as one: ranks with data of their own; those that FSDP cuts a copy over; those whose losses differ."""
+
+AXES_OF: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in AXES} | JOINED
+"""Axes of a cell that a name stands for."""
+
 Size = int | Literal["auto"]
 
 DTYPES = ("float32", "bfloat16", "float16")

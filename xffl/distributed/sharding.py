@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
-from xffl.distributed.parallel_dims import AXES_OF, ParallelDims
-from xffl.distributed.parameters import AXES
+from xffl.distributed.parameters import AXES, AXES_OF
 from xffl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from xffl.distributed.parallel_dims import ParallelDims
 
 __all__ = [
     "Plain",

@@ -25,8 +25,8 @@ from xffl.cluster.launch.failure import note_failure
 from xffl.distributed.consistency import barrier, compute_device, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
-from xffl.distributed.parallel_dims import JOINED, CellMeshes, ParallelDims, make_cell_meshes
-from xffl.distributed.parameters import AXES, DTYPES, DeviceParameters, MeshSizes
+from xffl.distributed.parallel_dims import CellMeshes, ParallelDims, make_cell_meshes
+from xffl.distributed.parameters import AXES, DTYPES, JOINED, DeviceParameters, MeshSizes
 from xffl.distributed.session import (
     cleanup_distributed_process_group,
     find_sizes,
