@@ -195,7 +195,7 @@ class CellOrder(Sampler[Drawn]):
             what :meth:`follow` has counted.
         :return: Numbers and strings only; for :meth:`load_state_dict`.
         :raises StateError: if batches were drawn that :meth:`follow` has not counted, and nothing else says how many.
-        :raises ConfigError: if ``consumed`` is no number of batches of an epoch.
+        :raises ConfigError: if ``consumed`` is not a number of batches of an epoch.
         """
         if consumed is None:
             if self._is_drawn:
