@@ -22,7 +22,16 @@ from xffl.topology import Topology
 from xffl.training.data.partition import Partition, index_array
 from xffl.training.data.rng import SHUFFLING, Draws, Indices
 
-__all__ = ["CellBatchSampler", "CellOrder", "CellSampler", "data_place", "data_places", "even_cut", "place_along"]
+__all__ = [
+    "CellBatchSampler",
+    "CellOrder",
+    "CellSampler",
+    "check_identity",
+    "data_place",
+    "data_places",
+    "even_cut",
+    "place_along",
+]
 
 Drawn = TypeVar("Drawn")
 """What a sampler yields: indices, or lists of them."""
@@ -186,7 +195,7 @@ class CellOrder(Sampler[Drawn]):
             what :meth:`follow` has counted.
         :return: Numbers and strings only; for :meth:`load_state_dict`.
         :raises StateError: if batches were drawn that :meth:`follow` has not counted, and nothing else says how many.
-        :raises ConfigError: if ``consumed`` is no number of batches of an epoch.
+        :raises ConfigError: if ``consumed`` is not a number of batches of an epoch.
         """
         if consumed is None:
             if self._is_drawn:
@@ -206,16 +215,7 @@ class CellOrder(Sampler[Drawn]):
         :param state: What :meth:`state_dict` returned on a rank of this cell.
         :raises ConfigError: if the state is of other data, another shuffling, or other steps than this sampler's.
         """
-        mine = self._identity()
-        for name in ("epoch", "position", *mine):
-            if name not in state:
-                raise ConfigError(f"the sampler's state lacks {name!r}; give what state_dict returned")
-        for name, value in mine.items():
-            if state[name] != value:
-                raise ConfigError(
-                    f"the sampler's state was saved with {name} {state[name]!r}, but this one has {value!r}; make it "
-                    f"as it was, or start epoch {state['epoch']} anew with set_epoch (or experiment.reset: true)"
-                )
+        check_identity("sampler", state, self._identity(), "epoch", "position")
         position = self._checked_position(state["position"])
         self.set_epoch(state["epoch"])
         self._position = position
@@ -362,6 +362,19 @@ def _indices_of(part: Partition | npt.ArrayLike, topology: Topology, cell: int) 
     if not len(indices):
         raise ConfigError(f"cell {cell} has no samples to draw; give it some")
     return indices
+
+
+def check_identity(what: str, state: Mapping[str, Any], mine: Mapping[str, Any], *others: str) -> None:
+    """Raise where a saved state lacks one of the names, or is of other batches than those of this identity."""
+    for name in (*others, *mine):
+        if name not in state:
+            raise ConfigError(f"the {what}'s state lacks {name!r}; give what state_dict returned")
+    for name, value in mine.items():
+        if state[name] != value:
+            raise ConfigError(
+                f"the {what}'s state was saved with {name} {state[name]!r}, but this one has {value!r}; make it as it "
+                f"was, or start epoch {state['epoch']} anew with set_epoch (or experiment.reset: true)"
+            )
 
 
 def even_cut(total: int, parts: int, index: int) -> tuple[int, int]:

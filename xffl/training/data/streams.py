@@ -14,7 +14,7 @@ from xffl.errors import ConfigError, StateError
 from xffl.topology import Topology
 from xffl.training.data.loaders import Randomness, identity_of, open_loader
 from xffl.training.data.rng import AUGMENTING
-from xffl.training.data.sampler import data_place, data_places
+from xffl.training.data.sampler import check_identity, data_place, data_places
 
 __all__ = ["CellStream"]
 
@@ -154,15 +154,7 @@ class CellStream(Iterable[Any]):
         :param state: What :meth:`state_dict` returned on a rank of this cell.
         :raises ConfigError: if it is of another stream or other steps than this one's.
         """
-        for name in ("epoch", "position", "samples", "stream", *self._identity):
-            if name not in state:
-                raise ConfigError(f"the stream's state lacks {name!r}; give what state_dict returned")
-        for name, value in self._identity.items():
-            if state[name] != value:
-                raise ConfigError(
-                    f"the stream's state was saved with {name} {state[name]!r}, but this one has {value!r}; make it as "
-                    f"it was, or start epoch {state['epoch']} anew with set_epoch (or experiment.reset: true)"
-                )
+        check_identity("stream", state, self._identity, "epoch", "position", "samples", "stream")
         position, samples = (integer(name, state[name], 0) for name in ("position", "samples"))
         self.set_epoch(state["epoch"])
         self._position, self._state, self.samples_seen = position, state["stream"], samples
