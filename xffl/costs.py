@@ -172,12 +172,9 @@ def read_codec(name: object) -> CodecSpec:
 
 
 def codec_bytes(codec: str, numel: int) -> int:
-    """Return the size of encoded values; local, without torch.
+    """Return the bytes of so many values, encoded as ``int8``, ``int4:block=128``, ``topk:0.01`` or another name says.
 
-    :param codec: A codec's name, such as ``int8``, ``int4:block=128`` or ``topk:0.01``; ``none`` stands for fp32.
-    :param numel: Number of values.
-    :return: Bytes; 0 for no values.
-    :raises ConfigError: if the name, an option or its value is unknown.
+    Local, without torch. ``none`` stands for fp32.
     """
     return read_codec(codec).nbytes(numel)
 
@@ -185,10 +182,7 @@ def codec_bytes(codec: str, numel: int) -> int:
 def codec_ratio(codec: str, bytes_per_parameter: float = 4.0) -> float:
     """Return the bytes that cross over the bytes of the model, for large tensors; local.
 
-    :param codec: As in :func:`codec_bytes`; ``none`` gives 1, whatever a parameter takes.
-    :param bytes_per_parameter: Bytes of a parameter in the model, above 0.
-    :return: The ratio.
-    :raises ConfigError: if the name, an option or its value is unknown.
+    The codec is as in :func:`codec_bytes`; ``none`` gives 1, whatever a parameter takes.
     """
     return 1.0 if codec == "none" else codec_bytes(codec, LARGE) / (bytes_per_parameter * LARGE)
 

@@ -38,6 +38,7 @@ __all__ = [
     "check_folder",
     "export_cell",
     "is_exported",
+    "is_written",
     "load_global",
     "read_global",
     "read_told",
@@ -229,11 +230,16 @@ def is_exported(
     """Tell whether this export exists already, whole and as it was written; local."""
     wanted: dict[str, Any] = {"cell": cell, "cells": cells, "round": round, "start": start}
     wanted |= {} if plan is None else {"plan": plan.plain()}
+    return is_written(Path(path), "export", wanted)
+
+
+def is_written(path: Path, kind: str, wanted: Mapping[str, Any]) -> bool:
+    """Tell whether an export or a round's result with these values exists, whole and as it was written; local."""
     try:
-        values = read_told(Path(path), "export")
+        values = read_told(path, kind)
         if any(values.get(name) != one for name, one in wanted.items()):
             return False
-        check_folder(Path(path))
+        check_folder(path)
     except CheckpointError:
         return False
     return True

@@ -25,7 +25,7 @@ from xffl.aggregation.algorithms.registry import make
 from xffl.aggregation.algorithms.server import ServerOptimizer, asked_of, options_of, server_of
 from xffl.aggregation.engine.exchange import sum_of_squares, weigh_cells
 from xffl.aggregation.engine.plan import RoundContext
-from xffl.aggregation.exports import CELL_FOLDER, PART, RoundPlan, check_combiner, check_folder, compare, read_told
+from xffl.aggregation.exports import CELL_FOLDER, PART, RoundPlan, check_combiner, compare, is_written, read_told
 from xffl.aggregation.mean import combined, weighted_mean, wide_type
 from xffl.checkpoint.format import (
     INDEX,
@@ -372,7 +372,7 @@ def aggregate_exports(
     asked = [str(combiner), None if optimizer is None else str(optimizer), None if weights is None else list(weights)]
     made_of = {"exports": counted, "asked": asked}
     made = Round(values["round"], values["cells"], shares, len(kinds), size_bytes)
-    if _is_made(target, made_of):
+    if is_written(target, "global", {"made_of": made_of}):
         return replace(made, was_there=True)
     sizes = [sum(size for size, _ in export.index.files.values()) for export in exports]
     report = _StageProgress(progress, sum(sizes))
@@ -388,17 +388,6 @@ def aggregate_exports(
     if not is_tried:
         _write(target, exports, context, combiner, outer, report, made_of)
     return made
-
-
-def _is_made(target: Path, made_of: Mapping[str, Any]) -> bool:
-    """Tell whether the result of the same exports exists, as it was written."""
-    try:
-        if read_told(target, "global").get("made_of") != made_of:
-            return False
-        check_folder(target)
-    except CheckpointError:
-        return False
-    return True
 
 
 def _check_target(target: Path) -> None:
