@@ -377,11 +377,11 @@ def split_model(model: nn.Module, stage: int, stages: int) -> nn.Module:
     name, container = _find_layers(model)
     if stages < 1 or not 0 <= stage < stages:
         raise ConfigError(f"stage {stage} of {stages} does not exist; give 0 <= stage < stages")
-    if stages > len(container):
-        raise ConfigError(f"{stages} stages cannot share {len(container)} layers; give at most {len(container)} stages")
-    counts = layers_of_stages(len(container), stages)
-    stage_of = [index for index, count in enumerate(counts) for _ in range(count)]
-    homes = {f"{name}.{key}": stage_of[index] for index, (key, _) in enumerate(container.named_children())}
+    keys = [key for key, _ in container.named_children()]  # a layer that is there twice counts once
+    if stages > len(keys):
+        raise ConfigError(f"{stages} stages cannot share {len(keys)} layers; give at most {len(keys)} stages")
+    stage_of = [index for index, count in enumerate(layers_of_stages(len(keys), stages)) for _ in range(count)]
+    homes = {f"{name}.{key}": home for key, home in zip(keys, stage_of, strict=True)}
     homes |= _surroundings(model, name, stages)
     _check_homes(model, homes, stages)
     for part, home in homes.items():

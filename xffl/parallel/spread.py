@@ -408,7 +408,9 @@ def is_meta(model: nn.Module) -> bool:
     bare = [name for name, tensor in named_tensors(model) if tensor.is_meta]
     with_values = [name for name, tensor in named_tensors(model) if not tensor.is_meta]
     if bare and with_values:
-        raise ConfigError(f"tensor {bare[0]!r} is on the meta device and {with_values[0]!r} is not; make them alike")
+        raise ConfigError(
+            f"tensor {bare[0]!r} is on the meta device and {with_values[0]!r} is not; build all there, or none"
+        )
     return bool(bare)
 
 
