@@ -184,7 +184,7 @@ def wrong_options(rank: int, world_size: int) -> None:
     for options, parts in [
         ({}, ("'sparse'", "'local'")),
         ({"policies": {**local, "0.weigth": "first"}}, ("0.weigth", "match no tensor")),
-        ({"policies": {**local, "0.*": "mean"}}, ("'mean'", "average, local, first")),
+        ({"policies": {**local, "0.*": "mean"}}, ("policy for '0.*' must be one of 'average', ", "got 'mean'")),
         ({"policies": {**local, "picks": "average"}}, ("'picks'", "int64", "'first' or 'local'")),
         ({"policies": "local"}, ("policies must be a mapping", "got 'local'")),
         ({"policies": local, "server": {"name": "diloco", "device": "cuda:99"}}, ("cuda:99", "not here")),

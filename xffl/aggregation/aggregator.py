@@ -30,7 +30,7 @@ from xffl.aggregation.engine.consensus import (
 )
 from xffl.aggregation.engine.exchange import Exchange, RoundRun
 from xffl.aggregation.engine.global_model import GlobalModel, check_start
-from xffl.aggregation.engine.groups import MergeMode, Progress, RoundScope, RoundStatus, select_groups
+from xffl.aggregation.engine.groups import MergeMode, RoundScope, RoundStatus, select_groups
 from xffl.aggregation.engine.plan import digest, plan_groups, plan_transfers
 from xffl.aggregation.engine.tensors import (
     Manifest,
@@ -607,7 +607,7 @@ def _make_exchange(
     replica_tensors: ReplicaTensors | None,
 ) -> Exchange:
     """Plan what this rank exchanges; make it and its groups."""
-    topology, rank, device = scope.topology, scope.rank, transfer_device(scope.state)
+    topology, rank = scope.topology, scope.rank
     least, fragments = options.bucket_bytes, options.fragments
     items = manifest.items(topology, axes, replica_tensors, least_bytes=least, fragments=fragments)
     plan = f"{digest(items, topology)}, {least} bytes a bucket, form={options.form_of_groups}, rails={options.rails}"
@@ -618,9 +618,8 @@ def _make_exchange(
     holders = () if replica_tensors is None else replica_tensors.holders
     round_groups = select_groups(scope, multi_rail=options.rails, is_own=options.overlap, holders=holders)
     groups = plan_groups(items, topology, rank)
-    transfers = plan_transfers(groups, scope, round_groups, options, manifest.codecs, device)
-    progress = Progress(device, scope.state.timeouts.across_s)
-    link = Link(transfers, scope, round_groups, device, combiner=options.combiner, progress=progress, masker=masker)
+    transfers = plan_transfers(groups, scope, round_groups, options, manifest.codecs)
+    link = Link(transfers, scope, round_groups, options.combiner, masker)
     # The moving tensors of all shards in the plan's order, and None for one that this rank has not.
     moving: Sequence[TensorInfo] = manifest.moving if replica_tensors is None else replica_tensors.moving
     here = {entry.name: entry for entry in manifest.moving}
@@ -630,10 +629,8 @@ def _make_exchange(
     # On all ranks or on none, also on one that encodes nothing itself.
     has_codecs = any(manifest.codecs.values()) and topology.cells > 1
     residuals = ResidualStore(transfers, link.feedback, plan) if has_codecs else None
-    global_model = GlobalModel(transfers, layout, options.server, device) if options.needs_agreed else None
-    exchange = Exchange(
-        layout, transfers, link, device=device, options=options, global_model=global_model, residuals=residuals
-    )
+    global_model = GlobalModel(transfers, layout, options.server, link.device) if options.needs_agreed else None
+    exchange = Exchange(layout, transfers, link, options=options, global_model=global_model, residuals=residuals)
     if global_model is not None:
         global_model.reset_from_model()
         check_start(moving, exchange.own_values(), scope)

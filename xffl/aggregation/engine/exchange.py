@@ -75,13 +75,12 @@ class Exchange:
         transfers: Sequence[GroupTransfer],
         link: Link,
         *,
-        device: torch.device,
         options: Options,
         global_model: GlobalModel | None,
         residuals: ResidualStore | None,
     ) -> None:
         self.layout, self.transfers, self.link = layout, tuple(transfers), link
-        self.device, self.atomic = device, options.atomic
+        self.device, self.atomic = link.device, options.atomic
         self.combiner = options.combiner
         self.compares_models = self.combiner.needs_distances
         self.global_model = global_model
@@ -91,8 +90,8 @@ class Exchange:
         self.protection = None if options.privacy is None else Protection(options.privacy, rank, self.masker)
         self.accountant = None if self.protection is None else self.protection.accountant
         # Buffers are made in the first round and kept, since fresh memory is slow.
-        self.cell_rows = Pool(0, device)
-        self.staging = StagingBuffers(layout, device, atomic=options.atomic)
+        self.cell_rows = Pool(0, self.device)
+        self.staging = StagingBuffers(layout, self.device, atomic=options.atomic)
         self.residuals = residuals
 
     @property

@@ -31,6 +31,7 @@ from xffl.aggregation.compression import Codec
 from xffl.aggregation.engine.groups import RoundGroups, RoundScope
 from xffl.aggregation.options import Options
 from xffl.costs import IN_FLIGHT, form_of, pipeline_depth
+from xffl.distributed.consistency import transfer_device
 from xffl.topology import Topology
 
 __all__ = [
@@ -399,12 +400,11 @@ def plan_transfers(
     round_groups: RoundGroups,
     options: Options,
     codecs: Mapping[str, Codec | None],
-    device: torch.device,
 ) -> tuple[GroupTransfer, ...]:
     """Prepare the groups of a rank; all participants of a group find the same buckets and form."""
     transfers = []
     topology, rank, form = scope.topology, scope.rank, options.form_of_groups
-    cell = topology.cell_of(rank)
+    cell, is_on_cpu = topology.cell_of(rank), transfer_device(scope.state).type == "cpu"
     senders: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
     for number, group in enumerate(groups):
         dtype = getattr(torch, group.dtype)
@@ -418,7 +418,7 @@ def plan_transfers(
         # What is taken from one cell needs no combining.
         taken = "all_gather"
         # Over NCCL this was not measured; other types than fp32 take long to combine, so each cell does half of that.
-        deferred_mean = options.allow_deferred_mean and not round_groups.multi_rail and device.type == "cpu"
+        deferred_mean = options.allow_deferred_mean and not round_groups.multi_rail and is_on_cpu
         deferred_mean = deferred_mean and group.dtype == "float32" and codec is None and form != "two_hop"
         deferred_mean = deferred_mean and _is_alone(group, topology)
         if group.rule == "average" and not deferred_mean:
@@ -430,7 +430,7 @@ def plan_transfers(
         reduce_scatter = taken == "two_hop"
         takes_turns = reduce_scatter and topology.cells == 2 and codec is None and not round_groups.multi_rail
         # NCCL works off what is posted on a group bucket by bucket, so each bucket has to use both directions there.
-        combiners = _take_turns(buckets) if takes_turns and device.type == "cpu" else ()
+        combiners = _take_turns(buckets) if takes_turns and is_on_cpu else ()
         # After so many buckets all cells' senders come round again. What is taken from one cell is taken from one rank.
         period = math.lcm(*topology.replica_counts) if round_groups.multi_rail and group.rule == "average" else 1
         keys = [(group.owners, turn) for turn in range(max(1, min(period, len(buckets))))]

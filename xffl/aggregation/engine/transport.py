@@ -17,6 +17,7 @@ from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.mean import combined, piece_length, weighted_mean
 from xffl.aggregation.privacy import Masker
 from xffl.aggregation.report import RoundProfile
+from xffl.distributed.consistency import transfer_device
 
 __all__ = ["CrossCellTransport", "Link", "add_distances"]
 
@@ -33,18 +34,16 @@ class Link:
         transfers: Sequence[GroupTransfer],
         scope: RoundScope,
         round_groups: RoundGroups,
-        device: torch.device,
-        *,
         combiner: Combiner,
-        progress: Progress,
-        masker: Masker | None = None,
+        masker: Masker | None,
     ) -> None:
         self.sizes, self.cells = scope.topology.sizes, scope.topology.cells
         self.rank, self.cell = scope.rank, scope.topology.cell_of(scope.rank)
         self.others = [cell for cell in range(self.cells) if cell != self.cell]
         self.round_groups = round_groups
-        self.combiner, self.masker, self.progress = combiner, masker, progress
-        self._device = device
+        self.combiner, self.masker = combiner, masker
+        self.device = device = transfer_device(scope.state)
+        self.progress = Progress(device, scope.state.timeouts.across_s)
         self._needed: dict[tuple[int, ...], int] = {}
         self._gathered: dict[int, torch.Tensor] = {}
         # Buffers are made in the first round and kept, since fresh memory is slow.
@@ -87,7 +86,7 @@ class Link:
         dtype = torch.float32 if is_encoded else transfer.dtype
         if transfer.number not in self._gathered or self._gathered[transfer.number].dtype != dtype:
             with torch.inference_mode(False):
-                rows = torch.empty(self.cells, transfer.group.numel, dtype=dtype, device=self._device)
+                rows = torch.empty(self.cells, transfer.group.numel, dtype=dtype, device=self.device)
             self._gathered[transfer.number] = rows
 
     def rows_of(self, transfer: GroupTransfer, bucket: Bucket) -> torch.Tensor:
@@ -100,7 +99,7 @@ class Link:
 
     def ahead(self, transfer: GroupTransfer) -> int:
         """Return how many buckets before it sends its own a rank is ready to receive; NCCL posts both together."""
-        return transfer.ahead if self._device.type == "cpu" else 0
+        return transfer.ahead if self.device.type == "cpu" else 0
 
     def _slot_bytes(self, transfer: GroupTransfer, bucket: Bucket) -> int:
         """Return what a bucket needs for what arrives from each other cell, and for what leaves encoded."""
