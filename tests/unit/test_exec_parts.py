@@ -15,14 +15,13 @@ import pytest
 from tests.unit.test_allocation import THREE_LEVELS, UNEVEN
 from xffl.cli import execute
 from xffl.cli.main import COMMANDS, main
-from xffl.cluster.exit_codes import ExitCode, code_of_signal
 from xffl.cluster.launch import runner, srun
+from xffl.cluster.launch.failure import ExitCode, JobWatch, code_of_signal
 from xffl.cluster.launch.job_layout import JobLayout, check_started, fit_hosts, lay_out
 from xffl.cluster.launch.logs import MarkedLines, Message, RankFile, Stream, following, list_rank_files, mark, sizes_now
 from xffl.cluster.launch.runner import RankJob
 from xffl.cluster.launch.srun import launch_srun, read_task_ends, srun_command
 from xffl.cluster.launch.ssh import shared_environment, ssh_command
-from xffl.cluster.launch.supervisor import JobWatch
 from xffl.cluster.slurm.allocation import Allocation, Host, find_allocation
 from xffl.errors import ConfigError, LaunchError, TopologyError
 

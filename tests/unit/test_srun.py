@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from xffl.cluster.exit_codes import ExitCode
 from xffl.cluster.launch import logs, runner, srun
-from xffl.cluster.launch.failure import RankFailure
+from xffl.cluster.launch.failure import ExitCode, RankFailure
 from xffl.cluster.launch.logs import LineBuffer, MarkedLines, RankFile, Stream
 from xffl.cluster.launch.runner import RankJob
 from xffl.cluster.launch.srun import launch_srun, read_task_ends

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from jsonargparse import ArgumentParser, Namespace
 
 from xffl.checks import number, one_of
-from xffl.cli.formatter import HelpFormatter
+from xffl.cli.main import HelpFormatter
 
 if TYPE_CHECKING:
     from xffl.cluster.doctor.compare import Report

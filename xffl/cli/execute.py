@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from xffl.cli.formatter import HelpFormatter
+from xffl.cli.main import HelpFormatter
 from xffl.cluster.cells import Federation, parse_cell, parse_federation
 from xffl.cluster.environment import (
     OverFiles,
@@ -31,8 +31,7 @@ from xffl.cluster.environment import (
     required_cells,
     sources_named,
 )
-from xffl.cluster.exit_codes import ExitCode
-from xffl.cluster.launch.failure import RankFailure
+from xffl.cluster.launch.failure import ExitCode, RankFailure
 from xffl.cluster.launch.job_layout import JobLayout, check_started, fit_hosts, lay_out
 from xffl.cluster.launch.launch import launch_local
 from xffl.cluster.launch.launchers import LAUNCHERS

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from jsonargparse import ArgumentParser, Namespace
 
-from xffl.cli.formatter import HelpFormatter
+from xffl.cli.main import HelpFormatter
 from xffl.errors import ConfigError
 from xffl.extras import install_command
 

@@ -1,4 +1,4 @@
-"""Small commands: ``xffl env``, ``init``, ``lighthouse``, ``list`` and ``logs``."""
+"""Small commands: ``xffl env``, ``init``, ``lighthouse``, ``list``, ``logs`` and ``report``."""
 
 from __future__ import annotations
 
@@ -16,11 +16,17 @@ from typing import TYPE_CHECKING, Any
 from jsonargparse import ArgumentParser, Namespace
 
 from xffl.checks import integer, number, one_of
-from xffl.cli.formatter import HelpFormatter
-from xffl.cluster.environment import ProcessEnvironment, detect_environment, requested_federation, use_interface
+from xffl.cli.main import HelpFormatter
+from xffl.cluster.environment import (
+    ProcessEnvironment,
+    detect_environment,
+    make_token_file,
+    read_address,
+    requested_federation,
+    use_interface,
+)
 from xffl.cluster.launch.launchers import LAUNCHERS
 from xffl.cluster.launch.logs import Stream, list_rank_files
-from xffl.cluster.replica_groups import make_token_file, read_address
 from xffl.errors import ConfigError
 from xffl.extras import install_command, optional_import
 
@@ -62,6 +68,15 @@ examples:
   xffl logs runs/demo/logs --follow --ranks 0,4-7
 
 Without --follow the files are shown one rank after the other. Ctrl-C ends --follow.
+"""
+
+_REPORT_EXAMPLES = """\
+examples:
+  xffl report runs/demo
+  xffl report runs/fedavg runs/diloco --out runs/compared
+
+It needs matplotlib and jinja2 ({install}). Of a run that is still going on, the page
+shows what has been recorded.
 """
 
 _NAME = "@NAME@"
@@ -307,11 +322,37 @@ def _read_ranks(text: str) -> set[int]:
     return ranks
 
 
+def _parse_report() -> ArgumentParser:
+    parser = ArgumentParser(
+        description="Write report.html, one file that needs no network, and its pictures as PNG files: for one run "
+        "into its folder pictures/, for several, which are compared, into --out.",
+        epilog=_REPORT_EXAMPLES.format(install=install_command("report")),
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument("runs", nargs="+", type=str, metavar="RUN", help="run folders: output_dir of experiments")
+    parser.add_argument("--out", type=str, metavar="FOLDER", help="where to write; needed for several runs")
+    return parser
+
+
+def _report(options: Namespace) -> int:
+    """Write the report, and print its place and what it lacks."""
+    from xffl.run_report import write_report
+    from xffl.run_report.summary import printable
+
+    written = write_report(options.runs, options.out)
+    print(printable(f"{written.page} and {len(written.pictures)} figures beside it"))
+    for one in written.runs:
+        for note in one.notes:
+            print(printable(f"  {one.name}: {note}"))
+    return 0
+
+
 COMMANDS = {
     "env": (_parse_env, _env),
     "init": (_parse_init, _init),
     "lighthouse": (_parse_lighthouse, _lighthouse),
     "list": (_parse_list, _list),
     "logs": (_parse_logs, _logs),
+    "report": (_parse_report, _report),
 }
 """For each command what makes its parser, and what runs it and returns an exit code."""

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from xffl.cluster.environment import requested_federation
-from xffl.cluster.exit_codes import ExitCode, code_of_signal
 from xffl.cluster.launch.affinity import bind_if_asked, limit_threads, take_turns_if_crowded
-from xffl.cluster.launch.failure import FailureRecord, describe_failure, record_failure
+from xffl.cluster.launch.failure import ExitCode, FailureRecord, code_of_signal, describe_failure, record_failure
 from xffl.cluster.launch.launchers import LAUNCHERS
 from xffl.cluster.launch.logs import RankFile, mark, redirect
 from xffl.errors import LaunchError, XfflError

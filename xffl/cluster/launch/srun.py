@@ -17,14 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, BinaryIO
 
-from xffl.cluster.exit_codes import ExitCode
 from xffl.cluster.hosts import expand_hosts, node_address
 from xffl.cluster.launch.affinity import limit_threads
-from xffl.cluster.launch.failure import FailureRecord, RankFailure
+from xffl.cluster.launch.failure import ExitCode, FailureRecord, JobWatch, RankFailure, caught_signals
 from xffl.cluster.launch.job_layout import JobLayout
 from xffl.cluster.launch.logs import LineBuffer, MarkedLines, Message, line_prefix
 from xffl.cluster.launch.runner import RankJob, check_script
-from xffl.cluster.launch.supervisor import JobWatch, caught_signals
 from xffl.errors import LaunchError
 
 __all__ = ["launch_srun", "read_task_ends", "srun_command"]

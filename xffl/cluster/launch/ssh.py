@@ -23,13 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import xffl
-from xffl.cluster.exit_codes import ExitCode, code_of_signal
 from xffl.cluster.launch.affinity import limit_threads
-from xffl.cluster.launch.failure import FailureRecord, RankFailure
+from xffl.cluster.launch.failure import ExitCode, FailureRecord, JobWatch, RankFailure, caught_signals, code_of_signal
 from xffl.cluster.launch.job_layout import JobLayout
 from xffl.cluster.launch.logs import MarkedLines, line_prefix
 from xffl.cluster.launch.runner import RankJob
-from xffl.cluster.launch.supervisor import JobWatch, caught_signals
 from xffl.cluster.slurm.allocation import Host
 from xffl.errors import LaunchError
 

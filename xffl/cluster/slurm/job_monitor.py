@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from xffl.cluster.exit_codes import ExitCode, code_of_signal
+from xffl.cluster.launch.failure import ExitCode, code_of_signal
 from xffl.cluster.slurm.submit import run_slurm
 from xffl.errors import ConfigError, LaunchError
 
