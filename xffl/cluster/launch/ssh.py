@@ -31,7 +31,7 @@ from xffl.cluster.launch.runner import RankJob
 from xffl.cluster.slurm.allocation import Host
 from xffl.errors import LaunchError
 
-__all__ = ["BEAT_S", "HostConnection", "allow_files", "launch_ssh", "shared_environment", "ssh_command"]
+__all__ = ["job_of_hosts", "launch_ssh", "shared_environment", "ssh_command"]
 
 BEAT_S = 10.0
 """How often each host hears from here."""
@@ -46,7 +46,7 @@ _SSH = (
 """A shared connection would stay in the background, and end all of a host's jobs together."""
 _BOOT = (
     'import sys, json; job = json.loads(sys.stdin.readline()); sys.path.append(job["path"]); '
-    "from xffl.cluster.launch.ssh_agent import main; main(job)"
+    "from {} import main; main(job)"
 )
 """The same for every job."""
 
@@ -55,12 +55,9 @@ def _python(environ: Mapping[str, str]) -> str:
     return environ.get("XFFL_PYTHON") or sys.executable
 
 
-def ssh_command(host: Host, environ: Mapping[str, str], program: str = _BOOT) -> list[str]:
-    """Return the command line that reaches a host and starts what answers there.
-
-    Returns the words; the last one is for the shell of the host.
-    """
-    remote = f"exec {shlex.quote(_python(environ))} -u -c {shlex.quote(program)}"
+def ssh_command(host: Host, environ: Mapping[str, str], module: str = "xffl.cluster.launch.ssh_agent") -> list[str]:
+    """Return the words that reach a host and start a module's ``main`` there; the last is for the shell of the host."""
+    remote = f"exec {shlex.quote(_python(environ))} -u -c {shlex.quote(_BOOT.format(module))}"
     return [*shlex.split(environ.get("XFFL_SSH") or _SSH), "--", host.address or host.name, remote]
 
 
@@ -219,12 +216,8 @@ def launch_ssh(
     limit_threads(variables)
     variables |= RankJob(log_dir=log_dir, is_marked=True).variables()
     told = {
-        "cwd": os.getcwd(),
+        **job_of_hosts(variables),
         "command": list(command),
-        "environ": variables,
-        "path": str(Path(xffl.__file__).parents[1]),
-        "version": xffl.__version__,
-        "python": sys.version.split()[0],
         "grace_s": grace_s,
         "silence_s": _SILENCE_S,
         "world_size": layout.topology.world_size,
@@ -236,6 +229,17 @@ def launch_ssh(
             return job.wait()
         finally:
             job.leave()
+
+
+def job_of_hosts(variables: Mapping[str, str]) -> dict[str, Any]:
+    """Return what every host must know of a job, whatever it is to do."""
+    return {
+        "cwd": os.getcwd(),
+        "environ": variables,
+        "path": str(Path(xffl.__file__).parents[1]),
+        "version": xffl.__version__,
+        "python": sys.version.split()[0],
+    }
 
 
 def shared_environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -20,11 +20,10 @@ from contextlib import suppress
 from typing import IO, Any
 
 from xffl.cluster.launch.logs import LineBuffer
+from xffl.cluster.network import SLURM_PORTS
 
-__all__ = ["free_port", "main"]
+__all__ = ["free_port", "main", "refusal"]
 
-_PORTS = range(20000, 32000)
-"""Below the ports that Linux hands out by itself, so that nobody else is given it before the ranks have started."""
 _TRIES = 100
 _RUN = (
     "import sys; from importlib.util import find_spec; path = sys.argv.pop(1); "
@@ -38,8 +37,7 @@ _POLL_S = 0.1
 def main(job: dict[str, Any]) -> None:
     """Be the launcher of this host."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the end of the input says so, too, and leaves time for it
-    refused = _refusal(job)
-    if refused is not None:
+    if (refused := refusal(job)) is not None:
         _send({"refused": refused})
         return
     _send({"ready": free_port()})
@@ -47,19 +45,20 @@ def main(job: dict[str, Any]) -> None:
 
 
 def free_port() -> int:
-    """Find a port of this host where nobody listens."""
-    for port in random.sample(_PORTS, _TRIES):
+    """Find a port of this host where nobody listens, below those that Linux hands out by itself to others."""
+    first, last = SLURM_PORTS
+    for port in random.sample(range(first, last + 1), _TRIES):
         with socket.socket() as probe:
             try:
                 probe.bind(("", port))
             except OSError:
                 continue
             return port
-    raise OSError(f"none of {_TRIES} ports between {_PORTS.start} and {_PORTS.stop - 1} is free")
+    raise OSError(f"none of {_TRIES} ports between {first} and {last} is free")
 
 
-def _refusal(job: Mapping[str, Any]) -> str | None:
-    """Say why this host cannot take ranks, if it cannot; go to the job's folder."""
+def refusal(job: Mapping[str, Any]) -> str | None:
+    """Say why this host cannot take ranks, if it cannot; go to the job's folder, which has the script of a command."""
     from xffl import __version__
 
     python = sys.version.split()[0]
@@ -72,6 +71,8 @@ def _refusal(job: Mapping[str, Any]) -> str | None:
         os.chdir(job["cwd"])
     except OSError as error:
         return f"folder {job['cwd']!r}: {error.strerror}; start from a folder that all hosts share"
+    if "command" not in job:
+        return None
     from xffl.cluster.launch.runner import check_script  # of the same version, as is known now
     from xffl.errors import LaunchError
 
