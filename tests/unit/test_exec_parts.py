@@ -292,6 +292,7 @@ def test_the_variable_of_a_rank_is_taken_out() -> None:
         ("srun: error: a1: tasks 0-1,3: Killed\n", {0: -9, 1: -9, 3: -9}),
         ("srun: error: n-1.site: task 12: Segmentation fault (core dumped)\n", {12: -11}),
         ("srun: error: a1: task 2: Terminated\n", {2: -15}),
+        ("srun: error: n1: tasks 2-3: Out Of Memory\n", {2: -9, 3: -9}),
         ("srun: error: a1: task 2: Something new\n", {2: 1}),
         ("srun: error: Unable to create step for job 1: More processors requested than permitted\n", None),
         ("hello\n", None),

@@ -18,7 +18,6 @@ from jsonargparse import ArgumentParser, Namespace
 from xffl.checks import integer, number, one_of
 from xffl.cli.main import HelpFormatter
 from xffl.cluster.environment import (
-    ProcessEnvironment,
     detect_environment,
     make_token_file,
     read_address,
@@ -107,7 +106,10 @@ def _env(options: Namespace) -> int:
         told = {**asdict(found), "federated": federated, "hsdp": hsdp, "interface": interface, "missing": missing}
         print(json.dumps(told, indent=2))
         return 0
-    print(_describe_environment(found))
+    rendezvous = "none is needed" if found.master_addr is None else f"{found.master_addr}:{found.master_port}"
+    print(f"launcher    {found.launcher}\nwhy         {found.reason}\nrank        {found.rank} of {found.world_size}")
+    print(f"on its node {found.node_local_rank} of {found.node_local_size}")
+    print(f"node        {found.node_rank} of {found.node_world_size}\nrendezvous  {rendezvous}")
     print(f"federation  XFFL_FEDERATED {_shown(federated)}, XFFL_HSDP {_shown(hsdp)}")
     print(f"interface   XFFL_IFNAME {_shown(interface)}")
     print("launchers   in the order in which they were looked for:")
@@ -120,20 +122,6 @@ def _env(options: Namespace) -> int:
             verdict = "no, " + ("it comes later" if row.matches(os.environ) else "its variables are another step's")
         print(f"  {row.name:<9} {verdict}")
     return 0
-
-
-def _describe_environment(found: ProcessEnvironment) -> str:
-    rendezvous = "none is needed" if found.master_addr is None else f"{found.master_addr}:{found.master_port}"
-    return "\n".join(
-        (
-            f"launcher    {found.launcher}",
-            f"why         {found.reason}",
-            f"rank        {found.rank} of {found.world_size}",
-            f"on its node {found.node_local_rank} of {found.node_local_size}",
-            f"node        {found.node_rank} of {found.node_world_size}",
-            f"rendezvous  {rendezvous}",
-        )
-    )
 
 
 def _shown(value: object) -> str:

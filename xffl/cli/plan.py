@@ -165,8 +165,10 @@ def run(options: Namespace) -> int:
             number(_option(name), options[name], minimum, above=above)
     if options.bytes_per_param is None:
         options.bytes_per_param = _bytes_of_dtype(options)
-    topology, hosts = _lay_out(options)
-    federated, *_ = _asked_federation(options)
+    asked = None if options.federated is None else parse_federation(options.federated, "--federated")
+    federated, replica_size, sources = complete_federation(asked, options.hsdp)
+    with sources_named(sources):
+        topology, hosts = _fit(options, federated, replica_size)
     if federated is not None and topology.cells == 1:
         print(lone_cell(federated, topology.world_size), file=sys.stderr)
     inside = _describe_cell(options, topology)
@@ -249,13 +251,6 @@ def _simulate(options: Namespace, topology: Topology) -> dict[str, Any]:
         "data_parallel": asdict(forecast_data_parallel(topology, **common)),
         "assumptions": list(ASSUMPTIONS),
     }
-
-
-def _lay_out(options: Namespace) -> tuple[Topology, dict[str, Any] | None]:
-    """Return the federation, and the placement of its ranks where hosts are known."""
-    federated, replica_size, sources = _asked_federation(options)
-    with sources_named(sources):
-        return _fit(options, federated, replica_size)
 
 
 def _fit(
@@ -352,12 +347,6 @@ def _seconds(seconds: float) -> str:
 
 
 # Hosts: which cell each is in, the order of their ranks, and where replicas stand -------------------------------------
-
-
-def _asked_federation(options: Namespace) -> tuple[Federation | None, int | None, tuple[str, ...]]:
-    """Return the sizes or the rule, and the replica size, from options or else the environment."""
-    asked = None if options.federated is None else parse_federation(options.federated, "--federated")
-    return complete_federation(asked, options.hsdp)
 
 
 def _knob(options: Namespace) -> str:
@@ -524,10 +513,7 @@ def _memory_lines(inside: dict[str, Any]) -> list[str]:
     found.append(f"  {'total':<12}  {_known(inside['total_bytes'])}")
     found += ["", "A rank sends inside the cell, in a forward and backward pass:"]
     found += _part_lines(inside["traffic"]) or ["  nothing"]
-    found += [
-        "",
-        "With P parameters, U of them (P / pp / tp) on a stage, cut over n = dp_shard x cp ranks,",
-    ]
+    found += ["", "With P parameters, U of them (P / pp / tp) on a stage, cut over n = dp_shard x cp ranks,"]
     found += ["R = dp_replicate, t = tp, c = cp, tokens = batch x sequence / cp.", "", "Strategies for this cell:"]
     width = max(map(len, inside["strategies"]))
     columns = [name for name in _COLUMNS if any(name in row for row in inside["strategies"].values())]

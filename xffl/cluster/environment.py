@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import socket
 import stat
 import sys
@@ -92,8 +91,6 @@ def detect_environment(
 
     An argument beats the launcher's variable. A world size other than the launcher's means that the caller started the
     processes: nothing is taken from the launcher then, and without arguments for the nodes all ranks are on one node.
-
-    Returns the environment; a single process where nothing is given and no launcher matches.
     """
     environ = os.environ if environ is None else environ
     arguments = {
@@ -199,11 +196,7 @@ def _check(found: Fields) -> None:
 
 
 def requested_federation(environ: Mapping[str, str] | None = None) -> tuple[Federation | None, int | None]:
-    """Return the federation that the environment asks for.
-
-    Returns federated sizes, or a rule that finds them, from ``XFFL_FEDERATED``, and the replica size from
-    ``XFFL_HSDP``; ``None`` where unset or empty.
-    """
+    """Return sizes or a rule from ``XFFL_FEDERATED``, and the replica size from ``XFFL_HSDP``; ``None`` where unset."""
     environ = os.environ if environ is None else environ
     federated, hsdp = (environ.get(name, "").strip() for name in ("XFFL_FEDERATED", "XFFL_HSDP"))
     return (
@@ -215,10 +208,7 @@ def requested_federation(environ: Mapping[str, str] | None = None) -> tuple[Fede
 def complete_federation(
     federated: Federation | None, hsdp: int | None, environ: Mapping[str, str] | None = None
 ) -> tuple[Federation | None, int | None, tuple[str, ...]]:
-    """Fill in from the environment what an argument leaves open of a federation.
-
-    Returns the sizes or the rule, the replica size, and which variables they are from, for :func:`sources_named`.
-    """
+    """Fill in from the environment what arguments leave open; the last value is for :func:`sources_named`."""
     asked, replica_size = requested_federation(environ)
     variables = federation_variables(asked if federated is None else None, replica_size if hsdp is None else None)
     return (
@@ -241,10 +231,7 @@ def sources_named(sources: Iterable[str]) -> Iterator[None]:
 
 
 def federation_variables(federated: Federation | None, hsdp: int | None) -> dict[str, str]:
-    """Return the variables from which :func:`requested_federation` reads a federation.
-
-    Returns ``XFFL_FEDERATED`` and ``XFFL_HSDP``, as far as there is something to say.
-    """
+    """Return the variables from which :func:`requested_federation` reads a federation, as far as there is one."""
     found = {}
     if federated is not None:
         found["XFFL_FEDERATED"] = ",".join(map(str, federated if isinstance(federated, tuple) else (federated,)))
@@ -308,22 +295,14 @@ def require_cells(number: int) -> None:
 
 
 def required_cells(environ: Mapping[str, str] | None = None) -> int | None:
-    """Return how many cells there must be at least, as ``XFFL_REQUIRE_CELLS`` says.
-
-    Returns the number; ``None`` where unset or empty.
-    """
+    """Return how many cells there must be at least, as ``XFFL_REQUIRE_CELLS`` says; ``None`` where unset or empty."""
     environ = os.environ if environ is None else environ
     text = environ.get("XFFL_REQUIRE_CELLS", "").strip()
     return integer("XFFL_REQUIRE_CELLS", read_number("XFFL_REQUIRE_CELLS", text)) if text else None
 
 
 def accept_cells(
-    asked: Federation | None,
-    cells: int,
-    world_size: int,
-    required: int | None,
-    *,
-    is_speaker: bool = True,
+    asked: Federation | None, cells: int, world_size: int, required: int | None, *, is_speaker: bool = True
 ) -> None:
     """Refuse fewer cells than are required, and say it in a line where a federation turns out to be one cell.
 
@@ -373,8 +352,6 @@ def use_interface(name: str | None, environ: MutableMapping[str, str] | None = N
     ``XFFL_CONTROL_IFNAME`` names another interface for the rendezvous and its store. Whichever these use must have an
     address on every host, which is only looked for here. Where ``XFFL_IFNAME`` says another one than ``name``, it is
     changed, since whatever else looks for the interface reads it first.
-
-    Returns the interface, or ``None`` where none is asked for.
     """
     environ = os.environ if environ is None else environ
     chosen = name or environ.get("XFFL_IFNAME") or None
@@ -428,10 +405,7 @@ def read_address(what: str, text: str) -> tuple[str, int]:
 
 
 def replica_group_of(environ: Mapping[str, str] | None = None) -> tuple[int, int] | None:
-    """Return which replica group this job is, and how many there are at most, as ``XFFL_ISLAND=1/4`` says.
-
-    Returns its number from 0, and the most groups; ``None`` where nothing is said.
-    """
+    """Return this job's replica group and the most groups, as ``XFFL_ISLAND=1/4`` says; ``None`` where unset."""
     environ = os.environ if environ is None else environ
     text = environ.get("XFFL_ISLAND", "").strip()
     if not text:
@@ -473,7 +447,7 @@ def make_token_file(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secrets.token_hex(32) + "\n")
+            file.write(os.urandom(32).hex() + "\n")
     except FileExistsError:
         token_of({"XFFL_TOKEN_FILE": str(path)})
     except OSError as error:

@@ -182,7 +182,8 @@ def write_workflow(workflow: Workflow, folder: Path) -> None:
         for site in workflow.facilities:
             text = _site_text(site, workflow.python) if site.setup is None else site.setup.read_text(encoding="utf-8")
             (folder / "sites" / f"{site.name}.sh").write_text(text, encoding="utf-8")
-        (folder / "sites" / "here.sh").write_text(_here(workflow.python), encoding="utf-8")
+        here = f"# What this machine needs before xffl, to make the rounds.\n{_path_line(workflow.python)}"
+        (folder / "sites" / "here.sh").write_text(here, encoding="utf-8")
         readme = (templates / "README.md").read_text(encoding="utf-8")
         (folder / "README.md").write_text(readme.replace("@NAME@", workflow.name), encoding="utf-8")
         _write(folder / "round.cwl", _ROUND, _round(workflow))
@@ -216,6 +217,10 @@ _MAIN = """\
 """
 
 
+def _of_site(name: str) -> dict[str, Any]:
+    return {kind: f"{kind}_{name}" for kind in ("site", "home", "words")}
+
+
 def _per_site(workflow: Workflow) -> dict[str, str]:
     kinds = {"site": "File", "home": "string", "words": "string[]"}
     return {f"{kind}_{one.name}": type_ for one in workflow.facilities for kind, type_ in kinds.items()}
@@ -226,8 +231,7 @@ def _measuring(workflow: Workflow, start: str | dict[str, Any]) -> dict[str, Any
     name = workflow.measured_by
     if name is None:
         return {}
-    given: dict[str, Any] = {kind: f"{kind}_{name}" for kind in ("site", "home", "words")}
-    given |= {"project": "project", "configuration": "configuration", "start": start}
+    given = {**_of_site(name), "project": "project", "configuration": "configuration", "start": start}
     given["cell"] = {"default": workflow.cell([one.name for one in workflow.facilities].index(name))}
     return {"measure": {"run": "measure.cwl", "in": given, "out": ["metrics"]}}
 
@@ -235,8 +239,7 @@ def _measuring(workflow: Workflow, start: str | dict[str, Any]) -> dict[str, Any
 def _round(workflow: Workflow) -> dict[str, Any]:
     steps: dict[str, Any] = {}
     for number, one in enumerate(workflow.facilities):
-        given: dict[str, Any] = {kind: f"{kind}_{one.name}" for kind in ("site", "home", "words")}
-        given |= {name: name for name in ("project", "configuration", "round", "start")}
+        given = _of_site(one.name) | {name: name for name in ("project", "configuration", "round", "start")}
         given["cell"] = {"default": workflow.cell(number)}
         steps[f"train_{one.name}"] = {"run": "train.cwl", "in": given, "out": ["export"]}
     exports = {"source": [f"{step}/export" for step in steps], "linkMerge": "merge_flattened"}
@@ -309,10 +312,6 @@ _STREAMFLOW = """\
 """
 
 
-def _file(path: str) -> dict[str, str]:
-    return {"class": "File", "path": path}
-
-
 def _inputs(workflow: Workflow, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {
         "rounds": workflow.rounds,
@@ -320,10 +319,10 @@ def _inputs(workflow: Workflow, folder: Path) -> dict[str, Any]:
         "results": str(folder / "results"),
         "project": {"class": "Directory", "path": "project"},
         "configuration": workflow.configuration.name,
-        "site": _file("sites/here.sh"),
+        "site": {"class": "File", "path": "sites/here.sh"},
     }
     for number, one in enumerate(workflow.facilities):
-        found[f"site_{one.name}"] = _file(f"sites/{one.name}.sh")
+        found[f"site_{one.name}"] = {"class": "File", "path": f"sites/{one.name}.sh"}
         found[f"home_{one.name}"] = one.home or f"xffl/{workflow.name}/cell_{number}"
         found[f"words_{one.name}"] = []
     return found
@@ -367,13 +366,11 @@ def _deployment(one: Facility, ranks: int | None) -> dict[str, Any]:
 
 def _site_text(one: Facility, python: Path) -> str:
     told = f"# What facility {one.name} needs before xffl: its steps read this first. CHANGE what does not fit.\n"
-    if one.host is None:
-        return told + f"export PATH={shlex.quote(str(python))}:$PATH\n"
-    return told + '# module load ...\n. "$HOME/xffl/.venv/bin/activate"\n'
+    return told + (_path_line(python) if one.host is None else '# module load ...\n. "$HOME/xffl/.venv/bin/activate"\n')
 
 
-def _here(python: Path) -> str:
-    return f"# What this machine needs before xffl, to make the rounds.\nexport PATH={shlex.quote(str(python))}:$PATH\n"
+def _path_line(python: Path) -> str:
+    return f"export PATH={shlex.quote(str(python))}:$PATH\n"
 
 
 class _Dumper(yaml.SafeDumper):

@@ -32,8 +32,9 @@ from xffl.cluster.doctor.probe import (
     find_versions,
     rank_facts,
 )
+from xffl.cluster.hosts import resolve
 from xffl.cluster.launch.ssh_agent import free_port, refusal
-from xffl.cluster.network import list_interfaces, resolve
+from xffl.cluster.network import list_interfaces
 
 __all__ = ["FOLDER_TURNS", "THREADS", "HostChecks", "Line", "Message", "Program", "import_limit_s", "take_part"]
 
@@ -243,11 +244,7 @@ def attempt(check: Callable[..., Message], *arguments: Any) -> Message:
 
 
 def _try_hosts(hosts: Mapping[str, Message], timeout_s: float) -> Message:
-    """Resolve the names of other hosts and connect to their ports.
-
-    The answer holds the ``names`` that were resolved, the ``failures`` (lists of key, port and reason), and how many
-    connections were ``tried``.
-    """
+    """Resolve the ``names`` of other hosts, connect to their ports, and return the ``failures``: key, port, reason."""
     attempts = [(key, host["address"], port) for key, host in hosts.items() for port in host["ports"]]
 
     def connect(attempt: tuple[str, str, int]) -> str | None:

@@ -255,10 +255,7 @@ def _judge_meeting(met: Collection[int], place: ProcessEnvironment, port: int, h
 
 
 def _gather(port: int, world_size: int, timeout_s: float) -> dict[int, tuple[Message, Line, str]]:
-    """Wait until all other ranks have connected, or the time is up: facts, line and address by rank.
-
-    An OSError says that the port is taken.
-    """
+    """Wait for all other ranks: facts, line and address by rank; an OSError says that the port is taken."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # rank 0 needs one file for each rank

@@ -23,8 +23,8 @@ from typing import Any
 
 import xffl
 from xffl.cluster.cells import Federation
-from xffl.cluster.hosts import host_identity
-from xffl.cluster.network import Interface, list_interfaces, resolve
+from xffl.cluster.hosts import host_identity, resolve
+from xffl.cluster.network import Interface, list_interfaces
 from xffl.cluster.slurm.allocation import own_host
 from xffl.extras import install_command
 
@@ -32,7 +32,6 @@ __all__ = [
     "ERROR",
     "MPI_LAUNCHERS",
     "OK",
-    "REQUIRED",
     "WARNING",
     "Finding",
     "Request",
@@ -44,8 +43,6 @@ __all__ = [
     "check_slurm",
     "check_threads",
     "check_torch",
-    "find_family",
-    "find_physical",
     "find_versions",
     "is_shown",
     "rank_facts",
@@ -58,14 +55,7 @@ WARNING = "warning"
 ERROR = "error"
 """The job will fail, or compute wrongly."""
 
-REQUIRED = {
-    "torch": (2, 11),
-    "numpy": (1, 24),
-    "mpi4py": (4, 0),
-    "PyYAML": (),
-    "jsonargparse": (4, 49),
-    "rich": (13,),
-}
+REQUIRED = {"torch": (2, 11), "numpy": (1, 24), "mpi4py": (4, 0), "PyYAML": (), "jsonargparse": (4, 49), "rich": (13,)}
 """The packages that xffl needs and their lowest versions, as in ``setup.cfg``."""
 
 _FURTHER = ("safetensors", "torchmetrics", "transformers", "deepspeed", "torchao")

@@ -115,11 +115,7 @@ class RankFailure:
 
 
 def note_failure(error: BaseException) -> None:
-    """Note on an exception that it has happened by now, if nobody has before.
-
-    Whoever tears connections down while an exception passes calls this first: what the other ranks then fail with is
-    later by the clock.
-    """
+    """Note when an exception happened, once; who closes connections while it passes calls this first."""
     if not hasattr(error, _NOTED_AT):
         setattr(error, _NOTED_AT, time.time())
 
@@ -149,10 +145,7 @@ def record_failure(record: FailureRecord, folder: str, rank: int) -> None:
 
 
 def read_failure(folder: str, rank: int) -> FailureRecord | None:
-    """Read what :func:`record_failure` has written.
-
-    Returns the record; ``None`` where the rank wrote none, or was killed while it did.
-    """
+    """Read what :func:`record_failure` has written; ``None`` where the rank wrote none, or was killed while it did."""
     try:
         return FailureRecord(**json.loads(_file(folder, rank).read_text()))
     except (FileNotFoundError, ValueError):

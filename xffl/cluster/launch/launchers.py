@@ -15,18 +15,7 @@ from xffl.cluster.hosts import expand_counts, expand_hosts, host_identity, node_
 from xffl.cluster.network import control_address
 from xffl.errors import LaunchError
 
-__all__ = [
-    "LAUNCHERS",
-    "Claim",
-    "Fields",
-    "Launcher",
-    "Meeting",
-    "honour_master",
-    "meet",
-    "number_nodes",
-    "read_number",
-    "torchrun_variables",
-]
+__all__ = ["LAUNCHERS", "Fields", "honour_master", "meet", "read_number", "torchrun_variables"]
 
 
 class Claim(NamedTuple):
@@ -81,8 +70,6 @@ def meet(
     Rank 0 takes the address of the interface that ``XFFL_CONTROL_IFNAME``, ``XFFL_IFNAME`` or ``GLOO_SOCKET_IFNAME``
     names, else 127.0.0.1 where all ranks are on one machine, else an address that the other hosts can reach; and a port
     that is free on its host.
-
-    Returns this rank's node, and the rendezvous of all.
     """
     try:
         from mpi4py import MPI

@@ -28,20 +28,7 @@ from xffl.cluster.launch.logs import RankFile, mark, redirect
 from xffl.errors import LaunchError, XfflError
 from xffl.topology import Topology
 
-__all__ = [
-    "DELIVERY_S",
-    "LINGER_S",
-    "RankJob",
-    "be_rank",
-    "check_script",
-    "find_place",
-    "keep_log",
-    "limit_exit",
-    "main",
-    "run_script",
-    "take_share",
-    "without_own_frames",
-]
+__all__ = ["LINGER_S", "RankJob", "be_rank", "check_script", "main", "run_script", "take_share"]
 
 _VARIABLE = "XFFL_RUNNER"
 _PR_SET_PDEATHSIG = 1
@@ -130,10 +117,7 @@ def check_script(script: str, advice: str = "give the path of a Python script") 
 
 
 def find_place(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Tell which rank this process is, from its launcher's variables alone.
-
-    Returns the rank and the number of all ranks; 0 and 1 where no launcher has started this process.
-    """
+    """Return the rank of this process and how many there are, from its launcher's variables; 0 and 1 without one."""
     row = next((row for row in LAUNCHERS if row.matches(environ)), None)
     found = {"rank": 0, "world_size": 1} if row is None else row.read(environ)
     return found["rank"], found["world_size"]
@@ -150,10 +134,7 @@ def keep_log(folder: str) -> int:
 
 
 def limit_exit(code: int) -> None:
-    """Set a limit on what still runs when this rank exits.
-
-    A failed rank whose threads or exit handlers wait for the others would keep the launcher waiting, too.
-    """
+    """Limit how long this rank's threads and exit handlers, which may wait for others, keep the launcher waiting."""
     deadline = threading.Timer(_EXIT_DEADLINE_S, os._exit, (code,))
     deadline.daemon = True
     deadline.start()

@@ -107,10 +107,7 @@ def srun_command(layout: JobLayout, environ: Mapping[str, str], *, is_labelled: 
 
 
 def read_task_ends(line: str) -> dict[int, int] | None:
-    """Read what srun says of tasks that ended badly.
-
-    Returns the exit code of each task, -n after signal n; ``None`` where the line says something else.
-    """
+    """Read what srun says of tasks that ended badly: exit codes by task, -n after signal n; else ``None``."""
     match = _TASK_END.match(line)
     if match is None:
         return None
@@ -212,9 +209,7 @@ class _Step:
             return False
         command = [program, f"--signal={name}", str(self._id)]
         try:
-            ran = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=_SCANCEL_S
-            )
+            ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_SCANCEL_S)
         except (OSError, subprocess.TimeoutExpired):
             return False
         return ran.returncode == 0

@@ -51,13 +51,10 @@ _BOOT = (
 """The same for every job."""
 
 
-def _python(environ: Mapping[str, str]) -> str:
-    return environ.get("XFFL_PYTHON") or sys.executable
-
-
 def ssh_command(host: Host, environ: Mapping[str, str], module: str = "xffl.cluster.launch.ssh_agent") -> list[str]:
     """Return the words that reach a host and start a module's ``main`` there; the last is for the shell of the host."""
-    remote = f"exec {shlex.quote(_python(environ))} -u -c {shlex.quote(_BOOT.format(module))}"
+    python, boot = environ.get("XFFL_PYTHON") or sys.executable, _BOOT.format(module)
+    remote = f"exec {shlex.quote(python)} -u -c {shlex.quote(boot)}"
     return [*shlex.split(environ.get("XFFL_SSH") or _SSH), "--", host.address or host.name, remote]
 
 
@@ -135,7 +132,8 @@ class HostConnection:
             remedy = "ssh must not ask for a password: see ssh-copy-id and ssh-agent, and try ssh -o BatchMode=yes "
             remedy += f"{name} true"
         elif code == 127 or "not found" in sign or "no such file" in sign or "no module" in sign:
-            remedy = f"{_python(os.environ)} with xffl must exist there; XFFL_PYTHON names another one"
+            python = os.environ.get("XFFL_PYTHON") or sys.executable
+            remedy = f"{python} with xffl must exist there; XFFL_PYTHON names another one"
         return f"host {self.host.name} cannot be used: {said}. HINT: {remedy}"
 
     def _write(self) -> None:
@@ -208,8 +206,6 @@ def launch_ssh(
     The folder, the script and the Python of this process must exist on every host at the same path. The ranks get
     torchrun's variables and meet at the first host, on a port that is free there. Signals are passed on as
     :func:`xffl.cluster.launch.srun.launch_srun` does.
-
-    Returns the failure that ended the job, or an exit code; where a host was lost a line that names it is printed.
     """
     watch = JobWatch(timeout_s, grace_s)
     variables = {**shared_environment(os.environ), **environ}
