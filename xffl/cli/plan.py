@@ -157,14 +157,16 @@ def build_parser() -> ArgumentParser:
 
 def run(options: Namespace) -> int:
     """Print the plan."""
-    from xffl.planning import round_traffic, topology_text
+    from xffl.planning import TrainingSize, round_traffic, topology_text
+    from xffl.planning.mesh import MOVES, mesh_text
 
     for name in ("params", "bytes_per_param", "link_gbps", *(name for name, *_ in _NUMBERS)):
         if options[name] is not None:
             minimum, above = (0.0, -math.inf) if name in ("link_ms", "home_us") else (-math.inf, 0.0)
             number(_option(name), options[name], minimum, above=above)
     if options.bytes_per_param is None:
-        options.bytes_per_param = _bytes_of_dtype(options)
+        # A round sends a weight as it is kept.
+        options.bytes_per_param = float(TrainingSize(dtype=options.dtype or "float32").kept_bytes)
     asked = None if options.federated is None else parse_federation(options.federated, "--federated")
     federated, replica_size, sources = complete_federation(asked, options.hsdp)
     with sources_named(sources):
@@ -188,7 +190,9 @@ def run(options: Namespace) -> int:
     if hosts is not None:
         print("\n".join(_host_lines(hosts)))
     if inside is not None:
-        print("\n".join(_mesh_lines(inside)))
+        axes = inside["axes"]
+        print(f"\n{mesh_text(axes, first_rank=inside['first_rank'], cell=inside['cell'])}")
+        print("".join(f"  {axis:<12}  {told}\n" for axis, told in MOVES.items() if axes[axis] > 1), end="")
     if traffic is not None:
         print("\n".join(_traffic_lines(traffic)))
     if forecast is not None:
@@ -453,13 +457,6 @@ def _span(what: str, first: int, last: int) -> str:
 # The inside of a cell: its mesh, the memory of a rank and the traffic of a step ---------------------------------------
 
 
-def _bytes_of_dtype(options: Namespace) -> float:
-    """Return the bytes of a weight as it is kept; also what a round sends of it."""
-    from xffl.planning.memory import TrainingSize
-
-    return float(TrainingSize(dtype=options.dtype or "float32").kept_bytes)
-
-
 def _lay_out_mesh(options: Namespace, plain: Topology, replica_size: int | None) -> Topology:
     """Return the federation with the mesh that is asked for in each cell."""
     parameters = _asked_mesh(options, replica_size)
@@ -495,14 +492,6 @@ def _describe_cell(options: Namespace, topology: Topology) -> dict[str, Any] | N
     if unread := [_option(name) for name in asked if name not in ("strategy", "mesh", "dtype", "zero_stage")]:
         raise ConfigError(f"no effect without --params: {', '.join(unread)}")
     return told
-
-
-def _mesh_lines(inside: dict[str, Any]) -> list[str]:
-    """Draw the cell's mesh, and say what moves along its axes."""
-    from xffl.planning.mesh import MOVES, mesh_text
-
-    drawn = ["", mesh_text(inside["axes"], first_rank=inside["first_rank"], cell=inside["cell"])]
-    return drawn + [f"  {axis:<12}  {told}" for axis, told in MOVES.items() if inside["axes"][axis] > 1]
 
 
 def _memory_lines(inside: dict[str, Any]) -> list[str]:

@@ -163,7 +163,8 @@ def name_cells(hosts: Sequence[Host], rule: str) -> tuple[str, ...]:
         return _cells_by_switch(hosts, rule, int(rest) if rest else None)
     if kind == "hosts":
         pattern = re.compile(rest)
-        found = {host.name: _matched(pattern.search(host.name)) for host in hosts}
+        group = 1 if pattern.groups else 0
+        found = {host.name: match[group] if (match := pattern.search(host.name)) else None for host in hosts}
         remedy = "correct the expression, whose first group (or else the whole match) names the cell"
     else:
         listed = _read_cells(Path(rest), rule)
@@ -194,13 +195,6 @@ def _cells_by_switch(hosts: Sequence[Host], rule: str, level: int | None) -> tup
             + (f"give a level of 1 to {depth}" if depth else "give auto: all stand below one switch")
         )
     return tuple(path[level] for path in paths)
-
-
-def _matched(match: re.Match[str] | None) -> str | None:
-    if match is None:
-        return None
-    found: str | None = match[1] if match.re.groups else match[0]
-    return found
 
 
 def _read_cells(path: Path, rule: str) -> dict[str, str]:

@@ -132,7 +132,12 @@ def find_versions() -> dict[str, str]:
 
     ``xffl source`` is a hash of the package's files, which differs where somebody has edited a copy.
     """
-    versions = {"python": platform.python_version(), "xffl": xffl.__version__, "xffl source": _source_hash()}
+    digest, folder = hashlib.sha256(), Path(xffl.__file__).parent
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(str(file.relative_to(folder)).encode())
+        digest.update(file.read_bytes())
+    versions = {"python": platform.python_version(), "xffl": xffl.__version__}
+    versions["xffl source"] = digest.hexdigest()[:12]
     for name in (*REQUIRED, *_FURTHER):
         try:
             versions[name] = metadata.version(name)
@@ -318,15 +323,6 @@ def _numbers(version: str) -> tuple[int, ...]:
     """Return the leading numbers of a version, such as (2, 13, 0) of 2.13.0+cpu."""
     found = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
-
-
-def _source_hash() -> str:
-    digest = hashlib.sha256()
-    folder = Path(xffl.__file__).parent
-    for file in sorted(folder.rglob("*.py")):
-        digest.update(str(file.relative_to(folder)).encode())
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 # Programs: MPI, SLURM, GPUs -------------------------------------------------------------------------------------------

@@ -173,10 +173,6 @@ class Launcher:
         }
 
 
-def _complete_torchrun(found: Fields, environ: Mapping[str, str]) -> None:
-    """Do nothing: torchrun tells everything."""
-
-
 def _complete_mpi(found: Fields, environ: Mapping[str, str]) -> None:
     """Find the nodes and agree on a rendezvous, over mpi4py where the variables do not suffice."""
     honour_master(found, environ)
@@ -263,7 +259,7 @@ _SLURM = {
 _SLURM_ALSO = ("JOB_ID", "STEP_ID", "STEP_NODELIST", "STEP_TASKS_PER_NODE", "NTASKS", "TASKS_PER_NODE")
 
 LAUNCHERS: tuple[Launcher, ...] = (
-    Launcher("torchrun", _TORCHRUN, _complete_torchrun, alone=False),
+    Launcher("torchrun", _TORCHRUN, lambda found, environ: None, alone=False),
     Launcher("openmpi", _OPENMPI, _complete_mpi),
     # Hydra, which starts MPICH and Intel MPI. "srun --mpi=pmi2" sets the first two only and is a SLURM step.
     Launcher("mpich", _local_fields("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"), _complete_mpi),

@@ -28,7 +28,7 @@ from xffl.cluster.launch.logs import RankFile, mark, redirect
 from xffl.errors import LaunchError, XfflError
 from xffl.topology import Topology
 
-__all__ = ["LINGER_S", "RankJob", "be_rank", "check_script", "main", "run_script", "take_share"]
+__all__ = ["LINGER_S", "RankJob", "be_rank", "check_script", "die_with_parent", "main", "run_script", "take_share"]
 
 _VARIABLE = "XFFL_RUNNER"
 _PR_SET_PDEATHSIG = 1
@@ -71,7 +71,7 @@ def main() -> None:
     """Run the script that the launcher names, and leave with its exit code."""
     job = RankJob.pop(os.environ)
     if job.is_tied:
-        _die_with_parent()
+        die_with_parent(signal.SIGKILL)
     if job.parent is not None and os.getppid() != job.parent:
         os._exit(code_of_signal(signal.SIGKILL))
     rank, tell, has_log = 0, os.dup(2), False
@@ -176,10 +176,10 @@ def _tell(where: int, rank: int, content: Mapping[str, Any]) -> None:
         os.write(where, line)
 
 
-def _die_with_parent() -> None:
-    """Ask Linux to end this process when the launcher dies, even by SIGKILL. Elsewhere this is left out."""
+def die_with_parent(number: int) -> None:
+    """Ask Linux to send this process a signal when its parent dies, even by SIGKILL; elsewhere this is left out."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 # Ranks that mpirun or srun has started, which nobody watches ----------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import shlex
@@ -14,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, BinaryIO
 
@@ -22,7 +22,7 @@ from xffl.cluster.launch.affinity import limit_threads
 from xffl.cluster.launch.failure import ExitCode, FailureRecord, JobWatch, RankFailure, caught_signals
 from xffl.cluster.launch.job_layout import JobLayout
 from xffl.cluster.launch.logs import LineBuffer, MarkedLines, Message, line_prefix
-from xffl.cluster.launch.runner import RankJob, check_script
+from xffl.cluster.launch.runner import RankJob, check_script, die_with_parent
 from xffl.errors import LaunchError
 
 __all__ = ["launch_srun", "read_task_ends", "srun_command"]
@@ -32,7 +32,6 @@ _CHUNK_BYTES = 1 << 16
 _SCANCEL_S = 10
 _SLACK_S = 5.0
 """How long srun may take to end after it was told to, and its output to come once it has been killed."""
-_PR_SET_PDEATHSIG = 1
 _LABEL = re.compile(rb" *(\d+): ")
 _LABEL_TEXT = re.compile(r"^ *\d+: ")
 _TASK_END = re.compile(r"srun: error: \S+: tasks? ([\d,\-]+): (.+)")
@@ -147,7 +146,7 @@ class _Step:
             stdout=subprocess.PIPE if self._is_labelled else None,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=_ended_with_parent,
+            preexec_fn=partial(die_with_parent, signal.SIGTERM),
         )
         self._readers = [self._read(self._process.stderr, sys.stderr.buffer, self._filter_stderr)]
         if self._is_labelled:
@@ -280,8 +279,3 @@ class _Step:
             return line
         rank = int(match[1])
         return line_prefix(rank, self._layout.cell_of(rank)) + line[match.end() :]
-
-
-def _ended_with_parent() -> None:
-    """Have Linux end srun, and so the step, when this process dies."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
