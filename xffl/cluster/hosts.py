@@ -113,11 +113,7 @@ def node_address(name: str) -> str:
 
 
 def reachable_address(peers: Iterable[str]) -> str:
-    """Return an address of this host that other hosts can reach.
-
-    That is the first address of the host's own name that is not loopback, or else the address from which a peer is
-    reached (a route is looked up; nothing is sent).
-    """
+    """Return an address of this host, not loopback: of its name, else that on the route to a peer; nothing is sent."""
     own = socket.gethostname()
     for address in resolve(own):
         if not address.startswith("127."):

@@ -128,10 +128,7 @@ class Request:
 
 
 def find_versions() -> dict[str, str]:
-    """Return what this host runs, without importing it: package to version, ``""`` where a needed one is missing.
-
-    ``xffl source`` is a hash of the package's files, which differs where somebody has edited a copy.
-    """
+    """Return versions by package, ``""`` where a needed one is missing, and a hash of xffl's files; imports nothing."""
     digest, folder = hashlib.sha256(), Path(xffl.__file__).parent
     for file in sorted(folder.rglob("*.py")):
         digest.update(str(file.relative_to(folder)).encode())

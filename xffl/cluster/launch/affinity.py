@@ -89,10 +89,7 @@ def is_bound(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def limit_threads(environ: MutableMapping[str, str] | None = None) -> None:
-    """Let each rank compute in one thread, where nothing says otherwise: torch's default is all cores of the node.
-
-    ``OMP_NUM_THREADS`` stays what it is where it is set, and ranks with cores of their own take a thread for each.
-    """
+    """Set one thread for each rank (torch takes all) unless ``OMP_NUM_THREADS`` or ``XFFL_BIND`` say otherwise."""
     environ = os.environ if environ is None else environ
     if not is_wanted(environ):
         environ.setdefault("OMP_NUM_THREADS", "1")

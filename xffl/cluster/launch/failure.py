@@ -177,14 +177,7 @@ def first_failure(exit_codes: Mapping[int, int], records: Mapping[int, FailureRe
 
 
 def stopped_result(exit_code: int, records: Mapping[int, FailureRecord]) -> RankFailure | int:
-    """Tell how a job that was stopped has ended.
-
-    Ranks may fail on their way out, such as by a full disk while they write their last checkpoint. That is no reason
-    for another code, but is to be told.
-
-    Returns the earliest failure that is more than a lost peer, an interruption or an exit as asked, with that code; the
-    code alone where there is none.
-    """
+    """Return the code of a job that was stopped, with the earliest failure of a rank on its way out, if any."""
     expected = (ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
     failed = {
         rank: record
@@ -322,11 +315,7 @@ class JobWatch:
 
 @contextmanager
 def caught_signals() -> Iterator[Callable[[], list[tuple[int, bool]]]]:
-    """Collect the signals that come while the block runs. What was ignored before (nohup) stays so.
-
-    Returns a function that takes out what has come: each signal's number, and whether it ends the job (INT, TERM, HUP
-    and QUIT) or means something to the ranks (USR1 and USR2).
-    """
+    """Collect signals while the block runs; yield what takes them out: each number, and whether it ends the job."""
     before = {number: signal.getsignal(number) for number in (*_STOPPING, *_PASSED_ON)}
     come: deque[int] = deque()
 

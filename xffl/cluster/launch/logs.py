@@ -240,11 +240,7 @@ class Stream:
 
 @contextmanager
 def following(folder: Path | None, out: BinaryIO) -> Iterator[None]:
-    """Show what the ranks write into a folder while the block runs, and the rest at its end.
-
-    Where that is no longer possible, because the reader has gone, this process gets SIGTERM, by which the launcher in
-    the block ends its ranks.
-    """
+    """Show what ranks write into a folder while the block runs; where the reader has gone, SIGTERM ends its ranks."""
     if folder is None:
         yield
         return

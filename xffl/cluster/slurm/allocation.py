@@ -127,10 +127,7 @@ def _tasks(environ: Mapping[str, str], nodes: int, listed: str) -> tuple[int, ..
 
 
 def _gpus(environ: Mapping[str, str], tasks: Sequence[int], *, is_asked: bool) -> tuple[int | None, ...]:
-    """Return the GPUs of each node, as far as SLURM tells: it may tell of a task, a node, this node, or all together.
-
-    Where tasks were asked for, nobody needs to know GPUs that are not spread evenly; else they make the ranks.
-    """
+    """Return the GPUs of each node as far as SLURM tells: of a task, a node, this node, or all in even parts."""
     nodes, total = len(tasks), _count_gpus(environ, "SLURM_GPUS")
     if each := _count_gpus(environ, "SLURM_GPUS_PER_TASK"):
         return tuple(each * count for count in tasks)

@@ -179,11 +179,7 @@ def word_of(key: str, value: Any) -> str:
 
 
 def find_template(name: str | None = None, environ: Mapping[str, str] | None = None) -> str:
-    """Return the text that batch scripts are made of.
-
-    That is the file that is named, else ``job.sbatch`` in the folder ``XFFL_TEMPLATES``, else in
-    ``~/.config/xffl/templates``, else xffl's own.
-    """
+    """Return the template of batch scripts: the named one, else that of ``XFFL_TEMPLATES``, the user or xffl."""
     environ = os.environ if environ is None else environ
     folder = environ.get("XFFL_TEMPLATES")
     chosen = Path(name) if name else Path(folder) / TEMPLATE if folder else None
