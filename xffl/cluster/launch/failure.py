@@ -27,6 +27,7 @@ __all__ = [
     "caught_signals",
     "code_of_signal",
     "describe_failure",
+    "first_failure",
     "note_failure",
     "read_failure",
     "record_failure",
