@@ -117,7 +117,7 @@ class _Ranks:
                 if key.data is None:
                     self._read_input()
                 else:
-                    self._forward(key.fd, *key.data)
+                    self._forward(*key.data)
             is_waiting = is_waiting and self._end_by is None and not self._processes
             if self._end_by is None and self._is_silent():
                 self._read_input()  # it may have come while this process waited for its own words to be taken
@@ -181,15 +181,14 @@ class _Ranks:
                 os.set_blocking(stream.fileno(), False)
                 self._selector.register(stream, selectors.EVENT_READ, (rank, is_error, stream))
 
-    def _forward(self, number: int, rank: int, is_error: bool, stream: IO[bytes]) -> None:
-        """Bring whole lines home; a rest without an end goes when its stream ends."""
+    def _forward(self, rank: int, is_error: bool, stream: IO[bytes], *, is_last: bool = False) -> None:
+        """Bring whole lines home; a rest without an end goes when its stream ends or is the last."""
         try:
-            chunk = os.read(number, _CHUNK_BYTES)
+            chunk = os.read(stream.fileno(), _CHUNK_BYTES)
         except BlockingIOError:
-            return
-        self._send_lines(chunk, rank, is_error, stream)
-
-    def _send_lines(self, chunk: bytes, rank: int, is_error: bool, stream: IO[bytes]) -> None:
+            if not is_last:
+                return
+            chunk = b""
         buffer = self._buffers.setdefault(stream.fileno(), LineBuffer())
         ready = b"".join(buffer.feed(chunk)) if chunk else buffer.flush()
         if not chunk:
@@ -210,17 +209,9 @@ class _Ranks:
                     os.killpg(process.pid, signal.SIGKILL)
             for stream, is_error in ((process.stdout, False), (process.stderr, True)):
                 # A child that the rank left behind may keep its streams open: what is there now is all.
-                if stream is not None and not stream.closed:
-                    self._drain(stream, rank, is_error)
+                while stream is not None and not stream.closed:
+                    self._forward(rank, is_error, stream, is_last=True)
             _send({"rank": rank, "code": code, "is_stopped": self._end_by is not None})
-
-    def _drain(self, stream: IO[bytes], rank: int, is_error: bool) -> None:
-        while not stream.closed:
-            try:
-                chunk = os.read(stream.fileno(), _CHUNK_BYTES)
-            except BlockingIOError:
-                chunk = b""
-            self._send_lines(chunk, rank, is_error, stream)
 
     def _stop(self, number: int) -> None:
         if self._end_by is None:
