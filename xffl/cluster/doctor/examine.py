@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
+from typing import Any
 
 from xffl.checks import shorten
 from xffl.cluster.cells import arrange, sizes_of_ranks
@@ -276,7 +277,7 @@ def _gather(port: int, world_size: int, timeout_s: float) -> dict[int, tuple[Mes
                 hello = line.receive(min(left_s, _HELLO_S))
             except OSError:
                 hello = {}
-            rank = hello.get("rank")
+            rank: Any = hello.get("rank")
             if hello.get("world_size") == world_size and rank in range(1, world_size) and rank not in met:
                 met[rank] = hello, line, str(address[0])
             else:
