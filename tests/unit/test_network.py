@@ -94,7 +94,7 @@ def test_loopback_of_this_host() -> None:
     assert lo.is_loopback and lo.is_up and lo.address == "127.0.0.1"
 
 
-def test_control_is_chosen_before_data(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_and_data_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "interface_address", lambda name, variable: f"{name} of {variable}")
     both = {"XFFL_IFNAME": "ib0", "XFFL_CONTROL_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "ib1,ib2"}
     for variable, chosen in (("XFFL_CONTROL_IFNAME", "eth0"), ("XFFL_IFNAME", "ib0"), ("GLOO_SOCKET_IFNAME", "ib1")):

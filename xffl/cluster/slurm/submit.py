@@ -224,14 +224,19 @@ def _directives(slurm: SlurmConfig, job: Job) -> list[str]:
     array = None
     if job.tasks:
         array = f"0-{len(job.tasks) - 1}" + (f"%{slurm.array_limit}" if slurm.array_limit else "")
-    names = ("partition", "account", "qos", "constraint", "nodelist", "nodes", "cpus_per_task", "gpus_per_node", "time")
+
+    def asked(*names: str) -> dict[str, Any]:
+        return {name.replace("_", "-"): getattr(slurm, name) for name in names}
+
     options: dict[str, Any] = {
         "job-name": job.name,
         "output": job.log,
         "open-mode": "append",
-        **{name.replace("_", "-"): getattr(slurm, name) for name in (*names, "switches", "dependency")},
+        **asked("partition", "account", "qos", "constraint", "nodelist", "nodes"),
         "ntasks-per-node": job.tasks_per_node,
+        **asked("cpus_per_task", "gpus_per_node"),
         "mem": slurm.memory,
+        **asked("time", "switches", "dependency"),
         "array": array,
         # Without a "B:" before the name: to the ranks, and not to the script.
         "signal": None if slurm.signal_s is None else f"{slurm.signal}@{slurm.signal_s}",
