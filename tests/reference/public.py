@@ -20,7 +20,7 @@ from unittest import mock
 
 from tests.golden.launch import options_of
 from xffl.cli.main import COMMANDS, main
-from xffl.cluster.exit_codes import ExitCode
+from xffl.cluster.launch.failure import ExitCode
 
 __all__ = ["FILE", "read_public"]
 

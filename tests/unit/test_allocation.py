@@ -224,7 +224,7 @@ def test_no_scontrol(tmp_path: Path) -> None:
 def test_scontrol_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocation, "_SCONTROL_S", 0.2)
     monkeypatch.setattr(hosts, "_SCONTROL_S", 0.2)
-    monkeypatch.setattr(hosts, "_resolve", lambda name: ())
+    monkeypatch.setattr(hosts, "resolve", lambda name: ())
     environ = scontrol(tmp_path, "exec /bin/sleep 60")
     monkeypatch.setenv("PATH", environ["PATH"])
     for body, told in (

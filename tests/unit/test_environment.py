@@ -176,7 +176,7 @@ def test_rank_zero_without_an_address_fails_everywhere(monkeypatch: pytest.Monke
         Claim(*(int(environ[key]) for key in KEYS["mpich"]), host=environ["PMI_HOSTNAME"]) for environ in environs
     ]
     fake_mpi(monkeypatch, FakeWorld(4, claims, ["vm", "vm", "vm", "elsewhere"]))
-    monkeypatch.setattr(hosts, "_resolve", lambda name: ("127.0.1.1",))
+    monkeypatch.setattr(hosts, "resolve", lambda name: ("127.0.1.1",))
     for environ in environs:
         with pytest.raises(LaunchError, match="rank 0 has no rendezvous: .*XFFL_IFNAME"):
             detect_environment(environ)
@@ -446,7 +446,7 @@ def test_local_ranks_that_do_not_fit_are_told() -> None:
 
 def test_node_address(monkeypatch: pytest.MonkeyPatch) -> None:
     assert node_address("localhost") == "localhost"
-    monkeypatch.setattr(hosts, "_resolve", lambda name: ())
+    monkeypatch.setattr(hosts, "resolve", lambda name: ())
     monkeypatch.setattr(hosts.shutil, "which", lambda name: None)
     assert node_address("a1") == "a1"
     shown = "NodeName=a1 Arch=x86_64 CoresPerSocket=1 NodeAddr=10.0.0.7 NodeHostName=vm Port=17001"

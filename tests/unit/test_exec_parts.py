@@ -15,14 +15,13 @@ import pytest
 from tests.unit.test_allocation import THREE_LEVELS, UNEVEN
 from xffl.cli import execute
 from xffl.cli.main import COMMANDS, main
-from xffl.cluster.exit_codes import ExitCode, code_of_signal
 from xffl.cluster.launch import runner, srun
+from xffl.cluster.launch.failure import ExitCode, JobWatch, code_of_signal
 from xffl.cluster.launch.job_layout import JobLayout, check_started, fit_hosts, lay_out
 from xffl.cluster.launch.logs import MarkedLines, Message, RankFile, Stream, following, list_rank_files, mark, sizes_now
 from xffl.cluster.launch.runner import RankJob
 from xffl.cluster.launch.srun import launch_srun, read_task_ends, srun_command
 from xffl.cluster.launch.ssh import shared_environment, ssh_command
-from xffl.cluster.launch.supervisor import JobWatch
 from xffl.cluster.slurm.allocation import Allocation, Host, find_allocation
 from xffl.errors import ConfigError, LaunchError, TopologyError
 
@@ -293,6 +292,7 @@ def test_the_variable_of_a_rank_is_taken_out() -> None:
         ("srun: error: a1: tasks 0-1,3: Killed\n", {0: -9, 1: -9, 3: -9}),
         ("srun: error: n-1.site: task 12: Segmentation fault (core dumped)\n", {12: -11}),
         ("srun: error: a1: task 2: Terminated\n", {2: -15}),
+        ("srun: error: n1: tasks 2-3: Out Of Memory\n", {2: -9, 3: -9}),
         ("srun: error: a1: task 2: Something new\n", {2: 1}),
         ("srun: error: Unable to create step for job 1: More processors requested than permitted\n", None),
         ("hello\n", None),

@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from xffl.cluster.exit_codes import ExitCode
-from xffl.cluster.launch.failure import FailureRecord, RankFailure
-from xffl.cluster.launch.supervisor import JobWatch, caught_signals
+from xffl.cluster.launch.failure import ExitCode, FailureRecord, JobWatch, RankFailure, caught_signals
 
 ROOT = Path(__file__).parents[2]
 FULL = """

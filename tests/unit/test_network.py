@@ -14,17 +14,15 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from tests.unit.test_environment import FakeWorld, fake_mpi
 from xffl.cluster import hosts, network
 from xffl.cluster.environment import ProcessEnvironment, requested_settings, use_interface
+from xffl.cluster.hosts import resolve
 from xffl.cluster.launch import launchers
 from xffl.cluster.launch.launchers import Claim
 from xffl.cluster.network import (
     Interface,
     Timeouts,
     control_address,
-    control_interface,
-    data_interface,
     ephemeral_ports,
     list_interfaces,
-    resolve,
 )
 from xffl.distributed.session import _world_store
 from xffl.errors import ConfigError, LaunchError
@@ -96,14 +94,12 @@ def test_loopback_of_this_host() -> None:
     assert lo.is_loopback and lo.is_up and lo.address == "127.0.0.1"
 
 
-def test_control_and_data_are_chosen_by_name() -> None:
-    assert control_interface({}) is data_interface({}) is None
+def test_control_and_data_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "interface_address", lambda name, variable: f"{name} of {variable}")
     both = {"XFFL_IFNAME": "ib0", "XFFL_CONTROL_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "ib1,ib2"}
-    assert (control_interface(both), data_interface(both)) == ("eth0", "ib0")
-    del both["XFFL_CONTROL_IFNAME"]
-    assert control_interface(both) == "ib0"
-    del both["XFFL_IFNAME"]
-    assert control_interface(both) == data_interface(both) == "ib1"
+    for variable, chosen in (("XFFL_CONTROL_IFNAME", "eth0"), ("XFFL_IFNAME", "ib0"), ("GLOO_SOCKET_IFNAME", "ib1")):
+        assert control_address(both) == f"{chosen} of {variable}"
+        del both[variable]
 
 
 def test_the_address_for_control() -> None:
@@ -145,7 +141,7 @@ def test_an_interface_that_is_given_beats_the_variable(monkeypatch: pytest.Monke
     environ = {"XFFL_IFNAME": "eth9"}
     assert use_interface("lo", environ) == "lo"
     assert environ["GLOO_SOCKET_IFNAME"] == environ["NCCL_SOCKET_IFNAME"] == "lo"
-    assert control_interface(environ) == data_interface(environ) == "lo" and control_address(environ) == "127.0.0.1"
+    assert environ["XFFL_IFNAME"] == "lo" and control_address(environ) == "127.0.0.1"
     assert use_interface("lo", {"XFFL_IFNAME": "nosuch0"}) == "lo"
 
 
@@ -182,7 +178,7 @@ def test_the_store_of_the_world_is_on_the_control_interface(
 def test_peers_without_a_route_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linux knows no way to the first peer."""
     addresses = {socket.gethostname(): "127.0.1.1", "a": "255.255.255.255", "b": "10.0.0.2"}
-    monkeypatch.setattr(hosts, "_resolve", lambda name: (addresses[name],))
+    monkeypatch.setattr(hosts, "resolve", lambda name: (addresses[name],))
     real = socket.socket.getsockname
     probes: list[object] = []
 

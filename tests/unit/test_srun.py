@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
 import time
@@ -14,12 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from xffl.cluster.exit_codes import ExitCode
 from xffl.cluster.launch import logs, runner, srun
-from xffl.cluster.launch.failure import RankFailure
+from xffl.cluster.launch.failure import ExitCode, RankFailure
 from xffl.cluster.launch.logs import LineBuffer, MarkedLines, RankFile, Stream
 from xffl.cluster.launch.runner import RankJob
-from xffl.cluster.launch.srun import launch_srun, read_task_ends
+from xffl.cluster.launch.srun import launch_srun
 
 DEADLINE_S = 30
 EXEC = [sys.executable, "-m", "xffl", "exec"]
@@ -173,10 +171,6 @@ def test_what_may_go_well_another_time_is_no_refusal(fake: Fake) -> None:
     )
     assert ran.returncode == ExitCode.FAILED
     assert ran.stderr.startswith("xffl: srun ended with exit code 1: Node failure on n1; see") and "\n" in ran.stderr
-
-
-def test_out_of_memory() -> None:
-    assert read_task_ends("srun: error: n1: tasks 2-3: Out Of Memory\n") == {2: -signal.SIGKILL, 3: -signal.SIGKILL}
 
 
 def test_srun_that_does_not_end_is_killed(

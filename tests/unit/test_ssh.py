@@ -17,9 +17,8 @@ import pytest
 
 import xffl
 from tests.processes import still_there
-from xffl.cluster.exit_codes import ExitCode
 from xffl.cluster.launch import ssh
-from xffl.cluster.launch.failure import RankFailure
+from xffl.cluster.launch.failure import ExitCode, RankFailure
 from xffl.cluster.launch.job_layout import lay_out
 from xffl.cluster.launch.ssh import launch_ssh, ssh_command
 from xffl.cluster.slurm.allocation import Host

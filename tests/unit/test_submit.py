@@ -16,7 +16,7 @@ import pytest
 
 from xffl.cli import submit as command
 from xffl.cli.main import main
-from xffl.cluster.exit_codes import code_of_signal
+from xffl.cluster.launch.failure import code_of_signal
 from xffl.cluster.slurm.job_monitor import (
     Ending,
     Follower,

@@ -15,7 +15,7 @@ import yaml
 
 from xffl.cli.main import main
 from xffl.errors import ConfigError
-from xffl.workflow.facilities import parse_facilities
+from xffl.workflow.documents import parse_facilities
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "03_language_model"

@@ -12,7 +12,7 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 
 from xffl.cli import execute
-from xffl.cli.formatter import HelpFormatter
+from xffl.cli.main import HelpFormatter
 from xffl.cluster.environment import detect_environment, parse_sizes
 from xffl.cluster.launch.launchers import LAUNCHERS
 from xffl.errors import ConfigError

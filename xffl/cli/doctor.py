@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from jsonargparse import ArgumentParser, Namespace
 
 from xffl.checks import number, one_of
-from xffl.cli.formatter import HelpFormatter
+from xffl.cli.main import HelpFormatter
 
 if TYPE_CHECKING:
     from xffl.cluster.doctor.compare import Report
@@ -73,7 +73,12 @@ def run(options: Namespace) -> int:
         with_torch=not options.skip_torch,
         timeout_s=options.timeout,
     )
-    tell = _print_json if options.json else _print
+
+    def tell(report: Report) -> None:
+        text = json.dumps(report.as_json(), indent=2) if options.json else _text(report)
+        sys.stdout.write(text + "\n")  # in one write, so that several hosts' reports do not mix
+        sys.stdout.flush()
+
     if options.hosts is None:
         return examine(request, tell)
     report = examine_hosts(parse_hosts(options.hosts), request, os.environ)
@@ -81,13 +86,7 @@ def run(options: Namespace) -> int:
     return report.exit_code
 
 
-def _print_json(report: Report) -> None:
-    sys.stdout.write(json.dumps(report.as_json(), indent=2) + "\n")
-    sys.stdout.flush()
-
-
-def _print(report: Report) -> None:
-    """Print in one write, so that several hosts' reports do not mix."""
+def _text(report: Report) -> str:
     from xffl.cluster.doctor.probe import ERROR, OK, WARNING
 
     lines = []
@@ -98,5 +97,4 @@ def _print(report: Report) -> None:
             lines.append(f"{'':<8} {'':<14} -> {finding.advice}")
     counts = ", ".join(f"{report.count(status)} {status}" for status in (OK, WARNING, ERROR))
     lines.append(f"{' and '.join(report.hosts) if len(report.hosts) < 5 else f'{len(report.hosts)} hosts'}: {counts}")
-    sys.stdout.write("\n".join(lines) + "\n")
-    sys.stdout.flush()
+    return "\n".join(lines)

@@ -8,15 +8,15 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from xffl.cli.formatter import HelpFormatter
+from xffl.cli.main import HelpFormatter
 from xffl.cluster.cells import Federation, parse_cell, parse_federation
 from xffl.cluster.environment import (
     OverFiles,
@@ -31,8 +31,7 @@ from xffl.cluster.environment import (
     required_cells,
     sources_named,
 )
-from xffl.cluster.exit_codes import ExitCode
-from xffl.cluster.launch.failure import RankFailure
+from xffl.cluster.launch.failure import ExitCode, RankFailure
 from xffl.cluster.launch.job_layout import JobLayout, check_started, fit_hosts, lay_out
 from xffl.cluster.launch.launch import launch_local
 from xffl.cluster.launch.launchers import LAUNCHERS
@@ -90,19 +89,6 @@ A SCRIPT that ends in .yaml or .yml is a configuration: it names the trainer (tr
 and how to start it (launch: {processes: 4, federated: [2, 2]}), which the options here beat. Behind it stand values for
 its keys; xffl exec config.yaml --help lists them.
 """
-
-
-@dataclass(frozen=True)
-class _Start:
-    """What is to be started, and where."""
-
-    way: str
-    """``local``, ``srun`` or ``ssh``."""
-    hosts: tuple[Host, ...]
-
-    @property
-    def world_size(self) -> int:
-        return sum(host.slots for host in self.hosts)
 
 
 def build_parser() -> ArgumentParser:
@@ -230,13 +216,12 @@ def _run_configuration(options: Namespace, file: str, words: Sequence[str], over
     processes, knob = options.processes, "--processes"
     if processes is None and launch.processes is not None:
         processes, knob = launch.processes, f"launch.processes ({resolved.origins.get('launch.processes', 'default')})"
-    wishes = (asked, launch.federated, requested_federation()[0], _own_rule(resolved.config))
+    own = getattr(getattr(resolved.config, "distributed", None), "federated", None)
+    wishes = (asked, launch.federated, requested_federation()[0], own)
     start = _find_start(options, processes, next((wish for wish in wishes if wish is not None), None), knob)
     if start is None:
-        start = _Start("local", (Host(own_host().name, 1),))
-    federated, replica_size = configuration.choose_federation(
-        resolved, start.world_size, federated=asked, hsdp=options.hsdp
-    )
+        start = Allocation("local", (Host(own_host().name, 1),))
+    federated, replica_size = configuration.choose_federation(resolved, start.slots, federated=asked, hsdp=options.hsdp)
     layout = lay_out(start.hosts, federated, replica_size)
     word = configuration.hand_over(file, resolved)
     return _start(options, start, layout, [str(_RANK)], federated=federated, limit_s=launch.timeout_s, resolved=word)
@@ -331,11 +316,6 @@ def _count(cells: int | tuple[int, ...]) -> int:
     return cells if isinstance(cells, int) else len(cells)
 
 
-def _own_rule(config: object) -> Federation | None:
-    found: Federation | None = getattr(getattr(config, "distributed", None), "federated", None)
-    return found
-
-
 # Where ----------------------------------------------------------------------------------------------------------------
 
 
@@ -351,20 +331,19 @@ def _started(options: Namespace) -> int | None:
     return started
 
 
-def _be_rank(options: Namespace, work: object) -> int:
+def _be_rank(options: Namespace, work: Callable[[], object]) -> int:
     if options.merge:
         raise ConfigError(
             "--merge is for the command that starts the ranks, and a launcher has started them; give --log-dir DIR and "
             "read it with xffl logs DIR --follow"
         )
     log_dir = None if options.log_dir is None else make_log_dir(options.log_dir)
-    assert callable(work)
     return be_rank(work, timeout_s=options.timeout, log_dir=log_dir)
 
 
 def _find_start(
     options: Namespace, processes: int | None, federated: Federation | None, knob: str = "--processes"
-) -> _Start | None:
+) -> Allocation | None:
     """Choose where the ranks start; ``None`` where it would be here, and nobody says how many."""
     rule = federated if isinstance(federated, str) else ""
     needs_switches = rule.startswith("auto")
@@ -375,22 +354,21 @@ def _find_start(
         hosts = parse_hosts(options.hosts)
         if needs_switches and not all(host.switches for host in hosts):
             hosts = with_switches(hosts, read_topology(show_topology()))
-        return _Start("ssh", fit_hosts(Allocation("hosts", hosts), processes, knob=knob))
+        allocation = Allocation("hosts", hosts)
+        return replace(allocation, hosts=fit_hosts(allocation, processes, knob=knob))
     if way == "ssh":
         raise ConfigError("--launcher ssh needs to know the hosts; give --hosts a:4,b:4, or @FILE")
-    allocation = None
+    job = None
     if way in ("auto", "srun"):
-        allocation = find_allocation(wants_switches=bool(rule), needs_switches=needs_switches)
-    if allocation is not None:
-        return _Start("srun", fit_hosts(allocation, processes, knob=knob))
+        job = find_allocation(wants_switches=bool(rule), needs_switches=needs_switches)
+    if job is not None:
+        return replace(job, hosts=fit_hosts(job, processes, knob=knob))
     if way == "srun":
         raise LaunchError(
             "--launcher srun is for the inside of a SLURM job, and this is not. HINT: start it with salloc, from a "
             "batch script, or with xffl submit"
         )
-    if processes is None:
-        return None
-    return _Start("local", (Host(own_host().name, processes),))
+    return None if processes is None else Allocation("local", (Host(own_host().name, processes),))
 
 
 # How ------------------------------------------------------------------------------------------------------------------
@@ -398,7 +376,7 @@ def _find_start(
 
 def _start(
     options: Namespace,
-    start: _Start,
+    start: Allocation,
     layout: JobLayout,
     command: Sequence[str],
     *,
@@ -406,10 +384,7 @@ def _start(
     limit_s: float | None = None,
     resolved: str | None = None,
 ) -> int:
-    """Start the processes, and tell how the job ended.
-
-    ``limit_s`` is what a configuration has for ``--timeout``, ``resolved`` what its ranks get of it.
-    """
+    """Start the processes and tell how the job ended; ``limit_s`` and ``resolved`` are of a configuration."""
     timeout_s, knob = (limit_s, "launch.timeout_s") if options.timeout is None else (options.timeout, "--timeout")
     environ = federation_variables(layout.sizes, layout.replica_size) | read_over_files().variables()
     if layout.sizes is not None:  # else the script says what its cells are, and its session checks them
@@ -420,19 +395,15 @@ def _start(
         environ["XFFL_RESOLVED"] = resolved
     log_dir = None if options.log_dir is None else make_log_dir(options.log_dir)
     with ExitStack() as stack:
-        if options.merge and log_dir is None and start.way == "local":
+        if options.merge and log_dir is None and start.kind == "local":
             log_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="xffl-logs-"))
         stack.enter_context(following(Path(log_dir) if options.merge and log_dir else None, sys.stdout.buffer))
-        more: dict[str, Any] = {
-            "environ": environ,
-            "timeout_s": timeout_s,
-            "grace_s": options.grace or _GRACE_S,
-            "log_dir": log_dir,
-        }
-        if start.way == "local":
-            ended = launch_local(start.world_size, command, **more)
+        more: dict[str, Any] = {"environ": environ, "timeout_s": timeout_s, "log_dir": log_dir}
+        more["grace_s"] = options.grace or _GRACE_S
+        if start.kind == "local":
+            ended = launch_local(start.slots, command, **more)
         else:
-            launch = launch_srun if start.way == "srun" else launch_ssh
+            launch = launch_srun if start.kind == "slurm" else launch_ssh
             ended = launch(layout, command, **more, is_labelled=options.merge and log_dir is None)
     if isinstance(ended, RankFailure):
         _tell(ended, layout, with_traceback=options.traceback)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from jsonargparse import ArgumentParser, Namespace
 
-from xffl.cli.formatter import HelpFormatter
+from xffl.cli.main import HelpFormatter
 from xffl.errors import ConfigError
 from xffl.extras import install_command
 
@@ -121,12 +121,13 @@ def _consolidate(options: Namespace) -> int:
     """Write the model."""
     from xffl.checkpoint.export import consolidate_checkpoint
 
+    size = options.max_shard_bytes  # such as 5e9; what is no size is refused where it is used
     done = consolidate_checkpoint(
         options.checkpoint,
         options.out,
         part=options.part,
         cell=options.cell,
-        max_shard_bytes=_whole(options.max_shard_bytes),
+        max_shard_bytes=int(size) if abs(size) < 1e18 else 0,
         pretrained=options.pretrained,
     )
     tied = f", {len(done.ties)} tied ones left out" if done.ties else ""
@@ -135,11 +136,6 @@ def _consolidate(options: Namespace) -> int:
         f"{', '.join(done.files)}"
     )
     return 0
-
-
-def _whole(size: float) -> int:
-    """Return a size such as 5e9 as an integer; what is none is refused where it is used."""
-    return int(size) if size == size and abs(size) < 1e18 else 0
 
 
 COMMANDS = {"aggregate": (_parse_aggregate, _aggregate), "consolidate": (_parse_consolidate, _consolidate)}

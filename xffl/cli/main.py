@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import os
 import sys
@@ -9,14 +10,13 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TextIO
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
 from xffl import __version__
-from xffl.cli.formatter import HelpFormatter
-from xffl.cluster.exit_codes import ExitCode
+from xffl.cluster.launch.failure import ExitCode
 from xffl.errors import XfflError
 
-__all__ = ["COMMANDS", "build_parser", "main"]
+__all__ = ["COMMANDS", "HelpFormatter", "build_parser", "main"]
 
 COMMANDS = {
     "aggregate": ("exports", "make a round of what cells have exported that no network joins"),
@@ -30,7 +30,7 @@ COMMANDS = {
     "list": ("misc", "show the algorithms by name, with their papers"),
     "logs": ("misc", "show what ranks printed, with rank and cell before each line"),
     "plan": ("plan", "draw a federation and count the traffic of a round"),
-    "report": ("report", "write a page about a run, or about several compared"),
+    "report": ("misc", "write a page about a run, or about several compared"),
     "submit": ("submit", "submit a batch job to SLURM, and follow it"),
     "workflow": ("workflow", "write a workflow that trains each cell in a facility of its own"),
 }
@@ -54,6 +54,10 @@ examples:
 
 xffl COMMAND --help tells more.
 """
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
+    """Show types and defaults, as jsonargparse does, and leave the lines of descriptions and examples as they are."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

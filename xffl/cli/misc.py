@@ -1,4 +1,4 @@
-"""Small commands: ``xffl env``, ``init``, ``lighthouse``, ``list`` and ``logs``."""
+"""Small commands: ``xffl env``, ``init``, ``lighthouse``, ``list``, ``logs`` and ``report``."""
 
 from __future__ import annotations
 
@@ -16,11 +16,16 @@ from typing import TYPE_CHECKING, Any
 from jsonargparse import ArgumentParser, Namespace
 
 from xffl.checks import integer, number, one_of
-from xffl.cli.formatter import HelpFormatter
-from xffl.cluster.environment import ProcessEnvironment, detect_environment, requested_federation, use_interface
+from xffl.cli.main import HelpFormatter
+from xffl.cluster.environment import (
+    detect_environment,
+    make_token_file,
+    read_address,
+    requested_federation,
+    use_interface,
+)
 from xffl.cluster.launch.launchers import LAUNCHERS
 from xffl.cluster.launch.logs import Stream, list_rank_files
-from xffl.cluster.replica_groups import make_token_file, read_address
 from xffl.errors import ConfigError
 from xffl.extras import install_command, optional_import
 
@@ -64,6 +69,15 @@ examples:
 Without --follow the files are shown one rank after the other. Ctrl-C ends --follow.
 """
 
+_REPORT_EXAMPLES = """\
+examples:
+  xffl report runs/demo
+  xffl report runs/fedavg runs/diloco --out runs/compared
+
+It needs matplotlib and jinja2 ({install}). Of a run that is still going on, the page
+shows what has been recorded.
+"""
+
 _NAME = "@NAME@"
 """Stands for the project's name in the templates; in YAML for the same in quotes."""
 _INSTALL = "@INSTALL@"
@@ -92,7 +106,10 @@ def _env(options: Namespace) -> int:
         told = {**asdict(found), "federated": federated, "hsdp": hsdp, "interface": interface, "missing": missing}
         print(json.dumps(told, indent=2))
         return 0
-    print(_describe_environment(found))
+    rendezvous = "none is needed" if found.master_addr is None else f"{found.master_addr}:{found.master_port}"
+    print(f"launcher    {found.launcher}\nwhy         {found.reason}\nrank        {found.rank} of {found.world_size}")
+    print(f"on its node {found.node_local_rank} of {found.node_local_size}")
+    print(f"node        {found.node_rank} of {found.node_world_size}\nrendezvous  {rendezvous}")
     print(f"federation  XFFL_FEDERATED {_shown(federated)}, XFFL_HSDP {_shown(hsdp)}")
     print(f"interface   XFFL_IFNAME {_shown(interface)}")
     print("launchers   in the order in which they were looked for:")
@@ -105,20 +122,6 @@ def _env(options: Namespace) -> int:
             verdict = "no, " + ("it comes later" if row.matches(os.environ) else "its variables are another step's")
         print(f"  {row.name:<9} {verdict}")
     return 0
-
-
-def _describe_environment(found: ProcessEnvironment) -> str:
-    rendezvous = "none is needed" if found.master_addr is None else f"{found.master_addr}:{found.master_port}"
-    return "\n".join(
-        (
-            f"launcher    {found.launcher}",
-            f"why         {found.reason}",
-            f"rank        {found.rank} of {found.world_size}",
-            f"on its node {found.node_local_rank} of {found.node_local_size}",
-            f"node        {found.node_rank} of {found.node_world_size}",
-            f"rendezvous  {rendezvous}",
-        )
-    )
 
 
 def _shown(value: object) -> str:
@@ -307,11 +310,37 @@ def _read_ranks(text: str) -> set[int]:
     return ranks
 
 
+def _parse_report() -> ArgumentParser:
+    parser = ArgumentParser(
+        description="Write report.html, one file that needs no network, and its pictures as PNG files: for one run "
+        "into its folder pictures/, for several, which are compared, into --out.",
+        epilog=_REPORT_EXAMPLES.format(install=install_command("report")),
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument("runs", nargs="+", type=str, metavar="RUN", help="run folders: output_dir of experiments")
+    parser.add_argument("--out", type=str, metavar="FOLDER", help="where to write; needed for several runs")
+    return parser
+
+
+def _report(options: Namespace) -> int:
+    """Write the report, and print its place and what it lacks."""
+    from xffl.run_report import write_report
+    from xffl.run_report.summary import printable
+
+    written = write_report(options.runs, options.out)
+    print(printable(f"{written.page} and {len(written.pictures)} figures beside it"))
+    for one in written.runs:
+        for note in one.notes:
+            print(printable(f"  {one.name}: {note}"))
+    return 0
+
+
 COMMANDS = {
     "env": (_parse_env, _env),
     "init": (_parse_init, _init),
     "lighthouse": (_parse_lighthouse, _lighthouse),
     "list": (_parse_list, _list),
     "logs": (_parse_logs, _logs),
+    "report": (_parse_report, _report),
 }
 """For each command what makes its parser, and what runs it and returns an exit code."""

@@ -7,20 +7,36 @@ import math
 import shutil
 import sys
 import textwrap
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser, Namespace
 
 from xffl.checks import number
-from xffl.cli import plan_cell, plan_hosts
-from xffl.cli.formatter import HelpFormatter
-from xffl.cluster.cells import Arrangement, Federation, lone_cell
-from xffl.cluster.environment import sources_named
-from xffl.errors import ConfigError
-from xffl.planning.text import bytes_text
+from xffl.cli.main import HelpFormatter
+from xffl.cluster.cells import Arrangement, Federation, arrange, lone_cell, parse_federation
+from xffl.cluster.environment import complete_federation, sources_named
+from xffl.cluster.slurm.allocation import (
+    Host,
+    find_allocation,
+    parse_hosts,
+    read_topology,
+    show_topology,
+    with_switches,
+)
+from xffl.errors import ConfigError, LaunchError
+from xffl.planning.text import bytes_text, counted
 from xffl.topology import Topology
+
+if TYPE_CHECKING:
+    from xffl.distributed.parameters import DeviceParameters
+    from xffl.planning.memory import ModelSize, TrainingSize
 
 __all__ = ["build_parser", "run"]
 
@@ -61,6 +77,26 @@ _PHASES = (
     ("drain", "the last buckets arrive and are broadcast inside the cells"),
     ("commit", "new values are written"),
 )
+_TYPES = (
+    ("mesh", "AXES", "sizes of pp, cp, dp_replicate, dp_shard and tp: pp=2,dp_shard=auto,tp=2"),
+    ("dtype", "DTYPE", "what weights and the optimizer's state are kept in (default: float32)"),
+    ("param_dtype", "DTYPE", "what computation is done in (default: the same)"),
+    ("optimizer", "NAME", "sgd, momentum, adamw or adafactor (default: adamw)"),
+)
+_SIZES = (
+    ("layers", "layers of the model, wrapped one by one (default: nothing is wrapped)"),
+    ("width", "features between layers"),
+    ("kv_width", "features of keys, and of values (default: the width)"),
+    ("vocabulary", "rows of the embedding and of the head"),
+    ("batch", "sequences of a forward and backward pass, on each rank with data of its own"),
+    ("sequence", "tokens of a sequence"),
+    ("micro_batches", "micro-batches of a pipeline (default: one for each stage)"),
+    ("zero_stage", "what DeepSpeed cuts: 1, 2 or 3 (default: 2)"),
+)
+_COLUMNS = ("parameters", "gradients", "optimizer", "gathered", "round", "total", "sends")
+_STRATEGIES = ("single", "ddp", "fsdp", "hsdp", "deepspeed")
+_MAX_HOSTS = 16
+_MAX_CELLS = 8
 _NEEDED = ("params", "link_gbps", "link_ms", "step_s", "every")
 """Options that --simulate needs."""
 
@@ -101,26 +137,43 @@ def build_parser() -> ArgumentParser:
     group.add_argument("--codec", type=str, metavar="NAME", help="how values cross: bf16, int8, ... (default: none)")
     for name, told in _FLAGS:
         group.add_argument(_option(name), action="store_true", help=told)
-    plan_hosts.add_options(parser)
-    plan_cell.add_options(parser)
+    group = parser.add_argument_group("hosts; by default those of the SLURM job that this shell stands in")
+    group.add_argument(
+        "--hosts", type=str, metavar="LIST", help="a:4,b[1-3]:8 (host:ranks), or @FILE with a host a line"
+    )
+    group.add_argument(
+        "--topology", type=str, metavar="FILE", help="output of scontrol show topology, or a topology.conf"
+    )
+    group = parser.add_argument_group("inside a cell; with --params the memory of a rank and the traffic of a step")
+    group.add_argument("--strategy", choices=_STRATEGIES, help="how the model is spread (default: as --mesh or --hsdp)")
+    for name, metavar, told in _TYPES:
+        group.add_argument(_option(name), type=str, metavar=metavar, help=told)
+    for name, told in _SIZES:
+        group.add_argument(_option(name), type=int, metavar="N", help=told)
+    group.add_argument("--keep-gathered", action="store_true", help="FSDP keeps layers whole for the backward pass")
+    group.add_argument("--loss-parallel", action="store_true", help="tensor-parallel logits stay cut")
     return parser
 
 
 def run(options: Namespace) -> int:
     """Print the plan."""
-    from xffl.planning import round_traffic, topology_text
+    from xffl.planning import TrainingSize, round_traffic, topology_text
+    from xffl.planning.mesh import MOVES, mesh_text
 
     for name in ("params", "bytes_per_param", "link_gbps", *(name for name, *_ in _NUMBERS)):
         if options[name] is not None:
             minimum, above = (0.0, -math.inf) if name in ("link_ms", "home_us") else (-math.inf, 0.0)
             number(_option(name), options[name], minimum, above=above)
     if options.bytes_per_param is None:
-        options.bytes_per_param = plan_cell.bytes_of_dtype(options)
-    topology, hosts = _lay_out(options)
-    federated, *_ = plan_hosts.asked_federation(options)
+        # A round sends a weight as it is kept.
+        options.bytes_per_param = float(TrainingSize(dtype=options.dtype or "float32").kept_bytes)
+    asked = None if options.federated is None else parse_federation(options.federated, "--federated")
+    federated, replica_size, sources = complete_federation(asked, options.hsdp)
+    with sources_named(sources):
+        topology, hosts = _fit(options, federated, replica_size)
     if federated is not None and topology.cells == 1:
         print(lone_cell(federated, topology.world_size), file=sys.stderr)
-    inside = plan_cell.describe(options, topology)
+    inside = _describe_cell(options, topology)
     forecast = _simulate(options, topology) if _is_simulated(options) else None
     traffic = None
     if options.params is not None:
@@ -135,15 +188,17 @@ def run(options: Namespace) -> int:
         return 0
     print(topology_text(topology))
     if hosts is not None:
-        print("\n".join(plan_hosts.lines(hosts)))
+        print("\n".join(_host_lines(hosts)))
     if inside is not None:
-        print("\n".join(plan_cell.mesh_lines(inside)))
+        axes = inside["axes"]
+        print(f"\n{mesh_text(axes, first_rank=inside['first_rank'], cell=inside['cell'])}")
+        print("".join(f"  {axis:<12}  {told}\n" for axis, told in MOVES.items() if axes[axis] > 1), end="")
     if traffic is not None:
         print("\n".join(_traffic_lines(traffic)))
     if forecast is not None:
         print("\n".join(_forecast_lines(forecast)))
     if inside is not None and inside["memory"] is not None:
-        print("\n".join([*plan_cell.lines(inside), *_assumption_lines(inside["assumptions"])]))
+        print("\n".join([*_memory_lines(inside), *_assumption_lines(inside["assumptions"])]))
     return 0
 
 
@@ -202,23 +257,16 @@ def _simulate(options: Namespace, topology: Topology) -> dict[str, Any]:
     }
 
 
-def _lay_out(options: Namespace) -> tuple[Topology, dict[str, Any] | None]:
-    """Return the federation, and the placement of its ranks where hosts are known."""
-    federated, replica_size, sources = plan_hosts.asked_federation(options)
-    with sources_named(sources):
-        return _fit(options, federated, replica_size)
-
-
 def _fit(
     options: Namespace, federated: Federation | None, replica_size: int | None
 ) -> tuple[Topology, dict[str, Any] | None]:
     """Fit the federation that is asked for to the world or the hosts."""
-    hosts = plan_hosts.find_hosts(options, federated)
+    hosts = _find_hosts(options, federated)
     arrangement: Arrangement | None = None
     sizes = None if isinstance(federated, str) else federated
     world = options.world
     if hosts is not None:
-        arrangement = plan_hosts.order(hosts, federated, replica_size)
+        arrangement = _order(hosts, federated, replica_size)
         sizes = arrangement.sizes or sizes
         slots = sum(host.slots for host in hosts)
         if world not in (None, slots):
@@ -228,16 +276,14 @@ def _fit(
         if not isinstance(sizes, tuple):
             if sizes is None:
                 raise ConfigError("the number of ranks is missing; give --federated 4,4, or --world")
-            raise ConfigError(
-                f"{plan_hosts.knob(options)} {sizes} does not say how many ranks there are; give --world, too"
-            )
+            raise ConfigError(f"{_knob(options)} {sizes} does not say how many ranks there are; give --world, too")
         world = max(sum(sizes), 1)  # Topology refuses a size below 1
-    topology = plan_cell.lay_out(options, Topology(world, sizes), replica_size)
+    topology = _lay_out_mesh(options, Topology(world, sizes), replica_size)
     if hosts is None or arrangement is None:
         return topology, None
     if replica_size != topology.replica_size:  # the mesh inside the cells has set it
-        arrangement = plan_hosts.order(hosts, federated, topology.replica_size)
-    return topology, plan_hosts.describe(arrangement, topology, federated)
+        arrangement = _order(hosts, federated, topology.replica_size)
+    return topology, _describe_hosts(arrangement, topology, federated)
 
 
 def _shape(topology: Topology) -> dict[str, object]:
@@ -302,3 +348,297 @@ def _seconds(seconds: float) -> str:
     if 0 < seconds < 1:
         return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} us"
     return f"{seconds:.4g} s"
+
+
+# Hosts: which cell each is in, the order of their ranks, and where replicas stand -------------------------------------
+
+
+def _knob(options: Namespace) -> str:
+    """Return what gives the federation: the option, else the variable."""
+    return "XFFL_FEDERATED" if options.federated is None else "--federated"
+
+
+def _find_hosts(options: Namespace, federated: Federation | None) -> tuple[Host, ...] | None:
+    """Return the hosts that are described, or that the job has; ``None`` where only sizes are asked for."""
+    if not isinstance(federated, str):
+        if options.topology is not None:
+            raise ConfigError(f"--topology {options.topology} would not be read; give --federated auto, too")
+        return None if options.hosts is None else parse_hosts(options.hosts)
+    is_auto = federated.startswith("auto")
+    if options.hosts is not None:
+        hosts = parse_hosts(options.hosts)
+    else:
+        is_silent = options.topology is None  # else the file tells
+        job = find_allocation(wants_switches=is_silent, needs_switches=is_silent and is_auto)
+        if job is None:
+            raise ConfigError(
+                f"{_knob(options)} {federated} finds cells by hosts, but this is no SLURM job; call it in the batch "
+                "script or in the shell of salloc, or describe hosts with --hosts a[1-4]:4,b[1-4]:4"
+            )
+        hosts = job.hosts
+    if options.topology is not None:
+        return with_switches(hosts, _read_topology(options.topology))
+    if is_auto and not all(host.switches for host in hosts):
+        return with_switches(hosts, read_topology(show_topology()))
+    return hosts
+
+
+def _read_topology(file: str) -> dict[str, tuple[str, ...]]:
+    try:
+        found = read_topology(Path(file).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, LaunchError) as error:
+        raise ConfigError(f"--topology {file}: {error}; give what scontrol show topology prints") from error
+    if not found:
+        raise ConfigError(f"--topology {file} names no switch with nodes; give what scontrol show topology prints")
+    return found
+
+
+def _order(hosts: tuple[Host, ...], federated: Federation | None, replica_size: int | None) -> Arrangement:
+    """Return hosts in the order of their ranks, as ``xffl exec`` orders them by a rule, and the cells that it finds."""
+    if isinstance(federated, str):
+        return arrange(hosts, federated, replica_size)
+    return Arrangement(hosts, (), ())
+
+
+def _describe_hosts(arrangement: Arrangement, topology: Topology, federated: Federation | None) -> dict[str, Any]:
+    """Describe where ranks and replicas stand, for people and for JSON."""
+    starts = (0, *accumulate(host.slots for host in arrangement.hosts))
+    cells = []
+    for cell in range(topology.cells):
+        first, end = topology.offsets[cell], topology.offsets[cell + 1]
+        on: dict[int, set[int]] = {}  # host to the cell's replicas on it
+        spread = []
+        for replica in range(topology.replicas(cell)):
+            below = {bisect_right(starts, rank) - 1 for rank in topology.shard_group(cell, replica)}
+            spread.append(len(below))
+            for host in below:
+                on.setdefault(host, set()).add(replica)
+        hosts = [
+            {
+                "name": arrangement.hosts[host].name,
+                "switches": arrangement.hosts[host].switches,
+                "ranks": (max(starts[host], first), min(starts[host + 1], end) - 1),
+                "replicas": sorted(on[host]),
+            }
+            for host in sorted(on)
+        ]
+        name = arrangement.names[cell] if arrangement.names else None
+        cells.append({"name": name, "ranks": (first, end - 1), "hosts": hosts, "hosts_of_replicas": spread})
+    return {"rule": federated if isinstance(federated, str) else None, "cells": cells}
+
+
+def _host_lines(placed: dict[str, Any]) -> list[str]:
+    """Write for people what :func:`_describe_hosts` returns."""
+    by = "" if placed["rule"] is None else f", with cells by {placed['rule']}"
+    told = ["", f"Hosts in the order of their ranks{by}:"]
+    for place, cell in enumerate(placed["cells"][:_MAX_CELLS]):
+        hosts, name = cell["hosts"], "" if cell["name"] is None else f" ({cell['name']})"
+        told.append(f"  cell {place}{name}: {_span('rank', *cell['ranks'])} on {counted(len(hosts), 'host')}")
+        width = max(len(host["name"]) for host in hosts[:_MAX_HOSTS])
+        for host in hosts[:_MAX_HOSTS]:
+            ranks = _span("rank", *host["ranks"])
+            replicas = _span("replica", host["replicas"][0], host["replicas"][-1])
+            below = f"  below {'.'.join(host['switches'])}" if host["switches"] else ""
+            told.append(f"    {host['name']:<{width}}  {ranks:<14}  {replicas:<14}{below}".rstrip())
+        if len(hosts) > _MAX_HOSTS:
+            told.append(f"    and {len(hosts) - _MAX_HOSTS} more hosts")
+        counts = sorted(Counter(cell["hosts_of_replicas"]).items())
+        each = [f"{counted(n, 'replica')} on {counted(k, 'host')}{' each' if n > 1 else ''}" for k, n in counts]
+        told.append(f"    {', '.join(each)}")
+    if len(placed["cells"]) > _MAX_CELLS:
+        told.append(f"  and {len(placed['cells']) - _MAX_CELLS} more cells")
+    return told
+
+
+def _span(what: str, first: int, last: int) -> str:
+    return f"{what} {first}" if first == last else f"{what}s {first}-{last}"
+
+
+# The inside of a cell: its mesh, the memory of a rank and the traffic of a step ---------------------------------------
+
+
+def _lay_out_mesh(options: Namespace, plain: Topology, replica_size: int | None) -> Topology:
+    """Return the federation with the mesh that is asked for in each cell."""
+    parameters = _asked_mesh(options, replica_size)
+    if parameters is None:
+        return Topology(plain.world_size, plain.sizes, replica_size)
+    mesh = parameters.resolve(plain.sizes)
+    if replica_size not in (None, mesh.replica_size):
+        knob = f"--mesh {options.mesh}" if options.mesh is not None else f"--strategy {options.strategy}"
+        others = "which are whole cells" if mesh.replica_size is None else f"of {mesh.replica_size}"
+        raise ConfigError(
+            f"replicas of {replica_size} ranks (--hsdp) differ from those of {knob}, {others}; leave --hsdp out"
+        )
+    return Topology(plain.world_size, plain.sizes, mesh.replica_size, mesh.cell_shape)
+
+
+def _describe_cell(options: Namespace, topology: Topology) -> dict[str, Any] | None:
+    """Describe the smallest cell's mesh and what its ranks hold and send; ``None`` where no option asks for it.
+
+    ``memory`` and ``traffic`` are lists of parts (``what``, ``bytes``, ``formula``); they and ``strategies``, the bytes
+    of others for comparison, are ``None`` without ``--params``.
+    """
+    asked = [name for name, *_ in (*_TYPES, *_SIZES) if options[name] is not None]
+    asked += [name for name in ("strategy", "keep_gathered", "loss_parallel") if options[name]]
+    if not asked:
+        return None
+    cell = topology.sizes.index(min(topology.sizes))
+    axes = _axes(options, topology, cell)
+    told = {"cell": cell, "ranks": topology.sizes[cell], "axes": axes, "first_rank": topology.offsets[cell]}
+    told |= {"strategy": options.strategy or _strategy_of(axes), "zero_stage": _zero(options)}
+    told |= dict.fromkeys(("memory", "total_bytes", "traffic", "strategies", "assumptions"))
+    if options.params is not None:
+        return told | _counted(options, topology, axes)
+    if unread := [_option(name) for name in asked if name not in ("strategy", "mesh", "dtype", "zero_stage")]:
+        raise ConfigError(f"no effect without --params: {', '.join(unread)}")
+    return told
+
+
+def _memory_lines(inside: dict[str, Any]) -> list[str]:
+    """Write the memory, the traffic and the comparison."""
+    name = inside["strategy"] + (f", ZeRO {inside['zero_stage']}" if inside["zero_stage"] else "")
+    found = ["", f"Memory of a rank in cell {inside['cell']} ({name}), beside activations:"]
+    found += _part_lines(inside["memory"])
+    found.append(f"  {'total':<12}  {_known(inside['total_bytes'])}")
+    found += ["", "A rank sends inside the cell, in a forward and backward pass:"]
+    found += _part_lines(inside["traffic"]) or ["  nothing"]
+    found += ["", "With P parameters, U of them (P / pp / tp) on a stage, cut over n = dp_shard x cp ranks,"]
+    found += ["R = dp_replicate, t = tp, c = cp, tokens = batch x sequence / cp.", "", "Strategies for this cell:"]
+    width = max(map(len, inside["strategies"]))
+    columns = [name for name in _COLUMNS if any(name in row for row in inside["strategies"].values())]
+    found.append("  " + " " * width + "".join(name.rjust(12) for name in columns))
+    for label, row in inside["strategies"].items():
+        found.append("  " + label.ljust(width) + "".join(_known(row[name]).rjust(12) for name in columns))
+    return found
+
+
+def _counted(options: Namespace, topology: Topology, axes: dict[str, int]) -> dict[str, Any]:
+    """Count bytes, with what the options say of the model and the training."""
+    from xffl.planning.memory import MEMORY_ASSUMPTIONS, ModelSize, TrainingSize, rank_memory, total_bytes
+    from xffl.planning.traffic import TRAFFIC_ASSUMPTIONS, step_traffic
+
+    sizes = ("layers", "width", "kv_width", "vocabulary")
+    model = ModelSize(parameters=options.params, **{name: options[name] for name in sizes})
+    names = ("dtype", "param_dtype", "optimizer", "batch", "sequence", "micro_batches")
+    training = TrainingSize(
+        reshard_after_forward=not options.keep_gathered,
+        loss_parallel=options.loss_parallel,
+        **{name: options[name] for name in names if options[name] is not None},
+    )
+    rounds = {
+        "is_federated": topology.cells > 1,
+        "atomic": not options.in_place,
+        "codec": options.codec not in (None, "none"),
+    }
+    zero = _zero(options)
+    memory = rank_memory(axes, model, training, zero=zero, **rounds)
+    return {
+        "memory": [part._asdict() for part in memory],
+        "total_bytes": total_bytes(memory),
+        "traffic": [part._asdict() for part in step_traffic(axes, model, training, zero=zero)],
+        "strategies": _compare(axes, zero, model, training, rounds),
+        "assumptions": [*MEMORY_ASSUMPTIONS, *TRAFFIC_ASSUMPTIONS],
+    }
+
+
+def _compare(
+    axes: dict[str, int], zero: int, model: ModelSize, training: TrainingSize, rounds: dict[str, bool]
+) -> dict[str, dict[str, float | None]]:
+    """Count bytes of the plain strategies over as many ranks, and of the one that is asked for."""
+    from xffl.planning.memory import rank_memory, total_bytes
+    from xffl.planning.mesh import describe_mesh
+    from xffl.planning.traffic import step_traffic
+
+    ranks = prod(axes.values())
+    choices: dict[str, tuple[dict[str, int], int]] = {"single": ({}, 0)}
+    if ranks > 1:
+        choices |= {"ddp": ({"dp_replicate": ranks}, 0), "fsdp": ({"dp_shard": ranks}, 0)}
+    if ranks % 2 == 0 and ranks > 2:
+        half = {"dp_replicate": 2, "dp_shard": ranks // 2}
+        choices[f"hsdp, {describe_mesh(half)}"] = (half, 0)
+    if ranks > 1:
+        choices |= {f"deepspeed, ZeRO {stage}": ({"dp_shard": ranks}, stage) for stage in (1, 2, 3)}
+    own = ({axis: size for axis, size in axes.items() if size > 1}, zero)
+    if own not in choices.values():
+        choices[f"this, {describe_mesh(axes)}"] = own
+    if training.optimizer == "adafactor":  # which cannot take parameters that are cut
+        choices = {name: choice for name, choice in choices.items() if name in ("single", "ddp") or choice == own}
+    found = {}
+    for name, (mesh, stage) in choices.items():
+        memory = rank_memory(mesh, model, training, zero=stage, **rounds)
+        sent = step_traffic(mesh, model, training, zero=stage)
+        row = {part.what: part.bytes for part in memory}
+        found[name] = {**row, "total": total_bytes(memory), "sends": total_bytes(sent)}
+    return found
+
+
+def _asked_mesh(options: Namespace, replica_size: int | None) -> DeviceParameters | None:
+    """Return what the options ask for inside a cell; ``None`` where that is no more than ``--hsdp``."""
+    from xffl.distributed.parameters import AXES, DeviceParameters
+
+    strategy = options.strategy
+    if options.zero_stage is not None and (strategy != "deepspeed" or options.zero_stage not in (1, 2, 3)):
+        raise ConfigError(f"--zero-stage {options.zero_stage} is 1, 2 or 3, and DeepSpeed's; give --strategy deepspeed")
+    others: dict[str, Any] = {} if options.param_dtype is None else {"param_dtype": options.param_dtype}
+    if options.mesh is not None:
+        sizes = _parse_mesh(options.mesh, AXES)
+        parameters = DeviceParameters(**sizes, **others)
+        if strategy not in (None, "hsdp", parameters.strategy):
+            raise ConfigError(
+                f"--strategy {strategy} does not do what --mesh {options.mesh} asks for; give --strategy "
+                f"{parameters.strategy}, or leave it out"
+            )
+        return parameters
+    if strategy is None:
+        return None
+    if strategy == "hsdp":
+        if replica_size is None:
+            raise ConfigError("--strategy hsdp needs to know the ranks of a replica; give --hsdp, or --mesh dp_shard=n")
+        return DeviceParameters.HSDP(dp_shard=replica_size, **others)
+    if strategy == "single":
+        return DeviceParameters.SINGLE_DEVICE(**others)
+    return DeviceParameters.DDP(**others) if strategy == "ddp" else DeviceParameters.FSDP(**others)
+
+
+def _parse_mesh(text: str, axes: tuple[str, ...]) -> dict[str, Any]:
+    sizes: dict[str, Any] = {}
+    for word in text.split(","):
+        axis, _, size = (part.strip() for part in word.partition("="))
+        if axis not in axes or axis in sizes or not (size == "auto" or size.isdecimal()):
+            raise ConfigError(
+                f"--mesh {text!r} has {word!r}; give each of {', '.join(axes)} at most once with its ranks or auto, "
+                "such as pp=2,dp_shard=auto"
+            )
+        sizes[axis] = size if size == "auto" else int(size)
+    return sizes
+
+
+def _axes(options: Namespace, topology: Topology, cell: int) -> dict[str, int]:
+    """Return the ranks along each axis in a cell."""
+    from xffl.distributed.parameters import AXES
+
+    axes = dict.fromkeys(AXES, 1)
+    if topology.cell_shape is not None:
+        axes |= dict(topology.cell_shape)
+    else:
+        axes["dp_shard"] = topology.shards(cell)
+    return axes | {"dp_replicate": topology.replicas(cell)}
+
+
+def _strategy_of(axes: dict[str, int]) -> str:
+    is_cut = any(size > 1 for axis, size in axes.items() if axis != "dp_replicate")
+    if axes["dp_replicate"] > 1:
+        return "hsdp" if is_cut else "ddp"
+    return "fsdp" if is_cut else "single"
+
+
+def _zero(options: Namespace) -> int:
+    return (options.zero_stage or 2) if options.strategy == "deepspeed" else 0
+
+
+def _part_lines(parts: list[dict[str, Any]]) -> list[str]:
+    return [f"  {part['what']:<12}  {_known(part['bytes']):<8}  {part['formula']}" for part in parts]
+
+
+def _known(count: float | None) -> str:
+    return "?" if count is None else bytes_text(count)

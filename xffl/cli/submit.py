@@ -18,8 +18,8 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 
 from xffl.checks import integer
-from xffl.cli.formatter import HelpFormatter
-from xffl.cluster.exit_codes import ExitCode, code_of_signal
+from xffl.cli.main import HelpFormatter
+from xffl.cluster.launch.failure import ExitCode, code_of_signal
 from xffl.cluster.slurm.job_monitor import Follower, exit_code_of, expand_pattern, log_pattern
 from xffl.cluster.slurm.submit import (
     Job,

@@ -11,10 +11,9 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 
 from xffl.checks import integer
-from xffl.cli.formatter import HelpFormatter
+from xffl.cli.main import HelpFormatter
 from xffl.errors import CheckpointError, ConfigError
-from xffl.workflow.documents import Workflow, write_workflow
-from xffl.workflow.facilities import Facility, parse_facilities
+from xffl.workflow.documents import Facility, Workflow, parse_facilities, write_workflow
 
 __all__ = ["build_parser", "run"]
 

@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from xffl.checks import index_of
+from xffl.checks import index_of, shorten
 from xffl.cluster.hosts import expand_hosts
 from xffl.cluster.slurm.allocation import Host
 from xffl.errors import ConfigError, LaunchError, TopologyError
@@ -24,10 +24,7 @@ __all__ = [
     "arrange",
     "check_cells",
     "check_federation",
-    "is_rule",
     "lone_cell",
-    "name_cells",
-    "order_hosts",
     "parse_cell",
     "parse_federation",
     "parse_sizes",
@@ -70,10 +67,7 @@ def parse_sizes(text: str, knob: str) -> int | tuple[int, ...]:
 
 
 def parse_cell(text: str, knob: str) -> tuple[int, int | tuple[int, ...]]:
-    """Read which cell a job is, where each cell is a job of its own: ``0/2``, or ``0/4,2`` with the cells' ranks.
-
-    Returns the cell's number, from 0, and how many cells there are, or the ranks of each.
-    """
+    """Read which cell a job is and how many there are, or the ranks of each, as ``0/2`` or ``0/4,2`` say."""
     number, _, rest = text.strip().partition("/")
     cells = parse_sizes(rest, knob) if rest else 0
     count = cells if isinstance(cells, int) else len(cells)
@@ -125,17 +119,11 @@ def read_federation(federation: Federation | None, knob: str) -> Federation | No
     """Return a federation of a program or a configuration: text is parsed, integers become plain ones."""
     if isinstance(federation, str):
         return parse_federation(federation, knob)
-    is_list = isinstance(federation, (list, tuple))
-    return tuple(map(_plain, federation)) if is_list else _plain(federation)  # type: ignore[arg-type]
 
+    def plain(size: Any) -> Any:
+        return size if index_of(size) is None else index_of(size)
 
-def _plain(size: Any) -> Any:
-    return size if index_of(size) is None else index_of(size)
-
-
-def is_rule(federation: Federation | None) -> bool:
-    """Tell whether cells are to be found by a rule, and were not given as sizes."""
-    return isinstance(federation, str)
+    return tuple(map(plain, federation)) if isinstance(federation, (list, tuple)) else plain(federation)
 
 
 def check_cells(cells: int, required: int | None, asked: Federation | None) -> None:
@@ -169,13 +157,14 @@ def name_cells(hosts: Sequence[Host], rule: str) -> tuple[str, ...]:
     if not hosts:
         raise TopologyError(f"rule {rule!r} has no hosts to find cells of; give at least one")
     kind, _, rest = rule.partition(":")
-    if not is_rule(parse_federation(rule, "rule")):
+    if not isinstance(parse_federation(rule, "rule"), str):
         raise ConfigError(f"{rule!r} is no rule but sizes; {_FORMS}")
     if kind == "auto":
         return _cells_by_switch(hosts, rule, int(rest) if rest else None)
     if kind == "hosts":
         pattern = re.compile(rest)
-        found = {host.name: _matched(pattern.search(host.name)) for host in hosts}
+        group = 1 if pattern.groups else 0
+        found = {host.name: match[group] if (match := pattern.search(host.name)) else None for host in hosts}
         remedy = "correct the expression, whose first group (or else the whole match) names the cell"
     else:
         listed = _read_cells(Path(rest), rule)
@@ -206,13 +195,6 @@ def _cells_by_switch(hosts: Sequence[Host], rule: str, level: int | None) -> tup
             + (f"give a level of 1 to {depth}" if depth else "give auto: all stand below one switch")
         )
     return tuple(path[level] for path in paths)
-
-
-def _matched(match: re.Match[str] | None) -> str | None:
-    if match is None:
-        return None
-    found: str | None = match[1] if match.re.groups else match[0]
-    return found
 
 
 def _read_cells(path: Path, rule: str) -> dict[str, str]:
@@ -270,8 +252,6 @@ def arrange(hosts: Sequence[Host], rule: str, replica_size: int | None = None) -
 
     Cells come in the order of their first host. Inside a cell hosts below one switch are neighbours, as far as that
     lets replicas stay on as few hosts.
-
-    Returns the hosts in their new order, and the cells.
     """
     members: dict[str, list[Host]] = {}
     for host, named in zip(hosts, name_cells(hosts, rule), strict=True):
@@ -311,8 +291,7 @@ def sizes_of_ranks(places: Sequence[Host], rule: str) -> tuple[int, ...]:
 
 def _listed(names: Sequence[str]) -> str:
     each = list(dict.fromkeys(names))
-    more = f" and {len(each) - _SHOWN} more" if len(each) > _SHOWN else ""
-    return f"{'host' if len(each) == 1 else 'hosts'} {', '.join(each[:_SHOWN])}{more}"
+    return f"{'host' if len(each) == 1 else 'hosts'} {shorten(each, _SHOWN)}"
 
 
 # The order of the hosts of a cell -------------------------------------------------------------------------------------

@@ -7,11 +7,14 @@ This package is the only reader of the environment's process variables; the laun
 from __future__ import annotations
 
 import os
+import re
 import socket
+import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from xffl.checks import integer
 from xffl.cluster.cells import Federation, check_cells, lone_cell, parse_federation, parse_sizes
@@ -24,17 +27,23 @@ __all__ = [
     "OverFiles",
     "ProcessEnvironment",
     "accept_cells",
+    "bind_address",
     "complete_federation",
     "detect_environment",
     "federation_variables",
+    "lighthouse_of",
+    "make_token_file",
     "parse_sizes",
+    "read_address",
     "read_over_files",
+    "replica_group_of",
     "request_federation",
     "requested_federation",
     "requested_settings",
     "require_cells",
     "required_cells",
     "sources_named",
+    "token_of",
     "use_interface",
 ]
 
@@ -82,8 +91,6 @@ def detect_environment(
 
     An argument beats the launcher's variable. A world size other than the launcher's means that the caller started the
     processes: nothing is taken from the launcher then, and without arguments for the nodes all ranks are on one node.
-
-    Returns the environment; a single process where nothing is given and no launcher matches.
     """
     environ = os.environ if environ is None else environ
     arguments = {
@@ -189,11 +196,7 @@ def _check(found: Fields) -> None:
 
 
 def requested_federation(environ: Mapping[str, str] | None = None) -> tuple[Federation | None, int | None]:
-    """Return the federation that the environment asks for.
-
-    Returns federated sizes, or a rule that finds them, from ``XFFL_FEDERATED``, and the replica size from
-    ``XFFL_HSDP``; ``None`` where unset or empty.
-    """
+    """Return sizes or a rule from ``XFFL_FEDERATED``, and the replica size from ``XFFL_HSDP``; ``None`` where unset."""
     environ = os.environ if environ is None else environ
     federated, hsdp = (environ.get(name, "").strip() for name in ("XFFL_FEDERATED", "XFFL_HSDP"))
     return (
@@ -205,10 +208,7 @@ def requested_federation(environ: Mapping[str, str] | None = None) -> tuple[Fede
 def complete_federation(
     federated: Federation | None, hsdp: int | None, environ: Mapping[str, str] | None = None
 ) -> tuple[Federation | None, int | None, tuple[str, ...]]:
-    """Fill in from the environment what an argument leaves open of a federation.
-
-    Returns the sizes or the rule, the replica size, and which variables they are from, for :func:`sources_named`.
-    """
+    """Fill in from the environment what arguments leave open; the last value is for :func:`sources_named`."""
     asked, replica_size = requested_federation(environ)
     variables = federation_variables(asked if federated is None else None, replica_size if hsdp is None else None)
     return (
@@ -231,10 +231,7 @@ def sources_named(sources: Iterable[str]) -> Iterator[None]:
 
 
 def federation_variables(federated: Federation | None, hsdp: int | None) -> dict[str, str]:
-    """Return the variables from which :func:`requested_federation` reads a federation.
-
-    Returns ``XFFL_FEDERATED`` and ``XFFL_HSDP``, as far as there is something to say.
-    """
+    """Return the variables from which :func:`requested_federation` reads a federation, as far as there is one."""
     found = {}
     if federated is not None:
         found["XFFL_FEDERATED"] = ",".join(map(str, federated if isinstance(federated, tuple) else (federated,)))
@@ -298,22 +295,14 @@ def require_cells(number: int) -> None:
 
 
 def required_cells(environ: Mapping[str, str] | None = None) -> int | None:
-    """Return how many cells there must be at least, as ``XFFL_REQUIRE_CELLS`` says.
-
-    Returns the number; ``None`` where unset or empty.
-    """
+    """Return how many cells there must be at least, as ``XFFL_REQUIRE_CELLS`` says; ``None`` where unset or empty."""
     environ = os.environ if environ is None else environ
     text = environ.get("XFFL_REQUIRE_CELLS", "").strip()
     return integer("XFFL_REQUIRE_CELLS", read_number("XFFL_REQUIRE_CELLS", text)) if text else None
 
 
 def accept_cells(
-    asked: Federation | None,
-    cells: int,
-    world_size: int,
-    required: int | None,
-    *,
-    is_speaker: bool = True,
+    asked: Federation | None, cells: int, world_size: int, required: int | None, *, is_speaker: bool = True
 ) -> None:
     """Refuse fewer cells than are required, and say it in a line where a federation turns out to be one cell.
 
@@ -363,8 +352,6 @@ def use_interface(name: str | None, environ: MutableMapping[str, str] | None = N
     ``XFFL_CONTROL_IFNAME`` names another interface for the rendezvous and its store. Whichever these use must have an
     address on every host, which is only looked for here. Where ``XFFL_IFNAME`` says another one than ``name``, it is
     changed, since whatever else looks for the interface reads it first.
-
-    Returns the interface, or ``None`` where none is asked for.
     """
     environ = os.environ if environ is None else environ
     chosen = name or environ.get("XFFL_IFNAME") or None
@@ -386,3 +373,99 @@ def use_interface(name: str | None, environ: MutableMapping[str, str] | None = N
         interface_address(chosen, source)
     environ.update(names)
     return chosen
+
+
+# Replica groups: the number of this job among them, the lighthouse, and the run's token -------------------------------
+
+
+_ADDRESS = re.compile(r"(?:http://)?(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d{1,5})/?")
+_GROUP = re.compile(r"(\d+)/(\d+)")
+
+
+def lighthouse_of(environ: Mapping[str, str] | None = None) -> str:
+    """Return the lighthouse's address, ``http://HOST:PORT``, as ``XFFL_LIGHTHOUSE`` or torchft's own variable says."""
+    environ = os.environ if environ is None else environ
+    for name in ("XFFL_LIGHTHOUSE", "TORCHFT_LIGHTHOUSE"):
+        text = environ.get(name, "").strip()
+        if text:
+            host, port = read_address(name, text)
+            return f"http://{host}:{port}"
+    raise LaunchError(
+        "fault tolerance is asked for, but XFFL_LIGHTHOUSE is not set; start xffl lighthouse once for all replica "
+        "groups, and give each job the address that it prints"
+    )
+
+
+def read_address(what: str, text: str) -> tuple[str, int]:
+    """Return the host and port of an address."""
+    found = _ADDRESS.fullmatch(text.strip())
+    if found is None or int(found[2]) > 65535:
+        raise LaunchError(f"{what} is {text!r}; give HOST:PORT, such as 127.0.0.1:29510")
+    return found[1], int(found[2])
+
+
+def replica_group_of(environ: Mapping[str, str] | None = None) -> tuple[int, int] | None:
+    """Return this job's replica group and the most groups, as ``XFFL_ISLAND=1/4`` says; ``None`` where unset."""
+    environ = os.environ if environ is None else environ
+    text = environ.get("XFFL_ISLAND", "").strip()
+    if not text:
+        return None
+    found = _GROUP.fullmatch(text)
+    if found is None or not int(found[1]) < int(found[2]):
+        raise LaunchError(
+            f"XFFL_ISLAND is {text!r}; give this replica group's number, from 0, and the most groups, such as 0/2"
+        )
+    return int(found[1]), int(found[2])
+
+
+def token_of(environ: Mapping[str, str] | None = None) -> bytes:
+    """Return the run's token: the text of ``XFFL_TOKEN``, or of the file that ``XFFL_TOKEN_FILE`` names."""
+    environ = os.environ if environ is None else environ
+    token = environ.get("XFFL_TOKEN", "").strip()
+    if token:
+        return token.encode()
+    name = environ.get("XFFL_TOKEN_FILE", "").strip()
+    if not name:
+        raise LaunchError(
+            "replica groups give their weights to those that know the run's token, and there is none; set XFFL_TOKEN, "
+            "or XFFL_TOKEN_FILE to a file that xffl lighthouse --token-file has made"
+        )
+    try:
+        mode = os.stat(name).st_mode
+        token = Path(name).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(f"XFFL_TOKEN_FILE {name!r} cannot be read ({error}); give the file of the token") from error
+    if stat.S_IMODE(mode) & 0o077:
+        raise LaunchError(f"XFFL_TOKEN_FILE {name!r} may be read by others; make a new token, and chmod 600 its file")
+    if not token:
+        raise LaunchError(f"XFFL_TOKEN_FILE {name!r} is empty; remove it, and let xffl lighthouse make another")
+    return token.encode()
+
+
+def make_token_file(path: Path) -> None:
+    """Write a new token into a file that its owner alone may read; one that is there already stays."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(os.urandom(32).hex() + "\n")
+    except FileExistsError:
+        token_of({"XFFL_TOKEN_FILE": str(path)})
+    except OSError as error:
+        raise LaunchError(f"the token's file {path} cannot be written ({error}); give another") from error
+
+
+def bind_address(lighthouse: str, environ: Mapping[str, str] | None = None) -> str:
+    """Return the address of this host at which other replica groups may reach it, and nobody on other interfaces."""
+    named = control_address(environ)
+    if named is not None:
+        return named
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(read_address("the lighthouse", lighthouse))  # nothing is sent: the kernel chooses the way
+            address: str = probe.getsockname()[0]
+    except OSError as error:
+        raise LaunchError(
+            f"there is no way from {socket.gethostname()} to the lighthouse {lighthouse} ({error}); set "
+            "XFFL_LIGHTHOUSE to an address that this host reaches"
+        ) from error
+    return address

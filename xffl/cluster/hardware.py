@@ -1,7 +1,8 @@
-"""The hardware of this host, as measurements report it, and the GPU of each process."""
+"""Hardware of this host as measurements report it, the GPU of each process, and memory that glibc keeps."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import socket
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from xffl.errors import ConfigError, LaunchError
 
-__all__ = ["describe_host", "pick_gpu", "resident_bytes"]
+__all__ = ["describe_host", "pick_gpu", "resident_bytes", "return_large_blocks"]
 
 _CPUINFO = Path("/proc/cpuinfo")
 _STATUS = Path("/proc/self/status")
@@ -64,3 +65,27 @@ def pick_gpu(local_rank: int, local_size: int, visible: int, environ: Mapping[st
         f"{local_size} processes run on this node, but this one sees {visible} GPUs; start one process for each GPU, "
         "or give device='cpu'"
     )
+
+
+_M_MMAP_THRESHOLD = -3
+"""The parameter's number in glibc's ``malloc.h``."""
+
+_LARGE_BYTES = 2**20
+
+
+def return_large_blocks() -> bool:
+    """Let this process give blocks of 1 MiB and more back to the system as soon as they are freed.
+
+    glibc keeps freed blocks of up to 32 MiB in its heaps, one for each thread, once a block of that size was freed.
+    FSDP on the CPU gathers and frees every layer twice in a step, from two threads, so that heaps with gaps would come
+    to hold more than the whole model. What is paid is fresh memory at each gathering. A user who has set
+    ``MALLOC_MMAP_THRESHOLD_`` has decided already; other C libraries than glibc are left alone.
+
+    :return: Whether it was set.
+    """
+    if "MALLOC_MMAP_THRESHOLD_" in os.environ:
+        return False
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "gnu_get_libc_version"):
+        return False
+    return bool(library.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES))

@@ -13,7 +13,15 @@ from pathlib import Path
 
 from xffl.errors import LaunchError
 
-__all__ = ["expand_counts", "expand_hosts", "host_identity", "interface_address", "node_address", "reachable_address"]
+__all__ = [
+    "expand_counts",
+    "expand_hosts",
+    "host_identity",
+    "interface_address",
+    "node_address",
+    "reachable_address",
+    "resolve",
+]
 
 _SIOCGIFADDR = 0x8915
 """Linux: ask a socket for the IPv4 address of an interface."""
@@ -62,10 +70,7 @@ def expand_counts(text: str) -> tuple[int, ...]:
 
 
 def host_identity() -> str:
-    """Name this machine so that two machines of the same host name differ.
-
-    The kernel's boot id tells cloned hosts apart; where it is missing, the host name alone has to do.
-    """
+    """Name this machine; the kernel's boot id, where there is one, tells hosts of the same name apart."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()}/{boot_id.read_text().strip() if boot_id.exists() else ''}"
 
@@ -93,13 +98,11 @@ def node_address(name: str) -> str:
     A name that resolves is used as it is, so that a start of many tasks does not flood the controller. Otherwise
     ``scontrol`` is asked for the node's ``NodeAddr``; where it knows none the name itself has to do.
     """
-    if _resolve(name) or shutil.which("scontrol") is None:
+    if resolve(name) or shutil.which("scontrol") is None:
         return name
     command = ["scontrol", "-o", "show", "node", name]
     try:
-        shown = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=_SCONTROL_S, stdin=subprocess.DEVNULL
-        )
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_S, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(
             f"node {name!r} does not resolve, and scontrol did not answer: {error}; set MASTER_ADDR to an address "
@@ -110,17 +113,13 @@ def node_address(name: str) -> str:
 
 
 def reachable_address(peers: Iterable[str]) -> str:
-    """Return an address of this host that other hosts can reach.
-
-    That is the first address of the host's own name that is not loopback, or else the address from which a peer is
-    reached (a route is looked up; nothing is sent).
-    """
+    """Return an address of this host, not loopback: of its name, else that on the route to a peer; nothing is sent."""
     own = socket.gethostname()
-    for address in _resolve(own):
+    for address in resolve(own):
         if not address.startswith("127."):
             return address
     for peer in peers:
-        for address in _resolve(peer):
+        for address in resolve(peer):
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
                 try:
                     probe.connect((address, 9))
@@ -135,9 +134,10 @@ def reachable_address(peers: Iterable[str]) -> str:
     )
 
 
-def _resolve(name: str) -> tuple[str, ...]:
+def resolve(name: str) -> tuple[str, ...]:
+    """Return the IPv4 addresses of a host's name, none where it does not resolve."""
     try:
         found = socket.getaddrinfo(name, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return ()
-    return tuple(str(entry[4][0]) for entry in found)
+    return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))

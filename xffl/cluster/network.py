@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 from collections.abc import Mapping
@@ -13,17 +12,7 @@ from pathlib import Path
 from xffl.cluster.hosts import interface_address
 from xffl.errors import ConfigError, LaunchError
 
-__all__ = [
-    "SLURM_PORTS",
-    "Interface",
-    "Timeouts",
-    "control_address",
-    "control_interface",
-    "data_interface",
-    "ephemeral_ports",
-    "list_interfaces",
-    "resolve",
-]
+__all__ = ["SLURM_PORTS", "Interface", "Timeouts", "control_address", "ephemeral_ports", "list_interfaces"]
 
 SLURM_PORTS = (20000, 31999)
 """Where the rendezvous of a SLURM step lies, see :mod:`xffl.cluster.launch.launchers`."""
@@ -65,36 +54,19 @@ def list_interfaces(folder: Path = _INTERFACES) -> tuple[Interface, ...]:
     )
 
 
-def control_interface(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return the interface over which ranks meet: that of ``XFFL_CONTROL_IFNAME``, else that of the data.
-
-    Returns its name, or ``None`` where none is asked for.
-    """
-    environ = os.environ if environ is None else environ
-    return environ.get("XFFL_CONTROL_IFNAME") or data_interface(environ)
-
-
 def control_address(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return this host's address on the interface over which ranks meet, see :func:`control_interface`.
+    """Return this host's address on the interface over which ranks meet, ``None`` where no interface is asked for.
 
-    Returns the IPv4 address, or ``None`` where no interface is asked for.
+    That is the interface of ``XFFL_CONTROL_IFNAME``, else that of the data: of ``XFFL_IFNAME``, else of
+    ``GLOO_SOCKET_IFNAME``, the first where a list is set.
     """
     environ = os.environ if environ is None else environ
-    name = control_interface(environ)
-    if name is None:
-        return None
     variables = ("XFFL_CONTROL_IFNAME", "XFFL_IFNAME", "GLOO_SOCKET_IFNAME")
-    return interface_address(name, next(variable for variable in variables if environ.get(variable)))
-
-
-def data_interface(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return the interface that collectives use: that of ``XFFL_IFNAME``, else of ``GLOO_SOCKET_IFNAME``.
-
-    Returns its name, the first where a list is set, or ``None`` where none is asked for.
-    """
-    environ = os.environ if environ is None else environ
-    name = environ.get("XFFL_IFNAME") or environ.get("GLOO_SOCKET_IFNAME") or ""
-    return name.partition(",")[0] or None
+    variable = next((variable for variable in variables if environ.get(variable)), None)
+    if variable is None:
+        return None
+    name = environ[variable]
+    return interface_address(name if variable == variables[0] else name.partition(",")[0], variable)
 
 
 def ephemeral_ports() -> tuple[int, int]:
@@ -103,15 +75,6 @@ def ephemeral_ports() -> tuple[int, int]:
         return 32768, 60999
     first, last = _EPHEMERAL.read_text().split()
     return int(first), int(last)
-
-
-def resolve(name: str) -> tuple[str, ...]:
-    """Return the IPv4 addresses of a host's name, none where it does not resolve."""
-    try:
-        found = socket.getaddrinfo(name, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return ()
-    return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,9 +98,7 @@ class Timeouts:
     def __post_init__(self) -> None:
         levels = [(level.name, getattr(self, level.name)) for level in fields(self)]
         for name, value in levels:
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not is_number or not (math.isfinite(value) and 0 < value < 1e9):
-                raise ConfigError(f"{name} must be a positive number of seconds, got {value!r}")
+            _check_seconds(name, value)
         for (inner, short), (outer, long) in pairwise(levels):
             if not short < long:
                 order = " < ".join(level.name for level in fields(self))
@@ -148,15 +109,18 @@ class Timeouts:
     @classmethod
     def within(cls, session_s: float) -> Timeouts:
         """Return the levels that fit below the timeout of a session."""
-        is_number = isinstance(session_s, (int, float)) and not isinstance(session_s, bool)
-        if not is_number or not 0 < session_s < 1e9:
-            raise ConfigError(f"session_s must be a positive number of seconds, got {session_s!r}")
+        _check_seconds("session_s", session_s)
         return cls(
             connect_s=min(_CONNECT_S, session_s / 4),
             home_s=session_s / 2,
             across_s=session_s * 3 / 4,
             session_s=float(session_s),
         )
+
+
+def _check_seconds(name: str, value: object) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e9:
+        raise ConfigError(f"{name} must be a positive number of seconds, got {value!r}")
 
 
 def _is_up(folder: Path) -> bool:

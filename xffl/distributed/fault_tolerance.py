@@ -25,8 +25,8 @@ from torch.distributed import GradBucket, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.fsdp import FSDPModule
 
 from xffl.checks import one_of
+from xffl.cluster.environment import bind_address, lighthouse_of, replica_group_of, token_of
 from xffl.cluster.network import list_interfaces
-from xffl.cluster.replica_groups import bind_address, lighthouse_of, replica_group_of, token_of
 from xffl.distributed.consistency import control_device, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.parameters import DeviceParameters, FaultToleranceParameters

@@ -18,19 +18,7 @@ from xffl.costs import FORMS, IN_FLIGHT, STATUS_BYTES, form_of, pipeline_depth
 from xffl.errors import ConfigError
 from xffl.topology import Topology
 
-__all__ = [
-    "ASSUMPTIONS",
-    "Course",
-    "Link",
-    "Pace",
-    "RoundForecast",
-    "Stages",
-    "StepForecast",
-    "follow",
-    "forecast_data_parallel",
-    "forecast_round",
-    "simulate",
-]
+__all__ = ["ASSUMPTIONS", "Link", "RoundForecast", "StepForecast", "forecast_data_parallel", "forecast_round"]
 
 BACKENDS = ("gloo", "nccl")
 SIMULATED = 1024
@@ -184,8 +172,7 @@ def forecast_round(
     :raises ConfigError: if an argument is invalid.
     """
     _check_positive(parameters=parameters, bytes_per_parameter=bytes_per_parameter, step_s=step_s)
-    if codec_ratio is not None:
-        _check_positive(codec_ratio=codec_ratio)
+    _check_positive(codec_ratio=1.0 if codec_ratio is None else codec_ratio)
     every, bucket_bytes = integer("every", every), integer("bucket_bytes", bucket_bytes)
     fragments, delay = integer("fragments", fragments), integer("delay", delay, 0)
     one_of("form", form, FORMS)
@@ -383,37 +370,33 @@ def _check_positive(**values: object) -> None:
 
 
 class Stages(NamedTuple):
-    """Seconds that a full bucket needs of each resource of a rank, and the latencies between them.
-
-    :param pack: Of the processor, before the bucket crosses.
-    :param hops: Of the slow link, for each hop.
-    :param combine: Of the processor, after each hop.
-    :param latency: From one end of the slow link to the other.
-    :param is_asked: Whether a bucket waits for its receiver's message that it is ready (gloo).
-    :param home: Of the network inside the cell; 0 where there is no other replica.
-    :param home_latency: Until the last replica has the last byte.
-    """
+    """Seconds that a full bucket needs of each resource of a rank, and the latencies between them."""
 
     pack: float
+    """Of the processor, before the bucket crosses."""
     hops: tuple[float, ...]
+    """Of the slow link, for each hop."""
     combine: tuple[float, ...]
+    """Of the processor, after each hop."""
     latency: float
+    """From one end of the slow link to the other."""
     is_asked: bool
+    """Whether a bucket waits for its receiver's message that it is ready (gloo)."""
     home: float
+    """Of the network inside the cell; 0 where there is no other replica."""
     home_latency: float
+    """Until the last replica has the last byte."""
 
 
 class Pace(NamedTuple):
-    """How many buckets a rank has under route.
-
-    :param in_flight: In each hop, at least 1: so many start before the oldest one is waited for.
-    :param ahead: Between the moment when a bucket is asked for and the moment when it is sent, on the first hop.
-    :param home_lag: Between the start of a bucket's broadcast inside the cell and the moment when it is waited for.
-    """
+    """How many buckets a rank has under way."""
 
     in_flight: int
+    """In each hop, at least 1: so many start before the oldest one is waited for."""
     ahead: int = 0
+    """From when a bucket is asked for until it is sent, on the first hop."""
     home_lag: int = 0
+    """From the start of a bucket's broadcast inside the cell until it is waited for."""
 
 
 class Course(NamedTuple):

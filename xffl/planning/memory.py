@@ -17,9 +17,7 @@ from xffl.costs import layers_of_stages
 from xffl.errors import ConfigError
 
 __all__ = [
-    "DTYPE_BYTES",
     "MEMORY_ASSUMPTIONS",
-    "OPTIMIZERS",
     "Amount",
     "ModelSize",
     "Share",
@@ -252,9 +250,11 @@ def rank_memory(
     kept = training.kept_bytes
     held, cut = share.whole / n, " / n" if n > 1 else ""
     states, state_formula = _states(model, training, held)
+    extra = model.first * (1 - 1 / axes.get("tp", 1)) if form != "fsdp" else 0.0
+    whole = f" + (1 - 1/t) x embedding x {kept}" if extra else ""
     parts = [
         Amount("parameters", held * kept, f"U{cut} x {kept}"),
-        _gradients(axes, form, model, held, cut, kept),
+        Amount("gradients", (held + extra) * kept, f"U{cut} x {kept}{whole}"),
         Amount("optimizer", states, state_formula.format(cut=cut)),
         _gathered(form, share, training),
     ]
@@ -271,13 +271,6 @@ def total_bytes(parts: tuple[Amount, ...]) -> float | None:
     """Sum parts; ``None`` where one is not known."""
     counts = [part.bytes for part in parts]
     return None if None in counts else float(sum(count or 0.0 for count in counts))
-
-
-def _gradients(axes: Mapping[str, int], form: str, model: ModelSize, held: float, cut: str, kept: int) -> Amount:
-    parts = axes.get("tp", 1)
-    extra = model.first * (1 - 1 / parts) if form != "fsdp" else 0.0
-    whole = f" + (1 - 1/t) x embedding x {kept}" if extra else ""
-    return Amount("gradients", (held + extra) * kept, f"U{cut} x {kept}{whole}")
 
 
 def _states(model: ModelSize, training: TrainingSize, held: float) -> tuple[float | None, str]:

@@ -306,10 +306,7 @@ def _run_style(index: int) -> tuple[str, str]:
 
 
 def _looks_of(runs: Sequence[Run], index: int, cells: Sequence[int], *, has_all: bool) -> dict[int, Look]:
-    """Return how a run's cells are drawn: a single run's in a colour each, one of several in the colour of the run.
-
-    Single cells stand back behind a line of all cells together.
-    """
+    """Return how cells are drawn: of one run in a colour each, of several in their run's; all together stand out."""
     if len(runs) > 1:
         colour, style = _run_style(index)
         cell_look = Look(runs[index].name, colour, style, 0.8 if has_all else 1.3, 0.4 if has_all else 0.9)
@@ -396,10 +393,7 @@ def traffic_figure(runs: Sequence[Run]) -> tuple[Figure, str]:
 
 
 def draw_panels(title: str, panels: Sequence[Panel], *, stairs: bool = False) -> tuple[Figure, int]:
-    """Draw lines into panels side by side, with one legend; of stairs a value stays until the next point.
-
-    Only panels of stairs have y axes of their own. The number is that of records of a drawn point; 1: all are drawn.
-    """
+    """Draw lines into panels side by side with one legend; also return how many records a drawn point stands for."""
     labels = list(dict.fromkeys(look.label for panel in panels for look, *_ in panel.lines))
     columns = max(1, min(4, len(labels)))
     rows = -(-len(labels) // columns) if len(labels) > 1 else 0
@@ -557,10 +551,7 @@ def _lane_axes(figure: Figure, lanes: list[_Lane], top: float, right: float, tit
 
 
 def rounds_figure(runs: Sequence[Run]) -> tuple[Figure, str]:
-    """Draw when each cell trained and when it stood still for a round; return the figure and its caption.
-
-    A row is a cell. Of a single run with more than a few rounds, a second panel looks closely at some of them.
-    """
+    """Draw when each cell, a row, trained and when it stood still, some rounds closely; return figure and caption."""
     from matplotlib.patches import Patch
 
     lanes, hidden = _lanes(runs)

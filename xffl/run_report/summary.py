@@ -19,12 +19,8 @@ from xffl.run_report.reader import FEDERATION, RoundRecord, Run, Series
 
 __all__ = [
     "SECTIONS",
-    "Setting",
-    "Totals",
-    "ValueSummary",
     "cell_name",
     "environment_tables",
-    "is_better_high",
     "label_text",
     "mean_phases",
     "number_text",
@@ -34,7 +30,6 @@ __all__ = [
     "section_of",
     "sort_names",
     "stem_of",
-    "sum_up",
     "sum_up_values",
     "summary_rows",
     "value_rows",

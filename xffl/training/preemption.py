@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from xffl.checkpoint.manager import CheckpointManager
-from xffl.cluster.exit_codes import ExitCode
-from xffl.cluster.launch.failure import note_failure
+from xffl.cluster.launch.failure import ExitCode, note_failure
 from xffl.distributed.consistency import barrier, check_consistent, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import LaunchError, StateError

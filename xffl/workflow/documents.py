@@ -1,11 +1,12 @@
-"""The folder of a workflow: CWL documents, their inputs, what StreamFlow has to know, and the scripts of the steps."""
+"""The folder of a workflow: facilities, CWL documents, their inputs, StreamFlow's file, and scripts of the steps."""
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,118 @@ from typing import Any
 import yaml
 
 from xffl.errors import ConfigError
-from xffl.workflow.facilities import Facility
 
-__all__ = ["Workflow", "write_workflow"]
+__all__ = ["Facility", "Workflow", "parse_facilities", "write_workflow"]
+
+# A facility -----------------------------------------------------------------------------------------------------------
+
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+_PLACE = re.compile(r"(?:(?P<user>[^@:/\s]+)@)?(?P<host>\[[0-9a-fA-F:]+\]|[^@:/\s]+)(?::(?P<port>\d+))?")
+_TAKEN = ("aggregate", "begin", "measure", "record")
+_SLURM = {
+    "partition": "partition",
+    "nodes": "nodes",
+    "gpus": "gpusPerNode",
+    "time": "time",
+    "account": "account",
+    "qos": "qos",
+}
+"""What a job may ask SLURM for, and what StreamFlow calls it."""
+_OWN = ("processes", "home", "setup", "key", "workdir")
+_FORM = "write NAME=local, NAME=ssh:HOST or NAME=ssh:HOST,slurm, and behind it options such as partition=gpu"
+
+
+@dataclass(frozen=True)
+class Facility:
+    """One facility."""
+
+    name: str
+    host: str | None = None
+    """Where ssh leads, with a port behind a colon if it is an own one; ``None`` for this machine"""
+    user: str | None = None
+    is_slurm: bool = False
+    """Whether its steps are batch jobs, rather than processes on that machine"""
+    processes: int | None = None
+    """Ranks of its cell"""
+    home: str | None = None
+    """Folder of its cell there; below the home directory unless it is absolute"""
+    setup: Path | None = None
+    """A shell script, here, that makes the environment there"""
+    key: str | None = None
+    """The file of the ssh key"""
+    workdir: str | None = None
+    """Where StreamFlow works there, on a file system that its nodes share"""
+    slurm: dict[str, str] = field(default_factory=dict)
+    """What a job asks for, by StreamFlow's names"""
+
+
+def parse_facilities(texts: Sequence[str]) -> tuple[Facility, ...]:
+    """Read facilities such as ``a=ssh:me@login.a.org,slurm,partition=gpu,processes=8``.
+
+    :param texts: One for each cell, in the cells' order.
+    :return: The facilities.
+    :raises ConfigError: if one is invalid, or two have one name.
+    """
+    found = tuple(map(_parse, texts))
+    names = [one.name for one in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"two facilities have the name {name!r}; give each its own")
+    if len({one.processes is None for one in found}) > 1:
+        missing = next(one.name for one in found if one.processes is None)
+        raise ConfigError(f"facility {missing!r} does not say its processes, and others do; give processes=N to all")
+    return found
+
+
+def _parse(text: str) -> Facility:
+    name, equal, rest = text.partition("=")
+    if not equal or not _NAME.fullmatch(name) or name in _TAKEN:
+        raise ConfigError(f"facility {text!r} has no name of letters and digits that is free; {_FORM}")
+    way, *options = rest.split(",")
+    kind, _, place = way.partition(":")
+    if kind not in ("local", "ssh") or (kind == "local") != (not place):
+        raise ConfigError(f"facility {text!r} is reached by {way!r}; {_FORM}")
+    where = _PLACE.fullmatch(place) if place else None
+    if place and where is None:
+        raise ConfigError(f"facility {text!r} is on host {place!r}; write HOST, USER@HOST or HOST:PORT")
+    is_slurm = "slurm" in options
+    given: dict[str, str] = {}
+    for option in options:
+        key, equal, value = option.partition("=")
+        if option == "slurm":
+            continue
+        if not equal or not value or key not in (*_OWN, *_SLURM) or key in given:
+            raise ConfigError(
+                f"facility {text!r} has {option!r}; give slurm, or once each {', '.join((*_OWN, *_SLURM))}"
+            )
+        if key in _SLURM and not is_slurm:
+            raise ConfigError(f"facility {text!r} has {option!r}, which is for batch jobs; add slurm")
+        given[key] = value
+    processes = given.get("processes")
+    if processes is not None and not (processes.isdecimal() and int(processes) > 0):
+        raise ConfigError(f"facility {text!r} has processes={processes}; give how many ranks its cell has")
+    if is_slurm and "workdir" not in given:
+        raise ConfigError(
+            f"facility {text!r} runs batch jobs, whose nodes have to see StreamFlow's files; give workdir=FOLDER on a "
+            "file system that they share"
+        )
+    return Facility(
+        name=name,
+        host=None if where is None else where["host"] + (f":{where['port']}" if where["port"] else ""),
+        user=None if where is None else where["user"],
+        is_slurm=is_slurm,
+        processes=None if processes is None else int(processes),
+        home=given.get("home"),
+        setup=Path(given["setup"]) if "setup" in given else None,
+        key=given.get("key"),
+        workdir=given.get("workdir"),
+        slurm={_SLURM[key]: value for key, value in given.items() if key in _SLURM},
+    )
+
+
+# The folder -----------------------------------------------------------------------------------------------------------
+
 
 _FIXED = ("begin.cwl", "train.cwl", "measure.cwl", "aggregate.cwl", "record.cwl", "steps.sh", "requirements.txt")
 _COMMON = {"project": "Directory", "configuration": "string", "rounds": "int", "results": "string", "site": "File"}
@@ -72,7 +182,8 @@ def write_workflow(workflow: Workflow, folder: Path) -> None:
         for site in workflow.facilities:
             text = _site_text(site, workflow.python) if site.setup is None else site.setup.read_text(encoding="utf-8")
             (folder / "sites" / f"{site.name}.sh").write_text(text, encoding="utf-8")
-        (folder / "sites" / "here.sh").write_text(_here(workflow.python), encoding="utf-8")
+        here = f"# What this machine needs before xffl, to make the rounds.\n{_path_line(workflow.python)}"
+        (folder / "sites" / "here.sh").write_text(here, encoding="utf-8")
         readme = (templates / "README.md").read_text(encoding="utf-8")
         (folder / "README.md").write_text(readme.replace("@NAME@", workflow.name), encoding="utf-8")
         _write(folder / "round.cwl", _ROUND, _round(workflow))
@@ -106,6 +217,10 @@ _MAIN = """\
 """
 
 
+def _of_site(name: str) -> dict[str, Any]:
+    return {kind: f"{kind}_{name}" for kind in ("site", "home", "words")}
+
+
 def _per_site(workflow: Workflow) -> dict[str, str]:
     kinds = {"site": "File", "home": "string", "words": "string[]"}
     return {f"{kind}_{one.name}": type_ for one in workflow.facilities for kind, type_ in kinds.items()}
@@ -116,8 +231,7 @@ def _measuring(workflow: Workflow, start: str | dict[str, Any]) -> dict[str, Any
     name = workflow.measured_by
     if name is None:
         return {}
-    given: dict[str, Any] = {kind: f"{kind}_{name}" for kind in ("site", "home", "words")}
-    given |= {"project": "project", "configuration": "configuration", "start": start}
+    given = {**_of_site(name), "project": "project", "configuration": "configuration", "start": start}
     given["cell"] = {"default": workflow.cell([one.name for one in workflow.facilities].index(name))}
     return {"measure": {"run": "measure.cwl", "in": given, "out": ["metrics"]}}
 
@@ -125,8 +239,7 @@ def _measuring(workflow: Workflow, start: str | dict[str, Any]) -> dict[str, Any
 def _round(workflow: Workflow) -> dict[str, Any]:
     steps: dict[str, Any] = {}
     for number, one in enumerate(workflow.facilities):
-        given: dict[str, Any] = {kind: f"{kind}_{one.name}" for kind in ("site", "home", "words")}
-        given |= {name: name for name in ("project", "configuration", "round", "start")}
+        given = _of_site(one.name) | {name: name for name in ("project", "configuration", "round", "start")}
         given["cell"] = {"default": workflow.cell(number)}
         steps[f"train_{one.name}"] = {"run": "train.cwl", "in": given, "out": ["export"]}
     exports = {"source": [f"{step}/export" for step in steps], "linkMerge": "merge_flattened"}
@@ -199,10 +312,6 @@ _STREAMFLOW = """\
 """
 
 
-def _file(path: str) -> dict[str, str]:
-    return {"class": "File", "path": path}
-
-
 def _inputs(workflow: Workflow, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {
         "rounds": workflow.rounds,
@@ -210,10 +319,10 @@ def _inputs(workflow: Workflow, folder: Path) -> dict[str, Any]:
         "results": str(folder / "results"),
         "project": {"class": "Directory", "path": "project"},
         "configuration": workflow.configuration.name,
-        "site": _file("sites/here.sh"),
+        "site": {"class": "File", "path": "sites/here.sh"},
     }
     for number, one in enumerate(workflow.facilities):
-        found[f"site_{one.name}"] = _file(f"sites/{one.name}.sh")
+        found[f"site_{one.name}"] = {"class": "File", "path": f"sites/{one.name}.sh"}
         found[f"home_{one.name}"] = one.home or f"xffl/{workflow.name}/cell_{number}"
         found[f"words_{one.name}"] = []
     return found
@@ -257,13 +366,11 @@ def _deployment(one: Facility, ranks: int | None) -> dict[str, Any]:
 
 def _site_text(one: Facility, python: Path) -> str:
     told = f"# What facility {one.name} needs before xffl: its steps read this first. CHANGE what does not fit.\n"
-    if one.host is None:
-        return told + f"export PATH={shlex.quote(str(python))}:$PATH\n"
-    return told + '# module load ...\n. "$HOME/xffl/.venv/bin/activate"\n'
+    return told + (_path_line(python) if one.host is None else '# module load ...\n. "$HOME/xffl/.venv/bin/activate"\n')
 
 
-def _here(python: Path) -> str:
-    return f"# What this machine needs before xffl, to make the rounds.\nexport PATH={shlex.quote(str(python))}:$PATH\n"
+def _path_line(python: Path) -> str:
+    return f"export PATH={shlex.quote(str(python))}:$PATH\n"
 
 
 class _Dumper(yaml.SafeDumper):

@@ -32,20 +32,11 @@ from xffl.cluster.doctor.probe import (
     find_versions,
     rank_facts,
 )
-from xffl.cluster.network import SLURM_PORTS, list_interfaces, resolve
+from xffl.cluster.hosts import resolve
+from xffl.cluster.launch.ssh_agent import free_port, refusal
+from xffl.cluster.network import list_interfaces
 
-__all__ = [
-    "FOLDER_TURNS",
-    "THREADS",
-    "HostChecks",
-    "Line",
-    "Message",
-    "Program",
-    "attempt",
-    "import_limit_s",
-    "main",
-    "take_part",
-]
+__all__ = ["FOLDER_TURNS", "THREADS", "HostChecks", "Line", "Message", "Program", "import_limit_s", "take_part"]
 
 Message = dict[str, Any]
 """The content of one line."""
@@ -72,11 +63,7 @@ class Line:
 
     def __init__(self, reader: socket.socket | IO[bytes], writer: socket.socket | IO[bytes] | None = None) -> None:
         self._reader, self._writer = reader, reader if writer is None else writer
-        self._bytes = bytearray()
-
-    def fileno(self) -> int:
-        """Return the file descriptor that it reads from, for selectors."""
-        return self._reader.fileno()
+        self._bytes = b""
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send a message; an OSError says that the other side has gone."""
@@ -87,32 +74,22 @@ class Line:
     def receive(self, timeout_s: float) -> Message:
         """Return the next message; an OSError says why there is none. Lines that are no message are skipped."""
         deadline = time.monotonic() + timeout_s
-        while (message := self.next()) is None:
+        while True:
+            while b"\n" in self._bytes:
+                text, _, self._bytes = self._bytes.partition(b"\n")
+                with suppress(ValueError):  # a login script may print something, a stranger may connect
+                    if isinstance(message := json.loads(text), dict):
+                        return message
             arrival = select.poll()  # select() takes no file descriptors above 1023
-            arrival.register(self, select.POLLIN)
+            arrival.register(self._reader, select.POLLIN)
             if not arrival.poll(max(deadline - time.monotonic(), 0.0) * 1000):
                 raise TimeoutError("it did not answer in time")
-            self.fill()
-        return message
-
-    def fill(self) -> None:
-        """Read what has arrived."""
-        part = os.read(self.fileno(), 65536)
-        if not part:
-            raise ConnectionResetError("it closed the connection")
-        self._bytes += part
-        if len(self._bytes) > _LARGEST:
-            raise ConnectionAbortedError("it sent more than a message may hold")
-
-    def next(self) -> Message | None:
-        """Return the next complete message that has arrived."""
-        while (end := self._bytes.find(b"\n")) >= 0:
-            text = bytes(self._bytes[:end])
-            del self._bytes[: end + 1]
-            with suppress(ValueError):  # a login script may print something, a stranger may connect
-                if isinstance(message := json.loads(text), dict):
-                    return message
-        return None
+            part = os.read(self._reader.fileno(), 65536)
+            if not part:
+                raise ConnectionResetError("it closed the connection")
+            self._bytes += part
+            if len(self._bytes) > _LARGEST:
+                raise ConnectionAbortedError("it sent more than a message may hold")
 
     def close(self) -> None:
         """End the connection."""
@@ -132,17 +109,17 @@ class Program(Line):
         assert self._process.stdin is not None and self._process.stdout is not None
         super().__init__(self._process.stdout, self._process.stdin)
 
-    def fill(self) -> None:
-        """Read what has arrived; the error at the end tells what the program said last."""
+    def receive(self, timeout_s: float) -> Message:
+        """Return the next message; the error at the end tells what the program said last."""
         try:
-            super().fill()
+            return super().receive(timeout_s)
         except ConnectionResetError:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(1.0)
             self._errors.seek(0)
-            lines = [line.strip() for line in self._errors.read().decode(errors="replace").splitlines()]
-            said = [line for line in lines if line]
-            raise ConnectionResetError(said[-1][:200] if said else f"exit code {self._process.returncode}") from None
+            said = [line for line in self._errors.read().decode(errors="replace").splitlines() if line.strip()]
+            why = said[-1].strip()[:200] if said else f"exit code {self._process.returncode}"
+            raise ConnectionResetError(why) from None
 
     def close(self) -> None:
         """End the program, whatever it does."""
@@ -161,10 +138,7 @@ class HostChecks:
     def __init__(
         self, request: Request, environ: Mapping[str, str], launcher: str = "none", mpi: Finding | None = None
     ) -> None:
-        """Start the process that imports torch, which takes long, beside the first checks.
-
-        ``mpi`` is the finding about MPI where that had to be checked before the ranks could meet.
-        """
+        """Start importing torch, which takes long; ``mpi`` is what had to be checked before the ranks could meet."""
         self._request, self._environ, self._launcher, self._mpi = request, environ, launcher, mpi
         self._files = resource.getrlimit(resource.RLIMIT_NOFILE)  # rank 0 raises its own later
         self._listeners: list[socket.socket] = []
@@ -196,7 +170,7 @@ class HostChecks:
             store = told.get("port")
         if ranks > 1:
             # Linux completes connections to a port with a listener, up to the backlog: nobody needs to accept them.
-            self._listeners = [_listen_in_range(), socket.create_server(("", 0), backlog=_BACKLOG)]
+            self._listeners = [socket.create_server(("", port), backlog=_BACKLOG) for port in (free_port(), 0)]
         return {
             "findings": [asdict(finding) for finding in findings],
             "versions": versions,
@@ -269,22 +243,8 @@ def attempt(check: Callable[..., Message], *arguments: Any) -> Message:
         return {"failed": f"{type(error).__name__}: {error}"}
 
 
-def _listen_in_range() -> socket.socket:
-    """Listen at a free port of those where the ranks of SLURM steps meet."""
-    first, last = SLURM_PORTS
-    start = time.monotonic_ns() % (last - first)  # another job's doctor must not try the same ports
-    for step in range(200):
-        with suppress(OSError):  # taken, or not for this user
-            return socket.create_server(("", first + (start + step) % (last - first + 1)), backlog=_BACKLOG)
-    raise OSError(f"no port of {first}-{last} is free")
-
-
 def _try_hosts(hosts: Mapping[str, Message], timeout_s: float) -> Message:
-    """Resolve the names of other hosts and connect to their ports.
-
-    The answer holds the ``names`` that were resolved, the ``failures`` (lists of key, port and reason), and how many
-    connections were ``tried``.
-    """
+    """Resolve the ``names`` of other hosts, connect to their ports, and return the ``failures``: key, port, reason."""
     attempts = [(key, host["address"], port) for key, host in hosts.items() for port in host["ports"]]
 
     def connect(attempt: tuple[str, str, int]) -> str | None:
@@ -380,21 +340,12 @@ def _read(path: Path) -> str | None:
         return None
 
 
-# Over ssh -------------------------------------------------------------------------------------------------------------
-
-
 def main(job: Message) -> None:
-    """Be the agent of a host that ssh has reached.
-
-    ``job`` holds the folder to go to (``cwd``), variables (``environ``) and a :class:`Request` (``request``). The first
-    message tells about this host, or why it cannot be used (``refused``).
-    """
+    """Be the agent of a host that ssh has reached; its first message tells about the host, or why it is ``refused``."""
     os.environ.update(job["environ"])
     line = Line(sys.stdin.buffer, sys.stdout.buffer)
-    try:
-        os.chdir(job["cwd"])
-    except OSError as error:
-        line.send({"refused": f"{job['cwd']}, the current one, is not there ({error.strerror})"})
+    if (why := refusal(job)) is not None:
+        line.send({"refused": why})
         return
     checks = HostChecks(Request(**job["request"]), os.environ)
     try:

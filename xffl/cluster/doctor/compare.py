@@ -183,10 +183,8 @@ def compare_folders(path: str, answers: Mapping[str, Mapping[str, Any]], *, is_n
     findings = []
     names = list(answers)
     if names and answers[names[0]]["seen_s"] is None:  # the others cannot see it either
-        text, hint = (
-            f"{path}: {answers[names[0]]['error']}",
-            "name a folder for runs that all nodes can write (--shared)",
-        )
+        text = f"{path}: {answers[names[0]]['error']}"
+        hint = "name a folder for runs that all nodes can write (--shared)"
         return [Finding("shared folder", ERROR if is_named else WARNING, text, hint, names[0])]
     advice = "give a folder of a file system that all nodes mount (--shared DIR), and keep runs there"
     for name, answer in answers.items():
@@ -230,10 +228,7 @@ def partners(own: int, count: int) -> list[int]:
 def compare_pairs(
     units: Sequence[str], results: Mapping[tuple[int, int], Sequence[Mapping[str, Any]]]
 ) -> list[Finding]:
-    """Judge the all-reduces of pairs: those that failed, that were slow, and the rest.
-
-    ``units`` are the names of the cells or hosts; of each pair both reported an ``error``, or ``seconds`` and ``mib``.
-    """
+    """Judge the all-reduces of pairs of ``units``; both sides gave an ``error``, or ``seconds`` and ``mib``."""
     findings: list[Finding] = []
     rates: dict[tuple[int, int], float] = {}
     failed: dict[tuple[int, int], str] = {}

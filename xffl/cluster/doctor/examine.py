@@ -7,10 +7,8 @@ rank 0, which asks), and ssh to the hosts of a list. From then on they are the s
 from __future__ import annotations
 
 import os
-import platform
 import resource
 import secrets
-import selectors
 import socket
 import sys
 import threading
@@ -20,9 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
-from pathlib import Path
+from typing import Any
 
-import xffl
 from xffl.checks import shorten
 from xffl.cluster.cells import arrange, sizes_of_ranks
 from xffl.cluster.doctor.agent import THREADS, HostChecks, Line, Message, Program, attempt, import_limit_s, take_part
@@ -53,7 +50,7 @@ from xffl.cluster.environment import ProcessEnvironment, detect_environment
 from xffl.cluster.hosts import interface_address
 from xffl.cluster.launch.affinity import limit_threads
 from xffl.cluster.launch.launchers import LAUNCHERS
-from xffl.cluster.launch.ssh import shared_environment, ssh_command
+from xffl.cluster.launch.ssh import job_of_hosts, shared_environment, ssh_command
 from xffl.cluster.network import SLURM_PORTS
 from xffl.cluster.slurm.allocation import Host, find_allocation
 from xffl.errors import LaunchError, XfflError
@@ -68,14 +65,10 @@ _PROBE_S = 90.0
 """For a host's checks of itself, beside torch: four programs of 20 s each."""
 _FOLDER_S = 10.0
 _SLACK_S = 30.0
+_HELLO_S = 3.0
+"""How long a rank may be silent after it has connected; a stranger who is holds up the others for no longer."""
 _TABLE = ("name", "address", "ports")
 """What a host is told of another one."""
-_BOOT = (
-    "import json, platform, sys; job = json.loads(sys.stdin.readline()); sys.path.append(job['path']); import xffl; "
-    "print(json.dumps({'xffl': xffl.__version__, 'python': platform.python_version()}), flush=True); "
-    "from xffl.cluster.doctor.agent import main; main(job)"
-)
-"""Run over ssh. The versions come first: another version may have no such agent."""
 
 
 # Ways to the agents ---------------------------------------------------------------------------------------------------
@@ -112,7 +105,9 @@ def examine(request: Request, tell: Callable[[Report], None], environ: Mapping[s
     elif not is_head:
         return 0
     checks = HostChecks(request, environ, launcher, mpi) if is_head else None
-    facts = _introduce(place, environ)
+    own = place or ProcessEnvironment()
+    facts = {**rank_facts(environ), "rank": own.rank, "world_size": own.world_size, "node": own.node_rank}
+    facts["is_head"] = own.node_local_rank == 0
     try:
         if place is not None and place.rank > 0:
             return _follow(request, place, facts, checks, tell, environ)
@@ -129,11 +124,10 @@ def examine_hosts(hosts: Sequence[Host], request: Request, environ: Mapping[str,
     """Check the hosts of a list over ssh; those that cannot be reached are findings."""
     variables = shared_environment(environ)
     limit_threads(variables)
-    job = {"path": str(Path(xffl.__file__).parents[1]), "cwd": os.getcwd(), "request": asdict(request)}
+    job = {**job_of_hosts(variables), "request": asdict(request)}
+    firsts = accumulate((host.slots for host in hosts), initial=0)
     with ThreadPoolExecutor(min(32, len(hosts))) as pool:
-        jobs = [{**job, "environ": {**variables, "XFFL_HOST": host.name}} for host in hosts]
-        firsts = accumulate((host.slots for host in hosts), initial=0)
-        reached = list(pool.map(lambda host, first, job: _reach(host, first, job, environ), hosts, firsts, jobs))
+        reached = list(pool.map(lambda host, first: _reach(host, first, job, environ), hosts, firsts))
     peers = [peer for peer in reached if isinstance(peer, Peer)]
     found = [finding for finding in reached if isinstance(finding, Finding)]
     if peers:
@@ -148,32 +142,23 @@ def examine_hosts(hosts: Sequence[Host], request: Request, environ: Mapping[str,
 
 def _reach(host: Host, first: int, job: Message, environ: Mapping[str, str]) -> Peer | Finding:
     """Start the agent of a host that takes ranks from ``first`` on, or tell what keeps it from taking them."""
-    python = environ.get("XFFL_PYTHON") or sys.executable
-    try_it = f"try ssh -o BatchMode=yes {host.address or host.name} {python} --version; XFFL_SSH and XFFL_PYTHON name "
-    try_it += "others"
+    line: Program | None = None
     try:
-        line = Program(ssh_command(host, environ, _BOOT), environ)
-    except (OSError, ValueError) as error:
-        return Finding("ssh", ERROR, f"cannot be reached: {error}", try_it, host.name)
-    try:
-        line.send(job)
-        there, own = line.receive(_SSH_S), {"xffl": xffl.__version__, "python": platform.python_version()}
-        if differing := [
-            f"{name} {there.get(name)} (here {own[name]})" for name in own if there.get(name) != own[name]
-        ]:
-            advice = "use the same environment on all hosts: a shared virtual environment, or one container image"
-            finding = Finding("versions", ERROR, ", ".join(differing), advice, host.name)
-        elif "refused" in (facts := line.receive(_SSH_S)):
-            advice = "start from a folder that all hosts share"
-            finding = Finding("shared folder", ERROR, facts["refused"], advice, host.name)
-        else:
+        line = Program(ssh_command(host, environ, "xffl.cluster.doctor.agent"), environ)
+        line.send({**job, "environ": {**job["environ"], "XFFL_HOST": host.name}})
+        facts = line.receive(_SSH_S)
+        if "refused" not in facts:
             ranks = [{**facts, "host": asdict(host), "rank": first + at} for at in range(host.slots)]
             return Peer(line, ranks, (host.address or host.name).rpartition("@")[2])
-    except OSError as error:
-        how = "reached" if isinstance(error, TimeoutError) else "used"
-        finding = Finding("ssh", ERROR, f"cannot be {how}: {error}", try_it, host.name)
-    line.close()
-    return finding
+        why, advice = f"used: {facts['refused']}", "use the same environment and folder on all hosts"
+    except (OSError, ValueError) as error:
+        why = f"{'reached' if line is None or isinstance(error, TimeoutError) else 'used'}: {error}"
+        python = environ.get("XFFL_PYTHON") or sys.executable
+        advice = f"try ssh -o BatchMode=yes {host.address or host.name} {python} --version; XFFL_SSH and XFFL_PYTHON "
+        advice += "name others"
+    if line is not None:
+        line.close()
+    return Finding("ssh", ERROR, f"cannot be {why}", advice, host.name)
 
 
 def _find_place(
@@ -217,13 +202,6 @@ def _without_bad_interfaces(environ: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _introduce(place: ProcessEnvironment | None, environ: Mapping[str, str]) -> Message:
-    place = place or ProcessEnvironment()
-    own = {"rank": place.rank, "world_size": place.world_size, "node": place.node_rank}
-    own["is_head"] = place.node_local_rank == 0
-    return {**rank_facts(environ), **own}
-
-
 def _lead(
     request: Request,
     place: ProcessEnvironment | None,
@@ -236,19 +214,19 @@ def _lead(
     own, other = map(Line, socket.socketpair())
     threading.Thread(target=take_part, args=(other, facts, checks), daemon=True).start()
     peers = {facts["node"]: Peer(own, [own.receive(request.timeout_s)])}
-    ranks, found = 1 if place is None else place.world_size, list(before)
-    met: dict[int, tuple[Message, Line, str]] = {}
-    if place is None or ranks == 1:
+    ranks, met = 1, {}
+    if place is None or place.world_size == 1:
         if request.federated is not None:
-            found.append(_check_cells_of_job(request, environ))
+            before = [*before, _check_cells_of_job(request, environ)]
             request = replace(request, federated=None)
     else:
-        port = _meeting_port(place, environ)
+        ranks, port = place.world_size, _meeting_port(place, environ)
+        peers[facts["node"]].address = place.master_addr
         try:
             met = _gather(port, ranks, request.timeout_s)
         except OSError as error:
             text = f"rank 0 cannot listen at port {port} ({error.strerror}); another job may use it"
-            found.append(Finding("meeting", ERROR, text, "set MASTER_PORT"))
+            before = [*before, Finding("meeting", ERROR, text, "set MASTER_PORT")]
         else:
             # The first rank of a host answers for it; the others only wait for the end.
             for there, line, address in met.values():
@@ -257,69 +235,54 @@ def _lead(
             for there, _, _ in met.values():
                 if there["node"] in peers:
                     peers[there["node"]].ranks.append(there)
-            found.append(_judge_meeting(met, place, port, len(peers), request.timeout_s))
-        peers[facts["node"]].address = place.master_addr
+            before = [*before, _judge_meeting(met, place, port, len(peers), request.timeout_s)]
     try:
-        report = Examination(request, [peers[node] for node in sorted(peers)], ranks, found).run()
+        return Examination(request, [peers[node] for node in sorted(peers)], ranks, before).run()
     finally:
         for line in (own, *(line for _, line, _ in met.values())):
             with suppress(OSError):
                 line.send({"end": True})
             line.close()
-    return report
+
+
+def _judge_meeting(met: Collection[int], place: ProcessEnvironment, port: int, hosts: int, timeout_s: float) -> Finding:
+    where = f"{place.master_addr}:{port}"
+    if absent := [rank for rank in range(1, place.world_size) if rank not in met]:
+        advice = "see what its host reports; open the port, name the interface (XFFL_CONTROL_IFNAME), or --timeout"
+        text = f"rank {shorten(absent)} did not connect to {where} within {timeout_s:g} s"
+        return Finding("meeting", ERROR, text, advice)
+    text = f"{place.world_size} ranks of {hosts} host{'s' * (hosts > 1)} met at {where} ({place.launcher})"
+    return Finding("meeting", OK, text)
 
 
 def _gather(port: int, world_size: int, timeout_s: float) -> dict[int, tuple[Message, Line, str]]:
-    """Wait until all other ranks have connected, or the time is up: facts, line and address by rank.
-
-    An OSError says that the port is taken.
-    """
+    """Wait for all other ranks: facts, line and address by rank; an OSError says that the port is taken."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # rank 0 needs one file for each rank
     met: dict[int, tuple[Message, Line, str]] = {}
     deadline = time.monotonic() + timeout_s
-    listener = socket.create_server(("", port), backlog=min(world_size, 4096))
-    with listener, selectors.DefaultSelector() as waiting:
-        waiting.register(listener, selectors.EVENT_READ)
-        while len(met) < world_size - 1 and time.monotonic() < deadline:
-            for key, _ in waiting.select(max(deadline - time.monotonic(), 0)):
-                if key.data is None:
-                    try:
-                        connection, address = listener.accept()
-                    except ConnectionAbortedError:
-                        continue
-                    except OSError:  # no file is left for it: these ranks are missed, and the limit is a finding
-                        waiting.unregister(listener)
-                        continue
-                    line = Line(connection)
-                    waiting.register(line, selectors.EVENT_READ, (line, str(address[0])))
-                    continue
-                line, address = key.data
-                try:
-                    line.fill()
-                    hello = line.next()
-                except OSError:
-                    hello = {}
-                if hello is not None:
-                    waiting.unregister(line)
-                    rank = hello.get("rank")
-                    if hello.get("world_size") == world_size and rank in range(1, world_size) and rank not in met:
-                        met[rank] = hello, line, address
-                    else:
-                        line.close()
+    with socket.create_server(("", port), backlog=min(world_size, 4096)) as listener:
+        while len(met) < world_size - 1 and (left_s := deadline - time.monotonic()) > 0:
+            listener.settimeout(left_s)
+            try:
+                connection, address = listener.accept()
+            except ConnectionAbortedError:
+                continue
+            except OSError:  # the time is up, or no file is left, which the limit's finding tells
+                break
+            connection.settimeout(None)
+            line = Line(connection)
+            try:
+                hello = line.receive(min(left_s, _HELLO_S))
+            except OSError:
+                hello = {}
+            rank: Any = hello.get("rank")
+            if hello.get("world_size") == world_size and rank in range(1, world_size) and rank not in met:
+                met[rank] = hello, line, str(address[0])
+            else:
+                line.close()
     return dict(sorted(met.items()))
-
-
-def _judge_meeting(met: Collection[int], place: ProcessEnvironment, port: int, hosts: int, timeout_s: float) -> Finding:
-    where = f"{place.master_addr}:{port}"
-    absent = [str(rank) for rank in range(1, place.world_size) if rank not in met]
-    if absent:
-        advice = "see what its host reports; open the port, name the interface (XFFL_CONTROL_IFNAME), or --timeout"
-        text = f"rank {shorten(absent)} did not connect to {where} within {timeout_s:g} s"
-        return Finding("meeting", ERROR, text, advice)
-    shown = "1 host" if hosts == 1 else f"{hosts} hosts"
-    return Finding("meeting", OK, f"{place.world_size} ranks of {shown} met at {where} ({place.launcher})")
 
 
 def _follow(
@@ -395,7 +358,7 @@ class Examination:
         found = [*self.findings, *compare_environments([rank for peer in self.peers for rank in peer.ranks])]
         machines = len({peer.ranks[0]["machine"] for peer in self.peers})
         clocks = self._start(machines)
-        probes = self._hear("host", _PROBE_S + import_limit_s(self.request.timeout_s))
+        probes = self._hear(_PROBE_S + import_limit_s(self.request.timeout_s))
         for name, probe in probes.items():
             found += [replace(Finding(**each), host=name) for each in probe["findings"]]
             probe["name"] = self._hosts[name].ranks[0]["host"]["name"]
@@ -436,7 +399,7 @@ class Examination:
             }
             self._send(name, table)
         most = max(map(len, tasks.values()), default=0)
-        answers = self._hear("host", self.request.timeout_s * (2 + most // THREADS) + 2 * wait_s + _SLACK_S)
+        answers = self._hear(self.request.timeout_s * (2 + most // THREADS) + 2 * wait_s + _SLACK_S)
         found: list[Finding] = []
         for answer in answers.values():
             answer["folder"]["unseen"] = [names[number] for number in answer["folder"]["unseen"]]
@@ -444,15 +407,14 @@ class Examination:
             found += [*(compare_names(probes, answers) if with_names else ()), *compare_ports(probes, answers)]
         is_named = self.request.shared is not None
         found += compare_folders(path, {name: answer["folder"] for name, answer in answers.items()}, is_named=is_named)
-        lost = {"error": "no answer", "is_silent": True}
-        results: dict[tuple[int, int], list[Message]] = {pair: [lost, lost] for pair in pairs}
+        results: dict[tuple[int, int], list[Message]] = {
+            pair: [{"error": f"{units[at][0]}: no answer", "is_silent": True} for at in pair] for pair in pairs
+        }
         for name, answer in answers.items():
             for (pair, rank), half in zip(tasks[name], answer["pairs"], strict=True):
-                results[pair][rank] = half
-        for pair, halves in results.items():
-            for at, half in zip(pair, list(halves), strict=True):
                 if "error" in half:
-                    halves[pair.index(at)] = {**half, "error": f"{units[at][0]}: {half['error']}"}
+                    half["error"] = f"{units[pair[rank]][0]}: {half['error']}"
+                results[pair][rank] = half
         return found + compare_pairs([name for name, _ in units], results)
 
     def _place_units(self, hosts: Sequence[str]) -> tuple[list[tuple[str, str]], list[Finding]]:
@@ -467,10 +429,8 @@ class Examination:
         if len(ranks) < self.world_size:
             text = f"not checked, since {self.world_size - len(ranks)} of {self.world_size} ranks are missing"
             return units, [Finding("cells", WARNING, text, "see the lines on meeting and ssh")]
-        told = [rank["host"] for rank, _ in ranks]
-        topology, finding = _check_cells(
-            self.request, [Host(**{**host, "switches": tuple(host["switches"])}) for host in told]
-        )
+        hosts_of_ranks = [Host(**{**rank["host"], "switches": tuple(rank["host"]["switches"])}) for rank, _ in ranks]
+        topology, finding = _check_cells(self.request, hosts_of_ranks)
         if topology is None:
             return units, [finding]
         firsts = [ranks[topology.federation(cell)[0]][1] for cell in range(topology.cells)]
@@ -491,7 +451,7 @@ class Examination:
                 half = (time.monotonic() - started) / 2
                 clocks[name] = told - (sent + half), half
             except OSError as error:
-                self._fail(name, "host", f"lost: {error}")
+                self._fail(name, f"lost: {error}")
         first = clocks.pop(next(iter(self._hosts), ""), None)
         if first is None:
             return {}
@@ -501,26 +461,26 @@ class Examination:
         try:
             self._hosts[name].line.send(message)
         except OSError as error:
-            self._fail(name, "host", f"lost: {error}")
+            self._fail(name, f"lost: {error}")
 
-    def _hear(self, check: str, timeout_s: float) -> dict[str, Message]:
+    def _hear(self, timeout_s: float) -> dict[str, Message]:
         """Return the next answers of the hosts that have one in time."""
         deadline, answers = time.monotonic() + timeout_s, {}
         for name in [name for name in self._hosts if name not in self._failures]:
             try:
                 answer = self._hosts[name].line.receive(deadline - time.monotonic())
             except OSError as error:
-                self._fail(name, check, f"lost: {error}")
+                self._fail(name, f"lost: {error}")
                 continue
             if "failed" in answer:
-                self._fail(name, check, f"the check failed: {answer['failed']}")
+                self._fail(name, f"the check failed: {answer['failed']}")
             else:
                 answers[name] = answer
         return answers
 
-    def _fail(self, name: str, check: str, text: str) -> None:
+    def _fail(self, name: str, text: str) -> None:
         advice = "repair what is named here on that host, and run the doctor again"
-        self._failures.setdefault(name, Finding(check, ERROR, text, advice, name))
+        self._failures.setdefault(name, Finding("host", ERROR, text, advice, name))
 
 
 def _check_cells(request: Request, ranks: Sequence[Host]) -> tuple[Topology | None, Finding]:
@@ -531,8 +491,7 @@ def _check_cells(request: Request, ranks: Sequence[Host]) -> tuple[Topology | No
         topology = Topology(len(ranks), sizes_of_ranks(ranks, federated) if isinstance(federated, str) else federated)
     except XfflError as error:
         return None, Finding("cells", ERROR, str(error), f"correct {request.federated_by}")
-    sizes = shorten(topology.sizes, 8)
-    return topology, Finding("cells", OK, f"{topology.cells} cells of {sizes}")
+    return topology, Finding("cells", OK, f"{topology.cells} cells of {shorten(topology.sizes, 8)}")
 
 
 def _check_cells_of_job(request: Request, environ: Mapping[str, str]) -> Finding:

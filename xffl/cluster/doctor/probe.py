@@ -19,12 +19,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import xffl
 from xffl.cluster.cells import Federation
-from xffl.cluster.hosts import host_identity
-from xffl.cluster.network import Interface, list_interfaces, resolve
+from xffl.cluster.hosts import host_identity, resolve
+from xffl.cluster.network import Interface, list_interfaces
 from xffl.cluster.slurm.allocation import own_host
 from xffl.extras import install_command
 
@@ -32,7 +32,6 @@ __all__ = [
     "ERROR",
     "MPI_LAUNCHERS",
     "OK",
-    "REQUIRED",
     "WARNING",
     "Finding",
     "Request",
@@ -44,8 +43,6 @@ __all__ = [
     "check_slurm",
     "check_threads",
     "check_torch",
-    "find_family",
-    "find_physical",
     "find_versions",
     "is_shown",
     "rank_facts",
@@ -58,14 +55,7 @@ WARNING = "warning"
 ERROR = "error"
 """The job will fail, or compute wrongly."""
 
-REQUIRED = {
-    "torch": (2, 11),
-    "numpy": (1, 24),
-    "mpi4py": (4, 0),
-    "PyYAML": (),
-    "jsonargparse": (4, 49),
-    "rich": (13,),
-}
+REQUIRED = {"torch": (2, 11), "numpy": (1, 24), "mpi4py": (4, 0), "PyYAML": (), "jsonargparse": (4, 49), "rich": (13,)}
 """The packages that xffl needs and their lowest versions, as in ``setup.cfg``."""
 
 _FURTHER = ("safetensors", "torchmetrics", "transformers", "deepspeed", "torchao")
@@ -138,11 +128,13 @@ class Request:
 
 
 def find_versions() -> dict[str, str]:
-    """Return what this host runs, without importing it: package to version, ``""`` where a needed one is missing.
-
-    ``xffl source`` is a hash of the package's files, which differs where somebody has edited a copy.
-    """
-    versions = {"python": platform.python_version(), "xffl": xffl.__version__, "xffl source": _source_hash()}
+    """Return versions by package, ``""`` where a needed one is missing, and a hash of xffl's files; imports nothing."""
+    digest, folder = hashlib.sha256(), Path(xffl.__file__).parent
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(str(file.relative_to(folder)).encode())
+        digest.update(file.read_bytes())
+    versions = {"python": platform.python_version(), "xffl": xffl.__version__}
+    versions["xffl source"] = digest.hexdigest()[:12]
     for name in (*REQUIRED, *_FURTHER):
         try:
             versions[name] = metadata.version(name)
@@ -154,9 +146,7 @@ def find_versions() -> dict[str, str]:
 
 def check_packages(versions: Mapping[str, str]) -> list[Finding]:
     """Compare the packages of this host with what xffl needs."""
-    findings = [
-        Finding("python", OK, f"{versions['python']} ({sys.executable}), xffl {versions['xffl']}"),
-    ]
+    python = Finding("python", OK, f"{versions['python']} ({sys.executable}), xffl {versions['xffl']}")
     missing = [name for name in REQUIRED if not versions[name]]
     old = [
         f"{name} {versions[name]} (needs {'.'.join(map(str, least))})"
@@ -167,11 +157,8 @@ def check_packages(versions: Mapping[str, str]) -> list[Finding]:
         told = [f"{', '.join(missing)} not installed"] if missing else []
         told += [f"too old: {', '.join(old)}"] if old else []
         advice = "install xffl into the job's environment, in its repository: pip install -e . -c constraints.txt"
-        findings.append(Finding("packages", ERROR, "; ".join(told), advice))
-    else:
-        shown = ", ".join(f"{name} {versions[name]}" for name in REQUIRED)
-        findings.append(Finding("packages", OK, shown))
-    return findings
+        return [python, Finding("packages", ERROR, "; ".join(told), advice)]
+    return [python, Finding("packages", OK, ", ".join(f"{name} {versions[name]}" for name in REQUIRED))]
 
 
 def check_interfaces(
@@ -286,11 +273,15 @@ def _check_shm() -> Finding:
 def rank_facts(environ: Mapping[str, str]) -> dict[str, Any]:
     """Return what a rank reports about itself: CPUs, threads, host, and its variables as far as they are compared."""
     threads = environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    try:
+        network = os.readlink("/proc/self/ns/net")  # containers on one machine may each have a network of their own
+    except OSError:
+        network = ""
     return {
         "cpus": sorted(os.sched_getaffinity(0)),
         "threads": int(threads) if threads.isdecimal() else None,
         "host": asdict(own_host(environ)),
-        "machine": _machine(),
+        "machine": f"{host_identity()}/{network}",
         "environ": {
             name: text if is_shown(name) else hashlib.sha256(text.encode()).hexdigest()[:8]
             for name, text in environ.items()
@@ -302,15 +293,6 @@ def rank_facts(environ: Mapping[str, str]) -> dict[str, Any]:
 def is_shown(name: str) -> bool:
     """Tell whether a variable's value may be sent and printed; of others, which may hold secrets, it is a hash."""
     return name.startswith(_SHOWN) or name in _SHOWN_ALSO
-
-
-def _machine() -> str:
-    """Name this machine and its network: containers and namespaces on one machine may each have their own."""
-    try:
-        network = os.readlink("/proc/self/ns/net")
-    except OSError:
-        network = ""
-    return f"{host_identity()}/{network}"
 
 
 def check_threads(ranks: Sequence[Mapping[str, Any]]) -> Finding:
@@ -336,30 +318,11 @@ def check_threads(ranks: Sequence[Mapping[str, Any]]) -> Finding:
 
 def _numbers(version: str) -> tuple[int, ...]:
     """Return the leading numbers of a version, such as (2, 13, 0) of 2.13.0+cpu."""
-    numbers = []
-    for part in version.split("+")[0].split("."):
-        if not part.isdecimal():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)
-
-
-def _source_hash() -> str:
-    digest = hashlib.sha256()
-    folder = Path(xffl.__file__).parent
-    for file in sorted(folder.rglob("*.py")):
-        digest.update(str(file.relative_to(folder)).encode())
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:12]
+    found = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
 
 
 # Programs: MPI, SLURM, GPUs -------------------------------------------------------------------------------------------
-
-
-class _Ran(NamedTuple):
-    exit_code: int
-    output: str
-    """Standard output, then standard error."""
 
 
 def check_mpi(launcher: str, needed: bool, environ: Mapping[str, str]) -> Finding:
@@ -370,28 +333,24 @@ def check_mpi(launcher: str, needed: bool, environ: Mapping[str, str]) -> Findin
         f"load the site's MPI module and run pip install mpi4py ({install_command('mpich')} where there is no MPI); "
         "MPI4PY_MPIABI=openmpi or mpich chooses among several"
     )
-    ran = _run([sys.executable, "-c", _ASK_MPI], environ)
-    if ran is None or ran.exit_code != 0:
-        reason = "it did not answer" if ran is None else _reason(ran.output)
+    code, output = _run([sys.executable, "-c", _ASK_MPI], environ)
+    if code != 0:
         rest = "" if started or needed else "; only jobs that mpirun starts need it"
-        return Finding("mpi", bad, f"mpi4py finds no MPI runtime ({reason}){rest}", advice)
-    library = (ran.output.strip().splitlines() or ["no name"])[0]
+        return Finding("mpi", bad, f"mpi4py finds no MPI runtime ({_reason(output)}){rest}", advice)
+    library = (output.strip().splitlines() or ["no name"])[0]
     library = re.split(r", package|, ident", library)[0][:80]
     family = find_family(library)
     if started:
-        expected = "openmpi" if launcher == "openmpi" else "mpich"
-        if family is not None and family != expected and not (expected == "mpich" and family == "intel"):
-            return Finding(
-                "mpi", ERROR, f"mpi4py loads {library}, but an mpirun of {launcher} started this process", advice
-            )
+        fitting = ("openmpi",) if launcher == "openmpi" else ("mpich", "intel")
+        if family not in (None, *fitting):
+            text = f"mpi4py loads {library}, but an mpirun of {launcher} started this process"
+            return Finding("mpi", ERROR, text, advice)
         return Finding("mpi", OK, f"{library}, started by its own launcher")
     program = shutil.which("mpirun", path=environ.get("PATH")) or shutil.which("mpiexec", path=environ.get("PATH"))
     if program is None:
-        return Finding(
-            "mpi", bad, f"mpi4py loads {library}, but there is no mpirun on PATH", "load the module of that MPI"
-        )
-    told = _run([program, "--version"], environ)
-    other = find_family(told.output) if told is not None else None
+        text = f"mpi4py loads {library}, but there is no mpirun on PATH"
+        return Finding("mpi", bad, text, "load the module of that MPI")
+    other = find_family(_run([program, "--version"], environ)[1])
     if other is None:
         return Finding("mpi", WARNING, f"mpi4py loads {library}; {program} does not tell whose it is", advice)
     if family is not None and {family, other} not in ({family}, {"intel", "mpich"}):
@@ -417,15 +376,14 @@ def check_slurm(launcher: str, needed: bool, environ: Mapping[str, str]) -> Find
         return Finding("slurm", OK, "no SLURM on this machine; none is needed here")
     if missing:
         return Finding("slurm", bad, f"SLURM's commands {', '.join(missing)} are not on PATH", advice)
-    version = _run(["srun", "--version"], environ)
-    answer = _run(["scontrol", "ping"], environ)
-    named = version.output.strip() if version is not None and version.exit_code == 0 else "SLURM"
+    code, version = _run(["srun", "--version"], environ)
+    named = version.strip() if code == 0 else "SLURM"
+    code, answer = _run(["scontrol", "ping"], environ)
     # Commands that are installed without a cluster behind them harm nobody who starts with ssh or mpirun.
-    if answer is None or answer.exit_code != 0 or "UP" not in answer.output:
+    if code != 0 or "UP" not in answer:
         status = bad if inside or needed or "SLURM_CONF" in environ else OK
-        reason = "no answer" if answer is None else _reason(answer.output)
         advice = "ask the site, or set SLURM_CONF" if status != OK else ""
-        return Finding("slurm", status, f"{named} is installed, but no controller answers ({reason})", advice)
+        return Finding("slurm", status, f"{named} is installed, but no controller answers ({_reason(answer)})", advice)
     return Finding("slurm", OK, f"{named}, the controller answers")
 
 
@@ -440,15 +398,14 @@ def check_gpus(needed: bool, environ: Mapping[str, str]) -> tuple[Finding, int]:
     for program, command in queries.items():
         if shutil.which(program, path=environ.get("PATH")) is None:
             continue
-        ran = _run(command, environ)
-        lines = [] if ran is None else [line.strip() for line in ran.output.splitlines() if line.strip()]
+        code, output = _run(command, environ)
+        lines = [line.strip() for line in output.splitlines() if line.strip()]
         if program == "rocm-smi":
             lines = [line for line in lines if re.match(r"card\d+,", line)]
-        if ran is None or ran.exit_code != 0 or not lines:
-            reason = "it did not answer" if ran is None else _reason(ran.output)
-            failures.append(f"{program} fails: {reason}")  # a node of AMD's may have NVIDIA's command as well
+        if code != 0 or not lines:
+            failures.append(f"{program} fails: {_reason(output)}")  # a node of AMD's may have NVIDIA's command as well
             continue
-        return Finding("gpus", OK, f"{len(lines)} x {_most_common(lines)}"), len(lines)
+        return Finding("gpus", OK, f"{len(lines)} x {' / '.join(dict.fromkeys(lines))}"), len(lines)
     if failures:
         advice = "load the driver on this node, or take the node out of the job"
         return Finding("gpus", ERROR if needed or asked else WARNING, "; ".join(failures), advice), 0
@@ -459,27 +416,16 @@ def check_gpus(needed: bool, environ: Mapping[str, str]) -> tuple[Finding, int]:
     return Finding("gpus", OK, "none; training will use the CPU"), 0
 
 
-def _most_common(lines: Collection[str]) -> str:
-    kinds = list(dict.fromkeys(lines))
-    return kinds[0] if len(kinds) == 1 else " / ".join(kinds)
-
-
-def _run(command: Sequence[str], environ: Mapping[str, str]) -> _Ran | None:
-    """Run a program; ``None`` where it cannot be started or does not end."""
+def _run(command: Sequence[str], environ: Mapping[str, str]) -> tuple[int, str]:
+    """Run a program; return its exit code, -1 where it cannot be started or does not end, and all that it printed."""
     try:
         ran = subprocess.run(
-            list(command),
-            env={**os.environ, **environ},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_LIMIT_S,
-            check=False,
-        )
+            list(command), env={**os.environ, **environ}, stdin=subprocess.DEVNULL, capture_output=True,
+            text=True, errors="replace", timeout=_LIMIT_S, check=False,
+        )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    return _Ran(ran.returncode, ran.stdout + ran.stderr)
+        return -1, "it did not answer"
+    return ran.returncode, ran.stdout + ran.stderr
 
 
 def _reason(output: str) -> str:

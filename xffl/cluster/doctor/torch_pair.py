@@ -59,10 +59,7 @@ def main() -> None:
 
 
 def _all_reduce(timeout_s: float, pair: str, rank: int, address: str, port: int) -> dict[str, Any]:
-    """Run two all-reduces with one other process over gloo, and return the time of the second, or the ``error``.
-
-    Both sides give the same name of the pair and the same store; one is rank 0, the other rank 1.
-    """
+    """Run two all-reduces with the process of the same pair and store; return the second's time or an ``error``."""
     import torch
     from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 

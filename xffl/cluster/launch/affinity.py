@@ -12,15 +12,12 @@ from xffl.cluster.launch.launchers import LAUNCHERS
 from xffl.errors import ConfigError
 
 __all__ = [
-    "Binding",
     "allowed_cpus",
     "bind_if_asked",
     "bind_rank",
     "find_cores",
     "is_bound",
-    "is_wanted",
     "limit_threads",
-    "share_cores",
     "take_turns_if_crowded",
 ]
 
@@ -60,10 +57,7 @@ def find_cores(cpus: Sequence[int], folder: Path = _CPUS) -> tuple[tuple[int, ..
 
 
 def share_cores(cores: Sequence[tuple[int, ...]], local_rank: int, local_size: int) -> Binding:
-    """Divide a node's cores among its ranks; every rank computes the same and takes its own part.
-
-    Parts are contiguous and differ by one core at most. Where there are fewer cores than ranks, ranks share a core.
-    """
+    """Return this rank's contiguous part of a node's cores; where there are fewer cores than ranks, ranks share one."""
     if not 0 <= local_rank < local_size:
         raise ConfigError(f"local rank {local_rank} is not among {local_size} ranks of the node; give 0 to size - 1")
     if not cores:
@@ -95,10 +89,7 @@ def is_bound(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def limit_threads(environ: MutableMapping[str, str] | None = None) -> None:
-    """Let each rank compute in one thread, where nothing says otherwise: torch's default is all cores of the node.
-
-    ``OMP_NUM_THREADS`` stays what it is where it is set, and ranks with cores of their own take a thread for each.
-    """
+    """Set one thread for each rank (torch takes all) unless ``OMP_NUM_THREADS`` or ``XFFL_BIND`` say otherwise."""
     environ = os.environ if environ is None else environ
     if not is_wanted(environ):
         environ.setdefault("OMP_NUM_THREADS", "1")
@@ -175,8 +166,6 @@ def bind_rank(local_rank: int, local_size: int, environ: MutableMapping[str, str
 
     The process and what it starts later run on those CPUs only. ``OMP_NUM_THREADS`` is set to their cores unless it is
     set already. Cores that a launcher has given are kept as they are. Nothing is communicated.
-
-    Returns what the rank has now, ``None`` where nothing was asked for.
     """
     environ = os.environ if environ is None else environ
     if not is_wanted(environ):

@@ -38,10 +38,18 @@ def fit_hosts(
     knob: str = "--processes",
     environ: Mapping[str, str] | None = None,
 ) -> tuple[Host, ...]:
-    """Return the hosts with as many slots as ranks are asked for."""
+    """Return the hosts with as many slots as ranks are asked for, each with a GPU of its own where hosts have some."""
     environ = os.environ if environ is None else environ
     hosts = _fitted(allocation, processes, knob, environ)
-    _check_gpus(hosts, allocation, environ)
+    crowded = next((host for host in hosts if host.gpus and host.slots > host.gpus), None)
+    if crowded is not None and environ.get("CUDA_VISIBLE_DEVICES") != "":  # else the ranks are to use none
+        asks = f"--gpus-per-node={crowded.slots} (or --gpus-per-task=1), or --ntasks-per-node={crowded.gpus}"
+        if allocation.kind == "hosts":
+            asks = "as many slots as gpus in --hosts"
+        raise LaunchError(
+            f"{crowded.slots} ranks on {crowded.name} would share {crowded.gpus} GPUs, but each needs one. HINT: give "
+            f"{asks}; set CUDA_VISIBLE_DEVICES to nothing for ranks on CPUs"
+        )
     return hosts
 
 
@@ -70,8 +78,7 @@ def check_started(launcher: str, started: int, processes: int | None, knob: str 
 
 
 def _fitted(allocation: Allocation, processes: int | None, knob: str, environ: Mapping[str, str]) -> tuple[Host, ...]:
-    """Return the hosts with as many slots as ranks are asked for."""
-    hosts, slots = allocation.hosts, sum(host.slots for host in allocation.hosts)
+    hosts, slots = allocation.hosts, allocation.slots
     if processes is None or processes == slots:
         return hosts
     if processes < 1:
@@ -94,22 +101,6 @@ def _fitted(allocation: Allocation, processes: int | None, knob: str, environ: M
         )
     each, more = divmod(processes, len(hosts))
     return tuple(replace(host, slots=each + (at < more)) for at, host in enumerate(hosts))
-
-
-def _check_gpus(hosts: Sequence[Host], allocation: Allocation, environ: Mapping[str, str]) -> None:
-    if environ.get("CUDA_VISIBLE_DEVICES") == "":
-        return  # the ranks are to use none
-    crowded = [host for host in hosts if host.gpus and host.slots > host.gpus]
-    if not crowded:
-        return
-    host = crowded[0]
-    asks = f"--gpus-per-node={host.slots} (or --gpus-per-task=1), or --ntasks-per-node={host.gpus}"
-    if allocation.kind == "hosts":
-        asks = "as many slots as gpus in --hosts"
-    raise LaunchError(
-        f"{host.slots} ranks on {host.name} would share {host.gpus} GPUs, but each needs one. HINT: give {asks}; set "
-        "CUDA_VISIBLE_DEVICES to nothing for ranks on CPUs"
-    )
 
 
 def _shown(hosts: Sequence[Host]) -> str:

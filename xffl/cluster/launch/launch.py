@@ -12,12 +12,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from xffl.cluster.exit_codes import ExitCode
 from xffl.cluster.launch.affinity import limit_threads
-from xffl.cluster.launch.failure import FailureRecord, RankFailure, read_failure
+from xffl.cluster.launch.failure import ExitCode, FailureRecord, JobWatch, RankFailure, caught_signals, read_failure
 from xffl.cluster.launch.launchers import torchrun_variables
 from xffl.cluster.launch.runner import LINGER_S, RankJob, check_script
-from xffl.cluster.launch.supervisor import JobWatch, caught_signals
 from xffl.errors import LaunchError
 
 __all__ = ["launch_distributed", "launch_local"]

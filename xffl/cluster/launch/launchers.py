@@ -15,18 +15,7 @@ from xffl.cluster.hosts import expand_counts, expand_hosts, host_identity, node_
 from xffl.cluster.network import control_address
 from xffl.errors import LaunchError
 
-__all__ = [
-    "LAUNCHERS",
-    "Claim",
-    "Fields",
-    "Launcher",
-    "Meeting",
-    "honour_master",
-    "meet",
-    "number_nodes",
-    "read_number",
-    "torchrun_variables",
-]
+__all__ = ["LAUNCHERS", "Fields", "honour_master", "meet", "read_number", "torchrun_variables"]
 
 
 class Claim(NamedTuple):
@@ -81,8 +70,6 @@ def meet(
     Rank 0 takes the address of the interface that ``XFFL_CONTROL_IFNAME``, ``XFFL_IFNAME`` or ``GLOO_SOCKET_IFNAME``
     names, else 127.0.0.1 where all ranks are on one machine, else an address that the other hosts can reach; and a port
     that is free on its host.
-
-    Returns this rank's node, and the rendezvous of all.
     """
     try:
         from mpi4py import MPI
@@ -186,10 +173,6 @@ class Launcher:
         }
 
 
-def _complete_torchrun(found: Fields, environ: Mapping[str, str]) -> None:
-    """Do nothing: torchrun tells everything."""
-
-
 def _complete_mpi(found: Fields, environ: Mapping[str, str]) -> None:
     """Find the nodes and agree on a rendezvous, over mpi4py where the variables do not suffice."""
     honour_master(found, environ)
@@ -276,7 +259,7 @@ _SLURM = {
 _SLURM_ALSO = ("JOB_ID", "STEP_ID", "STEP_NODELIST", "STEP_TASKS_PER_NODE", "NTASKS", "TASKS_PER_NODE")
 
 LAUNCHERS: tuple[Launcher, ...] = (
-    Launcher("torchrun", _TORCHRUN, _complete_torchrun, alone=False),
+    Launcher("torchrun", _TORCHRUN, lambda found, environ: None, alone=False),
     Launcher("openmpi", _OPENMPI, _complete_mpi),
     # Hydra, which starts MPICH and Intel MPI. "srun --mpi=pmi2" sets the first two only and is a SLURM step.
     Launcher("mpich", _local_fields("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"), _complete_mpi),

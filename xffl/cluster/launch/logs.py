@@ -29,7 +29,6 @@ __all__ = [
     "make_log_dir",
     "mark",
     "redirect",
-    "sizes_now",
 ]
 
 _LONGEST_BYTES = 1 << 16
@@ -45,10 +44,7 @@ class LineBuffer:
         self._rest = b""
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """Take the next piece.
-
-        Returns the lines that are complete now, with their ends, and what is too long to be kept.
-        """
+        """Take the next piece; return the lines that are complete now, and what is too long to be kept."""
         lines = (self._rest + piece).splitlines(keepends=True)  # of bytes: at \n, \r and \r\n alone
         # A carriage return that comes last may be half of the end of a line.
         self._rest = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
@@ -94,11 +90,7 @@ class MarkedLines:
         self._parts: dict[int, list[bytes]] = {}
 
     def take(self, line: bytes) -> tuple[bytes, Message | None]:
-        """Read one line.
-
-        Returns what of it is no message (a rank may have begun a line without ending it), and the message that is
-        complete now, if any.
-        """
+        """Read one line; return what of it is no message, and the message that is complete now, if any."""
         before, found, rest = line.partition(_MARK)
         if not found:
             return line, None
@@ -196,10 +188,7 @@ def redirect(file: RankFile) -> int:
 
 
 def line_prefix(rank: int, cell: int | None) -> bytes:
-    """Return what stands before a rank's lines where several ranks' lines are shown.
-
-    Returns something like ``[cell 0 rank 3]`` and a blank.
-    """
+    """Return what stands before a rank's lines where several ranks' are shown, such as ``[cell 0 rank 3]``."""
     return b"[rank %d] " % rank if cell is None else b"[cell %d rank %d] " % (cell, rank)
 
 
@@ -234,8 +223,8 @@ class Stream:
             with path.open("rb") as log:
                 log.seek(at)
                 while chunk := log.read(_CHUNK_BYTES):
-                    lines = buffer.feed(chunk)
-                    self.out.writelines(prefix + line + _lacking_end(line) for line in lines)
+                    for line in buffer.feed(chunk):
+                        self.out.write(prefix + line + (b"" if line.endswith((b"\n", b"\r")) else b"\n"))
                 self._read_to[path] = log.tell()
         if is_end and (rest := buffer.flush()):
             self.out.write(prefix + rest + b"\n")
@@ -249,18 +238,9 @@ class Stream:
         self.copy(is_end=True)
 
 
-def _lacking_end(line: bytes) -> bytes:
-    """Return what a line that is followed by another rank's lacks."""
-    return b"" if line.endswith((b"\n", b"\r")) else b"\n"
-
-
 @contextmanager
 def following(folder: Path | None, out: BinaryIO) -> Iterator[None]:
-    """Show what the ranks write into a folder while the block runs, and the rest at its end.
-
-    Where that is no longer possible, because the reader has gone, this process gets SIGTERM, by which the launcher in
-    the block ends its ranks.
-    """
+    """Show what ranks write into a folder while the block runs; where the reader has gone, SIGTERM ends its ranks."""
     if folder is None:
         yield
         return

@@ -21,28 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from xffl.cluster.environment import requested_federation
-from xffl.cluster.exit_codes import ExitCode, code_of_signal
 from xffl.cluster.launch.affinity import bind_if_asked, limit_threads, take_turns_if_crowded
-from xffl.cluster.launch.failure import FailureRecord, describe_failure, record_failure
+from xffl.cluster.launch.failure import ExitCode, FailureRecord, code_of_signal, describe_failure, record_failure
 from xffl.cluster.launch.launchers import LAUNCHERS
 from xffl.cluster.launch.logs import RankFile, mark, redirect
 from xffl.errors import LaunchError, XfflError
 from xffl.topology import Topology
 
-__all__ = [
-    "DELIVERY_S",
-    "LINGER_S",
-    "RankJob",
-    "be_rank",
-    "check_script",
-    "find_place",
-    "keep_log",
-    "limit_exit",
-    "main",
-    "run_script",
-    "take_share",
-    "without_own_frames",
-]
+__all__ = ["LINGER_S", "RankJob", "be_rank", "check_script", "die_with_parent", "main", "run_script", "take_share"]
 
 _VARIABLE = "XFFL_RUNNER"
 _PR_SET_PDEATHSIG = 1
@@ -85,7 +71,7 @@ def main() -> None:
     """Run the script that the launcher names, and leave with its exit code."""
     job = RankJob.pop(os.environ)
     if job.is_tied:
-        _die_with_parent()
+        die_with_parent(signal.SIGKILL)
     if job.parent is not None and os.getppid() != job.parent:
         os._exit(code_of_signal(signal.SIGKILL))
     rank, tell, has_log = 0, os.dup(2), False
@@ -131,10 +117,7 @@ def check_script(script: str, advice: str = "give the path of a Python script") 
 
 
 def find_place(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Tell which rank this process is, from its launcher's variables alone.
-
-    Returns the rank and the number of all ranks; 0 and 1 where no launcher has started this process.
-    """
+    """Return the rank of this process and how many there are, from its launcher's variables; 0 and 1 without one."""
     row = next((row for row in LAUNCHERS if row.matches(environ)), None)
     found = {"rank": 0, "world_size": 1} if row is None else row.read(environ)
     return found["rank"], found["world_size"]
@@ -151,10 +134,7 @@ def keep_log(folder: str) -> int:
 
 
 def limit_exit(code: int) -> None:
-    """Set a limit on what still runs when this rank exits.
-
-    A failed rank whose threads or exit handlers wait for the others would keep the launcher waiting, too.
-    """
+    """Limit how long this rank's threads and exit handlers, which may wait for others, keep the launcher waiting."""
     deadline = threading.Timer(_EXIT_DEADLINE_S, os._exit, (code,))
     deadline.daemon = True
     deadline.start()
@@ -196,10 +176,10 @@ def _tell(where: int, rank: int, content: Mapping[str, Any]) -> None:
         os.write(where, line)
 
 
-def _die_with_parent() -> None:
-    """Ask Linux to end this process when the launcher dies, even by SIGKILL. Elsewhere this is left out."""
+def die_with_parent(number: int) -> None:
+    """Ask Linux to send this process a signal when its parent dies, even by SIGKILL; elsewhere this is left out."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 # Ranks that mpirun or srun has started, which nobody watches ----------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import shlex
@@ -14,17 +13,16 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, BinaryIO
 
-from xffl.cluster.exit_codes import ExitCode
 from xffl.cluster.hosts import expand_hosts, node_address
 from xffl.cluster.launch.affinity import limit_threads
-from xffl.cluster.launch.failure import FailureRecord, RankFailure
+from xffl.cluster.launch.failure import ExitCode, FailureRecord, JobWatch, RankFailure, caught_signals
 from xffl.cluster.launch.job_layout import JobLayout
 from xffl.cluster.launch.logs import LineBuffer, MarkedLines, Message, line_prefix
-from xffl.cluster.launch.runner import RankJob, check_script
-from xffl.cluster.launch.supervisor import JobWatch, caught_signals
+from xffl.cluster.launch.runner import RankJob, check_script, die_with_parent
 from xffl.errors import LaunchError
 
 __all__ = ["launch_srun", "read_task_ends", "srun_command"]
@@ -34,7 +32,6 @@ _CHUNK_BYTES = 1 << 16
 _SCANCEL_S = 10
 _SLACK_S = 5.0
 """How long srun may take to end after it was told to, and its output to come once it has been killed."""
-_PR_SET_PDEATHSIG = 1
 _LABEL = re.compile(rb" *(\d+): ")
 _LABEL_TEXT = re.compile(r"^ *\d+: ")
 _TASK_END = re.compile(r"srun: error: \S+: tasks? ([\d,\-]+): (.+)")
@@ -109,10 +106,7 @@ def srun_command(layout: JobLayout, environ: Mapping[str, str], *, is_labelled: 
 
 
 def read_task_ends(line: str) -> dict[int, int] | None:
-    """Read what srun says of tasks that ended badly.
-
-    Returns the exit code of each task, -n after signal n; ``None`` where the line says something else.
-    """
+    """Read what srun says of tasks that ended badly: exit codes by task, -n after signal n; else ``None``."""
     match = _TASK_END.match(line)
     if match is None:
         return None
@@ -152,7 +146,7 @@ class _Step:
             stdout=subprocess.PIPE if self._is_labelled else None,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=_ended_with_parent,
+            preexec_fn=partial(die_with_parent, signal.SIGTERM),
         )
         self._readers = [self._read(self._process.stderr, sys.stderr.buffer, self._filter_stderr)]
         if self._is_labelled:
@@ -214,9 +208,7 @@ class _Step:
             return False
         command = [program, f"--signal={name}", str(self._id)]
         try:
-            ran = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=_SCANCEL_S
-            )
+            ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_SCANCEL_S)
         except (OSError, subprocess.TimeoutExpired):
             return False
         return ran.returncode == 0
@@ -287,8 +279,3 @@ class _Step:
             return line
         rank = int(match[1])
         return line_prefix(rank, self._layout.cell_of(rank)) + line[match.end() :]
-
-
-def _ended_with_parent() -> None:
-    """Have Linux end srun, and so the step, when this process dies."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

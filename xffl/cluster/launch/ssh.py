@@ -23,17 +23,15 @@ from pathlib import Path
 from typing import Any
 
 import xffl
-from xffl.cluster.exit_codes import ExitCode, code_of_signal
 from xffl.cluster.launch.affinity import limit_threads
-from xffl.cluster.launch.failure import FailureRecord, RankFailure
+from xffl.cluster.launch.failure import ExitCode, FailureRecord, JobWatch, RankFailure, caught_signals, code_of_signal
 from xffl.cluster.launch.job_layout import JobLayout
 from xffl.cluster.launch.logs import MarkedLines, line_prefix
 from xffl.cluster.launch.runner import RankJob
-from xffl.cluster.launch.supervisor import JobWatch, caught_signals
 from xffl.cluster.slurm.allocation import Host
 from xffl.errors import LaunchError
 
-__all__ = ["BEAT_S", "HostConnection", "allow_files", "launch_ssh", "shared_environment", "ssh_command"]
+__all__ = ["job_of_hosts", "launch_ssh", "shared_environment", "ssh_command"]
 
 BEAT_S = 10.0
 """How often each host hears from here."""
@@ -48,21 +46,15 @@ _SSH = (
 """A shared connection would stay in the background, and end all of a host's jobs together."""
 _BOOT = (
     'import sys, json; job = json.loads(sys.stdin.readline()); sys.path.append(job["path"]); '
-    "from xffl.cluster.launch.ssh_agent import main; main(job)"
+    "from {} import main; main(job)"
 )
 """The same for every job."""
 
 
-def _python(environ: Mapping[str, str]) -> str:
-    return environ.get("XFFL_PYTHON") or sys.executable
-
-
-def ssh_command(host: Host, environ: Mapping[str, str], program: str = _BOOT) -> list[str]:
-    """Return the command line that reaches a host and starts what answers there.
-
-    Returns the words; the last one is for the shell of the host.
-    """
-    remote = f"exec {shlex.quote(_python(environ))} -u -c {shlex.quote(program)}"
+def ssh_command(host: Host, environ: Mapping[str, str], module: str = "xffl.cluster.launch.ssh_agent") -> list[str]:
+    """Return the words that reach a host and start a module's ``main`` there; the last is for the shell of the host."""
+    python, boot = environ.get("XFFL_PYTHON") or sys.executable, _BOOT.format(module)
+    remote = f"exec {shlex.quote(python)} -u -c {shlex.quote(boot)}"
     return [*shlex.split(environ.get("XFFL_SSH") or _SSH), "--", host.address or host.name, remote]
 
 
@@ -140,7 +132,8 @@ class HostConnection:
             remedy = "ssh must not ask for a password: see ssh-copy-id and ssh-agent, and try ssh -o BatchMode=yes "
             remedy += f"{name} true"
         elif code == 127 or "not found" in sign or "no such file" in sign or "no module" in sign:
-            remedy = f"{_python(os.environ)} with xffl must exist there; XFFL_PYTHON names another one"
+            python = os.environ.get("XFFL_PYTHON") or sys.executable
+            remedy = f"{python} with xffl must exist there; XFFL_PYTHON names another one"
         return f"host {self.host.name} cannot be used: {said}. HINT: {remedy}"
 
     def _write(self) -> None:
@@ -213,20 +206,14 @@ def launch_ssh(
     The folder, the script and the Python of this process must exist on every host at the same path. The ranks get
     torchrun's variables and meet at the first host, on a port that is free there. Signals are passed on as
     :func:`xffl.cluster.launch.srun.launch_srun` does.
-
-    Returns the failure that ended the job, or an exit code; where a host was lost a line that names it is printed.
     """
     watch = JobWatch(timeout_s, grace_s)
     variables = {**shared_environment(os.environ), **environ}
     limit_threads(variables)
     variables |= RankJob(log_dir=log_dir, is_marked=True).variables()
     told = {
-        "cwd": os.getcwd(),
+        **job_of_hosts(variables),
         "command": list(command),
-        "environ": variables,
-        "path": str(Path(xffl.__file__).parents[1]),
-        "version": xffl.__version__,
-        "python": sys.version.split()[0],
         "grace_s": grace_s,
         "silence_s": _SILENCE_S,
         "world_size": layout.topology.world_size,
@@ -238,6 +225,17 @@ def launch_ssh(
             return job.wait()
         finally:
             job.leave()
+
+
+def job_of_hosts(variables: Mapping[str, str]) -> dict[str, Any]:
+    """Return what every host must know of a job, whatever it is to do."""
+    return {
+        "cwd": os.getcwd(),
+        "environ": variables,
+        "path": str(Path(xffl.__file__).parents[1]),
+        "version": xffl.__version__,
+        "python": sys.version.split()[0],
+    }
 
 
 def shared_environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -20,11 +20,10 @@ from contextlib import suppress
 from typing import IO, Any
 
 from xffl.cluster.launch.logs import LineBuffer
+from xffl.cluster.network import SLURM_PORTS
 
-__all__ = ["free_port", "main"]
+__all__ = ["free_port", "main", "refusal"]
 
-_PORTS = range(20000, 32000)
-"""Below the ports that Linux hands out by itself, so that nobody else is given it before the ranks have started."""
 _TRIES = 100
 _RUN = (
     "import sys; from importlib.util import find_spec; path = sys.argv.pop(1); "
@@ -38,8 +37,7 @@ _POLL_S = 0.1
 def main(job: dict[str, Any]) -> None:
     """Be the launcher of this host."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the end of the input says so, too, and leaves time for it
-    refused = _refusal(job)
-    if refused is not None:
+    if (refused := refusal(job)) is not None:
         _send({"refused": refused})
         return
     _send({"ready": free_port()})
@@ -47,19 +45,20 @@ def main(job: dict[str, Any]) -> None:
 
 
 def free_port() -> int:
-    """Find a port of this host where nobody listens."""
-    for port in random.sample(_PORTS, _TRIES):
+    """Find a port of this host where nobody listens, below those that Linux hands out by itself to others."""
+    first, last = SLURM_PORTS
+    for port in random.sample(range(first, last + 1), _TRIES):
         with socket.socket() as probe:
             try:
                 probe.bind(("", port))
             except OSError:
                 continue
             return port
-    raise OSError(f"none of {_TRIES} ports between {_PORTS.start} and {_PORTS.stop - 1} is free")
+    raise OSError(f"none of {_TRIES} ports between {first} and {last} is free")
 
 
-def _refusal(job: Mapping[str, Any]) -> str | None:
-    """Say why this host cannot take ranks, if it cannot; go to the job's folder."""
+def refusal(job: Mapping[str, Any]) -> str | None:
+    """Say why this host cannot take ranks, if it cannot; go to the job's folder, which has the script of a command."""
     from xffl import __version__
 
     python = sys.version.split()[0]
@@ -72,6 +71,8 @@ def _refusal(job: Mapping[str, Any]) -> str | None:
         os.chdir(job["cwd"])
     except OSError as error:
         return f"folder {job['cwd']!r}: {error.strerror}; start from a folder that all hosts share"
+    if "command" not in job:
+        return None
     from xffl.cluster.launch.runner import check_script  # of the same version, as is known now
     from xffl.errors import LaunchError
 
@@ -116,7 +117,7 @@ class _Ranks:
                 if key.data is None:
                     self._read_input()
                 else:
-                    self._forward(key.fd, *key.data)
+                    self._forward(*key.data)
             is_waiting = is_waiting and self._end_by is None and not self._processes
             if self._end_by is None and self._is_silent():
                 self._read_input()  # it may have come while this process waited for its own words to be taken
@@ -180,15 +181,14 @@ class _Ranks:
                 os.set_blocking(stream.fileno(), False)
                 self._selector.register(stream, selectors.EVENT_READ, (rank, is_error, stream))
 
-    def _forward(self, number: int, rank: int, is_error: bool, stream: IO[bytes]) -> None:
-        """Bring whole lines home; a rest without an end goes when its stream ends."""
+    def _forward(self, rank: int, is_error: bool, stream: IO[bytes], *, is_last: bool = False) -> None:
+        """Bring whole lines home; a rest without an end goes when its stream ends or is the last."""
         try:
-            chunk = os.read(number, _CHUNK_BYTES)
+            chunk = os.read(stream.fileno(), _CHUNK_BYTES)
         except BlockingIOError:
-            return
-        self._send_lines(chunk, rank, is_error, stream)
-
-    def _send_lines(self, chunk: bytes, rank: int, is_error: bool, stream: IO[bytes]) -> None:
+            if not is_last:
+                return
+            chunk = b""
         buffer = self._buffers.setdefault(stream.fileno(), LineBuffer())
         ready = b"".join(buffer.feed(chunk)) if chunk else buffer.flush()
         if not chunk:
@@ -209,17 +209,9 @@ class _Ranks:
                     os.killpg(process.pid, signal.SIGKILL)
             for stream, is_error in ((process.stdout, False), (process.stderr, True)):
                 # A child that the rank left behind may keep its streams open: what is there now is all.
-                if stream is not None and not stream.closed:
-                    self._drain(stream, rank, is_error)
+                while stream is not None and not stream.closed:
+                    self._forward(rank, is_error, stream, is_last=True)
             _send({"rank": rank, "code": code, "is_stopped": self._end_by is not None})
-
-    def _drain(self, stream: IO[bytes], rank: int, is_error: bool) -> None:
-        while not stream.closed:
-            try:
-                chunk = os.read(stream.fileno(), _CHUNK_BYTES)
-            except BlockingIOError:
-                chunk = b""
-            self._send_lines(chunk, rank, is_error, stream)
 
     def _stop(self, number: int) -> None:
         if self._end_by is None:

@@ -54,7 +54,7 @@ class Allocation:
     """Hosts in the order in which the ranks are to be laid over them."""
 
     kind: str
-    """``slurm`` or ``hosts``."""
+    """``slurm``, ``hosts`` (of a list), or ``local``."""
     hosts: tuple[Host, ...]
     job: str | None = None
 
@@ -69,10 +69,8 @@ def find_allocation(
 ) -> Allocation | None:
     """Find the SLURM job in which this process stands, seen from its batch script or from the shell of ``salloc``.
 
-    Local; ``scontrol`` is asked once for the network where the switches are wanted or needed.
-
-    Returns the job's hosts, in SLURM's order; ``None`` where there is no job, or a launcher has started this process as
-    one rank of several already.
+    ``scontrol`` is asked once for the network where the switches are wanted or needed. There is none where there is no
+    job, or where a launcher has started this process as one rank of several already.
     """
     environ = os.environ if environ is None else environ
     job = environ.get("SLURM_JOB_ID")
@@ -129,10 +127,7 @@ def _tasks(environ: Mapping[str, str], nodes: int, listed: str) -> tuple[int, ..
 
 
 def _gpus(environ: Mapping[str, str], tasks: Sequence[int], *, is_asked: bool) -> tuple[int | None, ...]:
-    """Return the GPUs of each node, as far as SLURM tells: it may tell of a task, a node, this node, or all together.
-
-    Where tasks were asked for, nobody needs to know GPUs that are not spread evenly; else they make the ranks.
-    """
+    """Return the GPUs of each node as far as SLURM tells: of a task, a node, this node, or all in even parts."""
     nodes, total = len(tasks), _count_gpus(environ, "SLURM_GPUS")
     if each := _count_gpus(environ, "SLURM_GPUS_PER_TASK"):
         return tuple(each * count for count in tasks)
@@ -170,27 +165,19 @@ def show_topology(environ: Mapping[str, str] | None = None) -> str:
             "cells of SLURM's network are asked for, but there is no scontrol in PATH. HINT: load SLURM's module, or "
             "give the cells by hosts:REGEX or file:PATH"
         )
-    command = [program, "show", "topology"]
     try:
         shown = subprocess.run(
-            command,
-            env=environ,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_SCONTROL_S,
+            [program, "show", "topology"], env=environ, capture_output=True, text=True, timeout=_SCONTROL_S,
             stdin=subprocess.DEVNULL,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError(
-            f"scontrol show topology failed: {error}. HINT: give the cells by hosts:REGEX or file:PATH instead"
-        ) from error
-    if shown.returncode != 0:
+        )  # fmt: skip
+        if shown.returncode == 0:
+            return shown.stdout
         reason = (shown.stderr or shown.stdout).strip() or f"exit code {shown.returncode}"
-        raise LaunchError(
-            f"scontrol show topology failed: {reason}. HINT: give the cells by hosts:REGEX or file:PATH instead"
-        )
-    return shown.stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        reason = str(error)
+    raise LaunchError(
+        f"scontrol show topology failed: {reason}. HINT: give the cells by hosts:REGEX or file:PATH instead"
+    )
 
 
 def read_topology(text: str) -> dict[str, tuple[str, ...]]:
@@ -246,10 +233,7 @@ def _path(own: Iterable[str], parents: Mapping[str, set[str]], heights: Mapping[
 
 
 def with_switches(hosts: Iterable[Host], topology: Mapping[str, tuple[str, ...]]) -> tuple[Host, ...]:
-    """Return hosts with the switches that a topology names for them.
-
-    Returns the same hosts in the same order; those that the topology does not name stay as they are.
-    """
+    """Return hosts with the switches that a topology names for them; others stay as they are."""
     return tuple(replace(host, switches=topology.get(host.name, host.switches)) for host in hosts)
 
 

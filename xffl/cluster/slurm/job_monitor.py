@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from xffl.cluster.exit_codes import ExitCode, code_of_signal
+from xffl.cluster.launch.failure import ExitCode, code_of_signal
+from xffl.cluster.launch.logs import LineBuffer
 from xffl.cluster.slurm.submit import run_slurm
 from xffl.errors import ConfigError, LaunchError
 
@@ -42,10 +44,7 @@ def log_pattern(folder: str, is_array: bool) -> str:
 
 
 def expand_pattern(pattern: str, names: Mapping[str, str]) -> str | None:
-    """Return the file that SLURM makes of a pattern.
-
-    Returns the name; ``None`` where it has something else, which only the job's nodes know.
-    """
+    """Return the file that SLURM makes of a pattern; ``None`` where only the job's nodes know it."""
     if "\\" in pattern:
         return None
     known = {"%": "%", **names}
@@ -57,11 +56,7 @@ def expand_pattern(pattern: str, names: Mapping[str, str]) -> str | None:
 
 
 def read_queue(job: str) -> dict[str, tuple[str, str]] | None:
-    """Ask for the states of a job and of its tasks.
-
-    Returns the state and the reason by number (``12``, or ``12_0`` for a task), as far as the controller still knows
-    them; ``None`` where it does not answer.
-    """
+    """Return state and reason of a job or of its tasks (``12_0``); ``None`` where the controller does not answer."""
     ran = run_slurm(["squeue", "--noheader", "--array", "--states=all", f"--jobs={job}", "--format=%i|%T|%r"])
     if ran.returncode != 0:
         return {} if "invalid job id" in ran.stderr.lower() else None
@@ -70,10 +65,7 @@ def read_queue(job: str) -> dict[str, tuple[str, str]] | None:
 
 
 def find_endings(job: str, *, patience_s: float = _PATIENCE_S, look_s: float = 1.0) -> dict[str, Ending]:
-    """Ask how a job ended that is no longer in the queue: the accounting, else what the controller still knows.
-
-    Returns the endings by the number of the job, or of each task; empty where nobody knows.
-    """
+    """Ask the accounting, else the controller, how a job or its tasks ended; empty where nobody knows."""
     deadline = time.monotonic() + patience_s
     while True:
         try:
@@ -121,10 +113,7 @@ def _ending(state: str, text: str) -> Ending:
 
 
 def exit_code_of(endings: Mapping[str, Ending]) -> int:
-    """Return one exit code for a job and its tasks: that of the first task that did not complete.
-
-    Returns the code; 0 where all completed.
-    """
+    """Return the exit code of the first task that did not complete; 0 where all completed."""
     return next((ending.exit_code for _, ending in sorted(endings.items()) if ending.exit_code), 0)
 
 
@@ -145,14 +134,11 @@ class Follower:
     look_s: float = 0.5
     """Time between two looks at the output."""
     _read: dict[str, int] = field(default_factory=dict)
-    _rest: dict[str, bytes] = field(default_factory=dict)
+    _buffers: defaultdict[str, LineBuffer] = field(default_factory=lambda: defaultdict(LineBuffer))
     _known: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def follow(self) -> dict[str, Ending]:
-        """Show the output as it grows, and tell each change of state.
-
-        Returns how the job, or each of its tasks, ended; empty where nobody knows.
-        """
+        """Show the output as it grows and each change of state; return how the job or its tasks ended, if known."""
         wait_s, is_silent = self.longest_s / 10, False
         while True:
             queue = read_queue(self.job)
@@ -208,11 +194,8 @@ class Follower:
             self._read[file] = self._read.get(file, 0) + len(piece)
             is_new = is_new or bool(piece)
             prefix = f"[{number}] " if "_" in number else ""
-            text = self._rest.get(file, b"") + piece
-            cut = len(text) if is_last else max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
-            self._rest[file] = text[cut:]
-            if cut:
-                shown = text[:cut].decode(errors="replace")
+            lines = [*self._buffers[file].feed(piece), *([self._buffers[file].flush()] if is_last else [])]
+            if shown := b"".join(lines).decode(errors="replace"):
                 self.write("".join(prefix + line for line in shown.splitlines(keepends=True)) if prefix else shown)
         return is_new
 

@@ -23,7 +23,6 @@ __all__ = [
     "Job",
     "SlurmConfig",
     "cancel_job",
-    "find_busy",
     "find_template",
     "render_script",
     "run_slurm",
@@ -154,10 +153,7 @@ def tasks_of_node(slurm: SlurmConfig, processes: int | None) -> int:
 
 
 def tasks_of_sweep(array: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-    """Return what each task of a job array changes: every combination of the values of some keys.
-
-    Returns for each task the value of each dotted key; the last key changes fastest.
-    """
+    """Return the values that each task of an array has for some dotted keys; the last key changes fastest."""
     flat: dict[str, list[Any]] = {}
 
     def flatten(values: Mapping[str, Any], above: str) -> None:
@@ -183,11 +179,7 @@ def word_of(key: str, value: Any) -> str:
 
 
 def find_template(name: str | None = None, environ: Mapping[str, str] | None = None) -> str:
-    """Return the text that batch scripts are made of.
-
-    That is the file that is named, else ``job.sbatch`` in the folder ``XFFL_TEMPLATES``, else in
-    ``~/.config/xffl/templates``, else xffl's own.
-    """
+    """Return the template of batch scripts: the named one, else that of ``XFFL_TEMPLATES``, the user or xffl."""
     environ = os.environ if environ is None else environ
     folder = environ.get("XFFL_TEMPLATES")
     chosen = Path(name) if name else Path(folder) / TEMPLATE if folder else None
@@ -232,23 +224,19 @@ def _directives(slurm: SlurmConfig, job: Job) -> list[str]:
     array = None
     if job.tasks:
         array = f"0-{len(job.tasks) - 1}" + (f"%{slurm.array_limit}" if slurm.array_limit else "")
+
+    def asked(*names: str) -> dict[str, Any]:
+        return {name.replace("_", "-"): getattr(slurm, name) for name in names}
+
     options: dict[str, Any] = {
         "job-name": job.name,
         "output": job.log,
         "open-mode": "append",
-        "partition": slurm.partition,
-        "account": slurm.account,
-        "qos": slurm.qos,
-        "constraint": slurm.constraint,
-        "nodelist": slurm.nodelist,
-        "nodes": slurm.nodes,
+        **asked("partition", "account", "qos", "constraint", "nodelist", "nodes"),
         "ntasks-per-node": job.tasks_per_node,
-        "cpus-per-task": slurm.cpus_per_task,
-        "gpus-per-node": slurm.gpus_per_node,
+        **asked("cpus_per_task", "gpus_per_node"),
         "mem": slurm.memory,
-        "time": slurm.time,
-        "switches": slurm.switches,
-        "dependency": slurm.dependency,
+        **asked("time", "switches", "dependency"),
         "array": array,
         # Without a "B:" before the name: to the ranks, and not to the script.
         "signal": None if slurm.signal_s is None else f"{slurm.signal}@{slurm.signal_s}",
@@ -342,7 +330,10 @@ def submit_job(script: str, job: Job, *, is_chained: bool = False) -> str:
         number = ran.stdout.strip().partition(";")[0]
         try:
             os.write(jobs.fileno(), f"{number}\n".encode())  # without a buffer that would be written at the file's end
-            _keep_script(folder / f"{number}.sbatch", script)
+            # For its owner alone: it holds the words of the command line, some of which may be secret.
+            copy = os.open(folder / f"{number}.sbatch", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(copy, "w", encoding="utf-8") as kept:
+                kept.write(script)
         except OSError as error:
             raise LaunchError(
                 f"job {number} is submitted, but {folder} cannot be written: {error.strerror}; squeue -j {number} "
@@ -351,17 +342,8 @@ def submit_job(script: str, job: Job, *, is_chained: bool = False) -> str:
     return number
 
 
-def _keep_script(file: Path, script: str) -> None:
-    """Write a script for its owner alone: it holds the words of the command line, some of which may be secret."""
-    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as kept:
-        kept.write(script)
-
-
 def find_busy(jobs: Sequence[str]) -> str | None:
-    """Return the first of some jobs of this user that has not ended yet.
-
-    Returns the number, or ``None``.
-    """
+    """Return the first of some jobs of this user that has not ended yet, if any."""
     if not jobs:
         return None
     ran = run_slurm(["squeue", "--me", "--noheader", "--format=%F"])

@@ -27,7 +27,7 @@ from xffl.cluster.environment import (
     requested_settings,
     sources_named,
 )
-from xffl.cluster.exit_codes import ExitCode
+from xffl.cluster.launch.failure import ExitCode
 from xffl.cluster.slurm.submit import SlurmConfig
 from xffl.errors import ConfigError, XfflError
 from xffl.topology import Topology
