@@ -119,7 +119,7 @@ def write_report(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[
     if len(runs) > most:
         raise ConfigError(f"{len(runs)} runs cannot be told apart in one figure; give {most} at most")
     if out is None and len(runs) > 1:
-        raise ConfigError(f"{len(runs)} runs have no folder in common; say with --out FOLDER where to write")
+        raise ConfigError(f"a page that compares {len(runs)} runs needs a folder of its own; give it with --out FOLDER")
     template = _load_template()
     found = read_runs(runs)
     folder = Path(out) if out is not None else found[0].folder / "pictures"
