@@ -1,4 +1,4 @@
-"""What tests plant into the rounds of an aggregator: another exchange, and a look at what was agreed."""
+"""What tests plant into the rounds of an aggregator: another exchange, a look at what was agreed, options."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from unittest import mock
 import xffl
 from xffl.aggregation.engine.exchange import RoundRun
 from xffl.aggregation.engine.plan import RoundContext
+from xffl.aggregation.options import Options
 
-__all__ = ["agreed_contexts", "replace_exchange"]
+__all__ = ["agreed_contexts", "options_of", "replace_exchange"]
 
 
 def replace_exchange(aggregator: xffl.Aggregator, instead: Callable[[Callable[[], RoundContext]], Any]) -> None:
@@ -39,3 +40,22 @@ def agreed_contexts() -> Iterator[list[RoundContext]]:
 
     with mock.patch.object(RoundRun, "commit", noting):
         yield contexts
+
+
+def options_of(**asked: Any) -> Options:
+    """Return the options of an aggregator that is asked for nothing else."""
+    usual = {
+        "combine": "mean",
+        "server": None,
+        "privacy": None,
+        "secure": False,
+        "bucket_bytes": 4 * 2**20,
+        "atomic": True,
+        "nonfinite": "reject",
+        "form": "auto",
+        "rails": False,
+        "fragments": 1,
+        "overlap": False,
+        "norms": False,
+    }
+    return Options.of(**{**usual, **asked})

@@ -279,7 +279,13 @@ FOUR: list[Wrong] = [
         TopologyError,
         ["replica_world_size must be", "got ()"],
     ),
-    Wrong("no such cell", lambda s, r: s._get_communicating_processes(2), TopologyError, ["cell 2"], before=CELLS),
+    Wrong(
+        "no such cell",
+        lambda s, r: s._get_communicating_processes(2),
+        TopologyError,
+        ["cell must be", "got 2"],
+        before=CELLS,
+    ),
     Wrong(
         "group of strings", lambda s, r: s.create_process_group("0123", ""), TopologyError, ["must be a tuple of ranks"]
     ),

@@ -99,7 +99,7 @@ def test_own_state_that_does_not_fit_is_named(tmp_path: Path) -> None:
         ({"x": 3}, "is int"),
         ({"x": nn.Linear(1, 1)}, "models and optimizers as parts"),
         ({"x": Own(object())}, "x/value is object"),
-        ({"x": Own(torch.eye(2).to_sparse())}, "dense tensors"),
+        ({"x": Own(torch.eye(2).to_sparse())}, "a rank keeps dense ones"),
     ):
         with pytest.raises(xffl.ConfigError, match=match):
             save_checkpoint(tmp_path / "it", PARTS, ALONE, own=own)  # type: ignore[arg-type]

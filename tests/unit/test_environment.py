@@ -376,7 +376,7 @@ CELLS = [
     ("3,3", None, {}, r"sizes \(3, 3\) sum to 6, .* sum to 1 \(asked for by XFFL_FEDERATED=3,3\)"),
     ("4,4", None, {"federated": (3, 3)}, r"sizes \(3, 3\) sum to 6, .* give sizes that sum to 1$"),
     (None, "2", {}, r"replica size .* \(asked for by XFFL_HSDP=2\)"),
-    (None, "2", {"hsdp": 3}, r"replica size .* every cell$"),
+    (None, "2", {"hsdp": 3}, r"replica size .* divides all$"),
     ("1", "2", {}, r"replica size .* \(asked for by XFFL_FEDERATED=1 and XFFL_HSDP=2\)"),
     (None, "2", {"device_parameters": DeviceParameters()}, "^XFFL_HSDP=2 was asked for, .* leave XFFL_HSDP out"),
     (None, None, {"hsdp": 2, "device_parameters": DeviceParameters()}, "^hsdp=2 was asked for, .* leave hsdp out"),

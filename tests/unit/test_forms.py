@@ -6,14 +6,13 @@ import itertools
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.rounds import options_of
 from xffl.aggregation.compression import codec_of
 from xffl.aggregation.engine.groups import RoundGroups
 from xffl.aggregation.engine.plan import BucketGroup, GroupTransfer, Piece, plan_transfers
-from xffl.aggregation.options import Options
 from xffl.costs import IN_FLIGHT, IN_FLIGHT_BYTES, MOST_IN_FLIGHT, TINY, TINY_FOR_TWO, form_of, pipeline_depth
 from xffl.topology import Topology
 
@@ -58,8 +57,8 @@ def track_of(
     rule: str = "average",
     codec: str = "none",
     rails: bool = False,
-    device: str = "cpu",
     *,
+    on_cpu: bool = True,
     late: bool = False,
     form: str = "auto",
     dtype: str = "float32",
@@ -71,14 +70,12 @@ def track_of(
     group = BucketGroup(0, (by_part,) * cells, (0,) * cells, dtype, rule, at_home, codec, False, pieces)
     (transfer,) = plan_transfers(
         [group],
-        topology=topology,
-        rank=0,
-        round_groups=RoundGroups(None, (), None, None, multi_rail=rails),
-        bucket_bytes=4 * MIB,
-        form=form,
-        codecs={"none": None, "int8": codec_of("int8")},
-        device=torch.device(device),
-        allow_deferred_mean=late,
+        topology,
+        0,
+        RoundGroups(None, (), None, None, multi_rail=rails),
+        options_of(form=form, atomic=late),
+        {"none": None, "int8": codec_of("int8")},
+        is_on_cpu=on_cpu,
     )
     return transfer
 
@@ -111,7 +108,7 @@ def test_a_lane_has_the_form_and_depth_of_its_bytes(
         ([MIB] * 8 + [MIB // 2] * 2 + [MIB, MIB // 2], 2, {}, (0, 1) * 5 + (None, None)),
         ([12 * MIB], 3, {}, ()),
         ([12 * MIB], 2, {"rails": True}, ()),
-        ([12 * MIB], 2, {"device": "cuda"}, ()),  # NCCL would use one direction at a time
+        ([12 * MIB], 2, {"on_cpu": False}, ()),  # NCCL would use one direction at a time
         ([12 * MIB], 2, {"rule": "first"}, ()),
     ],
 )
@@ -150,7 +147,7 @@ def test_two_cells_take_turns_over_gloo(
         (Topology(2, 1), {"rule": "first"}, False),
         (Topology(2, 1), {"codec": "int8"}, False),
         (Topology(2, 1), {"rails": True}, False),
-        (Topology(2, 1), {"device": "cuda"}, False),
+        (Topology(2, 1), {"on_cpu": False}, False),
         (Topology(2, 1), {"dtype": "bfloat16"}, False),
         (Topology(2, 1), {"at_home": True}, False),
     ],
@@ -160,22 +157,6 @@ def test_what_is_combined_when_it_is_written(topology: Topology, options: dict[s
     assert transfer.deferred_mean == deferred_mean
     if deferred_mean:
         assert not transfer.reduce_scatter and transfer.ahead == transfer.depth == 8  # of 4 MiB each
-
-
-OPTIONS = {
-    "combine": "mean",
-    "server": None,
-    "privacy": None,
-    "secure": False,
-    "bucket_bytes": 4 * MIB,
-    "atomic": True,
-    "nonfinite": "reject",
-    "form": "auto",
-    "rails": False,
-    "fragments": 1,
-    "overlap": False,
-    "norms": False,
-}
 
 
 @pytest.mark.parametrize(
@@ -195,7 +176,7 @@ OPTIONS = {
     ],
 )
 def test_what_needs_the_mean_before_it_is_written(asked: dict[str, Any], allow_deferred_mean: bool) -> None:
-    assert Options.of(**{**OPTIONS, **asked}).allow_deferred_mean == allow_deferred_mean
+    assert options_of(**asked).allow_deferred_mean == allow_deferred_mean
 
 
 def test_codes_of_two_cells_go_in_one_hop() -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.rounds import options_of
 from xffl.aggregation.compression import codec_of
 from xffl.aggregation.contributions import ContributionTracker, Snapshot
 from xffl.aggregation.engine.buffers import Layout, ModelCopy, Pool, RoundBuffers, StagingBuffers, aligned
@@ -53,14 +54,12 @@ def prepare(model: nn.Module, bucket_bytes: int) -> tuple[Layout, tuple[GroupTra
     items = manifest.items(topology, axes)
     transfers = plan_transfers(
         plan_groups(items, topology, 0),
-        topology=topology,
-        rank=0,
-        round_groups=RoundGroups(None, (), None, None),
-        bucket_bytes=bucket_bytes,
-        form="auto",
-        codecs={},
-        device=torch.device("cpu"),
-        allow_deferred_mean=False,
+        topology,
+        0,
+        RoundGroups(None, (), None, None),
+        options_of(bucket_bytes=bucket_bytes, atomic=False),
+        {},
+        is_on_cpu=True,
     )
     return Layout(manifest.moving, items, axes, at), transfers
 

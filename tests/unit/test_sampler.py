@@ -378,5 +378,5 @@ def test_what_cannot_be_meant_is_refused(kind: type[CellOrder[Any]], change: dic
 
 
 def test_a_rank_outside_the_world_is_refused() -> None:
-    with pytest.raises(TopologyError, match="rank 4 is outside"):
+    with pytest.raises(TopologyError, match="rank must be an integer from 0 to 3, got 4"):
         CellBatchSampler(range(40), LAYOUT, 4, batch_size=4)

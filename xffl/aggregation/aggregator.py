@@ -618,7 +618,8 @@ def _make_exchange(
     holders = () if replica_tensors is None else replica_tensors.holders
     round_groups = select_groups(scope, multi_rail=options.rails, is_own=options.overlap, holders=holders)
     groups = plan_groups(items, topology, rank)
-    transfers = plan_transfers(groups, scope, round_groups, options, manifest.codecs)
+    is_on_cpu = transfer_device(scope.state).type == "cpu"
+    transfers = plan_transfers(groups, topology, rank, round_groups, options, manifest.codecs, is_on_cpu=is_on_cpu)
     link = Link(transfers, scope, round_groups, options.combiner, masker)
     # The moving tensors of all shards in the plan's order, and None for one that this rank has not.
     moving: Sequence[TensorInfo] = manifest.moving if replica_tensors is None else replica_tensors.moving

@@ -28,10 +28,9 @@ import torch
 import torch.distributed as dist
 
 from xffl.aggregation.compression import Codec
-from xffl.aggregation.engine.groups import RoundGroups, RoundScope
+from xffl.aggregation.engine.groups import RoundGroups
 from xffl.aggregation.options import Options
 from xffl.costs import IN_FLIGHT, form_of, pipeline_depth
-from xffl.distributed.consistency import transfer_device
 from xffl.topology import Topology
 
 __all__ = [
@@ -396,15 +395,17 @@ class GroupTransfer:
 
 def plan_transfers(
     groups: Sequence[BucketGroup],
-    scope: RoundScope,
+    topology: Topology,
+    rank: int,
     round_groups: RoundGroups,
     options: Options,
     codecs: Mapping[str, Codec | None],
+    *,
+    is_on_cpu: bool,
 ) -> tuple[GroupTransfer, ...]:
     """Prepare the groups of a rank; all participants of a group find the same buckets and form."""
     transfers = []
-    topology, rank, form = scope.topology, scope.rank, options.form_of_groups
-    cell, is_on_cpu = topology.cell_of(rank), transfer_device(scope.state).type == "cpu"
+    cell, form = topology.cell_of(rank), options.form_of_groups
     senders: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
     for number, group in enumerate(groups):
         dtype = getattr(torch, group.dtype)
