@@ -408,8 +408,7 @@ def plan_transfers(
     cell, form = topology.cell_of(rank), options.form_of_groups
     senders: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
     for number, group in enumerate(groups):
-        dtype = getattr(torch, group.dtype)
-        assert isinstance(dtype, torch.dtype)
+        dtype: torch.dtype = getattr(torch, group.dtype)
         turns = max(topology.replica_counts) if round_groups.multi_rail else 1
         limit = _bucket_limit(group, topology, options.bucket_bytes // dtype.itemsize)
         if round_groups.multi_rail:
