@@ -49,7 +49,7 @@ from xffl.aggregation.mean import arithmetic_of
 from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, Options, check_merge
 from xffl.aggregation.privacy import Accountant, Privacy, SecureSum, make_masker
 from xffl.aggregation.report import Background, PendingRound, RoundProfile, RoundReport
-from xffl.distributed.consistency import barrier, check_consistent, run_on_all_ranks, transfer_device
+from xffl.distributed.consistency import barrier, check_consistent, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
 from xffl.errors import CheckpointError, ConfigError, RoundError, StateError, TornError, XfflError
@@ -177,7 +177,7 @@ class Aggregator:
 
         scope, self._options, self._manifest, axes, replica_tensors = _compare_models(model, state, read)
         self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._device = transfer_device(scope.state)
+        self._device = scope.device
         self._exchange = _make_exchange(scope, self._options, self._manifest, axes, replica_tensors)
         self._round_groups = self._exchange.round_groups
         self._coordinator = RoundCoordinator(self._exchange, scope, self._options)
@@ -242,6 +242,11 @@ class Aggregator:
             with work_on(self._stream):
                 outcome = self._coordinator.run(prepared, least_divergence)
             return None if outcome is None else self._conclude(outcome, start)
+
+    def resolve(self) -> RoundReport:
+        """Write the round that was in doubt, now that it is known to be taken; local."""
+        with self._mark_inconsistent(), self._coordinator.tear_if_unwritten():
+            return self._conclude(self._coordinator.resolve(), time.perf_counter())
 
     def _prepare(
         self, given: RoundInput, merge: MergeMode = MergeMode.REPLACE, alpha: float | None = None
@@ -565,7 +570,7 @@ def _compare_models(
         check_given(model, state)
         scope = state if isinstance(state, RoundScope) else RoundScope(state, state.topology)
         topology, rank = scope.topology, scope.rank
-        device = transfer_device(scope.state)
+        device = scope.device
         options, manifest = read()
         options.combiner.check(topology.cells)
         at = topology.coordinates(rank)
@@ -618,7 +623,7 @@ def _make_exchange(
     holders = () if replica_tensors is None else replica_tensors.holders
     round_groups = select_groups(scope, multi_rail=options.rails, is_own=options.overlap, holders=holders)
     groups = plan_groups(items, topology, rank)
-    is_on_cpu = transfer_device(scope.state).type == "cpu"
+    is_on_cpu = scope.device.type == "cpu"
     transfers = plan_transfers(groups, topology, rank, round_groups, options, manifest.codecs, is_on_cpu=is_on_cpu)
     link = Link(transfers, scope, round_groups, options.combiner, masker)
     # The moving tensors of all shards in the plan's order, and None for one that this rank has not.

@@ -36,6 +36,7 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError, RoundError, StateError, XfflError
 
 if TYPE_CHECKING:
+    from xffl.aggregation.elastic import ElasticAggregator
     from xffl.aggregation.exports import FileRound
 
 __all__ = ["FederatedScaling"]
@@ -122,21 +123,24 @@ class FederatedScaling:
             asked = RoundArguments(every, aggregator, delay, alpha, client, algorithm)
             config = parse_round_config(model, optimizers, asked, cells=state.topology.cells, weight=weight)
             tell(f"{config}, weighed={weight is not None}")
-            if state.lone_cell is not None:
+            if state.lone_cell is not None and state.elastic is None:
                 self._over_files = _file_round(model, state, config, asked)
-        is_alone = state.topology.cells == 1 and not state.is_federated_scaling_setup() and self._over_files is None
+        is_alone = state.topology.cells == 1 and not state.is_federated_scaling_setup() and state.lone_cell is None
         if is_alone and state.rank == 0:
             print(NO_CELLS, file=sys.stderr, flush=True)  # a federation of one cell was reported at its set-up
         self._config: RoundConfig = config
         self._optimizers, self._weight, self._on_round = config.optimizers, weight, on_round
         self._model, self._state = model, state
         self._is_own = isinstance(aggregator, Mapping | None)
-        self._aggregator = None if isinstance(aggregator, Mapping | None) else aggregator
+        self._aggregator: Aggregator | Levels | ElasticAggregator | None = None
+        if not isinstance(aggregator, Mapping | None):
+            self._aggregator = aggregator
         self._handles: list[RemovableHandle] = []
         self._is_entered = False
         self._report: RoundReport | None = None
         self.before_final_rounds: Callable[[], None] | None = None
         self.meetings, self.local_steps, self.defer_start = 0, 0, False
+        self._has_joined = True
         self._reset_counters()
 
     def _reset_counters(self) -> None:
@@ -147,7 +151,7 @@ class FederatedScaling:
         self._since = self._target = 0
 
     @property
-    def aggregator(self) -> Aggregator | Levels:
+    def aggregator(self) -> Aggregator | Levels | ElasticAggregator:
         """The aggregator that runs the rounds.
 
         :raises StateError: outside the ``with`` block, if none was given.
@@ -181,9 +185,13 @@ class FederatedScaling:
         self._note_start()
         self._is_entered = True
         # Hooks stay outside of a step that is compiled.
-        before, after = map(torch.compiler.disable, (self._before_step, self._after_step))
+        join, before, after = map(torch.compiler.disable, (self._join, self._before_step, self._after_step))
         for optimizer in self._optimizers:
             self._handles += [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+        if self._state.elastic is not None:
+            # Before the first pass and not here, since a resumed run loads what it holds in the block.
+            self._has_joined = False
+            self._handles.append(self._model.register_forward_pre_hook(join, prepend=True))
         return self
 
     def _open_aggregator(self) -> None:
@@ -199,7 +207,13 @@ class FederatedScaling:
                 set_up(client, self._model, self._optimizers, options.get("policies"))
             if client is not None and client.extra is not None:
                 options["extra"] = client.extra
-            kind = Levels if "levels" in options else Aggregator
+            kind: Callable[..., Aggregator | Levels | ElasticAggregator] = Levels if "levels" in options else Aggregator
+            if self._state.elastic is not None:
+                # torchft, and what it brings, is imported for these runs only.
+                from xffl.aggregation.elastic import ElasticAggregator
+
+                _check_elastic(self._config)
+                kind = ElasticAggregator
             self._aggregator = kind(self._model, self._state, **options)
             if saved is not None:
                 self._aggregator.load_state_dict(saved)
@@ -212,6 +226,8 @@ class FederatedScaling:
         while self._handles:  # first: what follows may raise, and the optimizers live on
             self._handles.pop().remove()
         self._is_entered = False
+        if kind is not None and self._state.elastic is not None and self._aggregator is not None:
+            self._aggregator.close()  # local: the other cells are not to wait for this one
         if kind is None and self._over_files is not None:
             self._export(self._over_files)
         elif kind is None:
@@ -221,6 +237,17 @@ class FederatedScaling:
                 self.aggregator.close()  # collective: also where a round was rejected
             if failure is not None:
                 raise failure
+
+    def _join(self, *unused: Any) -> None:
+        """Take over the model of an elastic federation before the first local step."""
+        if self._has_joined:
+            return
+        self._has_joined = True
+        self.meetings += 1
+        elastic: Any = self.aggregator
+        with self._step_timer.paused():
+            elastic.join()
+        self._since, self._target = 0, self._next_target(self.aggregator.rounds)
 
     def step(self) -> None:
         """Count a local step in a loop that no optimizer counts for: this object was made with ``optimizer=None``.
@@ -312,6 +339,7 @@ class FederatedScaling:
             )
         if self._over_files is None:
             self.aggregator.load_state_dict(state["aggregator"])  # drops a round under way
+        self._has_joined = False
         self._delayed = _DelayedRound(self._config, self._tracker)
         if client is not None:
             client.load_state_dict(state["client"])
@@ -497,7 +525,7 @@ class _DelayedRound:
 
     def __init__(self, config: RoundConfig, tracker: ContributionTracker) -> None:
         self._delay, self._alpha, self._tracker = config.delay, config.alpha, tracker
-        self._under_way: tuple[Aggregator | Levels, PendingRound, Snapshot] | None = None
+        self._under_way: tuple[Aggregator | Levels | ElasticAggregator, PendingRound, Snapshot] | None = None
         self.is_deferred = False
 
     @property
@@ -508,7 +536,12 @@ class _DelayedRound:
         """Tell whether a round under way is to be merged, so many local steps after its start."""
         return self._under_way is not None and steps == self._delay
 
-    def start(self, aggregator: Aggregator | Levels, weigh: Callable[[], float] | None, step_seconds: float) -> None:
+    def start(
+        self,
+        aggregator: Aggregator | Levels | ElasticAggregator,
+        weigh: Callable[[], float] | None,
+        step_seconds: float,
+    ) -> None:
         fragment = aggregator.next_fragment
         steps = self._tracker.effort(fragment)
         pending = aggregator.aggregate_async(weigh, alpha=self._alpha, steps=steps, seconds=step_seconds)
@@ -534,6 +567,17 @@ class _DelayedRound:
             aggregator.discard()  # waits; interrupted, the round is still under way
             self._tracker.rollback(snapshot)
             self._under_way = None
+
+
+def _check_elastic(config: RoundConfig) -> None:
+    """Raise where an elastic federation cannot do what is asked for."""
+    if config.client is not None or config.delay or config.schedule.has_threshold:
+        raise ConfigError(
+            f"this job is a cell of an elastic federation, but client is {config.client}, delay {config.delay} and the "
+            f"schedule {config.schedule}; leave client and delay out, and give a number of steps"
+        )
+    if "levels" in config.options:
+        raise ConfigError("this job is a cell of an elastic federation, which has no levels; leave levels out")
 
 
 def _file_round(model: nn.Module, state: DistributedState, config: RoundConfig, asked: RoundArguments) -> FileRound:

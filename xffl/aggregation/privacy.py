@@ -27,11 +27,11 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from xffl.aggregation.mean import CHUNK, piece_length
 from xffl.checks import integer, number, one_of
-from xffl.distributed.consistency import run_on_all_ranks
+from xffl.distributed.collectives import Group, all_gather_json
+from xffl.distributed.consistency import control_device, run_on_all_ranks
 from xffl.errors import CheckpointError, ConfigError, RoundError, StateError
 from xffl.extras import optional_import
 from xffl.topology import Topology
@@ -428,7 +428,7 @@ class Masker:
 
 
 def make_masker(
-    options: SecureSum, rank: int, topology: Topology, *, context: str, group: dist.ProcessGroup | None = None
+    options: SecureSum, rank: int, topology: Topology, *, context: str, group: Group | None = None
 ) -> Masker:
     """Make a key pair and send all ranks its public half; collective over the world: 32 bytes a rank."""
     with run_on_all_ranks("secure sums", group=group) as share:
@@ -439,8 +439,7 @@ def make_masker(
             )
         keys = KeyPair()
         share(f"{options}, {context}")
-    publics: list[bytes] = [b""] * topology.world_size
-    dist.all_gather_object(publics, keys.public, group=group)
+    publics = list(map(bytes.fromhex, all_gather_json(keys.public.hex(), control_device(group), group)))
     return Masker(options, rank, keys, publics=publics, topology=topology, context=context)
 
 

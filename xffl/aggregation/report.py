@@ -49,6 +49,10 @@ class RoundReport:
     :param is_skipped: Whether the cells' models were so close that nothing moved; such a round does not count.
     :param codec_error: What lossy codecs left out of what this rank had to send, relative to it, in the L2 norm; it is
         sent later. ``None`` where none was used, or where it had to send so much that squares left fp32.
+    :param cells: In an elastic federation, the cells that took part; ``weights`` and what else is by cell has 0 for the
+        others.
+    :param epoch: In an elastic federation, what the group of these cells is called.
+    :param tries: How often the round was begun: more than once where a cell was lost on the way.
     """
 
     round: int
@@ -69,6 +73,9 @@ class RoundReport:
     phases: Mapping[str, float] = field(default_factory=dict)
     hidden: float = 0.0
     codec_error: float | None = None
+    cells: tuple[int, ...] = ()
+    epoch: str = ""
+    tries: int = 1
 
 
 class RoundProfile:

@@ -42,6 +42,7 @@ __all__ = [
     "requested_settings",
     "require_cells",
     "required_cells",
+    "restarts_of",
     "sources_named",
     "token_of",
     "use_interface",
@@ -402,6 +403,15 @@ def read_address(what: str, text: str) -> tuple[str, int]:
     if found is None or int(found[2]) > 65535:
         raise LaunchError(f"{what} is {text!r}; give HOST:PORT, such as 127.0.0.1:29510")
     return found[1], int(found[2])
+
+
+def restarts_of(environ: Mapping[str, str] | None = None) -> int:
+    """Return how often this job was started before, as ``XFFL_RESTARTS`` or else ``SLURM_RESTART_COUNT`` says."""
+    environ = os.environ if environ is None else environ
+    for name in ("XFFL_RESTARTS", "SLURM_RESTART_COUNT"):
+        if text := environ.get(name, "").strip():
+            return integer(name, int(text) if text.isdecimal() else text, 0, error=LaunchError)
+    return 0
 
 
 def replica_group_of(environ: Mapping[str, str] | None = None) -> tuple[int, int] | None:

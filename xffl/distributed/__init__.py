@@ -22,6 +22,7 @@ __all__ = [
     "DeviceParameters",
     "DistributedState",
     "DistributedWorld",
+    "ElasticParameters",
     "FaultToleranceParameters",
     "FaultTolerantWorld",
     "cleanup_distributed_process_group",
@@ -29,7 +30,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    **dict.fromkeys(("CommParameters", "DeviceParameters", "FaultToleranceParameters"), "xffl.distributed.parameters"),
+    **dict.fromkeys(
+        ("CommParameters", "DeviceParameters", "ElasticParameters", "FaultToleranceParameters"),
+        "xffl.distributed.parameters",
+    ),
     "DistributedState": "xffl.distributed.distributed_state",
     "DistributedWorld": "xffl.distributed.world",
     "FaultTolerantWorld": "xffl.distributed.fault_tolerance",

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from xffl import errors
+from xffl.distributed.collectives import CrossWorldGroup, Group, all_gather_json, all_reduce
 from xffl.distributed.sharding import bytes_of
 from xffl.errors import ConfigError, LaunchError, XfflError
 
@@ -33,9 +34,9 @@ __all__ = [
 ]
 
 
-def control_device(group: dist.ProcessGroup | None = None) -> torch.device:
+def control_device(group: Group | None = None) -> torch.device:
     """Return where small messages lie (votes, agreements): on the CPU, unless the group has NCCL alone."""
-    if "cpu:" in dist.get_backend_config(group):
+    if isinstance(group, CrossWorldGroup) or "cpu:" in dist.get_backend_config(group):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
@@ -60,7 +61,7 @@ def barrier(group: dist.ProcessGroup | None = None) -> None:
     dist.barrier(group, device_ids=None if device.type == "cpu" else [device.index])
 
 
-def connect(groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
+def connect(groups: Iterable[Group | None], device: torch.device) -> None:
     """Connect groups over NCCL; elsewhere nothing is done. Collective over each group, in one order on all ranks.
 
     NCCL connects a group in its first call, in which all its ranks must take part: where some send and others do not,
@@ -68,7 +69,7 @@ def connect(groups: Iterable[dist.ProcessGroup | None], device: torch.device) ->
     """
     for group in dict.fromkeys(groups) if device.type != "cpu" else ():
         if group is not None:
-            dist.all_reduce(torch.zeros(1, device=device), group=group)
+            all_reduce(torch.zeros(1, device=device), group=group)
 
 
 T = TypeVar("T")
@@ -83,7 +84,7 @@ def check_consistent(
     *,
     error: XfflError | None = None,
     describe: Callable[[dict[int, str]], XfflError] | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: Group | None = None,
 ) -> None:
     """Return if all ranks were given the same and none has an error; raise the same error on all of them otherwise.
 
@@ -99,15 +100,14 @@ def check_consistent(
     # all ranks have the same. The call's name is part of the hash, so that ranks in different calls notice it, too.
     h = int.from_bytes(hashlib.sha256(repr(own).encode()).digest()[:8], "big") >> 1
     extremes = torch.tensor([h, -h], dtype=torch.int64, device=control_device(group))
-    dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=group)
+    all_reduce(extremes, dist.ReduceOp.MIN, group)
     low, high = extremes.tolist()
     if low == -high:
         if error is not None:
             raise error
         return
-    gathered: list[tuple[str, str, tuple[str, str] | None]] = [("", "", None)] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, own, group=group)
-    raise _difference(gathered, describe)
+    told = all_gather_json(own, control_device(group), group)
+    raise _difference([(what, value, None if wrong is None else tuple(wrong)) for what, value, wrong in told], describe)
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def run_on_all_ranks(
     *,
     convert: Callable[[Exception], XfflError] | None = None,
     describe: Callable[[dict[int, str]], XfflError] | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: Group | None = None,
 ) -> Iterator[Callable[[object], None]]:
     """Run a block that may fail on some ranks only, and leave it with the same error on all of them.
 
@@ -155,7 +155,7 @@ def sum_of_bits(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 
 def find_unequal_cells(
-    sums: torch.Tensor, cell: int, cells: int, group: dist.ProcessGroup | None = None
+    sums: torch.Tensor, cell: int, cells: int, group: Group | None = None
 ) -> tuple[int, list[int]] | None:
     """Return the first tensor of which some cells hold other values than cell 0, and these cells; ``None`` without.
 
@@ -165,7 +165,7 @@ def find_unequal_cells(
     table = torch.zeros(cells, len(sums), dtype=torch.int64)
     table[cell] = sums % CHECKSUM_RANGE
     table = table.to(control_device(group))
-    dist.all_reduce(table, group=group)
+    all_reduce(table, group=group)
     for index, column in enumerate((table % CHECKSUM_RANGE).t().tolist()):
         if others := [number for number, value in enumerate(column) if value != column[0]]:
             return index, others

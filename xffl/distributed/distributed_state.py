@@ -32,6 +32,7 @@ from xffl.distributed.groups import (
     make_groups,
     new_group,
 )
+from xffl.distributed.parameters import ElasticParameters
 from xffl.errors import ConfigError, StateError, TopologyError, XfflError
 from xffl.topology import Topology
 
@@ -128,6 +129,7 @@ class DistributedState:
     _topology: Topology | None = field(default=None, init=False, repr=False)
     """What stands behind the fields of the set-up."""
     _lone_cell: tuple[int, tuple[int, ...]] | None = field(default=None, init=False, repr=False)
+    _elastic: ElasticParameters | None = field(default=None, init=False, repr=False)
     _setups: list[Setup] = field(default_factory=list, init=False, repr=False, compare=False)
     """Set-ups, oldest first; the newest is the one that shows."""
     _timeouts: Timeouts = field(default=Timeouts.within(DEFAULT_TIMEOUT_S), init=False, repr=False, compare=False)
@@ -159,8 +161,16 @@ class DistributedState:
 
     @property
     def lone_cell(self) -> tuple[int, tuple[int, ...]] | None:
-        """Which cell this job is, and the ranks of all, where each cell is a job of its own: rounds go over files."""
+        """Which cell this job is, and the ranks of all, where each cell is a job of its own.
+
+        Rounds go over files, or, where the federation is :attr:`elastic`, among the cells that are there.
+        """
         return self._lone_cell
+
+    @property
+    def elastic(self) -> ElasticParameters | None:
+        """How this job, which is one cell, makes rounds with others that may be lost; ``None`` without."""
+        return self._elastic
 
     @property
     def data_place(self) -> tuple[Topology, int]:

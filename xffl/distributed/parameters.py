@@ -10,7 +10,15 @@ from typing import Any, Literal
 from xffl.checks import integer, integer_fields, number, one_of
 from xffl.errors import ConfigError
 
-__all__ = ["AUTO", "AXES", "CommParameters", "DeviceParameters", "FaultToleranceParameters", "MeshSizes"]
+__all__ = [
+    "AUTO",
+    "AXES",
+    "CommParameters",
+    "DeviceParameters",
+    "ElasticParameters",
+    "FaultToleranceParameters",
+    "MeshSizes",
+]
 
 AUTO: Literal["auto"] = "auto"
 """As a size: what the others leave of the cell's ranks."""
@@ -87,6 +95,30 @@ class FaultToleranceParameters:
         one_of("fault_tolerance.enable", self.enable, (True, False))
         integer_fields(self, "min_replica_size", prefix="fault_tolerance.")
         integer_fields(self, "max_consecutive_failures", minimum=0, prefix="fault_tolerance.", may_be_none=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticParameters:
+    """How a cell that is a job of its own makes rounds with others that may be lost, come back, or come late.
+
+    :param lighthouse: Where the lighthouse listens, ``http://HOST:PORT``.
+    :param restarts: How often this cell's job was started before.
+    :param least_cells: Cells that a round needs; ``None`` means more than half of those that are known, of two one.
+    :param meeting_timeout_s: How long a cell waits for others to make a round with.
+    :param message_timeout_s: How long it waits for a message of a first round; later ones are measured.
+    """
+
+    lighthouse: str
+    restarts: int = 0
+    least_cells: int | None = None
+    meeting_timeout_s: float = 1800.0
+    message_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        integer_fields(self, "restarts", minimum=0, prefix="elastic.")
+        integer_fields(self, "least_cells", prefix="elastic.", may_be_none=True)
+        for name in ("meeting_timeout_s", "message_timeout_s"):
+            number(f"elastic.{name}", getattr(self, name), above=0, below=1e9, hint="give seconds")
 
 
 @dataclass(frozen=True, kw_only=True)

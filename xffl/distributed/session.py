@@ -24,8 +24,11 @@ from xffl.cluster.environment import (
     accept_cells,
     complete_federation,
     detect_environment,
+    lighthouse_of,
+    read_address,
     read_over_files,
     required_cells,
+    restarts_of,
     sources_named,
     use_interface,
 )
@@ -35,8 +38,9 @@ from xffl.cluster.network import Timeouts, control_address
 from xffl.cluster.slurm.allocation import Host, own_host
 from xffl.distributed.consistency import barrier, check_consistent_on_store, ranks_text, run_on_all_ranks
 from xffl.distributed.distributed_state import DEFAULT_TIMEOUT_S, DistributedState
+from xffl.distributed.faults import arm as arm_fault
 from xffl.distributed.groups import check_backend, check_device, check_streams, stop_threads, wait_for_threads
-from xffl.distributed.parameters import DeviceParameters
+from xffl.distributed.parameters import DeviceParameters, ElasticParameters
 from xffl.errors import ConfigError, LaunchError, StateError, TopologyError, XfflError
 from xffl.topology import Topology
 
@@ -69,6 +73,7 @@ def session(
     timeouts: Timeouts | None = None,
     cell: int | None = None,
     cells: int | Sequence[int] | None = None,
+    elastic: str | ElasticParameters | None = None,
 ) -> Iterator[DistributedState]:
     """Join the other processes, yield the state, and leave again.
 
@@ -96,10 +101,14 @@ def session(
         default what ``XFFL_CELL`` says, else none. The state keeps it as ``lone_cell``, and its ``data_place`` deals
         samples out as in one job of all cells.
     :param cells: With ``cell``, how many cells there are, or the ranks of each.
+    :param elastic: With ``cell``, where the lighthouse of an elastic federation listens, ``http://HOST:PORT``: rounds
+        are made with the cells that are there, over the network, instead of over files. By default what
+        ``XFFL_LIGHTHOUSE`` says. See :class:`xffl.distributed.ElasticParameters` for timeouts.
     :yield: The state.
     :raises ConfigError: if this job is not like that cell; on all ranks.
     """
     lone_cell = _read_cell(cell, cells)
+    parameters = _read_elastic(elastic, lone_cell)
     state = setup_distributed_process_group(
         backend=backend,
         device=device,
@@ -113,7 +122,9 @@ def session(
     )
     try:
         if lone_cell is not None:
-            state._lone_cell = _check_cell(*lone_cell, state)
+            state._lone_cell, state._elastic = _check_cell(*lone_cell, state), parameters
+        if parameters is not None and lone_cell is not None:
+            arm_fault(lone_cell[0], state.rank or 0, parameters.restarts)
         yield state
     except BaseException as error:
         note_failure(error)  # before the others lose this rank, so that it counts as the first to fail
@@ -318,6 +329,20 @@ def _read_cell(cell: int | None, cells: int | Sequence[int] | None) -> tuple[int
         return None if text is None else parse_cell(text, "XFFL_CELL")
     sizes = cells if isinstance(cells, int) else ",".join(map(str, cells))
     return parse_cell(f"{cell}/{sizes}", "cell")
+
+
+def _read_elastic(elastic: str | ElasticParameters | None, lone_cell: object) -> ElasticParameters | None:
+    """Return what an elastic federation is asked for."""
+    if elastic is None and (lone_cell is None or not os.environ.get("XFFL_LIGHTHOUSE", "").strip()):
+        return None
+    if lone_cell is None:
+        raise ConfigError(
+            "elastic is given, but not which cell this job is; give cell and cells, such as cell=0, cells=2 (XFFL_CELL)"
+        )
+    if isinstance(elastic, ElasticParameters):
+        return elastic
+    lighthouse = lighthouse_of() if elastic is None else "http://{}:{}".format(*read_address("elastic", elastic))
+    return ElasticParameters(lighthouse=lighthouse, restarts=restarts_of())
 
 
 def _check_cell(cell: int, cells: int | tuple[int, ...], state: DistributedState) -> tuple[int, tuple[int, ...]]:

@@ -29,7 +29,9 @@ from xffl.aggregation.engine.plan import RoundContext
 from xffl.aggregation.options import Options
 from xffl.aggregation.report import RoundProfile, RoundReport
 from xffl.checks import number
+from xffl.distributed.collectives import Group, all_gather_json, all_reduce
 from xffl.distributed.consistency import check_consistent, control_device
+from xffl.distributed.faults import inject
 from xffl.errors import ConfigError, RoundError, StateError, TornError, XfflError
 from xffl.topology import Topology
 
@@ -37,7 +39,9 @@ __all__ = [
     "InconsistentModel",
     "Outcome",
     "PreparedRound",
+    "RoundBroken",
     "RoundCoordinator",
+    "RoundInDoubt",
     "RoundInput",
     "checked_number",
     "checked_weight",
@@ -114,6 +118,16 @@ def cell_weights(statuses: Sequence[RoundStatus], topology: Topology) -> tuple[f
     if not math.isfinite(sum(weights)):
         raise ConfigError(f"the weights of the cells {weights} have no finite sum; give smaller counts")
     return weights
+
+
+class RoundBroken(RoundError):
+    """A round was not taken, by nobody, since ranks lost each other; others may make it again."""
+
+
+class RoundInDoubt(RoundBroken):
+    """A round may have been taken: this rank has said yes, and could not learn what the others said."""
+
+    context: RoundContext
 
 
 AFRESH = "start the processes anew, or end the process group on all ranks and join again"
@@ -208,7 +222,8 @@ class RoundCoordinator:
     a rank says no              all gather the reasons and raise them; all keep their weights
     all say yes                 the round is committed; from here on a rank that does not write tears the model
     the second vote breaks      before this rank's yes nobody writes, so it keeps its weights and is cut off; after it
-                                others may write, so the model is torn
+                                others may write, so the model is torn. Where cells are worlds of their own the round
+                                is in doubt: its values wait until :meth:`resolve` is told what became of it
     without ``atomic``          values are written while they are exchanged, so each failure in between tears the model
     ==========================  =======================================================================================
     """
@@ -221,6 +236,8 @@ class RoundCoordinator:
         self._device, self._round_groups = exchange.device, exchange.round_groups
         self._control_device = control_device(self._group)
         self._atomic = options.atomic
+        self._can_wait = scope.cross_world is not None and options.atomic
+        self._doubted: Outcome | None = None
         self._drops_cells = options.nonfinite == "drop_cell"
         limits = scope.state.timeouts
         self._opens_within_s, self._closes_within_s = limits.session_s, limits.across_s
@@ -229,11 +246,11 @@ class RoundCoordinator:
         """Whether all ranks had finished when they last opened a round."""
         # Tells this aggregator from all others that these ranks have: the highest number on any of them, and one more.
         highest = torch.tensor(self._last_number + 1, dtype=torch.int64, device=self._control_device)
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self._group)
+        all_reduce(highest, dist.ReduceOp.MAX, self._group)
         self._number = RoundCoordinator._last_number = int(highest)
 
     @property
-    def _group(self) -> dist.ProcessGroup | None:
+    def _group(self) -> Group | None:
         return self._round_groups.world
 
     def check(self) -> None:
@@ -294,8 +311,19 @@ class RoundCoordinator:
             if math.sqrt(total_of(squares) / math.fsum(context.weights)) < least_divergence:
                 return replace(outcome, is_skipped=True)
         self._check_possible(context, statuses)
-        context, unfit = self._commit(run, context)
+        try:
+            context, unfit = self._commit(run, context)
+        except RoundInDoubt as doubt:
+            self._doubted = replace(outcome, context=doubt.context, unfit=frozenset(bad))
+            raise
         return replace(outcome, context=context, unfit=frozenset(bad | unfit))
+
+    def resolve(self) -> Outcome:
+        """Return the round that is in doubt, now that it is known to be taken; local."""
+        outcome, self._doubted = self._doubted, None
+        if outcome is None:
+            raise StateError("no round of this aggregator is in doubt")
+        return outcome
 
     @contextmanager
     def tear_if_unwritten(self) -> Iterator[None]:
@@ -317,7 +345,7 @@ class RoundCoordinator:
             raise
         except Exception as broken:
             self._phase = RoundPhase.CUT_OFF
-            raise RoundError(
+            raise RoundBroken(
                 f"a round did not take place, and this rank could not learn what others have found; it keeps its "
                 f"weights: {broken}; see the other ranks' output"
             ) from broken
@@ -367,18 +395,20 @@ class RoundCoordinator:
         if self._phase is RoundPhase.INTERRUPTED:  # what was posted then would take the next attempt's messages
             status = status._replace(is_failed=True)
             error = RoundError(f"an exchange was interrupted here, and its messages may still be under way; {AFRESH}")
+        inject("open")
         try:
             statuses = self._gather_status(status, prepared.profile, self._opens_within_s)
         except RuntimeError as broken:
             self._abort()
             self._phase = RoundPhase.CUT_OFF
-            raise RoundError(
+            raise RoundBroken(
                 f"round {status.round} could not be opened, this rank keeps its weights: {broken}; see the other "
                 "ranks' output"
             ) from broken
         except BaseException:
             self._phase = RoundPhase.CUT_OFF
             raise
+        inject("opened")
         self.all_finished = all(other.is_finished for other in statuses)
         check_rounds(statuses, self._topology)
         if any(other.is_failed for other in statuses):
@@ -405,9 +435,8 @@ class RoundCoordinator:
 
     def _share_nonfinite(self, cells: tuple[int, ...], found: list[str]) -> dict[int, tuple[str, ...]]:
         """Return the tensors for which cells were left out; collective over the world."""
-        gathered: list[list[str]] = [[]] * self._topology.world_size
         with self._exchange_reasons():
-            dist.all_gather_object(gathered, found[:3], group=self._group)
+            gathered: list[list[str]] = all_gather_json(found[:3], self._control_device, self._group)
         return {
             cell: tuple(sorted({name for rank in self._topology.federation(cell) for name in gathered[rank]}))
             for cell in cells
@@ -432,18 +461,21 @@ class RoundCoordinator:
             raise
         # 2. Vote. Nobody writes without this rank's yes: whatever stops it before has left the old weights everywhere.
         others_may_write = failure is None
+        inject("close")
         try:
             status = RoundStatus(
                 number,
                 phase=VotePhase.COMMIT,
                 is_nonfinite=bool(found.nonfinite),
                 is_failed=failure is not None,
+                is_cut_off=run.is_cut_off,
                 squares_fit_fp32=found.squares_fit_fp32,
             )
             statuses = self._gather_status(status, run.profile, self._closes_within_s)
             is_agreed = not any(other.is_failed for other in statuses)
             others_may_write = is_agreed
             check_rounds(statuses, self._topology)
+            inject("agreed")
             if is_agreed:
                 self._phase = RoundPhase.COMMITTED
             reasons = [] if is_agreed else self._gather_reasons(failure)
@@ -454,12 +486,16 @@ class RoundCoordinator:
                 self._phase = RoundPhase.CUT_OFF
                 if not isinstance(error, Exception):
                     raise
-                raise RoundError(
+                raise RoundBroken(
                     f"round {number} was not taken, this rank keeps its weights: {type(why).__name__}: {why}; {AFRESH}"
                 ) from why
-            raise TornError(
-                f"the outcome of round {number} could not be learned ({why or type(why).__name__})"
-            ) from why
+            text = f"the outcome of round {number} could not be learned ({why or type(why).__name__})"
+            if self._can_wait and isinstance(error, Exception):
+                self._phase = RoundPhase.CUT_OFF
+                doubt = RoundInDoubt(text)
+                doubt.context = context
+                raise doubt from why
+            raise TornError(text) from why
         # 3. All ranks know the same now.
         if is_agreed:
             return self._accept_deferred(context, statuses, found.nonfinite)
@@ -469,7 +505,8 @@ class RoundCoordinator:
         )
         if not self._atomic:
             raise TornError(f"round {number} failed with atomic=False: {shown}") from failure
-        raise RoundError(f"round {number} was not taken, all ranks keep their weights of before: {shown}") from failure
+        kind = RoundBroken if any(status.is_cut_off for status in statuses) else RoundError
+        raise kind(f"round {number} was not taken, all ranks keep their weights of before: {shown}") from failure
 
     def _abort(self) -> None:
         """Let what a GPU was given for the round come to an end, so that the model can be read; local.
@@ -507,10 +544,8 @@ class RoundCoordinator:
 
     def _gather_reasons(self, failure: Exception | None) -> list[str]:
         """Return each rank's reason for its no; collective over the world."""
-        reasons: list[str] = [""] * self._topology.world_size
         own = "" if failure is None else f"{type(failure).__name__}: {failure}"
-        dist.all_gather_object(reasons, own, group=self._group)
-        return reasons
+        return all_gather_json(own, self._control_device, self._group)
 
 
 def _has_one_arithmetic(statuses: list[RoundStatus]) -> bool:

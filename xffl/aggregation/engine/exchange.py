@@ -43,6 +43,7 @@ from xffl.aggregation.options import Options
 from xffl.aggregation.privacy import Accountant, Masker, Noise, Privacy, privatize
 from xffl.aggregation.report import RoundProfile
 from xffl.costs import MOST_IN_FLIGHT
+from xffl.distributed.collectives import Work, broadcast
 from xffl.distributed.consistency import control_device
 
 __all__ = [
@@ -147,6 +148,7 @@ class RoundRun:
         self.fragment, self.profile = fragment, profile
         self._transfers = [transfer for transfer in exchange.transfers if transfer.group.fragment == fragment]
         self.deferred_check = FiniteCheck(self._layout)
+        self._transports: list[CrossCellTransport] = []
         self._pairwise_swap = PairwiseSwap(exchange, profile, self.deferred_check)
         self._link.progress.forget()
         self._is_encoding = exchange.residuals is not None and exchange.residuals.is_encoding(fragment)
@@ -218,7 +220,7 @@ class RoundRun:
             exchange.masker.start_attempt(context.attempt, context.cells)
         if exchange.protection is not None:
             exchange.protection.apply(self, context.cells)
-        transport = self._transport(context)
+        self._transports = [transport := self._transport(context)]
         if not exchange.compares_models:
             self._run_pipeline(context, partial(self._exchange_bucket, transport))
             return context
@@ -226,7 +228,7 @@ class RoundRun:
         with self.profile.phase("weigh"):
             distances = self._compare(context)
         context = weigh_cells(context, exchange.combiner, distances)
-        transport = self._transport(context)
+        self._transports.append(transport := self._transport(context))
         self._run_pipeline(context, partial(self._spread, transport))
         return context
 
@@ -253,6 +255,11 @@ class RoundRun:
                     self._layout.unpack(bucket, mean)
             if exchange.residuals is not None:
                 exchange.residuals.commit(self.fragment, stages)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether another cell was lost while values were exchanged."""
+        return any(transport.is_cut_off for transport in self._transports)
 
     def _transport(self, context: RoundContext) -> CrossCellTransport:
         return CrossCellTransport(self._link, context, self.profile, is_encoding=self._is_encoding)
@@ -372,7 +379,7 @@ class RoundRun:
         table = table.to(control_device(groups.world))
         if self._link.cell == 0 and groups.cell is not None:
             dist.all_reduce(table, group=groups.cell)
-        dist.broadcast(table, src=groups.first, group=groups.world)
+        broadcast(table, groups.first, groups.world)
         distances: list[list[float]] = table.tolist()
         return distances
 
@@ -430,8 +437,8 @@ class PairwiseSwap:
         groups = round_groups.across or (None,)
         peer = round_groups.first + transfer.senders_of(buckets[0])[self._other]
         stages = self._staging.stages_of(transfer)
-        arriving: deque[list[dist.Work]] = deque()
-        leaving: deque[tuple[Bucket, torch.Tensor | None, list[dist.Work]]] = deque()
+        arriving: deque[list[Work]] = deque()
+        leaving: deque[tuple[Bucket, torch.Tensor | None, list[Work]]] = deque()
         # Each tick asks for a bucket, sends the one `ahead` before it, and waits for the one `depth` before that.
         for tick in range(len(buckets) + ahead + transfer.depth):
             if tick >= ahead + transfer.depth:

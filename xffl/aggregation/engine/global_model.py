@@ -16,7 +16,7 @@ from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.engine.plan import Bucket, GroupTransfer
 from xffl.aggregation.engine.tensors import TensorInfo
 from xffl.aggregation.mean import piece_length, wide_type
-from xffl.distributed.consistency import find_unequal_cells, sum_of_bits, transfer_device
+from xffl.distributed.consistency import find_unequal_cells, sum_of_bits
 from xffl.distributed.sharding import local_tensor, reshard
 from xffl.errors import CheckpointError, ConfigError, StateError
 
@@ -263,7 +263,7 @@ def check_start(
     Collective over the scope. ``own_values`` are what this rank sends, by tensor and first element, so that each
     element is counted once in each cell, whatever its cut.
     """
-    sums = torch.zeros(len(entries), dtype=torch.int64, device=transfer_device(scope.state))
+    sums = torch.zeros(len(entries), dtype=torch.int64, device=scope.device)
     for item, start, values in own_values:
         sums[item] += _sum_of_row(values, start)
     found = find_unequal_cells(sums, scope.topology.cell_of(scope.rank), scope.topology.cells, scope.world)

@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 
 from xffl.costs import MOST_IN_FLIGHT, STATUS_BYTES
+from xffl.distributed.collectives import CrossWorldGroup, Group, Work, group_rank
 from xffl.distributed.consistency import connect, control_device, transfer_device
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.faults import inject, is_armed
 from xffl.distributed.groups import Groups, make_groups, make_round_groups
 from xffl.topology import Topology
 
@@ -46,7 +48,11 @@ ROUND_KINDS = ("federation", "replica", "federated")
 
 @dataclass(frozen=True)
 class RoundScope:
-    """A run of ranks that averages by itself: the whole world, or a part of it such as one facility."""
+    """A run of ranks that averages by itself: the whole world, a part of it such as one facility, or several worlds.
+
+    Where cells are worlds of their own, only the ranks of this rank's own cell are in its world: ``first`` is negative
+    in all cells but the first.
+    """
 
     state: DistributedState  # the state that describes the world
     topology: Topology  # the cells of this run; their ranks are counted from first
@@ -54,6 +60,7 @@ class RoundScope:
     # groups that were made for it, a world among them where it is a part; None: the state's
     groups: Groups | None = None
     own: tuple[dist.ProcessGroup, ...] = ()  # all of these groups, placeholders too
+    cross_world: CrossWorldGroup | None = None  # the group of all its ranks, where cells are worlds of their own
 
     @property
     def rank(self) -> int:
@@ -61,8 +68,15 @@ class RoundScope:
         return dist.get_rank() - self.first
 
     @property
-    def world(self) -> dist.ProcessGroup | None:
+    def device(self) -> torch.device:
+        """Where weights lie while they move."""
+        return torch.device("cpu") if self.cross_world is not None else transfer_device(self.state)
+
+    @property
+    def world(self) -> Group | None:
         """The group of all its ranks."""
+        if self.cross_world is not None:
+            return self.cross_world
         handles = None if self.groups is None else self.groups.get("world")
         return handles[0] if handles else dist.group.WORLD
 
@@ -75,10 +89,10 @@ class RoundGroups:
     other groups in their place.
     """
 
-    world: dist.ProcessGroup | None  # the group of all ranks, which votes
+    world: Group | None  # the group of all ranks, which votes
     # the groups in which senders swap shards, bucket by bucket in turn: NCCL works off those of a group one after
     # the other, each with its latency. None on a rank that sends nothing
-    across: tuple[dist.ProcessGroup | None, ...]
+    across: tuple[Group | None, ...]
     replica: dist.ProcessGroup | None  # the ranks of the cell that hold this rank's shard; None where there is one
     cell: dist.ProcessGroup | None  # all ranks of the cell; None where there is one
     multi_rail: bool = False  # whether the replicas of a shard take turns in sending its buckets
@@ -90,6 +104,11 @@ class RoundGroups:
     # makes groups like these; collective over the world. None where others belong to more than this
     make: Callable[[], RoundGroups] | None = None
     is_aborted: bool = False
+
+    @property
+    def is_cross_world(self) -> bool:
+        """Whether cells are worlds of their own."""
+        return isinstance(self.world, CrossWorldGroup)
 
     def abort(self) -> None:
         """End what was given to the groups that were made for this, so that nothing waits for it; local."""
@@ -124,10 +143,10 @@ def select_groups(
 ) -> RoundGroups:
     """Pick the groups of a round, without those of one rank; collective over the world: NCCL connects each of them."""
     state, groups, world = scope.state, scope.groups, scope.world
-    across: tuple[dist.ProcessGroup | None, ...] = ()
+    across: tuple[Group | None, ...] = ()
     replica = cell = None
     made: list[dist.ProcessGroup] = []
-    device = transfer_device(state)
+    device = scope.device
     if (is_own or device.type == "cuda") and groups is None:
         create = _recorded(state, made, scope.first)
         groups = make_round_groups(create, scope.topology, scope.rank, state.timeouts.session_s, state.handle_count)
@@ -142,10 +161,11 @@ def select_groups(
         cell = state.federation
     else:
         replica = state.hsdp_mesh.get_group(0) if state.hsdp_mesh is not None else None
+        assert not isinstance(world, CrossWorldGroup), "a scope over several worlds has groups"
         cell = world
     replica, cell = (None if group is None or group.size() == 1 else group for group in (replica, cell))
     shared = _holder_groups(_recorded(state, made, scope.first), scope, holders)
-    across = (world,) if multi_rail else across
+    across = (world,) if multi_rail or scope.cross_world is not None else across
     votes = () if control_device(world).type == "cpu" else (world,)
     # In a round some ranks may not take part, and one behind local steps would connect beside what these send.
     connect((*across, replica, cell, *shared.values(), *votes), device)
@@ -190,25 +210,24 @@ def _recorded(
     return create
 
 
-def start_moves(
-    receive: Sequence[Move], send: Sequence[Move], group: dist.ProcessGroup | None, tag: int
-) -> list[dist.Work]:
+def start_moves(receive: Sequence[Move], send: Sequence[Move], group: Group | None, tag: int) -> list[Work]:
     """Start receiving from some ranks and sending to some; local, its peers do the same."""
     if not receive and not send:
         return []
     if (receive or send)[0][0].device.type != "cpu":
         # NCCL matches by order alone, so both directions start at once; and it does not know all types.
+        assert not isinstance(group, CrossWorldGroup), "between worlds weights move over gloo"
         moves = [
             dist.P2POp(operation, values.view(torch.uint8), peer, group, tag)
             for operation, given in ((dist.irecv, receive), (dist.isend, send))
             for values, peer in given
         ]
-        return dist.batch_isend_irecv(moves)
+        return list(dist.batch_isend_irecv(moves))
     found = dist.group.WORLD if group is None else group
     assert found is not None, "messages go over a world"
     # By the group itself: irecv and isend look at much more first, some hundred times in a round.
-    works = [found.recv([values], dist.get_group_rank(found, peer), tag) for values, peer in receive]
-    return works + [found.send([values], dist.get_group_rank(found, peer), tag) for values, peer in send]
+    works: list[Work] = [found.recv([values], group_rank(found, peer), tag) for values, peer in receive]
+    return works + [found.send([values], group_rank(found, peer), tag) for values, peer in send]
 
 
 HASTE = 0.8
@@ -297,6 +316,7 @@ class RoundStatus(NamedTuple):
     is_finished: bool = False  # its cell has no more steps to make
     is_nonfinite: bool = False  # it holds a value that is not finite
     is_failed: bool = False  # it cannot go on; the reason is gathered afterwards
+    is_cut_off: bool = False  # it lost a rank of another cell
     is_encoding: bool = False  # it knows the agreed state that lossy codecs start from
     squares_fit_fp32: bool = False  # differences between its values and others like them stay in fp32
     phase: VotePhase = VotePhase.PREPARE
@@ -309,15 +329,15 @@ class RoundStatus(NamedTuple):
 
 
 # The bytes do not depend on the machine; the padding leaves room for more fields at the same price.
-_FIELDS = "<3q6d7?2B"
+_FIELDS = "<3q6d8?2B"
 PACKED = struct.Struct(f"{_FIELDS}{STATUS_BYTES - struct.calcsize(_FIELDS)}x")
-"""A status as bytes: three integers, six numbers, seven flags, two enums."""
+"""A status as bytes: three integers, six numbers, eight flags, two enums."""
 
 
 def all_gather_status(
     status: RoundStatus,
     topology: Topology,
-    group: dist.ProcessGroup | None = None,
+    group: Group | None = None,
     first: int = 0,
     within_s: float = math.inf,
     device: torch.device | None = None,
@@ -343,7 +363,12 @@ def all_gather_status(
     own_cell += below.sum(0, dtype=torch.uint8)  # each row is zero in all tables but one
     if rank == start:
         firsts = {first + one: table[one:end] for one, end in pairwise(topology.offsets) if one != start}
+        if status.phase is VotePhase.COMMIT and is_armed("half"):
+            _swap({min(firsts): own_cell}, {}, group)
+            inject("half")
         _swap(dict.fromkeys(firsts, own_cell), firsts, group)
+        if status.phase is VotePhase.COMMIT:
+            inject("told")
     else:
         _swap({parent: own_cell}, {}, group)
         _swap({}, {parent: table}, group)
@@ -356,9 +381,7 @@ def all_gather_status(
     ]
 
 
-def _swap(
-    send: Mapping[int, torch.Tensor], receive: Mapping[int, torch.Tensor], group: dist.ProcessGroup | None
-) -> None:
+def _swap(send: Mapping[int, torch.Tensor], receive: Mapping[int, torch.Tensor], group: Group | None) -> None:
     """Send to some ranks of the world and receive from some, at the same time."""
     arriving, leaving = ([(values, rank) for rank, values in by_rank.items()] for by_rank in (receive, send))
     try:

@@ -419,6 +419,8 @@ def plan_transfers(
         taken = "all_gather"
         # Over NCCL this was not measured; other types than fp32 take long to combine, so each cell does half of that.
         deferred_mean = options.allow_deferred_mean and not round_groups.multi_rail and is_on_cpu
+        # In doubt of a round a rank does not learn what others have found in values that are combined this late.
+        deferred_mean = deferred_mean and not round_groups.is_cross_world
         deferred_mean = deferred_mean and group.dtype == "float32" and codec is None and form != "two_hop"
         deferred_mean = deferred_mean and _is_alone(group, topology)
         if group.rule == "average" and not deferred_mean:

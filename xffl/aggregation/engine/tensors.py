@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from xffl.aggregation.compression import Codec, codec_of
 from xffl.aggregation.engine.plan import Cut, Item, MeshCut, Part
 from xffl.checks import one_of, shorten
+from xffl.distributed.collectives import Group, all_gather_json
+from xffl.distributed.consistency import control_device
 from xffl.distributed.sharding import local_tensor, reshard
 from xffl.errors import ConfigError
 from xffl.topology import Coordinates, Topology
@@ -248,13 +250,10 @@ def canonical_axis(entry: TensorInfo, axes: Sequence[int]) -> int:
     return cut.pop() if cut else 0
 
 
-def gather_axes(
-    axes: Sequence[int], topology: Topology, group: dist.ProcessGroup | None = None
-) -> tuple[tuple[int, ...], ...]:
+def gather_axes(axes: Sequence[int], topology: Topology, group: Group | None = None) -> tuple[tuple[int, ...], ...]:
     """Exchange along which axes the cells cut their tensors; collective over the topology's ranks, a few bytes each."""
     runs = [(axis, len(list(equal))) for axis, equal in itertools.groupby(axes)]
-    gathered: list[list[tuple[int, int]]] = [[] for _ in range(topology.world_size)]
-    dist.all_gather_object(gathered, runs, group=group)
+    gathered: list[list[tuple[int, int]]] = all_gather_json(runs, control_device(group), group)
     cells = []
     for cell in range(topology.cells):
         ranks = topology.federation(cell)

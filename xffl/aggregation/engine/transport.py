@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 
 from xffl.aggregation.algorithms.combiners import Combiner, Coordinatewise
 from xffl.aggregation.compression import ErrorFeedback
@@ -17,7 +17,8 @@ from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.mean import combined, piece_length, weighted_mean
 from xffl.aggregation.privacy import Masker
 from xffl.aggregation.report import RoundProfile
-from xffl.distributed.consistency import transfer_device
+from xffl.distributed.collectives import CrossWorldGroup, Work
+from xffl.distributed.faults import inject
 
 __all__ = ["CrossCellTransport", "Link", "add_distances"]
 
@@ -42,8 +43,9 @@ class Link:
         self.others = [cell for cell in range(self.cells) if cell != self.cell]
         self.round_groups = round_groups
         self.combiner, self.masker = combiner, masker
-        self.device = device = transfer_device(scope.state)
+        self.device = device = scope.device
         self.progress = Progress(device, scope.state.timeouts.across_s)
+        self.may_be_cut = scope.cross_world is not None
         self._needed: dict[tuple[int, ...], int] = {}
         self._gathered: dict[int, torch.Tensor] = {}
         # Buffers are made in the first round and kept, since fresh memory is slow.
@@ -135,6 +137,8 @@ class CrossCellTransport:
     def __init__(self, link: Link, context: RoundContext, profile: RoundProfile, *, is_encoding: bool) -> None:
         self.link, self.context, self.profile = link, context, profile
         self._is_encoding = is_encoding  # lossy codecs know the agreed state that they start from
+        self.is_cut_off = False
+        """Whether another cell was lost. This rank goes on inside its cell, so that no replica waits, and says no."""
 
     def is_encoded(self, transfer: GroupTransfer) -> bool:
         """Tell whether a group's values cross encoded."""
@@ -155,7 +159,7 @@ class CrossCellTransport:
 
     def _exchange(self, payload: ExactValues) -> Iterator[int]:
         transfer, bucket = payload.transfer, payload.bucket
-        works: list[dist.Work] = []
+        works: list[Work] = []
         receive = payload.receive
         if ahead := self.link.ahead(transfer):
             works, receive = self._post(transfer, bucket, 1, {}, receive), {}
@@ -170,6 +174,19 @@ class CrossCellTransport:
             yield transfer.depth
             self._arrive(works)
         payload.finish()
+
+    @contextmanager
+    def _notice_loss(self) -> Iterator[None]:
+        """Where cells are worlds of their own, go on when one is lost, and let all others know."""
+        try:
+            yield
+        except RuntimeError as lost:
+            if not self.link.may_be_cut:
+                raise
+            self.is_cut_off = True
+            self.profile.failure = self.profile.failure or lost
+            assert isinstance(self.link.round_groups.world, CrossWorldGroup)
+            self.link.round_groups.world.poison()
 
     def combine_gathered(self, transfer: GroupTransfer, bucket: Bucket, out: torch.Tensor) -> None:
         """Combine what :meth:`gather` has kept of a bucket; local."""
@@ -202,7 +219,7 @@ class CrossCellTransport:
         hop: int,
         send: Mapping[int, torch.Tensor],
         receive: Mapping[int, torch.Tensor],
-    ) -> list[dist.Work]:
+    ) -> list[Work]:
         """Start sending to other cells' senders of a bucket, and receiving from them."""
         groups, first = self.link.round_groups.across, self.link.round_groups.first
         group = groups[bucket.number % len(groups)] if groups else None
@@ -210,13 +227,19 @@ class CrossCellTransport:
         # What belongs together is matched by hop and order.
         arriving = [(values, first + senders[cell]) for cell, values in receive.items() if values.numel()]
         leaving = [(values, first + senders[cell]) for cell, values in send.items() if values.numel()]
+        if self.is_cut_off:
+            return []
         if arriving or leaving:
             self.profile.record_send(sum(values.nbytes for values, _ in leaving))
-        with self.profile.phase("post"):
+        inject("exchange")
+        with self.profile.phase("post"), self._notice_loss():
             return start_moves(arriving, leaving, group, TAG + hop)
+        return []
 
-    def _arrive(self, works: list[dist.Work]) -> None:
-        with self.profile.phase("across"):
+    def _arrive(self, works: list[Work]) -> None:
+        if self.is_cut_off:
+            return
+        with self.profile.phase("across"), self._notice_loss():
             for work in works:
                 work.wait()
         if works:

@@ -1,0 +1,281 @@
+"""The roster of an elastic federation: its rules, and thousands of interleavings of losses, doubts and returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from xffl.elastic.roster import CellRecord, Epoch, Standing, Version, form_epoch, least_cells
+from xffl.errors import ConfigError
+
+
+def life(cell: int, number: int = 0) -> str:
+    return f"{cell}.{number}"
+
+
+def agreed(number: int, *cells: int, lineage: str = "", created: int = 0) -> Version:
+    return Version(number, created or number, lineage or f"lineage {number}", tuple(map(life, cells)))
+
+
+START = Version()
+
+
+def record(cell: int, version: Version = START, *, cells: int = 3, number: int = 0, **more: object) -> CellRecord:
+    return CellRecord(cell, cells, life(cell, number), restarts=number, version=version, **more)  # type: ignore[arg-type]
+
+
+def meet(*records: CellRecord, created: int = 1000, looks: int = 0) -> Epoch:
+    return form_epoch(records, created, looks=looks)
+
+
+def test_all_cells_begin_from_the_model_of_the_first() -> None:
+    epoch = meet(record(2), record(0), record(1))
+    assert (epoch.cells, epoch.first, epoch.behind, epoch.refusal) == ((0, 1, 2), 0, {1, 2}, "")
+    assert epoch.next_version == meet(record(0), record(1), record(2)).next_version
+
+
+def test_a_new_cell_takes_over_what_the_others_hold() -> None:
+    version = agreed(7, 0, 1, 2)
+    epoch = meet(record(0, number=1), record(1, version), record(2, version))
+    assert (epoch.first, epoch.behind, epoch.base.round, epoch.refusal) == (1, {0}, 7, "")
+
+
+def test_cells_without_the_runs_model_wait_for_one_that_may_hold_it() -> None:
+    epoch = meet(record(1, number=1), record(2, number=1))
+    assert epoch.refusal == "no cell here holds an agreed model, and cell 0 may; it is waited for"
+    assert not meet(record(1), record(2)).refusal  # in their first lives more than half: cell 0 has begun nothing
+    assert not meet(record(0, number=1), record(1, number=1), record(2, number=1)).refusal  # nobody else could
+
+
+def test_a_minority_makes_no_round() -> None:
+    assert meet(record(0, agreed(4, 0, 1, 2))).refusal == "a round needs 2 of 3 cells, and cell 0 met"
+    assert [least_cells(cells) for cells in (1, 2, 3, 4, 5)] == [1, 1, 2, 3, 3]
+
+
+def test_of_two_cells_each_goes_on_alone() -> None:
+    for cell in (0, 1):
+        assert not meet(record(cell, agreed(4, 0, 1), cells=2)).refusal
+
+
+def test_of_two_halves_the_one_with_the_lowest_cell_goes_on() -> None:
+    version = agreed(4, 0, 1, 2, 3)
+    first, second = ([record(cell, version, cells=5) for cell in half] for half in ((0, 1), (2, 3)))
+    joiner = record(4, cells=5)
+    assert not meet(*first, joiner).refusal
+    assert meet(*second, joiner).refusal == "cells 0, 1 may hold a later model than round 4; it is waited for"
+    assert not meet(*second, joiner, record(0, number=1, cells=5)).refusal  # its life of then has ended
+
+
+def test_an_old_checkpoint_does_not_outvote_who_may_be_alive() -> None:
+    old = agreed(4, 0, 1, 2)
+    assert "cell 2 may hold a later model" in meet(record(0, old, number=1), record(1, old, number=1)).refusal
+    assert not meet(*(record(cell, old, number=1) for cell in range(3))).refusal
+
+
+def test_who_was_there_last_is_looked_for_twice() -> None:
+    version = agreed(4, 0, 1, 2)
+    here = [record(0, version), record(1, version)]
+    first = form_epoch(here, 1000)
+    assert first.looks_again
+    assert first.refusal == "cell 2 may still come"
+    assert not form_epoch([replace(one, looks=1) for one in here], 1001).refusal
+    assert not form_epoch([replace(one, left=(2,)) for one in here], 1000).refusal  # it has left
+
+
+def test_a_doubt_is_ended_by_who_took_the_round_or_refused_it() -> None:
+    old, new = agreed(4, 0, 1, 2), agreed(5, 0, 1, 2, created=900)
+    doubter = record(0, old, doubt=new)
+    assert meet(doubter, record(1, new)).base == new
+    assert meet(doubter, record(1, old)).base == old  # it was there and did not take it: nobody has
+    both = meet(doubter, record(1, old, doubt=new))
+    assert (both.base, both.behind) == (new, frozenset())  # cell 2 may have taken it
+    assert meet(doubter, record(1, number=1), record(2, number=1)).base == new
+
+
+def test_what_a_standing_makes_of_each_end_of_a_round() -> None:
+    epoch = meet(record(0), record(1), record(2, is_finished=True))
+    taken, doubting = Standing(), Standing()
+    taken.take(epoch)
+    assert (taken.version.round, taken.left) == (1, (2,))
+    doubting.suspect(epoch)
+    assert doubting.version == Version()
+    after = meet(record(0, taken.version, left=taken.left), record(1, doubt=doubting.doubt))
+    assert doubting.settle(after, 1) is True
+    assert (doubting.version, doubting.left, doubting.doubt) == (taken.version, (2,), None)
+    assert doubting.settle(after, 1) is None
+
+
+def test_a_group_is_kept_by_just_its_members() -> None:
+    version = agreed(4, 0, 1, 2)
+    name = meet(*(record(cell, version) for cell in range(3))).group
+    members = [record(cell, version, group=name) for cell in range(3)]
+    assert meet(*members).keeps_group
+    assert not meet(*members[:2]).keeps_group
+    assert not meet(*members[:2], record(2, number=1)).keeps_group
+    assert not meet(*members[:2], replace(members[2], group="")).keeps_group  # it is broken there
+
+
+def test_records_travel_as_text_and_must_go_together() -> None:
+    one = record(1, agreed(4, 0, 1), doubt=agreed(5, 0, 1), left=(2,), group="5.17/2")
+    assert CellRecord.from_plain(one.to_plain()) == one
+    with pytest.raises(ConfigError, match=r"different values of cells \(cell 0: 3, cell 1: 4\)"):
+        meet(record(0), record(1, cells=4))
+    assert meet(record(0), record(0, number=1), record(1)).refusal.startswith("cell 0 is there twice")
+
+
+@dataclass
+class Job:
+    """A cell that runs: what it holds, as the steps that are in it, and the steps that no round has counted."""
+
+    life: str
+    restarts: int
+    standing: Standing
+    model: frozenset[str]
+    waiting: frozenset[str] = frozenset()
+    doubted: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())  # its model then, and its steps in it
+    kept: frozenset[str] = frozenset()  # its steps since it last took a model over: none may get lost
+    looks: int = 0
+
+
+class Federation(RuleBasedStateMachine):
+    """Cells that step, meet in any company, die and return, while rounds break at any point.
+
+    Two cells count on it that who is absent is dead, so there all that live meet.
+    """
+
+    @initialize(cells=st.integers(2, 5), late=st.sampled_from([0, 0, 1]))
+    def begin(self, cells: int, late: int) -> None:
+        self.cells, self.clock = cells, 0
+        self.jobs: dict[int, Job] = {}
+        self.lives = [0] * cells
+        self.saved: dict[int, tuple[Version, frozenset[str]]] = {}
+        self.contents: dict[Version, frozenset[str]] = {}
+        for cell in range(max(1, cells - late)):
+            self.start(cell, False)
+
+    def tick(self) -> int:
+        self.clock += 1
+        return self.clock
+
+    def start(self, cell: int, uses_checkpoint: bool) -> None:
+        number = self.lives[cell]
+        self.lives[cell] += 1
+        own = life(cell, number)
+        version, model = Version(), frozenset({f"start of {own}"})
+        if uses_checkpoint and cell in self.saved:
+            version, model = self.saved[cell]
+        self.jobs[cell] = Job(own, number, Standing(version), model)
+
+    @rule(cell=st.integers(0, 4), fate=st.sampled_from(["dies", "is started again", "is started from a checkpoint"]))
+    def fail(self, cell: int, fate: str) -> None:
+        cell %= self.cells
+        self.jobs.pop(cell, None)
+        if fate != "dies":
+            self.start(cell, fate == "is started from a checkpoint")
+
+    @precondition(lambda self: self.jobs)
+    @rule(cell=st.integers(0, 4))
+    def save(self, cell: int) -> None:
+        if (job := self.jobs.get(cell % self.cells)) and job.standing.version.is_agreed:
+            self.saved[cell % self.cells] = job.standing.version, job.model
+
+    # Most rules are meetings, since faults lie between them.
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data())
+    def meet_well(self, data: st.DataObject) -> None:
+        self.meet(data, "h")
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data())
+    def meet_in_doubt(self, data: st.DataObject) -> None:
+        self.meet(data, "hd")
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data())
+    def meet_badly(self, data: st.DataObject) -> None:
+        self.meet(data, "hhdxn")
+
+    def meet(self, data: st.DataObject, ends: str) -> None:
+        for job in self.jobs.values():
+            step = f"{job.life} step {self.tick()}"
+            job.waiting |= {step}
+            job.kept |= {step}
+        here = set(self.jobs)
+        if self.cells > 2:
+            enough = min(least_cells(self.cells), len(here))
+            here = data.draw(st.sets(st.sampled_from(sorted(here)), min_size=enough), "here")
+        jobs = {cell: self.jobs[cell] for cell in sorted(here)}
+        records = [
+            CellRecord(
+                cell,
+                self.cells,
+                job.life,
+                job.restarts,
+                version=job.standing.version,
+                doubt=job.standing.doubt,
+                looks=job.looks,
+            )
+            for cell, job in jobs.items()
+        ]
+        epoch = form_epoch(records, self.tick(), looks=0)
+        assert not epoch.refusal or len(here) < self.cells, "all are here, so none is waited for"
+        if epoch.refusal:
+            return
+        for cell, job in jobs.items():
+            if job.standing.settle(epoch, cell):
+                job.model, used = job.doubted
+                job.waiting -= used
+        self.round(epoch, jobs, data, ends)
+
+    def round(self, epoch: Epoch, jobs: dict[int, Job], data: st.DataObject, ends: str) -> None:
+        first = jobs[epoch.first]
+        assert first.standing.version == epoch.base
+        if not epoch.base.is_agreed:
+            holders = [cell for cell, job in self.jobs.items() if job.standing.version.is_agreed]
+            assert not holders, f"cells {holders} hold the run's model, and others begin anew"
+        result = first.model
+        for cell, job in jobs.items():
+            if cell not in epoch.behind:
+                assert job.model == first.model, f"cell {cell} contributes steps from another model"
+                assert not job.waiting & result, "a step counts twice"
+                result |= job.waiting
+        fates = ["h"] * len(jobs)
+        if ends != "h":
+            fates = data.draw(st.lists(st.sampled_from(ends), min_size=len(jobs), max_size=len(jobs)), "fates")
+        for (cell, job), fate in zip(jobs.items(), fates, strict=True):
+            if fate == "x":
+                self.jobs.pop(cell)
+            elif fate == "n" or ("n" in fates and fate == "h"):  # without its yes nobody takes the round
+                job.standing.refuse()
+            elif fate == "d":
+                job.standing.suspect(epoch)
+                job.doubted = result, job.waiting
+                job.kept = frozenset() if cell in epoch.behind else job.kept
+            else:
+                job.standing.take(epoch)
+                job.model, job.waiting = result, frozenset()
+                job.kept = frozenset() if cell in epoch.behind else job.kept
+                for other, alive in self.jobs.items():
+                    is_known = alive.model <= result or not alive.standing.version.is_agreed
+                    assert is_known, f"a round leaves out what cell {other} holds"
+
+    @invariant()
+    def holds(self) -> None:
+        for cell, job in self.jobs.items() if hasattr(self, "jobs") else ():
+            version, model = job.standing.version, job.model
+            if version.is_agreed:
+                assert self.contents.setdefault(version, model) == model, f"two models are called {version}"
+            if job.standing.doubt is not None:
+                model = self.contents.setdefault(job.standing.doubt, job.doubted[0])
+                assert model == job.doubted[0], f"two models are called {job.standing.doubt}"
+            assert job.kept <= job.waiting | model, f"cell {cell} lost steps"
+
+
+TestFederation = Federation.TestCase
+TestFederation.settings = settings(
+    max_examples=1000, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+)

@@ -1,0 +1,161 @@
+"""Collectives over a group of this world, or over a group whose ranks belong to several worlds.
+
+torch.distributed's own functions know the groups of one world. Where cells are jobs of their own, the ranks that meet
+for rounds are those of several: :class:`CrossWorldGroup` joins them, and the functions here take both kinds of groups.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+__all__ = ["CrossWorldGroup", "Group", "Work", "all_gather_json", "all_reduce", "broadcast", "group_rank", "group_size"]
+
+POISON_TAG = 7_900
+"""A tag that nobody sends with."""
+
+
+class Work(Protocol):
+    """What is under way, and can be waited for."""
+
+    def wait(self) -> Any:
+        """Wait until it has ended; raise RuntimeError where it failed."""
+
+
+class CrossWorldGroup:
+    """A gloo group over the ranks of several worlds, which all make it with the same name; collective over them.
+
+    A rank counts its peers as it counts the ranks of its own world, from ``first`` on: rank ``r`` of the group is
+    ``first + r``. Every wait ends after ``timeout_s``, which may be changed between messages.
+
+    :param address: HOST:PORT of the store at which all meet.
+    :param name: What the group is called: no other of this store is, or was.
+    :param rank: This rank, from 0.
+    :param size: How many there are.
+    :param first: What the group's ranks are counted from.
+    :param connect_s: How long to wait for the others to come.
+    :param timeout_s: How long to wait for a message, at first.
+    :raises RuntimeError: if the others do not come.
+    """
+
+    def __init__(
+        self, address: str, name: str, rank: int, size: int, *, first: int, connect_s: float, timeout_s: float
+    ) -> None:
+        host, _, port = address.rpartition(":")
+        self.name, self.first, self.timeout_s = name, first, timeout_s
+        store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=connect_s))
+        self._gloo: Any = dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, timedelta(seconds=connect_s))
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return int(self._gloo.size())
+
+    def rank(self) -> int:
+        """Return this rank, from 0."""
+        return int(self._gloo.rank())
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work:
+        """Start to send to a rank of the group."""
+        return _Limited(self._gloo.send(tensors, rank, tag), self)
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work:
+        """Start to receive from a rank of the group."""
+        return _Limited(self._gloo.recv(tensors, rank, tag), self)
+
+    def all_reduce(self, values: torch.Tensor, op: Any) -> None:
+        """Reduce values in place."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        _Limited(self._gloo.allreduce([values], options), self).wait()
+
+    def all_gather(self, rows: list[torch.Tensor], values: torch.Tensor) -> None:
+        """Gather the values of each rank."""
+        _Limited(self._gloo.allgather([rows], [values]), self).wait()
+
+    def broadcast(self, values: torch.Tensor, source: int) -> None:
+        """Replace values by those of a rank of the group."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = source, 0
+        _Limited(self._gloo.broadcast([values], options), self).wait()
+
+    def poison(self) -> None:
+        """Close this rank's connections, so that the waits of all others end at once; local.
+
+        gloo's ``abort`` and ``shutdown`` end no wait: that of another rank lasts until its timeout, 20.0 s of 20 s. A
+        receive that runs out of time closes all connections of its group (torch 2.11, 2.13, 2.15).
+        """
+        if self.size() == 1:
+            return
+        nobody = (self.rank() + 1) % self.size()
+        try:
+            self._gloo.recv([torch.zeros(1)], nobody, POISON_TAG).wait(timedelta(milliseconds=1))
+        except RuntimeError:
+            return  # as it should
+        raise AssertionError("a receive that nobody sends to has ended well")
+
+
+class _Limited:
+    """Work that is waited for as long as its group says."""
+
+    def __init__(self, work: dist.Work, group: CrossWorldGroup) -> None:
+        self._work, self._group = work, group
+
+    def wait(self) -> Any:
+        return self._work.wait(timedelta(seconds=self._group.timeout_s))
+
+
+Group: TypeAlias = "dist.ProcessGroup | CrossWorldGroup"
+
+
+def group_size(group: Group | None) -> int:
+    """Return the number of a group's ranks."""
+    return group.size() if isinstance(group, CrossWorldGroup) else dist.get_world_size(group)
+
+
+def group_rank(group: Group, rank: int) -> int:
+    """Return which rank of a group a rank of this world is."""
+    return rank - group.first if isinstance(group, CrossWorldGroup) else dist.get_group_rank(group, rank)
+
+
+def all_reduce(values: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Group | None = None) -> None:
+    """Reduce values in place; collective over the group."""
+    if isinstance(group, CrossWorldGroup):
+        group.all_reduce(values, op)
+    else:
+        dist.all_reduce(values, op=op, group=group)
+
+
+def broadcast(values: torch.Tensor, source: int, group: Group | None = None) -> None:
+    """Replace values by those of a rank of this world; collective over the group."""
+    if isinstance(group, CrossWorldGroup):
+        group.broadcast(values, source - group.first)
+    else:
+        dist.broadcast(values, src=source, group=group)
+
+
+def all_gather_json(value: Any, device: torch.device, group: Group | None = None) -> list[Any]:
+    """Return a value of each rank, by rank: numbers, texts, lists and mappings of them; collective over the group.
+
+    Nothing that is read runs code. ``device`` is where the group's small messages lie.
+    """
+    text = json.dumps(value).encode()
+    sizes = [int(one) for one in _all_gather(torch.tensor([len(text)], device=device), group)]
+    row = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+    row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    rows = _all_gather(row, group)
+    return [json.loads(one[:size].cpu().numpy().tobytes()) for one, size in zip(rows, sizes, strict=True)]
+
+
+def _all_gather(values: torch.Tensor, group: Group | None) -> Sequence[torch.Tensor]:
+    rows = [torch.empty_like(values) for _ in range(group_size(group))]
+    if isinstance(group, CrossWorldGroup):
+        group.all_gather(rows, values)
+    else:
+        dist.all_gather(rows, values, group=group)
+    return rows

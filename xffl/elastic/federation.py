@@ -1,0 +1,234 @@
+"""Federation of a cell that is a world of its own: its meetings with other cells, and the group of all their ranks."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import IntEnum
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from xffl.cluster.environment import bind_address
+from xffl.distributed.collectives import CrossWorldGroup
+from xffl.distributed.consistency import control_device, run_on_all_ranks
+from xffl.distributed.distributed_state import DistributedState
+from xffl.elastic.lighthouse import Lighthouse
+from xffl.elastic.roster import CellRecord, Epoch, Standing, form_epoch
+from xffl.errors import ConfigError, LaunchError, RoundError, StateError
+from xffl.topology import Topology
+
+__all__ = ["ElasticFederation", "RoundEnd"]
+
+HEARTBEAT_TIMEOUT_S = 2.0
+"""How long the lighthouse waits for a heartbeat; cells look again for one that they miss after as long."""
+SLICE_S = 10.0
+"""How often the leader tells the ranks of its cell that it still waits, so that none of them runs out of time."""
+CONNECT_S = 10.0
+"""How long the ranks of an epoch wait for each other to connect: all of them have just met."""
+MOST_TRIES = 5
+"""Rounds that break, one behind the other, with the same members: they cannot reach each other then."""
+
+
+class RoundEnd(IntEnum):
+    """How a round ended on one rank; what the ranks of a cell make of it together is :meth:`agree_on_end`'s."""
+
+    REFUSED = 0  # by a reason that all have been told; it is not repeated
+    BROKEN = 1  # a rank was lost before this one had said yes, or another one said no since it had lost one
+    IN_DOUBT = 2  # after its yes
+    TAKEN = 3
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands among those of an epoch."""
+
+    topology: Topology
+    first: int  # what adds up with a rank of the epoch to one of this world
+    group: CrossWorldGroup
+    is_new: bool  # the group was made for this epoch
+
+
+class ElasticFederation:
+    """What one rank of a cell knows of the other cells. All methods but :meth:`poison` are collective over the cell.
+
+    :param state: The state of this cell's world, which was joined with ``elastic``.
+    :raises ConfigError: if torchft is not installed; on all ranks.
+    """
+
+    def __init__(self, state: DistributedState) -> None:
+        asked, lone = state.elastic, state.lone_cell
+        if asked is None or lone is None:
+            raise StateError("this world is no cell of an elastic federation; join it with xffl.session(elastic=...)")
+        self.cell, sizes = lone
+        self.cells = len(sizes)
+        self.standing = Standing()
+        self._state, self._asked = state, asked
+        self._group: CrossWorldGroup | None = None
+        self._group_name = ""
+        self._members: tuple[str, ...] = ()
+        self._message_s = asked.message_timeout_s
+        self._failures = 0
+        self._said = ""
+        self._lighthouse: Lighthouse | None = None
+        life = [f"{self.cell}.{secrets.token_hex(6)}"]
+        with run_on_all_ranks("lighthouses"):
+            if state.rank == 0:
+                host = bind_address(asked.lighthouse)
+                self._store = TCPStore(
+                    host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_S)
+                )
+                self._address = f"{host}:{self._store.port}"
+                self._lighthouse = Lighthouse(asked.lighthouse, life[0], self._address)
+        dist.broadcast_object_list(life, src=0)
+        self.life = life[0]
+
+    def meet(self, *, is_finished: bool = False) -> Epoch:
+        """Wait until cells have met that may make a round, and end this cell's doubt by what they have told.
+
+        :param is_finished: Whether this cell leaves after the round.
+        :return: The epoch.
+        :raises RoundError: if no round came about in time.
+        """
+        deadline = time.monotonic() + self._asked.meeting_timeout_s
+        looks = 0
+        while True:
+            epoch = self._ask(is_finished, looks, deadline)
+            if epoch is not None and not epoch.refusal:
+                return epoch
+            looks += epoch is not None and epoch.looks_again
+
+    def _ask(self, is_finished: bool, looks: int, deadline: float) -> Epoch | None:
+        """Have the leader ask, and tell its answer to all ranks of the cell; ``None`` where there is none yet."""
+        told: list[Epoch | RoundError | ConfigError | None] = [None]
+        if self._lighthouse is not None:
+            try:
+                told[0] = epoch = self._ask_lighthouse(self._lighthouse, is_finished, looks)
+                if epoch is not None and epoch.refusal:
+                    self._say(epoch.refusal)
+                    time.sleep(HEARTBEAT_TIMEOUT_S if epoch.looks_again else 0.5)
+            except LaunchError as error:
+                self._say(str(error))
+            except ConfigError as error:
+                told[0] = error
+            is_waiting = told[0] is None or (isinstance(told[0], Epoch) and bool(told[0].refusal))
+            if is_waiting and time.monotonic() > deadline:
+                told[0] = RoundError(
+                    f"cell {self.cell} found no cells for a round within {self._asked.meeting_timeout_s:g} s: "
+                    f"{self._said or 'cells that live have not come to it'}"
+                )
+        dist.broadcast_object_list(told, src=0)
+        [answer] = told
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def _ask_lighthouse(self, lighthouse: Lighthouse, is_finished: bool, looks: int) -> Epoch | None:
+        standing, topology = self.standing, self._state.topology
+        record = CellRecord(
+            self.cell,
+            self.cells,
+            self.life,
+            self._asked.restarts,
+            topology.world_size,
+            topology.replica_size,
+            self._address,
+            standing.version,
+            standing.doubt,
+            self._group_name,
+            standing.left,
+            is_finished,
+            looks,
+        )
+        meeting = lighthouse.meet(record, SLICE_S)
+        if meeting is None:
+            return None
+        return form_epoch(meeting.records, meeting.created, least=self._asked.least_cells)
+
+    def _say(self, text: str) -> None:
+        """Write once why this cell waits."""
+        if text != self._said:
+            self._said = text
+            print(f"xffl: cell {self.cell} waits: {text}", file=sys.stderr, flush=True)
+
+    def enter(self, epoch: Epoch) -> Place:
+        """Join the ranks of an epoch, in the group that they still have or in a new one.
+
+        :raises RuntimeError: if they do not come.
+        """
+        sizes = tuple(member.ranks for member in epoch.members)
+        topology = Topology(sum(sizes), sizes, self._state.topology.replica_size, self._state.topology.cell_shape)
+        first = -topology.offsets[epoch.index_of(self.cell)]
+        self._said = ""
+        if epoch.lives != self._members:
+            self._members, self._failures = epoch.lives, 0
+        if epoch.keeps_group and self._group is not None:
+            return Place(topology, first, self._group, False)
+        self.drop()
+        self._group = CrossWorldGroup(
+            epoch.members[epoch.index_of(epoch.first)].address,
+            epoch.group,
+            dist.get_rank() - first,
+            topology.world_size,
+            first=first,
+            connect_s=CONNECT_S,
+            timeout_s=self._message_s,
+        )
+        self._group_name = epoch.group
+        return Place(topology, first, self._group, True)
+
+    def agree_on_end(self, end: RoundEnd, epoch: Epoch) -> RoundEnd:
+        """Draw the cell's conclusion of how a round ended on its ranks, and note it in the standing.
+
+        A rank that took the round knows that all ranks had said yes; of one that had not said yes all know that nobody
+        took it. Where all are in doubt the next meeting tells.
+        """
+        ends = torch.tensor([end, -end], device=control_device())
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+        most, least = RoundEnd(int(ends[0])), RoundEnd(-int(ends[1]))
+        if most is RoundEnd.TAKEN:
+            assert least >= RoundEnd.IN_DOUBT, "a rank that has not said yes sees a round taken"
+            self.standing.take(epoch)
+            self._failures = 0
+        elif least is RoundEnd.IN_DOUBT:
+            most = RoundEnd.IN_DOUBT
+            self.standing.suspect(epoch)
+        else:
+            most = RoundEnd.REFUSED if most is RoundEnd.REFUSED else RoundEnd.BROKEN
+            self.standing.refuse()
+        if least < RoundEnd.TAKEN and (most is not RoundEnd.REFUSED):
+            self.drop()
+        if most in (RoundEnd.BROKEN, RoundEnd.IN_DOUBT):
+            self._failures += 1
+            if self._failures >= MOST_TRIES:
+                raise RoundError(
+                    f"cells {', '.join(map(str, epoch.cells))} met {self._failures} times and could not reach each "
+                    f"other ({', '.join(member.address for member in epoch.members)}); see that these addresses are "
+                    "reached from all of them (XFFL_IFNAME)"
+                )
+        return most
+
+    def limit_messages(self, seconds: float) -> None:
+        """Let messages of this epoch and later ones take so many seconds at most; local."""
+        self._message_s = seconds
+        if self._group is not None:
+            self._group.timeout_s = seconds
+
+    def poison(self) -> None:
+        """Let all others of the epoch know at once that this rank goes no further in it; local."""
+        if self._group is not None:
+            self._group.poison()
+
+    def drop(self) -> None:
+        """Let go of the group; no other rank is waited for."""
+        self._group, self._group_name = None, ""
+
+    def leave(self) -> None:
+        """Leave the other cells; local."""
+        self.drop()
+        if self._lighthouse is not None:
+            self._lighthouse.leave()

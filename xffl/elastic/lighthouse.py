@@ -1,0 +1,151 @@
+"""Lighthouse of an elastic federation, as one cell uses it: heartbeats, meetings, and the way out.
+
+What stands behind it is torchft's lighthouse, by its ``torchft.coordination`` alone. It tells a cell which others ask
+for a round at the same time; it knows no models, keeps nothing, and may be started again at any time. What it leaves
+out is made up for here and in :mod:`xffl.elastic.roster`: a request never runs out of time by itself, since the
+lighthouse would count its sender as present for ever; a restarted lighthouse tells whoever asks first that nobody else
+is there, so cells look again for those that they miss.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from xffl.elastic.roster import CellRecord
+from xffl.errors import LaunchError
+from xffl.extras import optional_import
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from torchft.coordination import LighthouseClient, ManagerServer, Quorum
+
+__all__ = ["Lighthouse", "Meeting", "coordination"]
+
+HEARTBEAT_S = 0.1
+"""Seconds between two heartbeats; the lighthouse gives a cell up after two seconds without one."""
+CONNECT_S = 5.0
+REQUEST_S = 7 * 24 * 3600.0
+"""A request that runs out of time leaves a ghost in the lighthouse, so none does while a job lasts."""
+AGAIN_S = 0.2
+"""Seconds between two requests where the lighthouse does not answer."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Who has asked for a round at the same time."""
+
+    records: tuple[CellRecord, ...]
+    created: int  # in nanoseconds, by the lighthouse's clock
+
+
+class Lighthouse:
+    """One cell's line to the lighthouse; its leader alone has one. Heartbeats begin with the first meeting.
+
+    :param url: Where it listens, ``http://HOST:PORT``.
+    :param life: What this start of the cell's job is called.
+    :param store: HOST:PORT of the cell's own store.
+    :raises ConfigError: if torchft is not installed.
+    """
+
+    def __init__(self, url: str, life: str, store: str) -> None:
+        self._torchft = coordination()
+        self._url, self._life, self._store = url, life, store
+        self._client: LighthouseClient | None = None
+        self._heart: ManagerServer | None = None
+        self._answers: queue.SimpleQueue[Quorum | Exception] | None = None
+
+    def meet(self, record: CellRecord, within_s: float) -> Meeting | None:
+        """Ask who else wants a round, and wait for the answer; ``None`` where there is none yet.
+
+        The next call goes on waiting for it; it may have another record only where this one has returned a meeting.
+
+        :raises LaunchError: if the lighthouse cannot be reached.
+        """
+        deadline = time.monotonic() + within_s
+        while True:
+            if self._answers is None:
+                self._ask(record)
+            assert self._answers is not None
+            try:
+                # In slices, so that signals are heard meanwhile.
+                answer = self._answers.get(timeout=max(0.0, min(0.2, deadline - time.monotonic())))
+            except queue.Empty:
+                if time.monotonic() >= deadline:
+                    return None
+                continue
+            self._answers = None
+            if not isinstance(answer, Exception):
+                records = tuple(CellRecord.from_plain(dict(member.data or {})) for member in answer.participants)
+                return Meeting(records, answer.created.seconds * 10**9 + answer.created.nanos)
+            self._client = None  # it may have been started again
+            if time.monotonic() >= deadline:
+                raise LaunchError(f"the lighthouse {self._url} does not answer ({_text(answer)}); it is asked again")
+            time.sleep(AGAIN_S)
+
+    def leave(self) -> None:
+        """End the heartbeats, so that nobody waits for this cell."""
+        heart, self._heart = self._heart, None
+        if heart is not None:
+            heart.shutdown()
+
+    def _beat(self) -> None:
+        """Begin the heartbeats, in a thread of torchft's that needs no turn of Python's."""
+        if self._heart is None:
+            # It offers to end this process to whoever can reach it: nobody can.
+            self._heart = self._torchft.ManagerServer(
+                replica_id=self._life,
+                lighthouse_addr=self._url,
+                hostname="127.0.0.1",
+                bind="127.0.0.1:0",
+                store_addr=self._store,
+                world_size=1,
+                heartbeat_interval=timedelta(seconds=HEARTBEAT_S),
+                connect_timeout=timedelta(seconds=CONNECT_S),
+                quorum_retries=0,
+            )
+
+    def _ask(self, record: CellRecord) -> None:
+        """Send a request, in a thread of its own: it lasts until all cells have asked."""
+        answers = self._answers = queue.SimpleQueue()
+
+        def ask() -> None:
+            try:
+                self._beat()
+                if self._client is None:
+                    connect = timedelta(seconds=CONNECT_S)
+                    self._client = self._torchft.LighthouseClient(addr=self._url, connect_timeout=connect)
+                answers.put(
+                    self._client.quorum(
+                        replica_id=self._life,
+                        timeout=timedelta(seconds=REQUEST_S),
+                        address="",
+                        store_address=self._store,
+                        step=record.version.round,
+                        world_size=record.ranks,
+                        data=record.to_plain(),
+                    )
+                )
+            except Exception as error:  # noqa: BLE001 - told to who waits
+                answers.put(error)
+
+        threading.Thread(target=ask, name="xffl-meeting", daemon=True).start()
+
+
+def coordination() -> ModuleType:
+    """Return torchft's module for it; raise ConfigError, which names the extra, where that is not installed."""
+    os.environ.setdefault("RUST_LOG", "error")  # read when torchft is imported
+    with optional_import("elastic", "an elastic federation needs torchft, which has wheels for x86-64 Linux"):
+        import torchft.coordination
+    module: Any = torchft.coordination
+    return module  # type: ignore[no-any-return]
+
+
+def _text(error: Exception) -> str:
+    return str(error).splitlines()[0][:120] if str(error) else type(error).__name__

@@ -1,0 +1,276 @@
+"""Roster of an elastic federation: which cells may make the next round together, from which model, and who is behind.
+
+Pure arithmetic on what the cells tell each other; the same on all of them, since all are told the same. The words:
+
+version
+    An agreed model, named by the round that made it and its lineage, a digest of all rounds before it. Two models of
+    one version are equal to the bit.
+epoch
+    The cells that have met for a round. Those that hold another version than the one it goes on from are behind: they
+    take the result over and contribute nothing.
+voters
+    The lives of the cells that have agreed on a version. Who makes the next one must be at least half of those that may
+    still be alive, so that no two parts of a federation go on from one version without each other's knowledge.
+doubt
+    What a cell is in that has said yes to a round and could not learn whether all have. It holds both models: that of
+    before, and what the round has made. Where a cell that was there has refused the round, nobody has taken it. Else
+    all that are in doubt take it, since an absent cell may have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from xffl.errors import ConfigError
+
+__all__ = ["CellRecord", "Epoch", "Standing", "Version", "form_epoch", "least_cells"]
+
+
+@dataclass(frozen=True)
+class Version:
+    """An agreed model: what all cells that hold it call it."""
+
+    round: int = 0  # agreed rounds that led to it
+    created: int = 0  # when the epoch of its last round was formed, in nanoseconds, by the lighthouse's clock
+    lineage: str = ""  # digest of all rounds that led to it; empty: no round was agreed yet, and the model is anybody's
+    voters: tuple[str, ...] = ()  # the lives of the cells that have agreed on it
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether cells have agreed on it, that is, whether there was a round."""
+        return bool(self.lineage)
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Version:
+        """Return the version that :func:`dataclasses.asdict` has made numbers and texts of."""
+        return cls(plain["round"], plain["created"], plain["lineage"], tuple(plain["voters"]))
+
+
+@dataclass(frozen=True)
+class CellRecord:
+    """What a cell tells the others when it meets them."""
+
+    cell: int  # its number, the same in all of its lives
+    cells: int  # how many cells are known in all
+    life: str  # one start of its job; see :func:`cell_of`
+    restarts: int = 0  # how often its job was started again before
+    ranks: int = 1
+    replica_size: int | None = None
+    address: str = ""  # HOST:PORT of its store, where the ranks of an epoch may meet
+    version: Version = Version()
+    doubt: Version | None = None  # what it holds too, if the round in doubt was taken
+    group: str = ""  # the name of the process group that it still has, whole
+    left: tuple[int, ...] = ()  # cells that have finished and left
+    is_finished: bool = False  # it leaves after the next round
+    looks: int = 0  # how often it has asked since its last round and found somebody missing
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return it as numbers and texts."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> CellRecord:
+        """Return what :meth:`to_plain` has made numbers and texts of."""
+        doubt = plain["doubt"]
+        return cls(
+            **{
+                **plain,
+                "version": Version.from_plain(plain["version"]),
+                "doubt": None if doubt is None else Version.from_plain(doubt),
+                "left": tuple(plain["left"]),
+            }
+        )
+
+
+def cell_of(life: str) -> int:
+    """Return the number of the cell that a life is one of: its text begins with it, ``2.8f0c``."""
+    return int(life.partition(".")[0])
+
+
+def least_cells(cells: int) -> int:
+    """Return how many cells a round needs by default: more than half of those that are known, of two one."""
+    return 1 if cells == 2 else cells // 2 + 1
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """The cells that have met for a round, in the order of their numbers, and what the round goes on from."""
+
+    created: int  # when it was formed, unique to it
+    members: tuple[CellRecord, ...]
+    base: Version  # the model that the round goes on from
+    first: int  # the lowest cell that holds it
+    behind: frozenset[int]  # cells that hold another model; of a federation that begins, all but the first
+    keeps_group: bool  # all have the same process group still, and it has just these members
+    refusal: str = ""  # why these cells make no round; they meet again
+    looks_again: bool = False  # the refusal is only that a cell may come that nobody has seen dead yet
+
+    @property
+    def cells(self) -> tuple[int, ...]:
+        """Return the numbers of the cells."""
+        return tuple(member.cell for member in self.members)
+
+    @property
+    def lives(self) -> tuple[str, ...]:
+        """Return the lives of the cells."""
+        return tuple(member.life for member in self.members)
+
+    @property
+    def group(self) -> str:
+        """Return what a process group of its members is called: a name that no other has, and how many they are."""
+        return f"{self.base.round + 1}.{self.created}/{len(self.members)}"
+
+    @property
+    def left(self) -> tuple[int, ...]:
+        """Return the cells that have left before this epoch."""
+        return tuple(sorted({cell for member in self.members for cell in member.left} - {*self.cells}))
+
+    @property
+    def next_left(self) -> tuple[int, ...]:
+        """Return the cells that will have left once its round is taken."""
+        return tuple(sorted({*self.left, *(member.cell for member in self.members if member.is_finished)}))
+
+    @property
+    def next_version(self) -> Version:
+        """Return the version that its round makes: no other round can make one of the same name."""
+        told = json.dumps([self.base.lineage, self.base.round, self.created, self.lives])
+        lineage = hashlib.sha256(told.encode()).hexdigest()[:16]
+        return Version(self.base.round + 1, self.created, lineage, self.lives)
+
+    def index_of(self, cell: int) -> int:
+        """Return the place of a cell among the members."""
+        return self.cells.index(cell)
+
+
+def form_epoch(records: Iterable[CellRecord], created: int, *, least: int | None = None, looks: int = 1) -> Epoch:
+    """Draw the conclusion of a meeting; pure, the same for all that have met.
+
+    :param records: What the cells have told, one record each.
+    :param created: When the meeting ended, in nanoseconds; no other meeting has the same.
+    :param least: How many cells a round needs; by default :func:`least_cells` of those that are known.
+    :param looks: How often the cells meet again before they go on without one that was there in the last round.
+    :return: The epoch, with a refusal where these cells must not make a round.
+    :raises ConfigError: if the records do not go together.
+    """
+    members = tuple(sorted(records, key=lambda record: (record.cell, record.life)))
+    _check_alike(members)
+    resolved = tuple(_resolve(member, members) for member in members)
+    base = max((member.version for member in resolved), key=lambda one: (one.round, one.created, one.lineage))
+    holders = [member.cell for member in resolved if member.version == base]
+    first = holders[0]
+    behind = frozenset(
+        member.cell for member in resolved if member.version != base or not (base.is_agreed or member.cell == first)
+    )
+    groups = {member.group for member in members}
+    keeps_group = len(groups) == 1 and members[0].group.endswith(f"/{len(members)}")
+    epoch = Epoch(created, resolved, base, first, behind, keeps_group)
+    refusal = _refusal(epoch, least_cells(members[0].cells) if least is None else least)
+    if not refusal and (missing := _missing(epoch)) and min(member.looks for member in members) < looks:
+        return replace(epoch, refusal=f"{_cells_text(missing)} may still come", looks_again=True)
+    return replace(epoch, refusal=refusal)
+
+
+def _check_alike(members: Sequence[CellRecord]) -> None:
+    """Raise where cells were started for different federations."""
+    for what in ("cells", "replica_size"):
+        told = {getattr(member, what): member.cell for member in reversed(members)}
+        if len(told) > 1:
+            shown = ", ".join(f"cell {cell}: {value}" for value, cell in sorted(told.items(), key=lambda one: one[1]))
+            raise ConfigError(f"the cells were given different values of {what} ({shown}); give all the same")
+
+
+def _resolve(member: CellRecord, members: Sequence[CellRecord]) -> CellRecord:
+    """Return a record without doubt: what it was in doubt of is taken, unless one that was there has refused it."""
+    doubt = member.doubt
+    if doubt is None:
+        return member
+    is_refused = any(
+        # Who has gone on since is followed, whatever became of it.
+        other.version.created > doubt.created
+        or (other.life in doubt.voters and other.version != doubt and other.doubt != doubt)
+        for other in members
+    )
+    return replace(member, version=member.version if is_refused else doubt, doubt=None)
+
+
+def _voters(epoch: Epoch) -> list[str]:
+    """Return the voters of the base that may be alive: not those that have left, nor those that started again since."""
+    lives = {member.cell: member.life for member in epoch.members}
+    return [
+        life for life in epoch.base.voters if cell_of(life) not in epoch.left and lives.get(cell_of(life), life) == life
+    ]
+
+
+def _missing(epoch: Epoch) -> list[int]:
+    """Return the cells of the last round that are not here and may be alive."""
+    return [cell_of(life) for life in _voters(epoch) if life not in epoch.lives]
+
+
+def _refusal(epoch: Epoch, least: int) -> str:
+    """Return why the members must not make a round, or nothing."""
+    known = epoch.members[0].cells
+    twice = [cell for cell, count in Counter(epoch.cells).items() if count > 1]
+    if twice:
+        return f"{_cells_text(twice)} is there twice: a job of it that has ended may still be known, or two are running"
+    if len(epoch.members) + len(epoch.left) >= known:
+        return ""  # whoever could hold a later model is here
+    if len(epoch.members) < min(least, known - len(epoch.left)):
+        return f"a round needs {least} of {known} cells, and {_cells_text(epoch.cells)} met"
+    absent = sorted({*range(known)} - {*epoch.cells, *epoch.left})
+    if not epoch.base.is_agreed:
+        # Where cells have lost what they held, another one may hold the run's model: none of these is to define it.
+        fresh = [member for member in epoch.members if member.restarts == 0]
+        if 2 * len(fresh) > known:
+            return ""
+        return f"no cell here holds an agreed model, and {_cells_text(absent)} may; it is waited for"
+    voters = sorted(_voters(epoch), key=cell_of)
+    here = [life for life in voters if life in epoch.lives]
+    # Of two halves the one with the lowest cell goes on; of two cells each, or the loss of one would end the run.
+    if 2 * len(here) > len(voters) or (here and 2 * len(here) == len(voters) and (known == 2 or here[0] == voters[0])):
+        return ""
+    waited = sorted(cell_of(life) for life in voters if life not in here)
+    return f"{_cells_text(waited)} may hold a later model than round {epoch.base.round}; it is waited for"
+
+
+def _cells_text(cells: Sequence[int]) -> str:
+    return f"cell{'s' if len(cells) != 1 else ''} {', '.join(map(str, cells))}"
+
+
+@dataclass
+class Standing:
+    """Where one cell stands: the version that it holds, and the round that it may be in doubt of.
+
+    Each of the four ends of a round is one method; :meth:`settle` ends a doubt by what the next meeting has told.
+    """
+
+    version: Version = field(default_factory=Version)
+    doubt: Version | None = None
+    left: tuple[int, ...] = ()
+    _doubted_left: tuple[int, ...] = ()
+
+    def take(self, epoch: Epoch) -> None:
+        """Note that the round was taken."""
+        self.version, self.doubt, self.left = epoch.next_version, None, epoch.next_left
+
+    def refuse(self) -> None:
+        """Note that nobody has taken the round."""
+        self.doubt = None
+
+    def suspect(self, epoch: Epoch) -> None:
+        """Note that this cell has said yes, and could not learn what the others said."""
+        self.doubt, self._doubted_left = epoch.next_version, epoch.next_left
+
+    def settle(self, epoch: Epoch, cell: int) -> bool | None:
+        """End the doubt, if there is one; return whether its round was taken, ``None`` where there was no doubt."""
+        if self.doubt is None:
+            return None
+        is_taken = epoch.members[epoch.index_of(cell)].version == self.doubt
+        if is_taken:
+            self.version, self.left = self.doubt, self._doubted_left
+        self.doubt = None
+        return is_taken
