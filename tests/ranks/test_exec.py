@@ -639,3 +639,16 @@ sys.exit(3 if life == "4" else 0)
     lines = [f"1/3 {life} {rank} 2 http://127.0.0.1:1 mine" for life in (4, 5) for rank in (0, 1)]
     assert code == 0 and sorted(out.splitlines()) == lines
     assert "cell 1 ended with exit code 3; it is started again (restart 1 of 2)" in err
+
+
+def test_a_preempted_cell_comes_back_but_in_a_job_that_has_to_leave(xffl: Start, environ: dict[str, str]) -> None:
+    environ["XFFL_TOKEN"] = "mine"
+    words, script = (
+        "--elastic a:1 --cell 0/2 --processes 1 --launcher local",
+        PLACE + "sys.exit(0 if life == '1' else 75)",
+    )
+    code, _, err = finish(xffl(words, script))
+    assert code == 0 and "cell 0 ended with exit code 75; it is started again" in err
+    environ["SLURM_JOB_ID"] = "1"
+    told = "xffl: cell 0 was asked to leave and has saved its state (exit code 75); start it again\n"
+    assert finish(xffl(words, script)) == (75, "", told)

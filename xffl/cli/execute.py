@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import shutil
 import signal
 import sys
@@ -493,7 +492,7 @@ def _start_all_cells(
     check_cells(len(sizes), required_cells(), federated)
     environ = _environ_of_cells()
     if not any(environ.get(name, "").strip() for name in ("XFFL_TOKEN", "XFFL_TOKEN_FILE")):
-        environ["XFFL_TOKEN"] = secrets.token_hex(32)
+        environ["XFFL_TOKEN"] = os.urandom(32).hex()
     token_of(environ)
     log_dir = None if options.log_dir is None else make_log_dir(options.log_dir)
     with ExitStack() as stack:

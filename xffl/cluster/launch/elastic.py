@@ -67,6 +67,7 @@ def launch_cells(
     run was asked to end, or the cell would fail in the same way. Signals to this process go to the launchers of all
     cells, which pass them on to their ranks. If this process is killed, they get SIGTERM.
     """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, exit codes are lost
     limit = None if timeout_s is None else time.monotonic() + timeout_s
     asked: dict[int, bool] = {}
     """Signals that have come, and whether they end the run; SIGTERM where it is ended from here."""
@@ -138,8 +139,10 @@ class _Cell:
         self._process = None
         code = code_of_signal(-code) if code < 0 else code
         told = f"xffl: cell {self._job.number} ended with exit code {code}"
-        # At a signal that does not end the run ranks leave with 75, or are killed by it if they do not listen.
-        is_leaving = bool(asked) and code in (ExitCode.PREEMPTED, *map(code_of_signal, asked))
+        # At a signal that does not end the run ranks leave with 75, or are killed by it if they do not listen. SLURM
+        # signals the ranks of a job, and not this process, when the job has to leave.
+        is_asked = bool(asked) or "SLURM_JOB_ID" in self._job.environ
+        is_leaving = (code == ExitCode.PREEMPTED and is_asked) or code in map(code_of_signal, asked)
         if code in (ExitCode.OK, ExitCode.TIMEOUT) or is_leaving or any(asked.values()):
             self._end(code)
         elif code == ExitCode.REFUSED and self._is_in_vain():
