@@ -328,3 +328,38 @@ def test_a_log_file_that_cannot_be_written_is_one_line(slurm: dict[str, str], tm
     code, _, err = finish(start(command, slurm, tmp_path), LIMIT_S)
     assert code == 2 and "Traceback" not in err
     assert "xffl: rank 2 failed with ConfigError: log file" in err.splitlines()[-1], err
+
+
+LIVES = """
+import os, signal, socket, time
+host, port = os.environ["XFFL_LIGHTHOUSE"].removeprefix("http://").split(":")
+while socket.socket().connect_ex((host, int(port))):
+    time.sleep(0.1)
+cell, life, rank = (os.environ[name] for name in ("XFFL_CELL", "XFFL_RESTARTS", "SLURM_PROCID"))
+print(cell, life, rank, os.environ["SLURM_STEP_NUM_TASKS"], os.environ["SLURMD_NODENAME"], flush=True)
+if (cell, life, rank) == ("0/2", "0", "1"):
+    os.kill(os.getpid(), signal.SIGKILL)
+elif cell == "1/2":
+    while not os.path.exists("back"):
+        time.sleep(0.1)
+elif life == "1":
+    open("back", "w").close()
+else:
+    signal.pause()
+"""
+
+
+def test_the_cells_of_an_elastic_run_are_steps(slurm: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LIVES)
+    command = [*THREE, *EXEC, "--elastic", "--federated", "auto", "--log-dir", "logs", "train.py"]
+    code, _, err = finish(start(command, slurm, tmp_path), LIMIT_S + 30)
+    assert code == 0 and "cell 0 ended with exit code 137; it is started again (restart 1 of 3)" in err, err
+    logs = {str(path.relative_to(tmp_path / "logs")): path.read_text() for path in (tmp_path / "logs").rglob("*.log")}
+    assert logs.keys() == {f"cell_0/life_{life}/rank_0000{rank}_cell_0.log" for life in (0, 1) for rank in (0, 1)} | {
+        "cell_1/life_0/rank_00000_cell_1.log"
+    }
+    assert logs["cell_0/life_1/rank_00001_cell_0.log"] == "0/2 1 1 2 a2\n"
+    assert logs["cell_1/life_0/rank_00000_cell_1.log"] == "1/2 0 0 1 b1\n"
+    command = [*THREE[:-1], "--ntasks-per-node=2", *EXEC, "--elastic", "--federated", "3,3", "train.py"]
+    code, _, err = finish(start(command, slurm, tmp_path))
+    assert code == 2 and "cells 0 and 1 share host a2" in err, err

@@ -473,3 +473,182 @@ def test_ctrl_c_ends_a_session(xffl: Start) -> None:
     ended, _, err = finish(process)
     assert ended == 130 and "Traceback" not in err
     assert not still_there([int(rank[2]) for rank in ranks], DEADLINE_S)
+
+
+# Elastic runs: each cell is a job of its own -----------------------------------------------------------------------
+
+
+PLACE = """
+import os, signal, sys, time
+cell, life, rank = os.environ["XFFL_CELL"], os.environ["XFFL_RESTARTS"], os.environ["RANK"]
+def tell(*words):
+    print(cell, life, rank, os.environ["WORLD_SIZE"], *words)
+def wait_for(name):
+    while not os.path.exists(name):
+        time.sleep(0.02)
+"""
+
+
+def children_of(pid: int) -> dict[int, str]:
+    """Return the processes that one has started, each with its command line."""
+    pids = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return {pid: Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in pids}
+
+
+def test_a_cell_that_fails_comes_back_while_the_others_go_on(xffl: Start, tmp_path: Path) -> None:
+    script = """
+tell()
+open(f"token.{cell[0]}.{life}.{rank}", "w").write(os.environ["XFFL_TOKEN"] + open("/proc/self/cmdline").read())
+if cell == "0/2":
+    wait_for("back")
+elif life == "1":
+    wait_for(f"token.1.1.{1 - int(rank)}")
+    open("back", "w").close()
+elif rank == "1":
+    wait_for("token.1.0.0")
+    os.kill(os.getpid(), signal.SIGKILL)
+else:
+    signal.pause()
+"""
+    words = "--elastic --federated 1,2 --require-cells 2 --merge --log-dir logs"
+    code, out, err = finish(xffl(words, PLACE + script))
+    lines = [f"[cell 1 rank {rank}] 1/2 {life} {rank} 2" for life in range(2) for rank in range(2)]
+    assert code == 0 and sorted(out.splitlines()) == sorted(["[cell 0 rank 0] 0/2 0 0 1", *lines])
+    assert err.splitlines() == [
+        "xffl: rank 1 (cell 1) was killed by SIGKILL (signal 9); all other ranks of the cell were stopped",
+        "xffl: cell 1 ended with exit code 137; it is started again (restart 1 of 3)",
+    ]
+    shown = subprocess.run(
+        [sys.executable, "-m", "xffl", "logs", "logs"], cwd=tmp_path, capture_output=True, text=True, check=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert shown.stdout.splitlines() == ["[cell 0 rank 0] 0/2 0 0 1", *lines]
+    told = [file.read_text() for file in tmp_path.glob("token.*")]
+    tokens = {text[:64] for text in told}
+    assert len(told) == 5 and len(tokens) == 1 and not any(tokens & set(text[64:].split("\0")) for text in told)
+
+
+def test_a_cell_that_has_used_up_its_restarts_is_told_and_the_others_go_on(xffl: Start, tmp_path: Path) -> None:
+    script = """
+if cell == "1/2":
+    open(f"life.{life}", "w").close()
+    sys.exit(7)
+wait_for("life.1")
+time.sleep(0.5)
+tell("done")
+"""
+    code, out, err = finish(xffl("--elastic --processes 2 --federated 1 --restarts 1", PLACE + script))
+    assert (code, out) == (7, "0/2 0 0 1 done\n")
+    assert err.splitlines() == [
+        "xffl: rank 0 (cell 1) exited with code 7",
+        "xffl: cell 1 ended with exit code 7; it is started again (restart 1 of 1)",
+        "xffl: rank 0 (cell 1) exited with code 7",
+        "xffl: cell 1 ended with exit code 7 and is not started again: --restarts is 1",
+    ]
+
+
+def test_what_would_fail_in_the_same_way_is_not_started_again(xffl: Start) -> None:
+    script = """
+from xffl.errors import ConfigError, RoundError
+if cell == "0/2" or life == "1":
+    raise ConfigError("no")
+raise RoundError("others")
+"""
+    code, _, err = finish(xffl("--elastic --federated 1,1", PLACE + script))
+    assert code == 2 and err.count("is started again") == 1 and err.count("it would fail in the same way") == 2, err
+    assert "xffl: cell 1 ended with exit code 2; it is started again" in err
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 75), (signal.SIGUSR2, 140), (signal.SIGKILL, -9)],
+)
+def test_signals_reach_all_cells_and_leave_nothing(xffl: Start, number: signal.Signals, code: int) -> None:
+    script = """
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
+print(os.getpid())
+while True:
+    signal.pause()
+"""
+    process = xffl("--elastic --federated 1,2 --grace 5", PLACE + script)
+    pids = [int(process.stdout.readline()) for _ in range(3)]
+    started = children_of(process.pid)
+    assert len(started) == 3 and sum(" lighthouse --bind 127.0.0.1:" in command for command in started.values()) == 1
+    process.send_signal(number)
+    ended, _, err = finish(process)
+    assert ended == code and "again" not in err.replace("start it again", ""), err
+    assert not still_there([*pids, *started], DEADLINE_S)
+
+
+def test_a_cell_that_is_to_be_started_again_is_not_after_a_signal(xffl: Start) -> None:
+    script = "if cell == '0/2':\n    wait_for('never')\nsys.exit(3)\n"
+    process = xffl("--elastic --federated 1,1", PLACE + script)
+    while "it is started again" not in process.stderr.readline():
+        pass
+    process.send_signal(signal.SIGTERM)
+    assert finish(process) == (143, "", "xffl: stopped all ranks of cell 0 after SIGTERM\n")
+
+
+def test_the_time_limit_is_that_of_the_run(xffl: Start) -> None:
+    code, _, err = finish(xffl("--elastic --federated 1,1 --timeout 1.5", PLACE + "signal.pause()"))
+    assert code == 124 and err.splitlines()[-1] == "xffl: stopped all cells after 1.5 s, as --timeout says"
+
+
+def test_a_lighthouse_that_dies_is_started_again_at_its_port(xffl: Start) -> None:
+    script = """
+import socket
+host, port = os.environ["XFFL_LIGHTHOUSE"].removeprefix("http://").split(":")
+print("ready")
+wait_for("killed")
+while socket.socket().connect_ex((host, int(port))):
+    time.sleep(0.05)
+"""
+    process = xffl("--elastic --federated 1,1", PLACE + script)
+    assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    before = {pid for pid, command in children_of(process.pid).items() if " lighthouse " in command}
+    os.kill(*before, signal.SIGKILL)
+    Path(f"/proc/{process.pid}/cwd/killed").touch()
+    code, _, err = finish(process)
+    assert (code, err) == (0, "xffl: the lighthouse has died, and is started again at the same port\n")
+
+
+def test_a_run_whose_lighthouse_cannot_be_had_ends(xffl: Start, tmp_path: Path, environ: dict[str, str]) -> None:
+    (tmp_path / "torchft").mkdir()
+    (tmp_path / "torchft" / "__init__.py").write_text("raise ImportError('broken')")
+    environ["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{environ['PYTHONPATH']}"
+    code, _, err = finish(xffl("--elastic --federated 1,1", PLACE + "signal.pause()"))
+    assert code == 2 and "xffl: ConfigError: a lighthouse needs torchft" in err and "again" not in err
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torchft'] = None\n")
+    code, out, err = finish(xffl("--elastic --federated 1,1", PLACE + "tell()"))
+    assert (code, out) == (2, "") and err.startswith("xffl: ConfigError: an elastic run needs torchft")
+    assert "; run: pip install " in err and err.count("\n") == 1
+
+
+def test_one_cell_of_a_run_whose_lighthouse_is_elsewhere(xffl: Start, environ: dict[str, str]) -> None:
+    words = "--elastic 127.0.0.1:1 --cell 1/3 --processes 2 --restarts 2"
+    code, _, err = finish(xffl(words, PLACE + "tell()"))
+    assert code == 2 and "LaunchError" in err and "set XFFL_TOKEN" in err and err.count("\n") == 1
+    environ |= {"XFFL_TOKEN": "mine", "SLURM_RESTART_COUNT": "4"}
+    script = """
+tell(os.environ["XFFL_LIGHTHOUSE"], os.environ["XFFL_TOKEN"])
+open(f"told.{life}.{rank}", "w").close()
+wait_for(f"told.{life}.{1 - int(rank)}")
+sys.exit(3 if life == "4" else 0)
+"""
+    code, out, err = finish(xffl(words, PLACE + script))
+    lines = [f"1/3 {life} {rank} 2 http://127.0.0.1:1 mine" for life in (4, 5) for rank in (0, 1)]
+    assert code == 0 and sorted(out.splitlines()) == lines
+    assert "cell 1 ended with exit code 3; it is started again (restart 1 of 2)" in err
+
+
+def test_a_preempted_cell_comes_back_but_in_a_job_that_has_to_leave(xffl: Start, environ: dict[str, str]) -> None:
+    environ["XFFL_TOKEN"] = "mine"
+    words, script = (
+        "--elastic a:1 --cell 0/2 --processes 1 --launcher local",
+        PLACE + "sys.exit(0 if life == '1' else 75)",
+    )
+    code, _, err = finish(xffl(words, script))
+    assert code == 0 and "cell 0 ended with exit code 75; it is started again" in err
+    environ["SLURM_JOB_ID"] = "1"
+    told = "xffl: cell 0 was asked to leave and has saved its state (exit code 75); start it again\n"
+    assert finish(xffl(words, script)) == (75, "", told)

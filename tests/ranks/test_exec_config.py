@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from tests.ranks.test_session import be_rank
 from tests.worlds import run_script, run_world
 from xffl.cli import execute
 from xffl.cli.main import main
+from xffl.cluster.launch.elastic import CellJob, Lighthouse
 from xffl.run_report.reader import read_run
 from xffl.run_report.summary import sum_up
 from xffl.training.config.configuration import print_text, read_job, take_over
@@ -154,6 +155,60 @@ def test_options_beat_the_section_launch(
         4,
         {"XFFL_FEDERATED": "3,1", "XFFL_LAUNCHED_CELLS": "2"},
     )
+
+
+RUN = """
+from dataclasses import dataclass, field
+
+from xffl.training.config.dataclasses import ExperimentConfig
+
+
+@dataclass
+class Config:
+    experiment: ExperimentConfig = field(default_factory=ExperimentConfig)
+
+
+class Trainer:
+    config: Config
+
+    def __init__(self, config, *, callbacks=(), origins=None):
+        self.config = config
+
+    def fit(self):
+        raise NotImplementedError
+"""
+
+
+def test_a_configuration_of_all_cells_is_that_of_each_cell_of_an_elastic_run(
+    project: Path, launched: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / "fake_run.py").write_text(RUN)
+    (project / "run.yaml").write_text(
+        "trainer: fake_run.Trainer\nlaunch: {processes: 3, federated: [1, 2]}\nexperiment: {output_dir: out}\n"
+    )
+    jobs: list[CellJob] = []
+    monkeypatch.setattr(execute, "launch_cells", lambda cells, **more: jobs.extend(cells) or 0)
+    monkeypatch.setattr(execute, "own_lighthouse", lambda host: nullcontext(Lighthouse.__new__(Lighthouse)))
+    monkeypatch.setattr(Lighthouse, "address", "127.0.0.1:1", raising=False)
+    assert main(["exec", "--elastic", "run.yaml", "--experiment.seed", "3"]) == 0
+    # One cell elsewhere has the ranks that the configuration gives it, unless it is told others.
+    environ = {"XFFL_CELL": "1/2", "XFFL_LIGHTHOUSE": "http://a:1"}
+    jobs += [CellJob(1, words, ["run.yaml"], environ) for words in ([], ["--processes=4"])]
+    for job, processes in zip(jobs, (1, 2, 2, 4), strict=True):
+        with monkeypatch.context() as patch:
+            for name in ("XFFL_CELL", "XFFL_LIGHTHOUSE"):
+                patch.setenv(name, job.environ[name])
+            assert main(["exec", *job.options, "--", *job.command]) == 0
+        found = launched.pop()
+        _, resolved = take_over(found["environ"].pop("XFFL_RESOLVED"))
+        assert resolved.config.experiment.output_dir == f"out/cell_{job.number}"
+        assert (found["processes"], found["environ"]) == (processes, {"XFFL_CELL": f"{job.number}/2"})
+        assert resolved.config.experiment.seed == (
+            3 if job in jobs[:2] else resolved.config.experiment.__class__().seed
+        )
+    monkeypatch.setenv("XFFL_CELL", "1/3")
+    monkeypatch.setenv("XFFL_LIGHTHOUSE", "http://a:1")
+    assert main(["exec", "run.yaml"]) == 2 and not launched
 
 
 WRONG = [

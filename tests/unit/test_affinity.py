@@ -22,6 +22,7 @@ from xffl.cluster.launch.affinity import (
     find_cores,
     is_bound,
     share_cores,
+    share_machine,
 )
 from xffl.errors import ConfigError
 
@@ -281,3 +282,20 @@ def test_exec_binds_its_ranks(tmp_path: Path) -> None:
     parts = [share_cores(find_cores(allowed_cpus()), rank, 2) for rank in range(2)]
     expected = [" ".join(map(str, (*part.cpus, part.threads))) for part in parts]
     assert [(tmp_path / str(rank)).read_text().strip() for rank in range(2)] == expected
+
+
+def test_jobs_on_one_machine_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(affinity, "allowed_cpus", lambda: (0, 1, 2, 3))
+    monkeypatch.setattr(affinity, "find_cores", lambda cpus: tuple((cpu,) for cpu in cpus))
+    gpus = {"CUDA_VISIBLE_DEVICES": "7,5,GPU-3"}
+    shares = share_machine([1, 2], gpus)
+    assert [share.environ for share in shares] == [{"CUDA_VISIBLE_DEVICES": "7"}, {"CUDA_VISIBLE_DEVICES": "5,GPU-3"}]
+    assert [share.cpus for share in shares] == [(0, 1, 2, 3)] * 2
+    # With fewer GPUs than ranks all see all of them; none are for ranks on CPUs.
+    assert (
+        share_machine([2, 2], gpus)[0].environ == share_machine([2, 2], {"CUDA_VISIBLE_DEVICES": ""})[0].environ == {}
+    )
+    bound = share_machine([1, 3], {"CUDA_VISIBLE_DEVICES": "", "XFFL_BIND": "cores"})
+    assert [share.cpus for share in bound] == [(0,), (1, 2, 3)]
+    crowded = share_machine([3, 2], {"CUDA_VISIBLE_DEVICES": ""})
+    assert [share.environ for share in crowded] == [{"XFFL_SCHED": "batch"}] * 2

@@ -219,6 +219,8 @@ def test_list_of_a_kind_tells_types_and_values_of_options(capsys: pytest.Capture
     assert "lr: float | torch.Tensor = 0.7, momentum: float = 0.9" in told
 
 
+ALL_CELLS = ["--elastic", "--federated", "1,1"]
+ONE_CELL = ["--elastic", "a:1", "--cell", "0/2"]
 BAD = [
     (["list", "algorithms", "--kind", "servers"], "ConfigError: kind must be one of 'algorithm', 'server', "),
     (["plan", "--federated", "4,3", "--world", "8"], "TopologyError: federated sizes (4, 3) sum to 7"),
@@ -291,6 +293,23 @@ BAD = [
     (["exec", "--processes", "2", "no such.py"], "LaunchError: script 'no such.py' does not exist"),
     (["exec", "--processes", "2", "."], "LaunchError: script '.' is a folder without __main__.py"),
     (["exec", "--processes", "2", "--timeout", "0", __file__], "ConfigError: --timeout is 0.0"),
+    (["exec", "--elastic", __file__], "ConfigError: --elastic without an address starts all cells; give --federated"),
+    (["exec", "--elastic", "--federated", "auto", __file__], "ConfigError: federated auto finds cells of hosts"),
+    (["exec", *ALL_CELLS, "--cell", "0/2", __file__], "ConfigError: --cell 0/2 needs the lighthouse's address"),
+    (["exec", *ALL_CELLS, "--measure", "x", __file__], "ConfigError: --measure x is for rounds over files, but"),
+    (["exec", *ALL_CELLS, "--hosts", "a:1", __file__], "ConfigError: --elastic starts all cells on this machine or"),
+    (["exec", *ALL_CELLS, "--restarts=-1", __file__], "ConfigError: --restarts must be an integer of 0 or more"),
+    (["exec", *ALL_CELLS, "--processes", "3", __file__], "TopologyError: federated sizes (1, 1) sum to 2, but"),
+    (["exec", *ALL_CELLS, "--hsdp", "2", __file__], "TopologyError: replica size (hsdp) 2 does not divide cell 0"),
+    (["exec", *ALL_CELLS, "no such.py"], "LaunchError: script 'no such.py' does not exist"),
+    (["exec", *ONE_CELL[:2], __file__], "ConfigError: --elastic a:1 joins one cell to a run; give --cell"),
+    (["exec", "--elastic", "http://a", *ONE_CELL[2:], __file__], "LaunchError: --elastic is 'http://a'; give HOST:POR"),
+    (["exec", *ONE_CELL, "--federated", "1,1", __file__], "ConfigError: --federated 1,1 is for a job of several cells"),
+    (["exec", *ONE_CELL, "--export", "x", __file__], "ConfigError: --export x is for rounds over files, but"),
+    (
+        ["exec", "--processes", "2", "--restarts", "3", __file__],
+        "ConfigError: --restarts 3 is for cells that xffl",
+    ),
     (["bench"], "ConfigError: no launcher has started this process; give --processes N"),
     (["bench", "--federated", "2,2"], "ConfigError: no launcher has started"),
     (["bench", "--processes", "3", "--federated", "2,2"], "TopologyError: federated sizes (2, 2) sum to 4"),
@@ -442,6 +461,11 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
         ("exec --processes 2 --traceback s.py -h", "exec --processes 2 --traceback", "s.py -h"),
         ("exec --processes 2 -- --s.py a", "exec --processes 2", "--s.py a"),
         ("exec --help", "exec --help", ""),
+        ("exec --elastic s.py x", "exec --elastic", "s.py x"),
+        ("exec --elastic --federated 2,2 s.py", "exec --elastic --federated 2,2", "s.py"),
+        ("exec --elastic http://a:1 s.py b:1", "exec --elastic http://a:1", "s.py b:1"),
+        ("exec --elastic a:1 --cell 0/2 s.py", "exec --elastic a:1 --cell 0/2", "s.py"),
+        ("exec --elastic=a:1 s.py", "exec --elastic=a:1", "s.py"),
         ("exec --processes", "exec --processes", ""),
     ],
 )

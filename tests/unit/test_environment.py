@@ -15,8 +15,10 @@ from xffl.cluster import hosts
 from xffl.cluster.environment import (
     ProcessEnvironment,
     detect_environment,
+    elastic_cell,
     parse_sizes,
     requested_federation,
+    restarts_of,
     use_interface,
 )
 from xffl.cluster.hosts import expand_counts, expand_hosts, interface_address, node_address
@@ -495,3 +497,24 @@ def test_requested_federation() -> None:
         requested_federation({"XFFL_FEDERATED": "4 and 4"})
     with pytest.raises(LaunchError, match="XFFL_HSDP"):
         requested_federation({"XFFL_HSDP": "two"})
+
+
+# A cell of an elastic run ---------------------------------------------------------------------------------------------
+
+
+def test_elastic_cell_and_its_restarts() -> None:
+    lighthouse = {"XFFL_LIGHTHOUSE": "http://a:1"}
+    assert elastic_cell({}) is elastic_cell(lighthouse) is elastic_cell({"XFFL_CELL": "1/3"}) is None
+    assert (
+        elastic_cell({"XFFL_CELL": "1/3", **lighthouse})
+        == elastic_cell({"XFFL_CELL": "1/4,2,2", **lighthouse})
+        == (1, 3)
+    )
+    with pytest.raises(ConfigError, match="XFFL_CELL is '3/3'"):
+        elastic_cell({"XFFL_CELL": "3/3", **lighthouse})
+    assert restarts_of({}) == restarts_of({"XFFL_RESTARTS": " "}) == 0
+    assert restarts_of({"XFFL_RESTARTS": "2", "SLURM_RESTART_COUNT": "1"}) == 2
+    assert restarts_of({"SLURM_RESTART_COUNT": "1"}) == 1
+    for text in ("-1", "two"):
+        with pytest.raises(LaunchError, match=f"XFFL_RESTARTS must be an integer of 0 or more, got '{text}'"):
+            restarts_of({"XFFL_RESTARTS": text})

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,27 +18,33 @@ from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser, Namespace
 
+from xffl.checks import integer
 from xffl.cli.main import HelpFormatter
-from xffl.cluster.cells import Federation, parse_cell, parse_federation
+from xffl.cluster.cells import Federation, check_cells, parse_cell, parse_federation
 from xffl.cluster.environment import (
     OverFiles,
     accept_cells,
     complete_federation,
     detect_environment,
+    elastic_cell,
     federation_variables,
+    read_address,
     read_over_files,
     request_federation,
     requested_federation,
     require_cells,
     required_cells,
     sources_named,
+    token_of,
 )
-from xffl.cluster.launch.failure import ExitCode, RankFailure
+from xffl.cluster.launch.affinity import share_machine
+from xffl.cluster.launch.elastic import CellJob, launch_cells, lighthouse_host, own_lighthouse, step_variables
+from xffl.cluster.launch.failure import ExitCode, FailureRecord, RankFailure, record_failure
 from xffl.cluster.launch.job_layout import JobLayout, check_started, fit_hosts, lay_out
 from xffl.cluster.launch.launch import launch_local
 from xffl.cluster.launch.launchers import LAUNCHERS
 from xffl.cluster.launch.logs import following, make_log_dir
-from xffl.cluster.launch.runner import be_rank, run_script, take_share
+from xffl.cluster.launch.runner import RankJob, be_rank, check_script, run_script, take_share
 from xffl.cluster.launch.srun import launch_srun
 from xffl.cluster.launch.ssh import launch_ssh
 from xffl.cluster.slurm.allocation import (
@@ -59,10 +67,15 @@ __all__ = ["build_parser", "run", "split_command"]
 
 _FLAGS = ("-h", "--help", "--traceback", "--merge")
 """The options that take no value; after any other, the next word is its value."""
+_LIGHTHOUSE = re.compile(r"\w+://.*|[^/]+:\d+/?")
+"""What behind ``--elastic`` is an address, and not the script."""
 _CONFIGURATIONS = (".yaml", ".yml")
 _RANK = Path(__file__).with_name("exec_rank.py")
 """What each process runs that is started for a configuration."""
 _GRACE_S = 10.0
+_RESTARTS = 3
+_OF_ALL_CELLS = ("XFFL_FEDERATED", "XFFL_LAUNCHED_CELLS", "XFFL_REQUIRE_CELLS")
+"""Variables that say something of a whole run, and would be wrong for the job of one cell."""
 _RUN = ".run"
 """Behind the name of a file of what is measured: the folder of the run that measures."""
 
@@ -78,6 +91,8 @@ examples:
   xffl exec --hosts a:4,b:4 --federated hosts:. train.py
   mpirun -n 8 xffl exec --federated 4,4 train.py
   xffl exec --cell 0/2 --from global/round_2 --export cell_0/round_3 config.yaml
+  xffl exec --elastic --federated 4,4 train.py
+  xffl exec --elastic http://10.0.0.1:29510 --cell 0/2 --processes 4 train.py
 
 Where the processes start: inside a SLURM job (salloc, or a batch script) one for each task, by srun; with --hosts by
 ssh; else on this machine. Under srun, mpirun or torchrun nothing is started: each process is one rank.
@@ -114,7 +129,12 @@ def build_parser() -> ArgumentParser:
     ways = "how to start, if not as it is found out: auto, srun, ssh or local"
     parser.add_argument("--launcher", choices=("auto", "srun", "ssh", "local"), default="auto", help=ways)
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end the job after this time; exit code 124")
-    cell = "train one cell as a job of its own, whose rounds go over files: its number and how many there are (0/2)"
+    elastic = "cells that fail are started again while the others go on; with an address, this job is one --cell, else "
+    elastic += "all cells and their lighthouse start here"
+    parser.add_argument("--elastic", type=str, nargs="?", const="", metavar="URL", help=elastic)
+    restarts = f"with --elastic, how often a cell is started again ({_RESTARTS})"
+    parser.add_argument("--restarts", type=int, metavar="N", help=restarts)
+    cell = "train one cell as a job of its own, with rounds over files or --elastic: its number and how many (0/2)"
     parser.add_argument("--cell", type=str, metavar="C/CELLS", help=cell)
     parser.add_argument("--from", type=str, metavar="DIR", help="with --cell, the global model to start from")
     parser.add_argument("--export", type=str, metavar="DIR", help="with --cell, write what a round would average there")
@@ -136,7 +156,10 @@ def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
     while at < len(words) and words[at].startswith("-"):
         if words[at] == "--":
             return list(words[:at]), list(words[at + 1 :])
-        at += 1 if "=" in words[at] or words[at] in _FLAGS else 2
+        has_value = words[at] not in _FLAGS
+        if words[at] == "--elastic":  # its value may be left out
+            has_value = any(map(_LIGHTHOUSE.fullmatch, words[at + 1 : at + 2]))
+        at += 1 if "=" in words[at] or not has_value else 2
     return list(words[:at]), list(words[at:])
 
 
@@ -154,6 +177,14 @@ def run(options: Namespace, command: Sequence[str]) -> int:
     if options.launcher == "auto":
         take_share()  # a configuration's trainer imports torch
     over_files = read_over_files({name: options[name] for name in ("cell", "from", "export", "measure")})
+    options.failures = RankJob.pop(os.environ).failures  # of a cell that this command has started
+    if options.elastic is not None or (over_files.cell is not None and os.environ.get("XFFL_LIGHTHOUSE", "").strip()):
+        _check_elastic(options, over_files)
+        if options.elastic and _started(options) is None:
+            return _start_one_cell(options, command)
+        over_files = OverFiles()
+    if options.restarts is not None and options.elastic is None:
+        raise ConfigError(f"--restarts {options.restarts} is for cells that xffl exec --elastic starts; leave it out")
     if command[0].endswith(_CONFIGURATIONS):
         return _run_configuration(options, command[0], command[1:], over_files)
     if over_files.measure is not None:
@@ -170,11 +201,15 @@ def run(options: Namespace, command: Sequence[str]) -> int:
                 Topology(started, federated, replica_size)
         request_federation(federated, replica_size)
         return _be_rank(options, lambda: run_script(command))
+    if options.elastic is not None and federated is None:
+        raise ConfigError(_NO_CELLS)
     start = _find_start(options, options.processes, federated)
     if start is None:
         build_parser().error("--processes N is required to start a script on one machine")
     with sources_named(sources):
         layout = lay_out(start.hosts, federated, replica_size)
+    if options.elastic is not None:
+        return _start_all_cells(options, start, layout, command, federated)
     return _start(options, start, layout, command, federated=federated)
 
 
@@ -194,6 +229,9 @@ def _run_configuration(options: Namespace, file: str, words: Sequence[str], over
         words = [*words, *_words_of_cell(over_files, resolved, options)]
         trainer, resolved = configuration.read_job(file, words)
         options.federated = None  # a job of one cell
+    elif (cell := elastic_cell()) is not None:
+        words = [*words, *_words_of_elastic_cell(*cell, resolved, options)]
+        trainer, resolved = configuration.read_job(file, words)
     if "print_config" in flags:
         print(configuration.print_text(resolved), end="")
         return ExitCode.OK
@@ -223,6 +261,8 @@ def _run_configuration(options: Namespace, file: str, words: Sequence[str], over
         start = Allocation("local", (Host(own_host().name, 1),))
     federated, replica_size = configuration.choose_federation(resolved, start.slots, federated=asked, hsdp=options.hsdp)
     layout = lay_out(start.hosts, federated, replica_size)
+    if options.elastic is not None:
+        return _start_all_cells(options, start, layout, [file, *words], federated)
     word = configuration.hand_over(file, resolved)
     return _start(options, start, layout, [str(_RANK)], federated=federated, limit_s=launch.timeout_s, resolved=word)
 
@@ -269,6 +309,23 @@ def _words_of_cell(over_files: OverFiles, resolved: Any, options: Namespace) -> 
         # Beside those of the other cells, should they be trained from the same folder.
         words += ["--experiment.output_dir", os.path.join(resolved.config.experiment.output_dir, f"cell_{number}")]
     return [*words, "--federation.cell", f"{number}/{cells if isinstance(cells, int) else ','.join(map(str, cells))}"]
+
+
+def _words_of_elastic_cell(number: int, cells: int, resolved: Any, options: Namespace) -> list[str]:
+    """Return the settings with which a job that was meant for all cells of an elastic run is one of them."""
+    own = getattr(getattr(resolved.config, "distributed", None), "federated", None)
+    sizes = resolved.launch.federated if own is None else own
+    words = ["--launch.federated", "null", *(() if own is None else ("--distributed.federated", "null"))]
+    if options.processes is None and isinstance(sizes, (int, tuple)):
+        ranks = (sizes,) * cells if isinstance(sizes, int) else sizes
+        if len(ranks) != cells:
+            raise ConfigError(
+                f"this is cell {number} of {cells}, but the configuration has {len(ranks)} cells; give --processes"
+            )
+        words += ["--launch.processes", str(ranks[number])]
+    if (experiment := getattr(resolved.config, "experiment", None)) is not None:
+        words += ["--experiment.output_dir", os.path.join(experiment.output_dir, f"cell_{number}")]
+    return words
 
 
 def _what_is_done(config: Any) -> str | None:
@@ -368,10 +425,121 @@ def _find_start(
             "--launcher srun is for the inside of a SLURM job, and this is not. HINT: start it with salloc, from a "
             "batch script, or with xffl submit"
         )
+    if options.elastic is not None and rule:
+        raise ConfigError(
+            f"federated {rule} finds cells of hosts, but all cells start on this machine; give sizes, such as 2,2"
+        )
+    if options.elastic is not None and processes is None and isinstance(federated, tuple):
+        processes = sum(federated)
     return None if processes is None else Allocation("local", (Host(own_host().name, processes),))
 
 
 # How ------------------------------------------------------------------------------------------------------------------
+
+
+_NO_CELLS = (
+    "--elastic without an address starts all cells; give --federated, such as 2,2, or the address of a lighthouse and "
+    "--cell"
+)
+
+
+def _check_elastic(options: Namespace, over_files: OverFiles) -> None:
+    """Refuse what does not go with an elastic run, and make this job the cell that it is to be, if it is one."""
+    for name in ("start", "export", "measure"):
+        if (value := getattr(over_files, name)) is not None:
+            raise ConfigError(
+                f"--{name.replace('start', 'from')} {value} is for rounds over files, but --elastic or XFFL_LIGHTHOUSE "
+                "asks for an elastic run; leave one of them out"
+            )
+    if options.restarts is not None:
+        integer("--restarts", options.restarts, 0)
+    by_hand = "start xffl lighthouse, and a job for each cell: xffl exec --elastic http://HOST:PORT --cell 0/2"
+    if options.elastic == "":
+        if over_files.cell is not None:
+            raise ConfigError(f"--cell {over_files.cell} needs the lighthouse's address: --elastic http://HOST:PORT")
+        if (started := _started(options)) is not None:
+            raise ConfigError(f"--elastic starts all cells, but a launcher has started {started} processes; {by_hand}")
+        if options.hosts is not None or options.launcher == "ssh":
+            raise ConfigError(f"--elastic starts all cells on this machine or in a SLURM job, not by ssh; {by_hand}")
+        return
+    if over_files.cell is None:
+        raise ConfigError(
+            f"--elastic {options.elastic} joins one cell to a run; give --cell, such as 0/2, or leave the address out "
+            "to start all cells"
+        )
+    if sizes := options.federated or os.environ.get("XFFL_FEDERATED", "").strip():
+        raise ConfigError(
+            f"--federated {sizes} is for a job of several cells, but this one is cell {over_files.cell}; give its "
+            "ranks by --processes"
+        )
+    if options.restarts is not None and (options.elastic is None or _started(options) is not None):
+        raise ConfigError(f"--restarts {options.restarts} is for ranks that --elastic starts itself; leave it out")
+    number, cells = parse_cell(over_files.cell, "--cell")
+    os.environ["XFFL_CELL"] = f"{number}/{_count(cells)}"
+    if options.elastic is not None:
+        os.environ["XFFL_LIGHTHOUSE"] = "http://{}:{}".format(*read_address("--elastic", options.elastic))
+
+
+def _start_all_cells(
+    options: Namespace, start: Allocation, layout: JobLayout, command: Sequence[str], federated: Federation | None
+) -> int:
+    """Start a lighthouse, and each cell as a job of its own: on this machine, or as a step of the SLURM job."""
+    if layout.sizes is None:
+        raise ConfigError(_NO_CELLS)
+    if not command[0].endswith(_CONFIGURATIONS):
+        check_script(command[0])
+    sizes, is_local = layout.topology.sizes, start.kind == "local"
+    check_cells(len(sizes), required_cells(), federated)
+    environ = _environ_of_cells()
+    if not any(environ.get(name, "").strip() for name in ("XFFL_TOKEN", "XFFL_TOKEN_FILE")):
+        environ["XFFL_TOKEN"] = os.urandom(32).hex()
+    token_of(environ)
+    log_dir = None if options.log_dir is None else make_log_dir(options.log_dir)
+    with ExitStack() as stack:
+        lighthouse = stack.enter_context(own_lighthouse("127.0.0.1" if is_local else lighthouse_host(layout)))
+        environ["XFFL_LIGHTHOUSE"] = f"http://{lighthouse.address}"
+        if options.merge and log_dir is None and is_local:
+            log_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="xffl-logs-"))
+        # Each cell by itself would tear the others' lines.
+        stack.enter_context(following(Path(log_dir) if options.merge and log_dir else None, sys.stdout.buffer))
+        more = _options_of_cell(options, "grace", "hsdp")
+        if options.merge and log_dir is None:
+            more.append("--merge")
+        shares = share_machine(sizes) if is_local else [None] * len(sizes)
+        steps = [{}] * len(sizes) if is_local else step_variables(layout)
+        jobs = []
+        for number, (size, share, step) in enumerate(zip(sizes, shares, steps, strict=True)):
+            where = [f"--launcher={'local' if is_local else 'srun'}", f"--processes={size}"]
+            own = {**environ, **step, **(share.environ if share else {}), "XFFL_CELL": f"{number}/{len(sizes)}"}
+            jobs.append(CellJob(number, [*where, *more], command, own, share, log_dir))
+        return launch_cells(jobs, restarts=_restarts(options), timeout_s=options.timeout, lighthouse=lighthouse)
+
+
+def _start_one_cell(options: Namespace, command: Sequence[str]) -> int:
+    """Start this cell of a run, and start it again when it fails."""
+    token_of()
+    number, cells = elastic_cell() or (0, 1)
+    check_cells(cells, required_cells(), None)
+    words = _options_of_cell(options, "processes", "hosts", "launcher", "grace", "hsdp")
+    if options.merge:
+        words.append("--merge")
+    log_dir = None if options.log_dir is None else make_log_dir(options.log_dir)
+    job = CellJob(number, words, command, _environ_of_cells(), log_dir=log_dir)
+    return launch_cells([job], restarts=_restarts(options), timeout_s=options.timeout)
+
+
+def _restarts(options: Namespace) -> int:
+    return _RESTARTS if options.restarts is None else int(options.restarts)
+
+
+def _options_of_cell(options: Namespace, *names: str) -> list[str]:
+    """Return the words by which the job of a cell gets options of this command."""
+    words = [f"--{name}={options[name]}" for name in names if options[name] is not None]
+    return [*words, *(["--traceback"] if options.traceback else [])]
+
+
+def _environ_of_cells() -> dict[str, str]:
+    return {name: text for name, text in os.environ.items() if name not in _OF_ALL_CELLS}
 
 
 def _start(
@@ -386,6 +554,8 @@ def _start(
 ) -> int:
     """Start the processes and tell how the job ended; ``limit_s`` and ``resolved`` are of a configuration."""
     timeout_s, knob = (limit_s, "launch.timeout_s") if options.timeout is None else (options.timeout, "--timeout")
+    if (cell := elastic_cell()) is not None:
+        layout = replace(layout, cell=cell[0])
     environ = federation_variables(layout.sizes, layout.replica_size) | read_over_files().variables()
     if layout.sizes is not None:  # else the script says what its cells are, and its session checks them
         cells = layout.topology.cells
@@ -406,30 +576,35 @@ def _start(
             launch = launch_srun if start.kind == "slurm" else launch_ssh
             ended = launch(layout, command, **more, is_labelled=options.merge and log_dir is None)
     if isinstance(ended, RankFailure):
+        if options.failures is not None:
+            record = ended.record or FailureRecord(time.time(), ended.exit_code, "", "", False, False)
+            record_failure(record, options.failures, 0)
         _tell(ended, layout, with_traceback=options.traceback)
         return ended.exit_code
+    ranks = "all ranks" if cell is None else f"all ranks of cell {cell[0]}"
     if ended == ExitCode.TIMEOUT:
-        print(f"xffl: stopped all ranks after {timeout_s} s, as {knob} says", file=sys.stderr)
+        print(f"xffl: stopped {ranks} after {timeout_s} s, as {knob} says", file=sys.stderr)
     elif ended == ExitCode.PREEMPTED:
-        print(_PREEMPTED, file=sys.stderr)
+        print(_preempted(layout), file=sys.stderr)
     elif ended > 128:
-        print(f"xffl: stopped all ranks after {signal.Signals(ended - 128).name}", file=sys.stderr)
+        print(f"xffl: stopped {ranks} after {signal.Signals(ended - 128).name}", file=sys.stderr)
     return ended
 
 
-_PREEMPTED = (
-    f"xffl: the job was asked to leave and has saved its state (exit code {ExitCode.PREEMPTED}); start it again"
-)
+def _preempted(layout: JobLayout) -> str:
+    who = "the job" if layout.cell is None else f"cell {layout.cell}"
+    return f"xffl: {who} was asked to leave and has saved its state (exit code {ExitCode.PREEMPTED}); start it again"
 
 
 def _tell(failure: RankFailure, layout: JobLayout, *, with_traceback: bool) -> None:
     record = failure.record
     if failure.exit_code == ExitCode.PREEMPTED:
-        print(_PREEMPTED, file=sys.stderr)
+        print(_preempted(layout), file=sys.stderr)
         return
     if record is not None and (with_traceback or not record.is_xffl):
         sys.stderr.write(record.traceback)
-    rest = "" if layout.topology.world_size == 1 else "; all other ranks were stopped"
+    others = "all other ranks" if layout.cell is None else "all other ranks of the cell"
+    rest = "" if layout.topology.world_size == 1 else f"; {others} were stopped"
     # Without sizes from outside the script makes the cells, if any.
     cell = layout.cell_of(failure.rank)
     where = "" if cell is None else f" (cell {cell})"

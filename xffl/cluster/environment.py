@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xffl.checks import integer
-from xffl.cluster.cells import Federation, check_cells, lone_cell, parse_federation, parse_sizes
+from xffl.cluster.cells import Federation, check_cells, lone_cell, parse_cell, parse_federation, parse_sizes
 from xffl.cluster.hosts import interface_address
 from xffl.cluster.launch.launchers import LAUNCHERS, Fields, honour_master, read_number
 from xffl.cluster.network import control_address
@@ -30,6 +30,7 @@ __all__ = [
     "bind_address",
     "complete_federation",
     "detect_environment",
+    "elastic_cell",
     "federation_variables",
     "lighthouse_of",
     "make_token_file",
@@ -330,6 +331,7 @@ _OWN = (
     "XFFL_PYTHON",
     "XFFL_REQUIRE_CELLS",
     "XFFL_RESOLVED",
+    "XFFL_RESTARTS",
     "XFFL_SCHED",
     "XFFL_SRUN",
     "XFFL_SSH",
@@ -376,7 +378,7 @@ def use_interface(name: str | None, environ: MutableMapping[str, str] | None = N
     return chosen
 
 
-# Replica groups: the number of this job among them, the lighthouse, and the run's token -------------------------------
+# Jobs that a lighthouse joins: this one's number among them, the lighthouse, and the run's token ----------------------
 
 
 _ADDRESS = re.compile(r"(?:http://)?(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d{1,5})/?")
@@ -403,6 +405,19 @@ def read_address(what: str, text: str) -> tuple[str, int]:
     if found is None or int(found[2]) > 65535:
         raise LaunchError(f"{what} is {text!r}; give HOST:PORT, such as 127.0.0.1:29510")
     return found[1], int(found[2])
+
+
+def elastic_cell(environ: Mapping[str, str] | None = None) -> tuple[int, int] | None:
+    """Return which cell of an elastic run this job is, and how many there are; ``None`` where it is not part of one.
+
+    ``XFFL_CELL`` and ``XFFL_LIGHTHOUSE`` together say so; without a lighthouse ``XFFL_CELL`` is for rounds over files.
+    """
+    environ = os.environ if environ is None else environ
+    text = environ.get("XFFL_CELL", "").strip()
+    if not text or not environ.get("XFFL_LIGHTHOUSE", "").strip():
+        return None
+    cell, cells = parse_cell(text, "XFFL_CELL")
+    return cell, cells if isinstance(cells, int) else len(cells)
 
 
 def restarts_of(environ: Mapping[str, str] | None = None) -> int:

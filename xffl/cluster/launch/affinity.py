@@ -12,12 +12,14 @@ from xffl.cluster.launch.launchers import LAUNCHERS
 from xffl.errors import ConfigError
 
 __all__ = [
+    "Share",
     "allowed_cpus",
     "bind_if_asked",
     "bind_rank",
     "find_cores",
     "is_bound",
     "limit_threads",
+    "share_machine",
     "take_turns_if_crowded",
 ]
 
@@ -114,6 +116,44 @@ def bind_if_asked(environ: MutableMapping[str, str] | None = None) -> Binding | 
     environ = os.environ if environ is None else environ
     place = _place(environ) if is_wanted(environ) else None
     return None if place is None else bind_rank(*place, environ)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one of several jobs has of this machine."""
+
+    environ: Mapping[str, str]
+    """Variables that tell it to the job's ranks."""
+    cpus: tuple[int, ...]
+
+
+def share_machine(sizes: Sequence[int], environ: Mapping[str, str] | None = None) -> list[Share]:
+    """Divide this machine among jobs of so many ranks, each of which takes its ranks for all that are here.
+
+    GPUs are divided where each rank can have one, cores where ``XFFL_BIND`` asks for it; with more ranks than CPUs all
+    take turns, as those of one job do.
+    """
+    environ = os.environ if environ is None else environ
+    cores, world_size = find_cores(allowed_cpus()), sum(sizes)
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        gpus = [str(number) for number in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
+    else:
+        gpus = [name for name in visible.split(",") if name.strip()]
+    is_crowded = world_size > len(allowed_cpus()) and hasattr(os, "SCHED_BATCH")
+    shares, first = [], 0
+    for size in sizes:
+        own, last = {}, first + size
+        if len(gpus) >= world_size:
+            own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:last])
+        if is_crowded and not environ.get("XFFL_SCHED"):
+            own["XFFL_SCHED"] = "batch"
+        mine = cores[first * len(cores) // world_size : last * len(cores) // world_size]
+        if not is_wanted(environ) or not mine:
+            mine = cores
+        shares.append(Share(own, tuple(sorted(cpu for core in mine for cpu in core))))
+        first = last
+    return shares
 
 
 def take_turns_if_crowded(environ: Mapping[str, str] | None = None) -> bool:

@@ -25,10 +25,12 @@ class JobLayout:
     """Ranks of each cell, or of all cells; ``None`` where the script is to say."""
     replica_size: int | None
     topology: Topology
+    cell: int | None = None
+    """Which cell all of them are, where each cell of an elastic run is a job of its own."""
 
     def cell_of(self, rank: int) -> int | None:
         """Return the cell of a rank, where the cells are known."""
-        return None if self.sizes is None else self.topology.cell_of(rank)
+        return self.cell if self.sizes is None else self.topology.cell_of(rank)
 
 
 def fit_hosts(

@@ -18,7 +18,7 @@ from xffl.cluster.launch.launchers import torchrun_variables
 from xffl.cluster.launch.runner import LINGER_S, RankJob, check_script
 from xffl.errors import LaunchError
 
-__all__ = ["launch_distributed", "launch_local"]
+__all__ = ["held_port", "launch_distributed", "launch_local"]
 
 _POLL_S = 0.05
 
@@ -48,7 +48,7 @@ def launch_local(
     limit_threads(variables)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, exit codes are lost
     folder = tempfile.TemporaryDirectory(prefix="xffl-exec-")
-    with folder as failures, _held_port() as port, caught_signals() as take_signals:
+    with folder as failures, held_port() as port, caught_signals() as take_signals:
         variables |= RankJob(log_dir=log_dir, failures=failures, parent=os.getpid()).variables()
         ranks = _Ranks(watch, failures)
         try:
@@ -184,7 +184,7 @@ def _kill(process: subprocess.Popen[bytes], number: int) -> bool:
 
 
 @contextmanager
-def _held_port() -> Iterator[int]:
+def held_port() -> Iterator[int]:
     """Hold a free port of all addresses while the block runs: no other program gets it, but a rank may listen there.
 
     A program that asks for it by number with SO_REUSEADDR, as torch's store does, gets it while no one listens.

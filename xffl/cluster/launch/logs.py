@@ -126,6 +126,8 @@ def _shortened(value: Any) -> Any:
 
 
 _NAME = re.compile(r"rank_(\d+)(?:_cell_(\d+))?\.log")
+_FOLDER = re.compile(r"(?:cell|life)_(\d+)")
+"""In an elastic run each cell has a folder, with one for each time it was started."""
 _POLL_S = 0.2
 _FILES_PER_S = 1000
 """How many files are looked at in a second at most: a folder may be on a file system that many share."""
@@ -161,14 +163,15 @@ def make_log_dir(folder: str) -> str:
 
 
 def list_rank_files(folder: Path) -> tuple[RankFile, ...]:
-    """List the log files of a folder, by rank."""
+    """List the log files of a folder, by rank, and then those of the cells of an elastic run."""
     try:
         names = os.listdir(folder)
     except OSError as error:
         raise ConfigError(f"folder {str(folder)!r} cannot be read: {error.strerror}; give that of --log-dir") from error
     matches = [match for match in map(_NAME.fullmatch, names) if match is not None]
     found = [RankFile(int(name[1]), None if name[2] is None else int(name[2]), folder) for name in matches]
-    return tuple(sorted(found))
+    inner = sorted((int(match[1]), match[0]) for match in map(_FOLDER.fullmatch, names) if match is not None)
+    return (*sorted(found), *(file for _, name in inner for file in list_rank_files(folder / name)))
 
 
 def redirect(file: RankFile) -> int:

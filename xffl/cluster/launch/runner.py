@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from xffl.cluster.environment import requested_federation
+from xffl.cluster.environment import elastic_cell, requested_federation
 from xffl.cluster.launch.affinity import bind_if_asked, limit_threads, take_turns_if_crowded
 from xffl.cluster.launch.failure import ExitCode, FailureRecord, code_of_signal, describe_failure, record_failure
 from xffl.cluster.launch.launchers import LAUNCHERS
@@ -127,7 +127,8 @@ def keep_log(folder: str) -> int:
     """Send what this rank prints to its log file from now on."""
     rank, world_size = find_place(os.environ)
     sizes, replica_size = requested_federation()
-    cell = None
+    elastic = elastic_cell()
+    cell = None if elastic is None else elastic[0]
     if sizes is not None and not isinstance(sizes, str):
         cell = Topology(world_size, sizes, replica_size).cell_of(rank)
     return redirect(RankFile(rank, cell, Path(folder)))

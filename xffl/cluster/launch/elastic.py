@@ -1,0 +1,278 @@
+"""Elastic runs: each cell is a job of its own, ``xffl exec`` once more, that is started again when it fails.
+
+Cells find each other through a lighthouse. A cell that fails, or whose launcher is killed, comes back while the others
+go on; nothing here waits for a cell to be there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+
+from xffl.cluster.environment import bind_address, restarts_of
+from xffl.cluster.hosts import node_address
+from xffl.cluster.launch.affinity import Share
+from xffl.cluster.launch.failure import ExitCode, caught_signals, code_of_signal, read_failure
+from xffl.cluster.launch.job_layout import JobLayout
+from xffl.cluster.launch.launch import held_port
+from xffl.cluster.launch.runner import RankJob, die_with_parent
+from xffl.cluster.slurm.allocation import Host, own_host
+from xffl.errors import ConfigError
+from xffl.extras import optional_import
+
+__all__ = ["CellJob", "Lighthouse", "launch_cells", "lighthouse_host", "own_lighthouse", "step_variables"]
+
+_POLL_S = 0.05
+_PAUSE_S = 1.0
+"""Before a cell, or the lighthouse, is started again."""
+_HEARTBEAT_S, _JOIN_S = 2, 20
+"""After so long a silence a cell counts as lost; a cell that is late for a round, but lives, is waited for so long."""
+_IN_VAIN = ("ConfigError:", "TopologyError:")
+"""What a rank fails with that would fail the same way again; other errors of xffl's own may be another cell's doing."""
+
+
+@dataclass(frozen=True)
+class CellJob:
+    """The job of one cell: words and variables of its ``xffl exec``."""
+
+    number: int
+    options: Sequence[str]
+    command: Sequence[str]
+    """The script and its arguments."""
+    environ: Mapping[str, str]
+    share: Share | None = None
+    """What it has of this machine, where other cells are on it."""
+    log_dir: str | None = None
+
+
+def launch_cells(
+    jobs: Sequence[CellJob],
+    *,
+    restarts: int,
+    timeout_s: float | None = None,
+    lighthouse: Lighthouse | None = None,
+) -> int:
+    """Start cells, all of a run or one, and wait until each has ended for good; return the exit code of them all.
+
+    A cell that ends with another code than 0 is started again after a pause, as often as ``restarts`` says, unless the
+    run was asked to end, or the cell would fail in the same way. Signals to this process go to the launchers of all
+    cells, which pass them on to their ranks. If this process is killed, they get SIGTERM.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, exit codes are lost
+    limit = None if timeout_s is None else time.monotonic() + timeout_s
+    asked: dict[int, bool] = {}
+    """Signals that have come, and whether they end the run; SIGTERM where it is ended from here."""
+    is_late = is_refused = False
+    with tempfile.TemporaryDirectory(prefix="xffl-cells-") as folder, caught_signals() as take_signals:
+        cells = [_Cell(job, restarts, folder) for job in jobs]
+        try:
+            while any(cell.code is None for cell in cells):
+                signals = take_signals()
+                if limit is not None and time.monotonic() > limit and not any(asked.values()):
+                    is_late = True
+                    signals.append((signal.SIGTERM, True))
+                if lighthouse is not None and not lighthouse.keep() and not is_refused:
+                    is_refused = True
+                    signals.append((signal.SIGTERM, True))
+                for number, ends in signals:
+                    asked.setdefault(number, ends)
+                    for cell in cells:
+                        cell.forward_signal(number, ends)
+                for cell in cells:
+                    cell.poll(asked)
+                time.sleep(_POLL_S)
+        finally:
+            for cell in cells:
+                cell.kill()
+    codes = [cell.code for cell in sorted(cells, key=lambda cell: cell.ended_at) if cell.code]
+    if is_refused:
+        return ExitCode.REFUSED  # the lighthouse has told why
+    if asked and ExitCode.PREEMPTED in codes:
+        return ExitCode.PREEMPTED
+    if is_late:
+        print(f"xffl: stopped all cells after {timeout_s} s, as --timeout says", file=sys.stderr)
+        return ExitCode.TIMEOUT
+    stopped_by = next((number for number, ends in asked.items() if ends), None)
+    if stopped_by is not None:
+        return code_of_signal(stopped_by)
+    return codes[0] if codes else ExitCode.OK
+
+
+class _Cell:
+    """One cell: the process that launches its ranks, and between two of them the time of the next."""
+
+    def __init__(self, job: CellJob, restarts: int, folder: str) -> None:
+        self.code: int | None = None
+        """How it has ended for good."""
+        self.ended_at = 0.0
+        self._job, self._restarts, self._folder = job, restarts, folder
+        self._first, self._restarted = restarts_of(), 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._due = 0.0
+        self._failures = ""
+        """Where its launcher tells how the ranks have failed."""
+
+    def forward_signal(self, number: int, ends: bool) -> None:
+        """Pass a signal on; a cell that is to be started again is not started any more."""
+        if self._process is not None:
+            self._process.send_signal(number)
+        elif self.code is None:
+            self._end(code_of_signal(number) if ends else ExitCode.PREEMPTED)
+
+    def poll(self, asked: Mapping[int, bool]) -> None:
+        """Start it where it is time to, and see whether it has ended; ``asked`` is what signals have asked for."""
+        if self._process is None:
+            if self.code is None and time.monotonic() >= self._due:
+                self._start()
+            return
+        if (code := self._process.poll()) is None:
+            return
+        self._process = None
+        code = code_of_signal(-code) if code < 0 else code
+        told = f"xffl: cell {self._job.number} ended with exit code {code}"
+        # At a signal that does not end the run ranks leave with 75, or are killed by it if they do not listen. SLURM
+        # signals the ranks of a job, and not this process, when the job has to leave.
+        is_asked = bool(asked) or "SLURM_JOB_ID" in self._job.environ
+        is_leaving = (code == ExitCode.PREEMPTED and is_asked) or code in map(code_of_signal, asked)
+        if code in (ExitCode.OK, ExitCode.TIMEOUT) or is_leaving or any(asked.values()):
+            self._end(code)
+        elif code == ExitCode.REFUSED and self._is_in_vain():
+            print(f"{told} and is not started again: it would fail in the same way", file=sys.stderr)
+            self._end(code)
+        elif self._restarted == self._restarts:
+            print(f"{told} and is not started again: --restarts is {self._restarts}", file=sys.stderr)
+            self._end(code)
+        else:
+            self._restarted += 1
+            self._due = time.monotonic() + _PAUSE_S
+            print(f"{told}; it is started again (restart {self._restarted} of {self._restarts})", file=sys.stderr)
+
+    def kill(self) -> None:
+        """Kill its launcher, and so its ranks."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def _start(self) -> None:
+        job, life = self._job, self._first + self._restarted
+        options = list(job.options)
+        if job.log_dir is not None:
+            options.append(f"--log-dir={os.path.join(job.log_dir, f'cell_{job.number}', f'life_{life}')}")
+        self._failures = tempfile.mkdtemp(dir=self._folder)
+        told = {"XFFL_RESTARTS": str(life), **RankJob(failures=self._failures).variables()}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "xffl", "exec", *options, "--", *job.command],
+            env={**job.environ, **told},
+            start_new_session=True,
+            preexec_fn=partial(_begin_cell, job.share),
+        )
+
+    def _is_in_vain(self) -> bool:
+        """Tell whether its launcher has refused to start ranks, or the rank that failed first would do so again."""
+        record = read_failure(self._failures, 0)
+        return record is None or (record.is_xffl and record.headline.startswith(_IN_VAIN))
+
+    def _end(self, code: int) -> None:
+        self.code, self.ended_at = code, time.monotonic()
+
+
+def _begin_cell(share: Share | None) -> None:
+    die_with_parent(signal.SIGTERM)
+    if share is not None:
+        os.sched_setaffinity(0, share.cpus)
+
+
+# The lighthouse -------------------------------------------------------------------------------------------------------
+
+
+class Lighthouse:
+    """The lighthouse of a run as a process of its own. It keeps nothing, so one that has died is started again."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._start()
+
+    def keep(self) -> bool:
+        """Start it again where it has died; tell whether it can be had at all."""
+        code = self._process.poll()
+        if code is None:
+            return True
+        if code == ExitCode.REFUSED:
+            return False
+        if time.monotonic() > self._started_at + _PAUSE_S:
+            print("xffl: the lighthouse has died, and is started again at the same port", file=sys.stderr)
+            self._start()
+        return True
+
+    def stop(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()
+
+    def _start(self) -> None:
+        self._started_at = time.monotonic()
+        times = ("--heartbeat-timeout", str(_HEARTBEAT_S), "--join-timeout", str(_JOIN_S))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "xffl", "lighthouse", "--bind", self.address, *times],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=partial(die_with_parent, signal.SIGKILL),
+        )
+
+
+@contextmanager
+def own_lighthouse(host: str = "127.0.0.1") -> Iterator[Lighthouse]:
+    """Run a lighthouse while the block runs, at a free port of this host that is held for it also while it is down."""
+    with optional_import("elastic", "an elastic run needs torchft, which has wheels for x86-64 Linux"):
+        if find_spec("torchft") is None:  # it is imported by the lighthouse and the ranks, since it brings torch
+            raise ModuleNotFoundError("No module named 'torchft'")
+    with held_port() as port:
+        lighthouse = Lighthouse(f"{host}:{port}")
+        try:
+            yield lighthouse
+        finally:
+            lighthouse.stop()
+
+
+# Cells as steps of a SLURM job ----------------------------------------------------------------------------------------
+
+
+def step_variables(layout: JobLayout) -> list[dict[str, str]]:
+    """Return for each cell the variables that tell of a SLURM job with the hosts of that cell alone."""
+    hosts, steps = list(layout.hosts), []
+    for cell, size in enumerate(layout.topology.sizes):
+        own: list[Host] = []
+        while sum(host.slots for host in own) < size:
+            own.append(hosts.pop(0))
+        if sum(host.slots for host in own) != size:
+            raise ConfigError(
+                f"cells {cell} and {cell + 1} share host {own[-1].name}, but an elastic cell is a step with hosts of "
+                "its own; give sizes that end with a host, or start a job for each cell: xffl exec --elastic URL "
+                "--cell 0/2"
+            )
+        steps.append(
+            {
+                "SLURM_JOB_NODELIST": ",".join(host.name for host in own),
+                "SLURM_JOB_NUM_NODES": str(len(own)),
+                "SLURM_NNODES": str(len(own)),
+                "SLURM_NTASKS": str(size),
+                "SLURM_TASKS_PER_NODE": ",".join(str(host.slots) for host in own),
+            }
+        )
+    return steps
+
+
+def lighthouse_host(layout: JobLayout) -> str:
+    """Return the address at which the hosts of a job reach this one."""
+    others = [host for host in layout.hosts if host.name != own_host().name]
+    return bind_address(f"{node_address((others or layout.hosts)[0].name)}:9")  # nothing is sent there
