@@ -84,6 +84,7 @@ def test_who_was_there_last_is_looked_for_twice() -> None:
     assert first.refusal == "cell 2 may still come"
     assert not form_epoch([replace(one, looks=1) for one in here], 1001).refusal
     assert not form_epoch([replace(one, left=(2,)) for one in here], 1000).refusal  # it has left
+    assert form_epoch([record(0), record(1)], 1000).refusal == "cell 2 may still come"  # all are started at once
 
 
 def test_a_doubt_is_ended_by_who_took_the_round_or_refused_it() -> None:

@@ -42,10 +42,9 @@ class ElasticAggregator:
     Making one is collective over the cell. It meets the other cells with :meth:`join`, which each cell calls before its
     first step.
 
-    :param model: As for an Aggregator; the cells may cut it over different numbers of ranks.
-    :param state: The state of this cell's world, which was joined with ``elastic``.
-    :param options: Those of an Aggregator.
-    :raises ConfigError: if torchft is not installed, or an option is not to be had in an elastic federation.
+    It takes a model, which the cells may cut over different numbers of ranks, the state of this cell's world, which was
+    joined with ``elastic``, and the options of an Aggregator. Raises ConfigError where torchft is not installed, or an
+    option is not to be had in an elastic federation.
     """
 
     def __init__(self, model: nn.Module, state: DistributedState, **options: Any) -> None:
@@ -65,7 +64,9 @@ class ElasticAggregator:
         self.under_way: PendingRound | None = None
         self._federation = ElasticFederation(state)
         self._aggregator: Aggregator | None = None
-        self._doubted: Aggregator | None = None
+        self._doubted: tuple[Aggregator, Epoch] | None = None
+        self.on_settled: Callable[[RoundReport], None] | None = None
+        """Called with the report of a round that was in doubt and is found to be taken, once its weights stand."""
         self._exchange_s: float | None = None
 
     @property
@@ -99,10 +100,9 @@ class ElasticAggregator:
     def participate(self, given: RoundInput, *, least_divergence: float | None = None) -> RoundReport | None:
         """Make a round with the cells that are there, until one is taken; collective over the cell.
 
-        Returns ``None`` where all of these cells have finished and none had anything to give.
-
-        :raises RoundError: if the round was refused by a reason that lies in a model or an option, as in
-            :meth:`xffl.Aggregator.participate`, or cells cannot be reached.
+        Returns ``None`` where all of these cells have finished and none had anything to give. Raises RoundError where
+        the round was refused by a reason that lies in a model or an option, as :meth:`xffl.Aggregator.participate`, or
+        where the cells that have met cannot reach each other.
         """
         assert least_divergence is None, "it needs norms"
         if self.is_closed:
@@ -127,7 +127,10 @@ class ElasticAggregator:
         is_taken = self._federation.standing.settle(epoch, self._federation.cell)
         if is_taken:
             assert doubted is not None, "kept while the round is in doubt"
-            doubted.resolve()
+            aggregator, its_epoch = doubted
+            report = aggregator.resolve()
+            if self.on_settled is not None:
+                self.on_settled(self._spread(report, its_epoch, 1, False, report.seconds))
         return bool(is_taken)
 
     def _try_round(self, epoch: Epoch, given: RoundInput) -> tuple[bool, RoundReport | None]:
@@ -164,7 +167,7 @@ class ElasticAggregator:
         if agreed is RoundEnd.REFUSED and refusal is not None:
             self._aggregator = aggregator
             raise refusal
-        self._doubted = aggregator if agreed is RoundEnd.IN_DOUBT else None
+        self._doubted = (aggregator, epoch) if agreed is RoundEnd.IN_DOUBT else None
         return False, None
 
     def _enter(self, epoch: Epoch) -> Aggregator:

@@ -245,6 +245,7 @@ class FederatedScaling:
         self._has_joined = True
         self.meetings += 1
         elastic: Any = self.aggregator
+        elastic.on_settled = self._on_round
         with self._step_timer.paused():
             elastic.join()
         self._since, self._target = 0, self._next_target(self.aggregator.rounds)

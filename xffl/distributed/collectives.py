@@ -111,6 +111,7 @@ class _Limited:
 
 
 Group: TypeAlias = "dist.ProcessGroup | CrossWorldGroup"
+"""A group of this world, or one whose ranks belong to several."""
 
 
 def group_size(group: Group | None) -> int:

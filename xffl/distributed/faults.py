@@ -29,6 +29,7 @@ from xffl.errors import ConfigError
 __all__ = ["PHASES", "Fault", "inject", "is_armed", "start_round"]
 
 PHASES = ("meet", "open", "opened", "exchange", "close", "half", "told", "agreed")
+"""Points of a round, in their order."""
 
 
 @dataclass

@@ -107,7 +107,8 @@ class ElasticFederation:
         told: list[Epoch | RoundError | ConfigError | None] = [None]
         if self._lighthouse is not None:
             try:
-                told[0] = epoch = self._ask_lighthouse(self._lighthouse, is_finished, looks)
+                within_s = max(0.1, min(SLICE_S, deadline - time.monotonic()))
+                told[0] = epoch = self._ask_lighthouse(self._lighthouse, is_finished, looks, within_s)
                 if epoch is not None and epoch.refusal:
                     self._say(epoch.refusal)
                     time.sleep(HEARTBEAT_TIMEOUT_S if epoch.looks_again else 0.5)
@@ -127,7 +128,7 @@ class ElasticFederation:
             raise answer
         return answer
 
-    def _ask_lighthouse(self, lighthouse: Lighthouse, is_finished: bool, looks: int) -> Epoch | None:
+    def _ask_lighthouse(self, lighthouse: Lighthouse, is_finished: bool, looks: int, within_s: float) -> Epoch | None:
         standing, topology = self.standing, self._state.topology
         record = CellRecord(
             self.cell,
@@ -144,7 +145,7 @@ class ElasticFederation:
             is_finished,
             looks,
         )
-        meeting = lighthouse.meet(record, SLICE_S)
+        meeting = lighthouse.meet(record, within_s)
         if meeting is None:
             return None
         return form_epoch(meeting.records, meeting.created, least=self._asked.least_cells)
@@ -156,10 +157,7 @@ class ElasticFederation:
             print(f"xffl: cell {self.cell} waits: {text}", file=sys.stderr, flush=True)
 
     def enter(self, epoch: Epoch) -> Place:
-        """Join the ranks of an epoch, in the group that they still have or in a new one.
-
-        :raises RuntimeError: if they do not come.
-        """
+        """Join the ranks of an epoch, in the group that they have or a new one; RuntimeError where one is lost."""
         sizes = tuple(member.ranks for member in epoch.members)
         topology = Topology(sum(sizes), sizes, self._state.topology.replica_size, self._state.topology.cell_shape)
         first = -topology.offsets[epoch.index_of(self.cell)]

@@ -57,6 +57,7 @@ class Lighthouse:
     def __init__(self, url: str, life: str, store: str) -> None:
         self._torchft = coordination()
         self._url, self._life, self._store = url, life, store
+        self._trouble: str | None = None
         self._client: LighthouseClient | None = None
         self._heart: ManagerServer | None = None
         self._answers: queue.SimpleQueue[Quorum | Exception] | None = None
@@ -65,8 +66,7 @@ class Lighthouse:
         """Ask who else wants a round, and wait for the answer; ``None`` where there is none yet.
 
         The next call goes on waiting for it; it may have another record only where this one has returned a meeting.
-
-        :raises LaunchError: if the lighthouse cannot be reached.
+        Raises LaunchError where the lighthouse does not answer.
         """
         deadline = time.monotonic() + within_s
         while True:
@@ -77,16 +77,17 @@ class Lighthouse:
                 # In slices, so that signals are heard meanwhile.
                 answer = self._answers.get(timeout=max(0.0, min(0.2, deadline - time.monotonic())))
             except queue.Empty:
-                if time.monotonic() >= deadline:
+                if time.monotonic() < deadline:
+                    continue
+                if self._trouble is None:
                     return None
-                continue
+                raise LaunchError(f"the lighthouse {self._url} does not answer ({self._trouble})") from None
             self._answers = None
             if not isinstance(answer, Exception):
+                self._trouble = None
                 records = tuple(CellRecord.from_plain(dict(member.data or {})) for member in answer.participants)
                 return Meeting(records, answer.created.seconds * 10**9 + answer.created.nanos)
-            self._client = None  # it may have been started again
-            if time.monotonic() >= deadline:
-                raise LaunchError(f"the lighthouse {self._url} does not answer ({_text(answer)}); it is asked again")
+            self._client, self._trouble = None, _text(answer)  # it may have been started again
             time.sleep(AGAIN_S)
 
     def leave(self) -> None:

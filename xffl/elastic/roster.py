@@ -207,7 +207,9 @@ def _voters(epoch: Epoch) -> list[str]:
 
 
 def _missing(epoch: Epoch) -> list[int]:
-    """Return the cells of the last round that are not here and may be alive."""
+    """Return the cells of the last round that may be alive, and are not here; of one that begins, all others."""
+    if not epoch.base.is_agreed:
+        return sorted({*range(epoch.members[0].cells)} - {*epoch.cells})
     return [cell_of(life) for life in _voters(epoch) if life not in epoch.lives]
 
 

@@ -489,13 +489,7 @@ class RoundCoordinator:
                 raise RoundBroken(
                     f"round {number} was not taken, this rank keeps its weights: {type(why).__name__}: {why}; {AFRESH}"
                 ) from why
-            text = f"the outcome of round {number} could not be learned ({why or type(why).__name__})"
-            if self._can_wait and isinstance(error, Exception):
-                self._phase = RoundPhase.CUT_OFF
-                doubt = RoundInDoubt(text)
-                doubt.context = context
-                raise doubt from why
-            raise TornError(text) from why
+            raise self._unknown_outcome(context, why, can_wait=isinstance(error, Exception)) from why
         # 3. All ranks know the same now.
         if is_agreed:
             return self._accept_deferred(context, statuses, found.nonfinite)
@@ -507,6 +501,16 @@ class RoundCoordinator:
             raise TornError(f"round {number} failed with atomic=False: {shown}") from failure
         kind = RoundBroken if any(status.is_cut_off for status in statuses) else RoundError
         raise kind(f"round {number} was not taken, all ranks keep their weights of before: {shown}") from failure
+
+    def _unknown_outcome(self, context: RoundContext, why: BaseException, *, can_wait: bool) -> Exception:
+        """Return what is raised where others may have taken the round, and this rank cannot learn it."""
+        text = f"the outcome of round {context.number} could not be learned ({why or type(why).__name__})"
+        if not (self._can_wait and can_wait):
+            return TornError(text)
+        self._phase = RoundPhase.CUT_OFF
+        doubt = RoundInDoubt(text)
+        doubt.context = context
+        return doubt
 
     def _abort(self) -> None:
         """Let what a GPU was given for the round come to an end, so that the model can be read; local.

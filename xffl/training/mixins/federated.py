@@ -164,8 +164,18 @@ class FederatedMixin(ValidationMixin):
         super().configure()
 
     def lone_cell(self) -> tuple[int, tuple[int, ...]] | None:
-        """Return which cell this job is, and the ranks of all cells, as ``federation.cell`` says."""
+        """Return which cell this job is, and the ranks of all cells, as ``federation.cell`` says.
+
+        A cell of an elastic federation is told so by its environment.
+        """
         asked = self.section("federation", FederationConfig).cell
+        if self.state.elastic is not None:
+            if asked is not None:
+                raise ConfigError(
+                    f"federation.cell is {asked!r}, for rounds over files, but this job is a cell of an elastic "
+                    "federation; leave it out"
+                )
+            return self.state.lone_cell
         if asked is None:
             return None
         cell, cells = parse_cell(asked, "federation.cell")
@@ -356,7 +366,7 @@ class FederatedMixin(ValidationMixin):
     def own_parts(self) -> dict[str, Any]:
         """Return the rounds' state: server optimizer, residuals of codecs, steps since the last round."""
         parts, lone, scaling = super().own_parts(), self.lone_cell(), self._scaling
-        if lone is not None:
+        if lone is not None and self.state.elastic is None:
             parts["lone_cell"] = StatePart(lambda: self._lone_state(lone[0]), partial(self._load_lone, lone[0]))
         elif scaling is not None:
             parts["rounds"] = StatePart(

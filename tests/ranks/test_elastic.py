@@ -1,0 +1,263 @@
+"""Elastic federations: cells that are worlds of their own, killed at each point of a round, late, stopped, alone."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import xffl
+from tests.ports import free_port
+from tests.worlds import be_launched, run_world
+from xffl.distributed import ElasticParameters
+from xffl.distributed.faults import PHASES
+from xffl.elastic.lighthouse import coordination
+
+pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="needs the extra elastic")
+
+SIZES = (2, 2, 1)
+ROUNDS = 6
+
+
+@dataclass
+class Plan:
+    """What each process of a test is told."""
+
+    url: str
+    sizes: tuple[int, ...]
+    ports: tuple[int, ...]
+    folder: str = ""  # where the ranks of cells that are not late tell that they are ready
+    rounds: int = ROUNDS
+    fault: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    late: dict[int, float] = field(default_factory=dict)  # seconds that a cell comes later
+    steps: dict[int, int] = field(default_factory=dict)  # steps that a cell makes in all, instead of rounds
+    parameters: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Told:
+    """What one rank has seen: by round what its model was, who took part, how long it took; and its steps."""
+
+    cell: int
+    digests: dict[int, str] = field(default_factory=dict)
+    cells: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    weights: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    seconds: dict[int, float] = field(default_factory=dict)
+    tries: dict[int, int] = field(default_factory=dict)
+    steps: int = 0
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[str]:
+    server = coordination().LighthouseServer(
+        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=20000, quorum_tick_ms=100, heartbeat_timeout_ms=2000
+    )
+    yield f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
+    server.shutdown()
+
+
+def digest(model: nn.Module) -> str:
+    """The bits of all of the cell's shards, which other cells may cut otherwise."""
+    whole = hashlib.sha256()
+    for one in model.parameters():
+        whole.update((one.full_tensor() if hasattr(one, "full_tensor") else one).detach().numpy().tobytes())
+    return whole.hexdigest()
+
+
+def member(rank: int, world: int, plan: Plan) -> Told:
+    """Be a rank of a cell that trains, until it has made its rounds or its steps."""
+    cell = next(cell for cell, _ in enumerate(plan.sizes) if rank < sum(plan.sizes[: cell + 1]))
+    time.sleep(plan.late.get(cell, 0.0))
+    be_launched(rank - sum(plan.sizes[:cell]), plan.sizes[cell], plan.ports[cell])
+    os.environ["XFFL_FAULT"] = plan.fault
+    told, used = Told(cell), 0
+    elastic = ElasticParameters(lighthouse=plan.url, **plan.parameters)
+    with xffl.session(cell=cell, cells=len(plan.sizes), elastic=elastic, timeout_s=60) as state:
+        (Path(plan.folder) / str(rank)).write_text(str(os.getpid()))
+        while not plan.late and len(os.listdir(plan.folder)) < world:
+            time.sleep(0.01)
+        torch.manual_seed(cell)
+        model = xffl.shard(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)), state)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+
+        def weight() -> float:
+            nonlocal used
+            new, used = told.steps - used, told.steps
+            return float(new)
+
+        def on_round(report: xffl.RoundReport) -> None:
+            told.digests[report.round] = digest(model)
+            told.cells[report.round], told.weights[report.round] = report.cells, report.weights
+            told.seconds[report.round], told.tries[report.round] = report.seconds, report.tries
+
+        scaling = xffl.FederatedScaling(
+            model, optimizer, state, every=2, weight=weight, on_round=on_round, aggregator=plan.options
+        )
+        generator = torch.Generator().manual_seed(rank)
+        with scaling:
+            while told.steps < plan.steps[cell] if cell in plan.steps else scaling.aggregator.rounds < plan.rounds:
+                model(torch.randn(4, 5, generator=generator)).square().sum().backward()
+                told.steps += 1
+                optimizer.step()
+                optimizer.zero_grad()
+                time.sleep(0.01)
+    if plan.fault.endswith("stop") and rank == 0:
+        os.kill(int((Path(plan.folder) / plan.fault[0]).read_text()), signal.SIGKILL)  # a rank of a cell of one
+    return told
+
+
+def run(url: str, sizes: tuple[int, ...] = SIZES, mortal: tuple[int, ...] = (), **more: Any) -> list[Told]:
+    """Run cells; what the ranks have told that have ended well."""
+    with tempfile.TemporaryDirectory() as folder:
+        plan = Plan(url, sizes, tuple(free_port() for _ in sizes), folder, **more)
+        told = run_world(sum(sizes), member, plan, init=False, timeout_s=100, mortal=mortal)
+    return [one for one in told if isinstance(one, Told)]
+
+
+def check_alike(told: list[Told]) -> None:
+    """All that took part in a round hold the same bits behind it, and name the same cells."""
+    for number in {number for one in told for number in one.digests}:
+        for what in ("digests", "cells", "weights"):
+            assert len({getattr(one, what)[number] for one in told if number in one.digests}) == 1, (number, what)
+
+
+@pytest.mark.parametrize("phase", [phase for phase in PHASES if phase != "half"])
+def test_who_is_left_goes_on_where_a_rank_is_killed(lighthouse: str, phase: str) -> None:
+    """Each point of a round, in turn for the rank that speaks for its cell and for the other one."""
+    victim = 0 if phase in ("told", "meet", "opened", "agreed") else 1
+    told = run(lighthouse, mortal=(2, 3), fault=f"1:{victim}:{phase}:3")
+    survivors = [one for one in told if one.cell != 1]
+    assert len(survivors) == 3
+    check_alike(told)
+    for one in survivors:
+        assert one.cells[ROUNDS] == (0, 2)
+        assert max(one.seconds.values()) < 15.0
+        # Each step was counted once: in the round that was lost, or in the one that took its place.
+        counted = sum(weights[one.cell] for weights in one.weights.values())
+        assert counted == one.steps * SIZES[one.cell]
+
+
+def test_a_round_of_which_one_cell_has_heard_is_taken_by_all(lighthouse: str) -> None:
+    told = run(lighthouse, mortal=(2, 3), fault="1:0:half:3")
+    assert {one.cell for one in told} == {0, 2}
+    check_alike(told)
+    for one in told:
+        assert one.cells[3] == (0, 1, 2)  # with the steps of the cell that was lost
+        assert one.weights[3][1] > 0
+        assert sum(weights[one.cell] for weights in one.weights.values()) == one.steps * SIZES[one.cell]
+
+
+def test_a_cell_that_is_silent_is_given_up(lighthouse: str) -> None:
+    """It stops in the exchange; its heartbeats stop with it, and its messages never come."""
+    told = run(lighthouse, (1, 1, 1), mortal=(1,), fault="1:0:exchange:4:stop", rounds=6)
+    check_alike(told)
+    assert [one.cell for one in told] == [0, 2]
+    for one in told:
+        assert one.cells[4] == (0, 2)
+        assert one.tries[4] > 1
+        assert one.seconds[4] < 20.0  # messages may take ten seconds
+
+
+def test_a_late_cell_of_another_size_takes_the_model_over(lighthouse: str) -> None:
+    told = run(lighthouse, (2, 1, 3), late={2: 4.0}, rounds=200)
+    check_alike(told)
+    late = [one for one in told if one.cell == 2]
+    assert len(late) == 3
+    first = min(late[0].digests)
+    assert 2 < first < 200
+    before = next(one for one in told if one.cell == 0)
+    assert before.cells[first - 2] == (0, 1)
+    assert before.cells[first - 1] == (0, 1, 2)  # counts 0 there: it has made no step
+    assert before.weights[first - 1][2] == 0.0
+    assert late[0].weights[first][2] > 0
+
+
+def test_cells_that_have_finished_leave(lighthouse: str) -> None:
+    told = run(lighthouse, (1, 1, 1), steps={0: 4, 1: 8, 2: 12})
+    check_alike(told)
+    last = {one.cell: max(one.digests) for one in told}
+    assert last[0] < last[1] < last[2]
+    assert told[2].cells[last[2]] == (2,)
+    for one in told:
+        assert sum(weights[one.cell] for weights in one.weights.values()) == one.steps
+
+
+@pytest.mark.parametrize("codec", ["int8", "topk:0.1"])
+def test_a_codec_begins_anew_where_cells_have_changed(lighthouse: str, codec: str) -> None:
+    told = run(lighthouse, (2, 1, 1), mortal=(3,), fault="2:0:exchange:4", options={"codec": codec}, rounds=8)
+    check_alike(told)
+    assert {one.cell for one in told} == {0, 1}
+    assert told[0].cells[8] == (0, 1)
+
+
+def wait_for_a_lighthouse(rank: int, world: int, plan: Plan) -> str:
+    be_launched(0, 1, plan.ports[0])
+    with xffl.session(cell=0, cells=3, elastic=ElasticParameters(lighthouse=plan.url, **plan.parameters)) as state:
+        model = xffl.shard(nn.Linear(2, 2), state)
+        with pytest.raises(xffl.RoundError) as refused, xffl.FederatedScaling(model, None, state, every=1):
+            model(torch.zeros(1, 2))
+    return str(refused.value)
+
+
+def test_a_cell_that_finds_no_others_says_what_it_waits_for(lighthouse: str) -> None:
+    [text] = run_world(
+        1,
+        wait_for_a_lighthouse,
+        Plan(lighthouse, (1,), (free_port(),), parameters={"meeting_timeout_s": 2.0}),
+        init=False,
+    )
+    assert text == "cell 0 found no cells for a round within 2 s: a round needs 2 of 3 cells, and cell 0 met"
+    gone = f"http://127.0.0.1:{free_port()}"
+    [text] = run_world(
+        1, wait_for_a_lighthouse, Plan(gone, (1,), (free_port(),), parameters={"meeting_timeout_s": 8.0}), init=False
+    )
+    assert text.startswith(f"cell 0 found no cells for a round within 8 s: the lighthouse {gone} does not answer")
+
+
+def refuse(rank: int, world: int, plan: Plan) -> list[str]:
+    be_launched(0, 1, plan.ports[0])
+    texts = []
+    with xffl.session(cell=0, cells=2, elastic=plan.url) as state:
+        model = xffl.shard(nn.Linear(2, 2), state)
+        for options in (
+            {"aggregator": {"server": "fedadam"}},
+            {"aggregator": {"atomic": False}},
+            {"delay": 1},
+            {"client": "fedprox:mu=0.1"},
+        ):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with (
+                pytest.raises(xffl.ConfigError) as wrong,
+                xffl.FederatedScaling(
+                    model,
+                    optimizer,
+                    state,
+                    every=2,
+                    **options,  # type: ignore[arg-type]
+                ),
+            ):
+                pass
+            texts.append(str(wrong.value))
+        assert dist.get_world_size() == 1
+    with pytest.raises(xffl.ConfigError, match="not which cell this job is"), xffl.session(elastic=plan.url):
+        pass
+    return texts
+
+
+def test_what_an_elastic_federation_cannot_do_is_refused_by_name(lighthouse: str) -> None:
+    [texts] = run_world(1, refuse, Plan(lighthouse, (1,), (free_port(),)), init=False)
+    for text, name in zip(texts, ("server='fedadam'", "atomic=True", "delay 1", "client is"), strict=True):
+        assert name in text
