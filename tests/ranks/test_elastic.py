@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,10 +23,12 @@ from torch import nn
 
 import xffl
 from tests.ports import free_port
+from tests.tasks import TaskConfig, TaskTrainer
 from tests.worlds import be_launched, run_world
 from xffl.distributed import ElasticParameters
 from xffl.distributed.faults import PHASES
 from xffl.elastic.lighthouse import coordination
+from xffl.training import Callback, ExperimentConfig, FederationConfig, TrainingParameters
 
 pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="needs the extra elastic")
 
@@ -45,6 +50,8 @@ class Plan:
     late: dict[int, float] = field(default_factory=dict)  # seconds that a cell comes later
     steps: dict[int, int] = field(default_factory=dict)  # steps that a cell makes in all, instead of rounds
     parameters: dict[str, Any] = field(default_factory=dict)
+    saves: dict[int, int] = field(default_factory=dict)  # the round after which a cell saves, where it goes on from
+    checkpoints: str = ""
 
 
 @dataclass
@@ -102,12 +109,18 @@ def member(rank: int, world: int, plan: Plan) -> Told:
             told.digests[report.round] = digest(model)
             told.cells[report.round], told.weights[report.round] = report.cells, report.weights
             told.seconds[report.round], told.tries[report.round] = report.seconds, report.tries
+            if plan.saves.get(cell) == report.round:
+                torch.save((model.state_dict(), scaling.state_dict()), f"{plan.checkpoints}/{cell}.pt")
 
         scaling = xffl.FederatedScaling(
             model, optimizer, state, every=2, weight=weight, on_round=on_round, aggregator=plan.options
         )
         generator = torch.Generator().manual_seed(rank)
         with scaling:
+            if plan.checkpoints and not plan.saves:
+                weights, rounds = torch.load(f"{plan.checkpoints}/{cell}.pt", weights_only=False)
+                model.load_state_dict(weights)
+                scaling.load_state_dict(rounds)
             while told.steps < plan.steps[cell] if cell in plan.steps else scaling.aggregator.rounds < plan.rounds:
                 model(torch.randn(4, 5, generator=generator)).square().sum().backward()
                 told.steps += 1
@@ -201,6 +214,96 @@ def test_a_codec_begins_anew_where_cells_have_changed(lighthouse: str, codec: st
     check_alike(told)
     assert {one.cell for one in told} == {0, 1}
     assert told[0].cells[8] == (0, 1)
+
+
+SCRIPT = """
+import hashlib, json, os, time, torch, xffl
+
+with xffl.session() as state:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    lost, back = int(os.environ["XFFL_RESTARTS"]), 0
+
+    def on_round(report):
+        global lost, back
+        lost += report.weights[1] == 0.0
+        back += bool(lost and report.weights[1])
+        bits = b"".join(one.detach().numpy().tobytes() for one in model.parameters())
+        told = [report.round, hashlib.sha256(bits).hexdigest()[:12], report.weights, time.time()]
+        print("told", json.dumps(told), flush=True)
+
+    with xffl.FederatedScaling(model, optimizer, state, every=4, on_round=on_round):
+        while back < 3:
+            model(torch.randn(4, 3)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(0.02)
+"""
+
+
+def test_a_cell_that_is_killed_comes_back(tmp_path: Path) -> None:
+    """As a user sees it: one command, a script that knows of nothing, a process that is killed on its way."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "xffl", "exec", "--elastic", "--federated", "1,1", str(script)]
+    environ = os.environ | {"XFFL_FAULT": "1:0:exchange:4", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "cell 1 ended with exit code 137; it is started again (restart 1 of 3)" in done.stderr
+    rounds: dict[int, list[Any]] = {}
+    for line in done.stdout.splitlines():
+        number, *told = json.loads(line.removeprefix("told "))
+        rounds.setdefault(number, []).append(told)
+    both = [number for number, told in rounds.items() if len(told) == 2]
+    alone = [number for number, told in rounds.items() if told[0][1][1] == 0.0]
+    for number in both:
+        (bits, weights, _), (other_bits, other_weights, _) = rounds[number]
+        assert (bits, weights) == (other_bits, other_weights)
+    assert min(both) < min(alone) < max(both)
+    # The survivor's next round, after heartbeats have ended and the cell was looked for again.
+    lost = max(number for number in both if number < min(alone))
+    assert rounds[min(alone)][0][2] - rounds[lost][0][2] < 15.0
+
+
+def fit(rank: int, world: int, plan: Plan, folder: str) -> tuple[str, int, int, list[tuple[int, ...]]]:
+    be_launched(0, 1, plan.ports[rank])
+    config = TaskConfig(
+        experiment=ExperimentConfig(name="test", output_dir=f"{folder}/cell_{rank}"),
+        training=TrainingParameters(epochs=3, batch_size=10, validate_every_epochs=None),
+        federation=FederationConfig(every=2),
+        samples=60,
+    )
+    cells: list[tuple[int, ...]] = []
+
+    class Rounds(Callback):
+        def post_round(self, trainer: Any, report: xffl.RoundReport) -> None:
+            cells.append(report.cells)
+
+    with xffl.session(cell=rank, cells=2, elastic=plan.url) as state:
+        trainer = TaskTrainer(config, callbacks=[Rounds()])
+        trainer.fit(state)
+        return digest(trainer.model), trainer.global_step, trainer.world.lone_cell or 0, cells
+
+
+def test_a_trainer_is_a_cell(lighthouse: str, tmp_path: Path) -> None:
+    plan = Plan(lighthouse, (1, 1), (free_port(), free_port()))
+    (bits, steps, cell, rounds), (other_bits, other_steps, other_cell, _) = run_world(
+        2, fit, plan, str(tmp_path), init=False
+    )
+    assert (bits, steps) == (other_bits, other_steps)
+    assert steps == 9  # its half of the samples, three times
+    assert (cell, other_cell) == (0, 1)
+    assert (0, 1) in rounds
+
+
+def test_after_an_outage_of_all_cells_the_newest_checkpoint_counts(lighthouse: str, tmp_path: Path) -> None:
+    saved = run(lighthouse, (1, 1), saves={0: 4, 1: 6}, checkpoints=str(tmp_path))
+    told = run(lighthouse, (1, 1), checkpoints=str(tmp_path), rounds=10)
+    check_alike(told)
+    for one in told:
+        assert min(one.digests) == 8  # that of cell 1 was taken over in the seventh
+        assert one.weights[8] == (2.0, 2.0)
+    assert saved[1].digests[6] not in (told[0].digests[8], saved[1].digests[4])
 
 
 def wait_for_a_lighthouse(rank: int, world: int, plan: Plan) -> str:

@@ -24,6 +24,7 @@ from xffl.cluster.environment import (
     accept_cells,
     complete_federation,
     detect_environment,
+    elastic_cell,
     lighthouse_of,
     read_address,
     read_over_files,
@@ -44,7 +45,12 @@ from xffl.distributed.parameters import DeviceParameters, ElasticParameters
 from xffl.errors import ConfigError, LaunchError, StateError, TopologyError, XfflError
 from xffl.topology import Topology
 
-__all__ = ["cleanup_distributed_process_group", "session", "setup_distributed_process_group"]
+__all__ = [
+    "cleanup_distributed_process_group",
+    "session",
+    "setup_distributed_process_group",
+    "take_elastic_cell",
+]
 
 ON_GPUS = "cpu:gloo,cuda:nccl"
 
@@ -122,9 +128,7 @@ def session(
     )
     try:
         if lone_cell is not None:
-            state._lone_cell, state._elastic = _check_cell(*lone_cell, state), parameters
-        if parameters is not None and lone_cell is not None:
-            arm_fault(lone_cell[0], state.rank or 0, parameters.restarts)
+            _take_cell(state, lone_cell, parameters)
         yield state
     except BaseException as error:
         note_failure(error)  # before the others lose this rank, so that it counts as the first to fail
@@ -343,6 +347,21 @@ def _read_elastic(elastic: str | ElasticParameters | None, lone_cell: object) ->
         return elastic
     lighthouse = lighthouse_of() if elastic is None else "http://{}:{}".format(*read_address("elastic", elastic))
     return ElasticParameters(lighthouse=lighthouse, restarts=restarts_of())
+
+
+def take_elastic_cell(state: DistributedState) -> None:
+    """Let a world that was joined without a session be the cell of an elastic federation that its environment says."""
+    if (lone_cell := elastic_cell()) is not None:
+        _take_cell(state, lone_cell, _read_elastic(None, lone_cell))
+
+
+def _take_cell(
+    state: DistributedState, lone_cell: tuple[int, int | tuple[int, ...]], elastic: ElasticParameters | None
+) -> None:
+    """Note which cell this job is, and how its rounds are made."""
+    state._lone_cell, state._elastic = _check_cell(*lone_cell, state), elastic
+    if elastic is not None:
+        arm_fault(lone_cell[0], state.rank or 0, elastic.restarts)
 
 
 def _check_cell(cell: int, cells: int | tuple[int, ...], state: DistributedState) -> tuple[int, tuple[int, ...]]:

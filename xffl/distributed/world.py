@@ -32,6 +32,7 @@ from xffl.distributed.session import (
     find_sizes,
     set_up_cells,
     setup_distributed_process_group,
+    take_elastic_cell,
     waits_when_destroyed,
 )
 from xffl.distributed.sharding import local_tensor, total_norm
@@ -115,6 +116,8 @@ class DistributedWorld:
             self._is_joined_here = True
         self._state, self._device = state, None
         try:
+            if self._is_joined_here:
+                take_elastic_cell(state)
             mesh = self._mesh_of(state)
             self._meshes = make_cell_meshes(self._create, mesh, state, self.device.type)
         except BaseException as error:
