@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -50,6 +51,7 @@ class Plan:
     late: dict[int, float] = field(default_factory=dict)  # seconds that a cell comes later
     steps: dict[int, int] = field(default_factory=dict)  # steps that a cell makes in all, instead of rounds
     parameters: dict[str, Any] = field(default_factory=dict)
+    step_s: float = 0.01
     saves: dict[int, int] = field(default_factory=dict)  # the round after which a cell saves, where it goes on from
     checkpoints: str = ""
 
@@ -67,11 +69,15 @@ class Told:
     steps: int = 0
 
 
+def start_lighthouse(port: int) -> Any:
+    return coordination().LighthouseServer(
+        bind=f"127.0.0.1:{port}", min_replicas=1, join_timeout_ms=20000, quorum_tick_ms=100, heartbeat_timeout_ms=2000
+    )
+
+
 @pytest.fixture
 def lighthouse() -> Iterator[str]:
-    server = coordination().LighthouseServer(
-        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=20000, quorum_tick_ms=100, heartbeat_timeout_ms=2000
-    )
+    server = start_lighthouse(0)
     yield f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
     server.shutdown()
 
@@ -126,7 +132,7 @@ def member(rank: int, world: int, plan: Plan) -> Told:
                 told.steps += 1
                 optimizer.step()
                 optimizer.zero_grad()
-                time.sleep(0.01)
+                time.sleep(plan.step_s)
     if plan.fault.endswith("stop") and rank == 0:
         os.kill(int((Path(plan.folder) / plan.fault[0]).read_text()), signal.SIGKILL)  # a rank of a cell of one
     return told
@@ -294,6 +300,36 @@ def test_a_trainer_is_a_cell(lighthouse: str, tmp_path: Path) -> None:
     assert steps == 9  # its half of the samples, three times
     assert (cell, other_cell) == (0, 1)
     assert (0, 1) in rounds
+
+
+def test_a_lighthouse_that_is_started_again_divides_nobody(tmp_path: Path) -> None:
+    """It knows nobody then, and says so to whoever asks first: cells look again for those that they miss."""
+    port = free_port()
+    servers = [start_lighthouse(port)]
+
+    def start_again() -> None:
+        deadline = time.monotonic() + 90
+        while not (tmp_path / "0.pt").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        servers.pop().shutdown()
+        time.sleep(2.0)
+        servers.append(start_lighthouse(port))
+
+    thread = threading.Thread(target=start_again)
+    thread.start()
+    try:
+        told = run(
+            f"http://127.0.0.1:{port}", (1, 1, 1), rounds=30, step_s=0.1, saves={0: 5}, checkpoints=str(tmp_path)
+        )
+    finally:
+        thread.join()
+        servers.pop().shutdown()
+    check_alike(told)
+    for one in told:
+        assert sorted(one.digests) == list(range(min(one.digests), 31))
+        assert one.cells[30] == (0, 1, 2)
+        assert set(one.tries.values()) == {1}
+        assert max(one.seconds.values()) > 1.0, "the lighthouse was never missed"
 
 
 def test_after_an_outage_of_all_cells_the_newest_checkpoint_counts(lighthouse: str, tmp_path: Path) -> None:
