@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 
 import torch
 
@@ -45,7 +44,6 @@ class Link:
         self.combiner, self.masker = combiner, masker
         self.device = device = scope.device
         self.progress = Progress(device, scope.state.timeouts.across_s)
-        self.may_be_cut = scope.cross_world is not None
         self._needed: dict[tuple[int, ...], int] = {}
         self._gathered: dict[int, torch.Tensor] = {}
         # Buffers are made in the first round and kept, since fresh memory is slow.
@@ -175,18 +173,14 @@ class CrossCellTransport:
             self._arrive(works)
         payload.finish()
 
-    @contextmanager
-    def _notice_loss(self) -> Iterator[None]:
-        """Where cells are worlds of their own, go on when one is lost, and let all others know."""
-        try:
-            yield
-        except RuntimeError as lost:
-            if not self.link.may_be_cut:
-                raise
-            self.is_cut_off = True
-            self.profile.failure = self.profile.failure or lost
-            assert isinstance(self.link.round_groups.world, CrossWorldGroup)
-            self.link.round_groups.world.poison()
+    def _lose(self, lost: RuntimeError) -> None:
+        """Where cells are worlds of their own, go on without one and let all others know; else raise the error."""
+        world = self.link.round_groups.world
+        if not isinstance(world, CrossWorldGroup):
+            raise lost
+        self.is_cut_off = True
+        self.profile.failure = self.profile.failure or lost
+        world.poison()
 
     def combine_gathered(self, transfer: GroupTransfer, bucket: Bucket, out: torch.Tensor) -> None:
         """Combine what :meth:`gather` has kept of a bucket; local."""
@@ -231,17 +225,23 @@ class CrossCellTransport:
             return []
         if arriving or leaving:
             self.profile.record_send(sum(values.nbytes for values, _ in leaving))
-        inject("exchange")
-        with self.profile.phase("post"), self._notice_loss():
-            return start_moves(arriving, leaving, group, TAG + hop)
-        return []
+        with self.profile.phase("post"):
+            try:
+                inject("exchange")
+                return start_moves(arriving, leaving, group, TAG + hop)
+            except RuntimeError as lost:
+                self._lose(lost)
+                return []
 
     def _arrive(self, works: list[Work]) -> None:
         if self.is_cut_off:
             return
-        with self.profile.phase("across"), self._notice_loss():
-            for work in works:
-                work.wait()
+        with self.profile.phase("across"):
+            try:
+                for work in works:
+                    work.wait()
+            except RuntimeError as lost:
+                self._lose(lost)
         if works:
             self.profile.arrived()
             self.link.progress.note()
