@@ -485,4 +485,4 @@ def test_the_text_is_the_same_in_other_processes_and_tells_options_apart() -> No
     found = here.getvalue().splitlines()
     assert ran.stdout.splitlines() == found
     assert len(set(found)) == len(SPECS) + 4 and not any(" 0x" in text for text in found)
-    assert "lr=0.2" in found[0][1] and "T_max=9" in found[0][-1]
+    assert "lr=0.2" in found[1] and "T_max=9" in found[-1]
