@@ -46,12 +46,12 @@ ALL = bool(os.environ.get("NCCL_ALL"))
 
 Layout = tuple[tuple[int, ...], int | None]
 
-LAYOUTS: list[Layout] = [((2, 2), None), ((3, 1), None), ((2, 2), 1), ((4, 2), 2)]
+LAYOUTS: list[Layout] = [((2, 2), None), ((4, 2), None), ((3, 1), None), ((2, 2), 1), ((4, 2), 2)]
 """Sizes of cells, and the ranks of a replica; all options are tried on each."""
 
 PRIVATE = Privacy(clip=1.0, noise=1.0)
 CHOICES: dict[str, list[Any]] = {
-    "layout": LAYOUTS + ([((4, 2), None), ((3, 1), 1), ((1, 2, 1), None), ((4, 4), 2)] if ALL else []),
+    "layout": LAYOUTS + ([((3, 1), 1), ((1, 2, 1), None), ((4, 4), 2)] if ALL else []),
     "codec": ["none", "bf16", "int8", "topk:0.1"] + (["fp16", "int4"] if ALL else []),
     "form": ["all_gather", "two_hop"],
     "behind": [False, True, 0.5],
@@ -133,7 +133,6 @@ ROUNDS: dict[str, tuple[tuple[int, ...], int | None, tuple[dict[str, Any], ...]]
     "two ranks": ((1, 1), None, ({}, {"model": "buffers"}, {"codec": "int8", **CODED})),
     "three ranks": ((1, 1, 1), None, ({"form": "two_hop"}, {"secure": True}, {"combine": "median"})),
     "a pair between": ((1, 2, 1), None, ({}, {"codec": "topk:0.1", "form": "all_gather", **CODED})),
-    "four and two": ((4, 2), None, ({}, {"form": "two_hop", "rails": True, "codec": "int8", **CODED})),
     "eight": ((4, 4), 2, ({"rails": True, "model": "little"},)),
     "levels": ((1,) * 4, None, ({"groups": (2, 2)}, {"groups": (1, 3), "codec": "bf16"})),
     "levels, hsdp": ((2, 1, 2), 1, ({"groups": (2, 1), "every": 2},)),
