@@ -39,6 +39,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # what is imported by now stays; to look through it again and again took most of a worker's time
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()  # what the tests of a file have imported; each session's end looks through all the rest
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("timeout") is None:

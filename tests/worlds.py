@@ -39,6 +39,7 @@ PRELOAD = [
     *("docstring_parser", "cryptography.hazmat.primitives.kdf.hkdf", "torch.utils.serialization.config"),
     # Where DeepSpeed is installed: its first engine imports torch's compiler through it, seconds on every rank.
     "deepspeed.runtime.zero.muon.muon_optimizer",
+    "tests.huge_pages",  # the last: it moves what the others have made
 ]
 GRACE_S = 0.5
 """How long the other ranks may still tell what happened to them after the first one failed."""

@@ -109,10 +109,13 @@ def krum(faulty: int, selected: int) -> Callable[..., Array]:
 
 
 def geometric_median(old: Array, cells: Cells, weights: Array, steps: Array, kept: Memory) -> Array:
-    """The point itself, by many steps of Weiszfeld's from the mean."""
-    point = mean(cells, weights)
+    """The point itself, by steps of Weiszfeld's from the mean until it stands."""
+    table, point = np.stack(cells), mean(cells, weights)
     for _ in range(2000):
-        point = mean(cells, weights / np.array([max(1e-12, float(np.linalg.norm(cell - point))) for cell in cells]))
+        shares = weights / np.maximum(1e-12, np.sqrt(((table - point) ** 2).sum(1)))
+        before, point = point, np.asarray(shares @ table / shares.sum())
+        if np.abs(point - before).max() <= 1e-15:
+            break
     return point
 
 

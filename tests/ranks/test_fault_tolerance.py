@@ -234,6 +234,10 @@ def test_a_store_that_went_with_its_group_is_not_waited_for(monkeypatch: pytest.
     assert time.monotonic() - begun < 60
 
 
+EPOCHS = 12
+"""Of 10 steps each, in which a group that was killed comes back."""
+
+
 class Watch(Callback):
     """Keep count, as a callback with a state does, slow steps down, and kill the rank after one, if asked."""
 
@@ -245,8 +249,8 @@ class Watch(Callback):
         self.sizes.add(trainer.world.dp_size)
         if 0 <= self._die_after <= trainer.global_step:
             os.kill(os.getpid(), signal.SIGKILL)
-        is_to_wait = trainer.global_step > 200 and trainer.world.dp_size < 4  # the other group is still to come
-        time.sleep(0.1 if is_to_wait else 0.02)
+        is_to_wait = trainer.global_step > 60 and trainer.world.dp_size < 4  # the other group is still to come
+        time.sleep(0.3 if is_to_wait else 0.02)
 
     def state_dict(self) -> dict[str, Any]:
         return {"seen": self.seen}
@@ -255,7 +259,7 @@ class Watch(Callback):
         self.seen = state["seen"]
 
 
-def fit(folder: str, how: dict[str, Any], die_after: int = -1, epochs: int = 30) -> dict[str, Any]:
+def fit(folder: str, how: dict[str, Any], die_after: int = -1, epochs: int = EPOCHS) -> dict[str, Any]:
     config = TaskConfig(
         experiment=ExperimentConfig(name="test", output_dir=folder, seed=3),
         training=TrainingParameters(epochs=epochs, batch_size=5, validate_every_epochs=10, gradient_accumulation=2),
@@ -300,9 +304,9 @@ def test_a_trainers_group_takes_all_over(how: dict[str, Any], lighthouse: Lighth
     for what in ("weights", "moments", "trainer", "schedulers", "loader"):
         assert len({str(one[what]) for one in told}) == 1, (what, told)
     trainer = told[0]["trainer"]
-    assert trainer["current_epoch"] == 30 and trainer["callbacks"], trainer
+    assert trainer["current_epoch"] == EPOCHS and trainer["callbacks"], trainer
     # A step that is lost with a group is made again: each epoch has all of its steps.
-    assert trainer["global_step"] == told[0]["taken"] == 30 * 10
+    assert trainer["global_step"] == told[0]["taken"] == EPOCHS * 10
 
 
 def test_groups_go_on_from_their_checkpoints(lighthouse: Lighthouse, tmp_path: Path) -> None:
@@ -321,13 +325,13 @@ def test_a_trainer_takes_no_step_before_there_are_enough_groups(lighthouse: Ligh
     """Steps of a group that is alone are lost, and cost neither batches nor epochs."""
     how = {"fault_tolerance": FaultToleranceParameters(min_replica_size=2)}
     groups = Groups(2, lighthouse)
-    first = groups.start(0, fit, str(tmp_path), how)
+    first = groups.start(0, fit, str(tmp_path), how, -1, 4)
     time.sleep(6.0)
-    second = groups.start(1, fit, str(tmp_path), how)
+    second = groups.start(1, fit, str(tmp_path), how, -1, 4)
     told = told_by(first) + told_by(second)
     for what in ("weights", "moments", "trainer", "schedulers", "loader"):
         assert len({str(one[what]) for one in told}) == 1, (what, told)
-    assert told[0]["trainer"]["global_step"] == told[0]["taken"] == 30 * 10
+    assert told[0]["trainer"]["global_step"] == told[0]["taken"] == 4 * 10
 
 
 def alone(failures: int) -> dict[str, Any]:

@@ -43,7 +43,8 @@ def every_way(rank: int, world_size: int, sizes: tuple[int, ...], hsdp: int | No
     model = build("shard", "mixed", state)
     weight, weights = weightings(sizes, rank, state.federated_rank)[1]
     results = set()
-    sizes_of_buckets = [8 if world_size == 2 else 40, 100, 1 << 20]  # of an element each, where that is quick
+    # Of an element each, where that is quick, and not of ten in a world of six.
+    sizes_of_buckets = [*({2: [8], 4: [40]}.get(world_size, [])), 100, 1 << 20]
     ways = list(itertools.product(["all_gather", "two_hop"], [False, True], [False, True], sizes_of_buckets))
     for form, rails, atomic, bucket_bytes in ways:
         aggregator = xffl.Aggregator(
@@ -64,7 +65,8 @@ def every_way(rank: int, world_size: int, sizes: tuple[int, ...], hsdp: int | No
 
 @pytest.mark.parametrize("sizes, hsdp", LAYOUTS, ids=str)
 def test_every_way_gives_the_same_bits(sizes: tuple[int, ...], hsdp: int | None) -> None:
-    assert run_world(sum(sizes), every_way, sizes, hsdp) == [24] * sum(sizes)
+    ways = 24 if sum(sizes) <= 4 else 16
+    assert run_world(sum(sizes), every_way, sizes, hsdp) == [ways] * sum(sizes)
 
 
 def over_handles(rank: int, world_size: int, options: dict[str, Any]) -> list[int]:

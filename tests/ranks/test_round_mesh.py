@@ -264,7 +264,9 @@ def means(rank: int, world_size: int, sizes: tuple[int, ...], shape: Shape, opti
                 sent += report.bytes_across
             after = full(model)
             check_alike(after)
-            check_mean(before, after, cells, [1.0 + 2.0 * cell + turn for cell in range(len(sizes))])
+            if mesh.cell == 0 and not any(at for axis, at in mesh.at.items() if axis != "pp"):
+                # Of each stage one rank: all others have the same bits.
+                check_mean(before, after, cells, [1.0 + 2.0 * cell + turn for cell in range(len(sizes))])
             check_bytes(before, sent, cells)
         aggregator.close()
 
