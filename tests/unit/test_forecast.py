@@ -201,7 +201,7 @@ def test_phases_add_up_and_bytes_are_those_of_the_traffic(topology: Topology, op
     assert json.loads(json.dumps(asdict(told))) == asdict(told)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=60)
 @given(federations(), SETTINGS, st.floats(1.01, 20.0))
 def test_more_is_never_faster(topology: Topology, options: dict[str, Any], factor: float) -> None:
     """What is slower, farther or larger takes longer.
