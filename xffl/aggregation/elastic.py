@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch import nn
 from xffl.aggregation.aggregator import Aggregator, PendingRound
 from xffl.aggregation.engine.consensus import RoundBroken, RoundInDoubt, RoundInput
 from xffl.aggregation.engine.groups import RoundScope
-from xffl.aggregation.report import RoundReport
+from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.faults import inject, start_round
 from xffl.distributed.groups import Groups
@@ -198,19 +198,19 @@ class ElasticAggregator:
             by_cell = dict(zip(cells, values, strict=False))
             return tuple(by_cell.get(cell, 0.0) for cell in range(self._federation.cells)) if values else ()
 
-        return replace(
-            report,
-            weights=of_all(report.weights),
-            shares=of_all(report.shares),
-            steps=of_all(report.steps),
-            step_seconds=of_all(report.step_seconds),
-            dropped=tuple(cells[index] for index in report.dropped),
-            nonfinite={cells[index]: names for index, names in report.nonfinite.items()},
-            is_last=is_finished,
+        told = {one.name: getattr(report, one.name) for one in fields(report)}
+        return ElasticRoundReport(
+            **told
+            | {name: of_all(told[name]) for name in ("weights", "shares", "steps", "step_seconds")}
+            | {
+                "dropped": tuple(cells[index] for index in report.dropped),
+                "nonfinite": {cells[index]: names for index, names in report.nonfinite.items()},
+                "is_last": is_finished,
+                "seconds": seconds,
+            },
             cells=cells,
-            epoch=epoch.group,
+            membership=epoch.group,
             tries=tries,
-            seconds=seconds,
         )
 
     def aggregate_async(self, weight: float | Callable[[], float] | None = None, **more: Any) -> PendingRound:

@@ -30,7 +30,7 @@ from xffl.aggregation.contributions import (
 from xffl.aggregation.engine.consensus import RoundInput, checked_weight
 from xffl.aggregation.engine.global_model import digest_of
 from xffl.aggregation.hierarchical import Levels
-from xffl.aggregation.report import RoundReport
+from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError, RoundError, StateError, XfflError
@@ -352,7 +352,9 @@ class FederatedScaling:
         self._target = int(state["target"]) if self._over_files is None else sys.maxsize
         # Saved in on_round after a merge, just before the next round was to start.
         self._delayed.is_deferred = self._config.delay > 0 and self._since >= self._target
-        self._report = None if state["report"] is None else RoundReport(**state["report"])
+        report = state["report"]
+        kind = ElasticRoundReport if report is not None and "membership" in report else RoundReport
+        self._report = None if report is None else kind(**report)
         self._note_start()
 
     def _note_start(self) -> None:

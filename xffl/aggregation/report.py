@@ -18,7 +18,7 @@ from torch.autograd import profiler
 from xffl.distributed.groups import leave_after
 from xffl.errors import StateError
 
-__all__ = ["Background", "PendingRound", "RoundProfile", "RoundReport"]
+__all__ = ["Background", "ElasticRoundReport", "PendingRound", "RoundProfile", "RoundReport"]
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,6 @@ class RoundReport:
     :param is_skipped: Whether the cells' models were so close that nothing moved; such a round does not count.
     :param codec_error: What lossy codecs left out of what this rank had to send, relative to it, in the L2 norm; it is
         sent later. ``None`` where none was used, or where it had to send so much that squares left fp32.
-    :param cells: In an elastic federation, the cells that took part; ``weights`` and what else is by cell has 0 for the
-        others.
-    :param epoch: In an elastic federation, what the group of these cells is called.
-    :param tries: How often the round was begun: more than once where a cell was lost on the way.
     """
 
     round: int
@@ -73,8 +69,19 @@ class RoundReport:
     phases: Mapping[str, float] = field(default_factory=dict)
     hidden: float = 0.0
     codec_error: float | None = None
+
+
+@dataclass(frozen=True)
+class ElasticRoundReport(RoundReport):
+    """What one round of an elastic federation did; ``weights`` and what else is by cell has 0 for cells not there.
+
+    :param cells: The cells that took part.
+    :param membership: What their epoch is called.
+    :param tries: How often the round was begun: more than once where a cell was lost on the way.
+    """
+
     cells: tuple[int, ...] = ()
-    epoch: str = ""
+    membership: str = ""
     tries: int = 1
 
 
