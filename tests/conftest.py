@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,15 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in list(os.environ):
         if name in LAUNCHER_NAMES or (name.startswith(LAUNCHER_PREFIXES) and name not in KEPT):
             del os.environ[name]
+
+
+@pytest.fixture(autouse=True)
+def _keep_environment() -> Iterator[None]:
+    """Take back what the command line has set in this process: a later test would be a cell of a run."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 def pytest_collection_finish() -> None:

@@ -52,6 +52,7 @@ class Plan:
     steps: dict[int, int] = field(default_factory=dict)  # steps that a cell makes in all, instead of rounds
     parameters: dict[str, Any] = field(default_factory=dict)
     step_s: float = 0.01
+    widths: dict[int, int] = field(default_factory=dict)  # of a cell's own model
     saves: dict[int, int] = field(default_factory=dict)  # the round after which a cell saves, where it goes on from
     checkpoints: str = ""
 
@@ -82,6 +83,10 @@ def lighthouse() -> Iterator[str]:
     server.shutdown()
 
 
+failures: list[str] = []
+"""What mortal ranks have raised."""
+
+
 def digest(model: nn.Module) -> str:
     """The bits of all of the cell's shards, which other cells may cut otherwise."""
     whole = hashlib.sha256()
@@ -103,7 +108,8 @@ def member(rank: int, world: int, plan: Plan) -> Told:
         while not plan.late and len(os.listdir(plan.folder)) < world:
             time.sleep(0.01)
         torch.manual_seed(cell)
-        model = xffl.shard(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)), state)
+        wide = plan.widths.get(cell, 7)
+        model = xffl.shard(nn.Sequential(nn.Linear(5, wide), nn.Tanh(), nn.Linear(wide, 3)), state)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
 
         def weight() -> float:
@@ -143,6 +149,7 @@ def run(url: str, sizes: tuple[int, ...] = SIZES, mortal: tuple[int, ...] = (), 
     with tempfile.TemporaryDirectory() as folder:
         plan = Plan(url, sizes, tuple(free_port() for _ in sizes), folder, **more)
         told = run_world(sum(sizes), member, plan, init=False, timeout_s=100, mortal=mortal)
+    failures.extend(one for one in told if isinstance(one, str))
     return [one for one in told if isinstance(one, Told)]
 
 
@@ -202,6 +209,18 @@ def test_a_late_cell_of_another_size_takes_the_model_over(lighthouse: str) -> No
     assert before.cells[first - 1] == (0, 1, 2)  # counts 0 there: it has made no step
     assert before.weights[first - 1][2] == 0.0
     assert late[0].weights[first][2] > 0
+
+
+def test_a_late_cell_with_another_model_is_refused_alone(lighthouse: str) -> None:
+    failures.clear()
+    told = run(lighthouse, (1, 1, 1), mortal=(2,), late={2: 3.0}, widths={2: 8}, steps={0: 300, 1: 300}, rounds=150)
+    assert [one.cell for one in told] == [0, 1]
+    check_alike(told)
+    [text] = failures
+    assert "ConfigError" in text and "'0.weight'" in text
+    for one in told:
+        assert max(one.tries.values()) > 1
+        assert sum(weights[one.cell] for weights in one.weights.values()) == one.steps
 
 
 def test_cells_that_have_finished_leave(lighthouse: str) -> None:

@@ -469,7 +469,7 @@ def the_host_waits_alone() -> None:
     ("cells", "plant", "told"),
     [
         ((4, 2), unconnected, "is first used by ranks [0, 4] only"),
-        ((2, 1), in_another_order, "hangs in allreduce at distributed/consistency.py"),
+        ((2, 1), in_another_order, "hangs in allreduce at distributed/collectives.py"),
         ((1, 1), one_by_one, "is no batch: NCCL connects the two by themselves"),
         ((1, 1), first_one_way, "never ends"),
         ((1, 1), of_another_size, "where rank"),

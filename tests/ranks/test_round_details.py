@@ -452,7 +452,7 @@ def connected(rank: int, world_size: int) -> None:
     place = routes.RoundScope(state, state.topology)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(routes, "transfer_device", lambda state: torch.device("meta"))
-        patch.setattr(dist, "all_reduce", lambda values, group: seen.append(group.group_name))
+        patch.setattr(dist, "all_reduce", lambda values, op, group: seen.append(group.group_name))
         made = routes.select_groups(place, multi_rail=False, is_own=True, holders=[(0,)])
     groups = (*made.across, made.replica, made.cell, *made.holders.values())  # votes go over gloo's side of the world
     assert {group.group_name for group in groups if group is not None} == set(seen) and len(set(seen)) == len(seen)

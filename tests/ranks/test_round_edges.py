@@ -276,7 +276,7 @@ def without_reasons(rank: int, world_size: int) -> None:
         return context
 
     replace_exchange(aggregator, fails)
-    lost = mock.patch.object(protocol.dist, "all_gather_object", side_effect=RuntimeError("the peer is gone"))
+    lost = mock.patch.object(protocol, "all_gather_json", side_effect=RuntimeError("the peer is gone"))
     told = "the peer is gone" if rank == 0 else "planted"
     with lost, pytest.raises(xffl.RoundError, match=f"round 1 was not taken, this rank keeps its weights: .*{told}"):
         aggregator.aggregate()
@@ -613,7 +613,7 @@ def stopped_in_a_refusal(rank: int, world_size: int, stop: type[BaseException], 
         model.weight[0, 0] = float("nan") if rank or nonfinite == "reject" else 1.0
     before = model.weight.detach().clone()
     aggregator = xffl.Aggregator(model, state, nonfinite=nonfinite)
-    how = {"reject": (protocol, "check_consistent"), "drop_cell": (protocol.dist, "all_gather_object")}[nonfinite]
+    how = {"reject": (protocol, "check_consistent"), "drop_cell": (protocol, "all_gather_json")}[nonfinite]
 
     def lost(*args: Any, **kwargs: Any) -> None:
         raise stop("the peer is gone")

@@ -67,7 +67,10 @@ def test_of_two_halves_the_one_with_the_lowest_cell_goes_on() -> None:
     joiner = record(4, cells=5)
     assert not meet(*first, joiner).refusal
     assert meet(*second, joiner).refusal == "cells 0, 1 may hold a later model than round 4; it is waited for"
-    assert not meet(*second, joiner, record(0, number=1, cells=5)).refusal  # its life of then has ended
+    # Their lives of then have ended; one alone may have gone on with the other before it did.
+    again = [record(cell, number=1, cells=5) for cell in (0, 1)]
+    assert meet(*second, joiner, again[0]).refusal == "cell 1 may hold a later model than round 4; it is waited for"
+    assert not meet(*second, *again).refusal
 
 
 def test_an_old_checkpoint_does_not_outvote_who_may_be_alive() -> None:

@@ -140,7 +140,13 @@ class ElasticAggregator:
         report: RoundReport | None = None
         refusal: XfflError | None = None
         try:
-            aggregator = self._enter(epoch)
+            try:
+                aggregator = self._enter(epoch)
+            except XfflError as error:
+                # A cell that comes with another model or other options is told so; those that agree go on without it.
+                if is_behind or not epoch.behind or not epoch.base.is_agreed:
+                    raise
+                raise RoundBroken(str(error)) from error
             aggregator.rounds = epoch.base.round
             start_round(epoch.base.round + 1)
             report = aggregator.participate(replace(given, is_absent=given.is_absent or is_behind))

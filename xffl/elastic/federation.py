@@ -189,7 +189,11 @@ class ElasticFederation:
         dist.all_reduce(ends, op=dist.ReduceOp.MAX)
         most, least = RoundEnd(int(ends[0])), RoundEnd(-int(ends[1]))
         if most is RoundEnd.TAKEN:
-            assert least >= RoundEnd.IN_DOUBT, "a rank that has not said yes sees a round taken"
+            if least < RoundEnd.IN_DOUBT:
+                raise RoundError(
+                    f"the round of epoch {epoch.group} was taken, but a rank of cell {self.cell} could not write it; "
+                    "start this cell again"
+                )
             self.standing.take(epoch)
             self._failures = 0
         elif least is RoundEnd.IN_DOUBT:

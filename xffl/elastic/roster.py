@@ -9,8 +9,9 @@ epoch
     The cells that have met for a round. Those that hold another version than the one it goes on from are behind: they
     take the result over and contribute nothing.
 voters
-    The lives of the cells that have agreed on a version. Who makes the next one must be at least half of those that may
-    still be alive, so that no two parts of a federation go on from one version without each other's knowledge.
+    The lives of the cells that have agreed on a version. The next one is made by more than half of them, by half with
+    the lowest cell, or where all others are known to have ended: so no two parts of a federation go on from one version
+    without each other's knowledge.
 doubt
     What a cell is in that has said yes to a round and could not learn whether all have. It holds both models: that of
     before, and what the round has made. Where a cell that was there has refused the round, nobody has taken it. Else
@@ -198,19 +199,12 @@ def _resolve(member: CellRecord, members: Sequence[CellRecord]) -> CellRecord:
     return replace(member, version=member.version if is_refused else doubt, doubt=None)
 
 
-def _voters(epoch: Epoch) -> list[str]:
-    """Return the voters of the base that may be alive: not those that have left, nor those that started again since."""
-    lives = {member.cell: member.life for member in epoch.members}
-    return [
-        life for life in epoch.base.voters if cell_of(life) not in epoch.left and lives.get(cell_of(life), life) == life
-    ]
-
-
 def _missing(epoch: Epoch) -> list[int]:
     """Return the cells of the last round that may be alive, and are not here; of one that begins, all others."""
     if not epoch.base.is_agreed:
         return sorted({*range(epoch.members[0].cells)} - {*epoch.cells})
-    return [cell_of(life) for life in _voters(epoch) if life not in epoch.lives]
+    # A life has ended where another one of its cell is here.
+    return sorted(cell for cell in map(cell_of, epoch.base.voters) if cell not in (*epoch.cells, *epoch.left))
 
 
 def _refusal(epoch: Epoch, least: int) -> str:
@@ -230,13 +224,15 @@ def _refusal(epoch: Epoch, least: int) -> str:
         if 2 * len(fresh) > known:
             return ""
         return f"no cell here holds an agreed model, and {_cells_text(absent)} may; it is waited for"
-    voters = sorted(_voters(epoch), key=cell_of)
+    # Who is not here may have gone on with those whose lives have ended since, if they were half of the voters.
+    missing = _missing(epoch)
+    voters = sorted((life for life in epoch.base.voters if cell_of(life) not in epoch.left), key=cell_of)
     here = [life for life in voters if life in epoch.lives]
     # Of two halves the one with the lowest cell goes on; of two cells each, or the loss of one would end the run.
-    if 2 * len(here) > len(voters) or (here and 2 * len(here) == len(voters) and (known == 2 or here[0] == voters[0])):
+    is_half = 2 * len(here) == len(voters) and (known == 2 or voters[0] in here)
+    if not missing or 2 * len(here) > len(voters) or is_half:
         return ""
-    waited = sorted(cell_of(life) for life in voters if life not in here)
-    return f"{_cells_text(waited)} may hold a later model than round {epoch.base.round}; it is waited for"
+    return f"{_cells_text(missing)} may hold a later model than round {epoch.base.round}; it is waited for"
 
 
 def _cells_text(cells: Sequence[int]) -> str:
