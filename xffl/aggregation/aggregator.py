@@ -562,8 +562,10 @@ def _compare_models(
     """
     rank_tensors: RankTensors | None = None
     axes: tuple[int, ...] = ()
+    group = state.cross_world if isinstance(state, RoundScope) else None
     with run_on_all_ranks(
         "models",
+        group=group,
         convert=lambda wrong: ConfigError(f"the model or its policies cannot be read: {type(wrong).__name__}: {wrong}"),
         describe=describe_difference,
     ) as share:
@@ -587,7 +589,7 @@ def _compare_models(
         return scope, options, manifest, gather_axes(axes, topology, scope.world), None
     mesh = scope.state.hsdp_mesh
     assert mesh is not None, "a state with a cell shape has replicas"
-    with run_on_all_ranks("models", describe=describe_difference) as share:
+    with run_on_all_ranks("models", group=group, describe=describe_difference) as share:
         replica_tensors = gather_replica_tensors(rank_tensors, mesh.get_group(1))
         manifest.check_patterns(replica_tensors)
         share(replica_tensors.text)
