@@ -27,7 +27,7 @@ from tests.ports import free_port
 from tests.tasks import TaskConfig, TaskTrainer
 from tests.worlds import be_launched, run_world
 from xffl.distributed import ElasticParameters
-from xffl.distributed.faults import PHASES
+from xffl.distributed.faults import PHASES, Fault
 from xffl.elastic.lighthouse import coordination
 from xffl.training import Callback, ExperimentConfig, FederationConfig, TrainingParameters
 
@@ -383,6 +383,16 @@ def test_a_cell_that_finds_no_others_says_what_it_waits_for(lighthouse: str) -> 
         1, wait_for_a_lighthouse, Plan(gone, (1,), (free_port(),), parameters={"meeting_timeout_s": 8.0}), init=False
     )
     assert text.startswith(f"cell 0 found no cells for a round within 8 s: the lighthouse {gone} does not answer")
+
+
+def test_what_a_fault_may_be() -> None:
+    for text in ("1:0:exchange", "a:0:exchange:1", "1:0:exchange:x"):
+        with pytest.raises(xffl.ConfigError, match="give CELL:RANK:PHASE:ROUND, such as 1:0:exchange:3"):
+            Fault.from_text(text, 1, 0)
+    with pytest.raises(xffl.ConfigError, match="phase in XFFL_FAULT"):
+        Fault.from_text("1:0:never:1", 1, 0)
+    assert Fault.from_text("1:0:close:3", 0, 0) is None  # another one's
+    assert Fault.from_text("1:0:close:3:stop", 1, 0) == Fault("close", 3, signal.SIGSTOP)
 
 
 def refuse(rank: int, world: int, plan: Plan) -> list[str]:

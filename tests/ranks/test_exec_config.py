@@ -24,7 +24,7 @@ from tests.ranks.test_session import be_rank
 from tests.worlds import run_script, run_world
 from xffl.cli import execute
 from xffl.cli.main import main
-from xffl.cluster.launch.elastic import CellJob, Lighthouse
+from xffl.cluster.launch.elastic import CellJob, LighthouseProcess
 from xffl.run_report.reader import read_run
 from xffl.run_report.summary import sum_up
 from xffl.training.config.configuration import print_text, read_job, take_over
@@ -188,8 +188,10 @@ def test_a_configuration_of_all_cells_is_that_of_each_cell_of_an_elastic_run(
     )
     jobs: list[CellJob] = []
     monkeypatch.setattr(execute, "launch_cells", lambda cells, **more: jobs.extend(cells) or 0)
-    monkeypatch.setattr(execute, "own_lighthouse", lambda host: nullcontext(Lighthouse.__new__(Lighthouse)))
-    monkeypatch.setattr(Lighthouse, "address", "127.0.0.1:1", raising=False)
+    monkeypatch.setattr(
+        execute, "own_lighthouse", lambda host: nullcontext(LighthouseProcess.__new__(LighthouseProcess))
+    )
+    monkeypatch.setattr(LighthouseProcess, "address", "127.0.0.1:1", raising=False)
     assert main(["exec", "--elastic", "run.yaml", "--experiment.seed", "3"]) == 0
     # One cell elsewhere has the ranks that the configuration gives it, unless it is told others.
     environ = {"XFFL_CELL": "1/2", "XFFL_LIGHTHOUSE": "http://a:1"}

@@ -44,20 +44,20 @@ class ElasticAggregator:
 
     It takes a model, which the cells may cut over different numbers of ranks, the state of this cell's world, which was
     joined with ``elastic``, and the options of an Aggregator. Raises ConfigError where torchft is not installed, or an
-    option is not to be had in an elastic federation.
+    option is not supported in an elastic federation.
     """
 
     def __init__(self, model: nn.Module, state: DistributedState, **options: Any) -> None:
         for name, without in NOT_YET.items():
             if options.get(name, without) not in (without, False, None):
                 raise ConfigError(
-                    f"{name}={options[name]!r} is not to be had in an elastic federation: a cell that comes back would "
-                    f"lack what it needs; leave it out"
+                    f"{name}={options[name]!r} is not supported in an elastic federation: a cell that comes back would "
+                    "lack its state; leave it out"
                 )
         if options.get("overlap") or options.get("atomic", True) is not True:
             raise ConfigError(
-                "rounds of an elastic federation are repeated where cells are lost, so they need atomic=True"
-                " and no delay"
+                "rounds of an elastic federation are repeated where cells are lost, so they need atomic=True and no "
+                "overlap"
             )
         self.model, self._state, self._options = model, state, options
         self.fragments, self.overlaps, self.is_closed = 1, False, False
@@ -67,7 +67,7 @@ class ElasticAggregator:
         self._doubted: tuple[Aggregator, Epoch] | None = None
         self.on_settled: Callable[[RoundReport], None] | None = None
         """Called with the report of a round that was in doubt and is found to be taken, once its weights stand."""
-        self._exchange_s: float | None = None
+        self._exchange_s = 0.0
 
     @property
     def rounds(self) -> int:
@@ -169,10 +169,11 @@ class ElasticAggregator:
             if report is not None:
                 self._limit_messages(report)
             return True, report
-        self._aggregator = None
         if agreed is RoundEnd.REFUSED and refusal is not None:
-            self._aggregator = aggregator
+            if aggregator is None:  # the next one is compared anew, by all that come then
+                federation.drop()
             raise refusal
+        self._aggregator = None
         self._doubted = (aggregator, epoch) if agreed is RoundEnd.IN_DOUBT else None
         return False, None
 
@@ -192,8 +193,8 @@ class ElasticAggregator:
 
     def _limit_messages(self, report: RoundReport) -> None:
         """Let a message take a few times as long as all of this exchange did, so that a slow link is no lost one."""
-        exchange_s = sum(report.phases.values())
-        self._exchange_s = exchange_s if self._exchange_s is None else max(exchange_s, 0.5 * self._exchange_s)
+        # Of the slowest of late; one that was slow long ago counts less and less.
+        self._exchange_s = max(sum(report.phases.values()), 0.5 * self._exchange_s)
         self._federation.limit_messages(max(LEAST_TIMEOUT_S, PATIENCE * self._exchange_s))
 
     def _spread(self, report: RoundReport, epoch: Epoch, tries: int, is_finished: bool, seconds: float) -> RoundReport:

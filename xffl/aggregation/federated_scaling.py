@@ -207,14 +207,16 @@ class FederatedScaling:
                 set_up(client, self._model, self._optimizers, options.get("policies"))
             if client is not None and client.extra is not None:
                 options["extra"] = client.extra
-            kind: Callable[..., Aggregator | Levels | ElasticAggregator] = Levels if "levels" in options else Aggregator
             if self._state.elastic is not None:
                 # torchft, and what it brings, is imported for these runs only.
                 from xffl.aggregation.elastic import ElasticAggregator
 
                 _check_elastic(self._config)
-                kind = ElasticAggregator
-            self._aggregator = kind(self._model, self._state, **options)
+                self._aggregator = ElasticAggregator(self._model, self._state, **options)
+                self._aggregator.on_settled = self._on_round
+            else:
+                kind = Levels if "levels" in options else Aggregator
+                self._aggregator = kind(self._model, self._state, **options)
             if saved is not None:
                 self._aggregator.load_state_dict(saved)
         self.discard()
@@ -245,7 +247,6 @@ class FederatedScaling:
         self._has_joined = True
         self.meetings += 1
         elastic: Any = self.aggregator
-        elastic.on_settled = self._on_round
         with self._step_timer.paused():
             elastic.join()
         self._since, self._target = 0, self._next_target(self.aggregator.rounds)

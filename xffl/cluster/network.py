@@ -12,10 +12,22 @@ from pathlib import Path
 from xffl.cluster.hosts import interface_address
 from xffl.errors import ConfigError, LaunchError
 
-__all__ = ["SLURM_PORTS", "Interface", "Timeouts", "control_address", "ephemeral_ports", "list_interfaces"]
+__all__ = [
+    "CELL_HEARTBEAT_TIMEOUT_S",
+    "SLURM_PORTS",
+    "Interface",
+    "Timeouts",
+    "control_address",
+    "ephemeral_ports",
+    "list_interfaces",
+]
 
 SLURM_PORTS = (20000, 31999)
 """Where the rendezvous of a SLURM step lies, see :mod:`xffl.cluster.launch.launchers`."""
+
+CELL_HEARTBEAT_TIMEOUT_S = 2
+"""Seconds without a heartbeat after which a cell of an elastic federation counts as lost; cells look again for one that
+they miss after as long."""
 
 _CONNECT_S = 30.0
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")

@@ -71,17 +71,21 @@ class CrossWorldGroup:
     def all_reduce(self, values: torch.Tensor, op: Any) -> None:
         """Reduce values in place."""
         options = dist.AllreduceOptions()
-        options.reduceOp = op
+        options.reduceOp, options.timeout = op, timedelta(seconds=self.timeout_s)
         _Limited(self._gloo.allreduce([values], options), self).wait()
 
     def all_gather(self, rows: list[torch.Tensor], values: torch.Tensor) -> None:
         """Gather the values of each rank."""
-        _Limited(self._gloo.allgather([rows], [values]), self).wait()
+        table = torch.zeros(len(rows), *values.shape, dtype=values.dtype)
+        table[self.rank()] = values
+        self.all_reduce(table, dist.ReduceOp.SUM)  # each row is zero in all tables but one
+        for row, gathered in zip(rows, table, strict=True):
+            row.copy_(gathered)
 
     def broadcast(self, values: torch.Tensor, source: int) -> None:
         """Replace values by those of a rank of the group."""
         options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = source, 0
+        options.rootRank, options.rootTensor, options.timeout = source, 0, timedelta(seconds=self.timeout_s)
         _Limited(self._gloo.broadcast([values], options), self).wait()
 
     def poison(self) -> None:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from xffl.checks import one_of
 from xffl.errors import ConfigError
 
-__all__ = ["PHASES", "Fault", "inject", "is_armed", "start_round"]
+__all__ = ["PHASES", "Fault", "arm", "inject", "is_armed", "start_round"]
 
 PHASES = ("meet", "open", "opened", "exchange", "close", "half", "told", "agreed")
 """Points of a round, in their order."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from xffl.cluster.environment import bind_address
+from xffl.cluster.network import CELL_HEARTBEAT_TIMEOUT_S
 from xffl.distributed.collectives import CrossWorldGroup
 from xffl.distributed.consistency import control_device, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
@@ -24,8 +25,6 @@ from xffl.topology import Topology
 
 __all__ = ["ElasticFederation", "RoundEnd"]
 
-HEARTBEAT_TIMEOUT_S = 2.0
-"""How long the lighthouse waits for a heartbeat; cells look again for one that they miss after as long."""
 SLICE_S = 10.0
 """How often the leader tells the ranks of its cell that it still waits, so that none of them runs out of time."""
 CONNECT_S = 10.0
@@ -111,7 +110,7 @@ class ElasticFederation:
                 told[0] = epoch = self._ask_lighthouse(self._lighthouse, is_finished, looks, within_s)
                 if epoch is not None and epoch.refusal:
                     self._say(epoch.refusal)
-                    time.sleep(HEARTBEAT_TIMEOUT_S if epoch.looks_again else 0.5)
+                    time.sleep(CELL_HEARTBEAT_TIMEOUT_S if epoch.looks_again else 0.5)
             except LaunchError as error:
                 self._say(str(error))
             except ConfigError as error:

@@ -417,12 +417,7 @@ def plan_transfers(
         codec = codecs.get(group.codec) if topology.cells > 1 else None  # nothing crosses in one cell
         # What is taken from one cell needs no combining.
         taken = "all_gather"
-        # Over NCCL this was not measured; other types than fp32 take long to combine, so each cell does half of that.
-        deferred_mean = options.allow_deferred_mean and not round_groups.multi_rail and is_on_cpu
-        # In doubt of a round a rank does not learn what others have found in values that are combined this late.
-        deferred_mean = deferred_mean and not round_groups.is_cross_world
-        deferred_mean = deferred_mean and group.dtype == "float32" and codec is None and form != "two_hop"
-        deferred_mean = deferred_mean and _is_alone(group, topology)
+        deferred_mean = is_on_cpu and codec is None and _defers_mean(group, topology, round_groups, options)
         if group.rule == "average" and not deferred_mean:
             taken = form_of(group.numel * dtype.itemsize, topology.cells, form, is_exact=codec is None)
         # Small tensors are packed, and each bucket of them under way takes a buffer more.
@@ -466,6 +461,17 @@ def _bucket_limit(group: BucketGroup, topology: Topology, numel: int) -> int:
     homes = zip(group.held_by_part, topology.replica_counts, topology.sizes, strict=True)
     holders = max(1, len(group.holders))
     return numel // max(replicas * holders if is_part else size for is_part, replicas, size in homes)
+
+
+def _defers_mean(group: BucketGroup, topology: Topology, round_groups: RoundGroups, options: Options) -> bool:
+    """Tell whether two cells swap whole buckets, and each rank takes the mean when it writes it.
+
+    Over NCCL this was not measured; other types than fp32 take long to combine, so each cell does half of that.
+    """
+    if not options.allow_deferred_mean or options.form_of_groups == "two_hop" or group.dtype != "float32":
+        return False
+    # In doubt of a round a rank does not learn what others have found in values that are combined this late.
+    return not (round_groups.multi_rail or round_groups.is_cross_world) and _is_alone(group, topology)
 
 
 def _is_alone(group: BucketGroup, topology: Topology) -> bool:

@@ -25,17 +25,18 @@ from xffl.cluster.launch.failure import ExitCode, caught_signals, code_of_signal
 from xffl.cluster.launch.job_layout import JobLayout
 from xffl.cluster.launch.launch import held_port
 from xffl.cluster.launch.runner import RankJob, die_with_parent
+from xffl.cluster.network import CELL_HEARTBEAT_TIMEOUT_S
 from xffl.cluster.slurm.allocation import Host, own_host
 from xffl.errors import ConfigError
 from xffl.extras import optional_import
 
-__all__ = ["CellJob", "Lighthouse", "launch_cells", "lighthouse_host", "own_lighthouse", "step_variables"]
+__all__ = ["CellJob", "LighthouseProcess", "launch_cells", "lighthouse_host", "own_lighthouse", "step_variables"]
 
 _POLL_S = 0.05
 _PAUSE_S = 1.0
 """Before a cell, or the lighthouse, is started again."""
-_HEARTBEAT_S, _JOIN_S = 2, 20
-"""After so long a silence a cell counts as lost; a cell that is late for a round, but lives, is waited for so long."""
+_JOIN_S = 20
+"""How long a cell that is late for a round, but lives, is waited for."""
 _IN_VAIN = ("ConfigError:", "TopologyError:")
 """What a rank fails with that would fail the same way again; other errors of xffl's own may be another cell's doing."""
 
@@ -59,7 +60,7 @@ def launch_cells(
     *,
     restarts: int,
     timeout_s: float | None = None,
-    lighthouse: Lighthouse | None = None,
+    lighthouse: LighthouseProcess | None = None,
 ) -> int:
     """Start cells, all of a run or one, and wait until each has ended for good; return the exit code of them all.
 
@@ -194,7 +195,7 @@ def _begin_cell(share: Share | None) -> None:
 # The lighthouse -------------------------------------------------------------------------------------------------------
 
 
-class Lighthouse:
+class LighthouseProcess:
     """The lighthouse of a run as a process of its own. It keeps nothing, so one that has died is started again."""
 
     def __init__(self, address: str) -> None:
@@ -220,7 +221,7 @@ class Lighthouse:
 
     def _start(self) -> None:
         self._started_at = time.monotonic()
-        times = ("--heartbeat-timeout", str(_HEARTBEAT_S), "--join-timeout", str(_JOIN_S))
+        times = ("--heartbeat-timeout", str(CELL_HEARTBEAT_TIMEOUT_S), "--join-timeout", str(_JOIN_S))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "xffl", "lighthouse", "--bind", self.address, *times],
             stdin=subprocess.DEVNULL,
@@ -231,13 +232,13 @@ class Lighthouse:
 
 
 @contextmanager
-def own_lighthouse(host: str = "127.0.0.1") -> Iterator[Lighthouse]:
+def own_lighthouse(host: str = "127.0.0.1") -> Iterator[LighthouseProcess]:
     """Run a lighthouse while the block runs, at a free port of this host that is held for it also while it is down."""
     with optional_import("elastic", "an elastic run needs torchft, which has wheels for x86-64 Linux"):
         if find_spec("torchft") is None:  # it is imported by the lighthouse and the ranks, since it brings torch
             raise ModuleNotFoundError("No module named 'torchft'")
     with held_port() as port:
-        lighthouse = Lighthouse(f"{host}:{port}")
+        lighthouse = LighthouseProcess(f"{host}:{port}")
         try:
             yield lighthouse
         finally:
