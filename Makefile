@@ -41,11 +41,10 @@ demo: $(INSTALLED) ## train on handwritten digits in two cells; writes runs/digi
 noniid: $(INSTALLED) ## compare algorithms in cells that lack most classes, and combiners against garbage; writes runs/noniid/
 	$(BIN)/python examples/05_noniid/run.py
 
-# Files of tests run side by side, with real launchers more than there are cores: these also wait. Those that measure
-# seconds run alone.
+# Files of tests run side by side, one more than two cores take: some of them wait. Those that measure seconds run alone.
 test: $(INSTALLED) ## run the tests; those of real launchers skip where system packages are missing
 ifneq ($(CLUSTER),only)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/cluster
+	$(BIN)/python -m pytest -n 3 --dist loadfile --ignore=tests/cluster
 ifneq ($(wildcard /dev/nvidiactl),)
 	$(BIN)/python -m pytest -m gpu -q $(GPU_TESTS)
 endif

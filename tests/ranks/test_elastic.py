@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 
 import xffl
 from tests.ports import free_port
 from tests.tasks import TaskConfig, TaskTrainer
 from tests.worlds import be_launched, run_world
+from xffl.aggregation.algorithms.clients import Scaffold, local
+from xffl.aggregation.algorithms.server import ServerOptimizer
 from xffl.distributed import ElasticParameters
 from xffl.distributed.faults import PHASES, Fault
 from xffl.elastic.lighthouse import coordination
@@ -48,13 +52,15 @@ class Plan:
     rounds: int = ROUNDS
     fault: str = ""
     options: dict[str, Any] = field(default_factory=dict)
-    late: dict[int, float] = field(default_factory=dict)  # seconds that a cell comes later
+    late: tuple[int, ...] = ()  # cells that come once the others have made some rounds
     steps: dict[int, int] = field(default_factory=dict)  # steps that a cell makes in all, instead of rounds
     parameters: dict[str, Any] = field(default_factory=dict)
     step_s: float = 0.01
     widths: dict[int, int] = field(default_factory=dict)  # of a cell's own model
     saves: dict[int, int] = field(default_factory=dict)  # the round after which a cell saves, where it goes on from
     checkpoints: str = ""
+    is_bare: bool = False  # the model has no buffers
+    keywords: dict[str, Any] = field(default_factory=dict)  # of FederatedScaling
 
 
 @dataclass
@@ -67,6 +73,12 @@ class Told:
     weights: dict[int, tuple[float, ...]] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
     tries: dict[int, int] = field(default_factory=dict)
+    agreed: dict[int, str] = field(default_factory=dict)  # what servers and norms go on from
+    norms: dict[int, tuple[float, ...] | None] = field(default_factory=dict)
+    corrections: dict[int, torch.Tensor] = field(default_factory=dict)  # of SCAFFOLD
+    spent: Any = None  # what privacy has cost
+    skipped: int = 0
+    starts_equal: bool | None = None  # whether its first step went from what was agreed on
     steps: int = 0
 
 
@@ -90,15 +102,33 @@ failures: list[str] = []
 def digest(model: nn.Module) -> str:
     """The bits of all of the cell's shards, which other cells may cut otherwise."""
     whole = hashlib.sha256()
-    for one in model.parameters():
-        whole.update((one.full_tensor() if hasattr(one, "full_tensor") else one).detach().numpy().tobytes())
+    for one in model.state_dict().values():
+        whole.update((one.full_tensor() if hasattr(one, "full_tensor") else one).numpy().tobytes())
     return whole.hexdigest()
+
+
+def digest_of_agreed(state: dict[str, Any]) -> str:
+    """The bits of the last agreed model and of what its server keeps, of all of the cell's shards."""
+    if "agreed" not in state:
+        return ""
+    shards: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shards, state["agreed"])
+
+    def put_together(parts: list[Any]) -> Any:
+        if isinstance(parts[0], dict):
+            keys = sorted({key for part in parts for key in part}, key=str)
+            return {key: put_together([part[key] for part in parts if key in part]) for key in keys}
+        is_cut = isinstance(parts[0], torch.Tensor) and parts[0].dim() > 0
+        return torch.cat(parts).numpy().tobytes() if is_cut else str(parts[0])
+
+    return hashlib.sha256(repr(put_together(shards)).encode()).hexdigest()
 
 
 def member(rank: int, world: int, plan: Plan) -> Told:
     """Be a rank of a cell that trains, until it has made its rounds or its steps."""
     cell = next(cell for cell, _ in enumerate(plan.sizes) if rank < sum(plan.sizes[: cell + 1]))
-    time.sleep(plan.late.get(cell, 0.0))
+    while cell in plan.late and not (Path(plan.folder) / "late").exists():
+        time.sleep(0.01)
     be_launched(rank - sum(plan.sizes[:cell]), plan.sizes[cell], plan.ports[cell])
     os.environ["XFFL_FAULT"] = plan.fault
     told, used = Told(cell), 0
@@ -109,7 +139,8 @@ def member(rank: int, world: int, plan: Plan) -> Told:
             time.sleep(0.01)
         torch.manual_seed(cell)
         wide = plan.widths.get(cell, 7)
-        model = xffl.shard(nn.Sequential(nn.Linear(5, wide), nn.Tanh(), nn.Linear(wide, 3)), state)
+        layers = [nn.Linear(5, wide), nn.Tanh(), *([] if plan.is_bare else [nn.BatchNorm1d(wide)]), nn.Linear(wide, 3)]
+        model = xffl.shard(nn.Sequential(*layers), state)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
 
         def weight() -> float:
@@ -118,15 +149,36 @@ def member(rank: int, world: int, plan: Plan) -> Told:
             return float(new)
 
         def on_round(report: Any) -> None:
+            if report.is_skipped:
+                told.skipped += 1
+                return
             told.digests[report.round] = digest(model)
             told.cells[report.round], told.weights[report.round] = report.cells, report.weights
             told.seconds[report.round], told.tries[report.round] = report.seconds, report.tries
+            told.agreed[report.round] = digest_of_agreed(scaling.aggregator.state_dict())
+            told.norms[report.round] = report.update_norms
+            if isinstance(client, Scaffold):
+                kept = [None] * dist.get_world_size()
+                dist.all_gather_object(kept, list(client.state_dict()["corrections"].values()))
+                told.corrections[report.round] = torch.cat(
+                    [torch.cat(parts).flatten() for parts in zip(*kept, strict=True)]
+                )
+            if report.round == 4:
+                (Path(plan.folder) / "late").touch()
             if plan.saves.get(cell) == report.round:
                 torch.save((model.state_dict(), scaling.state_dict()), f"{plan.checkpoints}/{cell}.pt")
 
-        scaling = xffl.FederatedScaling(
-            model, optimizer, state, every=2, weight=weight, on_round=on_round, aggregator=plan.options
-        )
+        client = Scaffold() if plan.keywords.get("client") == "scaffold" else None
+
+        def compare(*unused: Any) -> None:
+            agreed = scaling.aggregator.state_dict().get("agreed")
+            if told.starts_equal is None and agreed is not None:
+                mine = {name: local(one).flatten() for name, one in model.named_parameters()}
+                told.starts_equal = all(one.equal(agreed["model"][name]) for name, one in mine.items() if one.numel())
+
+        optimizer.register_step_pre_hook(compare)
+        keywords: dict[str, Any] = {"every": 2, "weight": weight} | plan.keywords | {"client": client}
+        scaling = xffl.FederatedScaling(model, optimizer, state, on_round=on_round, aggregator=plan.options, **keywords)
         generator = torch.Generator().manual_seed(rank)
         with scaling:
             if plan.checkpoints and not plan.saves:
@@ -139,6 +191,7 @@ def member(rank: int, world: int, plan: Plan) -> Told:
                 optimizer.step()
                 optimizer.zero_grad()
                 time.sleep(plan.step_s)
+        told.spent = scaling.aggregator.state_dict().get("privacy")
     if plan.fault.endswith("stop") and rank == 0:
         os.kill(int((Path(plan.folder) / plan.fault[0]).read_text()), signal.SIGKILL)  # a rank of a cell of one
     return told
@@ -153,10 +206,10 @@ def run(url: str, sizes: tuple[int, ...] = SIZES, mortal: tuple[int, ...] = (), 
     return [one for one in told if isinstance(one, Told)]
 
 
-def check_alike(told: list[Told]) -> None:
+def check_alike(told: list[Told], *, is_whole: bool = True) -> None:
     """All that took part in a round hold the same bits behind it, and name the same cells."""
     for number in {number for one in told for number in one.digests}:
-        for what in ("digests", "cells", "weights"):
+        for what in ("cells", "weights", "agreed", "norms", *(["digests"] if is_whole else [])):
             assert len({getattr(one, what)[number] for one in told if number in one.digests}) == 1, (number, what)
 
 
@@ -197,23 +250,47 @@ def test_a_cell_that_is_silent_is_given_up(lighthouse: str) -> None:
         assert one.seconds[4] < 20.0  # messages may take ten seconds
 
 
-def test_a_late_cell_of_another_size_takes_the_model_over(lighthouse: str) -> None:
-    told = run(lighthouse, (2, 1, 3), late={2: 4.0}, rounds=200)
-    check_alike(told)
-    late = [one for one in told if one.cell == 2]
+SERVERS = {
+    "fedadam": "fedadam:lr=0.02",
+    "fedyogi": "fedyogi:lr=0.02",
+    "momentum": "fedavgm:lr=0.1",
+    "schedule": ServerOptimizer(torch.optim.AdamW, {"lr": 0.02}, partial(StepLR, step_size=2, gamma=0.9)),
+}
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    **{name: {"server": server} for name, server in SERVERS.items()},
+    "norms": {"norms": True},
+    "fragments": {"server": SERVERS["fedadam"], "fragments": 3},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_late_cell_of_another_size_takes_over_the_model_and_the_server(
+    lighthouse: str, options: dict[str, Any]
+) -> None:
+    # The lowest cell is the late one: neither its integer buffers nor anything else of it may count.
+    told = run(lighthouse, (3, 2, 1), late=(0,), rounds=60, step_s=0.02, options=options)
+    check_alike(told, is_whole="fragments" not in options)
+    assert all(one.starts_equal for one in told)
+    late = [one for one in told if one.cell == 0]
     assert len(late) == 3
     first = min(late[0].digests)
-    assert 2 < first < 200
-    before = next(one for one in told if one.cell == 0)
-    assert before.cells[first - 2] == (0, 1)
+    assert 2 < first < 60
+    before = next(one for one in told if one.cell == 1)
+    assert before.cells[first - 2] == (1, 2)
     assert before.cells[first - 1] == (0, 1, 2)  # counts 0 there: it has made no step
-    assert before.weights[first - 1][2] == 0.0
-    assert late[0].weights[first][2] > 0
+    assert before.weights[first - 1][0] == 0.0
+    assert late[0].weights[first][0] > 0
+    assert len(set(before.agreed.values())) == len(before.agreed)
+    if "norms" in options:
+        norms = before.norms[first]
+        assert norms is not None and min(norms) > 0
 
 
 def test_a_late_cell_with_another_model_is_refused_alone(lighthouse: str) -> None:
     failures.clear()
-    told = run(lighthouse, (1, 1, 1), mortal=(2,), late={2: 3.0}, widths={2: 8}, steps={0: 300, 1: 300}, rounds=150)
+    told = run(lighthouse, (1, 1, 1), mortal=(2,), late=(2,), widths={2: 8}, steps={0: 300, 1: 300}, rounds=150)
     assert [one.cell for one in told] == [0, 1]
     check_alike(told)
     [text] = failures
@@ -235,10 +312,67 @@ def test_cells_that_have_finished_leave(lighthouse: str) -> None:
 
 @pytest.mark.parametrize("codec", ["int8", "topk:0.1"])
 def test_a_codec_begins_anew_where_cells_have_changed(lighthouse: str, codec: str) -> None:
-    told = run(lighthouse, (2, 1, 1), mortal=(3,), fault="2:0:exchange:4", options={"codec": codec}, rounds=8)
+    keywords = {"every": {"name": "per_cell", "counts": [2, 3, 2]}}
+    told = run(
+        lighthouse,
+        (2, 1, 1),
+        mortal=(3,),
+        fault="2:0:exchange:4",
+        options={"codec": codec},
+        rounds=8,
+        keywords=keywords,
+    )
     check_alike(told)
+    assert told[0].weights[2] == (4.0, 3.0, 2.0)
     assert {one.cell for one in told} == {0, 1}
     assert told[0].cells[8] == (0, 1)
+
+
+def test_corrections_of_cells_add_up_to_zero_also_where_a_round_was_in_doubt(lighthouse: str) -> None:
+    keywords = {"client": "scaffold", "weight": None}
+    told = run(lighthouse, mortal=(2, 3), fault="1:0:half:3", keywords=keywords)
+    check_alike(told)
+    by_cell = {one.cell: one for one in told}
+    assert sorted(by_cell) == [0, 2]
+    # In the round behind that in doubt a cell that was in doubt has made no step.
+    later = [number for number, weights in by_cell[0].weights.items() if weights == (1.0, 0.0, 1.0)]
+    assert {5, 6} <= {*later} <= {4, 5, 6, 7}
+    for number in later:
+        both = [by_cell[cell].corrections[number] for cell in (0, 2)]
+        assert float(both[0].abs().max()) > 1e-3
+        torch.testing.assert_close(both[0], -both[1])
+    # In the round of which cell 2 has heard late all three have counted.
+    assert by_cell[0].weights[3] == (1.0, 1.0, 1.0)
+    assert not torch.allclose(by_cell[0].corrections[3], -by_cell[2].corrections[3])
+
+
+def test_a_late_cell_counts_what_privacy_has_cost_before_it_came(lighthouse: str) -> None:
+    privacy = {"name": "dp_fedavg", "clip": 1.0, "noise": 0.1}
+    told = run(
+        lighthouse,
+        (1, 1, 2),
+        late=(2,),
+        rounds=60,
+        step_s=0.02,
+        options={"privacy": privacy},
+        keywords={"weight": None},
+        is_bare=True,
+    )
+    check_alike(told)
+    first = min(told[2].digests)
+    before = {tuple(one[:2]): one[3] for one in told[0].spent["spent"] if one[2] == 2}
+    assert list(before.values()) == [first - 2]  # the first round of all is no exchange
+    # What it makes as a fresh cell counts for the cell, whose life before may have cost as much.
+    assert told[2].spent == told[0].spent
+
+
+def test_a_round_by_divergence_is_skipped_by_all(lighthouse: str) -> None:
+    keywords = {"every": {"name": "divergence", "every": 2, "threshold": 1e9}}
+    told = run(lighthouse, (1, 1, 1), steps={0: 6, 1: 6, 2: 6}, keywords=keywords)
+    check_alike(told)
+    for one in told:
+        assert one.skipped == 3
+        assert sum(weights[one.cell] for weights in one.weights.values()) == one.steps
 
 
 SCRIPT = """
@@ -352,8 +486,9 @@ def test_a_lighthouse_that_is_started_again_divides_nobody(tmp_path: Path) -> No
 
 
 def test_after_an_outage_of_all_cells_the_newest_checkpoint_counts(lighthouse: str, tmp_path: Path) -> None:
-    saved = run(lighthouse, (1, 1), saves={0: 4, 1: 6}, checkpoints=str(tmp_path))
-    told = run(lighthouse, (1, 1), checkpoints=str(tmp_path), rounds=10)
+    options = {"server": SERVERS["fedadam"]}
+    saved = run(lighthouse, (1, 1), saves={0: 4, 1: 6}, checkpoints=str(tmp_path), options=options)
+    told = run(lighthouse, (1, 1), checkpoints=str(tmp_path), rounds=10, options=options)
     check_alike(told)
     for one in told:
         assert min(one.digests) == 8  # that of cell 1 was taken over in the seventh
@@ -400,12 +535,13 @@ def refuse(rank: int, world: int, plan: Plan) -> list[str]:
     texts = []
     with xffl.session(cell=0, cells=2, elastic=plan.url) as state:
         model = xffl.shard(nn.Linear(2, 2), state)
-        for options in (
-            {"aggregator": {"server": "fedadam"}},
+        wrong_options: tuple[dict[str, Any], ...] = (
+            {"aggregator": {"secure": True}},
             {"aggregator": {"atomic": False}},
+            {"aggregator": {"levels": []}},
             {"delay": 1},
-            {"client": "fedprox:mu=0.1"},
-        ):
+        )
+        for options in wrong_options:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             with (
                 pytest.raises(xffl.ConfigError) as wrong,
@@ -414,7 +550,7 @@ def refuse(rank: int, world: int, plan: Plan) -> list[str]:
                     optimizer,
                     state,
                     every=2,
-                    **options,  # type: ignore[arg-type]
+                    **options,
                 ),
             ):
                 pass
@@ -427,5 +563,6 @@ def refuse(rank: int, world: int, plan: Plan) -> list[str]:
 
 def test_what_an_elastic_federation_cannot_do_is_refused_by_name(lighthouse: str) -> None:
     [texts] = run_world(1, refuse, Plan(lighthouse, (1,), (free_port(),)), init=False)
-    for text, name in zip(texts, ("server='fedadam'", "atomic=True", "delay 1", "client is"), strict=True):
+    names = ("secure=True", "atomic=True", "levels", "delay is 1")
+    for text, name in zip(texts, names, strict=True):
         assert name in text

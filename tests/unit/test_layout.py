@@ -14,7 +14,7 @@ from torch import nn
 from tests.rounds import options_of
 from xffl.aggregation.compression import codec_of
 from xffl.aggregation.contributions import ContributionTracker, Snapshot
-from xffl.aggregation.engine.buffers import Layout, ModelCopy, Pool, RoundBuffers, StagingBuffers, aligned
+from xffl.aggregation.engine.buffers import Arena, Layout, ModelCopy, Pool, RoundBuffers, StagingBuffers, aligned
 from xffl.aggregation.engine.groups import RoundGroups
 from xffl.aggregation.engine.plan import GroupTransfer, plan_groups, plan_transfers
 from xffl.aggregation.engine.tensors import Manifest
@@ -304,3 +304,15 @@ def test_what_changes_after_a_local_step_waits_and_counts_as_one_where_its_sampl
     old = ContributionTracker(2)
     old.load_state_dict({"steps": [1, 0], "efforts": [1.0, 0.0], "counts": [2.0, 2.0]})  # as before there was more
     assert old.is_waiting(0) and not old.is_waiting(1)
+
+
+def test_aggregators_behind_each_other_use_the_same_memory() -> None:
+    arena = Arena()
+    arena.restart(1000)
+    first = [arena.take(3, torch.float32), arena.take(100, torch.float64)]
+    assert [one.data_ptr() % 8 for one in first] == [0, 0]
+    assert first[0].data_ptr() + 64 == first[1].data_ptr()
+    arena.restart(900)
+    assert arena.take(50, torch.float32).data_ptr() == first[0].data_ptr()
+    arena.restart(2000)
+    assert arena.take(400, torch.float32).numel() == 400

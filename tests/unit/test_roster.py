@@ -281,5 +281,5 @@ class Federation(RuleBasedStateMachine):
 
 TestFederation = Federation.TestCase
 TestFederation.settings = settings(
-    max_examples=1000, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=400, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -435,6 +435,11 @@ class Aggregator:
         self._inconsistent_count = count_inconsistent(self.model)
 
     @property
+    def global_model(self) -> GlobalModel | None:
+        """The last agreed model; ``None`` where no option needs it."""
+        return self._exchange.global_model
+
+    @property
     def _memory(self) -> dict[str, ResidualStore | Accountant | GlobalModel]:
         """What rounds remember beside the model, by its key in a state dict."""
         exchange = self._exchange
@@ -641,5 +646,6 @@ def _make_exchange(
     exchange = Exchange(layout, transfers, link, options=options, global_model=global_model, residuals=residuals)
     if global_model is not None:
         global_model.reset_from_model()
-        check_start(moving, exchange.own_values(), scope)
+        if scope.cross_world is None:  # else cells join in mid-training, and are told what was agreed
+            check_start(moving, exchange.own_values(), scope)
     return exchange

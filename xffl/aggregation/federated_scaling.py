@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -121,7 +120,8 @@ class FederatedScaling:
         ) as tell:
             check_given(model, state)
             asked = RoundArguments(every, aggregator, delay, alpha, client, algorithm)
-            config = parse_round_config(model, optimizers, asked, cells=state.topology.cells, weight=weight)
+            topology, place = state.data_place
+            config = parse_round_config(model, optimizers, asked, cells=topology.cells, weight=weight)
             tell(f"{config}, weighed={weight is not None}")
             if state.lone_cell is not None and state.elastic is None:
                 self._over_files = _file_round(model, state, config, asked)
@@ -131,6 +131,7 @@ class FederatedScaling:
         self._config: RoundConfig = config
         self._optimizers, self._weight, self._on_round = config.optimizers, weight, on_round
         self._model, self._state = model, state
+        self._cell = topology.cell_of(place)
         self._is_own = isinstance(aggregator, Mapping | None)
         self._aggregator: Aggregator | Levels | ElasticAggregator | None = None
         if not isinstance(aggregator, Mapping | None):
@@ -140,7 +141,7 @@ class FederatedScaling:
         self._report: RoundReport | None = None
         self.before_final_rounds: Callable[[], None] | None = None
         self.meetings, self.local_steps, self.defer_start = 0, 0, False
-        self._has_joined = True
+        self._has_joined, self._is_leaving = True, (False, False)
         self._reset_counters()
 
     def _reset_counters(self) -> None:
@@ -213,14 +214,13 @@ class FederatedScaling:
 
                 _check_elastic(self._config)
                 self._aggregator = ElasticAggregator(self._model, self._state, **options)
-                self._aggregator.on_settled = self._on_round
+                self._aggregator.on_settled = self._finish_doubted
             else:
                 kind = Levels if "levels" in options else Aggregator
                 self._aggregator = kind(self._model, self._state, **options)
             if saved is not None:
                 self._aggregator.load_state_dict(saved)
         self.discard()
-        self._cell = self._state.topology.cell_of(dist.get_rank())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -247,8 +247,12 @@ class FederatedScaling:
         self._has_joined = True
         self.meetings += 1
         elastic: Any = self.aggregator
+        client = self._config.client
         with self._step_timer.paused():
-            elastic.join()
+            elastic.join(None if client is None else client.before_round)
+        if client is not None:
+            client.after_round(is_dropped=False)
+        self._forget_replaced()
         self._since, self._target = 0, self._next_target(self.aggregator.rounds)
 
     def step(self) -> None:
@@ -480,9 +484,23 @@ class FederatedScaling:
     def _round(self, *, is_finishing: bool = False, gives_up: bool = False) -> bool:
         """Participate in a round; tell whether it was the last."""
         self.meetings += 1
+        self._is_leaving = is_finishing, gives_up
         fragment = self.aggregator.next_fragment
-        client = self._config.client
-        round_input = RoundInput(
+        least = self._config.schedule.least_divergence(self.aggregator.rounds)
+        report = self.aggregator.participate(self._round_input(), least_divergence=least)
+        # After the round: one that raises has taken nothing. Cells that may be lost learn then which part it was of.
+        snapshot = self._tracker.snapshot(fragment if report is None else report.fragment)
+        if report is None:
+            return True
+        self._step_timer.clear()
+        self._finish_round(snapshot, report)
+        return report.is_last
+
+    def _round_input(self) -> RoundInput:
+        """Return what this rank gives to the next round."""
+        fragment, client = self.aggregator.next_fragment, self._config.client
+        is_finishing, gives_up = self._is_leaving
+        return RoundInput(
             None if self._weight is None else self._count,
             is_absent=not self._tracker.is_waiting(fragment),
             is_finished=is_finishing and (gives_up or not self._tracker.has_others(fragment)),
@@ -490,26 +508,39 @@ class FederatedScaling:
             seconds=self._step_timer.step_seconds,
             prepare=None if client is None else client.before_round,
         )
-        least = self._config.schedule.least_divergence(self.aggregator.rounds)
-        report = self.aggregator.participate(round_input, least_divergence=least)
-        snapshot = self._tracker.snapshot(fragment)  # after the round: one that raises has taken nothing
-        if report is None:
-            return True
-        self._step_timer.clear()
-        self._finish_round(snapshot, report)
-        return report.is_last
+
+    def _finish_doubted(self, report: RoundReport) -> RoundInput:
+        """Take note of a round that was in doubt and has taken place; return what this rank gives to the next one."""
+        self._finish_round(self._tracker.snapshot(report.fragment), report)
+        return self._round_input()
 
     def _finish_round(self, snapshot: Snapshot, report: RoundReport) -> None:
-        """Update the counters after a round, or a check that skipped it, and notify the client and ``on_round``."""
+        """Update the counters after a round, or a check that skipped it, and tell of it."""
         self._report = report
         if report.is_skipped:
             self._tracker.rollback(snapshot)
         else:
             self._tracker.commit(snapshot)
-            if self._config.client is not None:
-                self._config.client.after_round(is_dropped=self._cell in report.dropped)
+        self._forget_replaced()
         if not self._config.delay:
             self._since, self._target = 0, self._next_target(self.aggregator.rounds)
+        self._notify(report)
+
+    def _forget_replaced(self) -> None:
+        """Forget the steps of a model that a round has replaced, in a cell of an elastic federation that was away."""
+        if self._state.elastic is None:
+            return
+        elastic: Any = self.aggregator
+        if elastic.has_taken_over:
+            if self._weight is not None:
+                self._weight()  # what it counted is gone
+            self._tracker = ContributionTracker(elastic.fragments)
+            self._delayed = _DelayedRound(self._config, self._tracker)
+
+    def _notify(self, report: RoundReport) -> None:
+        """Tell the client and ``on_round`` of a round whose weights stand, or of a check that skipped it."""
+        if self._config.client is not None and not report.is_skipped:
+            self._config.client.after_round(is_dropped=self._cell in report.dropped)
         if self._on_round is not None and any(report.weights):
             self._on_round(report)
 
@@ -575,10 +606,10 @@ class _DelayedRound:
 
 def _check_elastic(config: RoundConfig) -> None:
     """Raise where an elastic federation cannot do what is asked for."""
-    if config.client is not None or config.delay or config.schedule.has_threshold:
+    if config.delay:
         raise ConfigError(
-            f"this job is a cell of an elastic federation, but client is {config.client}, delay {config.delay} and the "
-            f"schedule {config.schedule}; leave client and delay out, and give a number of steps"
+            f"this job is a cell of an elastic federation, whose rounds may have to be repeated, but delay is "
+            f"{config.delay}; leave it out"
         )
     if "levels" in config.options:
         raise ConfigError("this job is a cell of an elastic federation, which has no levels; leave levels out")

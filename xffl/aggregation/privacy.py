@@ -229,6 +229,13 @@ class Accountant:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned, also from a run with other noise."""
+        self._spent = self._read(state)
+
+    def cover(self, state: Mapping[str, Any]) -> None:
+        """Count at least what another one has counted, whose :meth:`state_dict` this is, of each kind of exchange."""
+        self._spent |= self._read(state)
+
+    def _read(self, state: Mapping[str, Any]) -> Counter[tuple[float, str, int]]:
         spent: Counter[tuple[float, str, int]] = Counter()
         try:
             for noise, where, cells, rounds in state["spent"]:
@@ -239,7 +246,7 @@ class Accountant:
             raise CheckpointError(
                 f"the state is not that of a privacy accountant ({type(error).__name__}: {error}); load another one"
             ) from error
-        self._spent = spent
+        return spent
 
 
 LEAST_CELLS = 3

@@ -7,7 +7,7 @@ import ctypes
 import itertools
 import operator
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from xffl.distributed.sharding import local_tensor
 from xffl.errors import ConfigError
 from xffl.topology import Coordinates
 
-__all__ = ["Layout", "ModelCopy", "Pool", "RoundBuffers", "StagingBuffers", "aligned"]
+__all__ = ["Arena", "Layout", "ModelCopy", "Pool", "RoundBuffers", "StagingBuffers", "aligned"]
 
 
 class Places(NamedTuple):
@@ -79,6 +79,12 @@ class Layout:
         entry = self._entries[item]
         assert entry is not None, "groups hold only what this rank holds"
         return entry.name
+
+    def stepped(self) -> Iterator[tuple[ModelTensor, int, int]]:
+        """Yield the tensors of this rank's model that training changes, with their canonical axes and fragments."""
+        for entry, axis, fragment in zip(self._entries, self._axis, self._fragments, strict=True):
+            if entry is not None and entry.is_stepped:
+                yield entry, axis, fragment
 
     def held(self, item: int) -> tuple[int, int]:
         """Return where this rank's part of a tensor begins in canonical order, and its elements."""
@@ -276,19 +282,52 @@ class ModelCopy(Enum):
     """All values, until the result is merged: the steps made since are measured from them."""
 
 
+class Arena:
+    """Memory for the new values of rounds, which the aggregators of a rank use one behind the other."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._taken = 0
+
+    def restart(self, nbytes: int) -> None:
+        """Let the next user have all of it, at least so many bytes."""
+        self._taken = 0
+        if nbytes > self._memory.numel():
+            self._memory = torch.empty(0, dtype=torch.uint8)  # not both at a time
+            self._memory = torch.empty(nbytes, dtype=torch.uint8)
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory for so many values, aligned."""
+        start, nbytes = self._taken, numel * dtype.itemsize
+        self._taken += aligned(nbytes)
+        return self._memory[start : start + nbytes].view(dtype)
+
+
 class StagingBuffers:
     """The buffers between the model and the exchange, made in the first round and kept, since fresh memory is slow.
 
     With ``atomic``, ``stages`` has the new values of each transfer, by its number, until they are committed.
     """
 
-    def __init__(self, layout: Layout, device: torch.device, *, atomic: bool) -> None:
-        self.layout, self.device, self.atomic = layout, device, atomic
+    def __init__(self, layout: Layout, device: torch.device, *, atomic: bool, arena: Arena | None = None) -> None:
+        self.layout, self.device, self.atomic, self._arena = layout, device, atomic, arena
         self.stages: dict[int, torch.Tensor] = {}
         self.copies: dict[int, torch.Tensor] = {}
         self.packs = Pool(0, device)
         self.packed: dict[int, torch.Tensor] = {}  # by the id of a bucket: its values, until the exchange asks for them
         self._by_bucket: dict[int, tuple[torch.Tensor, ...]] = {}
+
+    def make(self, transfers: Sequence[GroupTransfer], *, keeps: bool) -> None:
+        """Make where the new values of groups wait, and, if asked, where the old ones are kept; once."""
+        for transfer in transfers:
+            for buffers, is_needed in ((self.stages, self.atomic), (self.copies, keeps)):
+                if not is_needed or transfer.number in buffers:
+                    continue
+                numel, dtype = transfer.group.numel, transfer.dtype
+                if self._arena is None:
+                    buffers[transfer.number] = torch.empty(numel, dtype=dtype, device=self.device)
+                else:
+                    buffers[transfer.number] = self._arena.take(numel, dtype)
 
     def stage(self, transfer: GroupTransfer, bucket: Bucket) -> torch.Tensor:
         """Return where a bucket's new values wait."""
@@ -317,12 +356,8 @@ class RoundBuffers:
         self._reads_stages = False
         while staging.packed:  # of a round that did not take place
             staging.packs.release(staging.packed.popitem()[1])
-        keeps = copy is ModelCopy.KEPT
+        staging.make(transfers, keeps=copy is ModelCopy.KEPT)
         for transfer in transfers:
-            for buffers, is_needed in ((staging.stages, staging.atomic), (staging.copies, keeps)):
-                if is_needed and transfer.number not in buffers:
-                    numel = transfer.group.numel
-                    buffers[transfer.number] = torch.empty(numel, dtype=transfer.dtype, device=self._device)
             if transfer.deferred_mean:
                 staging.stages_of(transfer)
         packed = [

@@ -236,7 +236,8 @@ class RoundCoordinator:
         self._device, self._round_groups = exchange.device, exchange.round_groups
         self._control_device = control_device(self._group)
         self._atomic = options.atomic
-        self._can_wait = scope.cross_world is not None and options.atomic
+        self._is_cross_world = scope.cross_world is not None
+        self._can_wait = self._is_cross_world and options.atomic
         self._doubted: Outcome | None = None
         self._drops_cells = options.nonfinite == "drop_cell"
         limits = scope.state.timeouts
@@ -363,13 +364,19 @@ class RoundCoordinator:
         squares = by_cell([status.norm for status in statuses], self._topology, total_of)
         return RoundContext(
             counted,
-            first=next(cell for cell in range(len(weights)) if cell not in dropped),
+            first=self._first_cell(counted, dropped),
             number=statuses[0].round,
             is_fused=all(status.squares_fit_fp32 for status in statuses) and _has_one_arithmetic(statuses),
             steps=by_cell([status.steps for status in statuses], self._topology, lambda steps: steps[0]),
             norms=tuple(map(math.sqrt, squares)) if self._exchange.has_norms else None,
             attempt=max(status.attempt for status in statuses),
         )
+
+    def _first_cell(self, counted: tuple[float, ...], dropped: tuple[int, ...]) -> int:
+        """Return the cell that tensors of policy ``first`` are taken from."""
+        # Where cells are worlds of their own, one of weight 0 may only just have come, with those of a new model.
+        cells = enumerate(counted)
+        return next(cell for cell, weight in cells if cell not in dropped and (weight or not self._is_cross_world))
 
     def _check_possible(self, context: RoundContext, statuses: list[RoundStatus]) -> None:
         """Raise, on all ranks alike, where these cells or these ranks cannot do what was asked for."""

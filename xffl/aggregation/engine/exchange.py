@@ -87,12 +87,15 @@ class Exchange:
         self.global_model = global_model
         self.has_norms = options.has_norms
         self.round_groups, self.masker = link.round_groups, link.masker
-        rank = self.round_groups.first + link.rank
+        # Where cells are worlds of their own, ranks of these would have the same numbers.
+        rank = link.rank if self.round_groups.is_cross_world else self.round_groups.first + link.rank
         self.protection = None if options.privacy is None else Protection(options.privacy, rank, self.masker)
         self.accountant = None if self.protection is None else self.protection.accountant
         # Buffers are made in the first round and kept, since fresh memory is slow.
         self.cell_rows = Pool(0, self.device)
-        self.staging = StagingBuffers(layout, self.device, atomic=options.atomic)
+        if link.arena is not None:
+            link.arena.restart(sum(aligned(one.group.numel * one.dtype.itemsize) for one in transfers))
+        self.staging = StagingBuffers(layout, self.device, atomic=options.atomic, arena=link.arena)
         self.residuals = residuals
 
     @property

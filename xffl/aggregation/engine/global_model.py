@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -14,13 +14,13 @@ from xffl.aggregation.algorithms.server import ServerOptimizer, asked_of
 from xffl.aggregation.engine.buffers import Layout
 from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.engine.plan import Bucket, GroupTransfer
-from xffl.aggregation.engine.tensors import TensorInfo
+from xffl.aggregation.engine.tensors import TensorInfo, elements_of
 from xffl.aggregation.mean import piece_length, wide_type
 from xffl.distributed.consistency import find_unequal_cells, sum_of_bits
 from xffl.distributed.sharding import local_tensor, reshard
 from xffl.errors import CheckpointError, ConfigError, StateError
 
-__all__ = ["GlobalModel", "check_start", "digest_of"]
+__all__ = ["GlobalModel", "StateTensors", "check_start", "digest_of", "plain_of"]
 
 
 class GlobalModel:
@@ -35,7 +35,7 @@ class GlobalModel:
         self, transfers: Sequence[GroupTransfer], layout: Layout, server: ServerOptimizer | None, device: torch.device
     ) -> None:
         self._transfers = [transfer for transfer in transfers if transfer.group.is_stepped]
-        self._layout = layout
+        self.layout = layout
         self.device = device
         self._kept_on = device if server is None or server.device is None else torch.device(server.device)
         self._values = {
@@ -57,15 +57,28 @@ class GlobalModel:
             self._schedules |= {} if schedule is None else {fragment: schedule}
             self._asked[fragment] = asked_of(optimizer, schedule)
 
+    @property
+    def fragments(self) -> Set[int]:
+        """The parts of the model that have a server optimizer here."""
+        return self._optimizers.keys()
+
     @torch.no_grad()
     def reset_from_model(self) -> None:
         """Take the model as it is for what all cells agree on; local."""
-        self._layout.look_up()
+        self.layout.look_up()
         for transfer in self._transfers:
             for bucket in transfer.buckets:
                 buffer = torch.empty(bucket.stop - bucket.start, dtype=transfer.dtype, device=self.device)
-                self._layout.pack(bucket, buffer)
+                self.layout.pack(bucket, buffer)
                 self._values[transfer.number][bucket.start : bucket.stop].copy_(buffer)
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Write what all cells agree on into the model; local."""
+        self.layout.look_up()
+        for transfer in self._transfers:
+            for bucket in transfer.buckets:
+                self.layout.unpack(bucket, self.written(transfer, bucket))
 
     def forget(self) -> None:
         """Note that ranks may hold different states: no round takes place until one has been loaded; local."""
@@ -183,7 +196,7 @@ class GlobalModel:
         for fragment in self._optimizers:
             self._check_asked(fragment, state["optimizers"][fragment].get("asked", {"class": "unknown"}))
         self.forget()  # what follows may end halfway
-        self._from_names(state["model"], self._values)
+        self.load_model(state["model"])
         for fragment, optimizer in self._optimizers.items():
             saved = state["optimizers"][fragment]
             transfers = self._of(fragment)
@@ -203,6 +216,11 @@ class GlobalModel:
         ended = {fragment: state["optimizers"][fragment].get("ended") for fragment in self._optimizers}
         self._ended = {fragment: why for fragment, why in ended.items() if why is not None}
         self._is_known = True
+
+    @torch.no_grad()
+    def load_model(self, named: Mapping[str, torch.Tensor]) -> None:
+        """Take over the last agreed model alone, what :meth:`state_dict` returned of it on this rank."""
+        self._from_names(named, self._values)
 
     def _check_asked(self, fragment: int, saved: Mapping[str, str]) -> None:
         """Refuse the state of a server that was asked for otherwise; options that one torch lacks are left out."""
@@ -240,10 +258,54 @@ class GlobalModel:
             for bucket in transfer.buckets if transfer.number in flat else ():
                 at = bucket.start
                 for item, start, stop in bucket.pieces:
-                    origin, numel = self._layout.held(item)
+                    origin, numel = self.layout.held(item)
                     values = flat[transfer.number][at : at + stop - start]
-                    yield values, self._layout.name(item), numel, slice(start - origin, stop - origin)
+                    yield values, self.layout.name(item), numel, slice(start - origin, stop - origin)
                     at += stop - start
+
+
+class StateTensors(nn.Module):
+    """The tensors of a global model's state, cut over the ranks as the model's own, for a round to move them.
+
+    :param layout: Where the model's tensors lie.
+    :param state: What :meth:`GlobalModel.state_dict` returned; its tensors may be missing, and are zero then.
+    """
+
+    def __init__(self, layout: Layout, state: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._tables: list[tuple[dict[str, torch.Tensor], dict[str, tuple[nn.Parameter, int]]]] = []
+        optimizers = sorted(state["optimizers"].items())
+        of_optimizers = [(part, one["elements"][key]) for part, one in optimizers for key in sorted(one["elements"])]
+        for number, (part, table) in enumerate([(None, state["model"]), *of_optimizers]):
+            held = {}
+            for entry, axis, fragment in layout.stepped():
+                if part not in (None, fragment):
+                    continue
+                dtype = wide_type(entry.real_dtype)
+                dtype = dtype.to_complex() if entry.dtype.is_complex else dtype
+                values = torch.zeros_like(entry.tensor().detach(), dtype=dtype)
+                if entry.name in table:
+                    elements = elements_of(values, axis)
+                    elements.copy_(table[entry.name].view(elements.shape))
+                held[entry.name] = parameter, _ = nn.Parameter(values), axis
+                self.register_parameter(f"{number}:{entry.name.replace('.', '/')}", parameter)
+            self._tables.append((table, held))
+
+    @torch.no_grad()
+    def read(self) -> None:
+        """Put the values of the tensors, as they are now, into the state; local."""
+        for table, held in self._tables:
+            for name, (parameter, axis) in held.items():
+                table[name] = elements_of(parameter, axis).reshape(-1).to("cpu", copy=True)
+
+
+def plain_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a global model's state without the tensors that are cut over ranks."""
+    optimizers = {
+        fragment: one | {"elements": {key: {} for key in one["elements"]}}
+        for fragment, one in state["optimizers"].items()
+    }
+    return {"model": {}, "optimizers": optimizers}
 
 
 def _copied(value: Any) -> Any:

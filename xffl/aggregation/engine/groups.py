@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.faults import inject, is_armed
 from xffl.distributed.groups import Groups, make_groups, make_round_groups
 from xffl.topology import Topology
+
+if TYPE_CHECKING:
+    from xffl.aggregation.engine.buffers import Arena
 
 __all__ = [
     "MergeMode",
@@ -61,6 +64,7 @@ class RoundScope:
     groups: Groups | None = None
     own: tuple[dist.ProcessGroup, ...] = ()  # all of these groups, placeholders too
     cross_world: CrossWorldGroup | None = None  # the group of all its ranks, where cells are worlds of their own
+    arena: Arena | None = None  # memory of a scope before, which its rounds use again
 
     @property
     def rank(self) -> int:

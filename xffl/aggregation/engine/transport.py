@@ -40,7 +40,7 @@ class Link:
         self.sizes, self.cells = scope.topology.sizes, scope.topology.cells
         self.rank, self.cell = scope.rank, scope.topology.cell_of(scope.rank)
         self.others = [cell for cell in range(self.cells) if cell != self.cell]
-        self.round_groups = round_groups
+        self.round_groups, self.arena = round_groups, scope.arena
         self.combiner, self.masker = combiner, masker
         self.device = device = scope.device
         self.progress = Progress(device, scope.state.timeouts.across_s)

@@ -349,7 +349,8 @@ class DriftCallback(_StepCallback):
                 "DriftCallback without copies needs rounds that measure norms; give federation.aggregator: "
                 "{norms: true}, or copies: true"
             )
-        norm = report.update_norms[trainer.state.topology.cell_of(trainer.world.rank)]
+        topology, place = trainer.state.data_place
+        norm = report.update_norms[topology.cell_of(place)]
         return {"norm": norm, "relative": _ratio(norm, self._global_norm)}
 
     @torch.no_grad()
