@@ -243,10 +243,14 @@ class Aggregator:
                 outcome = self._coordinator.run(prepared, least_divergence)
             return None if outcome is None else self._conclude(outcome, start)
 
-    def resolve(self) -> RoundReport:
-        """Write the round that was in doubt, now that it is known to be taken; local."""
+    def resolve(self, *, is_merged: bool = False, alpha: float | None = None) -> RoundReport:
+        """Write the round that was in doubt, now that it is known to be taken; local.
+
+        ``is_merged`` says that steps made since it started stay, as for :meth:`PendingRound.merge`.
+        """
         with self._mark_inconsistent(), self._coordinator.tear_if_unwritten():
-            return self._conclude(self._coordinator.resolve(), time.perf_counter())
+            outcome = self._coordinator.resolve()
+            return self._conclude(outcome, time.perf_counter(), is_merged=is_merged, alpha=alpha)
 
     def _prepare(
         self, given: RoundInput, merge: MergeMode = MergeMode.REPLACE, alpha: float | None = None
@@ -381,6 +385,12 @@ class Aggregator:
         if not self._round_groups.own:
             return
         self.is_closed = True
+        self.give_back_groups()
+
+    def give_back_groups(self) -> None:
+        """Give the process groups back, whatever state the rounds are in; collective over this rank's world."""
+        if not self._round_groups.own:
+            return
         barrier()  # nobody still listens to a group that another one destroys
         for group in self._round_groups.own:
             destroy_group(group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -106,13 +107,17 @@ class ContributionTracker:
         self._efforts[snapshot.fragment] += snapshot.effort
         self._is_changed[snapshot.fragment] |= snapshot.is_changed
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what waits, with no snapshot open."""
+    def state_dict(self, doubted: Snapshot | None = None) -> dict[str, Any]:
+        """Return what waits, with what an open snapshot has taken: a resumed run does not know of its round."""
+        waiting = self
+        if doubted is not None:
+            waiting = copy.deepcopy(self)
+            waiting.rollback(doubted)
         return {
-            "steps": list(self._steps),
-            "efforts": list(self._efforts),
+            "steps": list(waiting._steps),
+            "efforts": list(waiting._efforts),
             "counts": list(self._counts),
-            "changed": list(self._is_changed),
+            "changed": list(waiting._is_changed),
             "usual_count": self._usual_count,
         }
 

@@ -7,6 +7,7 @@ import io
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +23,10 @@ from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.distributed.collectives import all_gather_json
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.faults import inject, start_round
-from xffl.distributed.groups import Groups
+from xffl.distributed.groups import Groups, make_round_groups
 from xffl.elastic.federation import ElasticFederation, RoundEnd
 from xffl.elastic.roster import Epoch, Version
-from xffl.errors import CheckpointError, ConfigError, RoundError, StateError, XfflError
+from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
 
 __all__ = ["ElasticAggregator"]
 
@@ -36,6 +37,22 @@ PATIENCE = 5.0
 
 FOUNDING = ("policies", "bucket_bytes", "nonfinite", "form", "rails")
 """Options of the first round of a federation, which takes one cell's model over and is no step of a server."""
+
+
+class ElasticRound:
+    """A round of an elastic federation under way; :meth:`merge` ends it on all ranks of the cell."""
+
+    def __init__(self, merge: Callable[[bool], RoundReport], begun: Sequence[PendingRound]) -> None:
+        self._merge, self._begun = merge, begun
+
+    def merge(self, *, keeps_steps: bool = True) -> RoundReport:
+        """Wait for the round and merge its result into the model, as :meth:`xffl.aggregation.PendingRound.merge`."""
+        return self._merge(keeps_steps)
+
+    def discard(self) -> None:
+        """Wait for this rank's part, and drop its result; local."""
+        for pending in self._begun:
+            pending.wait()
 
 
 class ElasticAggregator:
@@ -59,33 +76,43 @@ class ElasticAggregator:
                 f"secure={options['secure']!r} is not supported in an elastic federation: a round could not be made "
                 "where fewer than three cells contribute; leave it out"
             )
-        if options.get("overlap") or options.get("atomic", True) is not True:
-            raise ConfigError(
-                "rounds of an elastic federation are repeated where cells are lost, so they need atomic=True and no "
-                "overlap"
-            )
+        if options.get("atomic", True) is not True:
+            raise ConfigError("rounds of an elastic federation are repeated where cells are lost; leave atomic=True")
         self.fragments: int = options.get("fragments", 1)
-        self.overlaps, self.is_closed = False, False
+        self.overlaps, self.is_closed = bool(options.get("overlap")), False
         # A cell that comes late takes all parts over, as they were agreed on last.
         self._keeps_agreed = any(options.get(name) for name in ("server", "privacy", "norms", "combine"))
         if self.fragments != 1:
             self._keeps_agreed = options["norms"] = True
         self.model, self._state, self._options = model, state, options
-        self.under_way: PendingRound | None = None
+        self.under_way: ElasticRound | None = None
         self._federation = ElasticFederation(state)
+        self._groups = self._make_groups()
         self._aggregator: Aggregator | None = None
-        self._doubted: tuple[Aggregator, Epoch] | None = None
+        # The round in doubt: its epoch, what has made it, and how it is written if it was taken.
+        self._doubted: tuple[Epoch, Aggregator, Callable[[], RoundReport]] | None = None
         # What has made the last round that was taken, and holds what servers and norms go on from; before the first
         # round of a resumed run, what was saved of it.
         self._last: Aggregator | Mapping[str, Any] | None = None
         self._privacy: dict[str, Any] | None = None
         self._arena = Arena()
-        self.on_settled: Callable[[RoundReport], RoundInput] | None = None
-        """Called with the report of a round that was in doubt and is found to be taken, once its weights stand; returns
-        what this cell gives to the next one, which others wait for."""
         self.has_taken_over = False
         """Whether the last round has replaced this cell's model, whatever steps it had made."""
+        self._epoch: Epoch | None = None
+        self._is_leaving = False
+        self._tries, self._opened_at = 0, 0.0
         self._exchange_s = 0.0
+
+    def _make_groups(self) -> Groups:
+        """Return the groups inside the cell: for rounds behind local steps of their own; collective over the cell."""
+        state = self._state
+        if self.overlaps:
+            create, rank = state.create_process_group, dist.get_rank()
+            made = make_round_groups(create, state.topology, rank, state.timeouts.session_s, state.handle_count)
+            return {kind: made.get(kind) for kind in ("federation", "replica")}
+        assert dist.group.WORLD is not None
+        replica = None if state.hsdp_mesh is None else (state.hsdp_mesh.get_group(0),)
+        return {"federation": (dist.group.WORLD,), "replica": replica}
 
     @property
     def rounds(self) -> int:
@@ -96,6 +123,16 @@ class ElasticAggregator:
     def next_fragment(self) -> int:
         """The part of the model that the next round moves, if this cell is not behind."""
         return self.rounds % self.fragments
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether this cell holds another model than that from which the cells that have met go on."""
+        return self._epoch is not None and self._federation.cell in self._epoch.behind
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether this cell does not know yet what became of the last round; :meth:`open` tells."""
+        return self._doubted is not None
 
     @property
     def can_go_on(self) -> bool:
@@ -113,44 +150,156 @@ class ElasticAggregator:
         The cells that begin a federation take the model of the lowest of them. A cell that comes late waits until the
         others make their next round. ``prepare`` is called before each try.
         """
-        is_absent = self._federation.standing.version.is_agreed
-        self.participate(RoundInput(is_absent=is_absent, prepare=prepare))
+        is_agreed = self._federation.standing.version.is_agreed
+        while True:
+            if self.open() is not None:
+                return
+            try:
+                self.participate(RoundInput(is_absent=is_agreed, prepare=prepare))
+                return
+            except RoundBroken:
+                continue  # with those that are left
 
-    def participate(self, given: RoundInput, *, least_divergence: float | None = None) -> RoundReport | None:
-        """Make a round with the cells that are there, until one is taken; collective over the cell.
+    def open(self, *, is_finished: bool = False) -> RoundReport | None:
+        """Meet the other cells for a round; collective over the cell. One try to make it has to follow.
 
-        Returns ``None`` where all of these cells have finished and none had anything to give. Below
-        ``least_divergence`` nothing moves, as for an Aggregator, unless a cell is there that has to catch up. Raises
-        RoundError where the round was refused by a reason that lies in a model or an option, as
-        :meth:`xffl.Aggregator.participate`, or where the cells that have met cannot reach each other.
+        Returns the report of the round before where this cell was in doubt of it, and it was taken; it stands then.
+        ``is_finished`` says that this cell leaves after the round. Raises RoundError where the others do not come.
         """
         if self.is_closed:
             raise StateError("this aggregator is closed; make another one")
         self.check()
-        start, tries, is_leaving = time.perf_counter(), 0, given.is_finished
-        while True:
-            tries += 1
-            start_round(self.rounds + 1)
-            inject("meet")
-            epoch = self._federation.meet(is_finished=is_leaving)
-            given = replace(self._settle(epoch) or given, is_finished=is_leaving)
-            has_ended, report = self._try_round(epoch, given, None if epoch.behind else least_divergence)
-            if has_ended:
-                seconds = time.perf_counter() - start
-                return None if report is None else self._spread(report, epoch, tries, is_leaving, seconds)
-
-    def _settle(self, epoch: Epoch) -> RoundInput | None:
-        """End this cell's doubt by what the others have told; return what it gives now, where its round was taken."""
+        if not self._tries:
+            self._opened_at = time.perf_counter()
+        self._tries += 1
+        start_round(self.rounds + 1)
+        inject("meet")
+        self._epoch, self._is_leaving = self._federation.meet(is_finished=is_finished), is_finished
         doubted, self._doubted = self._doubted, None
-        if not self._federation.standing.settle(epoch, self._federation.cell):
+        if not self._federation.standing.settle(self._epoch, self._federation.cell):
             return None
         assert doubted is not None, "kept while the round is in doubt"
-        aggregator, its_epoch = doubted
-        report = aggregator.resolve()
-        self._note_taken(aggregator, its_epoch)
-        told = self._spread(report, its_epoch, 1, False, report.seconds)
-        # The steps have counted; the others wait for this cell in the next round.
-        return RoundInput(is_absent=True) if self.on_settled is None else self.on_settled(told)
+        epoch, aggregator, write = doubted
+        report = write()
+        self._note_taken(aggregator, epoch)
+        return self._spread(report, epoch, 1, report.seconds, is_last=False)
+
+    def participate(self, given: RoundInput, *, least_divergence: float | None = None) -> RoundReport | None:
+        """Try to make a round with the cells that :meth:`open` has met; collective over the cell.
+
+        Returns ``None`` where all of these cells have finished and none had anything to give. Below
+        ``least_divergence`` nothing moves, as for an Aggregator, unless a cell is there that has to catch up. Raises
+        RoundBroken where the round is to be tried again, and RoundError where it was refused by a reason that lies in a
+        model or an option, as :meth:`xffl.Aggregator.participate`, or where the cells cannot reach each other.
+        """
+        epoch = self._opened()
+        given = replace(given, is_absent=given.is_absent or self.is_behind, is_finished=self._is_leaving)
+        least = None if epoch.behind else least_divergence
+        return self._conclude(epoch, lambda: self._begin(epoch).participate(given, least_divergence=least))
+
+    def aggregate_async(
+        self,
+        weight: float | Callable[[], float] | None = None,
+        *,
+        alpha: float | None = None,
+        steps: float = 1.0,
+        seconds: float = 0.0,
+    ) -> ElasticRound:
+        """Start a round with the cells that :meth:`open` has met, and return at once; collective over the cell.
+
+        As :meth:`xffl.Aggregator.aggregate_async`, for a cell that is not behind. A round that breaks is told when it
+        is merged, by RoundBroken: the steps that it took in are to count in the next one, unless it is in doubt.
+        """
+        epoch = self._opened()
+        begun: list[PendingRound] = []
+        failures: list[Exception] = []
+        try:
+            aggregator = self._begin(epoch)
+            begun.append(aggregator.aggregate_async(weight, alpha=alpha, steps=steps, seconds=seconds))
+        except (XfflError, RuntimeError) as error:  # the other ranks of the cell hear of it when they merge
+            self._federation.poison()
+            failures.append(error)
+
+        def merge(keeps_steps: bool) -> RoundReport:
+            def write() -> RoundReport:
+                for failure in failures:
+                    raise failure
+                return begun[0].merge(keeps_steps=keeps_steps)
+
+            try:
+                report = self._conclude(epoch, write, is_merged=keeps_steps, alpha=alpha)
+            finally:
+                if not begun or aggregator.under_way is not begun[0]:  # else the wait was interrupted
+                    self.under_way = None
+            assert report is not None, "a cell that has not finished always gets a round"
+            return report
+
+        self.under_way = ElasticRound(merge, begun)
+        return self.under_way
+
+    def _opened(self) -> Epoch:
+        epoch, self._epoch = self._epoch, None
+        if epoch is None:
+            raise StateError("a round of an elastic federation has to be opened first, each time")
+        return epoch
+
+    def _begin(self, epoch: Epoch) -> Aggregator:
+        """Return what makes the round of an epoch."""
+        try:
+            aggregator = self._enter(epoch)
+        except XfflError as error:
+            # A cell that comes with another model or other options is told so; those that agree go on without it.
+            if self._federation.cell in epoch.behind or not epoch.behind or not epoch.base.is_agreed:
+                raise
+            raise RoundBroken(str(error)) from error
+        aggregator.rounds = epoch.base.round
+        start_round(epoch.base.round + 1)
+        return aggregator
+
+    def _conclude(self, epoch: Epoch, run: Callable[[], RoundReport | None], **merge: Any) -> RoundReport | None:
+        """Run this rank's part of a try, or the end of it, and draw the cell's conclusion; collective over the cell."""
+        federation = self._federation
+        report: RoundReport | None = None
+        error: XfflError | None = None
+        try:
+            report = run()
+            end = RoundEnd.REFUSED if report is not None and report.is_skipped else RoundEnd.TAKEN
+        except RoundBroken as broken:
+            end, error = RoundEnd.IN_DOUBT if isinstance(broken, RoundInDoubt) else RoundEnd.BROKEN, broken
+        except XfflError as wrong:
+            end, error = RoundEnd.REFUSED, wrong
+        except RuntimeError as lost:  # the group could not be made, or broke while models were compared
+            end, error = RoundEnd.BROKEN, RoundBroken(str(lost))
+        if end in (RoundEnd.BROKEN, RoundEnd.IN_DOUBT):
+            federation.poison()
+        aggregator = self._aggregator
+        if aggregator is not None and aggregator.accountant is not None:
+            self._privacy = aggregator.accountant.state_dict()
+        agreed = federation.agree_on_end(end, epoch)
+        if agreed in (RoundEnd.BROKEN, RoundEnd.IN_DOUBT):
+            self._aggregator = None
+            if agreed is RoundEnd.IN_DOUBT:
+                assert aggregator is not None, "it has voted"
+                later = {"is_merged": True} if merge else {}  # with the steps that are made until the doubt ends
+                self._doubted = epoch, aggregator, partial(aggregator.resolve, **{**merge, **later})
+            raise RoundBroken(f"the round is tried again: {error or 'another rank of the cell has lost one'}")
+        tries, self._tries = self._tries, 0
+        if agreed is RoundEnd.REFUSED and error is not None:
+            if aggregator is None:  # the next one is compared anew, by all that come then
+                federation.drop()
+            raise error
+        if agreed is RoundEnd.TAKEN:
+            assert aggregator is not None, "it has made the round"
+            if end is RoundEnd.IN_DOUBT:
+                report = aggregator.resolve(**merge)
+            self._note_taken(aggregator, epoch)
+            if not epoch.base.is_agreed:
+                self._last, self._aggregator = self.state_dict(), None
+        if report is None:
+            return None
+        self._limit_messages(report)
+        seconds = time.perf_counter() - self._opened_at
+        return self._spread(report, epoch, tries, seconds, is_last=self._is_leaving)
 
     def _note_taken(self, aggregator: Aggregator, epoch: Epoch) -> None:
         """Keep what the next round goes on from."""
@@ -160,70 +309,15 @@ class ElasticAggregator:
             assert aggregator.global_model is not None, "kept with fragments"
             aggregator.global_model.write()
 
-    def _try_round(
-        self, epoch: Epoch, given: RoundInput, least_divergence: float | None
-    ) -> tuple[bool, RoundReport | None]:
-        """Make one try; tell whether the round was taken or skipped, and what it did, or it is to be made again."""
-        federation = self._federation
-        is_behind = federation.cell in epoch.behind
-        report: RoundReport | None = None
-        refusal: XfflError | None = None
-        try:
-            try:
-                aggregator = self._enter(epoch)
-            except XfflError as error:
-                # A cell that comes with another model or other options is told so; those that agree go on without it.
-                if is_behind or not epoch.behind or not epoch.base.is_agreed:
-                    raise
-                raise RoundBroken(str(error)) from error
-            aggregator.rounds = epoch.base.round
-            start_round(epoch.base.round + 1)
-            mine = replace(given, is_absent=given.is_absent or is_behind)
-            report = aggregator.participate(mine, least_divergence=least_divergence)
-            end = RoundEnd.REFUSED if report is not None and report.is_skipped else RoundEnd.TAKEN
-        except RoundInDoubt:
-            end = RoundEnd.IN_DOUBT
-        except RoundBroken:
-            end = RoundEnd.BROKEN
-        except XfflError as error:
-            end, refusal = RoundEnd.REFUSED, error
-        except RuntimeError as error:  # the group could not be made, or broke while models were compared
-            end, refusal = RoundEnd.BROKEN, RoundError(str(error))
-        if end in (RoundEnd.BROKEN, RoundEnd.IN_DOUBT):
-            federation.poison()
-        aggregator = self._aggregator  # type: ignore[assignment]
-        if aggregator is not None and aggregator.accountant is not None:
-            self._privacy = aggregator.accountant.state_dict()
-        agreed = federation.agree_on_end(end, epoch)
-        if agreed is RoundEnd.TAKEN:
-            if end is RoundEnd.IN_DOUBT:
-                report = aggregator.resolve()
-            if report is not None:
-                self._limit_messages(report)
-            self._note_taken(aggregator, epoch)
-            if not epoch.base.is_agreed:
-                self._last, self._aggregator = self.state_dict(), None
-            return True, report
-        if agreed is RoundEnd.REFUSED and refusal is None:
-            return True, report
-        if agreed is RoundEnd.REFUSED and refusal is not None:
-            if aggregator is None:  # the next one is compared anew, by all that come then
-                federation.drop()
-            raise refusal
-        self._aggregator = None
-        self._doubted = (aggregator, epoch) if agreed is RoundEnd.IN_DOUBT else None
-        return False, None
-
     def _enter(self, epoch: Epoch) -> Aggregator:
         """Join the ranks of an epoch, and compare models with those that are new."""
         place = self._federation.enter(epoch)
         if not place.is_new and self._aggregator is not None:
             return self._aggregator
-        state, world = self._state, dist.group.WORLD
-        assert world is not None
-        replica = None if state.hsdp_mesh is None else (state.hsdp_mesh.get_group(0),)
-        groups: Groups = {"federation": (world,), "replica": replica}
-        scope = RoundScope(state, place.topology, place.first, groups, cross_world=place.group, arena=self._arena)
+        if self._aggregator is not None:
+            self._aggregator.give_back_groups()
+        groups = self._groups
+        scope = RoundScope(self._state, place.topology, place.first, groups, cross_world=place.group, arena=self._arena)
         self._aggregator = None
         if not epoch.base.is_agreed:
             options = {name: self._options[name] for name in FOUNDING if name in self._options}
@@ -306,7 +400,7 @@ class ElasticAggregator:
         self._exchange_s = max(sum(report.phases.values()), 0.5 * self._exchange_s)
         self._federation.limit_messages(max(LEAST_TIMEOUT_S, PATIENCE * self._exchange_s))
 
-    def _spread(self, report: RoundReport, epoch: Epoch, tries: int, is_finished: bool, seconds: float) -> RoundReport:
+    def _spread(self, report: RoundReport, epoch: Epoch, tries: int, seconds: float, *, is_last: bool) -> RoundReport:
         """Return a report by the cells' own numbers, 0 for those that were not there."""
         cells = epoch.cells
 
@@ -322,7 +416,7 @@ class ElasticAggregator:
             | {
                 "dropped": tuple(cells[index] for index in report.dropped),
                 "nonfinite": {cells[index]: names for index, names in report.nonfinite.items()},
-                "is_last": is_finished,
+                "is_last": is_last,
                 "seconds": seconds,
             },
             cells=cells,
@@ -330,12 +424,15 @@ class ElasticAggregator:
             tries=tries,
         )
 
-    def aggregate_async(self, weight: float | Callable[[], float] | None = None, **more: Any) -> PendingRound:
-        """Raise StateError: a round that goes on behind local steps could not be repeated."""
-        raise StateError("an elastic federation makes no rounds behind local steps")
-
     def discard(self) -> None:
-        """Do nothing: no round is ever under way."""
+        """Drop the round under way, if any, and a doubt: where other weights are loaded; collective over the cell."""
+        if self.under_way is not None:
+            self.under_way.discard()
+            self.under_way = None
+            self._federation.drop()
+            self._aggregator = None
+        self._doubted = None
+        self._federation.standing.refuse()
 
     def close(self) -> None:
         """Leave the other cells, which go on; local."""
@@ -361,6 +458,7 @@ class ElasticAggregator:
             raise CheckpointError(
                 "the state is that of a federation that is not elastic; resume it as it was, or load the model alone"
             )
+        self.discard()
         plain = {"round": state["rounds"], **state["elastic"]}
         self._federation.standing.version = Version.from_plain(plain)
         self._last, self._privacy = dict(state), state.get("privacy")

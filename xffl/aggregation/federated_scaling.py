@@ -26,7 +26,7 @@ from xffl.aggregation.contributions import (
     check_outside_backward,
     enclosing_calls,
 )
-from xffl.aggregation.engine.consensus import RoundInput, checked_weight
+from xffl.aggregation.engine.consensus import RoundBroken, RoundInput, checked_weight
 from xffl.aggregation.engine.global_model import digest_of
 from xffl.aggregation.hierarchical import Levels
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
@@ -35,7 +35,7 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError, RoundError, StateError, XfflError
 
 if TYPE_CHECKING:
-    from xffl.aggregation.elastic import ElasticAggregator
+    from xffl.aggregation.elastic import ElasticAggregator, ElasticRound
     from xffl.aggregation.exports import FileRound
 
 __all__ = ["FederatedScaling"]
@@ -141,7 +141,8 @@ class FederatedScaling:
         self._report: RoundReport | None = None
         self.before_final_rounds: Callable[[], None] | None = None
         self.meetings, self.local_steps, self.defer_start = 0, 0, False
-        self._has_joined, self._is_leaving = True, (False, False)
+        self._has_joined = True
+        self._doubted: Snapshot | None = None  # what a round of an elastic federation has taken in, if it was taken
         self._reset_counters()
 
     def _reset_counters(self) -> None:
@@ -212,9 +213,9 @@ class FederatedScaling:
                 # torchft, and what it brings, is imported for these runs only.
                 from xffl.aggregation.elastic import ElasticAggregator
 
-                _check_elastic(self._config)
+                if "levels" in options:
+                    raise ConfigError("an elastic federation has no levels; leave levels out")
                 self._aggregator = ElasticAggregator(self._model, self._state, **options)
-                self._aggregator.on_settled = self._finish_doubted
             else:
                 kind = Levels if "levels" in options else Aggregator
                 self._aggregator = kind(self._model, self._state, **options)
@@ -291,8 +292,13 @@ class FederatedScaling:
 
         Call it on every rank, after the same number of steps within a cell.
         """
-        if self._delayed.is_under_way:
-            self._finish_round(*self._delayed.merge())
+        if not self._delayed.is_under_way:
+            return
+        snapshot, report = self._delayed.merge()
+        if report is None:
+            self._put_back(snapshot)
+        else:
+            self._finish_round(snapshot, report)
 
     def discard(self) -> None:
         """Drop the round that is under way, if any: where other weights are loaded into the model without a state.
@@ -300,6 +306,7 @@ class FederatedScaling:
         Call it on every rank. It waits for the round; the next one takes in what this one had taken.
         """
         self._delayed.discard()
+        self._doubted = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs beside the model and the optimizers; local, each rank saves its own.
@@ -314,7 +321,7 @@ class FederatedScaling:
         return {
             "aggregator": None if self._over_files is not None else self.aggregator.state_dict(),
             "client": None if client is None else client.state_dict(),
-            "ledger": self._tracker.state_dict(),
+            "ledger": self._tracker.state_dict(self._doubted),
             "effort": self._normalized_steps.state_dict(),
             "start": None if self._over_files is None else self._over_files.start,
             "since": self._since,
@@ -456,7 +463,8 @@ class FederatedScaling:
         """Start a round that is merged some steps later."""
         self.meetings += 1
         weigh = None if self._weight is None else self._count
-        self._delayed.start(self.aggregator, weigh, self._step_timer.step_seconds)
+        if self._state.elastic is None or not self._open_elastic():
+            self._delayed.start(self.aggregator, weigh, self._step_timer.step_seconds)
         self._step_timer.clear()
         self._since, self._target = 0, self._next_target(self.aggregator.rounds + 1)
 
@@ -484,10 +492,13 @@ class FederatedScaling:
     def _round(self, *, is_finishing: bool = False, gives_up: bool = False) -> bool:
         """Participate in a round; tell whether it was the last."""
         self.meetings += 1
-        self._is_leaving = is_finishing, gives_up
         fragment = self.aggregator.next_fragment
         least = self._config.schedule.least_divergence(self.aggregator.rounds)
-        report = self.aggregator.participate(self._round_input(), least_divergence=least)
+        given = self._round_input(is_finishing=is_finishing, gives_up=gives_up)
+        if self._state.elastic is None:
+            report = self.aggregator.participate(given, least_divergence=least)
+        else:
+            report = self._elastic_round(given, is_finishing=is_finishing, gives_up=gives_up, least_divergence=least)
         # After the round: one that raises has taken nothing. Cells that may be lost learn then which part it was of.
         snapshot = self._tracker.snapshot(fragment if report is None else report.fragment)
         if report is None:
@@ -496,10 +507,9 @@ class FederatedScaling:
         self._finish_round(snapshot, report)
         return report.is_last
 
-    def _round_input(self) -> RoundInput:
+    def _round_input(self, *, is_finishing: bool, gives_up: bool) -> RoundInput:
         """Return what this rank gives to the next round."""
         fragment, client = self.aggregator.next_fragment, self._config.client
-        is_finishing, gives_up = self._is_leaving
         return RoundInput(
             None if self._weight is None else self._count,
             is_absent=not self._tracker.is_waiting(fragment),
@@ -509,10 +519,51 @@ class FederatedScaling:
             prepare=None if client is None else client.before_round,
         )
 
-    def _finish_doubted(self, report: RoundReport) -> RoundInput:
-        """Take note of a round that was in doubt and has taken place; return what this rank gives to the next one."""
-        self._finish_round(self._tracker.snapshot(report.fragment), report)
-        return self._round_input()
+    def _elastic_round(
+        self, given: RoundInput, *, is_finishing: bool, gives_up: bool, least_divergence: float | None
+    ) -> RoundReport | None:
+        """Make a round of an elastic federation, with the cells that are there, until one is taken."""
+        elastic: Any = self.aggregator
+        while True:
+            self._take_up(elastic.open(is_finished=given.is_finished))
+            # The round before may only now be known to be taken: its steps have counted.
+            given = self._round_input(is_finishing=is_finishing, gives_up=gives_up)
+            try:
+                report: RoundReport | None = elastic.participate(given, least_divergence=least_divergence)
+                return report
+            except RoundBroken:
+                self._put_back(self._tracker.snapshot(elastic.next_fragment))
+
+    def _open_elastic(self) -> bool:
+        """Meet the other cells for a delayed round; tell whether there is none, since this cell only catches up."""
+        elastic: Any = self.aggregator
+        self._take_up(elastic.open())
+        if not elastic.is_behind:
+            return False
+        try:
+            report = elastic.participate(RoundInput(is_absent=True))
+        except RoundBroken:
+            self._put_back(self._tracker.snapshot(elastic.next_fragment))
+        else:
+            self._finish_round(self._tracker.snapshot(report.fragment), report)
+        return True
+
+    def _take_up(self, report: RoundReport | None) -> None:
+        """End a doubt: the round before was taken, as its report says, or there was none."""
+        snapshot, self._doubted = self._doubted, None
+        if report is not None:
+            assert snapshot is not None, "kept while the round is in doubt"
+            self._finish_round(snapshot, report)
+        elif snapshot is not None:
+            self._tracker.rollback(snapshot)
+
+    def _put_back(self, snapshot: Snapshot) -> None:
+        """Let steps wait for the next round that the last one has not taken, or keep them as long as it is in doubt."""
+        elastic: Any = self.aggregator
+        if elastic.is_in_doubt:
+            self._doubted = snapshot
+        else:
+            self._tracker.rollback(snapshot)
 
     def _finish_round(self, snapshot: Snapshot, report: RoundReport) -> None:
         """Update the counters after a round, or a check that skipped it, and tell of it."""
@@ -560,7 +611,9 @@ class _DelayedRound:
 
     def __init__(self, config: RoundConfig, tracker: ContributionTracker) -> None:
         self._delay, self._alpha, self._tracker = config.delay, config.alpha, tracker
-        self._under_way: tuple[Aggregator | Levels | ElasticAggregator, PendingRound, Snapshot] | None = None
+        self._under_way: (
+            tuple[Aggregator | Levels | ElasticAggregator, PendingRound | ElasticRound, Snapshot] | None
+        ) = None
         self.is_deferred = False
 
     @property
@@ -582,13 +635,16 @@ class _DelayedRound:
         pending = aggregator.aggregate_async(weigh, alpha=self._alpha, steps=steps, seconds=step_seconds)
         self._under_way = aggregator, pending, self._tracker.snapshot(fragment)
 
-    def merge(self) -> tuple[Snapshot, RoundReport]:
+    def merge(self) -> tuple[Snapshot, RoundReport | None]:
+        """Merge the round; without a report, it is one of an elastic federation that was lost."""
         assert self._under_way is not None, "the caller has asked"
         aggregator, pending, snapshot = self._under_way
         try:
             # Where no step was made meanwhile, nothing local is to stay.
             report = pending.merge(keeps_steps=self._tracker.is_waiting(snapshot.fragment))
-        except XfflError:
+        except XfflError as error:
+            if isinstance(error, RoundBroken) and not isinstance(aggregator, Aggregator | Levels):
+                return snapshot, None
             self._tracker.rollback(snapshot)
             raise
         finally:
@@ -602,17 +658,6 @@ class _DelayedRound:
             aggregator.discard()  # waits; interrupted, the round is still under way
             self._tracker.rollback(snapshot)
             self._under_way = None
-
-
-def _check_elastic(config: RoundConfig) -> None:
-    """Raise where an elastic federation cannot do what is asked for."""
-    if config.delay:
-        raise ConfigError(
-            f"this job is a cell of an elastic federation, whose rounds may have to be repeated, but delay is "
-            f"{config.delay}; leave it out"
-        )
-    if "levels" in config.options:
-        raise ConfigError("this job is a cell of an elastic federation, which has no levels; leave levels out")
 
 
 def _file_round(model: nn.Module, state: DistributedState, config: RoundConfig, asked: RoundArguments) -> FileRound:

@@ -324,7 +324,7 @@ class StagingBuffers:
                 if not is_needed or transfer.number in buffers:
                     continue
                 numel, dtype = transfer.group.numel, transfer.dtype
-                if self._arena is None:
+                if self._arena is None or buffers is not self.stages:
                     buffers[transfer.number] = torch.empty(numel, dtype=dtype, device=self.device)
                 else:
                     buffers[transfer.number] = self._arena.take(numel, dtype)
