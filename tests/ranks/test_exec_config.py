@@ -326,7 +326,7 @@ def test_the_project_of_init_trains(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     pytest.importorskip("torchmetrics")
     made = start(tmp_path, "init", "demo")
-    assert made.returncode == 0 and made.stderr == "wrote demo; go on with: cd demo && xffl exec config.yaml\n"
+    assert made.returncode == 0 and made.stderr == "wrote demo; next: cd demo && xffl exec config.yaml\n"
     command = ["-m", "xffl", "exec", "config.yaml"]
     two = ["--launch.processes", "2", "--launch.federated=[1,1]"]
     (code, first), (other_code, second) = run_script(2, [*command, *two], tmp_path / "demo")

@@ -321,7 +321,7 @@ class Backwards(BaseTrainer, OptimizerAndSchedulerSetupMixin, ModelSetupMixin):
 FAILURES: dict[type[BaseTrainer], tuple[str, str]] = {
     Forgetful: ("StateError", "has not stepped"),
     Silent: ("StateError", "neither called backward nor returned a loss"),
-    Naked: ("ConfigError", "overload configure_models"),
+    Naked: ("ConfigError", "override configure_models"),
     Backwards: ("ConfigError", "ModelSetupMixin stand before"),
 }
 

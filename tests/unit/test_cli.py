@@ -332,9 +332,7 @@ def test_wrong_set_ups_are_one_line_and_exit_2(
     assert told.out == "" and told.err.startswith(f"xffl: {message}") and told.err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "words", [["plan", "--bogus", "1"], ["exec", "train.py"], ["exec", "--processes", "two", "x"], []]
-)
+@pytest.mark.parametrize("words", [["plan", "--bogus", "1"], ["exec", "train.py"], ["exec", "--processes", "two", "x"]])
 def test_wrong_options_exit_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(words)
@@ -380,7 +378,18 @@ def test_help_of_bench_needs_no_torch() -> None:
 def test_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(words)
-    assert left.value.code == 0 and "xffl" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert left.value.code == 0 and "xffl" in out and "default: null" not in out and "default: False" not in out
+
+
+def test_no_command_shows_the_help_and_an_unknown_one_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and "start a script or a configuration" in told.err
+    assert main(["exce", "config.yaml"]) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith("xffl: ConfigError: command must be one of 'aggregate', 'exec'")
+    assert told.err.endswith("got 'exce' (did you mean 'exec'?)\n")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")

@@ -513,7 +513,7 @@ WRONG_WORDS = [
     ("--callbacks+=Counting --callbacks.1.every 3", "callbacks.1 @ is unknown; there are 1 items, counted from 0"),
     ("--extra+=3", "--extra+ adds to a list, which that is not; leave the + out"),
     ("--anything+=3 --anything.x 3", "anything.0 @ is 3, and has no x"),
-    ("--trainer tests.unit.test_configuration.Nothing", "trainer tests.unit.test_configuration.Nothing: module tests"),
+    ("--trainer tests.unit.test_configuration.Nothing", "trainer tests.unit.test_configuration.Nothing ("),
     ("--trainer null", "trainer is 'null' (command line); give the dotted path of a class"),
 ]
 WRONG_VARIABLES = [
@@ -786,9 +786,13 @@ def test_jobs_and_their_trainers(project: Callable[[str], str], tmp_path: Path) 
     assert read_job(bare, [], {"XFFL_TRAINER": "mytrain.Trainer"})[0] is trainer
     assert read_job(bare, ["--trainer=mytrain.Trainer"], {})[1].origins["trainer"] == "command line"
     for name, message in (
-        ("mytrain.Nothing", "trainer mytrain.Nothing: module mytrain has no such name"),
+        (
+            "mytrain.Nothing",
+            r"trainer mytrain.Nothing \(command line\): module mytrain has no such name; name a class with",
+        ),
         ("mytrain.value", "module mytrain has 3 there; name a class with a method fit"),
-        ("mytran.Trainer", "there is no module 'mytran' in"),
+        ("mytran.Trainer", "there is no module 'mytran' in .*; did you mean mytrain?"),
+        ("mytrain.Trainr", "has no such name; did you mean mytrain.Trainer?"),
         ("Trainer", r"trainer is 'Trainer' \(command line\); give the dotted path of a class"),
         ("mytrain.Bare", "trainer Bare does not say what its configuration is"),
         ("mytrain.Hidden", "annotation config: .*Nowhere.* of Hidden cannot be resolved"),

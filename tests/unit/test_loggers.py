@@ -321,7 +321,7 @@ class PlainTrainer(Trainer):
 
 
 def test_a_logger_without_a_log_says_so() -> None:
-    with pytest.raises(NotImplementedError, match="Stubborn has no log; overload it"):
+    with pytest.raises(NotImplementedError, match="Stubborn has no log; override it"):
         Stubborn().log({"x": 1.0}, step=1, epoch=0, samples=1, time_s=0.0)
 
 

@@ -197,7 +197,7 @@ def test_what_is_asked_for_is_written_once_the_run_has_gone_on(
     resumed = RunDirectory.open(tmp_path, state, asked, {"nothing": "command line"}, is_resumed=True)
     resumed.confirm()
     resumed.close()
-    assert "goes on with other values: nothing None -> 1, things; options" in caplog.text
+    assert "is resumed with other values: nothing None -> 1, things; options" in caplog.text
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["nothing"] == 1
     assert json.loads((tmp_path / "origins.json").read_text())["nothing"] == "command line"
     assert len(json.loads((tmp_path / "environment.json").read_text())["resumed_at"]) == 1

@@ -314,8 +314,8 @@ def test_mistakes_are_told_before_the_queue(project: Path, capsys: pytest.Captur
         (["config.yaml", "--slurm.signal", "USR1"], "slurm.signal is USR1, but the run listens to USR2, TERM"),
         (["config.yaml", "--follow", "--no-follow"], "--follow and --no-follow are both given"),
         (["config.yaml", "--title"], "--title on the command line has no value"),
-        (["nowhere.py"], "'nowhere.py' is no file"),
-        ([], "'' is no file"),
+        (["nowhere.py"], "'nowhere.py' is not a file"),
+        ([], "no file is given"),
     ):
         assert message in dry(capsys, *words, code=2)
     assert "--signal" not in dry(capsys, "config.yaml", "--slurm.signal_s", "null")
@@ -334,7 +334,7 @@ def test_a_dry_run_that_is_none_is_told(
     program("sbatch", "echo 12")
     assert main(["submit", "--no-follow", "submit_train.py", "--dry-run"]) == 0
     told = capsys.readouterr()
-    assert told.out == "12\n" and "--dry-run stands behind submit_train.py, so it is the script's" in told.err
+    assert told.out == "12\n" and "--dry-run after submit_train.py is passed to the script" in told.err
     assert main(["submit", "--no-follow", "submit_train.py", "--dry"]) == 0
     assert capsys.readouterr().err == ""
 
@@ -630,7 +630,7 @@ def test_an_interrupt_cancels_only_where_that_is_asked_for(
         finally:
             process.kill()
     assert process.returncode == code_of_signal(number) and ("cancelled job 12" in rest) is cancelled, rest
-    assert ("job 12 goes on" in rest) is not cancelled, rest
+    assert ("job 12 continues" in rest) is not cancelled, rest
     assert ((tmp_path / "cancelled").exists() and (tmp_path / "cancelled").read_text() == "12\n") is cancelled
 
 

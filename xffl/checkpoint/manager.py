@@ -180,7 +180,7 @@ def auto_resume(config: Any, trainer: Any) -> bool:
     latest = run_collectively("latest one", find, output_dir, advice, str)
     if latest is None:
         return False
-    LOG.info("going on from %s", latest)
+    LOG.info("resuming from %s", latest)
     try:
         trainer.load_checkpoint(latest)
     except (CheckpointError, ConfigError) as error:

@@ -25,8 +25,8 @@ examples:
   srun -N 2 --ntasks-per-node 4 xffl bench --federated 4,4 --hsdp 2 --out runs/bench
   torchrun --nproc-per-node 4 .venv/bin/xffl bench --federated 2,2
 
-With --processes it starts them here, as xffl exec does; else start it with srun, mpirun or torchrun. Rank 0
-prints; --out writes bench.json, and bench.svg and bench.png where matplotlib is installed.
+With --processes it starts them here, as xffl exec does; otherwise start it with srun, mpirun or torchrun. Rank 0
+prints; --out writes bench.json and, if matplotlib is installed, bench.svg and bench.png.
 """
 
 _PASSED_ON = ("megabytes", "repeats", "warmup", "device", "backend", "out", "json")
@@ -36,19 +36,21 @@ _PASSED_ON = ("megabytes", "repeats", "warmup", "device", "backend", "out", "jso
 def build_parser() -> ArgumentParser:
     """Return the parser of the command's options."""
     parser = ArgumentParser(
-        description="Time a ring, all-reduces over each kind of group, and a round with each form and codec, on the "
-        "ranks as they are; all against one flat all-reduce over the world.",
+        description="Time a ring, all-reduces over each kind of group, and a round with each form and codec, on "
+        "these ranks; all relative to one flat all-reduce over the world.",
         epilog=_EXAMPLES,
         formatter_class=HelpFormatter,
     )
     parser.add_argument("--processes", type=int, metavar="N", help="processes to start on this machine")
     parser.add_argument("--federated", type=str, metavar="SIZES", help="ranks of each cell (2,2), or of all cells (2)")
     parser.add_argument("--hsdp", type=int, metavar="RANKS", help="ranks that hold one copy of the model")
-    parser.add_argument("--megabytes", type=float, default=64.0, metavar="MIB", help="model and large messages")
-    parser.add_argument("--repeats", type=int, default=7, metavar="N", help="samples of which medians are taken")
-    parser.add_argument("--warmup", type=int, default=2, metavar="N", help="passes before them")
-    parser.add_argument("--device", type=str, metavar="KIND", help="cpu or cuda; by default GPUs where there are any")
-    parser.add_argument("--backend", type=str, metavar="NAME", help="gloo or nccl; by default what suits the device")
+    parser.add_argument(
+        "--megabytes", type=float, default=64.0, metavar="MIB", help="size of the model and of large messages"
+    )
+    parser.add_argument("--repeats", type=int, default=7, metavar="N", help="number of samples for each median")
+    parser.add_argument("--warmup", type=int, default=2, metavar="N", help="number of passes before the samples")
+    parser.add_argument("--device", type=str, metavar="KIND", help="cpu or cuda (default: cuda if there is a GPU)")
+    parser.add_argument("--backend", type=str, metavar="NAME", help="gloo or nccl (default: that of the device)")
     parser.add_argument("--out", type=str, metavar="FOLDER", help="write bench.json, bench.svg and bench.png there")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     return parser
@@ -85,9 +87,7 @@ def _start(options: Namespace) -> int:
             "already; leave it out"
         )
     if options.processes < 2:
-        raise ConfigError(
-            f"--processes is {options.processes}; give 2 or more, since a single process has nobody to talk to"
-        )
+        raise ConfigError(f"--processes is {options.processes}; give 2 or more, since a single process has no partner")
     if options.out is not None:
         _made(options.out)
     given = {name: options[name] for name in _PASSED_ON if options[name] not in (None, False)}

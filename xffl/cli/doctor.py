@@ -22,12 +22,12 @@ _NEEDS = ("mpi", "slurm", "gpu")
 _EXAMPLES = """\
 examples:
   xffl doctor                                  this host
-  xffl doctor --need mpi,gpu                   ... where a missing MPI or GPU is an error
+  xffl doctor --need mpi,gpu                   the same; a missing MPI or GPU is an error
   srun -N 2 -n 8 xffl doctor --federated auto  the hosts of a job step, and every pair of cells
   mpirun -n 8 xffl doctor --shared /scratch/me the hosts of an MPI job, and the folder for runs
   xffl doctor --hosts a:4,b:4                  hosts that ssh reaches
 
-Each line is ok, warning or error with what to do. The exit code is 1 where there is an error, else 0.
+Each line is ok, warning or error, with advice. The exit code is 1 if there is an error, else 0.
 """
 
 
@@ -39,14 +39,16 @@ def build_parser() -> ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=HelpFormatter,
     )
-    parser.add_argument("--shared", type=str, metavar="DIR", help="folder for runs, which all hosts are to share")
-    parser.add_argument("--need", type=str, default="", metavar="LIST", help="errors where missing: mpi,slurm,gpu")
+    parser.add_argument("--shared", type=str, metavar="DIR", help="folder for runs, which all hosts should share")
+    parser.add_argument(
+        "--need", type=str, default="", metavar="LIST", help="report as errors if missing: mpi,slurm,gpu"
+    )
     parser.add_argument(
         "--hosts", type=str, metavar="LIST", help="hosts for ssh and their processes: a:4,b:4, or @FILE"
     )
     parser.add_argument("--federated", type=str, metavar="SIZES|RULE", help="cells, as for xffl exec")
-    parser.add_argument("--timeout", type=float, default=15.0, metavar="SECONDS", help="one wait for another host")
-    parser.add_argument("--skip-torch", action="store_true", help="leave out what loads torch")
+    parser.add_argument("--timeout", type=float, default=15.0, metavar="SECONDS", help="longest wait for another host")
+    parser.add_argument("--skip-torch", action="store_true", help="skip the checks that import torch")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 

@@ -80,7 +80,7 @@ _RUN = ".run"
 """Behind the name of a file of what is measured: the folder of the run that measures."""
 
 _EXAMPLES = """\
-SCRIPT stands after xffl's options; everything behind it belongs to the script, whatever it looks like.
+SCRIPT follows xffl's options; everything after it is passed to the script unchanged.
 
 examples:
   xffl exec --processes 4 --federated 2,2 train.py --lr 0.1
@@ -94,15 +94,15 @@ examples:
   xffl exec --elastic --federated 4,4 train.py
   xffl exec --elastic http://10.0.0.1:29510 --cell 0/2 --processes 4 train.py
 
-Where the processes start: inside a SLURM job (salloc, or a batch script) one for each task, by srun; with --hosts by
-ssh; else on this machine. Under srun, mpirun or torchrun nothing is started: each process is one rank.
+Where the processes start: in a SLURM job (salloc or a batch script) one for each task, by srun; with --hosts by ssh;
+otherwise on this machine. Under srun, mpirun or torchrun nothing is started: each process is one rank.
 
-In the script, xffl.session() without arguments takes this federation. When a rank fails, all are ended, its traceback
-is shown, and its exit code returned (128 + n after signal n, 2 for an error of xffl's own, 75 after a preemption).
+In the script, xffl.session() without arguments uses these cells. When a rank fails, all others are stopped, its
+traceback is shown, and its exit code is returned (128 + n after signal n, 2 for xffl's own errors, 75 if preempted).
 
 A SCRIPT that ends in .yaml or .yml is a configuration: it names the trainer (trainer: train.MyTrainer, beside the file)
-and how to start it (launch: {processes: 4, federated: [2, 2]}), which the options here beat. Behind it stand values for
-its keys; xffl exec config.yaml --help lists them.
+and how to start it (launch: {processes: 4, federated: [2, 2]}); the options above override the latter. Values for its
+keys follow the file name; xffl exec config.yaml --help lists them.
 """
 
 
@@ -110,43 +110,45 @@ def build_parser() -> ArgumentParser:
     """Return the parser of the options that stand before the script."""
     parser = ArgumentParser(
         usage="xffl exec [options] SCRIPT [arguments]",
-        description="Start a script, or what a configuration asks for, in several processes: on this machine, in the "
-        "nodes of a SLURM job, or on hosts by ssh.",
+        description="Start a script, or the training run of a configuration, in several processes: on this machine, on "
+        "the nodes of a SLURM job, or on hosts by ssh.",
         epilog=_EXAMPLES,
         formatter_class=HelpFormatter,
     )
     parser.add_argument(
-        "--processes", type=int, metavar="N", help="processes of the job; a script needs it on one machine"
+        "--processes", type=int, metavar="N", help="number of processes; required for a script on one machine"
     )
     cells = "ranks of each cell (2,2), or of all cells (2), or a rule: auto, auto:LEVEL, hosts:REGEX, file:PATH"
     parser.add_argument("--federated", type=str, metavar="SIZES", help=cells)
     parser.add_argument("--hsdp", type=int, metavar="RANKS", help="ranks that hold one copy of the model")
-    fewest = "refuse to train with fewer cells than this, which a rule may find"
+    fewest = "refuse to train if a rule finds fewer cells than this"
     parser.add_argument("--require-cells", type=int, metavar="N", help=fewest)
     parser.add_argument(
         "--hosts", type=str, metavar="LIST", help="hosts for ssh and their processes: a:4,b:4, or @FILE"
     )
-    ways = "how to start, if not as it is found out: auto, srun, ssh or local"
+    ways = "what starts the ranks; auto chooses as described below"
     parser.add_argument("--launcher", choices=("auto", "srun", "ssh", "local"), default="auto", help=ways)
-    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end the job after this time; exit code 124")
-    elastic = "cells that fail are started again while the others go on; with an address, this job is one --cell, else "
-    elastic += "all cells and their lighthouse start here"
+    parser.add_argument(
+        "--timeout", type=float, metavar="SECONDS", help="stop the job after this time, with exit code 124"
+    )
+    elastic = "restart cells that fail while the others continue; with an address, this job is one --cell of the run, "
+    elastic += "without it, all cells and their lighthouse start here"
     parser.add_argument("--elastic", type=str, nargs="?", const="", metavar="URL", help=elastic)
-    restarts = f"with --elastic, how often a cell is started again ({_RESTARTS})"
+    restarts = f"with --elastic, how often each cell is restarted (default: {_RESTARTS})"
     parser.add_argument("--restarts", type=int, metavar="N", help=restarts)
-    cell = "train one cell as a job of its own, with rounds over files or --elastic: its number and how many (0/2)"
+    cell = "train one cell as a separate job, with rounds over files or --elastic: its number and how many (0/2)"
     parser.add_argument("--cell", type=str, metavar="C/CELLS", help=cell)
     parser.add_argument("--from", type=str, metavar="DIR", help="with --cell, the global model to start from")
-    parser.add_argument("--export", type=str, metavar="DIR", help="with --cell, write what a round would average there")
-    measure = "train nothing: measure the model of --from on the validation data, and write the values there"
-    parser.add_argument("--measure", type=str, metavar="FILE", help=measure)
-    grace = f"what ranks get to end after a signal or another rank's failure ({_GRACE_S:g})"
-    parser.add_argument("--grace", type=float, metavar="SECONDS", help=grace)
-    parser.add_argument("--log-dir", type=str, metavar="DIR", help="write what ranks print there, a file for each")
     parser.add_argument(
-        "--merge", action="store_true", help="show what ranks print with cell and rank before each line"
+        "--export", type=str, metavar="DIR", help="with --cell, write this cell's contribution to the next round there"
     )
-    parser.add_argument("--traceback", action="store_true", help="show the traceback of errors of xffl's own, too")
+    measure = "do not train: evaluate the model of --from on the validation data and write the values there"
+    parser.add_argument("--measure", type=str, metavar="FILE", help=measure)
+    grace = f"time for ranks to exit after a signal or another rank's failure (default: {_GRACE_S:g})"
+    parser.add_argument("--grace", type=float, metavar="SECONDS", help=grace)
+    parser.add_argument("--log-dir", type=str, metavar="DIR", help="write the output of each rank to a file there")
+    parser.add_argument("--merge", action="store_true", help="put cell and rank before each line of the ranks' output")
+    parser.add_argument("--traceback", action="store_true", help="show the traceback of xffl's own errors, too")
     return parser
 
 
@@ -264,7 +266,21 @@ def _run_configuration(options: Namespace, file: str, words: Sequence[str], over
     if options.elastic is not None:
         return _start_all_cells(options, start, layout, [file, *words], federated)
     word = configuration.hand_over(file, resolved)
-    return _start(options, start, layout, [str(_RANK)], federated=federated, limit_s=launch.timeout_s, resolved=word)
+    code = _start(options, start, layout, [str(_RANK)], federated=federated, limit_s=launch.timeout_s, resolved=word)
+    if code not in (ExitCode.OK, ExitCode.REFUSED, ExitCode.PREEMPTED) and elastic_cell() is None and not over_files:
+        _tell_how_to_resume(resolved.config)
+    return code
+
+
+def _tell_how_to_resume(config: Any) -> None:
+    """Name the checkpoint from which a run that has failed continues, if it has one."""
+    experiment = getattr(config, "experiment", None)
+    if experiment is None or not experiment.resume:
+        return
+    from xffl.checkpoint.manager import find_latest_checkpoint
+
+    if (latest := find_latest_checkpoint(experiment.output_dir)) is not None:
+        print(f"xffl: the same command continues from {latest}", file=sys.stderr)
 
 
 def _words_over_files(over_files: OverFiles) -> list[str]:

@@ -32,21 +32,25 @@ examples:
 
 def _parse_aggregate() -> ArgumentParser:
     parser = ArgumentParser(
-        description="Make a round of the exports of all cells, in this one process: the same bits as over a network.",
+        description="Make a round from the exports of all cells in this process, with the same bits as over a network.",
         epilog=_AGGREGATE_EXAMPLES,
         formatter_class=HelpFormatter,
     )
-    parser.add_argument("exports", nargs="+", type=str, metavar="EXPORT", help="folder that a cell has exported")
-    parser.add_argument("--out", type=str, required=True, help="folder to make; one of an earlier round is replaced")
-    parser.add_argument("--weights", type=str, metavar="W,W", help="what each cell counts for (default: as it counted)")
+    parser.add_argument("exports", nargs="+", type=str, metavar="EXPORT", help="folder with the export of a cell")
+    parser.add_argument("--out", type=str, required=True, help="folder to create; that of an earlier round is replaced")
     parser.add_argument(
-        "--combine", type=str, help="how values are combined (xffl list algorithms); default: as the cells say"
+        "--weights", type=str, metavar="W,W", help="weight of each cell (default: as the cells counted)"
+    )
+    parser.add_argument(
+        "--combine", type=str, help="how values are combined, see xffl list algorithms (default: as the cells say)"
     )
     server = "server optimizer, such as fedadam:lr=0.03 or diloco (default: as the cells say); needs --state"
     parser.add_argument("--server", type=str, help=server)
-    parser.add_argument("--state", type=str, metavar="DIR", help="where its state goes from round to round")
-    parser.add_argument("--start", type=str, metavar="DIR", help="for its first round: what round 0 was made into")
-    parser.add_argument("--dry-run", action="store_true", help="check all, say what would be made, and write nothing")
+    parser.add_argument("--state", type=str, metavar="DIR", help="folder for its state from round to round")
+    parser.add_argument("--start", type=str, metavar="DIR", help="for its first round: the result of round 0")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check everything, say what would be written, and write nothing"
+    )
     return parser
 
 
@@ -108,12 +112,27 @@ def _parse_consolidate() -> ArgumentParser:
         epilog=_CONSOLIDATE_EXAMPLES,
         formatter_class=HelpFormatter,
     )
-    parser.add_argument("checkpoint", type=str, help="folder of the checkpoint")
-    parser.add_argument("out", type=str, help="folder to make")
-    parser.add_argument("--part", type=str, help="name of the model among the checkpoint's parts (model)")
-    parser.add_argument("--cell", type=int, help="whose weights; needed where cells differ (not saved after a round)")
-    parser.add_argument("--max-shard-bytes", type=float, default=5e9, help="bytes of tensors in a file, at most")
-    parser.add_argument("--pretrained", type=str, help="folder with config.json, copied for from_pretrained")
+    parser.add_argument("checkpoint", type=str, metavar="CHECKPOINT", help="folder of the checkpoint")
+    parser.add_argument("out", type=str, metavar="OUT", help="folder to create")
+    parser.add_argument(
+        "--part", type=str, metavar="NAME", help="name of the model among the checkpoint's parts (default: model)"
+    )
+    parser.add_argument(
+        "--cell",
+        type=int,
+        metavar="N",
+        help="take the weights of this cell; required if cells differ (the checkpoint was not saved after a round)",
+    )
+    parser.add_argument(
+        "--max-shard-bytes",
+        type=float,
+        default=5e9,
+        metavar="BYTES",
+        help="maximum size of a file, in bytes of tensors",
+    )
+    parser.add_argument(
+        "--pretrained", type=str, metavar="DIR", help="folder with config.json, copied for from_pretrained"
+    )
     return parser
 
 

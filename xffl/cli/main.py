@@ -13,25 +13,26 @@ from typing import TextIO
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
 from xffl import __version__
+from xffl.checks import one_of
 from xffl.cluster.launch.failure import ExitCode
 from xffl.errors import XfflError
 
 __all__ = ["COMMANDS", "HelpFormatter", "build_parser", "main"]
 
 COMMANDS = {
-    "aggregate": ("exports", "make a round of what cells have exported that no network joins"),
-    "exec": ("execute", "start a script in several processes: here, by srun or by ssh"),
+    "aggregate": ("exports", "make a round from the exports of cells without a common network"),
+    "exec": ("execute", "start a script or a configuration in several processes: here, by srun or by ssh"),
     "bench": ("bench", "time the paths between ranks, and rounds over them"),
     "consolidate": ("exports", "write a checkpoint's model as safetensors"),
-    "doctor": ("doctor", "check a machine before a job is paid for"),
-    "env": ("misc", "show who started this process, and how that was found out"),
-    "init": ("misc", "write a project that runs, to begin with"),
-    "lighthouse": ("misc", "let replica groups find each other, as long as it runs"),
+    "doctor": ("doctor", "check the machines of a job before it waits in the queue"),
+    "env": ("misc", "show which launcher started this process, and how that was detected"),
+    "init": ("misc", "write a small project to start from"),
+    "lighthouse": ("misc", "run the server where cells and replica groups find each other"),
     "list": ("misc", "show the algorithms by name, with their papers"),
     "logs": ("misc", "show what ranks printed, with rank and cell before each line"),
     "plan": ("plan", "draw a federation and count the traffic of a round"),
-    "report": ("misc", "write a page about a run, or about several compared"),
-    "submit": ("submit", "submit a batch job to SLURM, and follow it"),
+    "report": ("misc", "write a page about one run, or a comparison of several"),
+    "submit": ("submit", "submit a batch job to SLURM and follow it"),
     "workflow": ("workflow", "write a workflow that trains each cell in a facility of its own"),
 }
 """Each command with its module in this package, which is loaded only if it is called, and what it does.
@@ -52,12 +53,19 @@ examples:
   xffl doctor
   xffl list algorithms
 
-xffl COMMAND --help tells more.
+xffl COMMAND --help shows the options of a command.
 """
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
     """Show types and defaults, as jsonargparse does, and leave the lines of descriptions and examples as they are."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        """Leave out defaults that say nothing: no value, and a flag that is not set."""
+        text: str = super()._get_help_string(action)
+        if action.default in (None, False):
+            text = text.replace(", default: %(default)s)", ")").replace(" (default: %(default)s)", "")
+        return text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,7 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_standard_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        if not words or words[0] not in COMMANDS:
+        if not words:
+            build_parser().print_help(sys.stderr)
+            return ExitCode.REFUSED
+        if words[0] not in COMMANDS:
+            if not words[0].startswith("-"):
+                one_of("command", words[0], tuple(COMMANDS))
             build_parser().parse_args(words)  # shows the help or the version, or says what is wrong
             return ExitCode.OK
         name, own, script = words[0], words[1:], None

@@ -50,8 +50,8 @@ Start it once, inside the job or the allocation, before the replica groups:
   XFFL_ISLAND=0/2 xffl exec --processes 2 train.py &
   XFFL_ISLAND=1/2 xffl exec --processes 2 train.py
 
-It has no login, and its page (http://HOST:PORT) can end a group: bind it to the loopback, or to a network that only the
-job's hosts reach.
+It has no authentication, and its page (http://HOST:PORT) can kill a group: bind it to the loopback interface, or to a
+network that only the job's hosts reach.
 """
 
 _LIST_EXAMPLES = """\
@@ -74,8 +74,8 @@ examples:
   xffl report runs/demo
   xffl report runs/fedavg runs/diloco --out runs/compared
 
-It needs matplotlib and jinja2 ({install}). Of a run that is still going on, the page
-shows what has been recorded.
+It needs matplotlib and jinja2 ({install}). For a run that has not finished, the page
+shows what has been recorded so far.
 """
 
 _NAME = "@NAME@"
@@ -88,8 +88,8 @@ _FILE_WIDTH = 240
 
 def _parse_env() -> ArgumentParser:
     parser = ArgumentParser(
-        description="Show who started this process, and how that was found out. Start it like a script: "
-        "mpirun -n 4 xffl env, srun -n 4 xffl env, or plainly xffl env.",
+        description="Show which launcher started this process, and how that was detected. Start it like a script: "
+        "mpirun -n 4 xffl env, srun -n 4 xffl env, or just xffl env.",
         formatter_class=HelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -130,12 +130,11 @@ def _shown(value: object) -> str:
 
 def _parse_init() -> ArgumentParser:
     parser = ArgumentParser(
-        description="Write a project that runs into a new or empty folder: a configuration, a trainer, a page about "
-        "them.",
+        description="Write a small project into a new or empty folder: a configuration, a trainer and a README.",
         epilog=_INIT_EXAMPLES,
         formatter_class=HelpFormatter,
     )
-    parser.add_argument("name", metavar="NAME", help="folder to make; its last part names the run")
+    parser.add_argument("name", metavar="NAME", help="folder to create; its last part is the name of the run")
     kinds = ", ".join(sorted(_templates()))
     parser.add_argument("--template", type=str, default="digits", metavar="KIND", help=f"one of {kinds}")
     return parser
@@ -163,7 +162,7 @@ def _init(options: Namespace) -> int:
             target.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{options.name} cannot be written: {error.strerror}; give another folder") from error
-    print(f"wrote {folder}; go on with: cd {shlex.quote(str(folder))} && xffl exec config.yaml", file=sys.stderr)
+    print(f"wrote {folder}; next: cd {shlex.quote(str(folder))} && xffl exec config.yaml", file=sys.stderr)
     return 0
 
 
@@ -174,20 +173,29 @@ def _templates() -> dict[str, Traversable]:
 
 def _parse_lighthouse() -> ArgumentParser:
     parser = ArgumentParser(
-        description="Let replica groups find each other (torchft's lighthouse), until it is stopped.",
+        description="Run the server where cells and replica groups find each other (torchft's lighthouse), until it is "
+        "stopped.",
         epilog=_LIGHTHOUSE_EXAMPLES,
         formatter_class=HelpFormatter,
     )
-    parser.add_argument("--bind", type=str, default="127.0.0.1:29510", metavar="HOST:PORT", help="where to listen")
-    parser.add_argument("--min-replicas", type=int, default=1, metavar="N", help="groups without which none goes on")
+    parser.add_argument("--bind", type=str, default="127.0.0.1:29510", metavar="HOST:PORT", help="address to listen at")
+    parser.add_argument("--min-replicas", type=int, default=1, metavar="N", help="number of groups that must be there")
     parser.add_argument(
-        "--heartbeat-timeout", type=float, default=5.0, metavar="S", help="silence after which a group counts as lost"
+        "--heartbeat-timeout",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help="seconds without a heartbeat after which a group counts as lost",
     )
     parser.add_argument(
-        "--join-timeout", type=float, default=10.0, metavar="S", help="how long groups that live are waited for"
+        "--join-timeout",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="seconds to wait for groups that are alive but have not joined",
     )
     parser.add_argument(
-        "--token-file", type=Path, metavar="PATH", help="make the run's token there, if it has none yet"
+        "--token-file", type=str, metavar="PATH", help="write a new token of the run there, unless the file has one"
     )
     return parser
 
@@ -200,7 +208,7 @@ def _lighthouse(options: Namespace) -> int:
         seconds = number(f"--{name.replace('_', '-')}", getattr(options, name), 0.1, below=1e6, hint="in seconds")
         times[f"{name}_ms"] = round(1000 * seconds)
     if options.token_file is not None:
-        make_token_file(options.token_file)
+        make_token_file(Path(options.token_file))
     stopped = threading.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda *_: stopped.set())
@@ -225,8 +233,8 @@ def _start_lighthouse(bind: str, **options: Any) -> Any:
 
 def _parse_list() -> ArgumentParser:
     parser = ArgumentParser(
-        description="Show the algorithms and their parts by name. Each can be given as text, name:option=value, or as "
-        'a mapping, {"name": ..., option: value}; instead of a name, the dotted path of a class of your own.',
+        description="Show the algorithms and their parts by name. In a configuration or script write name:option=value "
+        'or the mapping {"name": ..., option: value}; the dotted path of your own class may replace a name.',
         epilog=_LIST_EXAMPLES,
         formatter_class=HelpFormatter,
     )
@@ -274,13 +282,13 @@ def _describe_options(entry: AlgorithmInfo) -> str:
 
 def _parse_logs() -> ArgumentParser:
     parser = ArgumentParser(
-        description="Show what ranks printed, with the cell and the rank before each line.",
+        description="Show the output of ranks, with cell and rank before each line.",
         epilog=_LOGS_EXAMPLES,
         formatter_class=HelpFormatter,
     )
-    parser.add_argument("folder", type=str, metavar="DIR", help="what was given as --log-dir")
-    parser.add_argument("--follow", action="store_true", help="go on as the files grow")
-    parser.add_argument("--ranks", type=str, metavar="LIST", help="show these only: 0,4-7")
+    parser.add_argument("folder", type=str, metavar="DIR", help="folder that was given as --log-dir")
+    parser.add_argument("--follow", action="store_true", help="continue to show what is written")
+    parser.add_argument("--ranks", type=str, metavar="LIST", help="show only these: 0,4-7")
     return parser
 
 
@@ -312,13 +320,13 @@ def _read_ranks(text: str) -> set[int]:
 
 def _parse_report() -> ArgumentParser:
     parser = ArgumentParser(
-        description="Write report.html, one file that needs no network, and its pictures as PNG files: for one run "
-        "into its folder pictures/, for several, which are compared, into --out.",
+        description="Write report.html, one self-contained file, and its figures as PNG files: of one run into its "
+        "folder pictures/, of several runs, which are compared, into --out.",
         epilog=_REPORT_EXAMPLES.format(install=install_command("report")),
         formatter_class=HelpFormatter,
     )
     parser.add_argument("runs", nargs="+", type=str, metavar="RUN", help="run folders: output_dir of experiments")
-    parser.add_argument("--out", type=str, metavar="FOLDER", help="where to write; needed for several runs")
+    parser.add_argument("--out", type=str, metavar="FOLDER", help="where to write; required for several runs")
     return parser
 
 

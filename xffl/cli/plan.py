@@ -61,11 +61,11 @@ _NUMBERS = (
 _COUNTS = (
     ("every", "local steps between two rounds"),
     ("fragments", "parts of the model, exchanged in turn (default: 1)"),
-    ("delay", "local steps that go on while a round is under way (default: 0)"),
+    ("delay", "local steps between the start of a round and its merge (default: 0)"),
 )
 _FLAGS = (
-    ("rails", "every replica of a shard sends a part of it"),
-    ("own_links", "every rank that sends has a slow link of its own, not one for its cell"),
+    ("rails", "all replicas of a shard send, each a part of it"),
+    ("own_links", "each sender has its own slow link, instead of one per cell"),
     ("in_place", "write new values bucket by bucket (atomic=False)"),
 )
 _PHASES = (
@@ -79,8 +79,8 @@ _PHASES = (
 )
 _TYPES = (
     ("mesh", "AXES", "sizes of pp, cp, dp_replicate, dp_shard and tp: pp=2,dp_shard=auto,tp=2"),
-    ("dtype", "DTYPE", "what weights and the optimizer's state are kept in (default: float32)"),
-    ("param_dtype", "DTYPE", "what computation is done in (default: the same)"),
+    ("dtype", "DTYPE", "data type of weights and optimizer state (default: float32)"),
+    ("param_dtype", "DTYPE", "data type of computation (default: the same)"),
     ("optimizer", "NAME", "sgd, momentum, adamw or adafactor (default: adamw)"),
 )
 _SIZES = (
@@ -91,7 +91,7 @@ _SIZES = (
     ("batch", "sequences of a forward and backward pass, on each rank with data of its own"),
     ("sequence", "tokens of a sequence"),
     ("micro_batches", "micro-batches of a pipeline (default: one for each stage)"),
-    ("zero_stage", "what DeepSpeed cuts: 1, 2 or 3 (default: 2)"),
+    ("zero_stage", "stage of DeepSpeed's ZeRO: 1, 2 or 3 (default: 2)"),
 )
 _COLUMNS = ("parameters", "gradients", "optimizer", "gathered", "round", "total", "sends")
 _STRATEGIES = ("single", "ddp", "fsdp", "hsdp", "deepspeed")
@@ -116,14 +116,14 @@ def build_parser() -> ArgumentParser:
         help="ranks of each cell (4,4), or of all cells (4); or a rule that finds cells by hosts: auto (SLURM's "
         "network), auto:LEVEL, hosts:REGEX, file:PATH",
     )
-    parser.add_argument("--world", type=int, metavar="N", help="all ranks; by default the sum of the sizes")
+    parser.add_argument("--world", type=int, metavar="N", help="number of ranks (default: the sum of the sizes)")
     parser.add_argument("--hsdp", type=int, metavar="RANKS", help="ranks that hold one copy of the model")
-    parser.add_argument("--params", type=float, metavar="COUNT", help="parameters of the model (8e9): adds the traffic")
+    parser.add_argument("--params", type=float, metavar="COUNT", help="parameters of the model (8e9); adds the traffic")
     parser.add_argument("--bytes-per-param", type=float, metavar="BYTES", help="as sent (default: 4, or --dtype's)")
-    parser.add_argument("--link-gbps", type=float, metavar="GBPS", help="rate of the slow link: adds the time")
+    parser.add_argument("--link-gbps", type=float, metavar="GBPS", help="rate of the slow link; adds the time")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
-        "--simulate", action="store_true", help="forecast a round's time, and what is left for training"
+        "--simulate", action="store_true", help="forecast the time of a round and the share of time left for training"
     )
     group = parser.add_argument_group("with --simulate")
     for name, metavar, told in _NUMBERS:
@@ -137,9 +137,9 @@ def build_parser() -> ArgumentParser:
     group.add_argument("--codec", type=str, metavar="NAME", help="how values cross: bf16, int8, ... (default: none)")
     for name, told in _FLAGS:
         group.add_argument(_option(name), action="store_true", help=told)
-    group = parser.add_argument_group("hosts; by default those of the SLURM job that this shell stands in")
+    group = parser.add_argument_group("hosts; by default those of the SLURM job of this shell")
     group.add_argument(
-        "--hosts", type=str, metavar="LIST", help="a:4,b[1-3]:8 (host:ranks), or @FILE with a host a line"
+        "--hosts", type=str, metavar="LIST", help="a:4,b[1-3]:8 (host:ranks), or @FILE with one host per line"
     )
     group.add_argument(
         "--topology", type=str, metavar="FILE", help="output of scontrol show topology, or a topology.conf"
@@ -151,7 +151,7 @@ def build_parser() -> ArgumentParser:
     for name, told in _SIZES:
         group.add_argument(_option(name), type=int, metavar="N", help=told)
     group.add_argument("--keep-gathered", action="store_true", help="FSDP keeps layers whole for the backward pass")
-    group.add_argument("--loss-parallel", action="store_true", help="tensor-parallel logits stay cut")
+    group.add_argument("--loss-parallel", action="store_true", help="tensor-parallel logits stay sharded")
     return parser
 
 

@@ -43,8 +43,8 @@ _FLAGS = ("--dry-run", "--follow", "--no-follow", "--cancel-on-interrupt", "--me
 _VALUES = ("--template", "--federated", "--hsdp", "--require-cells", "--log-dir")
 
 _EXAMPLES = f"""\
-FILE is a configuration with a section slurm; behind it stand values for its keys, as for xffl exec, and the options
-above, too. Or it is a script: what stands behind it is the script's then, and --slurm.KEY VALUE stands before it.
+FILE is a configuration with a section slurm, followed by values for its keys, as for xffl exec, or the options above.
+Or it is a script: everything after it is passed to the script, and --slurm.KEY VALUE must be before it.
 
 examples:
   xffl submit config.yaml --dry-run
@@ -55,7 +55,7 @@ examples:
 
 {textwrap.fill("The keys of slurm are " + ", ".join(one.name for one in dataclasses.fields(SlurmConfig)) + ".", 100)}
 
-The exit code is the job's. Ctrl-C asks whether to cancel the job; without an answer it goes on.
+The exit code is the job's. Ctrl-C asks whether to cancel the job; without an answer it continues.
 """
 
 
@@ -63,22 +63,24 @@ def build_parser() -> ArgumentParser:
     """Return the parser of the command's options."""
     parser = ArgumentParser(
         usage="xffl submit [options] FILE [values]",
-        description="Submit a batch job to SLURM, and follow it: xffl exec runs in its nodes.",
+        description="Submit a batch job to SLURM that runs xffl exec on its nodes, and follow it.",
         epilog=_EXAMPLES,
         formatter_class=HelpFormatter,
         allow_abbrev=False,  # words behind FILE are looked at, too
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the batch script, and end")
-    parser.add_argument("--follow", action="store_true", help="follow the job and show its output; the default")
-    parser.add_argument("--no-follow", action="store_true", help="print the job's number, and end")
-    parser.add_argument("--cancel-on-interrupt", action="store_true", help="cancel at Ctrl-C or SIGTERM; do not ask")
+    parser.add_argument("--dry-run", action="store_true", help="print the batch script and exit")
+    parser.add_argument("--follow", action="store_true", help="follow the job and show its output (default)")
+    parser.add_argument("--no-follow", action="store_true", help="print the job's number and exit")
+    parser.add_argument(
+        "--cancel-on-interrupt", action="store_true", help="cancel the job at Ctrl-C or SIGTERM without asking"
+    )
     parser.add_argument("--template", type=str, metavar="FILE", help="template of the batch script instead of xffl's")
     parser.add_argument("--federated", type=str, metavar="CELLS", help="cells, as for xffl exec: 4,4 or auto")
     parser.add_argument("--hsdp", type=int, metavar="RANKS", help="ranks that hold one copy, as for xffl exec")
-    fewest = "fail in the job where it gets fewer cells, as for xffl exec"
+    fewest = "let the job fail if it gets fewer cells, as for xffl exec"
     parser.add_argument("--require-cells", type=int, metavar="N", help=fewest)
-    parser.add_argument("--log-dir", type=str, metavar="DIR", help="a file for each rank, as for xffl exec")
-    parser.add_argument("--merge", action="store_true", help="show ranks and cells before lines, as for xffl exec")
+    parser.add_argument("--log-dir", type=str, metavar="DIR", help="write a file for each rank, as for xffl exec")
+    parser.add_argument("--merge", action="store_true", help="put cell and rank before each line, as for xffl exec")
     for one in dataclasses.fields(SlurmConfig):
         # Texts: they are read with the configuration, as those behind it are.
         parser.add_argument(f"--slurm.{one.name}", type=str, help=argparse.SUPPRESS)
@@ -94,8 +96,10 @@ def run(options: Namespace) -> int:
         options, words = _take_options(options, words)
         if {"-h", "--help"} & set(words):
             return _help(file, words)
+    elif not file:
+        raise ConfigError("no file is given; write xffl submit config.yaml, or xffl submit [options] SCRIPT")
     elif not os.path.isfile(file):
-        raise ConfigError(f"{file!r} is no file; write xffl submit config.yaml, or xffl submit [options] SCRIPT")
+        raise ConfigError(f"{file!r} is not a file; write xffl submit config.yaml, or xffl submit [options] SCRIPT")
     if options.follow and options.no_follow:
         raise ConfigError("--follow and --no-follow are both given; leave one of them out")
     if options.require_cells is not None:
@@ -107,7 +111,10 @@ def run(options: Namespace) -> int:
         print(script, end="")
         return 0
     if not is_configuration and "--dry-run" in words:
-        _tell(f"--dry-run stands behind {file}, so it is the script's, and this is no dry run: put it before the name")
+        _tell(
+            f"--dry-run after {file} is passed to the script, so the job is submitted; for a dry run put it before the "
+            "file name"
+        )
     number = submit_job(script, job, is_chained=slurm.dependency is not None)
     if options.no_follow:
         print(number)
@@ -252,7 +259,7 @@ def _follow(number: str, job: Job, *, cancels: bool) -> int:
             cancel_job(number)
             _tell(f"cancelled job {number}")
         else:
-            _tell(f"job {number} goes on; squeue -j {number} shows it, scancel {number} ends it")
+            _tell(f"job {number} continues; squeue -j {number} shows it, scancel {number} ends it")
         return code_of_signal(signal.SIGTERM) if is_terminated else ExitCode.INTERRUPTED
     if not endings:
         raise LaunchError(f"job {number} has ended, and SLURM no longer knows how; see its output in {job.log}")

@@ -22,39 +22,40 @@ examples:
   xffl workflow init config.yaml --facility a=local --facility b=local --out federation
   xffl workflow init config.yaml --facility a=ssh:login.a.org,slurm,workdir=/scratch/me --facility b=ssh:me@b.org
 
-A facility is NAME=local, NAME=ssh:[USER@]HOST[:PORT] or the latter with ,slurm. Behind it may stand processes=N (ranks
-of its cell), home=FOLDER, setup=FILE (a script that makes the environment there), key=FILE (of ssh), workdir=FOLDER
-(where StreamFlow works there), and for batch jobs partition, nodes, gpus (of each node), time, account, qos.
+A facility is NAME=local or NAME=ssh:[USER@]HOST[:PORT], the latter optionally with ,slurm. More settings may follow:
+processes=N (ranks of its cell), home=FOLDER, setup=FILE (a script that sets up the environment there), key=FILE (of
+ssh), workdir=FOLDER (where StreamFlow works there), and for batch jobs partition, nodes, gpus (per node), time, account
+and qos.
 """
 
 
 def build_parser() -> ArgumentParser:
     """Return the parser of the command's options."""
     parser = ArgumentParser(
-        description="Write CWL documents that train each cell in a facility of its own and make the rounds here; "
+        description="Write CWL documents that train each cell in its own facility and make the rounds here; "
         "StreamFlow runs them.",
         epilog=_EXAMPLES,
         formatter_class=HelpFormatter,
     )
     commands = parser.add_subcommands(required=True)
     init = ArgumentParser(formatter_class=HelpFormatter, epilog=_EXAMPLES)
-    init.add_argument("configuration", metavar="CONFIG", help="what xffl exec would train by, in one job of all cells")
+    init.add_argument("configuration", metavar="CONFIG", help="configuration of one job of all cells, as for xffl exec")
     init.add_argument("--facility", action="append", default=[], metavar="SPEC", help="one for each cell")
-    init.add_argument("--out", type=str, default="federation", metavar="DIR", help="folder to make (federation)")
-    rounds = "how many rounds (default: training.max_steps by federation.every)"
+    init.add_argument("--out", type=str, default="federation", metavar="DIR", help="folder to create")
+    rounds = "number of rounds (default: training.max_steps divided by federation.every)"
     init.add_argument("--rounds", type=int, metavar="N", help=rounds)
-    measure = "facility that measures each round's model on its validation data, or none (default: the first)"
+    measure = "facility that evaluates each round's model on its validation data, or none (default: the first)"
     init.add_argument("--measure", type=str, metavar="NAME", help=measure)
     commands.add_subcommand("init", init, help="write the workflow of a configuration")
     begin = ArgumentParser(formatter_class=HelpFormatter)
     begin.add_argument("results", metavar="DIR", help="folder of the rounds")
-    begin.add_argument("--first", type=int, default=1, metavar="N", help="number of the first round: 0 or 1 (1)")
+    begin.add_argument("--first", type=int, default=1, metavar="N", help="number of the first round: 0 or 1")
     begin.add_argument("--rounds", type=int, required=True, metavar="N", help="number of the last round")
-    commands.add_subcommand("begin", begin, help="a step: find the last whole round")
+    commands.add_subcommand("begin", begin, help="a step of the workflow: find the last complete round")
     record = ArgumentParser(formatter_class=HelpFormatter)
     record.add_argument("results", metavar="DIR", help="folder of the rounds")
-    record.add_argument("metrics", metavar="FILE", help="what xffl exec --measure has written")
-    commands.add_subcommand("record", record, help="a step: keep what was measured")
+    record.add_argument("metrics", metavar="FILE", help="file written by xffl exec --measure")
+    commands.add_subcommand("record", record, help="a step of the workflow: record the values of an evaluation")
     return parser
 
 

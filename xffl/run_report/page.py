@@ -457,6 +457,8 @@ def _draw_panel(axes: Axes, panel: Panel, handles: dict[str, Any], *, stairs: bo
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=panel.x == "step"))
     axes.xaxis.set_major_formatter(_tick_text)
     axes.yaxis.set_major_formatter(EngFormatter("B") if panel.is_bytes else _tick_text)
+    if panel.is_bytes and axes.get_ylim()[1] < 1:  # nothing was sent: no ticks in fractions of a byte
+        axes.set_ylim(0, 1)
     axes.yaxis.set_minor_formatter(NullFormatter())
     plain_axes(axes, grid="y")
     axes.margins(x=0.02)

@@ -53,7 +53,7 @@ PARAMETERS_AT_ONCE, LONGEST_PARAMETER = 100, 6000
 class Logger:
     """Something that keeps values, pictures and texts of one cell, or of the federation.
 
-    One process has it: a cell's first rank, or rank 0 for the federation. All methods are local; overload
+    One process has it: a cell's first rank, or rank 0 for the federation. All methods are local; override
     :meth:`log`, and what else it can. ``step`` counts optimizer steps so far, ``samples`` those of the cell, ``epoch``
     is counted from 0, and ``time_s`` is in seconds since 1970. Those here are made with the run's folder and the scope:
     whose values these are, such as ``cell_0`` or ``federation``.
@@ -61,7 +61,7 @@ class Logger:
 
     def log(self, values: Mapping[str, float], *, step: int, epoch: int, samples: int, time_s: float) -> None:
         """Keep a record of numbers by name, which need not be finite."""
-        raise NotImplementedError(f"{type(self).__name__} has no log; overload it")
+        raise NotImplementedError(f"{type(self).__name__} has no log; override it")
 
     def log_image(self, name: str, images: Any, *, step: int) -> None:
         """Keep a picture, or some, as :func:`xffl.training.loggers.tiled` takes them, where the logger can."""

@@ -588,7 +588,7 @@ class PreemptionMixin(StateMixin, ValidationMixin):
             seconds=time.monotonic() - self._began_s,
             folder=str(experiment.output_dir),
         )
-        LOG.info("%s", line)
+        logging.getLogger("xffl.training").info("%s", line)
         for callback in self.callbacks:
             if isinstance(callback, ProgressCallback):
                 callback.show_ending(line)

@@ -154,8 +154,8 @@ class RunDirectory:
                 return
             if changed := self._changes():
                 LOG.warning(
-                    "%s goes on with other values: %s; options that optimizers and schedules have in the "
-                    "checkpoint stay",
+                    "%s is resumed with other values: %s; options of optimizers and schedules are those of the "
+                    "checkpoint",
                     self.path,
                     ", ".join(changed),
                 )

@@ -124,7 +124,7 @@ class BaseTrainer(PreemptionMixin, LoggerMixin):
     # What a trainer says ----------------------------------------------------------------------------------------------
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """Train on a micro-batch; overload it.
+        """Train on a micro-batch; override it.
 
         Either call :meth:`backward` and, where :attr:`is_accumulating_gradients` is False, :meth:`step`; or return the
         mean loss, alone or as ``{"loss": loss}``, and the trainer does both.
@@ -133,7 +133,7 @@ class BaseTrainer(PreemptionMixin, LoggerMixin):
         :param batch_idx: Its number in the epoch.
         :return: The loss, alone or among others; callbacks see it.
         """
-        raise ConfigError(f"{type(self).__name__} has no training_step; overload it")
+        raise ConfigError(f"{type(self).__name__} has no training_step; override it")
 
     # What a step calls ------------------------------------------------------------------------------------------------
 

@@ -73,7 +73,7 @@ _ASK_MPI = """\
 import mpi4py
 mpi4py.rc.initialize = mpi4py.rc.finalize = False
 from mpi4py import MPI
-print(MPI.Get_library_version().strip("\\0 ").splitlines()[0])
+print(" ".join(MPI.Get_library_version().strip("\\0 ").splitlines()[0].split()))
 """
 """Only asks for the name: MPI_Init in a child of a rank would act for the rank."""
 MPI_LAUNCHERS = ("openmpi", "mpich", "pals", "mvapich")

@@ -21,7 +21,7 @@ LOG = logging.getLogger(__name__)
 class Callback:
     """Base class of callbacks: methods that are called at the stages of a run.
 
-    Every stage has two names (:data:`STAGES`); overload either, or both. All ranks call their callbacks in the order in
+    Every stage has two names (:data:`STAGES`); override either, or both. All ranks call their callbacks in the order in
     which they were given, so a callback may communicate inside its cell (:attr:`trainer.world`), and over the world
     where cells meet: ``post_round``, ``pre_save_checkpoint`` and ``post_save_checkpoint``, ``post_load_checkpoint``,
     ``pre_fit``, ``pre_train``, ``preemption`` and ``post_fit``. ``on_exception`` must not communicate.
@@ -135,7 +135,7 @@ class Callback:
     def exception(self, trainer: BaseTrainer, error: BaseException) -> None:
         """Stage: this rank fails; others may not know yet."""
 
-    # The second names, by which the same may be overloaded ------------------------------------------------------------
+    # The second names, by which the same may be overridden ------------------------------------------------------------
 
     on_fit_start = pre_fit
     on_fit_end = post_fit
@@ -172,7 +172,7 @@ STAGES = {method.__name__: name for name, method in vars(Callback).items() if na
 class CallbackCollection:
     """Call the callbacks of a run in their order; ``collection.pre_train_batch(trainer, ...)`` calls all of them.
 
-    A stage may be called by either name. Only what a callback has overloaded is called, so that stages cost nothing
+    A stage may be called by either name. Only what a callback has overridden is called, so that stages cost nothing
     where nobody listens. At ``exception`` all are called, whatever one of them raises: that is logged, since the error
     that ends the run is another one.
 
@@ -192,7 +192,7 @@ class CallbackCollection:
                 )
             names.append(callback.state_name)
         for first, second in STAGES.items():
-            # What is overloaded of the stage, callback by callback.
+            # What is overridden of the stage, callback by callback.
             listeners = [
                 getattr(callback, name)
                 for callback in self._callbacks

@@ -118,7 +118,7 @@ class ThroughputCallback(Callback):
         """Time and samples at the start of the window"""
 
     def make_clock(self) -> TrainingClock:
-        """Return the clock; overload it for another one."""
+        """Return the clock; override it for another one."""
         return TrainingClock()
 
     def pre_train(self, trainer: BaseTrainer) -> None:

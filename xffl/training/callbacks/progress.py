@@ -115,11 +115,11 @@ class ProgressCallback(Callback):
         self._run: _Run | None = None
 
     def make_console(self) -> Console:
-        """Return where to show it; overload it for another place."""
+        """Return where to show it; override it for another place."""
         return Console()
 
     def make_clock(self) -> Callable[[], float]:
-        """Return what tells the time in seconds; overload it for another clock."""
+        """Return what tells the time in seconds; override it for another clock."""
         return time.monotonic
 
     def pre_train(self, trainer: BaseTrainer) -> None:
@@ -251,7 +251,8 @@ class ProgressCallback(Callback):
         if federation is not None and federation.has_rounds:
             following = ""
             if isinstance(federation.every, int) and run.ending is None:
-                following = f", next in {max(0, federation.every - trainer.steps_since_round)} steps"
+                left = max(0, federation.every - trainer.steps_since_round)
+                following = f", next in {left} step{'' if left == 1 else 's'}"
             facts += [f"round {trainer.rounds}{following}", f"sent {decimal(run.sent)}"]
         began, first = run.start
         if run.steps is not None and step > first and run.ending is None:

@@ -88,7 +88,7 @@ class ModelSummaryCallback(Callback):
         self.shows = shows
 
     def make_console(self) -> Console:
-        """Return where the table is shown; overload it for another place."""
+        """Return where the table is shown; override it for another place."""
         return Console()
 
     def post_setup(self, trainer: BaseTrainer) -> None:

@@ -16,9 +16,11 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from xffl.checks import closest
 from xffl.cluster.cells import Federation
 from xffl.cluster.environment import (
     detect_environment,
@@ -251,13 +253,17 @@ def _find_trainer(name: Any, origin: str, folder: str) -> type:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # the module is there, and misses another one
+        near = closest(error.name, [file.stem for file in Path(folder).glob("*.py")])
         raise ConfigError(
-            f"trainer {name}: there is no module {error.name!r} in {folder}, nor installed; put {error.name}.py beside "
-            "the configuration"
+            f"trainer {name} ({origin}): there is no module {error.name!r} in {folder}, nor installed; "
+            + (f"did you mean {near}?" if near else f"put {error.name}.py beside the configuration")
         ) from error
     if not isinstance(found, type) or not callable(getattr(found, "fit", None)):
         what = "has no such name" if found is None else f"has {found!r} there"
-        raise ConfigError(f"trainer {name}: module {module} {what}; name a class with a method fit")
+        names = [one for one, item in vars(import_module(module)).items() if callable(getattr(item, "fit", None))]
+        near = closest(attribute, names)
+        hint = f"did you mean {module}.{near}?" if near else "name a class with a method fit"
+        raise ConfigError(f"trainer {name} ({origin}): module {module} {what}; {hint}")
     return found
 
 

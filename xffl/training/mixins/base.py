@@ -48,7 +48,7 @@ class StatePart:
 class TrainerMixin:
     """A part of a trainer.
 
-    A trainer is a class of :class:`xffl.training.BaseTrainer` and mixins, in any order; each overloads the hooks below,
+    A trainer is a class of :class:`xffl.training.BaseTrainer` and mixins, in any order; each overrides the hooks below,
     does its work and calls ``super()``, so that all are reached once. Attributes are those of the trainer.
     """
 

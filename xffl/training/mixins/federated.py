@@ -282,11 +282,11 @@ class FederatedMixin(ValidationMixin):
         return self.section("federation", FederationConfig).aggregator.get("policies")
 
     def federated_model(self) -> nn.Module:
-        """Return the model that rounds average; overload it where there are several."""
+        """Return the model that rounds average; override it where there are several."""
         models = self.named_models()
         if len(models) != 1:
             raise ConfigError(
-                f"the trainer has the models {sorted(models)}; overload federated_model to say which one rounds average"
+                f"the trainer has the models {sorted(models)}; override federated_model to say which one rounds average"
             )
         return next(iter(models.values()))
 

@@ -49,14 +49,14 @@ class DataLoaderSetupMixin(TrainerMixin):
     """Make a trainer's loaders."""
 
     def configure_dataloaders(self) -> tuple[Any, Any]:
-        """Return the loaders for training and for validation (or ``None``); overload it.
+        """Return the loaders for training and for validation (or ``None``); override it.
 
         :meth:`train_loader` and :meth:`validation_loader` make them of datasets. A plain torch ``DataLoader``
         is taken over with its dataset and options: the samples are dealt out to the cells and their ranks. One with a
         sampler of its own is refused; ``torch.utils.data.Subset`` chooses samples. Validation counts every sample once,
         in the dataset's order: ``shuffle=True`` and ``drop_last=True`` are allowed there, and change nothing.
         """
-        raise ConfigError(f"{type(self).__name__} has no data; overload configure_dataloaders")
+        raise ConfigError(f"{type(self).__name__} has no data; override configure_dataloaders")
 
     def train_loader(
         self, dataset: Dataset[Any], part: Any = None, *, labels: npt.ArrayLike | None = None, **options: Any

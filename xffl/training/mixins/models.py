@@ -42,18 +42,18 @@ class ModelSetupMixin(TrainerMixin):
     _model_names: tuple[str, ...] = ()
 
     def configure_models(self) -> None:
-        """Set the models as attributes (``self.model = ...``), whole; overload it.
+        """Set the models as attributes (``self.model = ...``), whole; override it.
 
         With ``setup.meta_device`` it runs under ``torch.device("meta")``: models cost no memory, and get their weights
         part by part when they are spread.
         """
-        raise ConfigError(f"{type(self).__name__} has no models; overload configure_models and set self.model there")
+        raise ConfigError(f"{type(self).__name__} has no models; override configure_models and set self.model there")
 
     def post_configure_models(self) -> None:
         """Change models before they are spread: freeze layers, add adapters. Does nothing by itself."""
 
     def init_weights(self) -> None:
-        """Initialize the models' weights; overload it, or leave it to each module's ``reset_parameters``.
+        """Initialize the models' weights; override it, or leave it to each module's ``reset_parameters``.
 
         Of models on the meta device it is called once for each module that has tensors of its own; the model's
         attribute then stands for that module alone, whole and on the CPU, so that ``self.model.apply(fn)`` initializes
@@ -63,7 +63,7 @@ class ModelSetupMixin(TrainerMixin):
     def module_initializer(self, name: str) -> Callable[[nn.Module], object] | None:
         """Return what initializes the modules of a model on the meta device, one at a time.
 
-        By default that is :meth:`init_weights`, where it is overloaded, else ``None``: each module's
+        By default that is :meth:`init_weights`, where it is overridden, else ``None``: each module's
         ``reset_parameters``. For models of Hugging Face return
         ``xffl.training.models.ModuleInitializer(self.model)``.
 
@@ -76,13 +76,13 @@ class ModelSetupMixin(TrainerMixin):
         """Change models after they are spread: load weights into them. Does nothing by itself."""
 
     def compute_loss(self, output: Any, target: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of an output, for :meth:`BaseTrainer.forward_backward`; overload it to use that.
+        """Return the mean loss of an output, for :meth:`BaseTrainer.forward_backward`; override it to use that.
 
         :param output: What the model returned.
         :param target: What it is compared with.
         :return: The mean over its elements.
         """
-        raise ConfigError(f"{type(self).__name__} has no loss; overload compute_loss, which forward_backward calls")
+        raise ConfigError(f"{type(self).__name__} has no loss; override compute_loss, which forward_backward calls")
 
     def named_models(self) -> dict[str, nn.Module]:
         """Return the models by the names of their attributes."""
@@ -168,9 +168,9 @@ class OptimizerAndSchedulerSetupMixin(TrainerMixin):
     _scheduler_names: tuple[str, ...] = ()
 
     def configure_optimizers(self) -> None:
-        """Set the optimizers as attributes (``self.optimizer = ...``), of the spread models; overload it."""
+        """Set the optimizers as attributes (``self.optimizer = ...``), of the spread models; override it."""
         raise ConfigError(
-            f"{type(self).__name__} has no optimizer; overload configure_optimizers and set self.optimizer there"
+            f"{type(self).__name__} has no optimizer; override configure_optimizers and set self.optimizer there"
         )
 
     def configure_schedulers(self) -> None:

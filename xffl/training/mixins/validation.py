@@ -35,16 +35,16 @@ class ValidationMixin(TrainerMixin):
     """Whose model was measured last since the start (``cell`` or ``federation``), and the values"""
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        """Measure a batch, without gradients and with models in evaluation mode; overload it.
+        """Measure a batch, without gradients and with models in evaluation mode; override it.
 
         :param batch: What the loader gave, on this rank's device.
         :param batch_idx: Its number.
         :return: Means over the batch by name, which are averaged over all samples.
         """
-        raise ConfigError(f"{type(self).__name__} has a validation loader but no validation_step; overload it")
+        raise ConfigError(f"{type(self).__name__} has a validation loader but no validation_step; override it")
 
     def count_samples(self, batch: Any) -> int:
-        """Return how many samples a batch of this rank has: the rows of its first tensor; overload it for others.
+        """Return how many samples a batch of this rank has: the rows of its first tensor; override it for others.
 
         :param batch: What the loader gave.
         :return: The number of samples.
@@ -52,7 +52,7 @@ class ValidationMixin(TrainerMixin):
         tensor = _first_tensor(batch)
         if tensor is None:
             raise ConfigError(
-                f"a batch of {type(batch).__name__} has no tensor whose rows are samples; overload count_samples"
+                f"a batch of {type(batch).__name__} has no tensor whose rows are samples; override count_samples"
             )
         return len(tensor)
 
@@ -155,7 +155,7 @@ class EvalMetricMixin(TrainerMixin):
     _metric_names: tuple[str, ...] = ()
 
     def configure_metrics(self) -> None:
-        """Make metrics of torchmetrics, or collections of them, as attributes; the same on all ranks. Overload it."""
+        """Make metrics of torchmetrics, or collections of them, as attributes; the same on all ranks. Override it."""
 
     def setup(self) -> None:
         """Make the metrics, on this rank's device."""
