@@ -443,6 +443,7 @@ WRONG_FILES = [
     ("stages: [3]", "stages.0 @1 is 3, but Stage is expected"),
     ("model_dim: 12:30", "model_dim @1 is '12:30', but int is expected"),
     ("layer: math.pi", "layer @1 is 'math.pi', but type or null is expected;"),
+    ("callbacks: [{init_args: {}}]", "callbacks.0 @1 is invalid: class_path is missing; give the class"),
     ("callbacks: [{class_path: nowhere.Mine}]", "callbacks.0 @1 is invalid: Problem with given class_path 'nowhere.M"),
     ("callbacks: [null]", "callbacks.0 @1 is None, but Callback is expected"),
     ("slurm: {node: 3}", "slurm.node @1 is unknown; did you mean slurm.nodes?"),

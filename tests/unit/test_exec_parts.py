@@ -68,9 +68,22 @@ def test_help_of_every_command_is_quick_and_needs_no_torch() -> None:
 
 
 def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["exce"])
-    assert left.value.code == 2 and "exec" in capsys.readouterr().err
+    assert main(["exce"]) == 2
+    assert "did you mean 'exec'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("found", [None, Path("run/checkpoints/step_7")])
+def test_a_run_that_has_failed_tells_from_where_it_continues(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, found: Path | None
+) -> None:
+    (tmp_path / "config.yaml").write_text(
+        "trainer: tests.tasks.TaskTrainer\nexperiment: {output_dir: run}\nlaunch: {processes: 1}\n"
+    )
+    monkeypatch.setattr(execute, "_start", lambda *args, **more: ExitCode.FAILED)
+    monkeypatch.setattr("xffl.checkpoint.manager.find_latest_checkpoint", lambda folder: found)
+    assert main(["exec", str(tmp_path / "config.yaml")]) == ExitCode.FAILED
+    told = capsys.readouterr().err
+    assert told.endswith(f"xffl: the same command continues from {found}\n") if found else "continues" not in told
 
 
 @pytest.mark.parametrize(

@@ -231,6 +231,8 @@ def make_object(value: Any, kind: Any) -> Any:
     """Return what a text or a class_path names; ValueError with the reason where there is no such thing."""
     if isinstance(kind, type) and issubclass(kind, enum.Enum) and isinstance(value, str):
         value = value.rpartition(".")[2]  # a member's dotted path is its name, too
+    if isinstance(value, Mapping) and value.keys() == {"init_args"}:  # jsonargparse would make the base class of it
+        raise ValueError("class_path is missing; give the class that init_args are for")
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--value", type=kind)
     try:
@@ -277,10 +279,8 @@ class Key:
 
     hint: Any
     doc: str = ""
-    factory: Callable[[], Any] | None = None
-    """Makes its default; ``None`` where a value is required."""
-    section: type | None = None
-    """The dataclass whose keys are set one by one, where it holds one."""
+    factory: Callable[[], Any] | None = None  # makes its default; None where a value is required
+    section: type | None = None  # the dataclass whose keys are set one by one, where it holds one
 
     def default(self) -> Any:
         """Return its default, ``None`` where there is none."""
