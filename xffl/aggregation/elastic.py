@@ -175,6 +175,7 @@ class ElasticAggregator:
         start_round(self.rounds + 1)
         inject("meet")
         self._epoch, self._is_leaving = self._federation.meet(is_finished=is_finished), is_finished
+        self.has_taken_over = False
         doubted, self._doubted = self._doubted, None
         if not self._federation.standing.settle(self._epoch, self._federation.cell):
             return None
@@ -192,8 +193,8 @@ class ElasticAggregator:
         RoundBroken where the round is to be tried again, and RoundError where it was refused by a reason that lies in a
         model or an option, as :meth:`xffl.Aggregator.participate`, or where the cells cannot reach each other.
         """
-        epoch = self._opened()
-        given = replace(given, is_absent=given.is_absent or self.is_behind, is_finished=self._is_leaving)
+        is_absent, epoch = given.is_absent or self.is_behind, self._opened()
+        given = replace(given, is_absent=is_absent, is_finished=self._is_leaving)
         least = None if epoch.behind else least_divergence
         return self._conclude(epoch, lambda: self._begin(epoch).participate(given, least_divergence=least))
 
