@@ -30,8 +30,8 @@ def main() -> None:
     torch.set_num_threads(1)
     with xffl.session(timeout_s=60) as state:
         assert state.lone_cell is not None
-        cell, rank = state.lone_cell[0], state.rank
-        (args.folder / f"{cell}.{rank}.pid").write_text(str(os.getpid()))
+        cell, rank, life = state.lone_cell[0], state.rank, os.environ["XFFL_RESTARTS"]
+        (args.folder / f"{cell}.{rank}.pid").write_text(f"{os.getpid()} {life}")
         torch.manual_seed(cell)
         wide = args.width
         model = xffl.shard(nn.Sequential(nn.Linear(wide, wide), nn.ReLU(), nn.Linear(wide, wide)), state)
@@ -45,7 +45,7 @@ def main() -> None:
                 bits.update(whole.detach().numpy().tobytes())
             if rank == 0:
                 told = [time.time(), report.round, bits.hexdigest()[:16], report.cells, report.weights, report.tries]
-                with (args.folder / f"{cell}.jsonl").open("a") as file:
+                with (args.folder / f"{cell}.{life}.jsonl").open("a") as file:
                     file.write(json.dumps(told) + "\n")
 
         with xffl.FederatedScaling(model, optimizer, state, every=args.every, on_round=on_round):
