@@ -50,7 +50,7 @@ def train(folder: Path, rounds: int, seed: int, step_s: float) -> None:
         (folder / f"{cell}.pid").write_text(str(os.getpid()))
         torch.manual_seed(seed)
         model = xffl.shard(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)), state)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         own = torch.arange(HELD_OUT + cell, len(labels), CELLS)
         chance = torch.Generator().manual_seed(1000 * seed + 100 * cell + life)
 

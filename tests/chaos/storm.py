@@ -123,6 +123,13 @@ class System:
                 found[int(cell), int(rank)] = int(pid), int(life)
         return found
 
+    def kill(self, cell: int, rank: int) -> Kill:
+        """Kill a rank that is at work."""
+        pid, life = self.living()[cell, rank]
+        self.kills.append(kill := Kill(time.time(), cell, life))
+        os.kill(pid, signal.SIGKILL)
+        return kill
+
     def told(self) -> dict[int, list[Round]]:
         """Return what each cell has told so far."""
         told: dict[int, list[Round]] = {cell: [] for cell in range(self.job.cells)}
@@ -284,9 +291,7 @@ def strike(systems: list[System], chance: random.Random) -> None:
     victim = chance.choice(victims)
     for system, ranks in zip(systems, living, strict=True):
         if victim in ranks:
-            pid, life = ranks[victim]
-            system.kills.append(Kill(time.time(), victim[0], life))
-            os.kill(pid, signal.SIGKILL)
+            system.kill(*victim)
 
 
 def run(rate: float, job: Job, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -339,8 +344,7 @@ def measure(told: dict[int, list[Round]], kills: list[Kill], begun: float, ended
         others = (one.time for cell, lines in told.items() if cell != kill.cell for one in lines)
         gap = min((at - kill.time for at in others if at > kill.time), default=None)
         gaps.append(None if gap is None or gap > LATEST_S else gap)
-        later = (one for one in told[kill.cell] if one.life > kill.life and one.weights[kill.cell])
-        returns.append(next((one.time - kill.time for one in later), None))
+        returns.append(return_after(kill, told))
     # A cell's share of the time: each round stands for the time since the one before it.
     spans = [later.time - one.time for one, later in pairwise(rounds)]
     share = sum(
@@ -357,6 +361,12 @@ def measure(told: dict[int, list[Round]], kills: list[Kill], begun: float, ended
         "repeated": sum(one.tries - 1 for one in everything(told) if one.time >= begun),
         "unequal": len(unequal),
     }
+
+
+def return_after(kill: Kill, told: dict[int, list[Round]]) -> float | None:
+    """Return how long the victim's cell was away, ``None`` where it is not back."""
+    later = (one for one in told[kill.cell] if one.life > kill.life and one.weights[kill.cell])
+    return next((one.time - kill.time for one in later), None)
 
 
 def summary(values: list[float | None]) -> dict[str, float]:
