@@ -8,7 +8,8 @@ comes back some rounds later with the others' model and an empty optimizer. Its 
 within the run; those of the runs without kills do not, since waits change no value.
 
 Printed is a line for each run, then whether the loss under kills is inside the range of the five seeds. The exit code
-is 1 if it is above that range, cells disagree about the final model, or a killed cell did not come back.
+is 1 if it is above that range, cells disagree about the final model, a killed cell did not come back, or the run began
+anew.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,8 @@ def train(folder: Path, rounds: int, seed: int, step_s: float) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         own = torch.arange(HELD_OUT + cell, len(labels), CELLS)
         chance = torch.Generator().manual_seed(1000 * seed + 100 * cell + life)
+        while len(list(folder.glob("*.pid"))) < CELLS:  # without waits the others would have ended before a late one
+            time.sleep(0.01)
 
         def on_round(report: Any) -> None:
             with (folder / f"{cell}.rounds").open("a") as file:
@@ -111,6 +115,7 @@ def run(rounds: int, seed: int, kills: list[tuple[int, int]]) -> dict[str, Any]:
         "accuracy": ends[0][1],
         "alike": all(end == ends[0] for end in ends),
         "contributed": [sum(weight > 0 for *_, weight in one) for one in lines],
+        "whole": all(one[0] < other[0] for line in lines for one, other in pairwise(line)),  # no round was made twice
         "back": all(any(life and weight for _, life, weight in lines[cell]) for cell, _ in kills),
     }
 
@@ -139,7 +144,7 @@ def main() -> int:
     print(f"loss under kills {under['loss']:.4f}: {place} {min(losses):.4f} to {max(losses):.4f}, those of five seeds")
     if args.out is not None:
         args.out.write_text(json.dumps(results, indent=1) + "\n")
-    return int(place == "above" or not all(one["alike"] for one in results) or not under["back"])
+    return int(place == "above" or not all(one["alike"] and one["whole"] for one in results) or not under["back"])
 
 
 if __name__ == "__main__":

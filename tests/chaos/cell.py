@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import xffl
+from xffl.distributed import ElasticParameters
 
 
 def main() -> None:
@@ -25,12 +26,15 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--step-s", type=float, default=0.05)
+    parser.add_argument("--least", type=int)
     parser.add_argument("--width", type=int, default=64)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    with xffl.session(timeout_s=60) as state:
+    life = int(os.environ["XFFL_RESTARTS"])
+    elastic = ElasticParameters(lighthouse=os.environ["XFFL_LIGHTHOUSE"], restarts=life, least_cells=args.least)
+    with xffl.session(elastic=elastic, timeout_s=60) as state:
         assert state.lone_cell is not None
-        cell, rank, life = state.lone_cell[0], state.rank, os.environ["XFFL_RESTARTS"]
+        cell, rank = state.lone_cell[0], state.rank
         (args.folder / f"{cell}.{rank}.pid").write_text(f"{os.getpid()} {life}")
         torch.manual_seed(cell)
         wide = args.width

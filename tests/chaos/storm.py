@@ -65,10 +65,12 @@ class Job:
     ranks: int = 2
     every: int = 10
     step_s: float = 0.1
+    least: int | None = None
 
     def words(self) -> list[str]:
         """Return the options of a rank."""
-        return ["--every", str(self.every), "--step-s", str(self.step_s)]
+        least = [] if self.least is None else ["--least", str(self.least)]
+        return ["--every", str(self.every), "--step-s", str(self.step_s), *least]
 
 
 class Round(NamedTuple):
@@ -189,7 +191,7 @@ class Torchft(System):
 
         self._lighthouse = LighthouseServer(
             bind="127.0.0.1:0",
-            min_replicas=1,
+            min_replicas=self.job.least or 1,
             join_timeout_ms=10_000,
             quorum_tick_ms=100,
             heartbeat_timeout_ms=int(1000 * self.heartbeat_s),
@@ -417,13 +419,14 @@ def main() -> int:
     parser.add_argument("--lighthouse", type=int, default=0, help="how often the lighthouse is killed in a run")
     parser.add_argument("--beside", choices=["torchft"], help="what else runs at the same time under the same faults")
     parser.add_argument("--torchft-heartbeat", type=float, default=2.0, help="seconds, as xffl's; its own default is 5")
+    parser.add_argument("--least", type=int, help="cells that a round needs; else xffl's half and one, torchft's 1")
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--step-s", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="where the runs' folders are made, else a temporary one")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    job = Job(args.cells, args.ranks, args.every, args.step_s)
+    job = Job(args.cells, args.ranks, args.every, args.step_s, args.least)
     results: list[dict[str, Any]] = []
     for rate in (0.0, *args.faults_an_hour):
         for place, result in enumerate(run(rate, job, args)):

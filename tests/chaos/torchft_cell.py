@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--step-s", type=float, default=0.05)
+    parser.add_argument("--least", type=int, default=1)
     parser.add_argument("--width", type=int, default=64)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -76,7 +77,7 @@ def main() -> None:
         pg=group,
         load_state_dict=load,
         state_dict=save,
-        min_replica_size=1,
+        min_replica_size=args.least,
         use_async_quorum=False,  # as DiLoCo asks for
         timeout=timedelta(seconds=10),
         quorum_timeout=timedelta(seconds=60),

@@ -28,7 +28,8 @@ from tests.tasks import TaskConfig, TaskTrainer
 from tests.worlds import be_launched, run_world
 from xffl.distributed import ElasticParameters
 from xffl.distributed.faults import PHASES, Fault
-from xffl.elastic.lighthouse import coordination
+from xffl.elastic.lighthouse import Lighthouse, coordination
+from xffl.elastic.roster import CellRecord, Version
 from xffl.training import Callback, ExperimentConfig, FederationConfig, TrainingParameters
 
 pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="needs the extra elastic")
@@ -349,6 +350,32 @@ def test_a_lighthouse_that_is_started_again_divides_nobody(tmp_path: Path) -> No
         assert one.cells[30] == (0, 1, 2)
         assert set(one.tries.values()) == {1}
         assert max(one.seconds.values()) > 1.0, "the lighthouse was never missed"
+
+
+def test_a_lighthouse_that_was_started_again_is_known_as_another_one() -> None:
+    port = free_port()
+    servers = [start_lighthouse(port)]
+    line = Lighthouse(f"http://127.0.0.1:{port}", "0.0", "")
+
+    def meet(version: Version, doubt: Version | None = None) -> tuple[bool, int]:
+        meeting = line.meet(CellRecord(0, 1, "0.0", version=version, doubt=doubt), 20.0)
+        assert meeting is not None
+        [told] = meeting.records
+        return told.same_lighthouse, meeting.created
+
+    is_same, created = meet(Version())
+    assert not is_same  # there is no round that it could have formed
+    is_same, later = meet(Version(1, created, "lineage"))
+    assert is_same
+    assert meet(Version(1, created, "lineage"), Version(2, later, "later lineage"))[0]
+    assert not meet(Version(7, 17, "of a checkpoint"))[0]
+    servers.pop().shutdown()
+    servers.append(start_lighthouse(port))
+    is_same, created = meet(Version(2, later, "later lineage"))
+    assert not is_same
+    assert meet(Version(3, created, "its lineage"))[0]
+    line.leave()
+    servers.pop().shutdown()
 
 
 def test_after_an_outage_of_all_cells_the_newest_checkpoint_counts(lighthouse: str, tmp_path: Path) -> None:
