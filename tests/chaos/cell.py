@@ -36,7 +36,7 @@ def main() -> None:
         assert state.lone_cell is not None
         cell, rank = state.lone_cell[0], state.rank
         (args.folder / f"{cell}.{rank}.pid").write_text(f"{os.getpid()} {life}")
-        torch.manual_seed(cell)
+        torch.manual_seed(cell + 100 * life)
         wide = args.width
         model = xffl.shard(nn.Sequential(nn.Linear(wide, wide), nn.ReLU(), nn.Linear(wide, wide)), state)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

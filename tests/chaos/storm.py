@@ -19,6 +19,7 @@ share     cells that contribute to a round, of all cells, in the mean over time;
 rounds    rounds a second, as a share of the run without faults
 repeated  tries of rounds that were not taken, of all cells. xffl keeps the steps for the next try, torchft drops them
 unequal   rounds that were not the same to the bit in all that took part
+anew      how often the number of rounds went back: all cells were lost at once, or who held the model was not followed
 left      processes that were still there after the end
 
 The exit code is 1 if a round of xffl's was unequal, did not come within 15 s, or a process was left behind.
@@ -54,7 +55,7 @@ QUIET_S = 30.0
 """The end of a run, without kills: what was killed last must be able to return."""
 PAUSE_S = 1.0
 """Before a replica group is started again, as ``xffl exec`` does with a cell."""
-COLUMNS = ["gap", "return", "share", "allowed", "rounds", "repeated", "unequal", "left"]
+COLUMNS = ["gap", "return", "share", "allowed", "rounds", "repeated", "unequal", "anew", "left"]
 
 
 @dataclass(frozen=True)
@@ -334,12 +335,17 @@ def run(rate: float, job: Job, args: argparse.Namespace) -> list[dict[str, Any]]
 
 def measure(told: dict[int, list[Round]], kills: list[Kill], begun: float, ended: float, cells: int) -> dict[str, Any]:
     """Draw from what the cells of a system have told what the docstring of this file defines."""
-    first: dict[int, Round] = {}
-    unequal = set()
-    for one in everything(told):
-        kept = first.setdefault(one.number, one)
-        if (kept.digest, kept.cells, kept.weights) != (one.digest, one.cells, one.weights):
-            unequal.add(one.number)
+    first: dict[tuple[int, int], Round] = {}
+    unequal, anew = set(), 0
+    for lines in told.values():
+        run, before = 0, 0
+        for one in lines:
+            run, before = run + (one.number <= before), one.number
+            kept = first.setdefault((run, one.number), one)
+            if (kept.digest, kept.cells, kept.weights) != (one.digest, one.cells, one.weights):
+                unequal.add((run, one.number))
+            first[run, one.number] = min(kept, one, key=lambda one: one.time)
+        anew = max(anew, run)
     rounds = [one for one in sorted(first.values(), key=lambda one: one.time) if begun <= one.time <= ended]
     gaps, returns = [], []
     for kill in kills:
@@ -362,6 +368,7 @@ def measure(told: dict[int, list[Round]], kills: list[Kill], begun: float, ended
         "rounds a second": round(len(rounds) / (ended - begun), 4),
         "repeated": sum(one.tries - 1 for one in everything(told) if one.time >= begun),
         "unequal": len(unequal),
+        "anew": anew,
     }
 
 
@@ -388,6 +395,7 @@ def missed(result: dict[str, Any]) -> list[str]:
         "share": result["share"] >= result["allowed"],
         "rounds": result["rounds"] >= (0.9 if rate <= 60 else 0.75),
         "unequal": not result["unequal"],
+        "anew": not result["anew"],
         "left": not result["left"],
     }
     return [name for name, is_met in bounds.items() if not is_met]

@@ -53,7 +53,7 @@ def main() -> None:
     cell, cells, life = (int(os.environ[name]) for name in ("CELL", "CELLS", "LIFE"))
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(cell)
+    torch.manual_seed(cell + 100 * life)
     wide = args.width
     model = nn.Sequential(nn.Linear(wide, wide), nn.ReLU(), nn.Linear(wide, wide))
     if ranks > 1:
