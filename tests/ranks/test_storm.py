@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.storm import Job, Xffl, measure, return_after, wait_for_all, watch
-
-pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="needs the extra elastic")
+from tests.chaos.storm import Job, Kill, Round, Xffl, measure, return_after, wait_for_all, watch
 
 
+@pytest.mark.skipif(find_spec("torchft") is None, reason="needs the extra elastic")
 def test_cells_that_are_killed_come_back_and_leave_nothing_behind(tmp_path: Path) -> None:
     """One after the other, at no certain point of a round; the cell with the epoch's store among them."""
     federation = Xffl(Job(cells=3, ranks=1, every=4, step_s=0.05), tmp_path)
@@ -32,3 +31,23 @@ def test_cells_that_are_killed_come_back_and_leave_nothing_behind(tmp_path: Path
     assert found["return"]["worst"] < 30, found
     assert found["unequal"] == 0, found
     assert federation.left() == 0
+
+
+def test_what_a_storm_measures() -> None:
+    def round_of(number: int, at: float, *cells: int, idle: int = 9, digest: str = "", life: int = 0) -> Round:
+        weights = tuple(float(cell in cells and cell != idle) for cell in range(3))
+        return Round(life, at, number, digest, cells, weights, 1)
+
+    both = [round_of(1, 9.0, 0, 1, 2), round_of(2, 11.0, 0, 1, 2), round_of(3, 20.0, 0, 1, 2, idle=2)]
+    both += [round_of(4, 21.0, 0, 1, 2)]
+    again = [both[0], *(one._replace(life=1) for one in both[2:])]
+    kills = [Kill(10.0, 2, 0), Kill(22.0, 0, 0)]
+    found = measure({0: both, 1: both, 2: again}, kills, 9.0, 39.0, 3)
+    # The first round after the kill has the victim's values; nobody makes one after the second kill.
+    assert found["gap"] == {"median": 1.0, "worst": 1.0, "never": 1}
+    assert found["return"] == {"median": 11.0, "worst": 11.0, "never": 1}
+    assert found["share"] == round((2 + 9 * 2 / 3 + 1) / 12, 4)
+    assert (found["unequal"], found["anew"], found["rounds a second"]) == (0, 0, 0.1333)
+    other = [*both[:-1], round_of(4, 21.0, 0, 1, 2, digest="another"), round_of(2, 22.0, 0, 1, 2)]
+    found = measure({0: both, 1: both, 2: other}, [], 9.0, 39.0, 3)
+    assert (found["unequal"], found["anew"]) == (1, 1)
