@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from tests.tasks import TaskConfig, TaskTrainer
 from tests.worlds import be_launched, run_world
 from xffl.distributed import ElasticParameters
 from xffl.distributed.faults import PHASES, Fault
+from xffl.elastic.federation import ElasticFederation
 from xffl.elastic.lighthouse import Lighthouse, coordination
 from xffl.elastic.roster import CellRecord, Version
 from xffl.training import Callback, ExperimentConfig, FederationConfig, TrainingParameters
@@ -289,6 +290,27 @@ def test_a_cell_that_is_killed_comes_back(tmp_path: Path) -> None:
     # The survivor's next round, after heartbeats have ended and the cell was looked for again.
     lost = max(number for number in both if number < min(alone))
     assert rounds[min(alone)][0][2] - rounds[lost][0][2] < 15.0
+
+
+def enter_with_a_dead_cell(rank: int, world: int, plan: Plan) -> float:
+    be_launched(0, 1, plan.ports[0])
+    with xffl.session(cell=0, cells=2, elastic=plan.url) as state:
+        federation = ElasticFederation(state)
+        epoch = federation.meet()
+        [own] = epoch.members
+        dead = replace(own, cell=1, life="1.0", address=f"127.0.0.1:{free_port()}")
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match="cell 1 was lost after it had met"):
+            federation.enter(replace(epoch, members=(own, dead)))
+        seconds = time.monotonic() - start
+        federation.leave()
+    return seconds
+
+
+def test_a_cell_that_is_lost_while_it_waits_for_the_others_is_not_waited_for(lighthouse: str) -> None:
+    """Its heartbeat is still fresh when the meeting ends; to connect to it would take ten seconds."""
+    [seconds] = run_world(1, enter_with_a_dead_cell, Plan(lighthouse, (1,), (free_port(),)), init=False)
+    assert seconds < 5.0
 
 
 def fit(rank: int, world: int, plan: Plan, folder: str) -> tuple[str, int, int, list[tuple[int, ...]]]:
