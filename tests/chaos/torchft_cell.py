@@ -72,6 +72,8 @@ def main() -> None:
             local(one).copy_(value)
         base, has_taken_over = manager.current_step(), True
 
+    # Long enough for a busy machine, and an end to the wait for a group that died after the quorum. The manager's own
+    # timeout is longer, as by default: the vote of a rank waits for the others of its group, which may still connect.
     group = Group(timeout=timedelta(seconds=10))
     manager = Manager(
         pg=group,
@@ -79,7 +81,7 @@ def main() -> None:
         state_dict=save,
         min_replica_size=args.least,
         use_async_quorum=False,  # as DiLoCo asks for
-        timeout=timedelta(seconds=10),
+        timeout=timedelta(seconds=60),
         quorum_timeout=timedelta(seconds=60),
         connect_timeout=timedelta(seconds=10),
         rank=rank,
