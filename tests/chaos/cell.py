@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import xffl
+from xffl.distributed import ElasticParameters
 
 
 def main() -> None:
@@ -25,14 +26,17 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--step-s", type=float, default=0.05)
+    parser.add_argument("--least", type=int)
     parser.add_argument("--width", type=int, default=64)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    with xffl.session(timeout_s=60) as state:
+    life = int(os.environ["XFFL_RESTARTS"])
+    elastic = ElasticParameters(lighthouse=os.environ["XFFL_LIGHTHOUSE"], restarts=life, least_cells=args.least)
+    with xffl.session(elastic=elastic, timeout_s=60) as state:
         assert state.lone_cell is not None
         cell, rank = state.lone_cell[0], state.rank
-        (args.folder / f"{cell}.{rank}.pid").write_text(str(os.getpid()))
-        torch.manual_seed(cell)
+        (args.folder / f"{cell}.{rank}.pid").write_text(f"{os.getpid()} {life}")
+        torch.manual_seed(cell + 100 * life)
         wide = args.width
         model = xffl.shard(nn.Sequential(nn.Linear(wide, wide), nn.ReLU(), nn.Linear(wide, wide)), state)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -45,7 +49,7 @@ def main() -> None:
                 bits.update(whole.detach().numpy().tobytes())
             if rank == 0:
                 told = [time.time(), report.round, bits.hexdigest()[:16], report.cells, report.weights, report.tries]
-                with (args.folder / f"{cell}.jsonl").open("a") as file:
+                with (args.folder / f"{cell}.{life}.jsonl").open("a") as file:
                     file.write(json.dumps(told) + "\n")
 
         with xffl.FederatedScaling(model, optimizer, state, every=args.every, on_round=on_round):

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,7 +32,9 @@ from xffl.aggregation.algorithms.clients import Scaffold, local
 from xffl.aggregation.algorithms.server import ServerOptimizer
 from xffl.distributed import ElasticParameters
 from xffl.distributed.faults import PHASES, Fault
-from xffl.elastic.lighthouse import coordination
+from xffl.elastic.federation import ElasticFederation
+from xffl.elastic.lighthouse import Lighthouse, coordination
+from xffl.elastic.roster import CellRecord, Version
 from xffl.training import Callback, ExperimentConfig, FederationConfig, TrainingParameters
 
 pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="needs the extra elastic")
@@ -448,6 +450,28 @@ def test_a_cell_that_is_killed_comes_back(tmp_path: Path) -> None:
     assert rounds[min(alone)][0][2] - rounds[lost][0][2] < 15.0
 
 
+def enter_with_a_dead_cell(rank: int, world: int, plan: Plan) -> float:
+    be_launched(0, 1, plan.ports[0])
+    with xffl.session(cell=0, cells=2, elastic=plan.url) as state:
+        federation = ElasticFederation(state)
+        federation.standing.version = Version(1, 1, "lineage", (federation.life,))  # so that it may go on alone
+        epoch = federation.meet()
+        [own] = epoch.members
+        dead = replace(own, cell=1, life="1.0", address=f"127.0.0.1:{free_port()}")
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match="cell 1 was lost after it had met"):
+            federation.enter(replace(epoch, members=(own, dead)))
+        seconds = time.monotonic() - start
+        federation.leave()
+    return seconds
+
+
+def test_a_cell_that_is_lost_while_it_waits_for_the_others_is_not_waited_for(lighthouse: str) -> None:
+    """Its heartbeat is still fresh when the meeting ends; to connect to it would take ten seconds."""
+    [seconds] = run_world(1, enter_with_a_dead_cell, Plan(lighthouse, (1,), (free_port(),)), init=False)
+    assert seconds < 5.0
+
+
 def fit(rank: int, world: int, plan: Plan, folder: str) -> tuple[str, int, int, list[tuple[int, ...]]]:
     be_launched(0, 1, plan.ports[rank])
     config = TaskConfig(
@@ -507,6 +531,32 @@ def test_a_lighthouse_that_is_started_again_divides_nobody(tmp_path: Path) -> No
         assert one.cells[30] == (0, 1, 2)
         assert set(one.tries.values()) == {1}
         assert max(one.seconds.values()) > 1.0, "the lighthouse was never missed"
+
+
+def test_a_lighthouse_that_was_started_again_is_known_as_another_one() -> None:
+    port = free_port()
+    servers = [start_lighthouse(port)]
+    line = Lighthouse(f"http://127.0.0.1:{port}", "0.0", "")
+
+    def meet(version: Version, doubt: Version | None = None) -> tuple[bool, int]:
+        meeting = line.meet(CellRecord(0, 1, "0.0", version=version, doubt=doubt), 20.0)
+        assert meeting is not None
+        [told] = meeting.records
+        return told.same_lighthouse, meeting.created
+
+    is_same, created = meet(Version())
+    assert not is_same  # there is no round that it could have formed
+    is_same, later = meet(Version(1, created, "lineage"))
+    assert is_same
+    assert meet(Version(1, created, "lineage"), Version(2, later, "later lineage"))[0]
+    assert not meet(Version(7, 17, "of a checkpoint"))[0]
+    servers.pop().shutdown()
+    servers.append(start_lighthouse(port))
+    is_same, created = meet(Version(2, later, "later lineage"))
+    assert not is_same
+    assert meet(Version(3, created, "its lineage"))[0]
+    line.leave()
+    servers.pop().shutdown()
 
 
 def test_after_an_outage_of_all_cells_the_newest_checkpoint_counts(lighthouse: str, tmp_path: Path) -> None:

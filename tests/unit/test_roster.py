@@ -90,6 +90,14 @@ def test_who_was_there_last_is_looked_for_twice() -> None:
     assert form_epoch([record(0), record(1)], 1000).refusal == "cell 2 may still come"  # all are started at once
 
 
+def test_a_lighthouse_that_has_formed_the_last_round_is_asked_once() -> None:
+    version, older = agreed(4, 0, 1, 2), agreed(3, 0, 1, 2)
+    here = [record(0, version), record(1, version, same_lighthouse=True)]
+    assert not form_epoch(here, 1000).refusal
+    # Of an older round it says nothing.
+    assert form_epoch([record(0, version), record(1, older, same_lighthouse=True)], 1000).looks_again
+
+
 def test_a_doubt_is_ended_by_who_took_the_round_or_refused_it() -> None:
     old, new = agreed(4, 0, 1, 2), agreed(5, 0, 1, 2, created=900)
     doubter = record(0, old, doubt=new)

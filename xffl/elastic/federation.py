@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -166,6 +167,10 @@ class ElasticFederation:
         if epoch.keeps_group and self._group is not None:
             return Place(topology, first, self._group, False)
         self.drop()
+        lost = [self._lost_member(epoch) if self._lighthouse is not None else ""]
+        dist.broadcast_object_list(lost, src=0)
+        if lost[0]:
+            raise RuntimeError(lost[0])
         self._group = CrossWorldGroup(
             epoch.members[epoch.index_of(epoch.first)].address,
             epoch.group,
@@ -177,6 +182,22 @@ class ElasticFederation:
         )
         self._group_name = epoch.group
         return Place(topology, first, self._group, True)
+
+    def _lost_member(self, epoch: Epoch) -> str:
+        """Knock at the stores of the other cells, and return what is lost.
+
+        A cell that is lost while it waits for a meeting is still a member of it, if its last heartbeat was within two
+        seconds. Without this the others would wait :data:`CONNECT_S` for it.
+        """
+        for member in epoch.members:
+            host, _, port = member.address.rpartition(":")
+            try:
+                socket.create_connection((host, int(port)), CELL_HEARTBEAT_TIMEOUT_S).close()
+            except ConnectionRefusedError:
+                return f"cell {member.cell} was lost after it had met: nothing listens at {member.address}"
+            except OSError:
+                continue  # ranks may reach each other on other ways, or find out that they do not
+        return ""
 
     def agree_on_end(self, end: RoundEnd, epoch: Epoch) -> RoundEnd:
         """Draw the cell's conclusion of how a round ended on its ranks, and note it in the standing.

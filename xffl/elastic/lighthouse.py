@@ -4,18 +4,22 @@ What stands behind it is torchft's lighthouse, by its ``torchft.coordination`` a
 for a round at the same time; it knows no models, keeps nothing, and may be started again at any time. What it leaves
 out is made up for here and in :mod:`xffl.elastic.roster`: a request never runs out of time by itself, since the
 lighthouse would count its sender as present for ever; a restarted lighthouse tells whoever asks first that nobody else
-is there, so cells look again for those that they miss.
+is there, so cells look again for those that they miss. They need not where they know that it was not restarted: a
+connection on which nothing is ever sent ends with the process behind it.
 """
 
 from __future__ import annotations
 
 import os
 import queue
+import socket
 import threading
 import time
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from xffl.elastic.roster import CellRecord
 from xffl.errors import LaunchError
@@ -35,6 +39,13 @@ REQUEST_S = 7 * 24 * 3600.0
 """A request that runs out of time leaves a ghost in the lighthouse, so none does while a job lasts."""
 AGAIN_S = 0.2
 """Seconds between two requests where the lighthouse does not answer."""
+KEEP_ALIVE = (
+    ((socket.SOL_SOCKET, socket.SO_KEEPALIVE), 1),
+    ((socket.IPPROTO_TCP, socket.TCP_KEEPIDLE), 1),
+    ((socket.IPPROTO_TCP, socket.TCP_KEEPINTVL), 1),
+    ((socket.IPPROTO_TCP, socket.TCP_KEEPCNT), 3),
+)
+"""An idle connection ends four seconds after the host at its other end; options of Linux, where torchft is."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +72,9 @@ class Lighthouse:
         self._client: LighthouseClient | None = None
         self._heart: ManagerServer | None = None
         self._answers: queue.SimpleQueue[Quorum | Exception] | None = None
+        self._witness: socket.socket | None = None
+        self._witnessed: set[int] = set()
+        """When the meetings were that the lighthouse has formed since the witness is connected to it."""
 
     def meet(self, record: CellRecord, within_s: float) -> Meeting | None:
         """Ask who else wants a round, and wait for the answer; ``None`` where there is none yet.
@@ -86,7 +100,10 @@ class Lighthouse:
             if not isinstance(answer, Exception):
                 self._trouble = None
                 records = tuple(CellRecord.from_plain(dict(member.data or {})) for member in answer.participants)
-                return Meeting(records, answer.created.seconds * 10**9 + answer.created.nanos)
+                created = answer.created.seconds * 10**9 + answer.created.nanos
+                if _is_open(self._witness):
+                    self._witnessed.add(created)
+                return Meeting(records, created)
             self._client, self._trouble = None, _text(answer)  # it may have been started again
             time.sleep(AGAIN_S)
 
@@ -95,6 +112,8 @@ class Lighthouse:
         heart, self._heart = self._heart, None
         if heart is not None:
             heart.shutdown()
+        if self._witness is not None:
+            self._witness.close()
 
     def _beat(self) -> None:
         """Begin the heartbeats, in a thread of torchft's that needs no turn of Python's."""
@@ -122,6 +141,7 @@ class Lighthouse:
                 if self._client is None:
                     connect = timedelta(seconds=CONNECT_S)
                     self._client = self._torchft.LighthouseClient(addr=self._url, connect_timeout=connect)
+                told = replace(record, same_lighthouse=self._is_same(record))
                 answers.put(
                     self._client.quorum(
                         replica_id=self._life,
@@ -130,13 +150,43 @@ class Lighthouse:
                         store_address=self._store,
                         step=record.version.round,
                         world_size=record.ranks,
-                        data=record.to_plain(),
+                        data=told.to_plain(),
                     )
                 )
             except Exception as error:  # noqa: BLE001 - told to who waits
                 answers.put(error)
 
         threading.Thread(target=ask, name="xffl-meeting", daemon=True).start()
+
+    def _is_same(self, record: CellRecord) -> bool:
+        """Tell whether the lighthouse is that of the meetings from which the cell has its version, and its doubt."""
+        if _is_open(self._witness):
+            self._witnessed = {created for created in self._witnessed if created >= record.version.created}
+            return {one.created for one in (record.version, record.doubt) if one is not None} <= self._witnessed
+        if self._witness is not None:
+            self._witness.close()
+        self._witness, self._witnessed = None, set()
+        place = urlsplit(self._url)
+        with suppress(OSError):  # the request will tell
+            self._witness = socket.create_connection((place.hostname, place.port), CONNECT_S)
+            for option, value in KEEP_ALIVE:
+                self._witness.setsockopt(*option, value)
+            self._witness.setblocking(False)
+        return False
+
+
+def _is_open(connection: socket.socket | None) -> bool:
+    """Tell whether the process at the other end of a connection is still there; what it has sent is dropped."""
+    if connection is None:
+        return False
+    try:
+        while connection.recv(4096):
+            pass
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def coordination() -> ModuleType:

@@ -69,6 +69,7 @@ class CellRecord:
     left: tuple[int, ...] = ()  # cells that have finished and left
     is_finished: bool = False  # it leaves after the next round
     looks: int = 0  # how often it has asked since its last round and found somebody missing
+    same_lighthouse: bool = False  # the lighthouse is the one that formed the epoch of its version, and of its doubt
 
     def to_plain(self) -> dict[str, Any]:
         """Return it as numbers and texts."""
@@ -154,7 +155,8 @@ def form_epoch(records: Iterable[CellRecord], created: int, *, least: int | None
     :param records: What the cells have told, one record each.
     :param created: When the meeting ended, in nanoseconds; no other meeting has the same.
     :param least: How many cells a round needs; by default :func:`least_cells` of those that are known.
-    :param looks: How often the cells meet again before they go on without one that was there in the last round.
+    :param looks: How often the cells meet again before they go on without one that was there in the last round, where
+        the lighthouse may be another one since.
     :return: The epoch, with a refusal where these cells must not make a round.
     :raises ConfigError: if the records do not go together.
     """
@@ -171,6 +173,10 @@ def form_epoch(records: Iterable[CellRecord], created: int, *, least: int | None
     keeps_group = len(groups) == 1 and members[0].group.endswith(f"/{len(members)}")
     epoch = Epoch(created, resolved, base, first, behind, keeps_group)
     refusal = _refusal(epoch, least_cells(members[0].cells) if least is None else least)
+    # The lighthouse of the last round has heard who is missing now, and no longer does. One that was started since may
+    # only not have heard it yet.
+    if any(member.same_lighthouse and member.version == base for member in resolved):
+        looks = 0
     if not refusal and (missing := _missing(epoch)) and min(member.looks for member in members) < looks:
         return replace(epoch, refusal=f"{_cells_text(missing)} may still come", looks_again=True)
     return replace(epoch, refusal=refusal)
