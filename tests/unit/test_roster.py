@@ -136,7 +136,19 @@ def test_records_travel_as_text_and_must_go_together() -> None:
     assert CellRecord.from_plain(one.to_plain()) == one
     with pytest.raises(ConfigError, match=r"different values of cells \(cell 0: 3, cell 1: 4\)"):
         meet(record(0), record(1, cells=4))
+    with pytest.raises(ConfigError, match="cell 1 has told what this xffl does not know"):
+        CellRecord.from_plain({**one.to_plain(), "new": 1})
     assert meet(record(0), record(0, number=1), record(1)).refusal.startswith("cell 0 is there twice")
+
+
+def test_a_newcomer_with_other_settings_ends_no_run() -> None:
+    version = agreed(4, 0, 1)
+    members = [record(0, version), record(1, version)]
+    for stranger in (record(2, cells=4), record(1, number=1, replica_size=2)):
+        epoch = meet(*members, stranger)
+        assert epoch.cells == (0, 1) and epoch.strangers == (stranger,) and not epoch.refusal
+    with pytest.raises(ConfigError):
+        meet(*members, record(2, version, cells=4))  # it has a model, too: nobody can tell who is right
 
 
 @dataclass

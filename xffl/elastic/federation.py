@@ -20,7 +20,7 @@ from xffl.distributed.collectives import CrossWorldGroup
 from xffl.distributed.consistency import control_device, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.elastic.lighthouse import Lighthouse
-from xffl.elastic.roster import CellRecord, Epoch, Standing, form_epoch
+from xffl.elastic.roster import CellRecord, Epoch, Standing, check_alike, form_epoch
 from xffl.errors import ConfigError, LaunchError, RoundError, StateError
 from xffl.topology import Topology
 
@@ -74,6 +74,7 @@ class ElasticFederation:
         self._message_s = asked.message_timeout_s
         self._failures = 0
         self._said = ""
+        self._warned: set[str] = set()
         self._lighthouse: Lighthouse | None = None
         life = [f"{self.cell}.{secrets.token_hex(6)}"]
         with run_on_all_ranks("lighthouses"):
@@ -148,7 +149,26 @@ class ElasticFederation:
         meeting = lighthouse.meet(record, within_s)
         if meeting is None:
             return None
-        return form_epoch(meeting.records, meeting.created, least=self._asked.least_cells)
+        # Those that make rounds already go on; what comes to them, or would begin a run with others, ends.
+        if meeting.unread and not standing.version.is_agreed:
+            raise meeting.unread[0]
+        epoch = form_epoch(meeting.records, meeting.created, least=self._asked.least_cells)
+        if self.life not in epoch.lives:
+            check_alike((*epoch.members, *epoch.strangers))
+        for stranger in epoch.strangers:
+            self._warn(f"cell {stranger.cell} has come with other settings, and is left out")
+        for error in meeting.unread:
+            self._warn(f"{error}; it is left out")
+        is_lost = not epoch.base.is_agreed and any(member.restarts for member in epoch.members)
+        if is_lost and not epoch.refusal and self.cell == epoch.first:
+            self._warn("no cell holds an agreed model any more; the run begins anew")
+        return epoch
+
+    def _warn(self, text: str) -> None:
+        """Write once what this cell has found."""
+        if text not in self._warned:
+            self._warned.add(text)
+            print(f"xffl: {text}", file=sys.stderr, flush=True)
 
     def _say(self, text: str) -> None:
         """Write once why this cell waits."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from xffl.elastic.roster import CellRecord
-from xffl.errors import LaunchError
+from xffl.errors import ConfigError, LaunchError
 from xffl.extras import optional_import
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class Meeting:
 
     records: tuple[CellRecord, ...]
     created: int  # in nanoseconds, by the lighthouse's clock
+    unread: tuple[ConfigError, ...] = ()  # of cells that run another version of xffl
 
 
 class Lighthouse:
@@ -99,11 +100,16 @@ class Lighthouse:
             self._answers = None
             if not isinstance(answer, Exception):
                 self._trouble = None
-                records = tuple(CellRecord.from_plain(dict(member.data or {})) for member in answer.participants)
+                records, unread = [], []
+                for member in answer.participants:
+                    try:
+                        records.append(CellRecord.from_plain(dict(member.data or {})))
+                    except ConfigError as error:
+                        unread.append(error)
                 created = answer.created.seconds * 10**9 + answer.created.nanos
                 if _is_open(self._witness):
                     self._witnessed.add(created)
-                return Meeting(records, created)
+                return Meeting(tuple(records), created, tuple(unread))
             self._client, self._trouble = None, _text(answer)  # it may have been started again
             time.sleep(AGAIN_S)
 

@@ -29,7 +29,7 @@ from typing import Any
 
 from xffl.errors import ConfigError
 
-__all__ = ["CellRecord", "Epoch", "Standing", "Version", "form_epoch", "least_cells"]
+__all__ = ["CellRecord", "Epoch", "Standing", "Version", "check_alike", "form_epoch", "least_cells"]
 
 
 @dataclass(frozen=True)
@@ -77,16 +77,22 @@ class CellRecord:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> CellRecord:
-        """Return what :meth:`to_plain` has made numbers and texts of."""
-        doubt = plain["doubt"]
-        return cls(
-            **{
-                **plain,
-                "version": Version.from_plain(plain["version"]),
-                "doubt": None if doubt is None else Version.from_plain(doubt),
-                "left": tuple(plain["left"]),
-            }
-        )
+        """Return what :meth:`to_plain` has made numbers and texts of; ConfigError for what another xffl has told."""
+        try:
+            doubt = plain["doubt"]
+            return cls(
+                **{
+                    **plain,
+                    "version": Version.from_plain(plain["version"]),
+                    "doubt": None if doubt is None else Version.from_plain(doubt),
+                    "left": tuple(plain["left"]),
+                }
+            )
+        except (KeyError, TypeError) as error:
+            raise ConfigError(
+                f"cell {plain.get('cell', '?')} has told what this xffl does not know ({error}); run one version of "
+                "xffl in all cells"
+            ) from error
 
 
 def cell_of(life: str) -> int:
@@ -111,6 +117,7 @@ class Epoch:
     keeps_group: bool  # all have the same process group still, and it has just these members
     refusal: str = ""  # why these cells make no round; they meet again
     looks_again: bool = False  # the refusal is only that a cell may come that nobody has seen dead yet
+    strangers: tuple[CellRecord, ...] = ()  # have come too, with settings that do not go with those of the members
 
     @property
     def cells(self) -> tuple[int, ...]:
@@ -158,10 +165,9 @@ def form_epoch(records: Iterable[CellRecord], created: int, *, least: int | None
     :param looks: How often the cells meet again before they go on without one that was there in the last round, where
         the lighthouse may be another one since.
     :return: The epoch, with a refusal where these cells must not make a round.
-    :raises ConfigError: if the records do not go together.
+    :raises ConfigError: if the records do not go together, and it is not just newcomers that were started otherwise.
     """
-    members = tuple(sorted(records, key=lambda record: (record.cell, record.life)))
-    _check_alike(members)
+    members, strangers = _split(sorted(records, key=lambda record: (record.cell, record.life)))
     resolved = tuple(_resolve(member, members) for member in members)
     base = max((member.version for member in resolved), key=lambda one: (one.round, one.created, one.lineage))
     holders = [member.cell for member in resolved if member.version == base]
@@ -171,7 +177,7 @@ def form_epoch(records: Iterable[CellRecord], created: int, *, least: int | None
     )
     groups = {member.group for member in members}
     keeps_group = len(groups) == 1 and members[0].group.endswith(f"/{len(members)}")
-    epoch = Epoch(created, resolved, base, first, behind, keeps_group)
+    epoch = Epoch(created, resolved, base, first, behind, keeps_group, strangers=strangers)
     refusal = _refusal(epoch, least_cells(members[0].cells) if least is None else least)
     # The lighthouse of the last round has heard who is missing now, and no longer does. One that was started since may
     # only not have heard it yet.
@@ -182,8 +188,17 @@ def form_epoch(records: Iterable[CellRecord], created: int, *, least: int | None
     return replace(epoch, refusal=refusal)
 
 
-def _check_alike(members: Sequence[CellRecord]) -> None:
-    """Raise where cells were started for different federations."""
+def _split(records: Sequence[CellRecord]) -> tuple[tuple[CellRecord, ...], tuple[CellRecord, ...]]:
+    """Tell those that go on with a model of theirs from newcomers that were started for another federation."""
+    agreed = [record for record in records if record.version.is_agreed]
+    check_alike(agreed or records)
+    own = {(record.cells, record.replica_size) for record in agreed or records}
+    members = tuple(record for record in records if (record.cells, record.replica_size) in own)
+    return members, tuple(record for record in records if record not in members)
+
+
+def check_alike(members: Sequence[CellRecord]) -> None:
+    """Raise ConfigError where cells were started for different federations."""
     for what in ("cells", "replica_size"):
         told = {getattr(member, what): member.cell for member in reversed(members)}
         if len(told) > 1:
