@@ -581,7 +581,7 @@ while True:
 
 
 def test_a_cell_that_is_to_be_started_again_is_not_after_a_signal(xffl: Start) -> None:
-    script = "if cell == '0/2':\n    wait_for('never')\nsys.exit(3)\n"
+    script = "if cell == '0/2':\n    open('up', 'w').close()\n    wait_for('never')\nwait_for('up')\nsys.exit(3)\n"
     process = xffl("--elastic --federated 1,1", PLACE + script)
     while "it is started again" not in process.stderr.readline():
         pass
