@@ -161,7 +161,7 @@ class ElasticFederation:
             self._warn(f"{error}; it is left out")
         is_lost = not epoch.base.is_agreed and any(member.restarts for member in epoch.members)
         if is_lost and not epoch.refusal and self.cell == epoch.first:
-            self._warn("no cell holds an agreed model any more; the run begins anew")
+            self._warn("no cell holds an agreed model; the run begins from round 1")
         return epoch
 
     def _warn(self, text: str) -> None:
