@@ -187,12 +187,12 @@ def _is_open(connection: socket.socket | None) -> bool:
         return False
     try:
         while connection.recv(4096):
-            pass
+            continue
+        return False  # closed at the other end
     except BlockingIOError:
-        return True
+        return True  # nothing to read
     except OSError:
-        pass
-    return False
+        return False  # reset, or its host does not answer
 
 
 def coordination() -> ModuleType:
