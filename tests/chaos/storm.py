@@ -67,6 +67,8 @@ class Job:
     every: int = 10
     step_s: float = 0.1
     least: int | None = None
+    sizes: tuple[int, ...] = ()  # where the cells of xffl are not alike
+    fault: str = ""  # XFFL_FAULT
 
     def words(self) -> list[str]:
         """Return the options of a rank."""
@@ -153,12 +155,16 @@ class Xffl(System):
     """An elastic federation, as a user starts it."""
 
     def __post_init__(self) -> None:
-        sizes = ",".join([str(self.job.ranks)] * self.job.cells)
+        sizes = ",".join(map(str, self.job.sizes or [self.job.ranks] * self.job.cells))
         command = [sys.executable, "-m", "xffl", "exec", "--elastic", "--federated", sizes, "--restarts", "1000"]
         command += ["--grace", "1", str(HERE / "cell.py"), str(self.folder), *self.job.words()]
         with (self.folder / "output.log").open("wb") as output:
             self._launcher = subprocess.Popen(
-                command, env=environment(), stdout=output, stderr=output, start_new_session=True
+                command,
+                env=environment() | {"XFFL_FAULT": self.job.fault},
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
             )
 
     def poll(self) -> None:

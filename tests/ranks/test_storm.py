@@ -33,6 +33,27 @@ def test_cells_that_are_killed_come_back_and_leave_nothing_behind(tmp_path: Path
     assert federation.left() == 0
 
 
+@pytest.mark.skipif(find_spec("torchft") is None, reason="needs the extra elastic")
+def test_cells_that_are_left_go_on_however_few_they_are(tmp_path: Path) -> None:
+    """The launcher has started them all, so they know that nobody else can hold the run's model."""
+    federation = Xffl(Job(cells=3, ranks=1, every=4, step_s=0.05), tmp_path)
+    try:
+        wait_for_all([federation], 60)
+        kills = [federation.kill(cell, 0) for cell in (0, 1)]
+        while any(return_after(kill, federation.told()) is None for kill in kills):
+            assert time.time() < kills[0].time + 30, (tmp_path / "output.log").read_text()
+            watch([federation], time.time() + 0.2)
+    finally:
+        federation.stop()
+    told = federation.told()
+    alone = [one for one in told[2] if one.cells == (2,)]
+    assert alone and alone[0].time < kills[0].time + 6, (tmp_path / "output.log").read_text()
+    numbers = [one.number for one in told[2]]
+    assert numbers == [*range(numbers[0], numbers[-1] + 1)]
+    both = {one.number: one.digest for one in told[2]}
+    assert all(one.digest == both[one.number] for cell in (0, 1) for one in told[cell] if one.life == 1)
+
+
 def test_what_a_storm_measures() -> None:
     def round_of(number: int, at: float, *cells: int, idle: int = 9, digest: str = "", life: int = 0) -> Round:
         weights = tuple(float(cell in cells and cell != idle) for cell in range(3))

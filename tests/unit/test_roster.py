@@ -70,7 +70,25 @@ def test_of_two_halves_the_one_with_the_lowest_cell_goes_on() -> None:
     # Their lives of then have ended; one alone may have gone on with the other before it did.
     again = [record(cell, number=1, cells=5) for cell in (0, 1)]
     assert meet(*second, joiner, again[0]).refusal == "cell 1 may hold a later model than round 4; it is waited for"
-    assert not meet(*second, *again).refusal
+    # And with one that has never met these.
+    assert meet(*second, *again).refusal == "cell 4 may hold a later model than round 4; it is waited for"
+    assert not meet(*second, *again, joiner).refusal
+
+
+def test_cells_that_see_which_lives_have_ended_go_on_however_few_they_are() -> None:
+    version = agreed(4, 0, 1, 2, 3)
+
+    def one(cell: int, *living: int, **more: object) -> CellRecord:
+        return record(cell, version, cells=4, living=tuple(map(life, living)), **more)
+
+    assert not form_epoch([one(2, 2, 3), one(3, 2, 3)], 1000).refusal  # nor do they look again
+    assert not form_epoch([one(3, 3)], 1000).refusal
+    assert not meet(one(3, 3), record(1, cells=4, number=1, living=(life(3),))).refusal
+    assert meet(one(2, 2, 3), one(3, 1, 2, 3)).refusal == "a round needs 3 of 4 cells, and cells 2, 3 met"
+    assert meet(one(2, 2, 3), record(3, version, cells=4)).refusal  # is on another machine, and sees nothing
+    assert form_epoch([one(3, 3)], 1000, least=2).refusal == "a round needs 2 of 4 cells, and cell 3 met"
+    # Nobody holds a model yet: a run begins with more than half.
+    assert meet(record(3, cells=4, living=())).refusal == "a round needs 3 of 4 cells, and cell 3 met"
 
 
 def test_an_old_checkpoint_does_not_outvote_who_may_be_alive() -> None:
@@ -132,7 +150,7 @@ def test_a_group_is_kept_by_just_its_members() -> None:
 
 
 def test_records_travel_as_text_and_must_go_together() -> None:
-    one = record(1, agreed(4, 0, 1), doubt=agreed(5, 0, 1), left=(2,), group="5.17/2")
+    one = record(1, agreed(4, 0, 1), doubt=agreed(5, 0, 1), left=(2,), group="5.17/2", living=(life(1),))
     assert CellRecord.from_plain(one.to_plain()) == one
     with pytest.raises(ConfigError, match=r"different values of cells \(cell 0: 3, cell 1: 4\)"):
         meet(record(0), record(1, cells=4))
@@ -163,6 +181,8 @@ class Job:
     doubted: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())  # its model then, and its steps in it
     kept: frozenset[str] = frozenset()  # its steps since it last took a model over: none may get lost
     looks: int = 0
+    has_begun: bool = False  # it has entered an epoch, so it may hold the run's model
+    living: tuple[str, ...] | None = None  # what it has seen when it asked, and waits since
 
 
 class Federation(RuleBasedStateMachine):
@@ -171,9 +191,9 @@ class Federation(RuleBasedStateMachine):
     Two cells count on it that who is absent is dead, so there all that live meet.
     """
 
-    @initialize(cells=st.integers(2, 5), late=st.sampled_from([0, 0, 1]))
-    def begin(self, cells: int, late: int) -> None:
-        self.cells, self.clock = cells, 0
+    @initialize(cells=st.integers(2, 5), late=st.sampled_from([0, 0, 1]), sees_lives=st.booleans())
+    def begin(self, cells: int, late: int, sees_lives: bool) -> None:
+        self.cells, self.clock, self.sees_lives = cells, 0, sees_lives
         self.jobs: dict[int, Job] = {}
         self.lives = [0] * cells
         self.saved: dict[int, tuple[Version, frozenset[str]]] = {}
@@ -201,11 +221,27 @@ class Federation(RuleBasedStateMachine):
         if fate != "dies":
             self.start(cell, fate == "is started from a checkpoint")
 
+    @precondition(lambda self: len(self.saved) > 1)
+    @rule()
+    def fail_all(self) -> None:
+        for cell in range(self.cells):
+            self.jobs.pop(cell, None)
+            self.start(cell, True)
+
     @precondition(lambda self: self.jobs)
     @rule(cell=st.integers(0, 4))
     def save(self, cell: int) -> None:
         if (job := self.jobs.get(cell % self.cells)) and job.standing.version.is_agreed:
             self.saved[cell % self.cells] = job.standing.version, job.model
+
+    def living(self) -> tuple[str, ...] | None:
+        return tuple(job.life for job in self.jobs.values() if job.has_begun) if self.sees_lives else None
+
+    @precondition(lambda self: self.jobs)
+    @rule(cell=st.integers(0, 4))
+    def ask(self, cell: int) -> None:
+        if (job := self.jobs.get(cell % self.cells)) and job.living is None:
+            job.living = self.living()
 
     # Most rules are meetings, since faults lie between them.
     @precondition(lambda self: self.jobs)
@@ -230,7 +266,7 @@ class Federation(RuleBasedStateMachine):
             job.kept |= {step}
         here = set(self.jobs)
         if self.cells > 2:
-            enough = min(least_cells(self.cells), len(here))
+            enough = 1 if self.sees_lives else min(least_cells(self.cells), len(here))
             here = data.draw(st.sets(st.sampled_from(sorted(here)), min_size=enough), "here")
         jobs = {cell: self.jobs[cell] for cell in sorted(here)}
         records = [
@@ -242,14 +278,18 @@ class Federation(RuleBasedStateMachine):
                 version=job.standing.version,
                 doubt=job.standing.doubt,
                 looks=job.looks,
+                living=self.living() if job.living is None else job.living,
             )
             for cell, job in jobs.items()
         ]
+        for job in jobs.values():
+            job.living = None
         epoch = form_epoch(records, self.tick(), looks=0)
         assert not epoch.refusal or len(here) < self.cells, "all are here, so none is waited for"
         if epoch.refusal:
             return
         for cell, job in jobs.items():
+            job.has_begun = True
             if job.standing.settle(epoch, cell):
                 job.model, used = job.doubted
                 job.waiting -= used
@@ -284,8 +324,11 @@ class Federation(RuleBasedStateMachine):
                 job.model, job.waiting = result, frozenset()
                 job.kept = frozenset() if cell in epoch.behind else job.kept
                 for other, alive in self.jobs.items():
-                    is_known = alive.model <= result or not alive.standing.version.is_agreed
-                    assert is_known, f"a round leaves out what cell {other} holds"
+                    holds = alive.standing.version
+                    is_old = not alive.has_begun and holds.created < epoch.base.created  # from a checkpoint
+                    assert alive.model <= result or not holds.is_agreed or is_old, (
+                        f"a round leaves out what cell {other} holds"
+                    )
 
     @invariant()
     def holds(self) -> None:

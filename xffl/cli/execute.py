@@ -528,7 +528,13 @@ def _start_all_cells(
             where = [f"--launcher={'local' if is_local else 'srun'}", f"--processes={size}"]
             own = {**environ, **step, **(share.environ if share else {}), "XFFL_CELL": f"{number}/{len(sizes)}"}
             jobs.append(CellJob(number, [*where, *more], command, own, share, log_dir))
-        return launch_cells(jobs, restarts=_restarts(options), timeout_s=options.timeout, lighthouse=lighthouse)
+        return launch_cells(
+            jobs,
+            restarts=_restarts(options),
+            timeout_s=options.timeout,
+            lighthouse=lighthouse,
+            are_all_here=is_local,
+        )
 
 
 def _start_one_cell(options: Namespace, command: Sequence[str]) -> int:

@@ -103,7 +103,8 @@ class ElasticParameters:
 
     :param lighthouse: Where the lighthouse listens, ``http://HOST:PORT``.
     :param restarts: How often this cell's job was started before.
-    :param least_cells: Cells that a round needs; ``None`` means more than half of those that are known, of two one.
+    :param least_cells: Cells that a round needs; ``None`` means more than half of those that are known, of two one; and
+        where ``xffl exec`` has started all cells on one machine, all that live.
     :param meeting_timeout_s: How long a cell waits for others to make a round with.
     :param message_timeout_s: How long it waits for a message of a first round; later ones are measured.
     """

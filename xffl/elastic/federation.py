@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from xffl.cluster.environment import bind_address
+from xffl.cluster.lives import lives_of_run
 from xffl.cluster.network import CELL_HEARTBEAT_TIMEOUT_S
 from xffl.distributed.collectives import CrossWorldGroup
 from xffl.distributed.consistency import control_device, run_on_all_ranks
@@ -76,6 +77,7 @@ class ElasticFederation:
         self._said = ""
         self._warned: set[str] = set()
         self._lighthouse: Lighthouse | None = None
+        self._lives = lives_of_run()
         life = [f"{self.cell}.{secrets.token_hex(6)}"]
         with run_on_all_ranks("lighthouses"):
             if state.rank == 0:
@@ -131,6 +133,7 @@ class ElasticFederation:
 
     def _ask_lighthouse(self, lighthouse: Lighthouse, is_finished: bool, looks: int, within_s: float) -> Epoch | None:
         standing, topology = self.standing, self._state.topology
+        ended = {} if self._lives is None else self._lives.ended_cells()
         record = CellRecord(
             self.cell,
             self.cells,
@@ -142,9 +145,10 @@ class ElasticFederation:
             standing.version,
             standing.doubt,
             self._group_name,
-            standing.left,
+            tuple(sorted({*standing.left, *ended})),
             is_finished,
             looks,
+            living=None if self._lives is None else self._lives.living(),
         )
         meeting = lighthouse.meet(record, within_s)
         if meeting is None:
@@ -159,6 +163,12 @@ class ElasticFederation:
             self._warn(f"cell {stranger.cell} has come with other settings, and is left out")
         for error in meeting.unread:
             self._warn(f"{error}; it is left out")
+        finished = [cell for cell, code in ended.items() if code == 0]
+        if finished and not epoch.base.is_agreed:
+            raise ConfigError(
+                f"cell {finished[0]} has finished the run, and no cell that is left holds its model: there is nothing "
+                "to go on from; take the result from that cell"
+            )
         is_lost = not epoch.base.is_agreed and any(member.restarts for member in epoch.members)
         if is_lost and not epoch.refusal and self.cell == epoch.first:
             self._warn("no cell holds an agreed model; the run begins from round 1")
@@ -187,6 +197,8 @@ class ElasticFederation:
         if epoch.keeps_group and self._group is not None:
             return Place(topology, first, self._group, False)
         self.drop()
+        if self._lives is not None and self._lighthouse is not None:
+            self._lives.begin(self.life)
         lost = [self._lost_member(epoch) if self._lighthouse is not None else ""]
         dist.broadcast_object_list(lost, src=0)
         if lost[0]:

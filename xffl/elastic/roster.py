@@ -10,8 +10,9 @@ epoch
     take the result over and contribute nothing.
 voters
     The lives of the cells that have agreed on a version. The next one is made by more than half of them, by half with
-    the lowest cell, or where all others are known to have ended: so no two parts of a federation go on from one version
-    without each other's knowledge.
+    the lowest cell, or where nobody is missing: so no two parts of a federation go on from one version
+    without each other's knowledge. Where each cell sees which lives of all cells have not ended (they are on one
+    machine), those that live go on however few they are.
 doubt
     What a cell is in that has said yes to a round and could not learn whether all have. It holds both models: that of
     before, and what the round has made. Where a cell that was there has refused the round, nobody has taken it. Else
@@ -70,6 +71,7 @@ class CellRecord:
     is_finished: bool = False  # it leaves after the next round
     looks: int = 0  # how often it has asked since its last round and found somebody missing
     same_lighthouse: bool = False  # the lighthouse is the one that formed the epoch of its version, and of its doubt
+    living: tuple[str, ...] | None = None  # all lives that have entered an epoch and not ended; None: nobody knows
 
     def to_plain(self) -> dict[str, Any]:
         """Return it as numbers and texts."""
@@ -86,6 +88,7 @@ class CellRecord:
                     "version": Version.from_plain(plain["version"]),
                     "doubt": None if doubt is None else Version.from_plain(doubt),
                     "left": tuple(plain["left"]),
+                    "living": None if plain["living"] is None else tuple(plain["living"]),
                 }
             )
         except (KeyError, TypeError) as error:
@@ -130,6 +133,17 @@ class Epoch:
         return tuple(member.life for member in self.members)
 
     @property
+    def has_all_holders(self) -> bool:
+        """Return whether nobody else can hold the run's model, or a doubt: all lives that have not ended are here.
+
+        What one member has seen is not enough, since another one may have made a round with a newcomer after that. The
+        last to see does so after all of them have come to wait in this meeting. A model from a checkpoint, whose voters
+        have all ended, is held by nobody: others may come with a later one.
+        """
+        seen, here = [member.living for member in self.members], {*self.lives}
+        return not here.isdisjoint(self.base.voters) and all(one is not None and {*one} <= here for one in seen)
+
+    @property
     def group(self) -> str:
         """Return what a process group of its members is called: a name that no other has, and how many they are."""
         return f"{self.base.round + 1}.{self.created}/{len(self.members)}"
@@ -161,7 +175,8 @@ def form_epoch(records: Iterable[CellRecord], created: int, *, least: int | None
 
     :param records: What the cells have told, one record each.
     :param created: When the meeting ended, in nanoseconds; no other meeting has the same.
-    :param least: How many cells a round needs; by default :func:`least_cells` of those that are known.
+    :param least: How many cells a round needs; by default :func:`least_cells` of those that are known, or all that
+        live, where that is known.
     :param looks: How often the cells meet again before they go on without one that was there in the last round, where
         the lighthouse may be another one since.
     :return: The epoch, with a refusal where these cells must not make a round.
@@ -178,10 +193,10 @@ def form_epoch(records: Iterable[CellRecord], created: int, *, least: int | None
     groups = {member.group for member in members}
     keeps_group = len(groups) == 1 and members[0].group.endswith(f"/{len(members)}")
     epoch = Epoch(created, resolved, base, first, behind, keeps_group, strangers=strangers)
-    refusal = _refusal(epoch, least_cells(members[0].cells) if least is None else least)
+    refusal = _refusal(epoch, least)
     # The lighthouse of the last round has heard who is missing now, and no longer does. One that was started since may
     # only not have heard it yet.
-    if any(member.same_lighthouse and member.version == base for member in resolved):
+    if epoch.has_all_holders or any(member.same_lighthouse and member.version == base for member in resolved):
         looks = 0
     if not refusal and (missing := _missing(epoch)) and min(member.looks for member in members) < looks:
         return replace(epoch, refusal=f"{_cells_text(missing)} may still come", looks_again=True)
@@ -228,7 +243,7 @@ def _missing(epoch: Epoch) -> list[int]:
     return sorted(cell for cell in map(cell_of, epoch.base.voters) if cell not in (*epoch.cells, *epoch.left))
 
 
-def _refusal(epoch: Epoch, least: int) -> str:
+def _refusal(epoch: Epoch, least: int | None) -> str:
     """Return why the members must not make a round, or nothing."""
     known = epoch.members[0].cells
     twice = [cell for cell, count in Counter(epoch.cells).items() if count > 1]
@@ -236,8 +251,11 @@ def _refusal(epoch: Epoch, least: int) -> str:
         return f"{_cells_text(twice)} is there twice: a job of it that has ended may still be known, or two are running"
     if len(epoch.members) + len(epoch.left) >= known:
         return ""  # whoever could hold a later model is here
-    if len(epoch.members) < min(least, known - len(epoch.left)):
-        return f"a round needs {least} of {known} cells, and {_cells_text(epoch.cells)} met"
+    needed = 1 if least is None and epoch.has_all_holders else least_cells(known) if least is None else least
+    if len(epoch.members) < min(needed, known - len(epoch.left)):
+        return f"a round needs {needed} of {known} cells, and {_cells_text(epoch.cells)} met"
+    if epoch.has_all_holders:
+        return ""
     absent = sorted({*range(known)} - {*epoch.cells, *epoch.left})
     if not epoch.base.is_agreed:
         # Where cells have lost what they held, another one may hold the run's model: none of these is to define it.
@@ -245,15 +263,14 @@ def _refusal(epoch: Epoch, least: int) -> str:
         if 2 * len(fresh) > known:
             return ""
         return f"no cell here holds an agreed model, and {_cells_text(absent)} may; it is waited for"
-    # Who is not here may have gone on with those whose lives have ended since, if they were half of the voters.
-    missing = _missing(epoch)
+    # Those whose lives have ended may have gone on, if they were half of the voters, with any cell that is not here.
     voters = sorted((life for life in epoch.base.voters if cell_of(life) not in epoch.left), key=cell_of)
     here = [life for life in voters if life in epoch.lives]
     # Of two halves the one with the lowest cell goes on; of two cells each, or the loss of one would end the run.
     is_half = 2 * len(here) == len(voters) and (known == 2 or voters[0] in here)
-    if not missing or 2 * len(here) > len(voters) or is_half:
+    if 2 * len(here) > len(voters) or is_half:
         return ""
-    return f"{_cells_text(missing)} may hold a later model than round {epoch.base.round}; it is waited for"
+    return f"{_cells_text(absent)} may hold a later model than round {epoch.base.round}; it is waited for"
 
 
 def _cells_text(cells: Sequence[int]) -> str:

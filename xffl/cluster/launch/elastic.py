@@ -25,6 +25,7 @@ from xffl.cluster.launch.failure import ExitCode, caught_signals, code_of_signal
 from xffl.cluster.launch.job_layout import JobLayout
 from xffl.cluster.launch.launch import held_port
 from xffl.cluster.launch.runner import RankJob, die_with_parent
+from xffl.cluster.lives import CellLives
 from xffl.cluster.network import CELL_HEARTBEAT_TIMEOUT_S
 from xffl.cluster.slurm.allocation import Host, own_host
 from xffl.errors import ConfigError
@@ -61,12 +62,14 @@ def launch_cells(
     restarts: int,
     timeout_s: float | None = None,
     lighthouse: LighthouseProcess | None = None,
+    are_all_here: bool = False,
 ) -> int:
     """Start cells, all of a run or one, and wait until each has ended for good; return the exit code of them all.
 
     A cell that ends with another code than 0 is started again after a pause, as often as ``restarts`` says, unless the
     run was asked to end, or the cell would fail in the same way. Signals to this process go to the launchers of all
-    cells, which pass them on to their ranks. If this process is killed, they get SIGTERM.
+    cells, which pass them on to their ranks. If this process is killed, they get SIGTERM. Where all cells of the run
+    are here (``are_all_here``), on this machine, they are told which of them have ended.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, exit codes are lost
     limit = None if timeout_s is None else time.monotonic() + timeout_s
@@ -74,7 +77,8 @@ def launch_cells(
     """Signals that have come, and whether they end the run; SIGTERM where it is ended from here."""
     is_late = is_refused = False
     with tempfile.TemporaryDirectory(prefix="xffl-cells-") as folder, caught_signals() as take_signals:
-        cells = [_Cell(job, restarts, folder) for job in jobs]
+        lives = CellLives(folder) if are_all_here else None
+        cells = [_Cell(job, restarts, folder, lives) for job in jobs]
         try:
             while any(cell.code is None for cell in cells):
                 signals = take_signals()
@@ -111,11 +115,11 @@ def launch_cells(
 class _Cell:
     """One cell: the process that launches its ranks, and between two of them the time of the next."""
 
-    def __init__(self, job: CellJob, restarts: int, folder: str) -> None:
+    def __init__(self, job: CellJob, restarts: int, folder: str, lives: CellLives | None) -> None:
         self.code: int | None = None
         """How it has ended for good."""
         self.ended_at = 0.0
-        self._job, self._restarts, self._folder = job, restarts, folder
+        self._job, self._restarts, self._folder, self._lives = job, restarts, folder, lives
         self._first, self._restarted = restarts_of(), 0
         self._process: subprocess.Popen[bytes] | None = None
         self._due = 0.0
@@ -170,6 +174,8 @@ class _Cell:
             options.append(f"--log-dir={os.path.join(job.log_dir, f'cell_{job.number}', f'life_{life}')}")
         self._failures = tempfile.mkdtemp(dir=self._folder)
         told = {"XFFL_RESTARTS": str(life), **RankJob(failures=self._failures).variables()}
+        if self._lives is not None:
+            told["XFFL_LIVES"] = self._folder
         self._process = subprocess.Popen(
             [sys.executable, "-m", "xffl", "exec", *options, "--", *job.command],
             env={**job.environ, **told},
@@ -184,6 +190,8 @@ class _Cell:
 
     def _end(self, code: int) -> None:
         self.code, self.ended_at = code, time.monotonic()
+        if self._lives is not None:
+            self._lives.end_cell(self._job.number, code)
 
 
 def _begin_cell(share: Share | None) -> None:

@@ -1,0 +1,54 @@
+"""Lives of cells on one machine: they end with the process that leads them, however it ends."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from xffl.cluster.lives import CellLives
+
+LEADER = """
+import os, sys
+from xffl.cluster.lives import CellLives
+lives = CellLives(sys.argv[1])
+assert not lives.living()
+lives.begin(sys.argv[2])
+child = os.fork()  # such as the worker of a data loader, which may outlive it
+if child == 0:
+    os.close(1)
+    sys.stdin.readline()
+    os._exit(0)
+print(lives.living(), lives.living(), flush=True)  # to look does not end the own one
+os.kill(os.getpid(), int(sys.argv[3]))
+"""
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_life_lasts_as_long_as_the_process_that_leads_it(end: signal.Signals, tmp_path: Path) -> None:
+    lives = CellLives(tmp_path)
+    command = [sys.executable, "-c", LEADER, str(tmp_path), "1.b", str(int(end))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as leader:
+        try:
+            assert leader.stdout is not None
+            assert leader.stdout.readline() == "('1.b',) ('1.b',)\n"
+            if end == signal.SIGKILL:
+                leader.wait()
+                assert lives.living() == ()
+            else:
+                assert lives.living() == lives.living() == ("1.b",)  # it may go on
+        finally:
+            leader.kill()
+    assert lives.living() == ()
+
+
+def test_cells_that_are_not_started_again_are_told(tmp_path: Path) -> None:
+    launcher, cell = CellLives(tmp_path), CellLives(tmp_path)
+    assert cell.ended_cells() == {}
+    launcher.end_cell(0, 0)
+    launcher.end_cell(2, 137)
+    assert cell.ended_cells() == {0: 0, 2: 137}
+    assert cell.living() == ()
