@@ -165,10 +165,8 @@ def compare_names(hosts: Mapping[str, Mapping[str, Any]], answers: Mapping[str, 
         texts = [f"{shorten(unknown)} not found"] if unknown else []
         texts += [shorten(wrong, 3)] if wrong else []
         if texts:
-            advice = (
-                "add the hosts to /etc/hosts or DNS; until then set XFFL_IFNAME, and MASTER_ADDR (or "
-                "XFFL_CONTROL_IFNAME under mpirun) to an address"
-            )
+            advice = "add the hosts to /etc/hosts or DNS; until then set XFFL_IFNAME, and MASTER_ADDR (or "
+            advice += "XFFL_CONTROL_IFNAME under mpirun) to an address"
             findings.append(Finding("names", WARNING, "; ".join(texts), advice, name))
     return findings or [Finding("names", OK, f"the names of {len(hosts)} hosts resolve on each other")]
 

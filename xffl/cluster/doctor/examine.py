@@ -161,12 +161,10 @@ def _without_bad_interfaces(environ: Mapping[str, str]) -> dict[str, str]:
     """Leave out interfaces that cannot be used, so that the ranks meet all the same; their check reports them."""
     found = dict(environ)
     for variable in ("XFFL_IFNAME", "XFFL_CONTROL_IFNAME", "GLOO_SOCKET_IFNAME"):
-        try:
-            is_usable = not interface_address(found.get(variable, "").partition(",")[0]).startswith("127.")
-        except LaunchError:
-            is_usable = False
-        if not is_usable:
-            found.pop(variable, None)
+        with suppress(LaunchError):
+            if not interface_address(found.get(variable, "").partition(",")[0]).startswith("127."):
+                continue
+        found.pop(variable, None)
     return found
 
 

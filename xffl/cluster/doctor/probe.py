@@ -169,7 +169,11 @@ def check_interfaces(
         if environ.get(variable)
     }
     physical = find_physical() if physical is None else physical
-    findings = [_judge(known, variable, name, nodes, physical) for variable, name in asked.items()]
+    usable = [i.name for i in known.values() if i.is_up and i.address and (nodes == 1 or not i.is_loopback)]
+    offer = f"to one of: {', '.join(usable) or 'none is up here'}"
+    findings = [
+        _judge(known, variable, name, nodes, physical, f"set {variable} {offer}") for variable, name in asked.items()
+    ]
     chosen = asked.get("XFFL_IFNAME") or asked.get("GLOO_SOCKET_IFNAME")
     if chosen:
         return findings, known[chosen].address if chosen in known else None
@@ -181,21 +185,19 @@ def check_interfaces(
     first = next((address for address in addresses if address in own or address.startswith("127.")), None)
     found = own.get(first) if first is not None else None
     if found is None or found.is_loopback:
-        usable = [i.name for i in known.values() if i.is_up and i.address and not i.is_loopback]
         where = f"{name} is {first or addresses[0]}" if addresses else f"{name} does not resolve"
-        advice = f"set XFFL_IFNAME to one of: {', '.join(usable) or 'none is up here'}"
         text = f"gloo would listen on loopback, since {where}; here are {shown}"
         if nodes > 1:
-            return [*findings, Finding("interface", ERROR, text, advice)], None
+            return [*findings, Finding("interface", ERROR, text, f"set XFFL_IFNAME {offer}")], None
         return [*findings, Finding("interface", OK, f"{shown}; one host needs loopback only")], "127.0.0.1"
     text = f"{found}, where the host's name points; here are {shown}"
     return [*findings, Finding("interface", OK, text)], found.address
 
 
-def _judge(known: Mapping[str, Interface], variable: str, name: str, nodes: int, physical: Collection[str]) -> Finding:
+def _judge(
+    known: Mapping[str, Interface], variable: str, name: str, nodes: int, physical: Collection[str], advice: str
+) -> Finding:
     """Say whether an interface that is asked for can be used."""
-    usable = [i.name for i in known.values() if i.is_up and i.address and (nodes == 1 or not i.is_loopback)]
-    advice = f"set {variable} to one of: {', '.join(usable) or 'none is up here'}"
     found = known.get(name)
     wrong = ""
     if found is None:
@@ -367,15 +369,12 @@ def check_slurm(launcher: str, needed: bool, environ: Mapping[str, str]) -> Find
 def check_gpus(needed: bool, environ: Mapping[str, str]) -> tuple[Finding, int]:
     """Look for GPUs with the vendors' own commands."""
     asked = [name for name in ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS") if environ.get(name)]
-    queries: dict[str, Sequence[str]] = {
-        "nvidia-smi": ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"),
-        "rocm-smi": ("rocm-smi", "--showproductname", "--csv"),
-    }
+    nvidia = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
     failures = []
-    for program, command in queries.items():
+    for program, *options in (nvidia, ("rocm-smi", "--showproductname", "--csv")):
         if shutil.which(program, path=environ.get("PATH")) is None:
             continue
-        code, output = _run(command, environ)
+        code, output = _run([program, *options], environ)
         lines = [line.strip() for line in output.splitlines() if line.strip()]
         if program == "rocm-smi":
             lines = [line for line in lines if re.match(r"card\d+,", line)]
@@ -588,42 +587,40 @@ def visit_folder(path: str, token: str, host: int, hosts: int, patience_s: float
     saw half a file), ``error``, ``free`` bytes, ``kind`` of file system, and the hosts whose files are ``unseen``. No
     file locks are tested, since xffl uses none.
     """
-    folder = Path(path)
-    own, kind = folder / f".xffl-doctor-{token}", _file_system(folder)
-    failed: Message = {"seen_s": None, "torn": 0, "free": 0, "kind": kind, "unseen": []}
-    if host == 0:
-        try:
+    folder, started = Path(path), time.monotonic()
+    own = folder / f".xffl-doctor-{token}"
+    kind, absent = _file_system(folder), list(range(1, hosts)) if host == 0 else []
+    answer: Message = {"seen_s": None, "torn": 0, "error": None, "free": 0, "kind": kind, "unseen": []}
+    try:
+        if host == 0:
             own.mkdir()
             _replace(own / "turning", "a" * _PAGE)
             _replace(own / "seen", token)
-        except OSError as error:
-            return {**failed, "error": f"cannot be written ({error.strerror or error})"}
-    started = time.monotonic()
-    while _read(own / "seen") != token:
-        if time.monotonic() - started > patience_s:
-            missing = "what rank 0's host writes is not seen" if folder.is_dir() else "is not there"
-            return {**failed, "error": missing}
-        time.sleep(0.02)
-    answer: Message = {**failed, "seen_s": time.monotonic() - started, "error": None}
-    for turn in range(FOLDER_TURNS):
-        if host == 0:
-            _replace(own / "turning", "ab"[turn % 2] * _PAGE)
-        text = _read(own / "turning")
-        answer["torn"] += text is not None and (len(text) != _PAGE or len(set(text)) != 1)
-        time.sleep(0.002)
-    answer["free"] = shutil.disk_usage(folder).free
-    if host != 0:
-        try:
+        while _read(own / "seen") != token:
+            if time.monotonic() - started > patience_s:
+                missing = "what rank 0's host writes is not seen" if folder.is_dir() else "is not there"
+                return {**answer, "error": missing}
+            time.sleep(0.02)
+        answer["seen_s"] = time.monotonic() - started
+        for turn in range(FOLDER_TURNS):
+            if host == 0:
+                _replace(own / "turning", "ab"[turn % 2] * _PAGE)
+            text = _read(own / "turning")
+            answer["torn"] += text is not None and (len(text) != _PAGE or len(set(text)) != 1)
+            time.sleep(0.002)
+        answer["free"] = shutil.disk_usage(folder).free
+        if host != 0:
             _replace(own / f"host-{host}", token)
-        except OSError as error:
-            answer["error"] = f"cannot write there: {error.strerror}"
-        return answer
-    deadline, absent = time.monotonic() + patience_s, list(range(1, hosts))
-    while absent := [other for other in absent if _read(own / f"host-{other}") != token]:
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.05)  # a file system may show a file late
-    shutil.rmtree(own, ignore_errors=True)
+        deadline = time.monotonic() + patience_s
+        while absent := [other for other in absent if _read(own / f"host-{other}") != token]:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)  # a file system may show a file late
+    except OSError as error:
+        return {**answer, "error": f"cannot be written ({error.strerror or error})"}
+    finally:
+        if host == 0:
+            shutil.rmtree(own, ignore_errors=True)
     return {**answer, "unseen": absent}
 
 
