@@ -1,30 +1,43 @@
-"""Comparison of what the hosts of a job answered, and the report. Pure: nothing is sent and nothing is read."""
+"""The examination of a job: its hosts are asked twice, and their answers compared. All verdicts on several hosts."""
 
 from __future__ import annotations
 
+import os
+import secrets
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from xffl.checks import shorten
-from xffl.cluster.doctor.agent import FOLDER_TURNS
-from xffl.cluster.doctor.probe import ERROR, OK, WARNING, Finding, is_shown
+from xffl.cluster.cells import sizes_of_ranks
+from xffl.cluster.doctor.lines import Line, Message
+from xffl.cluster.doctor.probe import (
+    ERROR,
+    FOLDER_TURNS,
+    OK,
+    THREADS,
+    WARNING,
+    Finding,
+    Request,
+    check_threads,
+    import_limit_s,
+    is_shown,
+)
 from xffl.cluster.network import SLURM_PORTS, ephemeral_ports
+from xffl.cluster.slurm.allocation import Host
+from xffl.errors import XfflError
+from xffl.topology import Topology
 
-__all__ = [
-    "Report",
-    "compare_clocks",
-    "compare_environments",
-    "compare_folders",
-    "compare_names",
-    "compare_pairs",
-    "compare_ports",
-    "compare_versions",
-    "merge",
-    "partners",
-]
+__all__ = ["Examination", "Peer", "Report", "check_cells", "merge"]
 
+_PROBE_S = 90.0
+"""For a host's checks of itself, beside torch: four programs of 20 s each."""
+_FOLDER_S = 10.0
+_SLACK_S = 30.0
+_TABLE = ("name", "address", "ports")
+"""What a host is told of another one."""
 _CLOCK_WARNING_S = 0.1
 """From here on the order of events in the logs of different hosts is in doubt."""
 _CLOCK_ERROR_S = 5.0
@@ -123,19 +136,18 @@ def compare_versions(versions: Mapping[str, Mapping[str, str]]) -> list[Finding]
     return findings
 
 
-def compare_clocks(offsets: Mapping[str, tuple[float, float]]) -> list[Finding]:
-    """Judge by how much hosts' clocks are ahead of that of rank 0's host, each with the bound of its error."""
-    findings = []
-    for host, (ahead, doubt) in offsets.items():
-        sure = abs(ahead) - doubt
+def compare_clocks(clocks: Mapping[str, tuple[float, float]]) -> list[Finding]:
+    """Judge hosts' clocks, that of rank 0's host first: how far each is ahead of the asker's, and the error's bound."""
+    (base, base_doubt), *others = clocks.values()
+    findings, most = [], 0.0
+    for host, (ahead, doubt) in zip(list(clocks)[1:], others, strict=True):
+        ahead, doubt = ahead - base, doubt + base_doubt
+        most, sure = max(most, abs(ahead)), abs(ahead) - doubt
         if sure > _CLOCK_WARNING_S:
             text = f"{abs(ahead):.3f} s {'ahead of' if ahead > 0 else 'behind'} rank 0's host (+/- {doubt:.3f} s)"
             status = ERROR if sure > _CLOCK_ERROR_S else WARNING
             findings.append(Finding("clock", status, text, "let chrony or ntpd set the clock of this host", host))
-    if findings or not offsets:
-        return findings
-    most = max(abs(ahead) for ahead, _ in offsets.values())
-    return [Finding("clock", OK, f"{len(offsets) + 1} hosts differ by {1000 * most:.1f} ms at most")]
+    return findings or [Finding("clock", OK, f"{len(clocks)} hosts differ by {1000 * most:.1f} ms at most")]
 
 
 def compare_names(hosts: Mapping[str, Mapping[str, Any]], answers: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
@@ -153,10 +165,8 @@ def compare_names(hosts: Mapping[str, Mapping[str, Any]], answers: Mapping[str, 
         texts = [f"{shorten(unknown)} not found"] if unknown else []
         texts += [shorten(wrong, 3)] if wrong else []
         if texts:
-            advice = (
-                "add the hosts to /etc/hosts or DNS; until then set XFFL_IFNAME, and MASTER_ADDR (or "
-                "XFFL_CONTROL_IFNAME under mpirun) to an address"
-            )
+            advice = "add the hosts to /etc/hosts or DNS; until then set XFFL_IFNAME, and MASTER_ADDR (or "
+            advice += "XFFL_CONTROL_IFNAME under mpirun) to an address"
             findings.append(Finding("names", WARNING, "; ".join(texts), advice, name))
     return findings or [Finding("names", OK, f"the names of {len(hosts)} hosts resolve on each other")]
 
@@ -265,3 +275,169 @@ def _by_unit(units: Sequence[str], pairs: Mapping[tuple[int, int], str]) -> list
         texts.append(f"{units[worst]} and {shorten(others, 4)}: {next(iter(mine.values()))}")
         left = {pair: reason for pair, reason in left.items() if pair not in mine}
     return texts
+
+
+# The examination ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Peer:
+    """A host that answers."""
+
+    line: Line
+    ranks: list[Message]
+    """Facts of its ranks."""
+    address: str | None = None
+    """Where its connection came from."""
+
+
+@dataclass
+class Examination:
+    """All checks of the hosts that answer, in their order. The first host is that of rank 0."""
+
+    request: Request
+    peers: Sequence[Peer]
+    world_size: int
+    findings: list[Finding] = field(default_factory=list)
+    """What is known before."""
+
+    def __post_init__(self) -> None:
+        named = [str(peer.ranks[0]["host"]["name"]) for peer in self.peers]
+        names = [f"{name}#{at}" if named.count(name) > 1 else name for at, name in enumerate(named)]
+        self._hosts = dict(zip(names, self.peers, strict=True))
+        self._failures: dict[str, Finding] = {}
+        """By host, why it is not asked any more."""
+
+    def run(self) -> Report:
+        """Ask all hosts and compare their answers."""
+        found = [*self.findings, *compare_environments([rank for peer in self.peers for rank in peer.ranks])]
+        machines = len({peer.ranks[0]["machine"] for peer in self.peers})
+        request = {"machines": machines, "ranks": self.world_size}
+        limit_s = _PROBE_S + import_limit_s(self.request.timeout_s)
+        probes, clocks = self._ask(dict.fromkeys(self._hosts, request), limit_s)
+        for name, probe in probes.items():
+            found += [replace(Finding(**each), host=name) for each in probe["findings"]]
+            probe["name"] = self._hosts[name].ranks[0]["host"]["name"]
+            # Without a name or an interface that works, a host is at least known by where its connection came from.
+            probe["address"] = probe["address"] or self._hosts[name].address or "127.0.0.1"
+        if len(probes) > 1:
+            found += compare_versions({name: probe["versions"] for name, probe in probes.items()})
+            found += compare_clocks(clocks) if next(iter(self._hosts)) in clocks else []
+        found += [replace(check_threads(peer.ranks), host=name) for name, peer in self._hosts.items()]
+        units, cells = self._place_units(list(probes))
+        found += [*cells, *self._meet(probes, units, with_names=machines > 1), *self._failures.values()]
+        names = tuple(self._hosts)
+        if len(names) == 1:
+            found = [replace(finding, host=finding.host or names[0]) for finding in found]
+        return Report(merge(found, names), names, self.world_size)
+
+    def _meet(
+        self, probes: Mapping[str, Message], units: Sequence[tuple[str, str]], *, with_names: bool
+    ) -> list[Finding]:
+        """Let the hosts check what they find of each other, with an all-reduce of each pair of units."""
+        names, wait_s = list(probes), min(_FOLDER_S, self.request.timeout_s)
+        path = os.path.abspath(self.request.shared or os.curdir)
+        folder = {"path": path, "token": secrets.token_hex(4), "hosts": len(names), "patience_s": wait_s}
+        both = {(min(low, high), max(low, high)) for low in range(len(units)) for high in partners(low, len(units))}
+        # A host without a store has a finding about its torch already.
+        pairs = sorted(pair for pair in both if all(probes[units[at][1]]["store"] for at in pair))
+        tasks: dict[str, list[tuple[tuple[int, int], int]]] = {name: [] for name in names}
+        for pair in pairs:
+            for rank in range(2):
+                tasks[units[pair[rank]][1]].append((pair, rank))
+        requests: dict[str, Message] = {}
+        for number, name in enumerate(names):
+            stores = [(pair, rank, probes[units[pair[0]][1]]) for pair, rank in tasks[name]]
+            others = {names[at]: probes[names[at]] for at in partners(number, len(names))}
+            requests[name] = {
+                "hosts": {other: {key: probe[key] for key in _TABLE} for other, probe in others.items()},
+                "folder": {**folder, "host": number},
+                "pairs": [[str(pair), rank, lender["address"], lender["store"]] for pair, rank, lender in stores],
+            }
+        most = max(map(len, tasks.values()), default=0)
+        limit_s = self.request.timeout_s * (2 + most // THREADS) + 2 * wait_s + _SLACK_S
+        answers, _ = self._ask(requests, limit_s)
+        found: list[Finding] = []
+        for answer in answers.values():
+            answer["folder"]["unseen"] = [names[number] for number in answer["folder"]["unseen"]]
+        if len(names) > 1:
+            found += [*(compare_names(probes, answers) if with_names else ()), *compare_ports(probes, answers)]
+        is_named = self.request.shared is not None
+        found += compare_folders(path, {name: answer["folder"] for name, answer in answers.items()}, is_named=is_named)
+        results: dict[tuple[int, int], list[Message]] = {
+            pair: [{"error": f"{units[at][0]}: no answer", "is_silent": True} for at in pair] for pair in pairs
+        }
+        for name, answer in answers.items():
+            for (pair, rank), half in zip(tasks[name], answer["pairs"], strict=True):
+                if "error" in half:
+                    half["error"] = f"{units[pair[rank]][0]}: {half['error']}"
+                results[pair][rank] = half
+        return found + compare_pairs([name for name, _ in units], results)
+
+    def _place_units(self, hosts: Sequence[str]) -> tuple[list[tuple[str, str]], list[Finding]]:
+        """Return what is paired, cells or hosts, each with its host, and the finding about cells."""
+        units = [(name, name) for name in hosts]
+        if len(units) == 1:
+            units = [(f"{name} (rank {rank})", name) for rank, name in enumerate([*hosts, *hosts])]
+        if self.request.federated is None:
+            return units, []
+        ranks = [(rank, name) for name, peer in self._hosts.items() for rank in peer.ranks]
+        ranks.sort(key=lambda item: int(item[0]["rank"]))
+        if len(ranks) < self.world_size:
+            text = f"not checked, since {self.world_size - len(ranks)} of {self.world_size} ranks are missing"
+            return units, [Finding("cells", WARNING, text, "see the lines on meeting and ssh")]
+        hosts_of_ranks = [Host(**{**rank["host"], "switches": tuple(rank["host"]["switches"])}) for rank, _ in ranks]
+        topology, finding = check_cells(self.request, hosts_of_ranks)
+        if topology is None:
+            return units, [finding]
+        firsts = [ranks[topology.federation(cell)[0]][1] for cell in range(topology.cells)]
+        cells = [(f"cell {cell} ({name})", name) for cell, name in enumerate(firsts) if name in hosts]
+        return (cells if len(cells) > 1 else units), [finding]
+
+    def _ask(
+        self, requests: Mapping[str, Message], timeout_s: float
+    ) -> tuple[dict[str, Message], dict[str, tuple[float, float]]]:
+        """Return the answers to requests, and how far each clock is ahead of this one, with the bound of the error.
+
+        A host that is asked first tells its time at once: it is read in the middle of a round trip, so half the trip
+        bounds the error.
+        What is wrong with a host that gives no answer becomes a finding, and it is not asked any more.
+        """
+        clocks, answers = {}, {}
+        for name in [name for name in requests if name not in self._failures]:
+            line, sent, started = self._hosts[name].line, time.time(), time.monotonic()
+            try:
+                line.send(requests[name])
+                if "machines" in requests[name]:
+                    told = line.receive(self.request.timeout_s)["time"]
+                    half = (time.monotonic() - started) / 2
+                    clocks[name] = told - (sent + half), half
+            except OSError as error:
+                self._fail(name, f"lost: {error}")
+        deadline = time.monotonic() + timeout_s
+        for name in [name for name in requests if name not in self._failures]:
+            try:
+                answer = self._hosts[name].line.receive(deadline - time.monotonic())
+            except OSError as error:
+                self._fail(name, f"lost: {error}")
+                continue
+            if "failed" in answer:
+                self._fail(name, f"the check failed: {answer['failed']}")
+            else:
+                answers[name] = answer
+        return answers, clocks
+
+    def _fail(self, name: str, text: str) -> None:
+        advice = "repair what is named here on that host, and run the doctor again"
+        self._failures[name] = Finding("host", ERROR, text, advice, name)
+
+
+def check_cells(request: Request, ranks: Sequence[Host]) -> tuple[Topology | None, Finding]:
+    """Check that the cells that are asked for fit ranks on these hosts."""
+    federated = request.federated
+    assert federated is not None
+    try:
+        topology = Topology(len(ranks), sizes_of_ranks(ranks, federated) if isinstance(federated, str) else federated)
+    except XfflError as error:
+        return None, Finding("cells", ERROR, str(error), f"correct {request.federated_by}")
+    return topology, Finding("cells", OK, f"{topology.cells} cells of {shorten(topology.sizes, 8)}")

@@ -1,7 +1,7 @@
-"""Checks of one host, without other hosts and without torch: packages, interfaces, limits, threads, MPI, SLURM, GPUs.
+"""Probe of one host: what it finds of itself, then of the other hosts. It answers rank 0 with lines of JSON.
 
 Each check returns a :class:`Finding`. Programs get a time limit, and what may abort a process that loads it (an MPI
-library) is loaded in a child.
+library, torch) is loaded in a child.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ import platform
 import re
 import resource
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -23,30 +27,14 @@ from typing import Any
 
 import xffl
 from xffl.cluster.cells import Federation
+from xffl.cluster.doctor.lines import Line, Message, Program
 from xffl.cluster.hosts import host_identity, resolve
+from xffl.cluster.launch.ssh_agent import free_port, refusal
 from xffl.cluster.network import Interface, list_interfaces
 from xffl.cluster.slurm.allocation import own_host
 from xffl.extras import install_command
 
-__all__ = [
-    "ERROR",
-    "MPI_LAUNCHERS",
-    "OK",
-    "WARNING",
-    "Finding",
-    "Request",
-    "check_gpus",
-    "check_interfaces",
-    "check_limits",
-    "check_mpi",
-    "check_packages",
-    "check_slurm",
-    "check_threads",
-    "check_torch",
-    "find_versions",
-    "is_shown",
-    "rank_facts",
-]
+__all__ = ["ERROR", "OK", "WARNING", "Finding", "HostChecks", "Request", "import_limit_s", "main", "take_part"]
 
 OK = "ok"
 """Nothing to do."""
@@ -64,8 +52,6 @@ _FURTHER = ("safetensors", "torchmetrics", "transformers", "deepspeed", "torchao
 _SHM = Path("/dev/shm")
 _LEAST_SHM = 2**28
 _INFINIBAND = Path("/sys/class/infiniband")
-_INTERFACES = Path("/sys/class/net")
-_INFINIBAND_TYPE = "32"
 _NAMES = ("XFFL_IFNAME", "XFFL_CONTROL_IFNAME", "GLOO_SOCKET_IFNAME")
 
 _LIMIT_S = 20.0
@@ -92,7 +78,16 @@ _SHARED_BY_NCCL = (2, 30)
 _COMPARED = ("XFFL_", "NCCL_", "GLOO_", "TORCH_")
 _SHOWN = ("NCCL_", "GLOO_")
 _SHOWN_ALSO = ("XFFL_IFNAME", "XFFL_CONTROL_IFNAME", "XFFL_FEDERATED", "XFFL_HSDP")
-_OWN_VARIABLES = ("XFFL_HOST",)
+
+_PATIENCE_S = 900
+"""How long a host waits for the next request. It only matters where rank 0's host has gone without a word."""
+_CONNECT_S = 5.0
+THREADS = 16
+"""Pairs at a time, as in :mod:`xffl.cluster.doctor.torch_pair`."""
+_SLACK_S = 5.0
+FOLDER_TURNS = 40
+"""How often a file is replaced while others read it."""
+_PAGE = 4096
 
 
 @dataclass(frozen=True)
@@ -146,18 +141,16 @@ def find_versions() -> dict[str, str]:
 
 def check_packages(versions: Mapping[str, str]) -> list[Finding]:
     """Compare the packages of this host with what xffl needs."""
+    wrong = [f"{name} not installed" for name in REQUIRED if not versions[name]]
+    for name, least in REQUIRED.items():
+        # The leading numbers of a version, such as (2, 13, 0) of 2.13.0+cpu.
+        numbers = re.match(r"\d+(?:\.\d+)*", versions[name])
+        if versions[name] and (tuple(map(int, numbers[0].split("."))) if numbers else ()) < least:
+            wrong.append(f"{name} {versions[name]} (needs {'.'.join(map(str, least))})")
     python = Finding("python", OK, f"{versions['python']} ({sys.executable}), xffl {versions['xffl']}")
-    missing = [name for name in REQUIRED if not versions[name]]
-    old = [
-        f"{name} {versions[name]} (needs {'.'.join(map(str, least))})"
-        for name, least in REQUIRED.items()
-        if versions[name] and _numbers(versions[name]) < least
-    ]
-    if missing or old:
-        told = [f"{', '.join(missing)} not installed"] if missing else []
-        told += [f"too old: {', '.join(old)}"] if old else []
+    if wrong:
         advice = "install xffl into the job's environment, in its repository: pip install -e . -c constraints.txt"
-        return [python, Finding("packages", ERROR, "; ".join(told), advice)]
+        return [python, Finding("packages", ERROR, "; ".join(wrong), advice)]
     return [python, Finding("packages", OK, ", ".join(f"{name} {versions[name]}" for name in REQUIRED))]
 
 
@@ -176,7 +169,11 @@ def check_interfaces(
         if environ.get(variable)
     }
     physical = find_physical() if physical is None else physical
-    findings = [_judge(known, variable, name, nodes, physical) for variable, name in asked.items()]
+    usable = [i.name for i in known.values() if i.is_up and i.address and (nodes == 1 or not i.is_loopback)]
+    offer = f"to one of: {', '.join(usable) or 'none is up here'}"
+    findings = [
+        _judge(known, variable, name, nodes, physical, f"set {variable} {offer}") for variable, name in asked.items()
+    ]
     chosen = asked.get("XFFL_IFNAME") or asked.get("GLOO_SOCKET_IFNAME")
     if chosen:
         return findings, known[chosen].address if chosen in known else None
@@ -188,54 +185,48 @@ def check_interfaces(
     first = next((address for address in addresses if address in own or address.startswith("127.")), None)
     found = own.get(first) if first is not None else None
     if found is None or found.is_loopback:
-        usable = [i.name for i in known.values() if i.is_up and i.address and not i.is_loopback]
         where = f"{name} is {first or addresses[0]}" if addresses else f"{name} does not resolve"
-        advice = f"set XFFL_IFNAME to one of: {', '.join(usable) or 'none is up here'}"
         text = f"gloo would listen on loopback, since {where}; here are {shown}"
         if nodes > 1:
-            return [*findings, Finding("interface", ERROR, text, advice)], None
+            return [*findings, Finding("interface", ERROR, text, f"set XFFL_IFNAME {offer}")], None
         return [*findings, Finding("interface", OK, f"{shown}; one host needs loopback only")], "127.0.0.1"
     text = f"{found}, where the host's name points; here are {shown}"
     return [*findings, Finding("interface", OK, text)], found.address
 
 
-def _judge(known: Mapping[str, Interface], variable: str, name: str, nodes: int, physical: Collection[str]) -> Finding:
+def _judge(
+    known: Mapping[str, Interface], variable: str, name: str, nodes: int, physical: Collection[str], advice: str
+) -> Finding:
     """Say whether an interface that is asked for can be used."""
-    usable = [i.name for i in known.values() if i.is_up and i.address and (nodes == 1 or not i.is_loopback)]
-    advice = f"set {variable} to one of: {', '.join(usable) or 'none is up here'}"
-    if name not in known:
-        rule = "; it takes one name" if "," in name else ""
-        return Finding("interface", ERROR, f"{variable}={name}, but there is no such interface{rule}", advice)
-    found = known[name]
-    if not found.is_up:
-        return Finding("interface", ERROR, f"{variable}={name}, which is down", advice)
-    if found.address is None:
-        return Finding("interface", ERROR, f"{variable}={name}, which has no IPv4 address", advice)
-    if found.is_loopback and nodes > 1:
-        text = f"{variable}={name}, which is loopback: other hosts cannot reach it"
-        return Finding("interface", ERROR, text, advice)
-    faster = [
-        i
-        for i in known.values()
-        if i.name in physical and i.is_up and i.address
-        if found.speed_mbit is not None and (i.speed_mbit or 0) > found.speed_mbit
-    ]
+    found = known.get(name)
+    wrong = ""
+    if found is None:
+        wrong = f"but there is no such interface{'; it takes one name' if ',' in name else ''}"
+    elif not found.is_up:
+        wrong = "which is down"
+    elif found.address is None:
+        wrong = "which has no IPv4 address"
+    elif found.is_loopback and nodes > 1:
+        wrong = "which is loopback: other hosts cannot reach it"
+    if found is None or wrong:
+        return Finding("interface", ERROR, f"{variable}={name}, {wrong}", advice)
+    speed = sys.maxsize if found.speed_mbit is None else found.speed_mbit
+    cards = [i for i in known.values() if i.name in physical and i.is_up and i.address]
+    faster = [i for i in cards if (i.speed_mbit or 0) > speed]
     if faster and variable != "XFFL_CONTROL_IFNAME":
         return Finding("interface", WARNING, f"{variable}: {found}, but {faster[0]} is faster", advice)
     return Finding("interface", OK, f"{variable}: {found}")
 
 
-def find_physical(folder: Path = _INTERFACES) -> set[str]:
+def find_physical(folder: Path = Path("/sys/class/net")) -> set[str]:
     """Return the interfaces that lead to a network: cards, bonds, VLANs and IPoIB, no bridges of containers."""
     found = set()
     for own in folder.iterdir() if folder.is_dir() else ():
-        try:
-            has_card = (own / "device").exists() or (own / "bonding").is_dir()
-            is_infiniband = has_card or (own / "type").read_text().strip() == _INFINIBAND_TYPE
+        with suppress(OSError):  # a file that is no interface, or one that has gone
+            is_card = (own / "device").exists() or (own / "bonding").is_dir()
+            is_infiniband = is_card or (own / "type").read_text().strip() == "32"
             if is_infiniband or "DEVTYPE=vlan" in (own / "uevent").read_text().split():
                 found.add(own.name)
-        except OSError:
-            continue  # a file that is no interface, or one that has gone
     return found
 
 
@@ -251,23 +242,20 @@ def check_limits(world_size: int, files: tuple[int, int] | None = None) -> list[
         findings = [Finding("open files", ERROR if soft < world_size else WARNING, text, f"put {can} into the job")]
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     has_rdma = _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
-    shown = "unlimited" if locked == unlimited else f"{locked // 1024} KiB at most"
+    text = "unlimited" if locked == unlimited else f"{locked // 1024} KiB at most"
     if has_rdma and locked != unlimited:
         advice = "ulimit -l unlimited in the job; under SLURM PropagateResourceLimitsExcept=MEMLOCK"
-        findings.append(Finding("locked memory", WARNING, f"{shown}, and InfiniBand registers buffers there", advice))
+        findings.append(Finding("locked memory", WARNING, f"{text}, and InfiniBand registers buffers there", advice))
     else:
-        findings.append(Finding("locked memory", OK, shown + ("" if has_rdma else ", no InfiniBand here")))
-    findings.append(_check_shm())
-    return findings
-
-
-def _check_shm() -> Finding:
+        findings.append(Finding("locked memory", OK, text if has_rdma else f"{text}, no InfiniBand here"))
+    free, text = 0, f"{_SHM} is missing or cannot be written; loaders' workers use it"
+    if _SHM.is_dir() and os.access(_SHM, os.W_OK):
+        free = shutil.disk_usage(_SHM).free
+        text = f"{free / 2**30:.1f} GiB free"
+    if free >= _LEAST_SHM:
+        return [*findings, Finding("/dev/shm", OK, text)]
     advice = "mount a larger one: docker run --shm-size=8g, apptainer --bind /dev/shm; or num_workers: 0"
-    if not _SHM.is_dir() or not os.access(_SHM, os.W_OK):
-        return Finding("/dev/shm", WARNING, f"{_SHM} is missing or cannot be written; loaders' workers use it", advice)
-    free = shutil.disk_usage(_SHM).free
-    text = f"{free / 2**30:.1f} GiB free"
-    return Finding("/dev/shm", WARNING if free < _LEAST_SHM else OK, text, advice if free < _LEAST_SHM else "")
+    return [*findings, Finding("/dev/shm", WARNING, text, advice)]
 
 
 def rank_facts(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -285,7 +273,7 @@ def rank_facts(environ: Mapping[str, str]) -> dict[str, Any]:
         "environ": {
             name: text if is_shown(name) else hashlib.sha256(text.encode()).hexdigest()[:8]
             for name, text in environ.items()
-            if name.startswith(_COMPARED) and name not in _OWN_VARIABLES
+            if name.startswith(_COMPARED) and name != "XFFL_HOST"
         },
     }
 
@@ -300,26 +288,17 @@ def check_threads(ranks: Sequence[Mapping[str, Any]]) -> Finding:
     cpus = set().union(*(set(rank["cpus"]) for rank in ranks))
     threads = [len(rank["cpus"]) if rank["threads"] is None else rank["threads"] for rank in ranks]
     told = sorted({"unset" if rank["threads"] is None else str(rank["threads"]) for rank in ranks})
-    text = (
-        f"{len(ranks)} {'rank' if len(ranks) == 1 else 'ranks'} on {len(cpus)} CPUs, OMP_NUM_THREADS {'/'.join(told)}"
-    )
     share = max(1, len(cpus) // len(ranks))
-    advice = f"set OMP_NUM_THREADS={share}, or XFFL_BIND=cores; under SLURM ask for --cpus-per-task"
-    crowded = [rank for rank, count in zip(ranks, threads, strict=True) if count > len(rank["cpus"])]
+    wrong, advice = "", f"set OMP_NUM_THREADS={share}, or XFFL_BIND=cores; under SLURM ask for --cpus-per-task"
+    crowded = [len(rank["cpus"]) for rank, count in zip(ranks, threads, strict=True) if count > len(rank["cpus"])]
     if len(ranks) > len(cpus):
-        return Finding("threads", WARNING, f"{text}: ranks share CPUs", "start fewer ranks, or ask for more CPUs")
-    if sum(threads) > len(cpus):
-        return Finding("threads", WARNING, f"{text}: {sum(threads)} threads want {len(cpus)} CPUs", advice)
-    if crowded:
-        few = len(crowded[0]["cpus"])
-        return Finding("threads", WARNING, f"{text}: a rank is bound to {few} CPUs, fewer than its threads", advice)
-    return Finding("threads", OK, text)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version, such as (2, 13, 0) of 2.13.0+cpu."""
-    found = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
+        wrong, advice = ": ranks share CPUs", "start fewer ranks, or ask for more CPUs"
+    elif sum(threads) > len(cpus):
+        wrong = f": {sum(threads)} threads want {len(cpus)} CPUs"
+    elif crowded:
+        wrong = f": a rank is bound to {crowded[0]} CPUs, fewer than its threads"
+    text = f"{len(ranks)} rank{'s' * (len(ranks) > 1)} on {len(cpus)} CPUs, OMP_NUM_THREADS {'/'.join(told)}{wrong}"
+    return Finding("threads", WARNING, text, advice) if wrong else Finding("threads", OK, text)
 
 
 # Programs: MPI, SLURM, GPUs -------------------------------------------------------------------------------------------
@@ -390,15 +369,12 @@ def check_slurm(launcher: str, needed: bool, environ: Mapping[str, str]) -> Find
 def check_gpus(needed: bool, environ: Mapping[str, str]) -> tuple[Finding, int]:
     """Look for GPUs with the vendors' own commands."""
     asked = [name for name in ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS") if environ.get(name)]
-    queries: dict[str, Sequence[str]] = {
-        "nvidia-smi": ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"),
-        "rocm-smi": ("rocm-smi", "--showproductname", "--csv"),
-    }
+    nvidia = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
     failures = []
-    for program, command in queries.items():
+    for program, *options in (nvidia, ("rocm-smi", "--showproductname", "--csv")):
         if shutil.which(program, path=environ.get("PATH")) is None:
             continue
-        code, output = _run(command, environ)
+        code, output = _run([program, *options], environ)
         lines = [line.strip() for line in output.splitlines() if line.strip()]
         if program == "rocm-smi":
             lines = [line for line in lines if re.match(r"card\d+,", line)]
@@ -461,3 +437,224 @@ def check_torch(told: Mapping[str, Any], gpus: int, environ: Mapping[str, str]) 
         advice = "put the environment on a faster file system, or into a container image"
         return Finding("torch", WARNING, f"{text}; it took {told['import_s']:.0f} s to load", advice)
     return Finding("torch", OK, text)
+
+
+# The checks of a host -------------------------------------------------------------------------------------------------
+
+
+class HostChecks:
+    """The checks of one host: first of itself, then of what it finds of the others."""
+
+    def __init__(
+        self, request: Request, environ: Mapping[str, str], launcher: str = "none", mpi: Finding | None = None
+    ) -> None:
+        """Start importing torch, which takes long; ``mpi`` is what had to be checked before the ranks could meet."""
+        self._request, self._environ, self._launcher, self._mpi = request, environ, launcher, mpi
+        self._files = resource.getrlimit(resource.RLIMIT_NOFILE)  # rank 0 raises its own later
+        self._listeners: list[socket.socket] = []
+        self._torch: Program | None = None
+        if request.with_torch:
+            full = {**os.environ, **environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+            if environ.get("XFFL_IFNAME"):
+                full["GLOO_SOCKET_IFNAME"] = environ["XFFL_IFNAME"]
+            script = Path(__file__).with_name("torch_pair.py")
+            self._torch = Program([sys.executable, str(script), str(request.timeout_s)], full)
+
+    def answer(self, request: Message) -> Message:
+        """Answer a request, by ``failed`` where a check raises: whatever is wrong with a host is reported."""
+        try:
+            return self.meet(request) if "folder" in request else self.probe(request["machines"], request["ranks"])
+        except Exception as error:  # noqa: BLE001  # whatever it is
+            return {"failed": f"{type(error).__name__}: {error}"}
+
+    def probe(self, machines: int, ranks: int) -> Message:
+        """Check this host, for a job of so many machines and ranks; return findings and what others must know of it."""
+        needs = self._request.needs
+        versions, interfaces = find_versions(), list_interfaces()
+        network, address = check_interfaces(self._environ, machines, interfaces)
+        gpus, count = check_gpus("gpu" in needs, self._environ)
+        findings = [
+            *check_packages(versions),
+            self._mpi or check_mpi(self._launcher, "mpi" in needs, self._environ),
+            check_slurm(self._launcher, "slurm" in needs, self._environ),
+            gpus,
+            *network,
+            *check_limits(ranks, self._files),
+        ]
+        store = None
+        if self._torch is not None:
+            told = self._hear(import_limit_s(self._request.timeout_s))
+            findings.append(check_torch(told, count, self._environ))
+            store = told.get("port")
+        if ranks > 1:
+            # Linux completes connections to a port with a listener, up to the backlog: nobody needs to accept them.
+            self._listeners = [socket.create_server(("", port), backlog=256) for port in (free_port(), 0)]
+        return {
+            "findings": [asdict(finding) for finding in findings],
+            "versions": versions,
+            "address": address,
+            "addresses": [interface.address for interface in interfaces if interface.address],
+            "ports": [int(listener.getsockname()[1]) for listener in self._listeners],
+            "store": store,
+        }
+
+    def meet(self, table: Message) -> Message:
+        """Check what this host finds of the others.
+
+        The table holds the other ``hosts`` (by key ``name``, ``address`` and ``ports``), arguments for the ``folder``,
+        and for each pair of this host its ``pairs``: name, rank, and the address and port of the store.
+        """
+        pairs: list[list[Any]] = table["pairs"]
+        results: list[Message] = []
+        if pairs:
+            assert self._torch is not None
+            self._torch.send({"pairs": pairs})  # beside the other checks
+        found = {"folder": visit_folder(**table["folder"]), **try_hosts(table["hosts"], self._request.timeout_s)}
+        if pairs:
+            told = self._hear(self._request.timeout_s * (1 + len(pairs) // THREADS) + _SLACK_S)
+            results = told.get("results") or [{"error": told["error"], "is_silent": True}] * len(pairs)
+        return {**found, "pairs": results}
+
+    def close(self) -> None:
+        """End what was started."""
+        for owned in (self._torch, *self._listeners):
+            if owned is not None:
+                owned.close()
+
+    def _hear(self, timeout_s: float) -> Message:
+        """Return the next message of the process with torch, or its ``error``."""
+        assert self._torch is not None
+        try:
+            return self._torch.receive(timeout_s)
+        except OSError as error:
+            return {"error": str(error)}
+
+
+def import_limit_s(timeout_s: float) -> float:
+    """Return how long importing torch may take; a cold file system needs a minute."""
+    return 45.0 + timeout_s
+
+
+def take_part(line: Line, facts: Message, checks: HostChecks | None) -> bool:
+    """Answer rank 0 as one rank, with the checks of the host if it is the first one there.
+
+    Rank 0 hears, in this order: facts, the time when it says ``machines`` and ``ranks``, the probe, and what this host
+    finds of the others when it says which they are. Return whether rank 0 has ended it in order.
+    """
+    try:
+        line.send(facts)
+        while "end" not in (request := line.receive(_PATIENCE_S)):
+            assert checks is not None
+            if "machines" in request:
+                line.send({"time": time.time()})
+            line.send(checks.answer(request))
+    except OSError:
+        return False
+    return True
+
+
+def try_hosts(hosts: Mapping[str, Message], timeout_s: float) -> Message:
+    """Resolve the ``names`` of other hosts, connect to their ports, and return the ``failures``: key, port, reason."""
+    attempts = [(key, host["address"], port) for key, host in hosts.items() for port in host["ports"]]
+
+    def connect(attempt: tuple[str, str, int]) -> str | None:
+        try:
+            socket.create_connection(attempt[1:], min(_CONNECT_S, timeout_s)).close()
+        except TimeoutError:
+            return "no answer: packets are dropped"
+        except OSError as error:
+            return error.strerror or str(error)
+        return None
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        names = list(pool.map(lambda host: resolve(host["name"]), hosts.values()))
+        reasons = list(pool.map(connect, attempts))
+    return {
+        "names": dict(zip(hosts, names, strict=True)),
+        "failures": [[key, port, why] for (key, _, port), why in zip(attempts, reasons, strict=True) if why],
+        "tried": len(attempts),
+    }
+
+
+# The shared folder ----------------------------------------------------------------------------------------------------
+
+
+def visit_folder(path: str, token: str, host: int, hosts: int, patience_s: float) -> Message:
+    """Test from one host whether a folder is shared, with files in a folder inside of it that is removed again.
+
+    Host 0 of so many makes that folder and replaces a file many times while all read it; each other one leaves a file
+    that host 0 must see. The answer: ``seen_s`` (how late the folder is seen, or ``None``), ``torn`` (how many reads
+    saw half a file), ``error``, ``free`` bytes, ``kind`` of file system, and the hosts whose files are ``unseen``. No
+    file locks are tested, since xffl uses none.
+    """
+    folder, started = Path(path), time.monotonic()
+    own = folder / f".xffl-doctor-{token}"
+    kind, absent = _file_system(folder), list(range(1, hosts)) if host == 0 else []
+    answer: Message = {"seen_s": None, "torn": 0, "error": None, "free": 0, "kind": kind, "unseen": []}
+    try:
+        if host == 0:
+            own.mkdir()
+            _replace(own / "turning", "a" * _PAGE)
+            _replace(own / "seen", token)
+        while _read(own / "seen") != token:
+            if time.monotonic() - started > patience_s:
+                missing = "what rank 0's host writes is not seen" if folder.is_dir() else "is not there"
+                return {**answer, "error": missing}
+            time.sleep(0.02)
+        answer["seen_s"] = time.monotonic() - started
+        for turn in range(FOLDER_TURNS):
+            if host == 0:
+                _replace(own / "turning", "ab"[turn % 2] * _PAGE)
+            text = _read(own / "turning")
+            answer["torn"] += text is not None and (len(text) != _PAGE or len(set(text)) != 1)
+            time.sleep(0.002)
+        answer["free"] = shutil.disk_usage(folder).free
+        if host != 0:
+            _replace(own / f"host-{host}", token)
+        deadline = time.monotonic() + patience_s
+        while absent := [other for other in absent if _read(own / f"host-{other}") != token]:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)  # a file system may show a file late
+    except OSError as error:
+        return {**answer, "error": f"cannot be written ({error.strerror or error})"}
+    finally:
+        if host == 0:
+            shutil.rmtree(own, ignore_errors=True)
+    return {**answer, "unseen": absent}
+
+
+def _file_system(path: Path) -> str:
+    """Return the kind of file system of a path, as Linux calls it; ``unknown`` where it does not tell."""
+    kinds, full = {}, Path(os.path.realpath(path))
+    with suppress(OSError):
+        kinds = dict(line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines())
+    return next((kinds[str(folder)] for folder in (full, *full.parents) if str(folder) in kinds), "unknown")
+
+
+def _replace(path: Path, text: str) -> None:
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text)
+    os.replace(part, path)
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except OSError:
+        return None
+
+
+def main(job: Message) -> None:
+    """Be the probe of a host that ssh has reached; its first message tells about the host, or why it is ``refused``."""
+    signal.alarm(_PATIENCE_S)
+    os.environ.update(job["environ"])
+    line = Line()
+    if (why := refusal(job)) is not None:
+        line.send({"refused": why})
+        return
+    checks = HostChecks(Request(**job["request"]), os.environ)
+    try:
+        take_part(line, rank_facts(os.environ), checks)
+    finally:
+        checks.close()

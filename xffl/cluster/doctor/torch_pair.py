@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import socket
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as Waiting
 from datetime import timedelta
 from typing import Any
 
@@ -61,7 +60,7 @@ def main() -> None:
 def _all_reduce(timeout_s: float, pair: str, rank: int, address: str, port: int) -> dict[str, Any]:
     """Run two all-reduces with the process of the same pair and store; return the second's time or an ``error``."""
     import torch
-    from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
+    from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
     deadline = time.monotonic() + timeout_s
     try:
@@ -70,10 +69,11 @@ def _all_reduce(timeout_s: float, pair: str, rank: int, address: str, port: int)
     except OSError as error:
         return {"error": f"cannot connect to {address}:{port}: {error.strerror or error}"}
     try:
-        store = _connect(address, port, deadline)
+        # In a thread: torch waits without end for a store whose process is stopped.
+        connected = ThreadPoolExecutor(1).submit(TCPStore, address, port, None, False, _left(deadline))
+        store = PrefixStore(pair, connected.result(_left(deadline).total_seconds()))
         # Not by init_process_group: after one that failed, torch would look for the next partner under another name.
-        # torch's stubs leave its methods out.
-        group: Any = ProcessGroupGloo(PrefixStore(pair, store), rank, 2, _left(deadline))
+        group: Any = ProcessGroupGloo(store, rank, 2, _left(deadline))  # torch's stubs leave its methods out
         values = torch.full((_ELEMENTS,), float(rank) + 1)
         group.allreduce([values]).wait()
         if not bool((values == 3).all()):
@@ -82,31 +82,11 @@ def _all_reduce(timeout_s: float, pair: str, rank: int, address: str, port: int)
         group.allreduce([values]).wait()
         seconds = time.monotonic() - started
         group.barrier().wait()
+    except Waiting:
+        return {"error": f"the store at {address}:{port} does not answer"}
     except (RuntimeError, ValueError) as error:
         return {"error": " ".join(str(error).split())[:200]}
     return {"seconds": seconds, "mib": values.nbytes / 2**20}
-
-
-def _connect(address: str, port: int, deadline: float) -> Any:
-    """Connect to a store, in a thread: torch waits without end for one whose process is stopped."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    found: queue.Queue[Any] = queue.Queue()
-
-    def connect() -> None:
-        try:
-            found.put(TCPStore(address, port, None, False, _left(deadline)))
-        except (RuntimeError, ValueError) as error:
-            found.put(error)
-
-    threading.Thread(target=connect, daemon=True).start()
-    try:
-        store = found.get(timeout=_left(deadline).total_seconds())
-    except queue.Empty:
-        raise RuntimeError(f"the store at {address}:{port} does not answer") from None
-    if isinstance(store, Exception):
-        raise store
-    return store
 
 
 def _left(deadline: float) -> timedelta:
