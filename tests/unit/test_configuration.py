@@ -409,6 +409,7 @@ WRONG_FILES = [
     ("words: a", "words @1 is 'a', but list[str] is expected; write a list in brackets"),
     ("counts: {a: x}", "counts.a @1 is 'x', but int is expected"),
     ("layer: torch.nn.Linea", "layer @1 is 'torch.nn.Linea', but type or null is expected; module 'torch.nn' has no"),
+    ("layer: Linear", "layer @1 is 'Linear', but type or null is expected; there is no type 'Linear'; give the dotted"),
     ("optimizer: {lr: -1}", "optimizer: lr -1.0 is not above 0 (optimizer.lr: file config.yaml)"),
     ("training: {epochs: 0}", "training.epochs must be a positive integer, got 0 (training.epochs: file config.yaml)"),
     ("launch: {processes: 0}", "launch.processes must be a positive integer, got 0; give such a number, or leave it"),

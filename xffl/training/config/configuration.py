@@ -67,12 +67,6 @@ __all__ = [
 
 T = TypeVar("T")
 
-_JOB = {
-    "trainer": Key(str | None, "Dotted path of the trainer's class.", lambda: None),
-    "launch": Key(LaunchConfig, "How xffl exec starts it.", LaunchConfig, LaunchConfig),
-    "slurm": Key(SlurmConfig, "What xffl submit asks SLURM for.", SlurmConfig, SlurmConfig),
-}
-"""Beside the keys of the configuration's class."""
 _FLAGS = {"-h": "help", "--help": "help", "--print_config": "print_config", "--print-config": "print_config"}
 _LONGEST = 120_000
 """Linux allows a variable of 128 KiB."""
@@ -92,6 +86,20 @@ class Resolved(Generic[T]):
     """The dotted path of the trainer's class, where one was given."""
     given: dict[str, Any] = field(default_factory=dict)
     """What the sources say, as YAML holds it."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a configuration says beside the keys of its class.
+
+    :param trainer: Dotted path of the trainer's class.
+    :param launch: How xffl exec starts it.
+    :param slurm: What xffl submit asks SLURM for.
+    """
+
+    trainer: str | None = None
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
@@ -168,26 +176,20 @@ def read_configuration(
 def _settings_of(kind: type) -> Settings:
     """Return settings of a configuration's class and of its start, none given yet."""
     import_module("xffl.training.callbacks")  # whose names stand for them in class_path
-    for name in (*_JOB, "config"):
+    for name in (*keys_of(_Job), "config"):
         if name in keys_of(kind):
             raise ConfigError(f"field {name!r} of {kind.__qualname__} is a word of xffl exec; rename it")
-    return Settings({**keys_of(kind), **_JOB})
+    return Settings({**keys_of(kind), **keys_of(_Job)})
 
 
 def _resolve(kind: type[T], settings: Settings) -> Resolved[T]:
     config: T = settings.build(kind, (), settings.tree)
-    launch, slurm = (
-        settings.build(one, (name,), settings.tree.get(name, {}))
-        for one, name in ((LaunchConfig, "launch"), (SlurmConfig, "slurm"))
-    )
-    # What is left out of the section slurm says nothing to anybody but xffl submit.
-    asked = {key: origin for key, origin in settings.origins(slurm, ("slurm",)).items() if origin != DEFAULT}
-    origins = {**settings.origins(config), **settings.origins(launch, ("launch",)), **asked}
-    trainer = None
-    if "trainer" in settings.tree:
-        trainer = settings.convert(settings.tree["trainer"], str | None, ("trainer",))
-        origins["trainer"] = settings.sources["trainer",].origin
-    return Resolved(config, origins, launch, slurm, trainer, settings.tree)
+    job = settings.build(_Job, (), settings.tree)
+    # What is left out of trainer and slurm says nothing to xffl exec.
+    asked = {
+        key: origin for key, origin in settings.origins(job).items() if origin != DEFAULT or key.startswith("launch.")
+    }
+    return Resolved(config, settings.origins(config) | asked, job.launch, job.slurm, job.trainer, settings.tree)
 
 
 def read_job(
@@ -335,7 +337,7 @@ def help_text(kind: type, usage: str) -> str:
     more.add_argument("--print_config", action="store_true", help=shown)
     more.add_argument("--help", action="store_true", help="Print this, and end.")
     for name in ("launch", "slurm"):
-        _add_keys(parser, _JOB[name], name, None)
+        _add_keys(parser, keys_of(_Job)[name], name, None)
     _add_keys(parser, Key(kind, section=kind), "", None)
     return parser.format_help()
 

@@ -3,8 +3,8 @@
 PyYAML follows YAML 1.1, where ``no`` is false, ``1e-3`` a text, ``12:30`` a number and ``010`` eight; here the rules of
 YAML 1.2 hold. jsonargparse makes the objects that a dotted path or a ``class_path`` names. It does not read plain
 values here (4.53 was tried), since it reads texts again, by the rules of YAML 1.1: ``epochs: '3'`` would be 3,
-``epochs: 12:30`` 750, ``is_on: yes`` true, and ``extra: {version: '1'}`` would hold a number. Its errors have several
-lines, and no file or line.
+``epochs: 12:30`` 750, ``is_on: yes`` true, and ``extra: {version: '1'}`` would hold a number. ``set_loader`` does not
+change that, nor does ``parse_object``. Its errors have several lines, and no item, file or line.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ def _reason(error: Exception, value: Any, kind: Any) -> str:
 
 def _subclasses(kind: type) -> set[str]:
     """Return the names of all classes below one that are imported."""
-    below: list[type] = kind.__subclasses__()
+    below: list[type] = type.__subclasses__(kind)
     return {one.__name__ for one in below}.union(*map(_subclasses, below))
 
 
@@ -354,7 +354,7 @@ class Source:
         return place + ("" if line is None else f", line {line}")
 
 
-class _Mismatch(Exception):
+class _Mismatch(ConfigError):
     """Says that the value at a path is of another type, for a reason or none."""
 
     def __init__(self, text: str, path: Path, reason: str) -> None:
@@ -401,9 +401,7 @@ class Settings:
                 rest = (str(len(old) - 1), *rest)  # the last item, which was added just before
             self._set(path, _with_part(old, rest, value, ".".join(path), source.place(path)), source, rest)
         else:
-            self._set(path, value, source)
-            if is_text:
-                self._holder(path)[path[-1]] = self._read_text(value, key.hint, path)
+            self._set(path, self._read_text(value, key.hint, path) if is_text else value, source)
 
     def add(self, path: Path, text: str) -> None:
         """Add what the command line says to a list."""
@@ -479,28 +477,19 @@ class Settings:
         Where a text may stand it is taken as it is, unless another of the types that may stand there fits. Only
         ``null`` is ``None``.
         """
-
-        def fits(value: Any, kind: Any) -> bool:
-            try:
-                self.convert(value, kind, path)
-            except ConfigError:
-                return False
-            return True
-
-        choices = members(kind)
-        if text == "null" and (type(None) in choices or Any in choices):
+        choices = [choice for choice in members(kind) if choice is not type(None)]
+        if text == "null" and (len(choices) < len(members(kind)) or Any in choices):
             return None
-        rest = [choice for choice in choices if choice is not type(None)]
-        if rest == [str]:
-            return text
         value = _read(text)
-        if value is None or isinstance(value, str):
-            return value if isinstance(value, str) and text[:1] in ("'", '"') else text
-        # Values of other types than these are named by texts, so that a number is a text, too.
-        literal = (Any, Literal, *PLAIN, *LISTS, *MAPPINGS, *SETS)
-        named = [one for one in rest if not ((get_origin(one) or one) in literal or is_dataclass(one))]
-        by_text = [one for one in rest if one is str or (one in named and not isinstance(value, dict))]
-        return text if by_text and not any(fits(value, one) for one in rest if one not in by_text) else value
+        if choices == [str] or value is None or (isinstance(value, str) and text[:1] not in ("'", '"')):
+            return text
+        for read in (value, text):
+            try:
+                self._convert(read, kind, path)
+            except ConfigError:
+                continue
+            return read
+        return value
 
     # What comes of it -------------------------------------------------------------------------------------------------
 
@@ -510,7 +499,10 @@ class Settings:
         for name, key in keys_of(kind).items():
             here = (*path, name)
             if name in values and (key.section is None or not isinstance(values[name], Mapping)):
-                arguments[name] = self.convert(values[name], key.hint, here)
+                try:
+                    arguments[name] = self._convert(values[name], key.hint, here)
+                except _Mismatch as error:
+                    raise ConfigError(str(error)) from error
             elif key.section is not None and (name in values or key.factory is None):
                 inner = arguments.get(name, key.default())
                 arguments[name] = self.build(key.section, here, values.get(name, {}), inner)
@@ -527,17 +519,11 @@ class Settings:
             origins = ", ".join(f"{'.'.join((*path, name))}: {given[name]}" for name in named)
             raise ConfigError(f"{told} ({origins})" if origins else told) from error
 
-    def convert(self, value: Any, kind: Any, path: Path) -> Any:
+    def _convert(self, value: Any, kind: Any, path: Path) -> Any:
         """Return a value as YAML holds it in the type that an annotation asks for; nothing is guessed.
 
         Lists may become tuples, integers floats, mappings dataclasses, texts what they name.
         """
-        try:
-            return self._convert(value, kind, path)
-        except _Mismatch as error:
-            raise ConfigError(str(error)) from error
-
-    def _convert(self, value: Any, kind: Any, path: Path) -> Any:
         kind = plain_type(kind)
         origin = get_origin(kind) or kind
         if kind in (Any, object):
@@ -565,7 +551,7 @@ class Settings:
             try:
                 return make_object(value, kind)
             except ValueError as error:
-                if isinstance(error, ConfigError) or isinstance(value, Mapping):
+                if isinstance(value, Mapping):
                     place = self._source(path).place(path)
                     raise ConfigError(f"{'.'.join(path)} {place} is invalid: {error}") from error
                 raise self._mismatch(value, kind, path, str(error) if isinstance(value, str) else "") from error
@@ -573,11 +559,11 @@ class Settings:
 
     def _convert_union(self, value: Any, kind: Any, path: Path) -> Any:
         """Return a value in the first type of several that it fits, its own before all."""
-        errors: list[_Mismatch | ConfigError] = []
+        errors: list[ConfigError] = []
         for one in sorted(members(kind), key=lambda one: one is not type(value)):
             try:
                 return self._convert(value, one, path)
-            except (_Mismatch, ConfigError) as error:
+            except ConfigError as error:
                 errors.append(error)
         # What is wrong deep inside tells more than that the other types do not fit at all.
         here = [error for error in errors if isinstance(error, _Mismatch) and error.path == path]
