@@ -45,6 +45,7 @@ __all__ = [
     "load_text",
     "name_of_type",
     "to_plain",
+    "walk",
     "write_yaml",
 ]
 
@@ -320,16 +321,20 @@ def keys_of(kind: type) -> dict[str, Key]:
     return found
 
 
+def walk(
+    keys: Mapping[str, Key], above: Path = (), holder: Any = None, sections: tuple[type, ...] = ()
+) -> Iterator[tuple[Path, Key, Any]]:
+    """Yield each key with its path and its default, a section before its own keys."""
+    for name, key in keys.items():
+        default = key.default() if holder is None else getattr(holder, name)
+        yield (*above, name), key, default
+        if key.section is not None and key.section not in sections:  # a section may hold itself
+            yield from walk(keys_of(key.section), (*above, name), default, (*sections, key.section))
+
+
 def _nearest(keys: Mapping[str, Key], path: Path) -> str | None:
     """Return the key nearest to an unknown one: by the last name in its section or in any, else as a whole."""
-
-    def walk(keys: Mapping[str, Key], above: Path, sections: tuple[type, ...]) -> Iterator[Path]:
-        for name, key in keys.items():
-            yield (*above, name)
-            if key.section is not None and key.section not in sections:  # a section may hold itself
-                yield from walk(keys_of(key.section), (*above, name), (*sections, key.section))
-
-    known = list(walk(keys, (), ()))
+    known = [one for one, _, _ in walk(keys)]
     for near in ([one for one in known if one[:-1] == path[:-1]], known):
         if word := closest(path[-1], [one[-1] for one in near]):
             return ".".join(next(one for one in near if one[-1] == word))
