@@ -344,7 +344,7 @@ def help_text(kind: type, usage: str) -> str:
 
 def _add_keys(parser: argparse.ArgumentParser, keys: Mapping[str, Key]) -> None:
     """Add keys, those of each section as a group of their own."""
-    groups = {(): parser.add_argument_group("keys of the first level")}
+    groups: dict[tuple[str, ...], Any] = {(): parser.add_argument_group("keys of the first level")}
     for path, key, default in walk(keys):
         name = ".".join(path)
         has_default = default is not None or key.factory is not None
