@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
@@ -305,6 +306,14 @@ def test_values_of_all_types_from_all_sources(key: str, text: str, value: Any, t
     for config in sources:
         found = getattr(config, key)
         assert found == value and type(found) is type(value)
+
+
+def test_a_number_is_a_text_where_texts_name_values() -> None:
+    @dataclass
+    class Priced:
+        price: Decimal = Decimal(1)
+
+    assert read_configuration(Priced, (), ["--price=0.1"], {}).config.price == Decimal("0.1")
 
 
 def test_sets_are_written_in_order() -> None:

@@ -488,13 +488,18 @@ class Settings:
         value = _read(text)
         if choices == [str] or value is None or (isinstance(value, str) and text[:1] not in ("'", '"')):
             return text
-        for read in (value, text):
-            try:
-                self._convert(read, kind, path)
-            except ConfigError:
-                continue
-            return read
-        return value
+        # Values of other types than these are named by texts, so that a number is a text, too: 0.1 of a Decimal.
+        literal = (Any, Literal, *PLAIN, *LISTS, *MAPPINGS, *SETS)
+        is_mapping = isinstance(value, Mapping)
+        plain = [one for one in choices if is_mapping or (get_origin(one) or one) in literal or is_dataclass(one)]
+        for read, kinds in ((value, plain), (text, choices)):
+            for one in kinds:
+                try:
+                    self._convert(read, one, path)
+                except ConfigError:
+                    continue
+                return read
+        return value if plain == choices else text
 
     # What comes of it -------------------------------------------------------------------------------------------------
 
@@ -537,12 +542,13 @@ class Settings:
             return self._convert_union(value, kind, path)
         if origin in (*LISTS, *MAPPINGS, *SETS):
             return self._convert_items(value, kind, path)
-        if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, Mapping):
-            for name in value:
-                if name not in keys_of(kind):
-                    raise self._unknown((*path, str(name)), self._source(path), keys_of(kind), path)
-            return self.build(kind, path, value)
-        if origin is Literal:
+        if isinstance(kind, type) and is_dataclass(kind):
+            if isinstance(value, Mapping):
+                for name in value:
+                    if name not in keys_of(kind):
+                        raise self._unknown((*path, str(name)), self._source(path), keys_of(kind), path)
+                return self.build(kind, path, value)
+        elif origin is Literal:
             if any(value == choice and type(value) is type(choice) for choice in get_args(kind)):
                 return value
         elif kind in (*PLAIN, type(None)):
@@ -550,9 +556,9 @@ class Settings:
                 return value
             if kind is float and type(value) is int:
                 return float(value)
-        elif isinstance(kind, type) and origin is not type and isinstance(value, kind):
+        elif isinstance(kind, type) and origin is not type and isinstance(value, kind):  # such as Hashable
             return value
-        elif value is not None and not (isinstance(kind, type) and is_dataclass(kind)):
+        elif value is not None:
             try:
                 return make_object(value, kind)
             except ValueError as error:
@@ -589,11 +595,10 @@ class Settings:
             }
         if not isinstance(value, list | tuple) and not (origin in SETS and isinstance(value, set | frozenset)):
             raise self._mismatch(value, kind, path)
-        kinds = (inner[0] if inner else Any,) * len(value)
-        if origin is tuple and inner and inner[-1] is not Ellipsis:
-            kinds = () if inner == ((),) else inner
-            if len(kinds) != len(value):
-                raise self._mismatch(value, kind, path, f"it has {len(value)} items")
+        has_places = origin is tuple and inner and inner[-1] is not Ellipsis
+        kinds = inner if has_places else (inner[0] if inner else Any,) * len(value)
+        if len(kinds) != len(value):
+            raise self._mismatch(value, kind, path, f"it has {len(value)} items")
         items = [self._convert(one, kinds[at], (*path, str(at))) for at, one in enumerate(value)]
         return (origin if origin in (tuple, frozenset) else set if origin in SETS else list)(items)
 
