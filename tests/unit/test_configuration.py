@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
@@ -307,6 +308,14 @@ def test_values_of_all_types_from_all_sources(key: str, text: str, value: Any, t
         assert found == value and type(found) is type(value)
 
 
+def test_a_number_is_a_text_where_texts_name_values() -> None:
+    @dataclass
+    class Priced:
+        price: Decimal = Decimal(1)
+
+    assert read_configuration(Priced, (), ["--price=0.1"], {}).config.price == Decimal("0.1")
+
+
 def test_sets_are_written_in_order() -> None:
     assert to_plain({str(number) for number in range(10)}) == [str(number) for number in range(10)]
 
@@ -409,6 +418,7 @@ WRONG_FILES = [
     ("words: a", "words @1 is 'a', but list[str] is expected; write a list in brackets"),
     ("counts: {a: x}", "counts.a @1 is 'x', but int is expected"),
     ("layer: torch.nn.Linea", "layer @1 is 'torch.nn.Linea', but type or null is expected; module 'torch.nn' has no"),
+    ("layer: Linear", "layer @1 is 'Linear', but type or null is expected; there is no type 'Linear'; give the dotted"),
     ("optimizer: {lr: -1}", "optimizer: lr -1.0 is not above 0 (optimizer.lr: file config.yaml)"),
     ("training: {epochs: 0}", "training.epochs must be a positive integer, got 0 (training.epochs: file config.yaml)"),
     ("launch: {processes: 0}", "launch.processes must be a positive integer, got 0; give such a number, or leave it"),

@@ -45,6 +45,7 @@ from xffl.training.config.settings import (
     load_text,
     name_of_type,
     to_plain,
+    walk,
     write_yaml,
 )
 
@@ -67,12 +68,6 @@ __all__ = [
 
 T = TypeVar("T")
 
-_JOB = {
-    "trainer": Key(str | None, "Dotted path of the trainer's class.", lambda: None),
-    "launch": Key(LaunchConfig, "How xffl exec starts it.", LaunchConfig, LaunchConfig),
-    "slurm": Key(SlurmConfig, "What xffl submit asks SLURM for.", SlurmConfig, SlurmConfig),
-}
-"""Beside the keys of the configuration's class."""
 _FLAGS = {"-h": "help", "--help": "help", "--print_config": "print_config", "--print-config": "print_config"}
 _LONGEST = 120_000
 """Linux allows a variable of 128 KiB."""
@@ -92,6 +87,20 @@ class Resolved(Generic[T]):
     """The dotted path of the trainer's class, where one was given."""
     given: dict[str, Any] = field(default_factory=dict)
     """What the sources say, as YAML holds it."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a configuration says beside the keys of its class.
+
+    :param trainer: Dotted path of the trainer's class.
+    :param launch: How xffl exec starts it.
+    :param slurm: What xffl submit asks SLURM for.
+    """
+
+    trainer: str | None = None
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
@@ -168,26 +177,20 @@ def read_configuration(
 def _settings_of(kind: type) -> Settings:
     """Return settings of a configuration's class and of its start, none given yet."""
     import_module("xffl.training.callbacks")  # whose names stand for them in class_path
-    for name in (*_JOB, "config"):
+    for name in (*keys_of(_Job), "config"):
         if name in keys_of(kind):
             raise ConfigError(f"field {name!r} of {kind.__qualname__} is a word of xffl exec; rename it")
-    return Settings({**keys_of(kind), **_JOB})
+    return Settings({**keys_of(kind), **keys_of(_Job)})
 
 
 def _resolve(kind: type[T], settings: Settings) -> Resolved[T]:
     config: T = settings.build(kind, (), settings.tree)
-    launch, slurm = (
-        settings.build(one, (name,), settings.tree.get(name, {}))
-        for one, name in ((LaunchConfig, "launch"), (SlurmConfig, "slurm"))
-    )
-    # What is left out of the section slurm says nothing to anybody but xffl submit.
-    asked = {key: origin for key, origin in settings.origins(slurm, ("slurm",)).items() if origin != DEFAULT}
-    origins = {**settings.origins(config), **settings.origins(launch, ("launch",)), **asked}
-    trainer = None
-    if "trainer" in settings.tree:
-        trainer = settings.convert(settings.tree["trainer"], str | None, ("trainer",))
-        origins["trainer"] = settings.sources["trainer",].origin
-    return Resolved(config, origins, launch, slurm, trainer, settings.tree)
+    job = settings.build(_Job, (), settings.tree)
+    # What is left out of trainer and slurm says nothing to xffl exec.
+    asked = {
+        key: origin for key, origin in settings.origins(job).items() if origin != DEFAULT or key.startswith("launch.")
+    }
+    return Resolved(config, settings.origins(config) | asked, job.launch, job.slurm, job.trainer, settings.tree)
 
 
 def read_job(
@@ -294,11 +297,11 @@ def config_class(trainer: type) -> type:
 def print_text(resolved: Resolved[Any]) -> str:
     """Return a configuration as YAML, with the origin of each value behind it; it reads back as the same; local."""
     plain: dict[str, Any] = {} if resolved.trainer is None else {"trainer": resolved.trainer}
-    plain |= {"launch": to_plain(resolved.launch), "slurm": to_plain(resolved.slurm), **to_plain(resolved.config)}
-    given = {key.split(".")[1] for key in resolved.origins if key.startswith("slurm.")}
-    plain["slurm"] = {key: value for key, value in plain["slurm"].items() if key in given}
-    if not given:
-        del plain["slurm"]
+    plain["launch"] = to_plain(resolved.launch)
+    asked = {key.split(".")[1] for key in resolved.origins if key.startswith("slurm.")}
+    if asked:
+        plain["slurm"] = {key: value for key, value in to_plain(resolved.slurm).items() if key in asked}
+    plain |= to_plain(resolved.config)
     return "".join(_annotated(plain, resolved.origins, ""))
 
 
@@ -334,34 +337,25 @@ def help_text(kind: type, usage: str) -> str:
     shown = "Print the configuration with the origin of each value, and end."
     more.add_argument("--print_config", action="store_true", help=shown)
     more.add_argument("--help", action="store_true", help="Print this, and end.")
-    for name in ("launch", "slurm"):
-        _add_keys(parser, _JOB[name], name, None)
-    _add_keys(parser, Key(kind, section=kind), "", None)
+    _add_keys(parser, {name: key for name, key in keys_of(_Job).items() if key.section is not None})
+    _add_keys(parser, keys_of(kind))
     return parser.format_help()
 
 
-def _add_keys(
-    parser: argparse.ArgumentParser, section: Key, name: str, default: Any, above: tuple[type, ...] = ()
-) -> None:
-    """Add the keys of a section, and of those inside it; ``default`` is the instance that is there by default."""
-    assert section.section is not None
-    group = parser.add_argument_group(name or "keys of the first level", section.doc or None)
-    inner = {}
-    for word, key in keys_of(section.section).items():
-        value = key.default() if default is None else getattr(default, word)
-        option = f"{name}.{word}".removeprefix(".")
+def _add_keys(parser: argparse.ArgumentParser, keys: Mapping[str, Key]) -> None:
+    """Add keys, those of each section as a group of their own."""
+    groups: dict[tuple[str, ...], Any] = {(): parser.add_argument_group("keys of the first level")}
+    for path, key, default in walk(keys):
+        name = ".".join(path)
+        has_default = default is not None or key.factory is not None
         if key.section is not None:
-            inner[option] = key, value
+            doc = f"{key.doc} By default left out." if default is None and has_default else key.doc
+            groups[path] = parser.add_argument_group(name, doc or None)
             continue
-        is_required = default is None and key.factory is None
-        shown = write_yaml([to_plain(value)]).removeprefix("- ").strip().replace("\n", " ")
-        text = f"{key.doc}{'' if is_required else f' (default: {shown})'}".strip().replace("%", "%%")
-        group.add_argument(f"--{option}", metavar=name_of_type(key.hint).replace("%", "%%"), help=text, dest="_")
-    for option, (key, value) in inner.items():
-        if key.section not in above:  # a section may hold itself
-            is_left_out = value is None and key.factory is not None
-            doc = key.doc + (" By default left out." if is_left_out else "")
-            _add_keys(parser, dataclasses.replace(key, doc=doc), option, value, (*above, section.section))
+        shown = write_yaml([to_plain(default)]).removeprefix("- ").strip().replace("\n", " ")
+        text = f"{key.doc} (default: {shown})".strip() if has_default else key.doc
+        metavar = name_of_type(key.hint).replace("%", "%%")
+        groups[path[:-1]].add_argument(f"--{name}", metavar=metavar, help=text.replace("%", "%%"), dest="_")
 
 
 # Starting -------------------------------------------------------------------------------------------------------------
@@ -425,27 +419,25 @@ def choose_federation(
     sizes, source = pick(federated, "federated", variable)
     replica_size, replica_source = pick(hsdp, "hsdp", variable_hsdp)
 
-    def fitted(sizes: int | tuple[int, ...] | None) -> Topology:
+    def fitted(sizes: int | tuple[int, ...] | None, source: str) -> Topology:
         with sources_named(filter(None, (source, replica_source))):
             return Topology(world_size, sizes, replica_size)
 
     asked = getattr(getattr(resolved.config, "distributed", None), "federated", None)
+    is_same = sizes is None or asked in (None, sizes)
     if isinstance(asked, str):
         # xffl exec has put what it found by a rule into the variable.
-        is_same = sizes in (None, asked, variable)
+        is_same = is_same or sizes == variable
         sizes = asked if sizes is None else sizes
     elif asked is not None:
-        with sources_named(filter(None, ("distributed.federated", replica_source))):
-            wanted = Topology(world_size, asked, replica_size)
-        is_same = sizes is None or (not isinstance(sizes, str) and fitted(sizes) == wanted)
-    else:
-        is_same = True
+        wanted = fitted(asked, "distributed.federated")
+        is_same = is_same or (not isinstance(sizes, str) and fitted(sizes, source) == wanted)
     if not is_same:
         raise ConfigError(
             f"cells of {sizes} are asked for by {source}, but distributed.federated is {asked}; leave one of them out"
         )
     if not isinstance(sizes, str):
-        fitted(sizes)
+        fitted(sizes, source)
     return sizes, replica_size
 
 

@@ -3,8 +3,8 @@
 PyYAML follows YAML 1.1, where ``no`` is false, ``1e-3`` a text, ``12:30`` a number and ``010`` eight; here the rules of
 YAML 1.2 hold. jsonargparse makes the objects that a dotted path or a ``class_path`` names. It does not read plain
 values here (4.53 was tried), since it reads texts again, by the rules of YAML 1.1: ``epochs: '3'`` would be 3,
-``epochs: 12:30`` 750, ``is_on: yes`` true, and ``extra: {version: '1'}`` would hold a number. Its errors have several
-lines, and no file or line.
+``epochs: 12:30`` 750, ``is_on: yes`` true, and ``extra: {version: '1'}`` would hold a number. ``set_loader`` does not
+change that, nor does ``parse_object``. Its errors have several lines, and no item, file or line.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ __all__ = [
     "load_text",
     "name_of_type",
     "to_plain",
+    "walk",
     "write_yaml",
 ]
 
@@ -266,7 +267,7 @@ def _reason(error: Exception, value: Any, kind: Any) -> str:
 
 def _subclasses(kind: type) -> set[str]:
     """Return the names of all classes below one that are imported."""
-    below: list[type] = kind.__subclasses__()
+    below: list[type] = type.__subclasses__(kind)
     return {one.__name__ for one in below}.union(*map(_subclasses, below))
 
 
@@ -320,16 +321,20 @@ def keys_of(kind: type) -> dict[str, Key]:
     return found
 
 
+def walk(
+    keys: Mapping[str, Key], above: Path = (), holder: Any = None, sections: tuple[type, ...] = ()
+) -> Iterator[tuple[Path, Key, Any]]:
+    """Yield each key with its path and its default, a section before its own keys."""
+    for name, key in keys.items():
+        default = key.default() if holder is None else getattr(holder, name)
+        yield (*above, name), key, default
+        if key.section is not None and key.section not in sections:  # a section may hold itself
+            yield from walk(keys_of(key.section), (*above, name), default, (*sections, key.section))
+
+
 def _nearest(keys: Mapping[str, Key], path: Path) -> str | None:
     """Return the key nearest to an unknown one: by the last name in its section or in any, else as a whole."""
-
-    def walk(keys: Mapping[str, Key], above: Path, sections: tuple[type, ...]) -> Iterator[Path]:
-        for name, key in keys.items():
-            yield (*above, name)
-            if key.section is not None and key.section not in sections:  # a section may hold itself
-                yield from walk(keys_of(key.section), (*above, name), (*sections, key.section))
-
-    known = list(walk(keys, (), ()))
+    known = [one for one, _, _ in walk(keys)]
     for near in ([one for one in known if one[:-1] == path[:-1]], known):
         if word := closest(path[-1], [one[-1] for one in near]):
             return ".".join(next(one for one in near if one[-1] == word))
@@ -354,7 +359,7 @@ class Source:
         return place + ("" if line is None else f", line {line}")
 
 
-class _Mismatch(Exception):
+class _Mismatch(ConfigError):
     """Says that the value at a path is of another type, for a reason or none."""
 
     def __init__(self, text: str, path: Path, reason: str) -> None:
@@ -401,9 +406,7 @@ class Settings:
                 rest = (str(len(old) - 1), *rest)  # the last item, which was added just before
             self._set(path, _with_part(old, rest, value, ".".join(path), source.place(path)), source, rest)
         else:
-            self._set(path, value, source)
-            if is_text:
-                self._holder(path)[path[-1]] = self._read_text(value, key.hint, path)
+            self._set(path, self._read_text(value, key.hint, path) if is_text else value, source)
 
     def add(self, path: Path, text: str) -> None:
         """Add what the command line says to a list."""
@@ -479,28 +482,24 @@ class Settings:
         Where a text may stand it is taken as it is, unless another of the types that may stand there fits. Only
         ``null`` is ``None``.
         """
-
-        def fits(value: Any, kind: Any) -> bool:
-            try:
-                self.convert(value, kind, path)
-            except ConfigError:
-                return False
-            return True
-
-        choices = members(kind)
-        if text == "null" and (type(None) in choices or Any in choices):
+        choices = [choice for choice in members(kind) if choice is not type(None)]
+        if text == "null" and (len(choices) < len(members(kind)) or Any in choices):
             return None
-        rest = [choice for choice in choices if choice is not type(None)]
-        if rest == [str]:
-            return text
         value = _read(text)
-        if value is None or isinstance(value, str):
-            return value if isinstance(value, str) and text[:1] in ("'", '"') else text
-        # Values of other types than these are named by texts, so that a number is a text, too.
+        if choices == [str] or value is None or (isinstance(value, str) and text[:1] not in ("'", '"')):
+            return text
+        # Values of other types than these are named by texts, so that a number is a text, too: 0.1 of a Decimal.
         literal = (Any, Literal, *PLAIN, *LISTS, *MAPPINGS, *SETS)
-        named = [one for one in rest if not ((get_origin(one) or one) in literal or is_dataclass(one))]
-        by_text = [one for one in rest if one is str or (one in named and not isinstance(value, dict))]
-        return text if by_text and not any(fits(value, one) for one in rest if one not in by_text) else value
+        is_mapping = isinstance(value, Mapping)
+        plain = [one for one in choices if is_mapping or (get_origin(one) or one) in literal or is_dataclass(one)]
+        for read, kinds in ((value, plain), (text, choices)):
+            for one in kinds:
+                try:
+                    self._convert(read, one, path)
+                except ConfigError:
+                    continue
+                return read
+        return value if plain == choices else text
 
     # What comes of it -------------------------------------------------------------------------------------------------
 
@@ -510,7 +509,10 @@ class Settings:
         for name, key in keys_of(kind).items():
             here = (*path, name)
             if name in values and (key.section is None or not isinstance(values[name], Mapping)):
-                arguments[name] = self.convert(values[name], key.hint, here)
+                try:
+                    arguments[name] = self._convert(values[name], key.hint, here)
+                except _Mismatch as error:
+                    raise ConfigError(str(error)) from error
             elif key.section is not None and (name in values or key.factory is None):
                 inner = arguments.get(name, key.default())
                 arguments[name] = self.build(key.section, here, values.get(name, {}), inner)
@@ -527,17 +529,11 @@ class Settings:
             origins = ", ".join(f"{'.'.join((*path, name))}: {given[name]}" for name in named)
             raise ConfigError(f"{told} ({origins})" if origins else told) from error
 
-    def convert(self, value: Any, kind: Any, path: Path) -> Any:
+    def _convert(self, value: Any, kind: Any, path: Path) -> Any:
         """Return a value as YAML holds it in the type that an annotation asks for; nothing is guessed.
 
         Lists may become tuples, integers floats, mappings dataclasses, texts what they name.
         """
-        try:
-            return self._convert(value, kind, path)
-        except _Mismatch as error:
-            raise ConfigError(str(error)) from error
-
-    def _convert(self, value: Any, kind: Any, path: Path) -> Any:
         kind = plain_type(kind)
         origin = get_origin(kind) or kind
         if kind in (Any, object):
@@ -546,12 +542,13 @@ class Settings:
             return self._convert_union(value, kind, path)
         if origin in (*LISTS, *MAPPINGS, *SETS):
             return self._convert_items(value, kind, path)
-        if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, Mapping):
-            for name in value:
-                if name not in keys_of(kind):
-                    raise self._unknown((*path, str(name)), self._source(path), keys_of(kind), path)
-            return self.build(kind, path, value)
-        if origin is Literal:
+        if isinstance(kind, type) and is_dataclass(kind):
+            if isinstance(value, Mapping):
+                for name in value:
+                    if name not in keys_of(kind):
+                        raise self._unknown((*path, str(name)), self._source(path), keys_of(kind), path)
+                return self.build(kind, path, value)
+        elif origin is Literal:
             if any(value == choice and type(value) is type(choice) for choice in get_args(kind)):
                 return value
         elif kind in (*PLAIN, type(None)):
@@ -559,13 +556,13 @@ class Settings:
                 return value
             if kind is float and type(value) is int:
                 return float(value)
-        elif isinstance(kind, type) and origin is not type and isinstance(value, kind):
+        elif isinstance(kind, type) and origin is not type and isinstance(value, kind):  # such as Hashable
             return value
-        elif value is not None and not (isinstance(kind, type) and is_dataclass(kind)):
+        elif value is not None:
             try:
                 return make_object(value, kind)
             except ValueError as error:
-                if isinstance(error, ConfigError) or isinstance(value, Mapping):
+                if isinstance(value, Mapping):
                     place = self._source(path).place(path)
                     raise ConfigError(f"{'.'.join(path)} {place} is invalid: {error}") from error
                 raise self._mismatch(value, kind, path, str(error) if isinstance(value, str) else "") from error
@@ -573,11 +570,11 @@ class Settings:
 
     def _convert_union(self, value: Any, kind: Any, path: Path) -> Any:
         """Return a value in the first type of several that it fits, its own before all."""
-        errors: list[_Mismatch | ConfigError] = []
+        errors: list[ConfigError] = []
         for one in sorted(members(kind), key=lambda one: one is not type(value)):
             try:
                 return self._convert(value, one, path)
-            except (_Mismatch, ConfigError) as error:
+            except ConfigError as error:
                 errors.append(error)
         # What is wrong deep inside tells more than that the other types do not fit at all.
         here = [error for error in errors if isinstance(error, _Mismatch) and error.path == path]
@@ -598,11 +595,10 @@ class Settings:
             }
         if not isinstance(value, list | tuple) and not (origin in SETS and isinstance(value, set | frozenset)):
             raise self._mismatch(value, kind, path)
-        kinds = (inner[0] if inner else Any,) * len(value)
-        if origin is tuple and inner and inner[-1] is not Ellipsis:
-            kinds = () if inner == ((),) else inner
-            if len(kinds) != len(value):
-                raise self._mismatch(value, kind, path, f"it has {len(value)} items")
+        has_places = origin is tuple and inner and inner[-1] is not Ellipsis
+        kinds = inner if has_places else (inner[0] if inner else Any,) * len(value)
+        if len(kinds) != len(value):
+            raise self._mismatch(value, kind, path, f"it has {len(value)} items")
         items = [self._convert(one, kinds[at], (*path, str(at))) for at, one in enumerate(value)]
         return (origin if origin in (tuple, frozenset) else set if origin in SETS else list)(items)
 
