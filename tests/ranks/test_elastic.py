@@ -449,6 +449,18 @@ def test_a_cell_that_is_killed_comes_back(tmp_path: Path) -> None:
     assert rounds[min(alone)][0][2] - rounds[lost][0][2] < 15.0
 
 
+def test_a_cell_that_comes_back_after_the_end_does_not_wait_for_it(tmp_path: Path) -> None:
+    """The launcher has seen the other one finish; the one that was killed holds nothing, and nobody gives it a model."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("while back < 3", "for _ in range(40)"))
+    command = [sys.executable, "-m", "xffl", "exec", "--elastic", "--federated", "1,1", str(script)]
+    environ = os.environ | {"XFFL_FAULT": "1:0:exchange:4", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 2, done.stderr
+    assert "cell 0 has finished the run, and no cell that is left holds its model" in done.stderr
+    assert "cell 1 ended with exit code 2 and is not started again" in done.stderr
+
+
 def enter_with_a_dead_cell(rank: int, world: int, plan: Plan) -> float:
     be_launched(0, 1, plan.ports[0])
     with xffl.session(cell=0, cells=2, elastic=plan.url) as state:

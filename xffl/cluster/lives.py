@@ -1,7 +1,7 @@
 """Lives of an elastic run's cells on one machine: which of them have not ended, as the kernel knows it.
 
-A life is one start of a cell's job. The process that leads it holds a lock on a file for as long as it is there, however
-it ends. The folder is that of the launcher which has started all cells of the run.
+A life is one start of a cell's job. The process that leads it holds a lock on a file for as long as it is there,
+however it ends. The folder is that of the launcher which has started all cells of the run.
 """
 
 from __future__ import annotations
