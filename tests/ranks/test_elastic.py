@@ -450,7 +450,7 @@ def test_a_cell_that_is_killed_comes_back(tmp_path: Path) -> None:
 
 
 def test_a_cell_that_comes_back_after_the_end_does_not_wait_for_it(tmp_path: Path) -> None:
-    """The launcher has seen the other one finish; the one that was killed holds nothing, and nobody gives it a model."""
+    """The launcher has seen the other one finish; who was killed holds nothing, and nobody gives it a model."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.replace("while back < 3", "for _ in range(40)"))
     command = [sys.executable, "-m", "xffl", "exec", "--elastic", "--federated", "1,1", str(script)]
