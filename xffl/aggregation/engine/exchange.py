@@ -45,6 +45,7 @@ from xffl.aggregation.report import RoundProfile
 from xffl.costs import MOST_IN_FLIGHT
 from xffl.distributed.collectives import Work, all_reduce, broadcast
 from xffl.distributed.consistency import control_device
+from xffl.distributed.faults import inject
 
 __all__ = [
     "BucketPipeline",
@@ -288,7 +289,7 @@ class RoundRun:
                 pipeline.drain()
             before = transfer.pace
             if transfer.deferred_mean:
-                self._pairwise_swap.swap(transfer, self._buffers, context)
+                self._pairwise_swap.swap(transfer, self._buffers, self._transports[-1])
                 continue
             for bucket in transfer.buckets:
                 pipeline.start(start(transfer, bucket))
@@ -459,16 +460,29 @@ class PairwiseSwap:
     """The exchange of groups with ``deferred_mean``: two cells swap whole buckets, of one holder in each cell.
 
     Each rank takes the mean where its values lie in the model, when it writes it: one pass over memory less. Values are
-    checked when they are sent.
+    checked when they are sent. What the check says of how to combine them is told with the last vote; where cells are
+    worlds of their own, to the other holder right behind the values, since a rank in doubt does not learn of that vote.
     """
 
     def __init__(self, exchange: Exchange, profile: RoundProfile, finite_check: FiniteCheck) -> None:
         self._layout, self._staging, self._link = exchange.layout, exchange.staging, exchange.link
         self._profile, self._finite_check = profile, finite_check
         self._cell, self._other = self._link.cell, 1 - self._link.cell
+        # The groups with values of the two holders whose squares leave fp32.
+        self._large: set[int] = set()
 
-    def swap(self, transfer: GroupTransfer, round_buffers: RoundBuffers, context: RoundContext) -> None:
-        """Swap all of a group with its sender in the other cell.
+    def swap(self, transfer: GroupTransfer, round_buffers: RoundBuffers, transport: CrossCellTransport) -> None:
+        """Swap all of a group with its sender in the other cell, unless that is lost."""
+        if transport.is_cut_off:
+            return
+        try:
+            inject("exchange")
+            self._swap(transfer, round_buffers, transport.context)
+        except RuntimeError as lost:
+            transport.lose(lost)
+
+    def _swap(self, transfer: GroupTransfer, round_buffers: RoundBuffers, context: RoundContext) -> None:
+        """Ask for a group's buckets and send them.
 
         A loop of its own instead of a generator for each bucket: where buckets empty the caches, a step of Python costs
         ten times as much, and there are hundreds.
@@ -502,6 +516,12 @@ class PairwiseSwap:
                 with profile.phase("post"):
                     moves = [(stages[tick], peer)] if receives else []
                     arriving.append(start_moves(moves, [], groups[tick % len(groups)], TAG))
+        if round_groups.is_cross_world:
+            mine, theirs = torch.tensor([not self._finite_check.report().squares_fit_fp32]), torch.tensor([False])
+            for work in start_moves([(theirs, peer)], [(mine, peer)], groups[0], TAG):
+                work.wait()
+            if mine | theirs:
+                self._large.add(transfer.number)
         profile.arrived()
 
     def _read(
@@ -522,13 +542,14 @@ class PairwiseSwap:
         for transfer in transfers:
             sources = context.source_cells(transfer.group)
             counts = [context.counts[cell] for cell in sources]
+            is_fused = context.is_fused and transfer.number not in self._large
             for bucket, stage in zip(transfer.buckets, self._staging.stages_of(transfer), strict=True):
                 values, lent = round_buffers.acquire_values(transfer, bucket)
                 if lent is not None:
                     round_buffers.fill(bucket, values)
                 both = (values, stage) if self._cell == 0 else (stage, values)
                 mean = stage if waits else values
-                weighted_mean([both[cell] for cell in sources], counts, mean, is_fused=context.is_fused)
+                weighted_mean([both[cell] for cell in sources], counts, mean, is_fused=is_fused)
                 if lent is not None and not waits:
                     self._layout.unpack(bucket, values)
                 round_buffers.release(lent)

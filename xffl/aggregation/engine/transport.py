@@ -179,7 +179,7 @@ class CrossCellTransport:
             self._arrive(works)
         payload.finish()
 
-    def _lose(self, lost: RuntimeError) -> None:
+    def lose(self, lost: RuntimeError) -> None:
         """Where cells are worlds of their own, go on without one and let all others know; else raise the error."""
         world = self.link.round_groups.world
         if not isinstance(world, CrossWorldGroup):
@@ -236,7 +236,7 @@ class CrossCellTransport:
                 inject("exchange")
                 return start_moves(arriving, leaving, group, TAG + hop)
             except RuntimeError as lost:
-                self._lose(lost)
+                self.lose(lost)
                 return []
 
     def _arrive(self, works: list[Work]) -> None:
@@ -247,7 +247,7 @@ class CrossCellTransport:
                 for work in works:
                     work.wait()
             except RuntimeError as lost:
-                self._lose(lost)
+                self.lose(lost)
         if works:
             self.profile.arrived()
             self.link.progress.note()
