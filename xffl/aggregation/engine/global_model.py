@@ -166,7 +166,7 @@ class GlobalModel:
 
     def plain_state(self) -> dict[str, Any]:
         """Return :meth:`state_dict` without the tensors that are cut over ranks."""
-        optimizers = {}
+        optimizers: dict[int, dict[str, Any]] = {}
         for fragment, optimizer in self._optimizers.items():
             values = self._values[self._of(fragment)[0].number]
             kept = optimizer.state.get(values, {})
