@@ -63,6 +63,7 @@ class Plan:
     checkpoints: str = ""
     is_bare: bool = False  # the model has no buffers
     keywords: dict[str, Any] = field(default_factory=dict)  # of FederatedScaling
+    biases: dict[int, float] = field(default_factory=dict)  # what a cell gives to the last round
 
 
 @dataclass
@@ -147,6 +148,9 @@ def member(rank: int, world: int, plan: Plan) -> Told:
 
         def weight() -> float:
             nonlocal used
+            if cell in plan.biases and scaling.aggregator.rounds == plan.rounds - 1:
+                with torch.no_grad():
+                    model[-1].bias.fill_(plan.biases[cell])
             new, used = told.steps - used, told.steps
             return float(new)
 
@@ -239,6 +243,29 @@ def test_a_round_of_which_one_cell_has_heard_is_taken_by_all(lighthouse: str) ->
         assert one.cells[3] == (0, 1, 2)  # with the steps of the cell that was lost
         assert one.weights[3][1] > 0
         assert sum(weights[one.cell] for weights in one.weights.values()) == one.steps * SIZES[one.cell]
+
+
+@pytest.mark.parametrize("phase", ["exchange", "close", "half", "told", "agreed"])
+def test_of_two_cells_that_swap_one_goes_on_where_the_other_is_killed(lighthouse: str, phase: str) -> None:
+    told = run(lighthouse, (2, 2), mortal=(2, 3), fault=f"1:0:{phase}:3")
+    assert [one.cell for one in told] == [0, 0]
+    check_alike(told)
+    for one in told:
+        assert one.cells[ROUNDS] == (0,)
+        assert sum(weights[0] for weights in one.weights.values()) == one.steps * 2
+
+
+def test_two_cells_that_swap_agree_on_the_mean_where_values_of_one_are_huge(lighthouse: str) -> None:
+    check_alike(run(lighthouse, (2, 1), biases={0: 1.0 / 3, 1: -3e38}))
+
+
+def test_two_cells_that_swap_refuse_what_is_not_finite(lighthouse: str) -> None:
+    failures.clear()
+    assert not run(lighthouse, (2, 1), mortal=(0, 1, 2), biases={1: float("nan")})
+    assert len(failures) == 3
+    for text in failures:
+        assert "RoundError" in text
+        assert "cell 1 holds values that are not finite in '3.bias'" in text
 
 
 def test_a_cell_that_is_silent_is_given_up(lighthouse: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,7 +28,7 @@ from xffl.aggregation.engine.consensus import (
     find_inconsistent,
     mark_inconsistent,
 )
-from xffl.aggregation.engine.exchange import Exchange, RoundRun
+from xffl.aggregation.engine.exchange import Exchange, RoundRun, share_global_model
 from xffl.aggregation.engine.global_model import GlobalModel, check_start
 from xffl.aggregation.engine.groups import MergeMode, RoundScope, RoundStatus, select_groups
 from xffl.aggregation.engine.plan import digest, plan_groups, plan_transfers
@@ -449,6 +449,10 @@ class Aggregator:
         """The last agreed model; ``None`` where no option needs it."""
         return self._exchange.global_model
 
+    def share_global_model(self, state: Mapping[str, Any], source: int, targets: Collection[int]) -> None:
+        """Bring the global model of a cell, of which all know the plain state, to others; collective over all cells."""
+        share_global_model(self._exchange, state, source, targets)
+
     @property
     def _memory(self) -> dict[str, ResidualStore | Accountant | GlobalModel]:
         """What rounds remember beside the model, by its key in a state dict."""
@@ -655,7 +659,8 @@ def _make_exchange(
     global_model = GlobalModel(transfers, layout, options.server, link.device) if options.needs_agreed else None
     exchange = Exchange(layout, transfers, link, options=options, global_model=global_model, residuals=residuals)
     if global_model is not None:
-        global_model.reset_from_model()
+        if not scope.goes_on:
+            global_model.reset_from_model()
         if scope.cross_world is None:  # else cells join in mid-training, and are told what was agreed
             check_start(moving, exchange.own_values(), scope)
     return exchange

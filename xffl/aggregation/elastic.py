@@ -17,7 +17,7 @@ from torch import nn
 from xffl.aggregation.aggregator import Aggregator, PendingRound
 from xffl.aggregation.engine.buffers import Arena
 from xffl.aggregation.engine.consensus import RoundBroken, RoundInDoubt, RoundInput
-from xffl.aggregation.engine.global_model import GlobalModel, StateTensors, plain_of
+from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.distributed.collectives import all_gather_json
@@ -295,7 +295,7 @@ class ElasticAggregator:
                 report = aggregator.resolve(**merge)
             self._note_taken(aggregator, epoch)
             if not epoch.base.is_agreed:
-                self._last, self._aggregator = self.state_dict(), None
+                self._aggregator = None
         if report is None:
             return None
         self._limit_messages(report)
@@ -326,7 +326,7 @@ class ElasticAggregator:
             options["norms"] = self._keeps_agreed
             self._aggregator = Aggregator(self.model, scope, **options)  # type: ignore[arg-type]
             return self._aggregator
-        aggregator = Aggregator(self.model, scope, **self._options)  # type: ignore[arg-type]
+        aggregator = Aggregator(self.model, replace(scope, goes_on=True), **self._options)  # type: ignore[arg-type]
         if aggregator.global_model is not None:
             self._bring_up(aggregator, scope, epoch)
         self._aggregator = aggregator
@@ -339,48 +339,46 @@ class ElasticAggregator:
         """
         model, accountant = aggregator.global_model, aggregator.accountant
         assert model is not None, "asked for where there is one"
-        state: dict[str, Any] | None = None
         spent = [] if self._privacy is None else [self._privacy]
-        if self._federation.cell not in epoch.behind:
-            state = self._agreed()
-        if epoch.behind:
-            state, told = self._share_agreed(model, scope, epoch, state)
-            spent += [] if told is None else [told]
-        assert state is not None, "kept or told"
-        if epoch.base.round == 1 and not state["optimizers"]:  # the first round is no step of a server
-            model.load_model(state["model"])
+        if self._federation.cell in epoch.behind:
+            pass  # told below
+        elif isinstance(self._last, Aggregator) and self._last.global_model is not None:
+            model.take_over(self._last.global_model)
         else:
-            model.load_state_dict(state)
+            state = self._agreed()
+            if epoch.base.round == 1 and not state["optimizers"]:  # the first round is no step of a server
+                model.load_model(state["model"])
+            else:
+                model.load_state_dict(state)
+        if epoch.behind:
+            told = self._share_agreed(aggregator, model, scope, epoch)
+            spent += [] if told is None else [told]
         if accountant is not None:
             for counted in spent:
                 accountant.cover(counted)
 
     def _share_agreed(
-        self, model: GlobalModel, scope: RoundScope, epoch: Epoch, state: dict[str, Any] | None
-    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        self, aggregator: Aggregator, model: GlobalModel, scope: RoundScope, epoch: Epoch
+    ) -> dict[str, Any] | None:
         """Bring what the lowest cell that is not behind keeps beside the model to those that are.
 
-        Collective over the epoch. The tensors go in a round of their own, in whatever cut a cell has, equal to the bit.
-        Returns the global model's state of this rank, and what that cell's privacy has cost.
+        Collective over the epoch. Equal to the bit, in whatever cut a cell has. Returns what that cell's privacy has
+        cost.
         """
-        is_giving, given = self._federation.cell == epoch.first, ""
-        if is_giving:
-            assert state is not None, "it is not behind"
-            given = _encode({"agreed": plain_of(state), "privacy": self._privacy})
+        given = ""
+        if self._federation.cell == epoch.first:
+            given = _encode({"agreed": model.plain_state(), "privacy": self._privacy})
         texts = [text for text in all_gather_json(given, torch.device("cpu"), scope.cross_world) if text]
         # A rank that holds nothing of the model has no optimizer either.
         told = max(map(_decode, texts), key=lambda one: len(one["agreed"]["optimizers"]))
-        tensors = StateTensors(model.layout, told["agreed"] if state is None else state)
-        try:
-            carrier = Aggregator(tensors, replace(scope, arena=None))  # type: ignore[arg-type]
-            carrier.participate(RoundInput(is_absent=not is_giving))
-        except RoundInDoubt as doubt:  # nothing depends on whether others have them: all try again
-            raise RoundBroken(str(doubt)) from doubt
-        if state is None:
-            tensors.read()
-            state = told["agreed"]
-            state["optimizers"] = {part: one for part, one in state["optimizers"].items() if part in model.fragments}
-        return state, told["privacy"]
+        state: dict[str, Any] = told["agreed"]
+        if self._federation.cell in epoch.behind:
+            own = {part: one for part, one in state["optimizers"].items() if part in model.fragments}
+            model.load_plain_state({"optimizers": own})
+        source, *targets = map(epoch.index_of, (epoch.first, *epoch.behind))
+        aggregator.share_global_model(state, source, targets)
+        spent: dict[str, Any] | None = told["privacy"]
+        return spent
 
     def _agreed(self) -> dict[str, Any]:
         """Return the state of the global model that goes with the model which this rank holds."""

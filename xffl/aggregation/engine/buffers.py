@@ -7,7 +7,7 @@ import ctypes
 import itertools
 import operator
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -79,12 +79,6 @@ class Layout:
         entry = self._entries[item]
         assert entry is not None, "groups hold only what this rank holds"
         return entry.name
-
-    def stepped(self) -> Iterator[tuple[ModelTensor, int, int]]:
-        """Yield the tensors of this rank's model that training changes, with their canonical axes and fragments."""
-        for entry, axis, fragment in zip(self._entries, self._axis, self._fragments, strict=True):
-            if entry is not None and entry.is_stepped:
-                yield entry, axis, fragment
 
     def held(self, item: int) -> tuple[int, int]:
         """Return where this rank's part of a tensor begins in canonical order, and its elements."""

@@ -433,12 +433,16 @@ class RoundCoordinator:
         error: XfflError | None = None
         cell = self._exchange.link.cell
         if cell in cells and found:
-            error = RoundError(
-                f"cell {cell} holds values that are not finite in {', '.join(map(repr, found[:3]))}; all ranks keep "
-                "their weights; nonfinite='drop_cell' leaves the cell out, policy 'first' or 'local' the tensor"
-            )
+            error = self._nonfinite_error(found)
         with self._exchange_reasons():
             check_consistent("finite values", "", error=error, group=self._group)
+
+    def _nonfinite_error(self, found: list[str]) -> RoundError:
+        return RoundError(
+            f"cell {self._exchange.link.cell} holds values that are not finite in {', '.join(map(repr, found[:3]))}; "
+            "all ranks keep their weights; nonfinite='drop_cell' leaves the cell out, policy 'first' or 'local' the "
+            "tensor"
+        )
 
     def _share_nonfinite(self, cells: tuple[int, ...], found: list[str]) -> dict[int, tuple[str, ...]]:
         """Return the tensors for which cells were left out; collective over the world."""
@@ -459,6 +463,8 @@ class RoundCoordinator:
             context = run.exchange(context)
             found = run.deferred_check.report()
             failure = run.profile.failure
+            if self._is_cross_world and self._exchange.link.cell in context.cells and found.nonfinite:
+                failure = failure or self._nonfinite_error(found.nonfinite)  # nobody is in doubt of it then
         except Exception as error:  # noqa: BLE001 - told to all ranks by the vote
             failure = error
         except BaseException as stop:
@@ -550,8 +556,10 @@ class RoundCoordinator:
         if counted := tuple(sorted(cell for cell in bad if context.weights[cell])):
             self.release()
             self._refuse_nonfinite(counted, found)
-        is_fused = context.is_fused and all(status.squares_fit_fp32 for status in statuses)
-        return replace(context, is_fused=is_fused), bad
+        if not self._is_cross_world:  # else each two holders know by themselves
+            is_fused = context.is_fused and all(status.squares_fit_fp32 for status in statuses)
+            context = replace(context, is_fused=is_fused)
+        return context, bad
 
     def _gather_reasons(self, failure: Exception | None) -> list[str]:
         """Return each rank's reason for its no; collective over the world."""

@@ -22,11 +22,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,8 +43,9 @@ from xffl.aggregation.options import Options
 from xffl.aggregation.privacy import Accountant, Masker, Noise, Privacy, privatize
 from xffl.aggregation.report import RoundProfile
 from xffl.costs import MOST_IN_FLIGHT
-from xffl.distributed.collectives import Work, broadcast
+from xffl.distributed.collectives import Work, all_reduce, broadcast
 from xffl.distributed.consistency import control_device
+from xffl.distributed.faults import inject
 
 __all__ = [
     "BucketPipeline",
@@ -54,6 +55,7 @@ __all__ = [
     "PairwiseSwap",
     "Protection",
     "RoundRun",
+    "share_global_model",
     "sum_of_squares",
     "weigh_cells",
 ]
@@ -287,7 +289,7 @@ class RoundRun:
                 pipeline.drain()
             before = transfer.pace
             if transfer.deferred_mean:
-                self._pairwise_swap.swap(transfer, self._buffers, context)
+                self._pairwise_swap.swap(transfer, self._buffers, self._transports[-1])
                 continue
             for bucket in transfer.buckets:
                 pipeline.start(start(transfer, bucket))
@@ -303,7 +305,7 @@ class RoundRun:
         if transfer.cell_group is not None:
             if not is_sender:  # in step with the rank that is
                 yield self._link.pause(transfer)
-            yield from self._share(transfer, bucket, out, is_sender=is_sender)
+            yield from share_in_cell(self._exchange, self.profile, transfer, bucket, out)
         self._write(transfer, bucket, out, lent)
 
     def _gather(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
@@ -316,11 +318,10 @@ class RoundRun:
     def _spread(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
         """Combine one bucket of what was kept, and hand it round."""
         _, out, lent = self._buffers.acquire(transfer, bucket)
-        is_sender = transfer.is_sent_here(bucket)
-        if is_sender:
+        if transfer.is_sent_here(bucket):
             transport.combine_gathered(transfer, bucket, out)
         if transfer.cell_group is not None:
-            yield from self._share(transfer, bucket, out, is_sender=is_sender)
+            yield from share_in_cell(self._exchange, self.profile, transfer, bucket, out)
         self._write(transfer, bucket, out, lent)
 
     def _read(self, transfer: GroupTransfer, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -356,21 +357,6 @@ class RoundRun:
             weighted_mean([row.view(values.dtype) for row in rows], [1.0] * len(rows), values)
         pool.release(lent)
 
-    def _share(
-        self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor, *, is_sender: bool
-    ) -> Iterator[int]:
-        """Hand a result round inside the cell."""
-        home = transfer.cell_group
-        assert home is not None
-        with self.profile.phase("home"):
-            source = self._exchange.round_groups.first + transfer.senders_of(bucket)[transfer.cell]
-            work = dist.broadcast(values.view(torch.uint8), src=source, group=home, async_op=True)
-        self.profile.bytes_home += values.nbytes * (home.size() - 1) if is_sender else 0
-        yield HOME_LAG
-        with self.profile.phase("home"):
-            work.wait()
-        self._link.progress.note()
-
     def _compare(self, context: RoundContext) -> list[list[float]]:
         """Return the squared distances between all cells' models, as the senders of cell 0 see them; collective."""
         cells, groups = self._link.cells, self._exchange.round_groups
@@ -385,6 +371,60 @@ class RoundRun:
         broadcast(table, groups.first, groups.world)
         distances: list[list[float]] = table.tolist()
         return distances
+
+
+def share_in_cell(
+    exchange: Exchange, profile: RoundProfile, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor
+) -> Iterator[int]:
+    """Hand the values of a bucket's sender round inside the cell."""
+    home = transfer.cell_group
+    assert home is not None
+    with profile.phase("home"):
+        source = exchange.round_groups.first + transfer.senders_of(bucket)[transfer.cell]
+        work = dist.broadcast(values.view(torch.uint8), src=source, group=home, async_op=True)
+    profile.bytes_home += values.nbytes * (home.size() - 1) if transfer.is_sent_here(bucket) else 0
+    yield HOME_LAG
+    with profile.phase("home"):
+        work.wait()
+    exchange.link.progress.note()
+
+
+@torch.no_grad()
+def share_global_model(exchange: Exchange, state: Mapping[str, Any], source: int, targets: Collection[int]) -> None:
+    """Bring what a cell keeps beside the model to others, which have memory for it, in whatever cut each has.
+
+    Collective over cells that are worlds of their own. ``state`` is the plain state of the global model of ``source``.
+    Table by table, straight from where one keeps it to where the other one does; all wait for the end of each, so that
+    nobody waits for the next vote longer than messages may take. Raises RuntimeError where a rank was lost.
+    """
+    link, profile, global_model = exchange.link, RoundProfile(exchange.device), exchange.global_model
+    assert global_model is not None, "shared where there is one"
+    weights = tuple(float(cell == source) for cell in range(link.cells))
+    transport = CrossCellTransport(link, RoundContext(weights, source), profile, is_encoding=False)
+    is_concerned, is_receiving = link.cell in (source, *targets), link.cell in targets
+
+    def way(transfer: GroupTransfer, bucket: Bucket, kept: torch.Tensor) -> Iterator[int]:
+        values = kept.to(exchange.device)  # as it is, unless the server works on a device of its own
+        if transfer.is_sent_here(bucket):
+            yield from transport.share(transfer, bucket, values, targets)
+        elif is_receiving:  # in step with the rank that does
+            yield link.pause(transfer)
+        if is_receiving and transfer.cell_group is not None:
+            yield from share_in_cell(exchange, profile, transfer, bucket, values)
+        if values is not kept:
+            kept.copy_(values)
+
+    # As they are: each bucket in one hop.
+    plain = [replace(one, reduce_scatter=False, deferred_mean=False, codec=None) for one in exchange.transfers]
+    for table, _ in global_model.tables(state):
+        pipeline = BucketPipeline()
+        for transfer in plain if is_concerned else ():
+            for bucket in transfer.buckets if transfer.number in table else ():
+                pipeline.start(way(transfer, bucket, table[transfer.number][bucket.start : bucket.stop]))
+            pipeline.drain()
+        if profile.failure is not None:
+            raise profile.failure
+        all_reduce(torch.zeros(1), group=exchange.round_groups.world)
 
 
 class BucketPipeline:
@@ -420,16 +460,29 @@ class PairwiseSwap:
     """The exchange of groups with ``deferred_mean``: two cells swap whole buckets, of one holder in each cell.
 
     Each rank takes the mean where its values lie in the model, when it writes it: one pass over memory less. Values are
-    checked when they are sent.
+    checked when they are sent. What the check says of how to combine them is told with the last vote; where cells are
+    worlds of their own, to the other holder right behind the values, since a rank in doubt does not learn of that vote.
     """
 
     def __init__(self, exchange: Exchange, profile: RoundProfile, finite_check: FiniteCheck) -> None:
         self._layout, self._staging, self._link = exchange.layout, exchange.staging, exchange.link
         self._profile, self._finite_check = profile, finite_check
         self._cell, self._other = self._link.cell, 1 - self._link.cell
+        # The groups with values of the two holders whose squares leave fp32.
+        self._large: set[int] = set()
 
-    def swap(self, transfer: GroupTransfer, round_buffers: RoundBuffers, context: RoundContext) -> None:
-        """Swap all of a group with its sender in the other cell.
+    def swap(self, transfer: GroupTransfer, round_buffers: RoundBuffers, transport: CrossCellTransport) -> None:
+        """Swap all of a group with its sender in the other cell, unless that is lost."""
+        if transport.is_cut_off:
+            return
+        try:
+            inject("exchange")
+            self._swap(transfer, round_buffers, transport.context)
+        except RuntimeError as lost:
+            transport.lose(lost)
+
+    def _swap(self, transfer: GroupTransfer, round_buffers: RoundBuffers, context: RoundContext) -> None:
+        """Ask for a group's buckets and send them.
 
         A loop of its own instead of a generator for each bucket: where buckets empty the caches, a step of Python costs
         ten times as much, and there are hundreds.
@@ -463,6 +516,12 @@ class PairwiseSwap:
                 with profile.phase("post"):
                     moves = [(stages[tick], peer)] if receives else []
                     arriving.append(start_moves(moves, [], groups[tick % len(groups)], TAG))
+        if round_groups.is_cross_world:
+            mine, theirs = torch.tensor([not self._finite_check.report().squares_fit_fp32]), torch.tensor([False])
+            for work in start_moves([(theirs, peer)], [(mine, peer)], groups[0], TAG):
+                work.wait()
+            if mine | theirs:
+                self._large.add(transfer.number)
         profile.arrived()
 
     def _read(
@@ -483,13 +542,14 @@ class PairwiseSwap:
         for transfer in transfers:
             sources = context.source_cells(transfer.group)
             counts = [context.counts[cell] for cell in sources]
+            is_fused = context.is_fused and transfer.number not in self._large
             for bucket, stage in zip(transfer.buckets, self._staging.stages_of(transfer), strict=True):
                 values, lent = round_buffers.acquire_values(transfer, bucket)
                 if lent is not None:
                     round_buffers.fill(bucket, values)
                 both = (values, stage) if self._cell == 0 else (stage, values)
                 mean = stage if waits else values
-                weighted_mean([both[cell] for cell in sources], counts, mean, is_fused=context.is_fused)
+                weighted_mean([both[cell] for cell in sources], counts, mean, is_fused=is_fused)
                 if lent is not None and not waits:
                     self._layout.unpack(bucket, values)
                 round_buffers.release(lent)

@@ -14,13 +14,13 @@ from xffl.aggregation.algorithms.server import ServerOptimizer, asked_of
 from xffl.aggregation.engine.buffers import Layout
 from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.engine.plan import Bucket, GroupTransfer
-from xffl.aggregation.engine.tensors import TensorInfo, elements_of
+from xffl.aggregation.engine.tensors import TensorInfo
 from xffl.aggregation.mean import piece_length, wide_type
 from xffl.distributed.consistency import find_unequal_cells, sum_of_bits
 from xffl.distributed.sharding import local_tensor, reshard
 from xffl.errors import CheckpointError, ConfigError, StateError
 
-__all__ = ["GlobalModel", "StateTensors", "check_start", "digest_of", "plain_of"]
+__all__ = ["GlobalModel", "check_start", "digest_of"]
 
 
 class GlobalModel:
@@ -159,35 +159,56 @@ class GlobalModel:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the agreed model and the optimizers' states by the names of tensors, of what this rank holds."""
-        optimizers = {}
+        state = self.plain_state()
+        for flat, named in self.tables(state):
+            named.update(self._by_name(flat))
+        return state
+
+    def plain_state(self) -> dict[str, Any]:
+        """Return :meth:`state_dict` without the tensors that are cut over ranks."""
+        optimizers: dict[int, dict[str, Any]] = {}
         for fragment, optimizer in self._optimizers.items():
-            transfers = self._of(fragment)
-            kept = [optimizer.state.get(self._values[transfer.number], {}) for transfer in transfers]
+            values = self._values[self._of(fragment)[0].number]
+            kept = optimizer.state.get(values, {})
             # What it keeps for each element, and not as a number for all.
-            shape = self._values[transfers[0].number].shape
             of_elements = {
-                k for k, value in kept[0].items() if isinstance(value, torch.Tensor) and value.shape == shape
+                k for k, value in kept.items() if isinstance(value, torch.Tensor) and value.shape == values.shape
             }
             schedule = self._schedules.get(fragment)
             optimizers[fragment] = {
-                "elements": {
-                    key: self._by_name(
-                        {transfer.number: one[key] for transfer, one in zip(transfers, kept, strict=True)}
-                    )
-                    for key in sorted(of_elements)
-                },
-                "numbers": {key: _copied(value) for key, value in kept[0].items() if key not in of_elements},
+                "elements": {key: {} for key in sorted(of_elements)},
+                "numbers": {key: _copied(value) for key, value in kept.items() if key not in of_elements},
                 "options": {key: _copied(value) for key, value in optimizer.param_groups[0].items() if key != "params"},
                 "schedule": None if schedule is None else schedule.state_dict(),
                 "ended": self._ended.get(fragment),
                 "asked": dict(self._asked[fragment]),
             }
-        return {"model": self._by_name(self._values), "optimizers": optimizers}
+        return {"model": {}, "optimizers": optimizers}
 
-    @torch.inference_mode(False)
+    def tables(self, state: Mapping[str, Any]) -> Iterator[tuple[dict[int, torch.Tensor], dict[str, torch.Tensor]]]:
+        """Yield the agreed model and what the optimizers of a state keep for each element: here, and in that state.
+
+        In the order of all ranks; empty where this rank holds nothing of it.
+        """
+        yield self._values, state["model"]
+        for fragment, saved in sorted(state["optimizers"].items()):
+            for key, named in sorted(saved["elements"].items()):
+                kept = self._optimizers[fragment].state if fragment in self._optimizers else {}
+                yield {one.number: kept[self._values[one.number]][key] for one in self._of(fragment)}, named
+
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned on this rank; bucket sizes may have changed since."""
+        self.load_plain_state(state)
+        self.forget()  # again, until all of it is here
+        for flat, named in self.tables(state):
+            self._from_names(named, flat)
+        self._is_known = True
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def load_plain_state(self, state: Mapping[str, Any]) -> None:
+        """Take over a state without the tensors that are cut over ranks, and make memory for these; local."""
         if set(state["optimizers"]) != set(self._optimizers):
             raise CheckpointError(
                 f"the state has server optimizers for fragments {sorted(state['optimizers'])} and this aggregator for "
@@ -196,26 +217,36 @@ class GlobalModel:
         for fragment in self._optimizers:
             self._check_asked(fragment, state["optimizers"][fragment].get("asked", {"class": "unknown"}))
         self.forget()  # what follows may end halfway
-        self.load_model(state["model"])
         for fragment, optimizer in self._optimizers.items():
             saved = state["optimizers"][fragment]
-            transfers = self._of(fragment)
             optimizer.state.clear()
-            for key, named in saved["elements"].items():
-                flat = {transfer.number: torch.empty_like(self._values[transfer.number]) for transfer in transfers}
-                self._from_names(named, flat)
-                for transfer in transfers:
-                    optimizer.state[self._values[transfer.number]][key] = flat[transfer.number]
-            for transfer in transfers:
-                numbers = {key: _copied(value) for key, value in saved["numbers"].items()}
-                if saved["elements"] or numbers:
-                    optimizer.state[self._values[transfer.number]].update(numbers)
+            for values in (self._values[transfer.number] for transfer in self._of(fragment)):
+                if saved["elements"] or saved["numbers"]:
+                    numbers = {key: _copied(value) for key, value in saved["numbers"].items()}
+                    optimizer.state[values] = {key: torch.empty_like(values) for key in saved["elements"]} | numbers
             optimizer.param_groups[0].update({key: _copied(value) for key, value in saved["options"].items()})
             if fragment in self._schedules:
                 self._schedules[fragment].load_state_dict(saved["schedule"])
         ended = {fragment: state["optimizers"][fragment].get("ended") for fragment in self._optimizers}
         self._ended = {fragment: why for fragment, why in ended.items() if why is not None}
         self._is_known = True
+
+    @torch.no_grad()
+    def take_over(self, last: GlobalModel) -> None:
+        """Go on from another global model of this rank, whose memory this one uses where both cut it alike; local.
+
+        The other one may go on as long as this one makes no step.
+        """
+        state = last.plain_state()
+        if last.has_optimizer:  # else it is that of the first round, which is no step of a server
+            self.load_plain_state(state)
+        cuts = [[(one.number, one.group.pieces) for one in model._transfers] for model in (self, last)]
+        for (mine, _), (theirs, _) in zip(self.tables(state), last.tables(state), strict=True):
+            if cuts[0] == cuts[1]:
+                for number, values in mine.items():
+                    values.data = theirs[number]
+            else:
+                self._from_names(last._by_name(theirs), mine)
 
     @torch.no_grad()
     def load_model(self, named: Mapping[str, torch.Tensor]) -> None:
@@ -262,50 +293,6 @@ class GlobalModel:
                     values = flat[transfer.number][at : at + stop - start]
                     yield values, self.layout.name(item), numel, slice(start - origin, stop - origin)
                     at += stop - start
-
-
-class StateTensors(nn.Module):
-    """The tensors of a global model's state, cut over the ranks as the model's own, for a round to move them.
-
-    :param layout: Where the model's tensors lie.
-    :param state: What :meth:`GlobalModel.state_dict` returned; its tensors may be missing, and are zero then.
-    """
-
-    def __init__(self, layout: Layout, state: Mapping[str, Any]) -> None:
-        super().__init__()
-        self._tables: list[tuple[dict[str, torch.Tensor], dict[str, tuple[nn.Parameter, int]]]] = []
-        optimizers = sorted(state["optimizers"].items())
-        of_optimizers = [(part, one["elements"][key]) for part, one in optimizers for key in sorted(one["elements"])]
-        for number, (part, table) in enumerate([(None, state["model"]), *of_optimizers]):
-            held = {}
-            for entry, axis, fragment in layout.stepped():
-                if part not in (None, fragment):
-                    continue
-                dtype = wide_type(entry.real_dtype)
-                dtype = dtype.to_complex() if entry.dtype.is_complex else dtype
-                values = torch.zeros_like(entry.tensor().detach(), dtype=dtype)
-                if entry.name in table:
-                    elements = elements_of(values, axis)
-                    elements.copy_(table[entry.name].view(elements.shape))
-                held[entry.name] = parameter, _ = nn.Parameter(values), axis
-                self.register_parameter(f"{number}:{entry.name.replace('.', '/')}", parameter)
-            self._tables.append((table, held))
-
-    @torch.no_grad()
-    def read(self) -> None:
-        """Put the values of the tensors, as they are now, into the state; local."""
-        for table, held in self._tables:
-            for name, (parameter, axis) in held.items():
-                table[name] = elements_of(parameter, axis).reshape(-1).to("cpu", copy=True)
-
-
-def plain_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a global model's state without the tensors that are cut over ranks."""
-    optimizers = {
-        fragment: one | {"elements": {key: {} for key in one["elements"]}}
-        for fragment, one in state["optimizers"].items()
-    }
-    return {"model": {}, "optimizers": optimizers}
 
 
 def _copied(value: Any) -> Any:

@@ -65,6 +65,7 @@ class RoundScope:
     own: tuple[dist.ProcessGroup, ...] = ()  # all of these groups, placeholders too
     cross_world: CrossWorldGroup | None = None  # the group of all its ranks, where cells are worlds of their own
     arena: Arena | None = None  # memory of a scope before, which its rounds use again
+    goes_on: bool = False  # what was agreed on last is told or taken over afterwards, instead of read from the model
 
     @property
     def rank(self) -> int:

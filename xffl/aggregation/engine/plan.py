@@ -470,8 +470,7 @@ def _defers_mean(group: BucketGroup, topology: Topology, round_groups: RoundGrou
     """
     if not options.allow_deferred_mean or options.form_of_groups == "two_hop" or group.dtype != "float32":
         return False
-    # In doubt of a round a rank does not learn what others have found in values that are combined this late.
-    return not (round_groups.multi_rail or round_groups.is_cross_world) and _is_alone(group, topology)
+    return not round_groups.multi_rail and _is_alone(group, topology)
 
 
 def _is_alone(group: BucketGroup, topology: Topology) -> bool:

@@ -37,7 +37,6 @@ __all__ = [
     "canonical_axis",
     "describe_difference",
     "describe_rank_tensors",
-    "elements_of",
     "gather_axes",
     "gather_replica_tensors",
     "owners_of",
@@ -112,14 +111,9 @@ class ModelTensor(TensorInfo):
 
     def elements(self, axis: int) -> torch.Tensor:
         """Return this rank's elements as a view in canonical order: the cut axis first, complex numbers as pairs."""
-        return elements_of(self.tensor(), axis)
-
-
-def elements_of(tensor: torch.Tensor, axis: int) -> torch.Tensor:
-    """Return this rank's elements of a tensor as a view in canonical order, see :meth:`ModelTensor.elements`."""
-    local = local_tensor(tensor).detach()
-    local = torch.view_as_real(local) if local.is_complex() else local
-    return local.movedim(axis, 0) if axis > 0 else local
+        local = local_tensor(self.tensor()).detach()
+        local = torch.view_as_real(local) if local.is_complex() else local
+        return local.movedim(axis, 0) if axis > 0 else local
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:

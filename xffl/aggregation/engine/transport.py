@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
@@ -127,9 +127,9 @@ class CrossCellTransport:
 
     All forms and encodings take the same steps, in :meth:`exchange`; what is sent, what arrives, and what is made of it
     is up to one of the classes below: :class:`ExactValues`, :class:`MaskedValues`, :class:`EncodedSteps`, and for
-    combiners that compare whole models :class:`GatheredValues` and :class:`GatheredSteps`. In the all-gather form each
-    cell combines all of a bucket, in the reduce-scatter form one part of it (:meth:`GroupTransfer.parts`), whose result
-    a second hop sends to all cells.
+    combiners that compare whole models :class:`GatheredValues` and :class:`GatheredSteps`; and for what is kept beside
+    the model :class:`SharedValues`. In the all-gather form each cell combines all of a bucket, in the reduce-scatter
+    form one part of it (:meth:`GroupTransfer.parts`), whose result a second hop sends to all cells.
     """
 
     def __init__(self, link: Link, context: RoundContext, profile: RoundProfile, *, is_encoding: bool) -> None:
@@ -149,6 +149,12 @@ class CrossCellTransport:
         masked = MaskedValues if self.link.is_masked(transfer) else ExactValues
         kind = EncodedSteps if self.is_encoded(transfer) else masked
         return self._exchange(kind(self, transfer, bucket, values, out))
+
+    def share(
+        self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor, targets: Collection[int]
+    ) -> Iterator[int]:
+        """Send values of a bucket that are kept beside the model from the only source to some cells."""
+        return self._exchange(SharedValues(self, transfer, bucket, values, targets))
 
     def gather(self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor) -> Iterator[int]:
         """Exchange a bucket like :meth:`exchange`, but only keep what arrives, for :meth:`combine_gathered`."""
@@ -173,7 +179,7 @@ class CrossCellTransport:
             self._arrive(works)
         payload.finish()
 
-    def _lose(self, lost: RuntimeError) -> None:
+    def lose(self, lost: RuntimeError) -> None:
         """Where cells are worlds of their own, go on without one and let all others know; else raise the error."""
         world = self.link.round_groups.world
         if not isinstance(world, CrossWorldGroup):
@@ -230,7 +236,7 @@ class CrossCellTransport:
                 inject("exchange")
                 return start_moves(arriving, leaving, group, TAG + hop)
             except RuntimeError as lost:
-                self._lose(lost)
+                self.lose(lost)
                 return []
 
     def _arrive(self, works: list[Work]) -> None:
@@ -241,7 +247,7 @@ class CrossCellTransport:
                 for work in works:
                     work.wait()
             except RuntimeError as lost:
-                self._lose(lost)
+                self.lose(lost)
         if works:
             self.profile.arrived()
             self.link.progress.note()
@@ -438,6 +444,28 @@ class GatheredValues(ExactValues):
             rows[self.here].copy_(self.values)
         self.send = dict.fromkeys(self.others, rows[self.here]) if self.is_source else {}
         self.receive = {cell: rows[cell] for cell in self.arriving}
+
+    def combine(self) -> None:
+        """Leave what has arrived where it is."""
+
+
+class SharedValues(ExactValues):
+    """Values beside the model that one cell has and some others take over, each where it keeps them."""
+
+    def __init__(
+        self,
+        transport: CrossCellTransport,
+        transfer: GroupTransfer,
+        bucket: Bucket,
+        values: torch.Tensor,
+        targets: Collection[int],
+    ) -> None:
+        self._targets = targets
+        super().__init__(transport, transfer, bucket, values, values)
+
+    def _prepare(self) -> None:
+        self.send = dict.fromkeys(self._targets, self.values) if self.is_source else {}
+        self.receive = dict.fromkeys(self.arriving, self.values) if self.here in self._targets else {}
 
     def combine(self) -> None:
         """Leave what has arrived where it is."""
