@@ -86,7 +86,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--round", type=int, default=6)
     parser.add_argument("--stop-s", type=float, default=40.0)
-    parser.add_argument("--phases", nargs="*", choices=PHASES, default=PHASES)
+    of_each_round = [phase for phase in PHASES if phase != "share"]
+    parser.add_argument("--phases", nargs="*", choices=of_each_round, default=of_each_round)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     runs = [

@@ -219,7 +219,7 @@ def check_alike(told: list[Told], *, is_whole: bool = True) -> None:
             assert len({getattr(one, what)[number] for one in told if number in one.digests}) == 1, (number, what)
 
 
-@pytest.mark.parametrize("phase", [phase for phase in PHASES if phase != "half"])
+@pytest.mark.parametrize("phase", [phase for phase in PHASES if phase not in ("half", "share")])
 def test_who_is_left_goes_on_where_a_rank_is_killed(lighthouse: str, phase: str) -> None:
     """Each point of a round, in turn for the rank that speaks for its cell and for the other one."""
     victim = 0 if phase in ("told", "meet", "opened", "agreed") else 1
@@ -314,6 +314,26 @@ def test_a_late_cell_of_another_size_takes_over_the_model_and_the_server(
     if "fragments" in options:
         norms = before.norms[first]
         assert norms is not None and min(norms) > 0
+
+
+def test_a_late_cell_takes_all_of_it_from_another_one_where_the_giving_cell_is_lost(lighthouse: str) -> None:
+    told = run(
+        lighthouse,
+        (2, 2, 1),
+        mortal=(0, 1),
+        late=(2,),
+        fault="0:1:share:1",
+        rounds=60,
+        step_s=0.02,
+        options=OPTIONS["fedadam"],
+    )
+    assert [one.cell for one in told] == [1, 1, 2]
+    check_alike(told)
+    for one in told:
+        assert one.starts_equal
+        assert one.cells[60] == (1, 2)
+    survivor = told[0]
+    assert sum(weights[1] for weights in survivor.weights.values()) == survivor.steps * 2
 
 
 def test_a_late_cell_with_another_model_is_refused_alone(lighthouse: str) -> None:

@@ -20,6 +20,7 @@ from rich.console import Console
 from torch import nn
 
 from tests.decoder import Decoder
+from xffl.aggregation.report import ElasticRoundReport
 from xffl.errors import CheckpointError, ConfigError, StateError
 from xffl.topology import Topology
 from xffl.training import callbacks as shipped
@@ -88,6 +89,7 @@ def stand_in(*, cells: int = 1, every: int | None = None, **more: Any) -> Any:
     )
     trainer.world = SimpleNamespace(
         rank=0,
+        lone_cell=None,
         dp_size=1,
         is_global_zero=True,
         pp_enabled=False,
@@ -532,6 +534,19 @@ def test_progress_shows_validations_checkpoints_and_rounds() -> None:
     assert "round 1, next in 30 steps  sent 2.5 MB" in lines[8]
     callback.post_fit(trainer)
     assert "finished" in callback.file.getvalue().splitlines()[-1]
+
+
+def test_progress_of_an_elastic_cell_names_it_and_who_took_part() -> None:
+    callback = ShownProgress(is_terminal=False, every_s=1.0, tokens=None)
+    trainer = stand_in(every=30)
+    trainer.world.lone_cell = 2
+    callback.pre_train(trainer)
+    callback.clock.now += 1.0
+    callback.post_round(trainer, ElasticRoundReport(1, (3.0, 0.0, 0.0, 2.0), 0, 0, 0.5, cells=(0, 2, 3)))
+    callback.post_fit(trainer)
+    _, line = callback.file.getvalue().splitlines()
+    assert line.startswith("demo cell 2  epoch 1/2  step 0/100  finished  ")
+    assert "cells 4 known, 3 there, 2 averaged" in line
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,14 @@ def round_line(number: int, step: int, seconds: float, took: float, **more: Any)
     return json.dumps({**record, "bytes_across": 1000, "bytes_home": 500, "dropped": [], **more}) + "\n"
 
 
+def test_rounds_of_an_elastic_run_tell_how_many_cells_took_part(tmp_path: Path) -> None:
+    rows = round_line(1, 5, 1.0, 0.1, cells=[0, 1, 3], weights=[5.0, 5.0, 0.0, 0.0])
+    rows += round_line(2, 9, 2.0, 0.1, cells=[0, 1, 2, 3], weights=[4.0, 4.0, 4.0, 4.0])
+    series = read_run(write(tmp_path, {"rounds/cell_1.jsonl": rows})).series
+    told = {name: by_cell[1].values.tolist() for name, by_cell in series.items() if name.startswith("rounds/cells_")}
+    assert told == {"rounds/cells_there": [3.0, 4.0], "rounds/cells_averaged": [2.0, 4.0]}
+
+
 def write(folder: Path, files: dict[str, Any]) -> Path:
     for name, content in files.items():
         path = folder / name

@@ -246,6 +246,7 @@ class ElasticAggregator:
 
     def _begin(self, epoch: Epoch) -> Aggregator:
         """Return what makes the round of an epoch."""
+        start_round(epoch.base.round + 1)
         try:
             aggregator = self._enter(epoch)
         except XfflError as error:
@@ -254,7 +255,6 @@ class ElasticAggregator:
                 raise
             raise RoundBroken(str(error)) from error
         aggregator.rounds = epoch.base.round
-        start_round(epoch.base.round + 1)
         return aggregator
 
     def _conclude(self, epoch: Epoch, run: Callable[[], RoundReport | None], **merge: Any) -> RoundReport | None:

@@ -84,6 +84,11 @@ class ElasticRoundReport(RoundReport):
     membership: str = ""
     tries: int = 1
 
+    @property
+    def cell_counts(self) -> tuple[int, int, int]:
+        """How many cells are known, were there, and were averaged."""
+        return len(self.weights), len(self.cells), sum(weight > 0 for weight in self.weights)
+
 
 class RoundProfile:
     """Seconds of each phase, bytes sent, and the first local failure of one round.

@@ -5,6 +5,7 @@ as if its host had gone; with ``:stop`` behind the round ``SIGSTOP``, as if its 
 
 ========  ==============================================================================================
 meet      before the cell asks for others to make a round with
+share     before what goes with the model is sent to a cell that is behind, in this round or the first one after it
 open      before the first vote
 opened    the first vote is known here
 exchange  before a message with weights is sent to another cell
@@ -28,7 +29,7 @@ from xffl.errors import ConfigError
 
 __all__ = ["PHASES", "Fault", "arm", "inject", "is_armed", "start_round"]
 
-PHASES = ("meet", "open", "opened", "exchange", "close", "half", "told", "agreed")
+PHASES = ("meet", "share", "open", "opened", "exchange", "close", "half", "told", "agreed")
 """Points of a round, in their order."""
 
 
@@ -73,7 +74,9 @@ def start_round(number: int) -> None:
 
 def is_armed(phase: str) -> bool:
     """Tell whether this process is to end in this phase of this round."""
-    return _fault is not None and (_fault.phase, _fault.round) == (phase, _fault.now)
+    if _fault is None or _fault.phase != phase:
+        return False
+    return _fault.round == _fault.now or (phase == "share" and _fault.round < _fault.now)
 
 
 def inject(phase: str) -> None:

@@ -137,7 +137,7 @@ class Run:
 
     @cached_property
     def series(self) -> dict[str, dict[int, Series]]:
-        """Each value's series by cell; rounds give ``rounds/update_norm``, ``rounds/codec_error`` and divergences."""
+        """Each value's series by cell; rounds give norms, errors of codecs, divergences, and cells that were there."""
         series: dict[str, dict[int, Series]] = {}
         for cell, metrics in sorted(self.metrics.items()):
             for name, values in metrics.series.items():
@@ -271,6 +271,9 @@ def read_rounds(path: Path, notes: list[str]) -> list[RoundRecord]:
         extras = {f"divergence/{name}": value for name, value in _numbers(record.get("divergence")).items()}
         if (error := _number(record.get("codec_error"))) is not None:
             extras["codec_error"] = error
+        if cells := _list(record.get("cells")):  # of an elastic run
+            extras["cells_there"] = float(len(cells))
+            extras["cells_averaged"] = float(sum(weight > 0 for weight in _list(record.get("weights"))))
         rounds.append(
             RoundRecord(
                 time=float(record["time"]),

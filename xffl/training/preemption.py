@@ -29,7 +29,7 @@ from xffl.distributed.consistency import barrier, check_consistent, run_on_all_r
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import LaunchError, StateError
 from xffl.training.callbacks.checkpoint import CheckpointCallback
-from xffl.training.callbacks.progress import ProgressCallback, ending_line
+from xffl.training.callbacks.progress import ProgressCallback, ending_line, name_of
 from xffl.training.mixins.state import StateMixin
 from xffl.training.mixins.validation import ValidationMixin
 from xffl.training.signals import DEFAULT_SIGNALS, SignalInbox, check_signals
@@ -579,7 +579,7 @@ class PreemptionMixin(StateMixin, ValidationMixin):
             return
         experiment = self.config.experiment
         line = ending_line(
-            name=experiment.name,
+            name=experiment.name if self.state.topology.cells > 1 else name_of(self),
             how=how,
             cells=self.state.topology.cells,
             validations=[values for one, values, _ in of_ranks if one == scope and values],

@@ -415,6 +415,8 @@ def share_global_model(exchange: Exchange, state: Mapping[str, Any], source: int
             kept.copy_(values)
 
     # As they are: each bucket in one hop.
+    if link.cell == source:
+        inject("share")
     plain = [replace(one, reduce_scatter=False, deferred_mean=False, codec=None) for one in exchange.transfers]
     for table, _ in global_model.tables(state):
         pipeline = BucketPipeline()

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 from torch.distributed.tensor import DTensor
 
+from xffl.aggregation.report import ElasticRoundReport
 from xffl.checks import number
 from xffl.training.callbacks.base import Callback
 from xffl.training.callbacks.monitors import count_tokens
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from xffl.aggregation import RoundReport
     from xffl.training.trainer import BaseTrainer
 
-__all__ = ["ProgressCallback", "ending_line"]
+__all__ = ["ProgressCallback", "ending_line", "name_of"]
 
 REFRESHES_PER_S = 2.0
 RATE_WINDOW_S = 30.0
@@ -83,6 +84,8 @@ class _Run:
     loss: torch.Tensor | None = None
     tokens: int = 0
     sent: int = 0
+    cells: str | None = None
+    """Who took part in the last round of an elastic run"""
     doing: str | None = None
     """What goes on instead of training, such as ``validation 3 of 10``"""
     ending: str | None = None
@@ -129,7 +132,7 @@ class ProgressCallback(Callback):
             return
         now, console = self._now(), self.make_console()
         run = self._run = _Run(
-            name=f"cell {topology.cell_of(rank)}" if topology.cells > 1 else trainer.config.experiment.name,
+            name=name_of(trainer),
             console=console,
             steps=_steps_of(trainer),
             start=(now, trainer.global_step),
@@ -158,6 +161,8 @@ class ProgressCallback(Callback):
         """Count what was sent."""
         if self._run is not None:
             self._run.sent += report.bytes_across
+            if isinstance(report, ElasticRoundReport):
+                self._run.cells = "cells {} known, {} there, {} averaged".format(*report.cell_counts)
             self._show(trainer)
 
     def pre_val_epoch(self, trainer: BaseTrainer) -> None:
@@ -253,7 +258,8 @@ class ProgressCallback(Callback):
             if isinstance(federation.every, int) and run.ending is None:
                 left = max(0, federation.every - trainer.steps_since_round)
                 following = f", next in {left} step{'' if left == 1 else 's'}"
-            facts += [f"round {trainer.rounds}{following}", f"sent {decimal(run.sent)}"]
+            facts += [f"round {trainer.rounds}{following}", *([run.cells] if run.cells else [])]
+            facts.append(f"sent {decimal(run.sent)}")
         began, first = run.start
         if run.steps is not None and step > first and run.ending is None:
             left_s = (self._now() - began) / (step - first) * max(0, run.steps - step)
@@ -324,6 +330,15 @@ def _duration(seconds: float) -> str:
     """Return a time as ``0:12:34``, or with days as ``2 d 0:12:34``."""
     days, rest = divmod(round(seconds), 86400)
     return f"{days} d {timedelta(seconds=rest)}" if days else str(timedelta(seconds=rest))
+
+
+def name_of(trainer: BaseTrainer) -> str:
+    """Return what this rank's cell is called, or the run where it is the only one."""
+    topology, world = trainer.state.topology, trainer.world
+    if topology.cells > 1:
+        return f"cell {topology.cell_of(world.rank)}"
+    name = trainer.config.experiment.name
+    return name if world.lone_cell is None else f"{name} cell {world.lone_cell}"
 
 
 def _finished(trainer: BaseTrainer) -> str:
