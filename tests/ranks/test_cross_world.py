@@ -37,6 +37,20 @@ def poison_behind_a_dead_rank(rank: int, world: int, port: int) -> float:
     return time.monotonic() - start
 
 
+def prove(rank: int, world: int, port: int) -> list[int]:
+    if rank == 0:
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        assert store.port == port
+    group = CrossWorldGroup(f"127.0.0.1:{port}", "g", rank, world, first=0, connect_s=60, timeout_s=30)
+    unproven = group.unproven(b"another" if rank == 2 else b"the run's", 30)
+    group.all_reduce(torch.ones(1), dist.ReduceOp.SUM)  # all have looked
+    return unproven
+
+
+def test_ranks_without_the_runs_token_are_known() -> None:
+    assert run_world(3, prove, free_port(), init=False) == [[2], [2], [0, 1]]
+
+
 def test_a_rank_is_told_of_another_ones_end_also_where_a_third_has_died() -> None:
     """To receive from the dead one fails at once, and closes no connection; so the others waited for their timeout."""
     assert (POISONING + 1) % 3 == DEAD

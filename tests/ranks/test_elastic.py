@@ -64,6 +64,7 @@ class Plan:
     is_bare: bool = False  # the model has no buffers
     keywords: dict[str, Any] = field(default_factory=dict)  # of FederatedScaling
     biases: dict[int, float] = field(default_factory=dict)  # what a cell gives to the last round
+    tokens: dict[int, str] = field(default_factory=dict)  # of cells that know another one than the run's
 
 
 @dataclass
@@ -134,6 +135,7 @@ def member(rank: int, world: int, plan: Plan) -> Told:
         time.sleep(0.01)
     be_launched(rank - sum(plan.sizes[:cell]), plan.sizes[cell], plan.ports[cell])
     os.environ["XFFL_FAULT"] = plan.fault
+    os.environ["XFFL_TOKEN"] = plan.tokens.get(cell, "the run's")
     told, used = Told(cell), 0
     elastic = ElasticParameters(lighthouse=plan.url, **plan.parameters)
     with xffl.session(cell=cell, cells=len(plan.sizes), elastic=elastic, timeout_s=60) as state:
@@ -346,6 +348,17 @@ def test_a_late_cell_with_another_model_is_refused_alone(lighthouse: str) -> Non
     for one in told:
         assert max(one.tries.values()) > 1
         assert sum(weights[one.cell] for weights in one.weights.values()) == one.steps
+
+
+def test_a_cell_with_another_token_is_refused_alone(lighthouse: str) -> None:
+    failures.clear()
+    told = run(lighthouse, (1, 1, 1), mortal=(2,), tokens={2: "another"}, parameters={"meeting_timeout_s": 30.0})
+    assert [one.cell for one in told] == [0, 1]
+    check_alike(told)
+    [text] = failures
+    assert "runs with another token than this cell 2" in text
+    for one in told:
+        assert one.cells[ROUNDS] == (0, 1)
 
 
 def test_cells_that_have_finished_leave(lighthouse: str) -> None:
@@ -594,7 +607,7 @@ def test_a_lighthouse_that_is_started_again_divides_nobody(tmp_path: Path) -> No
 def test_a_lighthouse_that_was_started_again_is_known_as_another_one() -> None:
     port = free_port()
     servers = [start_lighthouse(port)]
-    line = Lighthouse(f"http://127.0.0.1:{port}", "0.0", "")
+    line = Lighthouse(f"http://127.0.0.1:{port}", "0.0", "", b"")
 
     def meet(version: Version, doubt: Version | None = None) -> tuple[bool, int]:
         meeting = line.meet(CellRecord(0, 1, "0.0", version=version, doubt=doubt), 20.0)

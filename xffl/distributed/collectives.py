@@ -6,8 +6,11 @@ for rounds are those of several: :class:`CrossWorldGroup` joins them, and the fu
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, TypeAlias
 
@@ -19,6 +22,8 @@ __all__ = ["CrossWorldGroup", "Group", "Work", "all_gather_json", "all_reduce", 
 
 POISON_TAG = 7_900
 """A tag that nobody sends with."""
+PROOF_TAG = 7_901
+NONCE_BYTES = 32
 
 
 class Work(Protocol):
@@ -87,6 +92,33 @@ class CrossWorldGroup:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = source, 0, timedelta(seconds=self.timeout_s)
         _Limited(self._gloo.broadcast([values], options), self).wait()
+
+    def unproven(self, token: bytes, timeout_s: float) -> list[int]:
+        """Return the ranks that do not know a token, which is not sent; collective over the group.
+
+        Each two ranks send each other 32 random bytes, then an HMAC of both, of their numbers and the group's name.
+        """
+        others = [rank for rank in range(self.size()) if rank != self.rank()]
+        mine = os.urandom(NONCE_BYTES)
+
+        def proof(sender: int, receiver: int, nonces: bytes) -> bytes:
+            return hmac.new(token, f"{self.name} {sender} {receiver} ".encode() + nonces, hashlib.sha256).digest()
+
+        theirs = self._swap(dict.fromkeys(others, mine), timeout_s)
+        proofs = {rank: proof(self.rank(), rank, theirs[rank] + mine) for rank in others}
+        expected = {rank: proof(rank, self.rank(), mine + theirs[rank]) for rank in others}
+        told = self._swap(proofs, timeout_s)
+        return [rank for rank in others if not hmac.compare_digest(told[rank], expected[rank])]
+
+    def _swap(self, texts: Mapping[int, bytes], timeout_s: float) -> dict[int, bytes]:
+        """Send 32 bytes to each of some ranks, and return what they have sent."""
+        arrived = {rank: torch.zeros(NONCE_BYTES, dtype=torch.uint8) for rank in texts}
+        sent = {rank: torch.frombuffer(bytearray(text), dtype=torch.uint8) for rank, text in texts.items()}
+        works = [self._gloo.recv([values], rank, PROOF_TAG) for rank, values in arrived.items()]
+        works += [self._gloo.send([values], rank, PROOF_TAG) for rank, values in sent.items()]
+        for work in works:
+            work.wait(timedelta(seconds=timeout_s))
+        return {rank: values.numpy().tobytes() for rank, values in arrived.items()}
 
     def poison(self) -> None:
         """Close this rank's connections, so that the waits of all others end at once; local.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
@@ -14,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from xffl.cluster.environment import bind_address
+from xffl.cluster.environment import bind_address, token_of
 from xffl.cluster.lives import lives_of_run
 from xffl.cluster.network import CELL_HEARTBEAT_TIMEOUT_S
 from xffl.distributed.collectives import CrossWorldGroup
 from xffl.distributed.consistency import control_device, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
-from xffl.elastic.lighthouse import Lighthouse
+from xffl.elastic.lighthouse import Lighthouse, Meeting
 from xffl.elastic.roster import CellRecord, Epoch, Standing, check_alike, form_epoch
 from xffl.errors import ConfigError, LaunchError, RoundError, StateError
 from xffl.topology import Topology
@@ -79,14 +81,16 @@ class ElasticFederation:
         self._lighthouse: Lighthouse | None = None
         self._lives = lives_of_run()
         life = [f"{self.cell}.{secrets.token_hex(6)}"]
-        with run_on_all_ranks("lighthouses"):
+        has_token = any(os.environ.get(name, "").strip() for name in ("XFFL_TOKEN", "XFFL_TOKEN_FILE"))
+        with run_on_all_ranks("tokens and lighthouses"):
+            self._token = token_of() if has_token else b""
             if state.rank == 0:
                 host = bind_address(asked.lighthouse)
                 self._store = TCPStore(
                     host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_S)
                 )
                 self._address = f"{host}:{self._store.port}"
-                self._lighthouse = Lighthouse(asked.lighthouse, life[0], self._address)
+                self._lighthouse = Lighthouse(asked.lighthouse, life[0], self._address, self._token)
         dist.broadcast_object_list(life, src=0)
         self.life = life[0]
 
@@ -132,9 +136,35 @@ class ElasticFederation:
         return answer
 
     def _ask_lighthouse(self, lighthouse: Lighthouse, is_finished: bool, looks: int, within_s: float) -> Epoch | None:
-        standing, topology = self.standing, self._state.topology
+        is_agreed = self.standing.version.is_agreed
         ended = {} if self._lives is None else self._lives.ended_cells()
-        record = CellRecord(
+        meeting = lighthouse.meet(self._record(is_finished, looks, ended), within_s)
+        if meeting is None:
+            return None
+        # Those that make rounds already go on; what comes to them, or would begin a run with others, ends.
+        if meeting.unread and not is_agreed:
+            raise meeting.unread[0]
+        if meeting.unproven and len(meeting.records) == 1 and not is_agreed:
+            raise ConfigError(
+                f"{_cell_text(meeting.unproven[0])} runs with another token than this cell {self.cell}; give all "
+                "cells of a run the same one (XFFL_TOKEN, or XFFL_TOKEN_FILE)"
+            )
+        epoch = form_epoch(meeting.records, meeting.created, least=self._asked.least_cells)
+        if self.life not in epoch.lives:
+            check_alike((*epoch.members, *epoch.strangers))
+        finished = [cell for cell, code in ended.items() if code == 0]
+        if finished and not epoch.base.is_agreed:
+            raise ConfigError(
+                f"cell {finished[0]} has finished the run, and no cell that is left holds its model: there is nothing "
+                "to go on from; take the result from that cell"
+            )
+        self._warn_of(meeting, epoch)
+        return epoch
+
+    def _record(self, is_finished: bool, looks: int, ended: Collection[int]) -> CellRecord:
+        """Return what this cell tells the others; ``ended`` are the cells that are known not to start again."""
+        standing, topology = self.standing, self._state.topology
+        return CellRecord(
             self.cell,
             self.cells,
             self.life,
@@ -150,29 +180,17 @@ class ElasticFederation:
             looks,
             living=None if self._lives is None else self._lives.living(),
         )
-        meeting = lighthouse.meet(record, within_s)
-        if meeting is None:
-            return None
-        # Those that make rounds already go on; what comes to them, or would begin a run with others, ends.
-        if meeting.unread and not standing.version.is_agreed:
-            raise meeting.unread[0]
-        epoch = form_epoch(meeting.records, meeting.created, least=self._asked.least_cells)
-        if self.life not in epoch.lives:
-            check_alike((*epoch.members, *epoch.strangers))
+
+    def _warn_of(self, meeting: Meeting, epoch: Epoch) -> None:
         for stranger in epoch.strangers:
             self._warn(f"cell {stranger.cell} has come with other settings, and is left out")
         for error in meeting.unread:
             self._warn(f"{error}; it is left out")
-        finished = [cell for cell, code in ended.items() if code == 0]
-        if finished and not epoch.base.is_agreed:
-            raise ConfigError(
-                f"cell {finished[0]} has finished the run, and no cell that is left holds its model: there is nothing "
-                "to go on from; take the result from that cell"
-            )
+        for life in meeting.unproven:
+            self._warn(f"{_cell_text(life)} does not know this run's token (XFFL_TOKEN), and is left out")
         is_lost = not epoch.base.is_agreed and any(member.restarts for member in epoch.members)
         if is_lost and not epoch.refusal and self.cell == epoch.first:
             self._warn("no cell holds an agreed model; the run begins from round 1")
-        return epoch
 
     def _warn(self, text: str) -> None:
         """Write once what this cell has found."""
@@ -212,6 +230,10 @@ class ElasticFederation:
             connect_s=CONNECT_S,
             timeout_s=self._message_s,
         )
+        # A record may have been read at the lighthouse, and told again by somebody else.
+        if unproven := self._group.unproven(self._token, CONNECT_S):
+            cells = sorted({epoch.cells[topology.cell_of(rank)] for rank in unproven})
+            raise RuntimeError(f"who has come as cells {', '.join(map(str, cells))} does not know this run's token")
         self._group_name = epoch.group
         return Place(topology, first, self._group, True)
 
@@ -286,3 +308,9 @@ class ElasticFederation:
         self.drop()
         if self._lighthouse is not None:
             self._lighthouse.leave()
+
+
+def _cell_text(life: str) -> str:
+    """Return which cell a life says it is one of; it may be anybody's."""
+    cell = life.partition(".")[0]
+    return f"cell {cell}" if cell.isdecimal() else f"who calls itself {life[:40]!r}"

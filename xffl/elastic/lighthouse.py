@@ -10,6 +10,9 @@ connection on which nothing is ever sent ends with the process behind it.
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import json
 import os
 import queue
 import socket
@@ -55,6 +58,7 @@ class Meeting:
     records: tuple[CellRecord, ...]
     created: int  # in nanoseconds, by the lighthouse's clock
     unread: tuple[ConfigError, ...] = ()  # of cells that run another version of xffl
+    unproven: tuple[str, ...] = ()  # the lives whose records were not made with the run's token
 
 
 class Lighthouse:
@@ -63,12 +67,13 @@ class Lighthouse:
     :param url: Where it listens, ``http://HOST:PORT``.
     :param life: What this start of the cell's job is called.
     :param store: HOST:PORT of the cell's own store.
+    :param token: The run's; empty where it has none.
     :raises ConfigError: if torchft is not installed.
     """
 
-    def __init__(self, url: str, life: str, store: str) -> None:
+    def __init__(self, url: str, life: str, store: str, token: bytes) -> None:
         self._torchft = coordination()
-        self._url, self._life, self._store = url, life, store
+        self._url, self._life, self._store, self._token = url, life, store, token
         self._trouble: str | None = None
         self._client: LighthouseClient | None = None
         self._heart: ManagerServer | None = None
@@ -100,16 +105,20 @@ class Lighthouse:
             self._answers = None
             if not isinstance(answer, Exception):
                 self._trouble = None
-                records, unread = [], []
+                records, unread, unproven = [], [], []
                 for member in answer.participants:
+                    plain = dict(member.data or {})
+                    if not hmac.compare_digest(str(plain.pop("proof", "")), self._proof(plain)):
+                        unproven.append(str(member.replica_id))
+                        continue
                     try:
-                        records.append(CellRecord.from_plain(dict(member.data or {})))
+                        records.append(CellRecord.from_plain(plain))
                     except ConfigError as error:
                         unread.append(error)
                 created = answer.created.seconds * 10**9 + answer.created.nanos
                 if _is_open(self._witness):
                     self._witnessed.add(created)
-                return Meeting(tuple(records), created, tuple(unread))
+                return Meeting(tuple(records), created, tuple(unread), tuple(unproven))
             self._client, self._trouble = None, _text(answer)  # it may have been started again
             time.sleep(AGAIN_S)
 
@@ -147,7 +156,7 @@ class Lighthouse:
                 if self._client is None:
                     connect = timedelta(seconds=CONNECT_S)
                     self._client = self._torchft.LighthouseClient(addr=self._url, connect_timeout=connect)
-                told = replace(record, same_lighthouse=self._is_same(record))
+                told = replace(record, same_lighthouse=self._is_same(record)).to_plain()
                 answers.put(
                     self._client.quorum(
                         replica_id=self._life,
@@ -156,13 +165,17 @@ class Lighthouse:
                         store_address=self._store,
                         step=record.version.round,
                         world_size=record.ranks,
-                        data=told.to_plain(),
+                        data=told | {"proof": self._proof(told)},
                     )
                 )
             except Exception as error:  # noqa: BLE001 - told to who waits
                 answers.put(error)
 
         threading.Thread(target=ask, name="xffl-meeting", daemon=True).start()
+
+    def _proof(self, plain: dict[str, Any]) -> str:
+        """Return what only those can tell of a record that know the run's token."""
+        return hmac.new(self._token, json.dumps(plain, sort_keys=True).encode(), hashlib.sha256).hexdigest()
 
     def _is_same(self, record: CellRecord) -> bool:
         """Tell whether the lighthouse is that of the meetings from which the cell has its version, and its doubt."""
