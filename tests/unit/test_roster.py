@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -89,6 +90,19 @@ def test_cells_that_see_which_lives_have_ended_go_on_however_few_they_are() -> N
     assert form_epoch([one(3, 3)], 1000, least=2).refusal == "a round needs 2 of 4 cells, and cell 3 met"
     # Nobody holds a model yet: a run begins with more than half.
     assert meet(record(3, cells=4, living=())).refusal == "a round needs 3 of 4 cells, and cell 3 met"
+
+
+def test_who_has_been_in_all_meetings_knows_that_nobody_went_on_without_it() -> None:
+    version = agreed(4, 0, 1)
+
+    def again(met: int, number: int, **more: Any) -> str:
+        own = record(1, version, met=met, **{"same_lighthouse": True, **more})
+        return form_epoch([record(0, number=1), own], 1000, number, looks=0).refusal
+
+    told = "cell 2 may hold a later model than round 4; it is waited for"
+    assert not again(7, 8)  # cell 2 has not come yet
+    assert again(7, 9) == told  # cell 0 may have made a round with it
+    assert again(7, 8, same_lighthouse=False) == told
 
 
 def test_an_old_checkpoint_does_not_outvote_who_may_be_alive() -> None:
@@ -183,6 +197,8 @@ class Job:
     looks: int = 0
     has_begun: bool = False  # it has entered an epoch, so it may hold the run's model
     living: tuple[str, ...] | None = None  # what it has seen when it asked, and waits since
+    met: int = 0  # the number of the last meeting that it was in
+    lighthouses: tuple[int, int] = (-1, -1)  # which has formed the epoch of its version, and of its doubt
 
 
 class Federation(RuleBasedStateMachine):
@@ -194,6 +210,7 @@ class Federation(RuleBasedStateMachine):
     @initialize(cells=st.integers(2, 5), late=st.sampled_from([0, 0, 1]), sees_lives=st.booleans())
     def begin(self, cells: int, late: int, sees_lives: bool) -> None:
         self.cells, self.clock, self.sees_lives = cells, 0, sees_lives
+        self.lighthouse, self.number, self.met = 0, 0, set[str]()
         self.jobs: dict[int, Job] = {}
         self.lives = [0] * cells
         self.saved: dict[int, tuple[Version, frozenset[str]]] = {}
@@ -243,6 +260,10 @@ class Federation(RuleBasedStateMachine):
         if (job := self.jobs.get(cell % self.cells)) and job.living is None:
             job.living = self.living()
 
+    @rule()
+    def start_lighthouse(self) -> None:
+        self.lighthouse, self.number, self.met = self.lighthouse + 1, 0, set()
+
     # Most rules are meetings, since faults lie between them.
     @precondition(lambda self: self.jobs)
     @rule(data=st.data())
@@ -279,18 +300,23 @@ class Federation(RuleBasedStateMachine):
                 doubt=job.standing.doubt,
                 looks=job.looks,
                 living=self.living() if job.living is None else job.living,
+                met=job.met,
+                same_lighthouse={*job.lighthouses[: 1 if job.standing.doubt is None else 2]} == {self.lighthouse},
             )
             for cell, job in jobs.items()
         ]
+        lives = {job.life for job in jobs.values()}
+        self.number, self.met = self.number + (lives != self.met), lives
         for job in jobs.values():
-            job.living = None
-        epoch = form_epoch(records, self.tick(), looks=0)
+            job.living, job.met = None, self.number
+        epoch = form_epoch(records, self.tick(), self.number, looks=0)
         assert not epoch.refusal or len(here) < self.cells, "all are here, so none is waited for"
         if epoch.refusal:
             return
         for cell, job in jobs.items():
             job.has_begun = True
             if job.standing.settle(epoch, cell):
+                job.lighthouses = job.lighthouses[1], -1
                 job.model, used = job.doubted
                 job.waiting -= used
         self.round(epoch, jobs, data, ends)
@@ -317,10 +343,12 @@ class Federation(RuleBasedStateMachine):
                 job.standing.refuse()
             elif fate == "d":
                 job.standing.suspect(epoch)
+                job.lighthouses = job.lighthouses[0], self.lighthouse
                 job.doubted = result, job.waiting
                 job.kept = frozenset() if cell in epoch.behind else job.kept
             else:
                 job.standing.take(epoch)
+                job.lighthouses = self.lighthouse, -1
                 job.model, job.waiting = result, frozenset()
                 job.kept = frozenset() if cell in epoch.behind else job.kept
                 for other, alive in self.jobs.items():

@@ -149,7 +149,7 @@ class ElasticFederation:
                 f"{_cell_text(meeting.unproven[0])} runs with another token than this cell {self.cell}; give all "
                 "cells of a run the same one (XFFL_TOKEN, or XFFL_TOKEN_FILE)"
             )
-        epoch = form_epoch(meeting.records, meeting.created, least=self._asked.least_cells)
+        epoch = form_epoch(meeting.records, meeting.created, meeting.number, least=self._asked.least_cells)
         if self.life not in epoch.lives:
             check_alike((*epoch.members, *epoch.strangers))
         finished = [cell for cell, code in ended.items() if code == 0]

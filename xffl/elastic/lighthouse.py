@@ -57,6 +57,7 @@ class Meeting:
 
     records: tuple[CellRecord, ...]
     created: int  # in nanoseconds, by the lighthouse's clock
+    number: int  # the same as that of the last meeting where that was of the same lives, else the next one
     unread: tuple[ConfigError, ...] = ()  # of cells that run another version of xffl
     unproven: tuple[str, ...] = ()  # the lives whose records were not made with the run's token
 
@@ -79,6 +80,8 @@ class Lighthouse:
         self._heart: ManagerServer | None = None
         self._answers: queue.SimpleQueue[Quorum | Exception] | None = None
         self._witness: socket.socket | None = None
+        self._met = 0
+        """The number of the last meeting."""
         self._witnessed: set[int] = set()
         """When the meetings were that the lighthouse has formed since the witness is connected to it."""
 
@@ -118,7 +121,8 @@ class Lighthouse:
                 created = answer.created.seconds * 10**9 + answer.created.nanos
                 if _is_open(self._witness):
                     self._witnessed.add(created)
-                return Meeting(tuple(records), created, tuple(unread), tuple(unproven))
+                self._met = answer.quorum_id
+                return Meeting(tuple(records), created, answer.quorum_id, tuple(unread), tuple(unproven))
             self._client, self._trouble = None, _text(answer)  # it may have been started again
             time.sleep(AGAIN_S)
 
@@ -156,7 +160,7 @@ class Lighthouse:
                 if self._client is None:
                     connect = timedelta(seconds=CONNECT_S)
                     self._client = self._torchft.LighthouseClient(addr=self._url, connect_timeout=connect)
-                told = replace(record, same_lighthouse=self._is_same(record)).to_plain()
+                told = replace(record, same_lighthouse=self._is_same(record), met=self._met).to_plain()
                 answers.put(
                     self._client.quorum(
                         replica_id=self._life,

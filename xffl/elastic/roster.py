@@ -10,7 +10,8 @@ epoch
     take the result over and contribute nothing.
 voters
     The lives of the cells that have agreed on a version. The next one is made by more than half of them, by half with
-    the lowest cell, or where nobody is missing: so no two parts of a federation go on from one version
+    the lowest cell, or where nobody is missing, or all of them are here, and one has been in all meetings since: so no
+    two parts of a federation go on from one version
     without each other's knowledge. Where each cell sees which lives of all cells have not ended (they are on one
     machine), those that live go on however few they are.
 doubt
@@ -71,6 +72,7 @@ class CellRecord:
     is_finished: bool = False  # it leaves after the next round
     looks: int = 0  # how often it has asked since its last round and found somebody missing
     same_lighthouse: bool = False  # the lighthouse is the one that formed the epoch of its version, and of its doubt
+    met: int = 0  # the number of the last meeting that it was in, where it is the same lighthouse
     living: tuple[str, ...] | None = None  # all lives that have entered an epoch and not ended; None: nobody knows
 
     def to_plain(self) -> dict[str, Any]:
@@ -170,11 +172,14 @@ class Epoch:
         return self.cells.index(cell)
 
 
-def form_epoch(records: Iterable[CellRecord], created: int, *, least: int | None = None, looks: int = 1) -> Epoch:
+def form_epoch(
+    records: Iterable[CellRecord], created: int, number: int = 0, *, least: int | None = None, looks: int = 1
+) -> Epoch:
     """Draw the conclusion of a meeting; pure, the same for all that have met.
 
     :param records: What the cells have told, one record each.
     :param created: When the meeting ended, in nanoseconds; no other meeting has the same.
+    :param number: The lighthouse's number of the meeting: that of the last one where the same lives met, else the next.
     :param least: How many cells a round needs; by default :func:`least_cells` of those that are known, or all that
         live, where that is known.
     :param looks: How often the cells meet again before they go on without one that was there in the last round, where
@@ -193,7 +198,7 @@ def form_epoch(records: Iterable[CellRecord], created: int, *, least: int | None
     groups = {member.group for member in members}
     keeps_group = len(groups) == 1 and members[0].group.endswith(f"/{len(members)}")
     epoch = Epoch(created, resolved, base, first, behind, keeps_group, strangers=strangers)
-    refusal = _refusal(epoch, least)
+    refusal = _refusal(epoch, least, number)
     # The lighthouse of the last round has heard who is missing now, and no longer does. One that was started since may
     # only not have heard it yet.
     if epoch.has_all_holders or any(member.same_lighthouse and member.version == base for member in resolved):
@@ -243,7 +248,7 @@ def _missing(epoch: Epoch) -> list[int]:
     return sorted(cell for cell in map(cell_of, epoch.base.voters) if cell not in (*epoch.cells, *epoch.left))
 
 
-def _refusal(epoch: Epoch, least: int | None) -> str:
+def _refusal(epoch: Epoch, least: int | None, number: int) -> str:
     """Return why the members must not make a round, or nothing."""
     known = epoch.members[0].cells
     twice = [cell for cell, count in Counter(epoch.cells).items() if count > 1]
@@ -268,7 +273,12 @@ def _refusal(epoch: Epoch, least: int | None) -> str:
     here = [life for life in voters if life in epoch.lives]
     # Of two halves the one with the lowest cell goes on; of two cells each, or the loss of one would end the run.
     is_half = 2 * len(here) == len(voters) and (known == 2 or voters[0] in here)
-    if 2 * len(here) > len(voters) or is_half:
+    # Nor have they where one of the last round has been in all meetings since: one without it has a number of its own.
+    has_seen_all = any(
+        member.life in here and member.version == epoch.base and member.same_lighthouse and number - member.met <= 1
+        for member in epoch.members
+    )
+    if 2 * len(here) > len(voters) or is_half or (has_seen_all and not _missing(epoch)):
         return ""
     return f"{_cells_text(absent)} may hold a later model than round {epoch.base.round}; it is waited for"
 
