@@ -10,10 +10,9 @@ epoch
     take the result over and contribute nothing.
 voters
     The lives of the cells that have agreed on a version. The next one is made by more than half of them, by half with
-    the lowest cell, or where nobody is missing, or all of them are here, and one has been in all meetings since: so no
-    two parts of a federation go on from one version
-    without each other's knowledge. Where each cell sees which lives of all cells have not ended (they are on one
-    machine), those that live go on however few they are.
+    the lowest cell, by all of these cells in whatever life where one has been in all meetings since, or by all known
+    cells: so no two parts of a federation go on from one version without each other's knowledge. Where each cell sees
+    which lives of all cells have not ended (they are on one machine), those that live go on however few they are.
 doubt
     What a cell is in that has said yes to a round and could not learn whether all have. It holds both models: that of
     before, and what the round has made. Where a cell that was there has refused the round, nobody has taken it. Else
