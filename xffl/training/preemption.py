@@ -579,7 +579,7 @@ class PreemptionMixin(StateMixin, ValidationMixin):
             return
         experiment = self.config.experiment
         line = ending_line(
-            name=experiment.name if self.state.topology.cells > 1 else name_of(self),
+            name=name_of(self),
             how=how,
             cells=self.state.topology.cells,
             validations=[values for one, values, _ in of_ranks if one == scope and values],

@@ -26,6 +26,7 @@ from xffl.training.metrics import find_loss
 
 if TYPE_CHECKING:
     from xffl.aggregation import RoundReport
+    from xffl.training.mixins.base import TrainerMixin
     from xffl.training.trainer import BaseTrainer
 
 __all__ = ["ProgressCallback", "ending_line", "name_of"]
@@ -132,7 +133,7 @@ class ProgressCallback(Callback):
             return
         now, console = self._now(), self.make_console()
         run = self._run = _Run(
-            name=name_of(trainer),
+            name=f"cell {topology.cell_of(rank)}" if topology.cells > 1 else name_of(trainer),
             console=console,
             steps=_steps_of(trainer),
             start=(now, trainer.global_step),
@@ -332,13 +333,10 @@ def _duration(seconds: float) -> str:
     return f"{days} d {timedelta(seconds=rest)}" if days else str(timedelta(seconds=rest))
 
 
-def name_of(trainer: BaseTrainer) -> str:
-    """Return what this rank's cell is called, or the run where it is the only one."""
-    topology, world = trainer.state.topology, trainer.world
-    if topology.cells > 1:
-        return f"cell {topology.cell_of(world.rank)}"
-    name = trainer.config.experiment.name
-    return name if world.lone_cell is None else f"{name} cell {world.lone_cell}"
+def name_of(trainer: TrainerMixin) -> str:
+    """Return what a run is called, and which cell of it this job is, where it is one of several."""
+    name, cell = trainer.config.experiment.name, trainer.world.lone_cell
+    return name if cell is None else f"{name} cell {cell}"
 
 
 def _finished(trainer: BaseTrainer) -> str:
