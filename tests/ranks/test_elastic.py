@@ -321,19 +321,19 @@ def test_a_late_cell_of_another_size_takes_over_the_model_and_the_server(
 def test_a_late_cell_takes_all_of_it_from_another_one_where_the_giving_cell_is_lost(lighthouse: str) -> None:
     told = run(
         lighthouse,
-        (2, 2, 1),
+        (2, 2, 1, 1),
         mortal=(0, 1),
-        late=(2,),
+        late=(3,),
         fault="0:1:share:1",
         rounds=60,
         step_s=0.02,
         options=OPTIONS["fedadam"],
     )
-    assert [one.cell for one in told] == [1, 1, 2]
+    assert [one.cell for one in told] == [1, 1, 2, 3]
     check_alike(told)
     for one in told:
         assert one.starts_equal
-        assert one.cells[60] == (1, 2)
+        assert one.cells[60] == (1, 2, 3)
     survivor = told[0]
     assert sum(weights[1] for weights in survivor.weights.values()) == survivor.steps * 2
 
