@@ -107,7 +107,7 @@ def main() -> int:
         if args.out is not None:
             args.out.write_text(json.dumps(results, indent=1) + "\n")
     missed = [one for one in results if one["gap"] is None or one["return"] is None or one["unequal"] or one["left"]]
-    gaps = sorted(one["gap"] or LATEST_S for one in results)
+    gaps = sorted(LATEST_S if one["gap"] is None else one["gap"] for one in results)
     print(f"{len(results)} runs, {len(missed)} missed a bound; gap {gaps[len(gaps) // 2]:.1f} / {gaps[-1]:.1f} s")
     return int(bool(missed))
 
