@@ -40,9 +40,12 @@ def test_a_life_lasts_as_long_as_the_process_that_leads_it(end: signal.Signals, 
                 assert lives.living() == ()
             else:
                 assert lives.living() == lives.living() == ("1.b",)  # it may go on
+                lives.end_cell(1, 137)
+                assert lives.ended_cells() == {}  # its launcher has ended, and it has not
         finally:
             leader.kill()
     assert lives.living() == ()
+    assert lives.ended_cells() == ({} if end == signal.SIGKILL else {1: 137})
 
 
 def test_cells_that_are_not_started_again_are_told(tmp_path: Path) -> None:

@@ -149,7 +149,6 @@ class Aggregator:
         self.is_closed = False
         """Whether :meth:`close` has given process groups back."""
         self._inconsistent_count = count_inconsistent(model)
-        self._masters: Masters | None = None
 
         def read() -> tuple[Options, Manifest]:
             self.check()
@@ -167,13 +166,8 @@ class Aggregator:
                 overlap=overlap,
                 norms=norms,
             )
-            if extra is not None and fragments > 1:
-                raise ConfigError("extra tensors go with every round, so they need fragments=1")
-            self._masters = find_masters(model)
-            if self._masters is not None:
-                self._masters.read()
-                self._masters.check()  # after what is collective
-            return options, Manifest(model if self._masters is None else self._masters.view, policies, codec, extra)
+            _check_extra(extra, fragments)
+            return options, Manifest(self._read_masters(), policies, codec, extra)
 
         scope, self._options, self._manifest, axes, replica_tensors = _compare_models(model, state, read)
         self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -183,10 +177,16 @@ class Aggregator:
         self._coordinator = RoundCoordinator(self._exchange, scope, self._options)
         self._arithmetic = arithmetic_of(self._device)
         self._marks: list[torch.cuda.Event] = []  # for all rounds' profiles
-        self._stream: torch.cuda.Stream | None = None  # that rounds work on
-        if self._device.type == "cuda":
-            streams = scope.state.streams
-            self._stream = streams[0] if streams else torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._stream = _stream_of(scope)  # that rounds work on
+
+    def _read_masters(self) -> nn.Module:
+        """Return the model that rounds move: its master weights, where an engine keeps them beside it."""
+        self._masters: Masters | None = find_masters(self.model)
+        if self._masters is None:
+            return self.model
+        self._masters.read()
+        self._masters.check()  # after what is collective
+        return self._masters.view
 
     @property
     def is_torn(self) -> bool:
@@ -623,6 +623,18 @@ def check_given(model: object, state: object) -> None:
         raise ConfigError(
             f"state must be the DistributedState of xffl.session() or a set-up, got {type(state).__name__}"
         )
+
+
+def _check_extra(extra: nn.Module | None, fragments: int) -> None:
+    if extra is not None and fragments > 1:
+        raise ConfigError("extra tensors go with every round, so they need fragments=1")
+
+
+def _stream_of(scope: RoundScope) -> torch.cuda.Stream | None:
+    if scope.device.type != "cuda":
+        return None
+    streams = scope.state.streams
+    return streams[0] if streams else torch.cuda.Stream(scope.device)  # type: ignore[no-untyped-call]
 
 
 def _make_exchange(

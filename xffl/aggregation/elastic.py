@@ -340,22 +340,25 @@ class ElasticAggregator:
         model, accountant = aggregator.global_model, aggregator.accountant
         assert model is not None, "asked for where there is one"
         spent = [] if self._privacy is None else [self._privacy]
-        if self._federation.cell in epoch.behind:
-            pass  # told below
-        elif isinstance(self._last, Aggregator) and self._last.global_model is not None:
-            model.take_over(self._last.global_model)
-        else:
-            state = self._agreed()
-            if epoch.base.round == 1 and not state["optimizers"]:  # the first round is no step of a server
-                model.load_model(state["model"])
-            else:
-                model.load_state_dict(state)
+        if self._federation.cell not in epoch.behind:
+            self._take_up_agreed(model, epoch)
         if epoch.behind:
             told = self._share_agreed(aggregator, model, scope, epoch)
             spent += [] if told is None else [told]
         if accountant is not None:
             for counted in spent:
                 accountant.cover(counted)
+
+    def _take_up_agreed(self, model: GlobalModel, epoch: Epoch) -> None:
+        """Let a global model go on from what this rank keeps, or has loaded; local."""
+        if isinstance(self._last, Aggregator) and self._last.global_model is not None:
+            model.take_over(self._last.global_model)
+            return
+        state = self._agreed()
+        if epoch.base.round == 1 and not state["optimizers"]:  # the first round is no step of a server
+            model.load_model(state["model"])
+        else:
+            model.load_state_dict(state)
 
     def _share_agreed(
         self, aggregator: Aggregator, model: GlobalModel, scope: RoundScope, epoch: Epoch

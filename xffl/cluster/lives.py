@@ -62,6 +62,10 @@ class CellLives:
         (self._folder / f"cell.{cell}.{code}").touch()
 
     def ended_cells(self) -> Mapping[int, int]:
-        """Return the exit codes of the cells that are not started again."""
+        """Return the exit codes of the cells that are not started again, and of which no life lasts.
+
+        A leader may outlive its launcher for a moment, where that was killed.
+        """
         names = [path.name.split(".") for path in self._folder.glob("cell.*.*")]
-        return {int(cell): int(code) for _, cell, code in names}
+        living = {life.partition(".")[0] for life in self.living()} if names else set()
+        return {int(cell): int(code) for _, cell, code in names if cell not in living}

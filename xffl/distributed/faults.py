@@ -1,11 +1,12 @@
-"""Faults as a tool: ``XFFL_FAULT=CELL:RANK:PHASE:ROUND`` ends one process at one point of one round.
+"""Faults as a tool: ``XFFL_FAULT=CELL:RANK:PHASE:ROUND`` ends one process once, at one point of one round.
 
-For tests of what the other ranks and cells do then, and for readers who want to see it. The process gets ``SIGKILL``,
-as if its host had gone; with ``:stop`` behind the round ``SIGSTOP``, as if its network had. Phases, in their order:
+That is the given round, or the first one behind it that comes to this point. For tests of what the other ranks and
+cells do then, and for readers who want to see it. The process gets ``SIGKILL``, as if its host had gone; with ``:stop``
+behind the round ``SIGSTOP``, as if its network had. Phases, in their order:
 
 ========  ==============================================================================================
 meet      before the cell asks for others to make a round with
-share     before what goes with the model is sent to a cell that is behind, in this round or the first one after it
+share     before what goes with the model is sent to a cell that is behind
 open      before the first vote
 opened    the first vote is known here
 exchange  before a message with weights is sent to another cell
@@ -73,13 +74,13 @@ def start_round(number: int) -> None:
 
 
 def is_armed(phase: str) -> bool:
-    """Tell whether this process is to end in this phase of this round."""
-    if _fault is None or _fault.phase != phase:
-        return False
-    return _fault.round == _fault.now or (phase == "share" and _fault.round < _fault.now)
+    """Tell whether this process is to end in this phase of the round that it is in."""
+    return _fault is not None and _fault.phase == phase and _fault.round <= _fault.now
 
 
 def inject(phase: str) -> None:
     """End this process if it is to end here."""
+    global _fault
     if _fault is not None and is_armed(phase):
-        os.kill(os.getpid(), _fault.signal)
+        number, _fault = _fault.signal, None  # a process that was stopped may go on
+        os.kill(os.getpid(), number)

@@ -177,13 +177,7 @@ def forecast_round(
     fragments, delay = integer("fragments", fragments), integer("delay", delay, 0)
     one_of("form", form, FORMS)
     one_of("backend", backend, BACKENDS)
-    if delay >= every:
-        raise ConfigError(f"delay must be below the {every} steps between two rounds, got {delay}")
-    if delay and not atomic:
-        raise ConfigError(
-            f"delay {delay} needs atomic rounds, since training goes on with the old values; leave "
-            "atomic=False (--in-place) out"
-        )
+    _check_delay(delay, every, atomic=atomic)
     cells, model = topology.cells, parameters * bytes_per_parameter / fragments
     kinds = {size: topology.sizes.index(size) for size in topology.sizes}.values()
     smallest = model / max(topology.shards(cell) for cell in kinds)
@@ -362,6 +356,16 @@ def _vote_seconds(topology: Topology, link: Link, home: Link, *, is_asked: bool)
         # As much as leaves the largest cell, or reaches the smallest.
         crossing += link.seconds(STATUS_BYTES * max((cells - 1) * largest, ranks - min(topology.sizes)))
     return latencies + home.seconds(STATUS_BYTES * ballots) + crossing
+
+
+def _check_delay(delay: int, every: int, *, atomic: bool) -> None:
+    if delay >= every:
+        raise ConfigError(f"delay must be below the {every} steps between two rounds, got {delay}")
+    if delay and not atomic:
+        raise ConfigError(
+            f"delay {delay} needs atomic rounds, since training goes on with the old values; leave "
+            "atomic=False (--in-place) out"
+        )
 
 
 def _check_positive(**values: object) -> None:

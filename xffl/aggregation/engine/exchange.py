@@ -400,13 +400,13 @@ def share_global_model(exchange: Exchange, state: Mapping[str, Any], source: int
     link, profile, global_model = exchange.link, RoundProfile(exchange.device), exchange.global_model
     assert global_model is not None, "shared where there is one"
     weights = tuple(float(cell == source) for cell in range(link.cells))
-    transport = CrossCellTransport(link, RoundContext(weights, source), profile, is_encoding=False)
+    transport = CrossCellTransport(link, RoundContext(weights, source), profile, is_encoding=False, targets=targets)
     is_concerned, is_receiving = link.cell in (source, *targets), link.cell in targets
 
     def way(transfer: GroupTransfer, bucket: Bucket, kept: torch.Tensor) -> Iterator[int]:
         values = kept.to(exchange.device)  # as it is, unless the server works on a device of its own
         if transfer.is_sent_here(bucket):
-            yield from transport.share(transfer, bucket, values, targets)
+            yield from transport.share(transfer, bucket, values)
         elif is_receiving:  # in step with the rank that does
             yield link.pause(transfer)
         if is_receiving and transfer.cell_group is not None:
@@ -414,9 +414,9 @@ def share_global_model(exchange: Exchange, state: Mapping[str, Any], source: int
         if values is not kept:
             kept.copy_(values)
 
-    # As they are: each bucket in one hop.
     if link.cell == source:
         inject("share")
+    # As they are: each bucket in one hop.
     plain = [replace(one, reduce_scatter=False, deferred_mean=False, codec=None) for one in exchange.transfers]
     for table, _ in global_model.tables(state):
         pipeline = BucketPipeline()

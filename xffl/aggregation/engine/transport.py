@@ -132,8 +132,17 @@ class CrossCellTransport:
     form one part of it (:meth:`GroupTransfer.parts`), whose result a second hop sends to all cells.
     """
 
-    def __init__(self, link: Link, context: RoundContext, profile: RoundProfile, *, is_encoding: bool) -> None:
+    def __init__(
+        self,
+        link: Link,
+        context: RoundContext,
+        profile: RoundProfile,
+        *,
+        is_encoding: bool,
+        targets: Collection[int] = (),
+    ) -> None:
         self.link, self.context, self.profile = link, context, profile
+        self.targets = targets  # the cells that take over what is shared
         self._is_encoding = is_encoding  # lossy codecs know the agreed state that they start from
         self.is_cut_off = False
         """Whether another cell was lost. This rank goes on inside its cell, so that no replica waits, and says no."""
@@ -150,11 +159,9 @@ class CrossCellTransport:
         kind = EncodedSteps if self.is_encoded(transfer) else masked
         return self._exchange(kind(self, transfer, bucket, values, out))
 
-    def share(
-        self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor, targets: Collection[int]
-    ) -> Iterator[int]:
-        """Send values of a bucket that are kept beside the model from the only source to some cells."""
-        return self._exchange(SharedValues(self, transfer, bucket, values, targets))
+    def share(self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor) -> Iterator[int]:
+        """Send values of a bucket that are kept beside the model from the only source to the targets."""
+        return self._exchange(SharedValues(self, transfer, bucket, values, values))
 
     def gather(self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor) -> Iterator[int]:
         """Exchange a bucket like :meth:`exchange`, but only keep what arrives, for :meth:`combine_gathered`."""
@@ -452,20 +459,10 @@ class GatheredValues(ExactValues):
 class SharedValues(ExactValues):
     """Values beside the model that one cell has and some others take over, each where it keeps them."""
 
-    def __init__(
-        self,
-        transport: CrossCellTransport,
-        transfer: GroupTransfer,
-        bucket: Bucket,
-        values: torch.Tensor,
-        targets: Collection[int],
-    ) -> None:
-        self._targets = targets
-        super().__init__(transport, transfer, bucket, values, values)
-
     def _prepare(self) -> None:
-        self.send = dict.fromkeys(self._targets, self.values) if self.is_source else {}
-        self.receive = dict.fromkeys(self.arriving, self.values) if self.here in self._targets else {}
+        targets = self.transport.targets
+        self.send = dict.fromkeys(targets, self.values) if self.is_source else {}
+        self.receive = dict.fromkeys(self.arriving, self.values) if self.here in targets else {}
 
     def combine(self) -> None:
         """Leave what has arrived where it is."""
