@@ -1,7 +1,8 @@
 """A rank of a cell that is to be killed: local steps are a wait of fixed length, and each round is written down.
 
 Started by ``tests/chaos/storm.py`` through ``xffl exec --elastic``. Below the given folder it writes which process is
-which rank, and a line for each round: when it stood, its number, digest of all weights, cells, weights, tries.
+which rank, and a line for each round: when it stood, its number, digest of all weights, cells, their weights, tries,
+and what its epoch is called.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def main() -> None:
                 bits.update(whole.detach().numpy().tobytes())
             if rank == 0:
                 told = [time.time(), report.round, bits.hexdigest()[:16], report.cells, report.weights, report.tries]
+                told.append(report.membership)
                 with (args.folder / f"{cell}.{life}.jsonl").open("a") as file:
                     file.write(json.dumps(told) + "\n")
 

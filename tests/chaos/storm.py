@@ -86,6 +86,7 @@ class Round(NamedTuple):
     cells: tuple[int, ...]
     weights: tuple[float, ...]
     tries: int
+    epoch: str = ""  # the group that it was made in; known of xffl
 
 
 class Kill(NamedTuple):
@@ -141,8 +142,8 @@ class System:
         for path in self.folder.glob("*.jsonl"):
             cell, life, _ = path.name.split(".")
             for line in path.read_text().splitlines():
-                at, number, digest, cells, weights, tries = json.loads(line)
-                told[int(cell)].append(Round(int(life), at, number, digest, tuple(cells), tuple(weights), tries))
+                at, number, digest, cells, weights, *others = json.loads(line)
+                told[int(cell)].append(Round(int(life), at, number, digest, tuple(cells), tuple(weights), *others))
         return {cell: sorted(rounds, key=lambda one: one.time) for cell, rounds in told.items()}
 
     def left(self) -> int:
