@@ -78,11 +78,14 @@ class ElasticRoundReport(RoundReport):
     :param cells: The cells that took part.
     :param membership: What their epoch is called.
     :param tries: How often the round was begun: more than once where a cell was lost on the way.
+    :param told: What each of ``cells`` has told the others at the meeting for this round, see
+        :attr:`xffl.FederatedScaling.tell`.
     """
 
     cells: tuple[int, ...] = ()
     membership: str = ""
     tries: int = 1
+    told: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def cell_counts(self) -> tuple[int, int, int]:

@@ -64,11 +64,14 @@ class TrainerMixin:
         rounds: int
         training: bool
         last_round: RoundReport | None
+        place_step: int
 
     train_dataloader: Any = None
     """The loader of the training batches"""
     val_dataloader: Any = None
     """The loader of the validation batches; ``None`` where there is none"""
+    stopped_cells: str | None = None
+    """In an elastic run, why this cell asks all others to stop"""
     are_models_spread: bool = False
     """Whether the models have the weights and the form in which they are trained"""
 
