@@ -28,7 +28,7 @@ examples:
   xffl cells 10.0.0.1:29510 --json
 
 A cell is lost if its heartbeats have stopped: it failed, hangs, is cut off, or has finished. Round, ranks and store are
-those that it told at the last meeting of cells. Nothing is asked but the page of the lighthouse.
+those that it told at the last meeting, if it was there. Only the page of the lighthouse is read; no cell is asked.
 """
 
 _FILE_WIDTH = 240

@@ -24,7 +24,7 @@ _LIFE = re.compile(r"(\d+)\.[0-9a-f]+")
 
 @dataclass(frozen=True)
 class CellStatus:
-    """What a lighthouse knows of one life of a cell; of one that has not met others yet, its heartbeats alone."""
+    """What a lighthouse knows of one life of a cell; of one that was not in the last meeting, its heartbeats alone."""
 
     life: str
     cell: int | None = None
@@ -34,7 +34,7 @@ class CellStatus:
     is_lost: bool = True
     """Whether that is longer ago than the lighthouse waits."""
     has_met: bool = False
-    """Whether it took part in the last meeting; what follows is of then."""
+    """Whether it took part in the last meeting; what follows was told there."""
     round: int | None = None
     """How many rounds led to its model."""
     ranks: int | None = None

@@ -306,9 +306,9 @@ def compare_runs(url: str, views: Mapping[str, Message]) -> list[Finding]:
         found = [Finding("lighthouse", OK, f"{url} answers and {known}; {last}")]
     if not cells:
         return found
-    if lost := [f"{_cells([cell.life])} {cell.seen_s or 0:.0f} s" for cell in cells if cell.is_lost]:
+    if lost := [f"{_cells([cell.life])} for {cell.seen_s or 0:.0f} s" for cell in cells if cell.is_lost]:
         advice = "see the output of its job: it has finished or failed, is stopped, or is cut off from the lighthouse"
-        found.append(Finding("heartbeats", WARNING, f"none of {shorten(lost)} long", advice))
+        found.append(Finding("heartbeats", WARNING, f"none of {shorten(lost)}", advice))
     else:
         found.append(Finding("heartbeats", OK, f"those of {_cells(cell.life for cell in cells)} arrive"))
     return [*found, *_judge_stores(views), *_judge_tokens(views)]
