@@ -476,7 +476,7 @@ def token_of(environ: Mapping[str, str] | None = None) -> bytes:
     name = environ.get("XFFL_TOKEN_FILE", "").strip()
     if not name:
         raise LaunchError(
-            "replica groups give their weights to those that know the run's token, and there is none; set XFFL_TOKEN, "
+            "cells and replica groups give their weights to those that know the run's token, and there is none; set XFFL_TOKEN, "
             "or XFFL_TOKEN_FILE to a file that xffl lighthouse --token-file has made"
         )
     try:
