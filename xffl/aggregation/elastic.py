@@ -430,7 +430,7 @@ class ElasticAggregator:
                 "seconds": seconds,
             },
             cells=cells,
-            membership=epoch.group,
+            membership=epoch.membership,
             tries=tries,
             told=tuple(json.loads(member.told) if member.told else {} for member in epoch.members),
         )

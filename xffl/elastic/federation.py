@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import sys
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from xffl.cluster.environment import bind_address, token_of
+from xffl.cluster.environment import PROOF_KEY, bind_address, prove_token, run_token
 from xffl.cluster.lives import lives_of_run
 from xffl.cluster.network import CELL_HEARTBEAT_TIMEOUT_S
 from xffl.distributed.collectives import CrossWorldGroup
@@ -82,14 +81,14 @@ class ElasticFederation:
         self._lighthouse: Lighthouse | None = None
         self._lives = lives_of_run()
         life = [f"{self.cell}.{secrets.token_hex(6)}"]
-        has_token = any(os.environ.get(name, "").strip() for name in ("XFFL_TOKEN", "XFFL_TOKEN_FILE"))
         with run_on_all_ranks("tokens and lighthouses"):
-            self._token = token_of() if has_token else b""
+            self._token = run_token()
             if state.rank == 0:
                 host = bind_address(asked.lighthouse)
                 self._store = TCPStore(
                     host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_S)
                 )
+                self._store.set(PROOF_KEY, prove_token(self._token, life[0]))  # for xffl doctor
                 self._address = f"{host}:{self._store.port}"
                 self._lighthouse = Lighthouse(asked.lighthouse, life[0], self._address, self._token)
         dist.broadcast_object_list(life, src=0)

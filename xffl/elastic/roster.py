@@ -151,6 +151,11 @@ class Epoch:
         return f"{self.base.round + 1}.{self.created}/{len(self.members)}"
 
     @property
+    def membership(self) -> str:
+        """Return what the group is called in which its round takes place: the same in rounds of the same cells."""
+        return self.members[0].group if self.keeps_group else self.group
+
+    @property
     def left(self) -> tuple[int, ...]:
         """Return the cells that have left before this epoch."""
         return tuple(sorted({cell for member in self.members for cell in member.left} - {*self.cells}))

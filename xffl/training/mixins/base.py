@@ -64,7 +64,6 @@ class TrainerMixin:
         rounds: int
         training: bool
         last_round: RoundReport | None
-        place_step: int
 
     train_dataloader: Any = None
     """The loader of the training batches"""
@@ -161,6 +160,11 @@ class TrainerMixin:
     def lone_cell(self) -> tuple[int, tuple[int, ...]] | None:
         """Return which cell this job is, and the ranks of all cells, where each cell is a job of its own."""
         return None
+
+    @property
+    def place_step(self) -> int:
+        """The step after which the last round has left this cell, in the life of its job before this one."""
+        return 0
 
     @property
     def last_step(self) -> int | None:

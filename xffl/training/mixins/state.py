@@ -159,7 +159,7 @@ class StateMixin(TrainerMixin):
 
     @property
     def place_step(self) -> int:
-        """The step of that round; what was recorded up to it has counted, whatever checkpoint there is."""
+        """The step of that round, 0 without one; records up to it have counted, whatever checkpoint there is."""
         return 0 if self._place is None else int(self._place["trainer"]["global_step"])
 
     def read_place(self) -> bool:
