@@ -4,8 +4,8 @@ cwlVersion: v1.2
 class: Workflow
 requirements:
   MultipleInputFeatureRequirement: {}
-inputs: {project: Directory, configuration: string, address: string, site: File, home: string, site_a: File, home_a: string,
-  words_a: 'string[]', site_b: File, home_b: string, words_b: 'string[]'}
+inputs: {project: Directory, configuration: string, address: string, site: File, home: string, site_a: File,
+  home_a: string, words_a: 'string[]', site_b: File, home_b: string, words_b: 'string[]'}
 steps:
   lighthouse:
     run: lighthouse.cwl
