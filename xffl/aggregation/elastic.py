@@ -38,6 +38,8 @@ PATIENCE = 20.0
 
 Only who is stopped or hangs holds the others up for as long: a host that is gone is found by its connections.
 """
+QUICK_PATIENCE = 5.0
+"""The same where messages take less than a twentieth of a second each."""
 
 FOUNDING = ("policies", "bucket_bytes", "nonfinite", "form", "rails")
 """Options of the first round of a federation, which takes one cell's model over and is no step of a server."""
@@ -411,7 +413,8 @@ class ElasticAggregator:
         """Let a message take a few times as long as all of this exchange did, so that a slow link is no lost one."""
         # Of the slowest of late; one that was slow long ago counts less and less.
         self._exchange_s = max(sum(report.phases.values()), 0.5 * self._exchange_s)
-        self._federation.limit_messages(max(LEAST_TIMEOUT_S, PATIENCE * self._exchange_s))
+        limits = (max(LEAST_TIMEOUT_S, patience * self._exchange_s) for patience in (PATIENCE, QUICK_PATIENCE))
+        self._federation.limit_messages(*limits)
 
     def _spread(self, report: RoundReport, epoch: Epoch, tries: int, seconds: float, *, is_last: bool) -> RoundReport:
         """Return a report by the cells' own numbers, 0 for those that were not there."""

@@ -13,6 +13,7 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -34,8 +35,9 @@ SILENT_S = 10
 """Seconds in which the host at the other end of a connection has to answer."""
 WATCH_S = 0.2
 """How often who waits for a message looks whether a connection is lost."""
-
-
+QUICK_S = 0.05
+QUICK_IN_A_ROW = 16
+"""Messages that came within so many seconds each, behind which the next one is waited for as a quick one."""
 INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 
@@ -50,7 +52,8 @@ class CrossWorldGroup:
     """A gloo group over the ranks of several worlds, which all make it with the same name; collective over them.
 
     A rank counts its peers as it counts the ranks of its own world, from ``first`` on: rank ``r`` of the group is
-    ``first + r``. Every wait ends after ``timeout_s``, which may be changed between messages.
+    ``first + r``. Every wait ends after ``timeout_s``, which may be changed between messages, and that for a message
+    where the last ones were quick after ``quick_timeout_s``.
 
     :param address: HOST:PORT of the store at which all meet.
     :param name: What the group is called: no other of this store is, or was.
@@ -75,6 +78,7 @@ class CrossWorldGroup:
         opened = open_sockets() - others
         for descriptor in opened:
             limit_silence(descriptor, SILENT_S)
+        self.quick_timeout_s, self._quick = timeout_s, 0
         self._connections = _connections(opened, others, int(port), size - 1)
         self._waits: queue.SimpleQueue[tuple[dist.Work, timedelta, queue.SimpleQueue[Any]] | None] = queue.SimpleQueue()
         threading.Thread(target=_wait, args=[self._waits], name="xffl-messages", daemon=True).start()
@@ -83,12 +87,22 @@ class CrossWorldGroup:
         if hasattr(self, "_waits"):
             self._waits.put(None)
 
-    def wait(self, work: dist.Work) -> Any:
+    def wait(self, work: dist.Work, *, is_received: bool) -> Any:
         """Wait for a message that was sent or is received; RuntimeError where it does not come, or a rank is lost.
 
-        Another thread waits: where a connection ends in the middle of a message, gloo's wait goes on until its time is
-        over (30.0 s of 30 s), and nothing but that ends it.
+        Where a connection ends in the middle of a message, gloo's wait goes on until its time is over (30.0 s of 30 s),
+        and nothing but that ends it. So where messages take long, another thread waits; where they are quick, that
+        would cost 10 % of a round on busy cores (0.5 ms a message), and the time of one is kept short.
         """
+        begun = time.monotonic()
+        is_quick = self._quick >= QUICK_IN_A_ROW
+        answer = work.wait(timedelta(seconds=self.quick_timeout_s)) if is_quick else self._wait_apart(work)
+        if is_received:
+            self._quick = self._quick + 1 if time.monotonic() - begun < QUICK_S else 0
+        return answer
+
+    def _wait_apart(self, work: dist.Work) -> Any:
+        """Have another thread wait, and see meanwhile whether a connection is lost."""
         result: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._waits.put((work, timedelta(seconds=self.timeout_s), result))
         while True:
@@ -112,11 +126,11 @@ class CrossWorldGroup:
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work:
         """Start to send to a rank of the group."""
-        return _Message(self._gloo.send(tensors, rank, tag), self)
+        return _Message(self._gloo.send(tensors, rank, tag), self, is_received=False)
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work:
         """Start to receive from a rank of the group."""
-        return _Message(self._gloo.recv(tensors, rank, tag), self)
+        return _Message(self._gloo.recv(tensors, rank, tag), self, is_received=True)
 
     def all_reduce(self, values: torch.Tensor, op: Any) -> None:
         """Reduce values in place."""
@@ -193,11 +207,11 @@ class _Limited:
 class _Message:
     """A message that is sent or received."""
 
-    def __init__(self, work: dist.Work, group: CrossWorldGroup) -> None:
-        self._work, self._group = work, group
+    def __init__(self, work: dist.Work, group: CrossWorldGroup, *, is_received: bool) -> None:
+        self._work, self._group, self._is_received = work, group, is_received
 
     def wait(self) -> Any:
-        return self._group.wait(self._work)
+        return self._group.wait(self._work, is_received=self._is_received)
 
 
 def _wait(waits: queue.SimpleQueue[tuple[dist.Work, timedelta, queue.SimpleQueue[Any]] | None]) -> None:

@@ -288,11 +288,11 @@ class ElasticFederation:
                 )
         return most
 
-    def limit_messages(self, seconds: float) -> None:
-        """Let messages of this epoch and later ones take so many seconds at most; local."""
+    def limit_messages(self, seconds: float, quick_s: float) -> None:
+        """Let messages of this epoch and later ones take so many seconds at most, and where they are quick; local."""
         self._message_s = seconds
         if self._group is not None:
-            self._group.timeout_s = seconds
+            self._group.timeout_s, self._group.quick_timeout_s = seconds, quick_s
 
     def poison(self) -> None:
         """Let all others of the epoch know at once that this rank goes no further in it; local."""
