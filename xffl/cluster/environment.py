@@ -32,10 +32,12 @@ __all__ = [
     "detect_environment",
     "elastic_cell",
     "federation_variables",
+    "find_lighthouse",
     "lighthouse_of",
     "make_token_file",
     "parse_sizes",
     "read_address",
+    "read_lighthouse",
     "read_over_files",
     "replica_group_of",
     "request_federation",
@@ -408,6 +410,30 @@ def read_address(what: str, text: str) -> tuple[str, int]:
     return found[1], int(found[2])
 
 
+def read_lighthouse(what: str, text: str) -> str:
+    """Return where a run's lighthouse is: ``http://HOST:PORT``, or ``file:/PATH`` with a file that names it."""
+    kind, colon, path = text.strip().partition(":")
+    if kind != "file" or not colon:
+        return "http://{}:{}".format(*read_address(what, text))
+    if not path:
+        raise LaunchError(f"{what} is {text!r}; give the file that holds the lighthouse's address: file:PATH")
+    return f"file:{os.path.abspath(path)}"
+
+
+def find_lighthouse(place: str) -> str:
+    """Return the address of a lighthouse now; LaunchError where its file is not there."""
+    if not place.startswith("file:"):
+        return place
+    file = place.removeprefix("file:")
+    try:
+        text = Path(file).read_text()
+    except FileNotFoundError:
+        raise LaunchError(f"there is no file {file} yet, which names the lighthouse") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(f"the lighthouse's file {file} cannot be read ({error})") from error
+    return "http://{}:{}".format(*read_address(f"the lighthouse's address in {file}", text))
+
+
 def elastic_cell(environ: Mapping[str, str] | None = None) -> tuple[int, int] | None:
     """Return which cell of an elastic run this job is, and how many there are; ``None`` where it is not part of one.
 
@@ -487,7 +513,8 @@ def bind_address(lighthouse: str, environ: Mapping[str, str] | None = None) -> s
         return named
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(read_address("the lighthouse", lighthouse))  # nothing is sent: the kernel chooses the way
+            # Nothing is sent: the kernel chooses the way.
+            probe.connect(read_address("the lighthouse", find_lighthouse(lighthouse)))
             address: str = probe.getsockname()[0]
     except OSError as error:
         raise LaunchError(
