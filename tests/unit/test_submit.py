@@ -143,8 +143,9 @@ def test_a_preempted_job_goes_back_into_the_queue(
 @pytest.mark.parametrize(
     ("code", "seconds", "restarts", "goes_back"),
     [
-        *((code, 700, 0, code in (1, 75, 137)) for code in (0, 1, 2, 75, 124, 130, 137, 143)),
+        *((code, 700, 0, code in (1, 2, 75, 137)) for code in (0, 1, 2, 75, 124, 130, 137, 143)),
         (1, 500, 0, False),  # a script that fails at once would do so again
+        (2, 500, 0, False),
         (75, 0, 0, True),
         (1, 700, 3, False),
     ],

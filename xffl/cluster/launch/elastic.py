@@ -103,7 +103,8 @@ def launch_cells(
                 if limit is not None and time.monotonic() > limit and not any(asked.values()):
                     is_late = True
                     signals.append((signal.SIGTERM, True))
-                if lighthouse is not None and not lighthouse.keep() and not is_refused:
+                # A batch system that ends the job may have ended the lighthouse, too.
+                if lighthouse is not None and not any(asked.values()) and not lighthouse.keep():
                     is_refused = True
                     signals.append((signal.SIGTERM, True))
                 for number, ends in signals:

@@ -277,9 +277,10 @@ def _directives(slurm: SlurmConfig, job: Job) -> list[str]:
 
 
 _REQUEUES = '[ "$status" -eq 75 ]'
-_REQUEUES_CELL = f'{_REQUEUES} || {{ [ "$SECONDS" -ge 600 ] && [[ ! $status =~ ^(0|2|124|130|143)$ ]]; }}'
-"""A failure (not a refusal, a time limit or a signal) in the first ten minutes, after the restarts of ``xffl exec``, is
-likely to be one of the script, which would fail again."""
+_REQUEUES_CELL = f'{_REQUEUES} || {{ [ "$SECONDS" -ge 600 ] && [[ ! $status =~ ^(0|124|130|143)$ ]]; }}'
+"""What fails or is refused in the first ten minutes, after the restarts of ``xffl exec``, would probably do so again;
+later it may be the node, or the other cells, for which it has waited in vain. 124 is a time limit, 130 and 143 are
+signals."""
 
 
 def _setup(setup: str | tuple[str, ...]) -> str:
