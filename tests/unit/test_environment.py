@@ -14,10 +14,8 @@ import pytest
 from xffl.cluster import hosts
 from xffl.cluster.environment import (
     ProcessEnvironment,
-    bind_address,
     detect_environment,
     elastic_cell,
-    find_lighthouse,
     parse_sizes,
     read_lighthouse,
     requested_federation,
@@ -524,16 +522,3 @@ def test_elastic_cell_and_its_restarts() -> None:
     for text in ("-1", "two"):
         with pytest.raises(LaunchError, match=f"XFFL_RESTARTS must be an integer of 0 or more, got '{text}'"):
             restarts_of({"XFFL_RESTARTS": text})
-
-
-def test_a_lighthouse_is_found_by_its_file(tmp_path: Path) -> None:
-    file = tmp_path / "lighthouse"
-    place = f"file:{file}"
-    assert find_lighthouse("http://a:1") == "http://a:1"
-    with pytest.raises(LaunchError, match=f"there is no file {file} yet"):
-        find_lighthouse(place)
-    file.write_text("http://127.0.0.1:7\n")
-    assert find_lighthouse(place) == "http://127.0.0.1:7" and bind_address(place, {}) == "127.0.0.1"
-    file.write_text("nonsense")
-    with pytest.raises(LaunchError, match="the lighthouse's address in .* is 'nonsense'; give HOST:PORT"):
-        find_lighthouse(place)

@@ -76,13 +76,16 @@ class ElasticRoundReport(RoundReport):
     """What one round of an elastic federation did; ``weights`` and what else is by cell has 0 for cells not there.
 
     :param cells: The cells that took part.
-    :param membership: What their epoch is called.
+    :param membership: What their epoch is called: the same as in the round before where nobody was lost or has come.
     :param tries: How often the round was begun: more than once where a cell was lost on the way.
+    :param told: What each of ``cells`` has told the others at the meeting for this round, see
+        :attr:`xffl.FederatedScaling.tell`.
     """
 
     cells: tuple[int, ...] = ()
     membership: str = ""
     tries: int = 1
+    told: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def cell_counts(self) -> tuple[int, int, int]:

@@ -27,7 +27,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from xffl.cluster.environment import find_lighthouse
+from xffl.cluster.environment import resolve_lighthouse
 from xffl.elastic.roster import CellRecord
 from xffl.errors import ConfigError, LaunchError
 from xffl.extras import optional_import
@@ -159,7 +159,7 @@ class Lighthouse:
 
     def _connect(self) -> None:
         """Find the lighthouse, and begin the heartbeats, in a thread of torchft's that needs no turn of Python's."""
-        url = find_lighthouse(self._place)
+        url = resolve_lighthouse(self._place)
         if self._heart is not None and url == self._url:
             return
         # It offers to end this process to whoever can reach it: nobody can.
