@@ -16,8 +16,8 @@ from xffl.cluster.environment import (
     ProcessEnvironment,
     detect_environment,
     elastic_cell,
+    parse_lighthouse,
     parse_sizes,
-    read_lighthouse,
     requested_federation,
     restarts_of,
     use_interface,
@@ -514,7 +514,8 @@ def test_elastic_cell_and_its_restarts() -> None:
     with pytest.raises(ConfigError, match="XFFL_CELL is '3/3'"):
         elastic_cell({"XFFL_CELL": "3/3", **lighthouse})
     assert (
-        read_lighthouse("it", " file:a/b ") == f"file:{Path.cwd()}/a/b" and read_lighthouse("it", "a:1") == "http://a:1"
+        parse_lighthouse("it", " file:a/b ") == f"file:{Path.cwd()}/a/b"
+        and parse_lighthouse("it", "a:1") == "http://a:1"
     )
     assert restarts_of({}) == restarts_of({"XFFL_RESTARTS": " "}) == 0
     assert restarts_of({"XFFL_RESTARTS": "2", "SLURM_RESTART_COUNT": "1"}) == 2

@@ -28,7 +28,7 @@ from xffl.cluster.environment import (
     detect_environment,
     elastic_cell,
     federation_variables,
-    read_lighthouse,
+    parse_lighthouse,
     read_over_files,
     request_federation,
     requested_federation,
@@ -504,7 +504,7 @@ def _check_elastic(options: Namespace, over_files: OverFiles) -> None:
     number, cells = parse_cell(over_files.cell, "--cell")
     os.environ["XFFL_CELL"] = f"{number}/{_count(cells)}"
     if options.elastic is not None:
-        os.environ["XFFL_LIGHTHOUSE"] = read_lighthouse("--elastic", options.elastic)
+        os.environ["XFFL_LIGHTHOUSE"] = parse_lighthouse("--elastic", options.elastic)
 
 
 def _start_all_cells(

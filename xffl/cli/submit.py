@@ -21,7 +21,7 @@ from xffl.checks import integer
 from xffl.cli.execute import is_lighthouse
 from xffl.cli.main import HelpFormatter
 from xffl.cluster.cells import Federation, parse_federation
-from xffl.cluster.environment import make_token_file, read_lighthouse, token_of
+from xffl.cluster.environment import make_token_file, parse_lighthouse, run_token
 from xffl.cluster.launch.failure import ExitCode, code_of_signal
 from xffl.cluster.slurm.job_monitor import Follower, exit_code_of, expand_pattern, log_pattern
 from xffl.cluster.slurm.submit import (
@@ -47,7 +47,6 @@ _PASSED_ON = ("federated", "hsdp", "require_cells", "log_dir", "merge")
 """Options that are those of xffl exec."""
 _FLAGS = ("--dry-run", "--follow", "--no-follow", "--cancel-on-interrupt", "--merge")
 _VALUES = ("--template", "--federated", "--hsdp", "--require-cells", "--log-dir", "--elastic", "--cells", "--cell")
-_TOKENS = ("XFFL_TOKEN", "XFFL_TOKEN_FILE")
 
 _EXAMPLES = f"""\
 FILE is a configuration with a section slurm, followed by values for its keys, as for xffl exec, or the options above.
@@ -296,7 +295,7 @@ class _Elastic:
         number = self.options.cell
         if number is not None and integer("--cell", number, 0) >= cells:
             raise ConfigError(f"--cell is {number}, but there are {cells} cells, from 0; give 0 to {cells - 1}")
-        place = read_lighthouse("--elastic", self.options.elastic or f"file:{self.run_folder}/lighthouse")
+        place = parse_lighthouse("--elastic", self.options.elastic or f"file:{self.run_folder}/lighthouse")
         environ = self._token()
         planned = []
         for cell in range(cells) if number is None else (number,):
@@ -343,8 +342,7 @@ class _Elastic:
 
     def _token(self) -> dict[str, str]:
         """Return the variable that names the file of the run's token, which is made where the user gives none."""
-        if any(os.environ.get(name, "").strip() for name in _TOKENS):
-            token_of()
+        if run_token():
             file = os.environ.get("XFFL_TOKEN_FILE", "").strip()
         else:
             file = os.path.join(self.run_folder, "token")

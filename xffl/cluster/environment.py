@@ -38,10 +38,10 @@ __all__ = [
     "federation_variables",
     "lighthouse_of",
     "make_token_file",
+    "parse_lighthouse",
     "parse_sizes",
     "prove_token",
     "read_address",
-    "read_lighthouse",
     "read_over_files",
     "replica_group_of",
     "request_federation",
@@ -432,7 +432,7 @@ def read_address(what: str, text: str) -> tuple[str, int]:
     return found[1], int(found[2])
 
 
-def read_lighthouse(what: str, text: str) -> str:
+def parse_lighthouse(what: str, text: str) -> str:
     """Return where a run's lighthouse is: ``http://HOST:PORT``, or ``file:/PATH`` with a file that names it."""
     kind, colon, path = text.strip().partition(":")
     if kind != "file" or not colon:

@@ -25,7 +25,7 @@ from xffl.cluster.environment import (
     complete_federation,
     detect_environment,
     elastic_cell,
-    read_lighthouse,
+    parse_lighthouse,
     read_over_files,
     required_cells,
     restarts_of,
@@ -346,7 +346,7 @@ def _read_elastic(elastic: str | ElasticParameters | None, lone_cell: object) ->
     if isinstance(elastic, ElasticParameters):
         return elastic
     what, text = ("XFFL_LIGHTHOUSE", os.environ["XFFL_LIGHTHOUSE"]) if elastic is None else ("elastic", elastic)
-    return ElasticParameters(lighthouse=read_lighthouse(what, text), restarts=restarts_of())
+    return ElasticParameters(lighthouse=parse_lighthouse(what, text), restarts=restarts_of())
 
 
 def take_elastic_cell(state: DistributedState) -> None:
