@@ -260,4 +260,6 @@ def coordination() -> ModuleType:
 
 
 def _text(error: Exception) -> str:
+    if isinstance(error, LaunchError):  # there is no file that names it
+        return str(error)
     return str(error).splitlines()[0][:120] if str(error) else type(error).__name__
