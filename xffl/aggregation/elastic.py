@@ -424,6 +424,8 @@ class ElasticAggregator:
             cells=cells,
             membership=epoch.group,
             tries=tries,
+            restarts=tuple(member.restarts for member in epoch.members),
+            left=epoch.left,
         )
 
     def discard(self) -> None:

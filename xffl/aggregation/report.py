@@ -78,11 +78,15 @@ class ElasticRoundReport(RoundReport):
     :param cells: The cells that took part.
     :param membership: What their epoch is called.
     :param tries: How often the round was begun: more than once where a cell was lost on the way.
+    :param restarts: How often each of ``cells`` was started again before.
+    :param left: The cells that had left for good before: they had finished, or are not started again.
     """
 
     cells: tuple[int, ...] = ()
     membership: str = ""
     tries: int = 1
+    restarts: tuple[int, ...] = ()
+    left: tuple[int, ...] = ()
 
     @property
     def cell_counts(self) -> tuple[int, int, int]:

@@ -1,15 +1,16 @@
-"""Figures of runs: values against steps and time, rounds on the wall clock, their phases, what they sent."""
+"""Figures of runs: values against steps and time, rounds on the wall clock, who took part, phases, what they sent."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from xffl.planning.figures import INK, MUTED, PALETTE, new_figure, plain_axes
+from xffl.planning.figures import FRAME, INK, MUTED, PALETTE, new_figure, plain_axes
+from xffl.run_report.elastic import History, Presence
 from xffl.run_report.reader import FEDERATION, RoundRecord, Run, Series
 from xffl.run_report.summary import cell_name, label_text, mean_phases, number_text, seconds_text
 
@@ -17,10 +18,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["STYLES", "phases_figure", "rounds_figure", "run_style", "traffic_figure", "value_figure"]
+__all__ = [
+    "STYLES",
+    "participation_figure",
+    "phases_figure",
+    "rounds_figure",
+    "run_style",
+    "traffic_figure",
+    "value_figure",
+]
 
 # What is shown, and what is left out with a note.
-MAX_CELLS, MAX_LANES = 32, 16
+MAX_CELLS, MAX_LANES, MAX_EPOCHS = 32, 16, 100
 POINTS, MAX_POINTS, MIN_POINTS = 2500, 250, 50
 """Points of a panel, and of a line at most and at least."""
 MAX_BLOCKS, BINS = 200, 240
@@ -39,7 +48,9 @@ LETTER, EDGE = 0.075, 0.25
 
 STYLES = {"-": "solid", "--": "dashed", "-.": "double", ":": "dotted"}
 """Lines of matplotlib and of CSS."""
-STEPS, EXPOSED, BEHIND = "#E1E5EA", PALETTE[3], PALETTE[5]
+STEPS, EXPOSED, BEHIND, EPOCH = "#E1E5EA", PALETTE[3], PALETTE[5], "#F7F0DC"
+STATES = {Presence.CONTRIBUTED: PALETTE[0], Presence.IDLE: PALETTE[1], Presence.MISSED: "white"}
+"""Colours of what a cell does in a round of an elastic run."""
 PHASES = ("vote", "pack", "encode", "across", "combine", "home", "commit", "wait")
 """Each has its colour in all figures, in the order of the palette."""
 
@@ -62,12 +73,16 @@ Line = tuple[Look, Series, float]
 
 
 class Panel(NamedTuple):
-    """One panel of a figure: its lines, ``step`` or ``time`` on the x axis, and a name for the y axis."""
+    """One panel of a figure: its lines, ``step``, ``round`` or ``time`` on the x axis, and a name for the y axis.
+
+    Rounds stand in the place of the steps of a series. Bands lie behind the lines.
+    """
 
     lines: Sequence[Line]
     x: str
     label: str
     is_bytes: bool = False
+    bands: Sequence[tuple[float, float]] = ()
 
 
 def run_style(index: int) -> tuple[str, str]:
@@ -90,7 +105,9 @@ def _looks_of(runs: Sequence[Run], index: int, cells: Sequence[int], *, has_all:
 
 def value_figure(runs: Sequence[Run], name: str) -> tuple[Figure, str]:
     """Draw a value against steps and time; return the figure and its caption."""
-    lines, notes = [], []
+    lines: list[Line] = []
+    by_round: list[Line] = []
+    notes = []
     has_all = has_cells = False
     for index, run in enumerate(runs):
         of_run = f" of {run.name}" if len(runs) > 1 else ""
@@ -103,7 +120,14 @@ def value_figure(runs: Sequence[Run], name: str) -> tuple[Figure, str]:
         has_all, has_cells = has_all or bool(together), has_cells or bool(cells)
         every = -(-len(cells) // MAX_CELLS) or 1
         looks = _looks_of(runs, index, cells[::every], has_all=bool(together))
-        lines += [(looks[cell], by_cell[cell], run.started) for cell in [*cells[::every], *together]]
+        for cell in [*cells[::every], *together]:
+            series = by_cell[cell]
+            if run.history is not None:
+                series = _broken(series, run.history.spans(cell, run.started, run.started))
+                begun = min((metrics.first_time for metrics in run.metrics.values()), default=run.started)
+                placed = series._replace(steps=run.history.place(series.times, begun))
+                by_round.append((looks[cell], placed, run.started))
+            lines.append((looks[cell], series, run.started))
         if every > 1:
             notes.append(f"Every {every}th of the {len(cells)} cells{of_run} is drawn.")
         if len(cells) > 1 and _are_same([by_cell[cell] for cell in cells]):
@@ -111,9 +135,15 @@ def value_figure(runs: Sequence[Run], name: str) -> tuple[Figure, str]:
         if bad := sum(int((~np.isfinite(series.values)).sum()) for series in by_cell.values()):
             notes.append(f"{bad:,} value{'s' if bad > 1 else ''}{of_run} not finite: crosses on the axis mark where.")
     # Lines of all cells together, the widest, lie above the others.
-    lines.sort(key=lambda line: line[0].width)
-    label = name.rpartition("/")[2].replace("_", " ")
-    panels = [Panel(lines, x, label, name.endswith("bytes")) for x in ("step", "time")]
+    for drawn in (lines, by_round):
+        drawn.sort(key=lambda line: line[0].width)
+    label, is_bytes = name.rpartition("/")[2].replace("_", " "), name.endswith("bytes")
+    bands, told = _epoch_bands(runs)
+    if all(run.history is not None for run in runs):
+        panels = [Panel(by_round, "round", label, is_bytes, bands["round"])]
+    else:
+        panels = [Panel(lines, "step", label, is_bytes)]
+    panels.append(Panel(lines, "time", label, is_bytes, bands["time"]))
     figure, thinning = draw_panels(name, panels)
     if len(runs) == 1:
         what = "each cell" * has_cells + " and " * (has_all and has_cells) + "all cells together" * has_all
@@ -124,7 +154,34 @@ def value_figure(runs: Sequence[Run], name: str) -> tuple[Figure, str]:
             f"Long lines are thinned: each point is the mean of up to {thinning:,} records, in a band from their "
             "smallest to their largest."
         )
-    return figure, " ".join([f"{name} of {what}, against optimizer steps (left) and wall-clock time (right).", *notes])
+    left = "optimizer steps" if panels[0].x == "step" else "rounds"
+    return figure, " ".join([f"{name} of {what}, against {left} (left) and wall-clock time (right).", *told, *notes])
+
+
+def _broken(series: Series, spans: Sequence[tuple[float, float]]) -> Series:
+    """Put a gap into a line, a record without time, where a cell was away and for most of it has recorded nothing."""
+    places = []
+    for (_, left), (back, _) in pairwise(spans):
+        place = int(np.searchsorted(series.times, back))
+        if 0 < place < len(series.times) and back - series.times[place - 1] > 0.5 * (back - left):
+            places.append(place)
+    return Series(*(np.insert(values, places, np.nan) for values in series))
+
+
+def _epoch_bands(runs: Sequence[Run]) -> tuple[dict[str, list[tuple[float, float]]], list[str]]:
+    """Return the bands of every second epoch of an elastic run, in rounds and in seconds, and what they are."""
+    history, start = runs[0].history, runs[0].started
+    bands: dict[str, list[tuple[float, float]]] = {"round": [], "time": []}
+    if len(runs) > 1 or history is None or start is None:
+        return bands, []
+    if len(history.epochs) > MAX_EPOCHS:
+        return bands, [f"The {len(history.epochs):,} epochs are too many for bands."]
+    for (_, before), (_, last) in list(pairwise(history.epochs))[::2]:
+        first, end = history.rounds[before], history.rounds[last]
+        ended = runs[0].ended if last == len(history.rounds) - 1 else end.time
+        bands["round"].append((first.number, end.number))
+        bands["time"].append((first.time - start, (ended or end.time) - start))
+    return bands, ["Bands: epochs, in which the same cells made the rounds."]
 
 
 def _are_same(several: Sequence[Series]) -> bool:
@@ -194,8 +251,10 @@ def _draw_panel(axes: Axes, panel: Panel, handles: dict[str, Any], *, stairs: bo
     limit = min(MAX_POINTS, max(MIN_POINTS, POINTS // max(1, len(panel.lines))))
     unit, scale = _time_unit(max((float(series.times[-1]) - start for _, series, start in panel.lines), default=0.0))
     thinning, low, high = 1, np.inf, -np.inf
+    is_time = panel.x == "time"
+    _draw_bands(axes, panel.bands, scale if is_time else 1.0)
     for look, series, start in panel.lines:
-        x = series.steps if panel.x == "step" else (series.times - start) / scale
+        x = (series.times - start) / scale if is_time else series.steps
         points = thin(x, series.values, limit, stairs=stairs)
         thinning = max(thinning, points.length)
         (drawn,) = axes.plot(
@@ -221,10 +280,11 @@ def _draw_panel(axes: Axes, panel: Panel, handles: dict[str, Any], *, stairs: bo
             axes.plot(bad, [0.03] * len(bad), "x", color=look.colour, markersize=5, transform=edge, clip_on=False)
         if np.isfinite(points.mean).any():
             low, high = min(low, float(np.nanmin(points.low))), max(high, float(np.nanmax(points.high)))
-    axes.set_xlabel("optimizer step" if panel.x == "step" else f"time since the start ({unit})", color=INK)
+    names = {"step": "optimizer step", "round": "round", "time": f"time since the start ({unit})"}
+    axes.set_xlabel(names[panel.x], color=INK)
     if low > 0 and high > LOG_RANGE * low:
         axes.set_yscale("log")
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=panel.x == "step"))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=not is_time))
     axes.xaxis.set_major_formatter(_tick_text)
     axes.yaxis.set_major_formatter(EngFormatter("B") if panel.is_bytes else _tick_text)
     if panel.is_bytes and axes.get_ylim()[1] < 1:  # nothing was sent: no ticks in fractions of a byte
@@ -233,6 +293,11 @@ def _draw_panel(axes: Axes, panel: Panel, handles: dict[str, Any], *, stairs: bo
     plain_axes(axes, grid="y")
     axes.margins(x=0.02)
     return thinning
+
+
+def _draw_bands(axes: Axes, bands: Sequence[tuple[float, float]], scale: float) -> None:
+    for low, high in bands:
+        axes.axvspan(low / scale, high / scale, color=EPOCH, linewidth=0, zorder=0)
 
 
 class Stretches(NamedTuple):
@@ -286,12 +351,13 @@ def _tick_text(value: float, _: float | None = None) -> str:
 
 
 class _Lane(NamedTuple):
-    """The rounds of one cell, a row of a figure; times in Unix seconds."""
+    """The rounds of one cell, a row of a figure, and when it was at work; times in Unix seconds."""
 
     name: str
     rounds: list[RoundRecord]
     start: float
     end: float
+    spans: list[tuple[float, float]]
 
 
 def _lanes(runs: Sequence[Run]) -> tuple[list[_Lane], list[str]]:
@@ -303,19 +369,26 @@ def _lanes(runs: Sequence[Run]) -> tuple[list[_Lane], list[str]]:
         assert run.started is not None and run.ended is not None
         for cell in sorted(run.rounds)[:each]:
             name = cell_name(cell) if len(runs) == 1 else f"{run.name}, {cell_name(cell)}"
-            lanes.append(_Lane(label_text(name), run.rounds[cell], run.started, run.ended))
+            spans = [(run.started, run.ended)]
+            if run.history is not None:
+                last = run.metrics[cell].last_time if cell in run.metrics else run.started
+                spans = run.history.spans(cell, run.started, last)
+            lanes.append(_Lane(label_text(name), run.rounds[cell], run.started, run.ended, spans))
         if len(run.rounds) > each:
             notes.append(f"The first {each} of the {len(run.rounds)} cells of {run.name} are drawn.")
     return lanes, notes + [f"{run.name} has no rounds." for run in runs if not run.rounds]
 
 
-def _lane_axes(figure: Figure, lanes: list[_Lane], top: float, right: float, title: str, x_label: str) -> Axes:
-    """Add axes with a row for each lane below a height in inches."""
+def _lane_axes(
+    figure: Figure, names: Sequence[str], top: float, right: float, title: str, x_label: str, pad: float = 6.0
+) -> Axes:
+    """Add axes with a row for each name below a height in inches, and a title so many points above."""
     width, height = figure.get_size_inches()
-    left, inner = EDGE + LETTER * max(len(lane.name) for lane in lanes), LANE * len(lanes)
+    left, inner = EDGE + LETTER * max(map(len, names)), LANE * len(names)
     axes = figure.add_axes((left / width, (top - inner) / height, (width - left - right) / width, inner / height))
-    axes.set_title(title, fontsize=11, fontweight="bold", color=INK, loc="left")
-    axes.set_yticks(range(len(lanes)), [lane.name for lane in lanes])
+    axes.set_title(title, fontsize=11, fontweight="bold", color=INK, loc="left", pad=pad)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xlabel(x_label, color=INK)
     axes.xaxis.set_major_formatter(_tick_text)
     plain_axes(axes)
@@ -327,10 +400,11 @@ def rounds_figure(runs: Sequence[Run]) -> tuple[Figure, str]:
     from matplotlib.patches import Patch
 
     lanes, hidden = _lanes(runs)
+    bands, told = _epoch_bands(runs)
     # A run may have nothing but a round that took no time.
     spans = [(0.0, max(1e-3, *(lane.end - lane.start for lane in lanes)))]
     if len(runs) == 1 and max(len(lane.rounds) for lane in lanes) > 2 * CLOSE_UP:
-        spans.append(_close_up(lanes[0]))
+        spans.append(_close_up(max(lanes, key=lambda lane: len(lane.rounds))))
     panel = HEAD + LANE * len(lanes) + FOOT
     height = len(spans) * panel + LEGEND
     figure = new_figure(WIDTH, height)
@@ -338,14 +412,25 @@ def rounds_figure(runs: Sequence[Run]) -> tuple[Figure, str]:
     for index, span in enumerate(spans):
         unit, scale = _time_unit(span[1] - (span[0] if index else 0.0))
         title = "rounds, some of them closely" if index else "rounds"
-        axes = _lane_axes(figure, lanes, height - index * panel - HEAD, EDGE, title, f"time since the start ({unit})")
+        names = [lane.name for lane in lanes]
+        axes = _lane_axes(figure, names, height - index * panel - HEAD, EDGE, title, f"time since the start ({unit})")
+        _draw_bands(axes, bands["time"], scale)
         notes += _draw_lanes(axes, lanes, span, scale, is_close=index > 0)
-    names = ((STEPS, "local steps"), (EXPOSED, "training stands still"), (BEHIND, "round behind local steps"))
-    handles = [Patch(color=colour, label=name) for colour, name in names]
+    kinds = ((STEPS, "local steps"), (EXPOSED, "training stands still"), (BEHIND, "round behind local steps"))
+    handles = [Patch(color=colour, label=name) for colour, name in kinds]
     figure.legend(handles=handles, loc="lower center", ncols=3, frameon=False, fontsize=9)
     caption = [
         "Each row is a cell on the wall clock. Grey: local steps. Orange: training stands still for a round (exposed). "
         "Light blue: a round runs behind local steps (hidden).",
+        *(
+            [
+                "Nothing is drawn where a cell was in no round. A cell that was started again without a checkpoint has "
+                "lost the records of its rounds before.",
+                *told,
+            ]
+            if any(run.history for run in runs)
+            else []
+        ),
         *dict.fromkeys(notes),
     ]
     if len(spans) > 1:
@@ -366,8 +451,9 @@ def _draw_lanes(
 ) -> list[str]:
     notes = []
     for row, lane in enumerate(lanes):
-        end = min(span[1], lane.end - lane.start)
-        axes.broken_barh([(span[0] / scale, (end - span[0]) / scale)], (row - 0.36, 0.72), color=STEPS, linewidth=0)
+        work = [(max(span[0], first - lane.start), min(span[1], last - lane.start)) for first, last in lane.spans]
+        bars = [(first / scale, (last - first) / scale) for first, last in work if last > first]
+        axes.broken_barh(bars, (row - 0.36, 0.72), color=STEPS, linewidth=0)
         inside = [
             record
             for record in lane.rounds
@@ -388,11 +474,11 @@ def _draw_lanes(
             first, last = before.time - lane.start, after.time - after.seconds - lane.start
             if last <= first and after.is_delayed:
                 last = after.time - lane.start
-            if (steps := after.step - before.step) > 0 and last - first > 0.07 * (span[1] - span[0]):
+            is_next = after.number <= before.number + 1  # else the cell may have been away
+            if is_next and (steps := after.step - before.step) > 0 and last - first > 0.07 * (span[1] - span[0]):
                 place = ((first + last) / 2 / scale, row)
                 axes.text(*place, f"{steps:,} steps", fontsize=8, color=INK, ha="center", va="center", clip_on=True)
     axes.set_xlim(span[0] / scale, span[1] / scale)
-    axes.set_ylim(len(lanes) - 0.5, -0.5)
     return notes
 
 
@@ -429,6 +515,68 @@ def _draw_shares(axes: Axes, lane: _Lane, rounds: list[RoundRecord], row: int, s
         axes.stairs(base - high, edges / scale, baseline=base - low, fill=True, color=colour, linewidth=0)
 
 
+def participation_figure(history: History, title: str) -> tuple[Figure, str]:
+    """Draw what each cell of an elastic run, a row, did in each round, with the epochs behind; also return the caption.
+
+    Consecutive rounds in which a cell does the same are one block.
+    """
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import MaxNLocator
+
+    cells, numbers = range(min(history.cells, MAX_LANES)), [record.number for record in history.rounds]
+    head = HEAD + LEGEND_ROW  # with the epochs' names
+    height = head + LANE * len(cells) + FOOT + LEGEND
+    figure = new_figure(WIDTH, height)
+    names = [cell_name(cell) for cell in cells]
+    axes = _lane_axes(figure, names, height - head, EDGE, label_text(title), "round", pad=18.0)
+    first, last = numbers[0] - 0.5, numbers[-1] + 0.5
+    shown = history.epochs if len(history.epochs) <= MAX_EPOCHS else []
+    for index, (begin, end) in enumerate(shown):
+        low, high = numbers[begin] - 0.5, numbers[end] + 0.5
+        if index % 2:
+            axes.axvspan(low, high, color=EPOCH, linewidth=0, zorder=0)
+        share = (high - low) / (last - first)
+        if share > 0.02:
+            text = f"epoch {index + 1}" if share > 0.08 else f"{index + 1}"
+            at = axes.get_xaxis_transform()
+            axes.text((low + high) / 2, 1.03, text, fontsize=8, color=MUTED, ha="center", transform=at)
+    size = 6 if sum(len(history.restarts(row)) for row in cells) <= MAX_MARKS * len(cells) / 2 else 3
+    for row in cells:
+        # What is done in a round, and the place among the rounds without gaps that it begins.
+        done = zip(numbers, history.states(row), strict=True)
+        for (state, _), block in groupby(enumerate(done), lambda one: (one[1][1], one[1][0] - one[0])):
+            inside = [number for _, (number, _) in block]
+            if state == Presence.LEFT:
+                place = (inside[0] - 0.5, row)
+                axes.annotate("has left", place, (4, 0), "data", "offset points", fontsize=8, color=MUTED, va="center")
+                continue
+            bar, colour = (inside[0] - 0.5, len(inside)), STATES[state]
+            (edge, hatch) = (FRAME, "/////") if state == Presence.MISSED else (colour, None)
+            axes.broken_barh([bar], (row - 0.3, 0.6), facecolor=colour, edgecolor=edge, hatch=hatch, linewidth=0.4)
+        lives = [numbers[at] - 0.5 for at in history.restarts(row)]
+        axes.plot(lives, [row - 0.3] * len(lives), "v", color=INK, markersize=size, clip_on=False)
+    axes.set_xlim(first, last)
+    axes.xaxis.set_major_locator(MaxNLocator(10, integer=True))
+    handles: list[Patch | Line2D] = [
+        Patch(facecolor=STATES[Presence.CONTRIBUTED], label="contributes"),
+        Patch(facecolor=STATES[Presence.IDLE], label="there with weight 0"),
+        Patch(facecolor="white", edgecolor=FRAME, hatch="/////", label="not there"),
+        Line2D([], [], linestyle="", marker="v", color=INK, markersize=size, label="first round after a restart"),
+    ]
+    figure.legend(handles=handles, loc="lower center", ncols=4, frameon=False, fontsize=9)
+    caption = [
+        "Each row is a cell, each column a round. With weight 0 a cell takes the model over, or has no new steps. One "
+        "that has left for good has finished, or is not started again. Bands: epochs, in which the same cells made the "
+        "rounds."
+    ]
+    if len(history.epochs) > MAX_EPOCHS:
+        caption.append(f"The {len(history.epochs):,} epochs are too many for bands.")
+    if history.cells > len(cells):
+        caption.append(f"The first {len(cells)} of the {history.cells} cells are drawn.")
+    return figure, " ".join(caption)
+
+
 def phases_figure(runs: Sequence[Run]) -> tuple[Figure, str]:
     """Draw the mean time of each phase of a round, a bar for each cell; return the figure and its caption."""
     lanes, hidden = _lanes(runs)
@@ -438,7 +586,8 @@ def phases_figure(runs: Sequence[Run]) -> tuple[Figure, str]:
     height = HEAD + LANE * len(lanes) + FOOT + LEGEND
     figure = new_figure(WIDTH, height)
     unit, scale = ("s", 1.0) if max(sum(mean.values()) for mean in means) >= 1 else ("ms", 1e-3)
-    axes = _lane_axes(figure, lanes, height - HEAD, 1.6, "phases of a round", f"mean time of a round ({unit})")
+    x_label, rows = f"mean time of a round ({unit})", [lane.name for lane in lanes]
+    axes = _lane_axes(figure, rows, height - HEAD, 1.6, "phases of a round", x_label)
     ends = np.zeros(len(lanes))
     for name in names:
         widths = np.array([mean.get(name, 0.0) for mean in means]) / scale

@@ -18,11 +18,21 @@ from xffl.extras import optional_import
 from xffl.planning.figures import PALETTE, save, topology_figure
 from xffl.planning.partition import partition_figure
 from xffl.planning.text import describe_world
-from xffl.run_report.figures import STYLES, phases_figure, rounds_figure, run_style, traffic_figure, value_figure
-from xffl.run_report.reader import FEDERATION, Run, read_runs
+from xffl.run_report.elastic import find_runs, read_runs
+from xffl.run_report.figures import (
+    STYLES,
+    participation_figure,
+    phases_figure,
+    rounds_figure,
+    run_style,
+    traffic_figure,
+    value_figure,
+)
+from xffl.run_report.reader import FEDERATION, Run
 from xffl.run_report.summary import (
     SECTIONS,
     cell_name,
+    cell_table,
     environment_tables,
     label_text,
     printable,
@@ -46,6 +56,8 @@ T = TypeVar("T")
 # What is shown, and what is left out with a note.
 MAX_VALUES, MAX_VALUE_ROWS = 40, 400
 MAX_LISTED, MAX_DESCRIBED = 20, 6
+OWN = "experiment.output_dir"
+"""What each cell of an elastic run is given for itself."""
 
 
 # The files ------------------------------------------------------------------------------------------------------------
@@ -78,19 +90,20 @@ class Report(NamedTuple):
 def write_report(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str] | None = None) -> Report:
     """Write a page about one run, or about several compared, and its figures as PNG files.
 
-    Local; of a run that is still going on, the page shows what has been written.
+    Local; of a run that is still going on, the page shows what has been written. The cells of an elastic run, whose
+    folders stand in one folder, are one run.
 
-    :param runs: Run folders.
+    :param runs: Run folders; of an elastic run those of its cells, or the one that holds them.
     :param out: Where to write; ``None`` takes ``pictures/`` in the folder of a single run.
     :return: What was written.
     :raises ConfigError: if a folder is not that of a run, or given twice, if there are several and no folder to write
         into, or more than figures can distinguish, or if matplotlib or jinja2 is missing.
     """
-    most = len(PALETTE) * len(STYLES)
-    if len(runs) > most:
-        raise ConfigError(f"{len(runs)} runs cannot be told apart in one figure; give {most} at most")
-    if out is None and len(runs) > 1:
-        raise ConfigError(f"a page that compares {len(runs)} runs needs a folder of its own; give it with --out FOLDER")
+    most, count = len(PALETTE) * len(STYLES), len(find_runs(runs))
+    if count > most:
+        raise ConfigError(f"{count} runs cannot be told apart in one figure; give {most} at most")
+    if out is None and count > 1:
+        raise ConfigError(f"a page that compares {count} runs needs a folder of its own; give it with --out FOLDER")
     template = _load_template()
     found = read_runs(runs)
     folder = Path(out) if out is not None else found[0].folder / "pictures"
@@ -99,13 +112,17 @@ def write_report(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[
     folder.mkdir(parents=True, exist_ok=True)
     pictures, notes = draw_pictures(found, folder)
     values, settings = value_rows(found), read_settings(found)
+    # What cells of one run are given differently, but for where they write to.
+    compared = [*found[0].parts.values()] if len(found) == 1 and found[0].parts else found
+    different = [one for one in read_settings(compared) if one.differs and (compared is found or one.name != OWN)]
     value_heads = ["of", "last", "at step", "best", "at step", "smallest", "largest", "records", "not finite"]
     text = template.render(
         runs=found,
         title=f"Run {found[0].name}" if len(found) == 1 else f"{len(found)} runs compared",
         swatches=[(colour, STYLES[style]) for colour, style in map(run_style, range(len(found)))],
         summary=_merge_rows([dict(summary_rows(run)) for run in found]),
-        different=[[setting.name, *setting.texts] for setting in settings if setting.differs],
+        compared=[run.name for run in compared],
+        different=[[setting.name, *setting.texts] for setting in different],
         notes=[*notes, *(f"{run.name}: {note}" if len(found) > 1 else note for run in found for note in run.notes)],
         pictures=pictures,
         sections=list(dict.fromkeys(picture.section for picture in pictures)),
@@ -114,7 +131,12 @@ def write_report(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[
         hidden_values=max(0, len(values) - MAX_VALUE_ROWS),
         settings=[setting.row for setting in settings],
         marked=[index for index, setting in enumerate(settings) if setting.differs],
-        environments=[environment_tables(run) for run in found],
+        cells=[(run.name, *cell_table(run)) for run in found if run.history is not None],
+        environments=[
+            (part.name if part is run or len(found) == 1 else f"{run.name}, {part.name}", environment_tables(part))
+            for run in found
+            for part in (run.parts.values() or [run])
+        ],
     )
     target = folder / "report.html"
     # Readers never see half a page.
@@ -187,6 +209,12 @@ def draw_pictures(runs: Sequence[Run], folder: Path) -> tuple[list[Picture], lis
             album.add(section_of(name), name, caption, _describe(name, runs), partial(save, figure))
         if left_out := names[MAX_VALUES:]:
             notes.append(f"{len(left_out)} more values have no figure: {', '.join(left_out[:MAX_LISTED])}")
+        for run in runs:
+            if run.history is not None:
+                of_run = f" of {run.name}" if len(runs) > 1 else ""
+                figure, caption = participation_figure(run.history, f"who took part in the rounds{of_run}")
+                described = "A row for each cell, with a block where it contributed to a round. The table has the sums."
+                album.add("Cells", f"cells{of_run}", caption, described, partial(save, figure))
         if any(run.rounds for run in runs):
             described = "Bars on a time axis: when each cell trained and when it stood still for a round."
             figures = [("rounds", f"{described} The summary has the sums.", rounds_figure(runs))]
