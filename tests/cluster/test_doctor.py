@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -173,6 +174,55 @@ def test_hosts_of_a_list(two_hosts: Hosts, tmp_path: Path) -> None:
     assert told.exit_code == 1 and {"ssh"} <= told.wrong(), told.report
     assert [finding["host"] for finding in told.find("ssh") if finding["status"] == "error"] == ["c1"]
     assert told.statuses("ports") == {"ok"}
+
+
+# An elastic run -------------------------------------------------------------------------------------------------------
+
+CELL = """
+import sys
+from datetime import timedelta
+from torch.distributed import TCPStore
+from xffl.elastic.lighthouse import Lighthouse
+from xffl.elastic.roster import CellRecord
+url, host = sys.argv[1:]
+store = TCPStore(host, 0, None, True, timedelta(seconds=10), False)
+line = Lighthouse(url, "0.0a", f"{host}:{store.port}", b"")
+line.meet(CellRecord(0, 1, "0.0a"), 60.0)
+print("met", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(find_spec("torchft") is None, reason="needs the extra elastic")
+def test_an_elastic_run_is_reached_from_one_host_and_not_from_the_other(two_hosts: Hosts) -> None:
+    """The lighthouse and a cell are on a1."""
+    address, environ = f"{ADDRESSES['a1']}:29510", {**two_hosts.environ, "XFFL_IFNAME": "eth0"}
+    words = [*QUICK, "--elastic", address]
+    lighthouse = two_hosts.command("a1", sys.executable, "-m", "xffl", "lighthouse", "--bind", address)
+    cell = two_hosts.command("a1", sys.executable, "-c", CELL, f"http://{address}", ADDRESSES["a1"])
+    started = []
+    try:
+        started.append(subprocess.Popen(lighthouse, env=environ, cwd=ROOT))
+        pipe = subprocess.PIPE
+        started.append(subprocess.Popen(cell, env=environ, cwd=ROOT, stdin=pipe, stdout=pipe, text=True))
+        assert started[1].stdout is not None and started[1].stdout.readline() == "met\n"
+        command = [*two_hosts.command("head", *words), "--hosts", "a1:1,b1:1"]
+        told = ask(command, {**environ, "XFFL_SSH": str(RSH)})
+        for check in ("lighthouse", "heartbeats", "stores", "ports"):
+            assert told.statuses(check) == {"ok"}, (check, told.report)
+        with closed(two_hosts, "b1", "32768-60999", "prohibit"):
+            told = on_hosts(two_hosts, words, {"XFFL_IFNAME": "eth0"}, port=20317)
+        assert told.exit_code == 1 and told.wrong() == {"ports", "stores"}, told.report
+        (finding,) = told.find("stores")
+        assert finding["host"] == "b1" and f"that of cell 0 at {ADDRESSES['a1']}:" in finding["text"], finding
+        with closed(two_hosts, "b1", "29510", "blackhole"):
+            told = on_hosts(two_hosts, words, {"XFFL_IFNAME": "eth0"}, port=20317)
+        assert told.exit_code == 1 and told.wrong() == {"lighthouse"}, told.report
+        assert told.find("lighthouse")[0]["host"] == "b1" and told.statuses("stores") == {"ok"}
+    finally:
+        for one in started:
+            one.kill()
+            one.communicate()
 
 
 # Planted faults -------------------------------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ from torch.optim.lr_scheduler import StepLR
 
 import xffl
 from tests.ports import free_port
-from tests.tasks import TaskConfig, TaskTrainer
 from tests.worlds import be_launched, run_world
 from xffl.aggregation.algorithms.clients import Scaffold, local
 from xffl.aggregation.algorithms.server import ServerOptimizer
@@ -35,7 +34,6 @@ from xffl.distributed.faults import PHASES, Fault
 from xffl.elastic.federation import ElasticFederation
 from xffl.elastic.lighthouse import Lighthouse, coordination
 from xffl.elastic.roster import CellRecord, Version
-from xffl.training import Callback, ExperimentConfig, FederationConfig, TrainingParameters
 
 pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="needs the extra elastic")
 
@@ -541,37 +539,6 @@ def test_a_cell_that_is_lost_while_it_waits_for_the_others_is_not_waited_for(lig
     """Its heartbeat is still fresh when the meeting ends; to connect to it would take ten seconds."""
     [seconds] = run_world(1, enter_with_a_dead_cell, Plan(lighthouse, (1,), (free_port(),)), init=False)
     assert seconds < 5.0
-
-
-def fit(rank: int, world: int, plan: Plan, folder: str) -> tuple[str, int, int, list[tuple[int, ...]]]:
-    be_launched(0, 1, plan.ports[rank])
-    config = TaskConfig(
-        experiment=ExperimentConfig(name="test", output_dir=f"{folder}/cell_{rank}"),
-        training=TrainingParameters(epochs=3, batch_size=10, validate_every_epochs=None),
-        federation=FederationConfig(every=2),
-        samples=60,
-    )
-    cells: list[tuple[int, ...]] = []
-
-    class Rounds(Callback):
-        def post_round(self, trainer: Any, report: Any) -> None:
-            cells.append(report.cells)
-
-    with xffl.session(cell=rank, cells=2, elastic=plan.url) as state:
-        trainer = TaskTrainer(config, callbacks=[Rounds()])
-        trainer.fit(state)
-        return digest(trainer.model), trainer.global_step, trainer.world.lone_cell or 0, cells
-
-
-def test_a_trainer_is_a_cell(lighthouse: str, tmp_path: Path) -> None:
-    plan = Plan(lighthouse, (1, 1), (free_port(), free_port()))
-    (bits, steps, cell, rounds), (other_bits, other_steps, other_cell, _) = run_world(
-        2, fit, plan, str(tmp_path), init=False
-    )
-    assert (bits, steps) == (other_bits, other_steps)
-    assert steps == 9  # its half of the samples, three times
-    assert (cell, other_cell) == (0, 1)
-    assert (0, 1) in rounds
 
 
 def test_a_lighthouse_that_is_started_again_divides_nobody(tmp_path: Path) -> None:

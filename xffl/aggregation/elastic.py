@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -120,6 +121,11 @@ class ElasticAggregator:
         return self._federation.standing.version.round
 
     @property
+    def lineage(self) -> str:
+        """Digest of these rounds: cells of one lineage hold the same model; empty before the first round."""
+        return self._federation.standing.version.lineage
+
+    @property
     def next_fragment(self) -> int:
         """The part of the model that the next round moves, if this cell is not behind."""
         return self.rounds % self.fragments
@@ -160,11 +166,12 @@ class ElasticAggregator:
             except RoundBroken:
                 continue  # with those that are left
 
-    def open(self, *, is_finished: bool = False) -> RoundReport | None:
+    def open(self, *, is_finished: bool = False, told: Mapping[str, Any] | None = None) -> RoundReport | None:
         """Meet the other cells for a round; collective over the cell. One try to make it has to follow.
 
         Returns the report of the round before where this cell was in doubt of it, and it was taken; it stands then.
-        ``is_finished`` says that this cell leaves after the round. Raises RoundError where the others do not come.
+        ``is_finished`` says that this cell leaves after the round; ``told`` are plain values that all members learn by
+        the round's report, the same on all ranks of the cell. Raises RoundError where the others do not come.
         """
         if self.is_closed:
             raise StateError("this aggregator is closed; make another one")
@@ -174,7 +181,8 @@ class ElasticAggregator:
         self._tries += 1
         start_round(self.rounds + 1)
         inject("meet")
-        self._epoch, self._is_leaving = self._federation.meet(is_finished=is_finished), is_finished
+        text = json.dumps(told) if told else ""
+        self._epoch, self._is_leaving = self._federation.meet(is_finished=is_finished, told=text), is_finished
         self.has_taken_over = False
         doubted, self._doubted = self._doubted, None
         if not self._federation.standing.settle(self._epoch, self._federation.cell):
@@ -422,10 +430,11 @@ class ElasticAggregator:
                 "seconds": seconds,
             },
             cells=cells,
-            membership=epoch.group,
+            membership=epoch.membership,
             tries=tries,
             restarts=tuple(member.restarts for member in epoch.members),
             left=epoch.left,
+            told=tuple(json.loads(member.told) if member.told else {} for member in epoch.members),
         )
 
     def discard(self) -> None:

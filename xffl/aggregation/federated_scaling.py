@@ -94,7 +94,9 @@ class FederatedScaling:
         all ranks alike.
 
     ``meetings`` are the rounds and checks that this rank has entered, ``before_final_rounds`` is called before it
-    enters another one when it has finished. Delayed rounds start before the next step where ``defer_start`` is set.
+    enters another one when it has finished. Delayed rounds start before the next step where ``defer_start`` is set. In
+    an elastic federation ``tell`` is called before each round, on all ranks with the same result: plain values that all
+    cells of the round learn by its report (``told``).
     """
 
     def __init__(
@@ -140,6 +142,7 @@ class FederatedScaling:
         self._is_entered = False
         self._report: RoundReport | None = None
         self.before_final_rounds: Callable[[], None] | None = None
+        self.tell: Callable[[], Mapping[str, Any]] | None = None
         self.meetings, self.local_steps, self.defer_start = 0, 0, False
         self._has_joined = True
         self._doubted: Snapshot | None = None  # what a round of an elastic federation has taken in, if it was taken
@@ -187,7 +190,7 @@ class FederatedScaling:
         self._note_start()
         self._is_entered = True
         # Hooks stay outside of a step that is compiled.
-        join, before, after = map(torch.compiler.disable, (self._join, self._before_step, self._after_step))
+        join, before, after = map(torch.compiler.disable, (self._join_first, self._before_step, self._after_step))
         for optimizer in self._optimizers:
             self._handles += [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
         if self._state.elastic is not None:
@@ -241,8 +244,14 @@ class FederatedScaling:
             if failure is not None:
                 raise failure
 
-    def _join(self, *unused: Any) -> None:
-        """Take over the model of an elastic federation before the first local step."""
+    def _join_first(self, *unused: Any) -> None:
+        self.join()
+
+    def join(self) -> None:
+        """Take over the model of an elastic federation, unless this was done since the block was entered or resumed.
+
+        Collective over the cell; waits for the other cells' next round. The first forward pass does it by itself.
+        """
         if self._has_joined:
             return
         self._has_joined = True
@@ -525,7 +534,7 @@ class FederatedScaling:
         """Make a round of an elastic federation, with the cells that are there, until one is taken."""
         elastic: Any = self.aggregator
         while True:
-            self._take_up(elastic.open(is_finished=given.is_finished))
+            self._take_up(elastic.open(is_finished=given.is_finished, told=self.tell and self.tell()))
             # The round before may only now be known to be taken: its steps have counted.
             given = self._round_input(is_finishing=is_finishing, gives_up=gives_up)
             try:
@@ -537,7 +546,7 @@ class FederatedScaling:
     def _open_elastic(self) -> bool:
         """Meet the other cells for a delayed round; tell whether there is none, since this cell only catches up."""
         elastic: Any = self.aggregator
-        self._take_up(elastic.open())
+        self._take_up(elastic.open(told=self.tell and self.tell()))
         if not elastic.is_behind:
             return False
         try:

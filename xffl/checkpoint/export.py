@@ -15,6 +15,7 @@ from xffl.checkpoint.format import (
     Record,
     check_data,
     check_path,
+    find_record,
     locate_checkpoint,
     partial_folder,
     read_index,
@@ -24,6 +25,7 @@ from xffl.checkpoint.format import (
     sync_all,
     write_text,
 )
+from xffl.checkpoint.manager import find_latest_checkpoint
 from xffl.checks import integer
 from xffl.errors import CheckpointError, ConfigError
 from xffl.extras import optional_import
@@ -70,7 +72,8 @@ def consolidate_checkpoint(
     once, under their first name; the others stand in the files' metadata, as ``safetensors.torch.load_model`` wants it.
     No code of the checkpoint is run; all files that are read are compared with their checksums first.
 
-    :param path: The checkpoint's folder.
+    :param path: The checkpoint's folder; or that of a run, for its newest one, of an elastic run that of the cell with
+        the most rounds.
     :param out: The folder to make; it must not exist, or be empty.
     :param part: The model's name among the parts; by default ``model``, and of what ``xffl aggregate`` has made the
         only one, which holds what rounds move.
@@ -85,7 +88,7 @@ def consolidate_checkpoint(
     with optional_import("safetensors", "consolidating needs safetensors"):
         from safetensors.torch import save_file
     target, configuration = _check_target(out, max_shard_bytes), _check_pretrained(pretrained)
-    folder = locate_checkpoint(check_path(path))
+    folder = locate_checkpoint(_find(check_path(path)))
     record = read_record(folder)
     if part is None:
         part = record.parts[0] if _GLOBAL in record.values else "model"
@@ -112,6 +115,22 @@ def consolidate_checkpoint(
             "safetensors knows the tensors' data types"
         ) from error
     return Consolidated(target, number, len(names), _bytes(index, names), tuple(files), ties)
+
+
+def _find(path: Path) -> Path:
+    """Return the checkpoint that a path stands for: itself, or the newest of the run whose folder it is."""
+    if find_record(path) is not None:
+        return path
+    if (newest := find_latest_checkpoint(path)) is not None:
+        return newest
+    of_cells = [one for cell in path.glob("cell_*") if (one := find_latest_checkpoint(cell)) is not None]
+
+    def rank(checkpoint: Path) -> tuple[int, bool, str]:
+        record = read_record(checkpoint)
+        return int(record.values.get("round", -1)), record.after_round, record.saved_at
+
+    known = [one for one in of_cells if rank(one)[0] >= 0]
+    return max(known, key=rank, default=path)
 
 
 def _write_shards(

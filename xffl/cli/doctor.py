@@ -26,6 +26,7 @@ examples:
   srun -N 2 -n 8 xffl doctor --federated auto  the hosts of a job step, and every pair of cells
   mpirun -n 8 xffl doctor --shared /scratch/me the hosts of an MPI job, and the folder for runs
   xffl doctor --hosts a:4,b:4                  hosts that ssh reaches
+  xffl doctor --elastic http://10.0.0.1:29510  this host, and from here an elastic run: lighthouse, cells, token
 
 Each line is ok, warning or error, with advice. The exit code is 1 if there is an error, else 0.
 """
@@ -47,6 +48,12 @@ def build_parser() -> ArgumentParser:
         "--hosts", type=str, metavar="LIST", help="hosts for ssh and their processes: a:4,b:4, or @FILE"
     )
     parser.add_argument("--federated", type=str, metavar="SIZES|RULE", help="cells, as for xffl exec")
+    parser.add_argument(
+        "--elastic",
+        type=str,
+        metavar="URL",
+        help="check an elastic run, too: address of its lighthouse, http://HOST:PORT, or file:PATH with it",
+    )
     parser.add_argument("--timeout", type=float, default=15.0, metavar="SECONDS", help="longest wait for another host")
     parser.add_argument("--skip-torch", action="store_true", help="skip the checks that import torch")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -58,7 +65,7 @@ def run(options: Namespace) -> int:
     from xffl.cluster.cells import parse_federation
     from xffl.cluster.doctor.examine import examine, examine_hosts
     from xffl.cluster.doctor.probe import Request
-    from xffl.cluster.environment import complete_federation
+    from xffl.cluster.environment import complete_federation, resolve_lighthouse
     from xffl.cluster.slurm.allocation import parse_hosts
 
     needs = tuple(word.strip() for word in options.need.split(",") if word.strip())
@@ -74,6 +81,7 @@ def run(options: Namespace) -> int:
         federated_by="XFFL_FEDERATED" if variables else "--federated",
         with_torch=not options.skip_torch,
         timeout_s=options.timeout,
+        elastic=None if options.elastic is None else resolve_lighthouse(options.elastic, "--elastic"),
     )
 
     def tell(report: Report) -> None:

@@ -513,7 +513,8 @@ def _start_all_cells(
     log_dir = None if options.log_dir is None else make_log_dir(options.log_dir)
     with ExitStack() as stack:
         lighthouse = stack.enter_context(own_lighthouse("127.0.0.1" if is_local else lighthouse_host(layout)))
-        environ["XFFL_LIGHTHOUSE"] = f"http://{lighthouse.address}"
+        environ["XFFL_LIGHTHOUSE"] = url = f"http://{lighthouse.address}"
+        print(f"xffl: xffl cells {url} shows the cells of this run", file=sys.stderr)
         if options.merge and log_dir is None and is_local:
             log_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="xffl-logs-"))
         # Each cell by itself would tear the others' lines.

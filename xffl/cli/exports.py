@@ -26,6 +26,7 @@ _CONSOLIDATE_EXAMPLES = """\
 examples:
   xffl consolidate runs/demo/checkpoints/final model
   xffl consolidate runs/demo/checkpoints/step_100 model --cell 1
+  xffl consolidate runs/demo model
   xffl consolidate runs/llama/checkpoints/final model --pretrained llama
 """
 
@@ -112,7 +113,7 @@ def _parse_consolidate() -> ArgumentParser:
         epilog=_CONSOLIDATE_EXAMPLES,
         formatter_class=HelpFormatter,
     )
-    parser.add_argument("checkpoint", type=str, metavar="CHECKPOINT", help="folder of the checkpoint")
+    parser.add_argument("checkpoint", type=str, metavar="CHECKPOINT", help="folder of the checkpoint, or of a run")
     parser.add_argument("out", type=str, metavar="OUT", help="folder to create")
     parser.add_argument(
         "--part", type=str, metavar="NAME", help="name of the model among the checkpoint's parts (default: model)"

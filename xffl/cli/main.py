@@ -23,6 +23,7 @@ COMMANDS = {
     "aggregate": ("exports", "make a round from the exports of cells without a common network"),
     "exec": ("execute", "start a script or a configuration in several processes: here, by srun or by ssh"),
     "bench": ("bench", "time the paths between ranks, and rounds over them"),
+    "cells": ("cells", "show the cells of an elastic run: their rounds and heartbeats"),
     "consolidate": ("exports", "write a checkpoint's model as safetensors"),
     "doctor": ("doctor", "check the machines of a job before it waits in the queue"),
     "env": ("misc", "show which launcher started this process, and how that was detected"),

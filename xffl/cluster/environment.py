@@ -6,8 +6,11 @@ This package is the only reader of the environment's process variables; the laun
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import os
 import re
+import secrets
 import socket
 import stat
 import sys
@@ -24,6 +27,7 @@ from xffl.cluster.network import control_address
 from xffl.errors import ConfigError, LaunchError, TopologyError
 
 __all__ = [
+    "PROOF_KEY",
     "OverFiles",
     "ProcessEnvironment",
     "accept_cells",
@@ -35,6 +39,7 @@ __all__ = [
     "lighthouse_of",
     "make_token_file",
     "parse_sizes",
+    "prove_token",
     "read_address",
     "read_over_files",
     "replica_group_of",
@@ -43,7 +48,9 @@ __all__ = [
     "requested_settings",
     "require_cells",
     "required_cells",
+    "resolve_lighthouse",
     "restarts_of",
+    "run_token",
     "sources_named",
     "token_of",
     "use_interface",
@@ -400,6 +407,22 @@ def lighthouse_of(environ: Mapping[str, str] | None = None) -> str:
     )
 
 
+def resolve_lighthouse(text: str, what: str = "the lighthouse") -> str:
+    """Return a lighthouse's address, ``http://HOST:PORT``, from a text that holds it, or ``file:PATH`` of its file."""
+    if text.startswith("file:"):
+        try:
+            told = Path(text.removeprefix("file:")).read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise ConfigError(
+                f"{what} is {text!r}, a file that cannot be read ({why}); it is there once the lighthouse runs; see "
+                "that its job has started, or give HOST:PORT"
+            ) from error
+        what, text = f"{what} in {text.removeprefix('file:')}", told
+    host, port = read_address(what, text)
+    return f"http://{host}:{port}"
+
+
 def read_address(what: str, text: str) -> tuple[str, int]:
     """Return the host and port of an address."""
     found = _ADDRESS.fullmatch(text.strip())
@@ -466,6 +489,23 @@ def token_of(environ: Mapping[str, str] | None = None) -> bytes:
     if not token:
         raise LaunchError(f"XFFL_TOKEN_FILE {name!r} is empty; remove it, and let xffl lighthouse make another")
     return token.encode()
+
+
+def run_token(environ: Mapping[str, str] | None = None) -> bytes:
+    """Return the run's token as :func:`token_of`; nothing where neither variable is set."""
+    environ = os.environ if environ is None else environ
+    is_set = any(environ.get(name, "").strip() for name in ("XFFL_TOKEN", "XFFL_TOKEN_FILE"))
+    return token_of(environ) if is_set else b""
+
+
+PROOF_KEY = "xffl/token"
+"""Where a cell keeps in its store what :func:`prove_token` makes of its token."""
+
+
+def prove_token(token: bytes, life: str, nonce: str | None = None) -> str:
+    """Return a nonce, by default a new one, and what only those can tell of it and a cell's life who know the token."""
+    nonce = secrets.token_hex(16) if nonce is None else nonce
+    return f"{nonce} {hmac.new(token, f'doctor{nonce}{life}'.encode(), hashlib.sha256).hexdigest()}"
 
 
 def make_token_file(path: Path) -> None:

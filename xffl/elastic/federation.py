@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import sys
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import IntEnum
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from xffl.cluster.environment import bind_address, token_of
+from xffl.cluster.environment import PROOF_KEY, bind_address, prove_token, run_token
 from xffl.cluster.lives import lives_of_run
 from xffl.cluster.network import CELL_HEARTBEAT_TIMEOUT_S
 from xffl.distributed.collectives import CrossWorldGroup
@@ -81,41 +81,42 @@ class ElasticFederation:
         self._lighthouse: Lighthouse | None = None
         self._lives = lives_of_run()
         life = [f"{self.cell}.{secrets.token_hex(6)}"]
-        has_token = any(os.environ.get(name, "").strip() for name in ("XFFL_TOKEN", "XFFL_TOKEN_FILE"))
         with run_on_all_ranks("tokens and lighthouses"):
-            self._token = token_of() if has_token else b""
+            self._token = run_token()
             if state.rank == 0:
                 host = bind_address(asked.lighthouse)
                 self._store = TCPStore(
                     host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_S)
                 )
+                self._store.set(PROOF_KEY, prove_token(self._token, life[0]))  # for xffl doctor
                 self._address = f"{host}:{self._store.port}"
                 self._lighthouse = Lighthouse(asked.lighthouse, life[0], self._address, self._token)
         dist.broadcast_object_list(life, src=0)
         self.life = life[0]
 
-    def meet(self, *, is_finished: bool = False) -> Epoch:
+    def meet(self, *, is_finished: bool = False, told: str = "") -> Epoch:
         """Wait until cells have met that may make a round, and end this cell's doubt by what they have told.
 
         :param is_finished: Whether this cell leaves after the round.
+        :param told: What all others learn of this cell, as JSON.
         :return: The epoch.
         :raises RoundError: if no round came about in time.
         """
         deadline = time.monotonic() + self._asked.meeting_timeout_s
         looks = 0
         while True:
-            epoch = self._ask(is_finished, looks, deadline)
+            epoch = self._ask(looks, deadline, is_finished=is_finished, told=told)
             if epoch is not None and not epoch.refusal:
                 return epoch
             looks += epoch is not None and epoch.looks_again
 
-    def _ask(self, is_finished: bool, looks: int, deadline: float) -> Epoch | None:
+    def _ask(self, looks: int, deadline: float, **own: Any) -> Epoch | None:
         """Have the leader ask, and tell its answer to all ranks of the cell; ``None`` where there is none yet."""
         told: list[Epoch | RoundError | ConfigError | None] = [None]
         if self._lighthouse is not None:
             try:
                 within_s = max(0.1, min(SLICE_S, deadline - time.monotonic()))
-                told[0] = epoch = self._ask_lighthouse(self._lighthouse, is_finished, looks, within_s)
+                told[0] = epoch = self._ask_lighthouse(self._lighthouse, looks, within_s, **own)
                 if epoch is not None and epoch.refusal:
                     self._say(epoch.refusal)
                     time.sleep(CELL_HEARTBEAT_TIMEOUT_S if epoch.looks_again else 0.5)
@@ -135,10 +136,10 @@ class ElasticFederation:
             raise answer
         return answer
 
-    def _ask_lighthouse(self, lighthouse: Lighthouse, is_finished: bool, looks: int, within_s: float) -> Epoch | None:
+    def _ask_lighthouse(self, lighthouse: Lighthouse, looks: int, within_s: float, **own: Any) -> Epoch | None:
         is_agreed = self.standing.version.is_agreed
         ended = {} if self._lives is None else self._lives.ended_cells()
-        meeting = lighthouse.meet(self._record(is_finished, looks, ended), within_s)
+        meeting = lighthouse.meet(replace(self._record(looks, ended), **own), within_s)
         if meeting is None:
             return None
         # Those that make rounds already go on; what comes to them, or would begin a run with others, ends.
@@ -161,7 +162,7 @@ class ElasticFederation:
         self._warn_of(meeting, epoch)
         return epoch
 
-    def _record(self, is_finished: bool, looks: int, ended: Collection[int]) -> CellRecord:
+    def _record(self, looks: int, ended: Collection[int]) -> CellRecord:
         """Return what this cell tells the others; ``ended`` are the cells that are known not to start again."""
         standing, topology = self.standing, self._state.topology
         return CellRecord(
@@ -176,8 +177,7 @@ class ElasticFederation:
             standing.doubt,
             self._group_name,
             tuple(sorted({*standing.left, *ended})),
-            is_finished,
-            looks,
+            looks=looks,
             living=None if self._lives is None else self._lives.living(),
         )
 

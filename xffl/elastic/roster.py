@@ -73,6 +73,7 @@ class CellRecord:
     same_lighthouse: bool = False  # the lighthouse is the one that formed the epoch of its version, and of its doubt
     met: int = 0  # the number of the last meeting that it was in, where it is the same lighthouse
     living: tuple[str, ...] | None = None  # all lives that have entered an epoch and not ended; None: nobody knows
+    told: str = ""  # what its user has for the others, as JSON: a text, since numbers may lose bits on the way
 
     def to_plain(self) -> dict[str, Any]:
         """Return it as numbers and texts."""
@@ -148,6 +149,11 @@ class Epoch:
     def group(self) -> str:
         """Return what a process group of its members is called: a name that no other has, and how many they are."""
         return f"{self.base.round + 1}.{self.created}/{len(self.members)}"
+
+    @property
+    def membership(self) -> str:
+        """Return what the group is called in which its round takes place: the same in rounds of the same cells."""
+        return self.members[0].group if self.keeps_group else self.group
 
     @property
     def left(self) -> tuple[int, ...]:

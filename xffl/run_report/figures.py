@@ -424,8 +424,8 @@ def rounds_figure(runs: Sequence[Run]) -> tuple[Figure, str]:
         "Light blue: a round runs behind local steps (hidden).",
         *(
             [
-                "Nothing is drawn where a cell was in no round. A cell that was started again without a checkpoint has "
-                "lost the records of its rounds before.",
+                "Nothing is drawn where a cell was in no round; rounds of which a restart has lost the record are not "
+                "marked.",
                 *told,
             ]
             if any(run.history for run in runs)

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from functools import partial
@@ -253,7 +253,8 @@ class BaseTrainer(PreemptionMixin, LoggerMixin):
         self._take_own_folder()
         experiment = self.config.experiment
         self._began_s, self._bytes_across, self.last_validation = time.monotonic(), 0, None
-        is_resumed = experiment.resume and find_latest_checkpoint(experiment.output_dir) is not None
+        has_place = self.read_place()
+        is_resumed = has_place or (experiment.resume and find_latest_checkpoint(experiment.output_dir) is not None)
         self.run_directory = RunDirectory.open(
             experiment.output_dir,
             self.state,
@@ -271,7 +272,8 @@ class BaseTrainer(PreemptionMixin, LoggerMixin):
         self.setup()
         self.callbacks.post_setup(self)
         with self.training_rounds():
-            if experiment.resume and auto_resume(self.config, self):
+            has_loaded = experiment.resume and auto_resume(self.config, self)
+            if self.take_place() or has_loaded:
                 self.run_directory.confirm()
             self.take_global()
             others = {name: part for name, part in self._others().items() if part is not self.world.ft_manager}
@@ -436,8 +438,7 @@ class BaseTrainer(PreemptionMixin, LoggerMixin):
             self.perform_validation_epoch()
         recorded = self._take_rounds()
         self.callbacks.post_optimizer_step(self)
-        for report in recorded:
-            self.callbacks.post_round(self, report)
+        self._tell_of(recorded)
         self.leave_if_due()
 
     @property
@@ -451,8 +452,14 @@ class BaseTrainer(PreemptionMixin, LoggerMixin):
         """Hear of a round, and tell the callbacks where the batch is done; called on all ranks."""
         self._reports.append(report)
         if not self._is_in_batch:
-            for recorded in self._take_rounds():
-                self.callbacks.post_round(self, recorded)
+            self._tell_of(self._take_rounds())
+
+    def _tell_of(self, recorded: Sequence[RoundReport]) -> None:
+        """Tell the callbacks of rounds."""
+        for report in recorded:
+            self.callbacks.post_round(self, report)
+        if recorded:
+            self.keep_place()
 
     def _take_rounds(self) -> list[RoundReport]:
         """Record the rounds that nobody has heard of, and validate what they made; all ranks of all cells come here."""

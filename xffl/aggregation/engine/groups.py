@@ -368,10 +368,12 @@ def all_gather_status(
     own_cell += below.sum(0, dtype=torch.uint8)  # each row is zero in all tables but one
     if rank == start:
         firsts = {first + one: table[one:end] for one, end in pairwise(topology.offsets) if one != start}
+        unaware = dict.fromkeys(firsts, own_cell)
         if status.phase is VotePhase.COMMIT and is_armed("half"):
-            _swap({min(firsts): own_cell}, {}, group)
+            first_told = min(unaware)
+            _swap({first_told: unaware.pop(first_told)}, {}, group)
             inject("half")
-        _swap(dict.fromkeys(firsts, own_cell), firsts, group)
+        _swap(unaware, firsts, group)
         if status.phase is VotePhase.COMMIT:
             inject("told")
     else:

@@ -25,6 +25,7 @@ from xffl.cluster.doctor.probe import (
     import_limit_s,
     is_shown,
 )
+from xffl.cluster.lighthouse_page import CellStatus
 from xffl.cluster.network import SLURM_PORTS, ephemeral_ports
 from xffl.cluster.slurm.allocation import Host
 from xffl.errors import XfflError
@@ -48,6 +49,16 @@ _SLOW_MIB_S = 5.0
 """A slower pair gets a warning: 40 Mbit/s, at which 1 GiB takes more than three minutes."""
 _ALL_PAIRS = 64
 """Hosts or cells up to which each one is paired with every other."""
+_TOKEN_ADVICE = "give the same one to all cells, and to the doctor: XFFL_TOKEN_FILE, or XFFL_TOKEN"
+_VERDICTS = {
+    "same": (OK, "this host's token"),
+    "none": (OK, "no token, as this host"),
+    "differs": (ERROR, "another token than this host's"),
+    "none there": (ERROR, "no token, but this host has one"),
+    "none here": (WARNING, "a token, but this host has none to compare it with"),
+    "no proof": (WARNING, "no proof of a token: another version of xffl"),
+}
+"""What :func:`xffl.cluster.doctor.elastic.visit_run` says of a cell's token."""
 _FATAL = ("python", "xffl", "xffl source", "torch")
 
 
@@ -277,6 +288,70 @@ def _by_unit(units: Sequence[str], pairs: Mapping[tuple[int, int], str]) -> list
     return texts
 
 
+# An elastic run -------------------------------------------------------------------------------------------------------
+
+
+def compare_runs(url: str, views: Mapping[str, Message]) -> list[Finding]:
+    """Judge what the hosts see of an elastic run."""
+    advice = "start it (xffl lighthouse), correct --elastic, or open its port to this host"
+    found = [Finding("lighthouse", ERROR, one["error"], advice, host) for host, one in views.items() if "error" in one]
+    views = {host: view for host, view in views.items() if "error" not in view}
+    if not views:
+        return found
+    first = next(iter(views.values()))
+    cells = [CellStatus(**cell) for cell in first["cells"]]
+    if not found:
+        known = f"knows {_cells(cell.life for cell in cells)}" if cells else "knows no cell yet"
+        last = "no meeting so far" if first["meeting"] is None else f"the last meeting was number {first['meeting']}"
+        found = [Finding("lighthouse", OK, f"{url} answers and {known}; {last}")]
+    if not cells:
+        return found
+    if lost := [f"{_cells([cell.life])} for {cell.seen_s or 0:.0f} s" for cell in cells if cell.is_lost]:
+        advice = "see the output of its job: it has finished or failed, is stopped, or is cut off from the lighthouse"
+        found.append(Finding("heartbeats", WARNING, f"none of {shorten(lost)}", advice))
+    else:
+        found.append(Finding("heartbeats", OK, f"those of {_cells(cell.life for cell in cells)} arrive"))
+    return [*found, *_judge_stores(views), *_judge_tokens(views)]
+
+
+def _judge_stores(views: Mapping[str, Message]) -> list[Finding]:
+    """Tell from which hosts the ranks of a new epoch could not meet at the store of one of its cells."""
+    found: list[Finding] = []
+    first, last = ephemeral_ports()
+    advice = f"open ports {first}-{last} between the hosts of all cells, or name the interface that joins them "
+    advice += "(XFFL_IFNAME) in that cell's job; if its process hangs, end it"
+    for host, view in views.items():
+        addresses = {cell["life"]: cell["store"] for cell in view["cells"]}
+        for life, reason in view["stores"].items():
+            if reason is not None:
+                text = f"that of {_cells([life])} at {addresses[life]} cannot be used: {reason}"
+                found.append(Finding("stores", ERROR, text, advice, host))
+    lives = dict.fromkeys(life for view in views.values() for life in view["stores"])
+    return found or ([Finding("stores", OK, f"those of {_cells(lives)} answer")] if lives else [])
+
+
+def _judge_tokens(views: Mapping[str, Message]) -> list[Finding]:
+    """Tell which cells run with another token than a host has."""
+    found: dict[Finding, None] = {}
+    for host, view in views.items():
+        if "token_error" in view:
+            found[Finding("token", ERROR, view["token_error"], _TOKEN_ADVICE, host)] = None
+        by_verdict: dict[str, list[str]] = {}
+        for life, verdict in view.get("tokens", {}).items():
+            by_verdict.setdefault(verdict, []).append(life)
+        for verdict, lives in by_verdict.items():
+            status, text = _VERDICTS[verdict]
+            where, advice = ("", "") if status == OK else (host, _TOKEN_ADVICE)
+            found[Finding("token", status, f"{_cells(lives)}: {text}", advice, where)] = None
+    return [*found]
+
+
+def _cells(lives: Iterable[str]) -> str:
+    """Name cells by their lives."""
+    numbers = [life.partition(".")[0] for life in lives]
+    return f"{'cell' if len(numbers) == 1 else 'cells'} {shorten(numbers, 8)}"
+
+
 # The examination ------------------------------------------------------------------------------------------------------
 
 
@@ -314,6 +389,8 @@ class Examination:
         machines = len({peer.ranks[0]["machine"] for peer in self.peers})
         request = {"machines": machines, "ranks": self.world_size}
         limit_s = _PROBE_S + import_limit_s(self.request.timeout_s)
+        if self.request.elastic is not None:
+            limit_s += 4 * self.request.timeout_s + _SLACK_S  # its page, its stores, and their keys
         probes, clocks = self._ask(dict.fromkeys(self._hosts, request), limit_s)
         for name, probe in probes.items():
             found += [replace(Finding(**each), host=name) for each in probe["findings"]]
@@ -325,7 +402,10 @@ class Examination:
             found += compare_clocks(clocks) if next(iter(self._hosts)) in clocks else []
         found += [replace(check_threads(peer.ranks), host=name) for name, peer in self._hosts.items()]
         units, cells = self._place_units(list(probes))
-        found += [*cells, *self._meet(probes, units, with_names=machines > 1), *self._failures.values()]
+        found += [*cells, *self._meet(probes, units, with_names=machines > 1)]
+        if self.request.elastic is not None:
+            found += compare_runs(self.request.elastic, {name: probe["run"] for name, probe in probes.items()})
+        found += self._failures.values()
         names = tuple(self._hosts)
         if len(names) == 1:
             found = [replace(finding, host=finding.host or names[0]) for finding in found]

@@ -27,7 +27,9 @@ from typing import Any
 
 import xffl
 from xffl.cluster.cells import Federation
+from xffl.cluster.doctor.elastic import visit_run
 from xffl.cluster.doctor.lines import Line, Message, Program
+from xffl.cluster.environment import PROOF_KEY
 from xffl.cluster.hosts import host_identity, resolve
 from xffl.cluster.launch.ssh_agent import free_port, refusal
 from xffl.cluster.network import Interface, list_interfaces
@@ -120,6 +122,8 @@ class Request:
     with_torch: bool = True
     timeout_s: float = 15.0
     """How long one wait for another host may take."""
+    elastic: str | None = None
+    """Address of the lighthouse of an elastic run that is looked at, too."""
 
 
 def find_versions() -> dict[str, str]:
@@ -496,7 +500,18 @@ class HostChecks:
             "addresses": [interface.address for interface in interfaces if interface.address],
             "ports": [int(listener.getsockname()[1]) for listener in self._listeners],
             "store": store,
+            "run": None if self._request.elastic is None else self._visit_run(self._request.elastic, store is not None),
         }
+
+    def _visit_run(self, url: str, has_torch: bool) -> Message:
+        def read_proofs(stores: Message) -> Message:
+            assert self._torch is not None
+            self._torch.send({"stores": list(stores.values()), "key": PROOF_KEY})
+            told = self._hear(self._request.timeout_s * (1 + len(stores) // THREADS) + _SLACK_S)
+            results = told.get("results") or [{"error": told["error"]}] * len(stores)
+            return dict(zip(stores, results, strict=True))
+
+        return visit_run(url, self._request.timeout_s, self._environ, read_proofs if has_torch else None)
 
     def meet(self, table: Message) -> Message:
         """Check what this host finds of the others.

@@ -1,7 +1,8 @@
 """A process of ``xffl doctor`` with torch: it reports torch, then runs all-reduces with the processes of other hosts.
 
 It speaks by lines of JSON: first it reports version, backends, GPUs, NCCL and the port of its store; then it reads a
-list of pairs, runs them, and reports how they went. Nobody imports this file, since torch may be broken.
+list of pairs, runs them, and reports how they went; or a list of stores, and reports what they hold at a key. Nobody
+imports this file, since torch may be broken.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Waiting
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 __all__ = ["main"]
@@ -48,13 +50,35 @@ def main() -> None:
         "port": store.port,
     }
     print(json.dumps(report), flush=True)
-    pairs = json.loads(sys.stdin.readline())["pairs"]
-    # Each in a thread: one that waits for a silent partner does not delay the others.
-    with ThreadPoolExecutor(THREADS) as pool:
-        results = list(pool.map(lambda pair: _all_reduce(timeout_s, *pair), pairs))
-    print(json.dumps({"results": results}), flush=True)
-    sys.stdin.read()  # others may still use the store
+    for line in iter(sys.stdin.readline, ""):  # to its end: others may still use the store
+        asked = json.loads(line)
+        # Each in a thread: one that waits for a silent partner does not delay the others.
+        with ThreadPoolExecutor(THREADS) as pool:
+            if "stores" in asked:
+                results = list(pool.map(partial(_read, timeout_s, asked["key"]), asked["stores"]))
+            else:
+                results = list(pool.map(lambda pair: _all_reduce(timeout_s, *pair), asked["pairs"]))
+        print(json.dumps({"results": results}), flush=True)
     os._exit(0)  # a thread of gloo may still wait for a partner that never came
+
+
+def _read(timeout_s: float, key: str, place: str) -> dict[str, str]:
+    """Return what a store holds at a key, nothing where it has no such key, as its ``proof``; or an ``error``."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    host, _, port = place.rpartition(":")
+
+    def read() -> str:
+        store = TCPStore(host, int(port), None, False, timedelta(seconds=timeout_s), False)
+        return str(store.get(key).decode(errors="replace")) if store.check([key]) else ""
+
+    try:
+        # In a thread: torch waits without end for a store whose process is stopped.
+        return {"proof": ThreadPoolExecutor(1).submit(read).result(timeout_s)}
+    except Waiting:
+        return {"error": "it takes connections, but does not answer"}
+    except (RuntimeError, ValueError) as error:
+        return {"error": " ".join(str(error).split())[:200]}
 
 
 def _all_reduce(timeout_s: float, pair: str, rank: int, address: str, port: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from xffl.aggregation.report import ElasticRoundReport
 from xffl.checks import integer, number, one_of
 from xffl.errors import ConfigError
 from xffl.training.callbacks.base import Callback
@@ -59,6 +60,16 @@ class MonitoredMetric:
         total, count = trainer.world.all_reduce(own, "sum", "world").tolist()
         return total / count if count else None
 
+    def told_mean(self, report: ElasticRoundReport) -> float | None:
+        """Return the mean of what the cells of a round have told, each by its ranks; ``None`` where none has validated.
+
+        Local; the same on all ranks of all of these cells.
+        """
+        self.newest = None
+        told = [(one["metrics"].get(self.name), one["ranks"]) for one in report.told if "metrics" in one]
+        known = [(value, ranks) for value, ranks in told if value is not None]
+        return sum(value * ranks for value, ranks in known) / sum(ranks for _, ranks in known) if known else None
+
     def is_better(self, value: float) -> bool:
         """Compare a value with the best, whose place it takes where it is better; local."""
         sign = 1.0 if self.mode == "min" else -1.0
@@ -90,7 +101,8 @@ class EarlyStoppingCallback(Callback):
     ``over="federation"``: all cells stop together. They decide at rounds, where all are, by the mean of what the cells
     have measured since the round before (each counts by its ranks; a cell without a new validation does not). Rounds
     without any new validation change nothing. This costs one all-reduce of two numbers over the world at each round.
-    With one cell each validation decides.
+    With one cell each validation decides. In an elastic run cells tell each other what they have measured as they meet
+    for a round; one that decides to stop tells the others so at its last round, and they stop, too.
 
     ``over="cell"``: each cell decides by its own validations. A cell that stops early keeps answering the others'
     rounds with the weight 0, until all have finished.
@@ -161,11 +173,19 @@ class EarlyStoppingCallback(Callback):
 
     def post_round(self, trainer: BaseTrainer, report: RoundReport) -> None:
         """Decide with the other cells; collective over the world."""
-        if self._is_common(trainer) and not report.is_last:
+        if not self._is_common(trainer) or report.is_last:
+            return
+        if not isinstance(report, ElasticRoundReport):
             self._decide(trainer, self.monitored.take_mean(trainer))
+            return
+        self._decide(trainer, self.monitored.told_mean(report))
+        told = zip(report.cells, report.told, strict=True)
+        asked = next(((cell, one["stopped"]) for cell, one in told if "stopped" in one), None)
+        if asked is not None and self.reason is None:
+            self._stop(trainer, "cell {} has stopped: {}".format(*asked))
 
     def _is_common(self, trainer: BaseTrainer) -> bool:
-        return self.over == "federation" and trainer.state.topology.cells > 1
+        return self.over == "federation" and (trainer.state.topology.cells > 1 or trainer.state.elastic is not None)
 
     def _decide(self, trainer: BaseTrainer, value: float | None) -> None:
         if value is None:
@@ -183,4 +203,6 @@ class EarlyStoppingCallback(Callback):
 
     def _stop(self, trainer: BaseTrainer, reason: str) -> None:
         self.reason = reason
+        if self._is_common(trainer):
+            trainer.stopped_cells = reason
         trainer.stop(reason)

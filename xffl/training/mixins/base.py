@@ -69,6 +69,8 @@ class TrainerMixin:
     """The loader of the training batches"""
     val_dataloader: Any = None
     """The loader of the validation batches; ``None`` where there is none"""
+    stopped_cells: str | None = None
+    """In an elastic run, why this cell asks all others to stop"""
     are_models_spread: bool = False
     """Whether the models have the weights and the form in which they are trained"""
 
@@ -158,6 +160,11 @@ class TrainerMixin:
     def lone_cell(self) -> tuple[int, tuple[int, ...]] | None:
         """Return which cell this job is, and the ranks of all cells, where each cell is a job of its own."""
         return None
+
+    @property
+    def place_step(self) -> int:
+        """The step after which the last round has left this cell, in the life of its job before this one."""
+        return 0
 
     @property
     def last_step(self) -> int | None:

@@ -18,6 +18,7 @@ from xffl.aggregation.config import RoundArguments, validate_round_config
 from xffl.aggregation.engine.tensors import Manifest
 from xffl.aggregation.exports import RoundPlan, agreed_global, export_cell, load_global
 from xffl.aggregation.federated_scaling import FederatedScaling
+from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.checkpoint.format import write_text
 from xffl.checks import index_of, integer_fields, one_of
 from xffl.cluster.cells import parse_cell
@@ -150,6 +151,9 @@ class FederatedMixin(ValidationMixin):
 
     _global_digest: str | None = None
     """Of that model"""
+
+    _untold: Mapping[str, float] | None = None
+    """What this cell has measured since the last round, in an elastic run"""
 
     def configure(self) -> None:
         """Take the place of one of several cells, where this job is one."""
@@ -321,7 +325,7 @@ class FederatedMixin(ValidationMixin):
             self.state,
             every=asked.every,
             weight=self.take_samples if asked.weight == "samples" else None,
-            on_round=self.note_round,
+            on_round=self._on_round,
             aggregator=dict(asked.aggregator),
             delay=asked.delay,
             alpha=asked.alpha,
@@ -331,7 +335,31 @@ class FederatedMixin(ValidationMixin):
         # A delayed round starts when all of a step is done. Were it under way when the one before it is told of, a
         # checkpoint that is saved then would wait for cells that have not come to it.
         self._scaling.defer_start = True
+        self._scaling.tell = self._tell_cells
         return self._scaling
+
+    def perform_validation_epoch(self, over: str = "cell") -> dict[str, float]:
+        """Measure the models on the validation data, and keep what the other cells of an elastic run are told of it."""
+        self._untold = metrics = super().perform_validation_epoch(over)
+        return metrics
+
+    def _tell_cells(self) -> dict[str, Any]:
+        """Return what this cell tells the others of an elastic run at each round."""
+        told: dict[str, Any] = {"ranks": self.world.world_size}
+        if self._untold is not None:
+            told["metrics"] = dict(self._untold)
+        if self.stopped_cells is not None:
+            told["stopped"] = self.stopped_cells
+        return told
+
+    def _on_round(self, report: RoundReport) -> None:
+        """Note what the other cells know now, and pass the report on."""
+        lone = self.lone_cell()
+        if isinstance(report, ElasticRoundReport) and lone is not None:
+            own = report.told[report.cells.index(lone[0])]
+            if self._untold == own.get("metrics"):  # else it has validated since, behind a delayed round
+                self._untold = None
+        self.note_round(report)
 
     def note_batch(self, count: int) -> None:
         """Count a batch's samples for the next round."""

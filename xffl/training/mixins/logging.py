@@ -267,13 +267,16 @@ class LoggerMixin(TrainerMixin):
     def on_resumed(self) -> None:
         """Cut later records off; collective over the world: one small all-reduce."""
         lines, self._saved_lines = self._saved_lines, None
+        step = self.global_step
+        if self.place_step > step:  # records that a cell of an elastic run may go on from; it tells when it has joined
+            step, lines = self.place_step, None
         for loggers in self._loggers.values():
             for logger in loggers:
-                logger.cut_after(self.global_step)
+                logger.cut_after(step)
         if self._rounds_file is not None:
             self._rounds_file.close()
         with on_all_ranks("records of a run that is resumed"):
-            self.run_directory.cut_after(self.global_step, lines)
+            self.run_directory.cut_after(step, lines)
         super().on_resumed()
 
     def _records(self) -> dict[str, Any]:

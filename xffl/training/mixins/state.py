@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from xffl.checkpoint.contents import RandomState
+from xffl.distributed.consistency import run_on_all_ranks
+from xffl.errors import CheckpointError
 from xffl.training.mixins.base import StatePart, TrainerMixin
 
 __all__ = ["StateMixin"]
 
+LOG = logging.getLogger(__name__)
 T = TypeVar("T")
+
+PLACE = "place.pt"
+"""Where the last round of an elastic run has left a cell, in the folder of its run."""
 
 COUNTERS = (
     *("global_step", "current_epoch", "ended_epochs", "local_batches", "samples"),
@@ -63,6 +71,9 @@ class StateMixin(TrainerMixin):
         :raises CheckpointError: if it could not be written; on all ranks.
         """
         self.settle_round()
+        if (lone := self.lone_cell()) is not None and (scaling := self.find_rounds()) is not None:
+            elastic: Any = scaling.aggregator
+            values |= {"cell": lone[0], "round": elastic.rounds, "lineage": elastic.lineage}
         # Between two rounds one cell may have made steps and another none.
         step, since_round = self.furthest(self.global_step, self.steps_since_round)
         self.callbacks.pre_save_checkpoint(self, str(path))
@@ -140,6 +151,65 @@ class StateMixin(TrainerMixin):
     def own_parts(self) -> dict[str, Any]:
         """Return this rank's random numbers."""
         return {**super().own_parts(), "random": RandomState(self.device)}
+
+    # In an elastic run ------------------------------------------------------------------------------------------------
+
+    _place: Mapping[str, Any] | None = None
+    """Where the last round of this cell has left it, in the life of its job before this one"""
+
+    @property
+    def place_step(self) -> int:
+        """The step of that round, 0 without one; records up to it have counted, whatever checkpoint there is."""
+        return 0 if self._place is None else int(self._place["trainer"]["global_step"])
+
+    def read_place(self) -> bool:
+        """Read what :meth:`keep_place` has written, if this is a cell of an elastic run; collective over the cell."""
+        if self.state.elastic is None or not self.config.experiment.resume:
+            return False
+        told: list[Mapping[str, Any] | None] = [None]
+        file = Path(self.config.experiment.output_dir) / PLACE
+
+        def convert(wrong: Exception) -> CheckpointError:
+            return CheckpointError(
+                f"{file} cannot be read ({wrong}); remove it, and the cell starts from its checkpoint"
+            )
+
+        with run_on_all_ranks("places in the data", convert=convert):
+            if self.state.rank == 0 and file.exists():
+                told[0] = torch.load(file, weights_only=True)
+        dist.broadcast_object_list(told, src=0)
+        self._place = told[0]
+        return self._place is not None
+
+    def keep_place(self) -> None:
+        """Write where a round has left this cell: counters, schedulers, and its place in the data; local, rank 0 does.
+
+        A cell that is lost without a checkpoint of the same step goes on there with the model of the others: steps
+        that have counted are not made again.
+        """
+        if self.state.elastic is None or self.state.rank != 0:
+            return
+        file = self.run_directory.path / PLACE
+        beside = file.with_name(f".{file.name}.partial")
+        torch.save({name: part.state_dict() for name, part in self.checkpoint_parts().items()}, beside)
+        beside.replace(file)
+
+    def take_place(self) -> bool:
+        """Join the other cells, and go on where the last round has left this cell, if they hold a model that has it.
+
+        Collective over the cell. Returns whether the cell's records go on, too.
+        """
+        place, scaling = self._place, self.find_rounds()
+        if place is None or scaling is None or self.place_step <= self.global_step:
+            return False
+        scaling.join()
+        if scaling.aggregator.rounds >= place["trainer"]["rounds"]:
+            for name, part in self.checkpoint_parts().items():
+                part.load_state_dict(place[name])
+            LOG.info("going on from step %d, after round %d", self.global_step, self.rounds)
+        self._place = None
+        self.on_resumed()
+        return True
 
     def _others(self) -> dict[str, Any]:
         return {**self.checkpoint_parts(), "callbacks": self.callbacks}

@@ -1,0 +1,184 @@
+"""A trainer in an elastic federation: its place in the data, what cells tell each other, its checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import xffl
+from tests.ports import free_port
+from tests.tasks import TaskConfig, TaskTrainer, whole_weights
+from tests.worlds import be_launched, run_world
+from xffl.checkpoint import consolidate_checkpoint
+from xffl.training import Callback, ExperimentConfig, FederationConfig, TrainingParameters
+from xffl.training.callbacks import CheckpointCallback, EarlyStoppingCallback
+
+pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="needs the extra elastic")
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[str]:
+    from xffl.elastic.lighthouse import coordination
+
+    server = coordination().LighthouseServer(
+        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=20000, quorum_tick_ms=100, heartbeat_timeout_ms=2000
+    )
+    yield f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
+    server.shutdown()
+
+
+class Rounds(Callback):
+    """Keeps what the rounds' reports have told."""
+
+    def __init__(self) -> None:
+        self.cells: list[tuple[int, ...]] = []
+        self.told: list[Any] = []
+
+    def post_round(self, trainer: Any, report: Any) -> None:
+        self.cells.append(report.cells)
+        self.told.append((report.round, report.told))
+
+
+def config_of(folder: str, cell: int, **training: Any) -> TaskConfig:
+    asked = {"epochs": 3, "batch_size": 10, "validate_every_epochs": None} | training
+    return TaskConfig(
+        experiment=ExperimentConfig(name="test", output_dir=f"{folder}/cell_{cell}"),
+        training=TrainingParameters(**asked),
+        federation=FederationConfig(every=2),
+        samples=60,
+    )
+
+
+def fit(rank: int, world: int, url: str, ports: list[int], folder: str) -> Any:
+    be_launched(0, 1, ports[rank])
+    rounds = Rounds()
+    with xffl.session(cell=rank, cells=2, elastic=url) as state:
+        trainer = TaskTrainer(config_of(folder, rank), callbacks=[rounds, CheckpointCallback()])
+        trainer.fit(state)
+        return whole_weights(trainer.model), trainer.global_step, trainer.world.lone_cell, rounds.cells
+
+
+def test_a_trainer_is_a_cell(lighthouse: str, tmp_path: Path) -> None:
+    """And the run's model is that of the cell with the most rounds, which a checkpoint tells."""
+    ports = [free_port(), free_port()]
+    told = run_world(2, fit, lighthouse, ports, str(tmp_path), init=False)
+    (weights, steps, cell, rounds), (other_weights, other_steps, other_cell, _) = told
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+    assert steps == other_steps == 9  # its half of the samples, three times
+    assert (cell, other_cell) == (0, 1)
+    assert (0, 1) in rounds
+    records = [json.loads((tmp_path / f"cell_{cell}/checkpoints/final/checkpoint.json").read_text()) for cell in (0, 1)]
+    values = [record["values"] for record in records]
+    assert [value["cell"] for value in values] == [0, 1]
+    assert values[0]["round"] == values[1]["round"] > 3 and values[0]["lineage"] == values[1]["lineage"] != ""
+    # Another cell has gone on alone for a while.
+    record = tmp_path / "cell_1/checkpoints/final/checkpoint.json"
+    later = json.loads(record.read_text())
+    later["values"]["round"] += 1
+    record.write_text(json.dumps(later))
+    done = consolidate_checkpoint(tmp_path, tmp_path / "model")
+    from safetensors.torch import load_file
+
+    found = load_file(done.folder / "model.safetensors")
+    assert {name: found[name].tolist() for name in found} == {name: weights[name].tolist() for name in found}
+
+
+def stop(rank: int, world: int, url: str, ports: list[int], folder: str) -> Any:
+    be_launched(0, 1, ports[rank])
+    # Cell 1 would go on for long: as one that has come back, it has not seen what the other one has.
+    stopping = EarlyStoppingCallback(patience=2 if rank == 0 else 1000, min_delta=10.0)
+    rounds = Rounds()
+    config = config_of(folder, rank, epochs=200, validate_every_steps=2)
+    with xffl.session(cell=rank, cells=2, elastic=url) as state:
+        trainer = TaskTrainer(config, callbacks=[rounds, stopping])
+        trainer.fit(state)
+        return trainer.stop_reason, trainer.global_step, rounds.told
+
+
+def test_cells_stop_together(lighthouse: str, tmp_path: Path) -> None:
+    """By the mean of what they tell each other at their meetings; one that decides alone takes the others with it."""
+    ports = [free_port(), free_port()]
+    (reason, steps, told), (other_reason, other_steps, other_told) = run_world(
+        2, stop, lighthouse, ports, str(tmp_path), init=False
+    )
+    assert reason.startswith("val/loss was not better than")
+    assert other_reason == f"cell 0 has stopped: {reason}"
+    assert steps < other_steps < 30
+    both = dict(told)
+    assert all(values == both[number] for number, values in other_told if number in both)
+    validated = [values for _, values in told if len(values) == 2 and all("metrics" in one for one in values)]
+    assert validated and all(one["ranks"] == 1 and one["metrics"]["val/loss"] > 0 for one in validated[0])
+
+
+TRAINER = """
+import json, os, time
+from dataclasses import dataclass
+from tests.tasks import TaskConfig, TaskTrainer, digits
+from torch.utils.data import Dataset
+
+class Numbered(Dataset):
+    def __len__(self):
+        return 300
+    def __getitem__(self, at):
+        images, labels = digits()
+        return images[at], labels[at], at
+
+class Trainer(TaskTrainer):
+    config: TaskConfig
+    def configure_dataloaders(self):
+        return self.train_loader(Numbered()), None
+    def training_step(self, batch, batch_idx):
+        images, labels, numbers = batch
+        cell, life = self.world.lone_cell, os.environ["XFFL_RESTARTS"]
+        place = [self.global_step, self.current_epoch, sorted(numbers.tolist()), self.scheduler.last_epoch]
+        with open(f"steps_{cell}_{life}.jsonl", "a") as file:
+            file.write(json.dumps([cell, int(life), *place]) + "\\n")
+        time.sleep(0.0 if cell else 0.25)  # so that the other one is back before this one has finished
+        return super().training_step((images, labels), batch_idx)
+"""
+
+
+def test_a_cell_that_comes_back_goes_on_in_its_data(tmp_path: Path) -> None:
+    """Without a checkpoint: what it had given to rounds is not trained on again, and its schedule goes on, too."""
+    (tmp_path / "train.py").write_text(TRAINER)
+    (tmp_path / "run.yaml").write_text(
+        "trainer: train.Trainer\n"
+        "training: {epochs: 4, batch_size: 10, log_every: 1}\n"
+        "federation: {every: 2}\n"
+        "experiment: {name: digits}\n"
+    )
+    command = [sys.executable, "-m", "xffl", "exec", "--elastic", "--federated", "1,1", "run.yaml"]
+    environ = os.environ | {"XFFL_FAULT": "1:0:exchange:5", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    lives = [
+        [json.loads(line) for line in (tmp_path / f"steps_1_{life}.jsonl").read_text().splitlines()] for life in (0, 1)
+    ]
+    counted = 6  # rounds 2, 3 and 4
+    assert [step[2] for step in lives[0]] == list(range(counted + 2))  # two more were lost with it
+    assert lives[0][counted:] == [[1, 0, *step[2:]] for step in lives[1][:2]]
+    every = [*lives[0][:counted], *lives[1]]
+    assert [step[2] for step in every] == list(range(60))
+    assert all(step[5] == step[3] for step in every)  # the schedule's epochs
+    for epoch in range(4):
+        seen = [number for step in every if step[3] == epoch for number in step[4]]
+        assert len(seen) == len(set(seen)) == 150
+    # Records: those of rounds that counted stay, and none is there twice.
+    lines = (tmp_path / "runs/digits/cell_1/rounds/cell_0.jsonl").read_text().splitlines()
+    rounds = [json.loads(line) for line in lines]
+    assert [one["round"] for one in rounds[:3]] == [2, 3, 4]
+    assert len({one["round"] for one in rounds}) == len(rounds)
+    recorded = (tmp_path / "runs/digits/cell_1/metrics/cell_0.jsonl").read_text().splitlines()
+    steps = [one["step"] for one in map(json.loads, recorded) if "train/loss" in one["values"]]
+    assert steps == sorted(set(steps)) and {*range(1, counted + 1)} <= {*steps}
