@@ -5,16 +5,23 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import yaml
 
 from tests.cluster.conftest import output_of, require
 from tests.cluster.hosts import ADDRESSES, RSH, Hosts, spread
+from tests.ports import free_port
+from tests.processes import still_there
 
 if TYPE_CHECKING:
     from tests.cluster.conftest import Mpi
@@ -23,6 +30,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 WORKFLOWS = ROOT / "workflows"
 MINISSH = HERE / "ssh" / "minissh.sh"
+FLOW = Path("/opt/streamflow/bin")
 SITES = ("cpu.sh", "cuda.sh", "rocm.sh")
 DEADLINE_S = 240
 # What a script of a user has: names that start with these are the workflows' business.
@@ -114,9 +122,9 @@ def test_environments_load_modules_and_a_virtual_environment(
 
 def test_scripts_pass_the_shell_checker() -> None:
     require(shutil.which("shellcheck"), "shellcheck")
-    folders = ("mpi", "ssh", "containers", "env", "cwl")
+    folders = ("mpi", "ssh", "containers", "env", "cwl", "elastic")
     scripts = [str(path) for folder in folders for path in sorted((WORKFLOWS / folder).glob("*.sh"))]
-    assert len(scripts) == 8
+    assert len(scripts) == 9
     # 1090, 1091: files that only the site has are not to be read here.
     command = ["shellcheck", "--external-sources", "--exclude=SC1090,SC1091", *scripts]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=ROOT)
@@ -252,3 +260,37 @@ def test_ssh_over_two_hosts(
     output_of(command, {**environ, **two_hosts.environ, "PATH": environ["PATH"], **own}, project)
     assert measured(project, "ssh") == local
     assert all(new - old > 3 * 19_000 for new, old in zip(two_hosts.crossed(), before, strict=True))
+
+
+def test_an_elastic_job_for_each_facility(environ: dict[str, str], project: Path, tmp_path: Path) -> None:
+    """Both facilities are this machine. The cells make their rounds together, and nothing outlives the workflow."""
+    require(find_spec("torchft"), "torchft")
+    require((FLOW / "streamflow").exists(), "StreamFlow in /opt/streamflow")
+    folder, home = tmp_path / "elastic", tmp_path / "a home"
+    shutil.copytree(WORKFLOWS / "elastic", folder)
+    variables = {"PATH": f"{Path(sys.executable).parent}:$PATH", "PYTHONPATH": environ["PYTHONPATH"]}
+    variables |= {"OMP_NUM_THREADS": "1", "XFFL_IFNAME": "lo", "XFFL_TOKEN_FILE": f"'{home}/token'"}
+    for site in (folder / "sites").iterdir():
+        site.write_text("".join(f"export {name}={value}\n" for name, value in variables.items()))
+    words = ["--launch.federated", "[1,1]", "--training.epochs", "1"]
+    inputs = yaml.safe_load((folder / "inputs.yml").read_text())
+    inputs |= {"home": str(home), "home_a": str(home / "a"), "home_b": str(home / "b")}
+    inputs |= {"address": f"127.0.0.1:{free_port()}", "words_a": words, "words_b": words}
+    inputs |= {"project": {"class": "Directory", "path": str(project)}}
+    (folder / "inputs.yml").write_text(yaml.safe_dump(inputs))
+    command = [str(FLOW / "streamflow"), "run", "--outdir", "out", "streamflow-local.yml"]
+    try:
+        told = output_of(command, {**environ, "HOME": str(tmp_path)}, folder, DEADLINE_S)
+        assert not still_there([int((home / "lighthouse.pid").read_text())], 10)
+    finally:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            os.kill(int((home / "lighthouse.pid").read_text()), signal.SIGKILL)
+    assert stat.S_IMODE((home / "token").stat().st_mode) == 0o600
+    assert (home / "token").read_text().strip() not in told
+    assert (folder / "out" / "model" / "model.safetensors").stat().st_size > 19_000
+    found = []
+    for cell in (0, 1):
+        lines = (folder / "out" / f"cell_{cell}" / "metrics" / "federation.jsonl").read_text().splitlines()
+        found.append([(record["step"], record["values"]) for record in map(json.loads, lines)])
+    assert found[0] == found[1] and [step for step, _ in found[0]] == [20, 40, 45]
+    assert found[0][-1][1]["val/accuracy"] > 0.8

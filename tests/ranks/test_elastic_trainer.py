@@ -78,6 +78,9 @@ def test_a_trainer_is_a_cell(lighthouse: str, tmp_path: Path) -> None:
     assert steps == other_steps == 9  # its half of the samples, three times
     assert (cell, other_cell) == (0, 1)
     assert (0, 1) in rounds
+    lines = (tmp_path / "cell_1/rounds/cell_0.jsonl").read_text().splitlines()
+    first = json.loads(lines[0])
+    assert first["weights"] == [20.0, 20.0] and first["steps"] == [2.0, 2.0]  # all samples of all steps
     records = [json.loads((tmp_path / f"cell_{cell}/checkpoints/final/checkpoint.json").read_text()) for cell in (0, 1)]
     values = [record["values"] for record in records]
     assert [value["cell"] for value in values] == [0, 1]

@@ -549,7 +549,7 @@ def wrong(rank: int, ranks: int, port: int, case: str) -> str:
     [
         ("no lighthouse", "LaunchError: fault tolerance is asked for, but XFFL_LIGHTHOUSE is not set; start xffl lig"),
         ("lighthouse", "LaunchError: XFFL_LIGHTHOUSE is 'here'; give HOST:PORT, such as 127.0.0.1:29510"),
-        ("no token", "LaunchError: replica groups give their weights to those that know the run's token, and there is"),
+        ("no token", "LaunchError: cells and replica groups give their weights to those that know the run's token"),
         ("island", "LaunchError: XFFL_ISLAND is '2/2'; give this replica group's number, from 0, and the most groups"),
         ("replicas", "ConfigError: dp_replicate is 2 inside this replica group, but replicas are groups of their own"),
         ("cells", "ConfigError: this job has 2 federated groups, but it is one of several replica groups of one model"),

@@ -476,8 +476,8 @@ def token_of(environ: Mapping[str, str] | None = None) -> bytes:
     name = environ.get("XFFL_TOKEN_FILE", "").strip()
     if not name:
         raise LaunchError(
-            "replica groups give their weights to those that know the run's token, and there is none; set XFFL_TOKEN, "
-            "or XFFL_TOKEN_FILE to a file that xffl lighthouse --token-file has made"
+            "cells and replica groups give their weights to those that know the run's token, and there is none; set "
+            "XFFL_TOKEN, or XFFL_TOKEN_FILE to a file that xffl lighthouse --token-file has made"
         )
     try:
         mode = os.stat(name).st_mode

@@ -197,12 +197,14 @@ class StateMixin(TrainerMixin):
     def take_place(self) -> bool:
         """Join the other cells, and go on where the last round has left this cell, if they hold a model that has it.
 
-        Collective over the cell. Returns whether the cell's records go on, too.
+        Collective over the cell, of an elastic run. Returns whether the cell's records go on, too.
         """
         place, scaling = self._place, self.find_rounds()
-        if place is None or scaling is None or self.place_step <= self.global_step:
+        if self.state.elastic is None or scaling is None:
             return False
-        scaling.join()
+        scaling.join()  # before a batch is counted
+        if place is None or self.place_step <= self.global_step:
+            return False
         if scaling.aggregator.rounds >= place["trainer"]["rounds"]:
             for name, part in self.checkpoint_parts().items():
                 part.load_state_dict(place[name])
