@@ -1,8 +1,8 @@
 """A rank of a cell that is to be killed: local steps are a wait of fixed length, and each round is written down.
 
 Started by ``tests/chaos/storm.py`` through ``xffl exec --elastic``. Below the given folder it writes which process is
-which rank, and a line for each round: when it stood, its number, digest of all weights, cells, their weights, tries,
-and what its epoch is called.
+which rank, in a file that is as old as its last step, and a line for each round: when it stood, its number, digest of
+all weights, cells, their weights, tries, and what its epoch is called.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, default=0.05)
     parser.add_argument("--least", type=int)
     parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--form", default="auto")
     args = parser.parse_args()
     torch.set_num_threads(1)
     life = int(os.environ["XFFL_RESTARTS"])
@@ -36,7 +37,8 @@ def main() -> None:
     with xffl.session(elastic=elastic, timeout_s=60) as state:
         assert state.lone_cell is not None
         cell, rank = state.lone_cell[0], state.rank
-        (args.folder / f"{cell}.{rank}.pid").write_text(f"{os.getpid()} {life}")
+        at_work = args.folder / f"{cell}.{rank}.pid"
+        at_work.write_text(f"{os.getpid()} {life}")
         torch.manual_seed(cell + 100 * life)
         wide = args.width
         model = xffl.shard(nn.Sequential(nn.Linear(wide, wide), nn.ReLU(), nn.Linear(wide, wide)), state)
@@ -54,11 +56,13 @@ def main() -> None:
                 with (args.folder / f"{cell}.{life}.jsonl").open("a") as file:
                     file.write(json.dumps(told) + "\n")
 
-        with xffl.FederatedScaling(model, optimizer, state, every=args.every, on_round=on_round):
+        how = {"form": args.form}
+        with xffl.FederatedScaling(model, optimizer, state, every=args.every, on_round=on_round, aggregator=how):
             while True:
                 model(torch.randn(4, wide, generator=generator)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
+                os.utime(at_work)
                 time.sleep(args.step_s)
 
 

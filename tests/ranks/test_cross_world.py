@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import threading
 import time
 from datetime import timedelta
 
@@ -14,6 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.ports import free_port
 from tests.worlds import run_world
+from xffl.cluster.network import open_sockets
 from xffl.distributed.collectives import CrossWorldGroup
 
 DEAD, WAITING, POISONING = range(3)
@@ -56,3 +59,52 @@ def test_a_rank_is_told_of_another_ones_end_also_where_a_third_has_died() -> Non
     assert (POISONING + 1) % 3 == DEAD
     _, waited_s, _ = run_world(3, poison_behind_a_dead_rank, free_port(), init=False, mortal={DEAD})
     assert waited_s < STAYS_S - 1
+
+
+def options_of_connections(rank: int, world: int, port: int) -> list[tuple[int, int]]:
+    if rank == 0:
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        assert store.port == port
+    before = open_sockets()
+    group = CrossWorldGroup(f"127.0.0.1:{port}", "g", rank, world, first=0, connect_s=60, timeout_s=30)
+    group.all_reduce(torch.ones(1), dist.ReduceOp.SUM)
+    found = []
+    for descriptor in open_sockets() - before:
+        with socket.socket(fileno=os.dup(descriptor)) as one:
+            if one.type == socket.SOCK_STREAM and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                names = (socket.SOL_SOCKET, socket.SO_KEEPALIVE), (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+                found.append((one.getsockopt(*names[0]), one.getsockopt(*names[1])))
+    group.all_reduce(torch.ones(1), dist.ReduceOp.SUM)  # all have looked
+    return found
+
+
+def test_connections_find_out_that_a_host_is_gone() -> None:
+    """What they do then is seen on network namespaces (tests/cluster/test_partition.py)."""
+    for found in run_world(3, options_of_connections, free_port(), init=False):
+        assert len(found) >= 3 - 1 and {*found} == {(1, 10_000)}
+
+
+def lose_a_rank_in_a_message(rank: int, world: int, port: int) -> float:
+    """Rank 0 is killed while it sends, which takes some tenths of a second; the others wait for what it sends."""
+    if rank == WAITING:
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        assert store.port == port
+    group = CrossWorldGroup(f"127.0.0.1:{port}", "g", rank, world, first=0, connect_s=60, timeout_s=30)
+    values = torch.zeros(2**26)
+    group.all_reduce(torch.ones(1), dist.ReduceOp.SUM)
+    if rank == DEAD:
+        works = [group.send([values], other, 1) for other in range(1, world)]
+        threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        for work in works:
+            work.wait()
+        time.sleep(30)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError):
+        group.recv([values], DEAD, 1).wait()
+    return time.monotonic() - start
+
+
+def test_a_rank_that_is_lost_in_a_message_is_not_waited_for() -> None:
+    """Gloo ends a wait for a message that has begun only after its time, whatever became of the connection."""
+    _, *waited = run_world(3, lose_a_rank_in_a_message, free_port(), init=False, mortal={DEAD})
+    assert max(waited) < STAYS_S

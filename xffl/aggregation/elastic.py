@@ -33,8 +33,11 @@ __all__ = ["ElasticAggregator"]
 
 LEAST_TIMEOUT_S = 10.0
 """Seconds that a message may take at least: a link that was quick may be slow for a while."""
-PATIENCE = 5.0
-"""How much longer than all of the last exchange a message may take."""
+PATIENCE = 20.0
+"""How much longer than all of the last exchange a message may take: a link with a tenth of its rate cuts nobody.
+
+Only who is stopped or hangs holds the others up for as long: a host that is gone is found by its connections.
+"""
 
 FOUNDING = ("policies", "bucket_bytes", "nonfinite", "form", "rails")
 """Options of the first round of a federation, which takes one cell's model over and is no step of a server."""

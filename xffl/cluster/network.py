@@ -1,10 +1,11 @@
-"""Network interfaces of this host, ports that xffl uses, and how long each level of a job waits for the other side."""
+"""Network interfaces of this host, ports and connections, and how long each level of a job waits for the other side."""
 
 from __future__ import annotations
 
 import os
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +20,9 @@ __all__ = [
     "Timeouts",
     "control_address",
     "ephemeral_ports",
+    "limit_silence",
     "list_interfaces",
+    "open_sockets",
 ]
 
 SLURM_PORTS = (20000, 31999)
@@ -87,6 +90,33 @@ def ephemeral_ports() -> tuple[int, int]:
         return 32768, 60999
     first, last = _EPHEMERAL.read_text().split()
     return int(first), int(last)
+
+
+def open_sockets() -> set[int]:
+    """Return the descriptors of this process that are sockets."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # it was closed meanwhile
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                found.add(int(name))
+    return found
+
+
+def limit_silence(descriptor: int, seconds: int, peer: tuple[str, int] | None = None) -> None:
+    """Let a TCP connection end where its other host is silent for so many seconds, with data under way or without.
+
+    By itself the kernel tries for a quarter of an hour, and ever less often: a link that was down for half a minute has
+    been up again for as long when the next packet is sent. Other sockets are left as they are, and where a peer is
+    given, connections to others.
+    """
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:  # it was closed meanwhile
+        is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM
+        if not is_tcp or (peer is not None and connection.getpeername()[:2] != peer):
+            return
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, seconds // 2))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds)
 
 
 @dataclass(frozen=True, kw_only=True)

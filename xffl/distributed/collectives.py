@@ -10,7 +10,11 @@ import hashlib
 import hmac
 import json
 import os
+import queue
+import socket
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol, TypeAlias
 
@@ -18,12 +22,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from xffl.cluster.network import limit_silence, open_sockets
+
 __all__ = ["CrossWorldGroup", "Group", "Work", "all_gather_json", "all_reduce", "broadcast", "group_rank", "group_size"]
 
 POISON_TAG = 7_900
 """A tag that nobody sends with."""
 PROOF_TAG = 7_901
 NONCE_BYTES = 32
+SILENT_S = 10
+"""Seconds in which the host at the other end of a connection has to answer."""
+WATCH_S = 0.2
+"""How often who waits for a message looks whether a connection is lost."""
+
+
+INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 
 class Work(Protocol):
@@ -54,8 +67,40 @@ class CrossWorldGroup:
     ) -> None:
         host, _, port = address.rpartition(":")
         self.name, self.first, self.timeout_s = name, first, timeout_s
+        others = open_sockets()
         store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=connect_s))
         self._gloo: Any = dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, timedelta(seconds=connect_s))
+        # A host that is gone resets nothing. Without this only the time that a message may take would tell, and that
+        # has to be long, since a slow link is no lost one. gloo sets no such options, and does not tell its sockets.
+        opened = open_sockets() - others
+        for descriptor in opened:
+            limit_silence(descriptor, SILENT_S)
+        self._connections = _connections(opened, others, int(port), size - 1)
+        self._waits: queue.SimpleQueue[tuple[dist.Work, timedelta, queue.SimpleQueue[Any]] | None] = queue.SimpleQueue()
+        threading.Thread(target=_wait, args=[self._waits], name="xffl-messages", daemon=True).start()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_waits"):
+            self._waits.put(None)
+
+    def wait(self, work: dist.Work) -> Any:
+        """Wait for a message that was sent or is received; RuntimeError where it does not come, or a rank is lost.
+
+        Another thread waits: where a connection ends in the middle of a message, gloo's wait goes on until its time is
+        over (30.0 s of 30 s), and nothing but that ends it.
+        """
+        result: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._waits.put((work, timedelta(seconds=self.timeout_s), result))
+        while True:
+            try:
+                answer = result.get(timeout=WATCH_S)
+            except queue.Empty:
+                if any(_socket_of(descriptor) != name for descriptor, name in self._connections.items()):
+                    raise RuntimeError(f"a rank of the group {self.name} was lost in the middle of a message") from None
+                continue
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
 
     def size(self) -> int:
         """Return the number of ranks."""
@@ -67,11 +112,11 @@ class CrossWorldGroup:
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work:
         """Start to send to a rank of the group."""
-        return _Limited(self._gloo.send(tensors, rank, tag), self)
+        return _Message(self._gloo.send(tensors, rank, tag), self)
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work:
         """Start to receive from a rank of the group."""
-        return _Limited(self._gloo.recv(tensors, rank, tag), self)
+        return _Message(self._gloo.recv(tensors, rank, tag), self)
 
     def all_reduce(self, values: torch.Tensor, op: Any) -> None:
         """Reduce values in place."""
@@ -143,6 +188,53 @@ class _Limited:
 
     def wait(self) -> Any:
         return self._work.wait(timedelta(seconds=self._group.timeout_s))
+
+
+class _Message:
+    """A message that is sent or received."""
+
+    def __init__(self, work: dist.Work, group: CrossWorldGroup) -> None:
+        self._work, self._group = work, group
+
+    def wait(self) -> Any:
+        return self._group.wait(self._work)
+
+
+def _wait(waits: queue.SimpleQueue[tuple[dist.Work, timedelta, queue.SimpleQueue[Any]] | None]) -> None:
+    """Wait for the messages of a group, one after the other, until it is gone."""
+    while (asked := waits.get()) is not None:
+        work, limit, result = asked
+        try:
+            result.put(work.wait(limit))
+        except Exception as error:  # noqa: BLE001 - told to who waits
+            result.put(error)
+        del asked, work
+
+
+def _connections(opened: set[int], others: set[int], store_port: int, count: int) -> dict[int, str]:
+    """Return which of the sockets that were opened with a group are its connections, and what they are called.
+
+    None of them if they cannot be told from others that were opened at the same time.
+    """
+    listening, found = {store_port}, {}
+    for descriptor in others:
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
+            if one.family in INTERNET and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                listening.add(one.getsockname()[1])  # of a store, where others come and go
+    for descriptor in opened:
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
+            # To ask for its peer raises where it is no connection.
+            if one.family in INTERNET and not {one.getsockname()[1], one.getpeername()[1]} & listening:
+                found[descriptor] = _socket_of(descriptor)
+    return found if len(found) == count else {}
+
+
+def _socket_of(descriptor: int) -> str:
+    """Return what the kernel calls a socket: no other one has the name; empty where it was closed."""
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return ""
 
 
 Group: TypeAlias = "dist.ProcessGroup | CrossWorldGroup"

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from xffl.cluster.environment import resolve_lighthouse
+from xffl.cluster.network import limit_silence, open_sockets
 from xffl.elastic.roster import CellRecord
 from xffl.errors import ConfigError, LaunchError
 from xffl.extras import optional_import
@@ -48,13 +49,8 @@ AGAIN_S = 0.2
 """Seconds between two requests where the lighthouse does not answer."""
 FOLLOW_S = 1.0
 """Seconds between two looks into the file that names the lighthouse."""
-KEEP_ALIVE = (
-    ((socket.SOL_SOCKET, socket.SO_KEEPALIVE), 1),
-    ((socket.IPPROTO_TCP, socket.TCP_KEEPIDLE), 1),
-    ((socket.IPPROTO_TCP, socket.TCP_KEEPINTVL), 1),
-    ((socket.IPPROTO_TCP, socket.TCP_KEEPCNT), 3),
-)
-"""An idle connection ends four seconds after the host at its other end; options of Linux, where torchft is."""
+SILENT_S = 4
+"""A connection to the lighthouse ends where its host has been silent for so many seconds, and is made anew."""
 
 
 @dataclass(frozen=True)
@@ -201,6 +197,7 @@ class Lighthouse:
                     client = self._client
                     told = replace(record, same_lighthouse=self._is_same(record), met=self._met).to_plain()
                     self._asked_at = self._url
+                    self._limit_silence()
                 answers.put(
                     client.quorum(
                         replica_id=self._life,
@@ -230,10 +227,18 @@ class Lighthouse:
         place = urlsplit(self._url)
         with suppress(OSError):  # the request will tell
             self._witness = socket.create_connection((place.hostname, place.port), CONNECT_S)
-            for option, value in KEEP_ALIVE:
-                self._witness.setsockopt(*option, value)
             self._witness.setblocking(False)
         return False
+
+    def _limit_silence(self) -> None:
+        """Let this process's connections to the lighthouse end where its host is silent.
+
+        Else a heartbeat, or a request, waits for the kernel's next try when the network is whole again, for as long as
+        it was broken. torchft makes them, and makes heartbeats' anew by itself.
+        """
+        if self._witness is not None:
+            for descriptor in open_sockets():
+                limit_silence(descriptor, SILENT_S, self._witness.getpeername()[:2])
 
 
 def _is_open(connection: socket.socket | None) -> bool:

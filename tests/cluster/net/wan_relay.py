@@ -15,6 +15,7 @@ import struct
 import sys
 import time
 from collections import deque
+from contextlib import suppress
 
 CLONE_NEWNET = 0x40000000
 TUNSETIFF = 0x400454CA
@@ -73,7 +74,8 @@ class Direction:
         """Pass on the packets that are due; return the seconds until the next is, or ``None`` if there is none."""
         now = time.monotonic()
         while self.under_way and self.under_way[0][0] <= now:
-            os.write(self.target, self.under_way.popleft()[1])
+            with suppress(OSError):  # the other end is down
+                os.write(self.target, self.under_way.popleft()[1])
         return self.under_way[0][0] - now if self.under_way else None
 
 
