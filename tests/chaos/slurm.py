@@ -133,13 +133,13 @@ def run(folder: Path, late_s: float, rounds: int) -> dict[str, dict[str, Any]]:
         short = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ms-")))
         cluster = Cluster(hosts, stack.enter_context(slurm_over(hosts, short / "slurm", 3)))
         jobs: dict[str, list[str]] = {}
-        begun = time.monotonic()
         for task in TASKS:
             project = folder / task
             words = make(project, task, rounds)
             command = [sys.executable, "-m", "xffl", "submit", "config.yaml", "--elastic", f"--cells={CELLS}"]
             command += ["--no-follow", "--federated=1", "--slurm.extra=[--hold]", *words]
             jobs[task] = cluster.call(*command, cwd=project, STEP_S=str(step_s)).split()
+        begun = time.monotonic()
         plan = [(0.0, 0, "release"), (0.0, 1, "release"), (late_s, 2, "release")]
         plan += [(0.25 * late_s, 0, "requeue"), (0.5 * late_s, 1, "preempt"), (1.15 * late_s, 2, "requeue")]
         for at, cell, what in sorted(plan):
