@@ -169,7 +169,8 @@ def run_without(folder: Path, task: str, rounds: int, seed: int) -> dict[str, An
     """Train a task in one command, without a fault."""
     project = folder / f"{task}_{seed}"
     words = make(project, task, rounds, **{"experiment.seed": seed})
-    command = [sys.executable, "-m", "xffl", "exec", "--elastic", f"--processes={CELLS}", "--federated=1", "config.yaml", *words]
+    command = [sys.executable, "-m", "xffl", "exec", "--elastic", f"--processes={CELLS}", "--federated=1"]
+    command += ["config.yaml", *words]
     with (project / "output.log").open("wb") as output:
         done = subprocess.run(command, cwd=project, env=environment(), stdout=output, stderr=output, timeout=1800)
     if done.returncode:
