@@ -104,12 +104,8 @@ def run(rounds: int, every: int, *, is_whole: bool) -> dict[str, Any]:
         if jobs[0].returncode:
             raise SystemExit(f"cell 0 has failed; see {project}/cell_0.log")
         wait(jobs)
-    steps = {one["step"]: one["round"] for one in made()}
-    losses = {
-        steps[one["step"]]: one["values"]["val/loss"]
-        for one in lines(folder / "cell_0" / "metrics" / "federation.jsonl")
-        if one["step"] in steps and "val/loss" in one["values"]
-    }
+    measured = lines(folder / "cell_0" / "metrics" / "federation.jsonl")  # after each round
+    losses = {one["round"]: values["values"]["val/loss"] for one, values in zip(made(), measured, strict=True)}
     return {
         "losses": losses,
         "contributed": [one["round"] for one in made() if one["weights"][AWAY]],
@@ -142,7 +138,7 @@ def main() -> int:
     whole, broken = (run(args.rounds, args.every, is_whole=is_whole) for is_whole in (True, False))
     for place, loss in whole["losses"].items():
         print(f"round {place}: {loss:.4f}, {broken['losses'].get(place, float('nan')):.4f}")
-    last = min(max(whole["losses"]), max(broken["losses"]))
+    last = max({*whole["losses"]} & {*broken["losses"]})
     apart = broken["losses"][last] / whole["losses"][last] - 1
     is_back = broken["contributed"][-1] > 2 * args.rounds // 3
     print(

@@ -105,14 +105,15 @@ def two_hosts_up(environ: Mapping[str, str], folder: Path, nodes: int = 1, **mor
 
 
 @contextmanager
-def slurm_over(hosts: Hosts, folder: Path) -> Iterator[dict[str, str]]:
+def slurm_over(hosts: Hosts, folder: Path, nodes: int = 1) -> Iterator[dict[str, str]]:
     """Bring up a SLURM of the nodes a1 and b1 whose controller is on the head, and give the environment there.
 
     :param hosts: The hosts.
     :param folder: Where its state may lie, a short path: munge's socket has a limit of 108 characters.
+    :param nodes: Its nodes on each side: a1, a2 and so on.
     """
     path = os.pathsep.join((hosts.environ["PATH"], "/usr/sbin"))
-    environ = {**hosts.environ, "PATH": path, "MS_DIR": str(folder), "MS_CELLS": "a:1 b:1", "MS_NET": "1"}
+    environ = {**hosts.environ, "PATH": path, "MS_DIR": str(folder), "MS_CELLS": f"a:{nodes} b:{nodes}", "MS_NET": "1"}
     try:
         subprocess.run([str(MINISLURM), "up"], env=environ, check=True, timeout=DEADLINE_S)
         yield {**hosts.environ, "SLURM_CONF": str(folder / "slurm.conf")}

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ import pytest
 from tests.cluster.conftest import require
 from xffl.run_report import write_report
 
+REPO = Path(__file__).resolve().parents[2]
 DEADLINE_S = 60.0
 START = 1.79e9
 PICTURES = """JSON.stringify([...document.images].map(image => ({
@@ -284,6 +286,98 @@ def test_it_fits_a_small_window_and_paper(browser: Page, reports: dict[str, tupl
     assert browser.evaluate(WIDEST) <= 0
     printed = base64.b64decode(browser.call("Page.printToPDF", printBackground=False)["data"])
     assert printed.startswith(b"%PDF") and len(printed) > 50_000
+
+
+TRAIN = """\
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from xffl.training import BaseTrainer, BaseTrainerConfig, EvalMetricConfigMixin, EvalMetricMixin
+from xffl.training import FederatedConfigMixin, FederatedMixin, SetupConfigMixin, SetupMixin
+
+
+@dataclass(kw_only=True)
+class Config(BaseTrainerConfig, SetupConfigMixin, EvalMetricConfigMixin, FederatedConfigMixin):
+    pass
+
+
+class Trainer(BaseTrainer, SetupMixin, EvalMetricMixin, FederatedMixin):
+    config: Config
+
+    def configure_models(self):
+        self.model = nn.Linear(4, 1)
+
+    def configure_optimizers(self):
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
+
+    def configure_dataloaders(self):
+        values = torch.randn(512, 4, generator=torch.Generator().manual_seed(0))
+        data = TensorDataset(values, values.sum(1, keepdim=True))
+        return self.train_loader(data), self.validation_loader(data)
+
+    def training_step(self, batch, batch_idx):
+        # Cell 0 is still at work when cell 1 is back.
+        time.sleep(0.4 if self.last_round is not None and self.last_round.cells == (0,) else 0.02)
+        loss = nn.functional.mse_loss(self.model(batch[0]), batch[1])
+        self.log_scalar("train/loss", loss, weight=len(batch[0]))
+        return {"loss": loss}
+
+    def validation_step(self, batch, batch_idx):
+        return {"val_loss": nn.functional.mse_loss(self.model(batch[0]), batch[1])}
+"""
+CONFIG = """\
+trainer: train.Trainer
+launch: {processes: 2, federated: [1, 1]}
+experiment: {name: demo}
+training: {epochs: 50, max_steps: 120, batch_size: 8, log_every: 2, validate_every_rounds: 1, validate_every_epochs:}
+federation: {every: 5}
+callbacks: [{class_path: CheckpointCallback, init_args: {every_rounds: 2}}]
+"""
+ROWS = "JSON.stringify([...document.querySelectorAll('tr')].map(row => [...row.children].map(one => one.innerText)))"
+
+
+@pytest.mark.skipif(find_spec("torchft") is None, reason="needs the extra elastic")
+def test_an_elastic_run_whose_cell_was_killed_is_one_page(
+    browser: Page, base_environ: dict[str, str], tmp_path: Path
+) -> None:
+    """A real run: cell 1 is killed in the exchange of round 4, misses some rounds, and comes back."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    environ = base_environ | {"XFFL_FAULT": "1:0:exchange:4", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+    command = [sys.executable, "-m", "xffl", "exec", "--elastic", "config.yaml"]
+    ran = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0 and "cell 1 ended with exit code 137" in ran.stderr, ran.stderr
+    cells = [tmp_path / "runs" / "demo" / f"cell_{cell}" for cell in range(2)]
+    lines = [(cell / "rounds" / "cell_0.jsonl").read_text().splitlines() for cell in cells]
+    first, second = (list(map(json.loads, of_cell)) for of_cell in lines)
+    missed = [one["round"] for one in first if one["cells"] == [0]]
+    # The last rounds are cell 1's own: it lacks the steps that it has lost.
+    counted = {one["round"]: one["weights"] for one in [*second, *first]}
+    assert missed[0] == 4 and len(missed) < 24 and second[-1]["cells"] == [1] and second[-1]["left"] == [0]
+
+    report = write_report(cells)
+    browser.resize(1100, 1400)
+    browser.open(report.page)
+    assert report.page == tmp_path / "runs" / "demo" / "pictures" / "report.html"
+    rows = {row[0]: row[1:] for row in reversed(json.loads(browser.evaluate(ROWS)))}
+    tries = {one["round"]: one["tries"] for one in [*second, *first]}
+    assert tries[4] == 2 and rows["tries of rounds that were repeated"] == [str(sum(tries.values()) - len(tries))]
+    assert rows["restarts"] == ["1 (cell 1)"]
+    assert rows["epochs, each of rounds by the same cells"] == ["4"]
+    assert rows["samples that count in rounds"] == [f"{sum(map(sum, counted.values())):,.0f}"]
+    given = [sum(weights[cell] > 0 for weights in counted.values()) for cell in range(2)]
+    assert rows[""][:6] == ["contributed", "weight 0", "missed", "last round", "restarts", "steps counted"]
+    assert rows["cell 0"][:5] == [str(given[0]), str(len(first) - given[0]), "0", str(first[-1]["round"]), "0"]
+    assert rows["cell 1"][0] == str(given[1]) and rows["cell 1"][2] == str(len(missed)) and rows["cell 1"][4] == "1"
+    pictures = json.loads(browser.evaluate(PICTURES))
+    assert len(pictures) == len(report.pictures) and all(picture["is_whole"] for picture in pictures)
+    assert [picture.title for picture in report.pictures][:3] == ["cells", "train/loss", "val/loss"]
+    requests = [told["request"]["url"] for told in browser.told("Network.requestWillBeSent")]
+    assert [url for url in requests if not url.startswith("data:")] == [report.page.resolve().as_uri()]
 
 
 def take_screenshot(report: Path, target: Path) -> None:

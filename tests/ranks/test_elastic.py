@@ -597,6 +597,69 @@ def test_a_lighthouse_that_was_started_again_is_known_as_another_one() -> None:
     servers.pop().shutdown()
 
 
+def name_lighthouse(file: Path, server: Any) -> None:
+    hidden = file.with_suffix(".new")
+    hidden.write_text(f"http://127.0.0.1:{server.address().rpartition(':')[2]}\n")
+    hidden.replace(file)
+
+
+def test_a_lighthouse_that_a_file_names_may_be_another_one_at_any_time(tmp_path: Path) -> None:
+    file = tmp_path / "lighthouse"
+    servers = [start_lighthouse(0)]
+    first, second = (Lighthouse(f"file:{file}", f"{cell}.0", "", b"") for cell in range(2))
+
+    def ask(line: Lighthouse, seconds: float, **more: Any) -> list[tuple[int, bool]] | None:
+        cell = 0 if line is first else 1
+        meeting = line.meet(CellRecord(cell, 2, f"{cell}.0", **more), seconds)
+        return None if meeting is None else [(record.cell, record.same_lighthouse) for record in meeting.records]
+
+    with pytest.raises(
+        xffl.LaunchError, match=r"the lighthouse file:.* does not answer \(.* a file that cannot be read"
+    ):
+        ask(first, 0.3)
+    name_lighthouse(file, servers[0])
+    assert ask(first, 20) == [(0, False)]
+    assert ask(second, 1) is None  # the first lives, and is waited for
+    # Both lighthouses are there. The first cell trains, and its heartbeats go to the other one; the second waits there.
+    servers.append(start_lighthouse(0))
+    name_lighthouse(file, servers[1])
+    assert ask(second, 3) is None
+    assert ask(first, 20, version=Version(1, 1, "of the other one")) == [(0, False), (1, False)]
+    assert ask(second, 20) == [(0, False), (1, False)]
+    for one in (first, second):
+        one.leave()
+    for server in servers:
+        server.shutdown()
+
+
+def test_a_lighthouse_that_moves_divides_nobody(tmp_path: Path) -> None:
+    file, saves = tmp_path / "lighthouse", tmp_path / "saves"
+    saves.mkdir()
+    servers: list[Any] = []
+
+    def move() -> None:
+        deadline = time.monotonic() + 90
+        for has_begun in (lambda: time.monotonic() > deadline - 88, (saves / "0.pt").exists):
+            while not has_begun() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            servers.append(start_lighthouse(0))
+            name_lighthouse(file, servers[-1])
+        time.sleep(1.5)
+        servers.pop(0).shutdown()
+
+    thread = threading.Thread(target=move)
+    thread.start()
+    try:
+        told = run(f"file:{file}", (2, 1, 1), rounds=40, step_s=0.1, saves={0: 5}, checkpoints=str(saves))
+    finally:
+        thread.join()
+        servers.pop().shutdown()
+    check_alike(told)
+    for one in told:
+        assert sorted(one.digests) == list(range(min(one.digests), 41))
+        assert one.cells[40] == (0, 1, 2) and all(len(cells) == 3 for cells in one.cells.values())
+
+
 def test_after_an_outage_of_all_cells_the_newest_checkpoint_counts(lighthouse: str, tmp_path: Path) -> None:
     options = {"server": SERVERS["fedadam"]}
     saved = run(lighthouse, (1, 1), saves={0: 4, 1: 6}, checkpoints=str(tmp_path), options=options)

@@ -645,6 +645,43 @@ sys.exit(3 if life == "4" else 0)
     assert "cell 1 ended with exit code 3; it is started again (restart 1 of 2)" in err
 
 
+def test_a_job_runs_the_lighthouse_until_it_ends_and_then_another_one_does(
+    xffl: Start, environ: dict[str, str], tmp_path: Path
+) -> None:
+    environ["XFFL_TOKEN"] = "mine"
+    file = tmp_path / "run" / "lighthouse"
+
+    def start(cell: int) -> subprocess.Popen[str]:
+        return xffl(f"--elastic file:run/lighthouse --cell {cell}/2 --processes 1", PLACE + script)
+
+    def lighthouse_of(process: subprocess.Popen[str]) -> list[str]:
+        return [command for command in children_of(process.pid).values() if " lighthouse --bind " in command]
+
+    def wait_until_named(process: subprocess.Popen[str]) -> str:
+        line = process.stderr.readline()
+        found = re.fullmatch(r"xffl: this job runs the lighthouse, at (http://(\S+))\n", line)
+        assert found is not None, line
+        assert file.read_text() == f"{found[1]}\n" and f" --bind {found[2]} " in lighthouse_of(process)[0]
+        return found[1]
+
+    script = 'print(os.environ["XFFL_LIGHTHOUSE"], flush=True)\nsignal.pause()\n'
+    first = start(0)
+    urls = [wait_until_named(first)]
+    second = start(1)
+    assert [one.stdout.readline() for one in (first, second)] == [f"file:{file}\n"] * 2
+    assert not lighthouse_of(second)
+    first.send_signal(signal.SIGTERM)
+    assert finish(first) == (143, "", "xffl: stopped all ranks of cell 0 after SIGTERM\n")
+    urls.append(wait_until_named(second))  # at its next look
+    second.kill()  # nothing takes the file away
+    assert not still_there(list(children_of(second.pid)), DEADLINE_S) and file.exists()
+    third = start(0)
+    urls.append(wait_until_named(third))
+    third.send_signal(signal.SIGTERM)
+    finish(third)
+    assert len(set(urls)) == 3 and not file.exists() and os.listdir(file.parent) == []
+
+
 def test_a_preempted_cell_comes_back_but_in_a_job_that_has_to_leave(xffl: Start, environ: dict[str, str]) -> None:
     environ["XFFL_TOKEN"] = "mine"
     words, script = (

@@ -68,7 +68,7 @@ def stand_in(*, cells: int = 1, every: int | None = None, **more: Any) -> Any:
             training=SimpleNamespace(epochs=2, max_steps=None, gradient_accumulation=2, log_every=10),
             federation=federation,
         ),
-        state=SimpleNamespace(topology=Topology(cells, 1 if cells > 1 else None)),
+        state=SimpleNamespace(topology=Topology(cells, 1 if cells > 1 else None), elastic=None),
         strategy=SimpleNamespace(name="single"),
         last_step=None,
         lone_cell=lambda: None,

@@ -304,6 +304,10 @@ BAD = [
     (["exec", *ALL_CELLS, "no such.py"], "LaunchError: script 'no such.py' does not exist"),
     (["exec", *ONE_CELL[:2], __file__], "ConfigError: --elastic a:1 joins one cell to a run; give --cell"),
     (["exec", "--elastic", "http://a", *ONE_CELL[2:], __file__], "LaunchError: --elastic is 'http://a'; give HOST:POR"),
+    (
+        ["exec", "--elastic", "file:", *ONE_CELL[2:], __file__],
+        "LaunchError: --elastic is 'file:'; give the file that hol",
+    ),
     (["exec", *ONE_CELL, "--federated", "1,1", __file__], "ConfigError: --federated 1,1 is for a job of several cells"),
     (["exec", *ONE_CELL, "--export", "x", __file__], "ConfigError: --export x is for rounds over files, but"),
     (
@@ -474,6 +478,7 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
         ("exec --elastic --federated 2,2 s.py", "exec --elastic --federated 2,2", "s.py"),
         ("exec --elastic http://a:1 s.py b:1", "exec --elastic http://a:1", "s.py b:1"),
         ("exec --elastic a:1 --cell 0/2 s.py", "exec --elastic a:1 --cell 0/2", "s.py"),
+        ("exec --elastic file:a/b s.py", "exec --elastic file:a/b", "s.py"),
         ("exec --elastic=a:1 s.py", "exec --elastic=a:1", "s.py"),
         ("exec --processes", "exec --processes", ""),
     ],

@@ -16,6 +16,7 @@ from xffl.cluster.environment import (
     ProcessEnvironment,
     detect_environment,
     elastic_cell,
+    parse_lighthouse,
     parse_sizes,
     requested_federation,
     restarts_of,
@@ -512,6 +513,10 @@ def test_elastic_cell_and_its_restarts() -> None:
     )
     with pytest.raises(ConfigError, match="XFFL_CELL is '3/3'"):
         elastic_cell({"XFFL_CELL": "3/3", **lighthouse})
+    assert (
+        parse_lighthouse("it", " file:a/b ") == f"file:{Path.cwd()}/a/b"
+        and parse_lighthouse("it", "a:1") == "http://a:1"
+    )
     assert restarts_of({}) == restarts_of({"XFFL_RESTARTS": " "}) == 0
     assert restarts_of({"XFFL_RESTARTS": "2", "SLURM_RESTART_COUNT": "1"}) == 2
     assert restarts_of({"SLURM_RESTART_COUNT": "1"}) == 1

@@ -18,7 +18,7 @@ from tests.ports import free_port
 from xffl.cli.main import main
 from xffl.cluster.environment import prove_token, resolve_lighthouse, run_token
 from xffl.cluster.lighthouse_page import CellStatus, parse_page
-from xffl.errors import ConfigError, LaunchError
+from xffl.errors import LaunchError
 
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from xffl.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
@@ -181,7 +181,7 @@ def test_what_is_no_lighthouse_is_told_in_a_line(capsys: pytest.CaptureFixture[s
 
 def test_addresses_of_a_lighthouse(tmp_path: Path) -> None:
     file = tmp_path / "lighthouse"
-    with pytest.raises(ConfigError, match="a file that cannot be read"):
+    with pytest.raises(LaunchError, match="a file that cannot be read"):
         resolve_lighthouse(f"file:{file}")
     file.write_text("10.0.0.1:29510\n")
     for text in ("http://10.0.0.1:29510", "10.0.0.1:29510/", f"file:{file}", f"file://{file}"):

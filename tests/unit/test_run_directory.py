@@ -231,11 +231,17 @@ def test_each_start_is_noted(tmp_path: Path, state: DistributedState) -> None:
 def test_the_layout_of_a_run_is_noted(tmp_path: Path) -> None:
     shape = {"dp_replicate": 2, "dp_shard": 1, "tp": 2}
     layout: Any = SimpleNamespace(
-        topology=Topology(8, (4, 4), 2, shape), rank=0, is_federated_scaling_setup=lambda: True
+        topology=Topology(8, (4, 4), 2, shape), rank=0, is_federated_scaling_setup=lambda: True, elastic=None
     )
     RunDirectory(tmp_path, layout)._write_about(None)
     told = json.loads((tmp_path / "topology.json").read_text())
-    assert (told["replica_size"], told["cell_shape"], told["federated"]) == (2, shape, True)
+    assert (told["replica_size"], told["cell_shape"], told["federated"]) == (2, shape, True) and "elastic" not in told
+    layout = SimpleNamespace(
+        topology=Topology(2), rank=0, is_federated_scaling_setup=lambda: False, elastic=object(), lone_cell=(1, (4, 2))
+    )
+    RunDirectory(tmp_path, layout)._write_about(None)
+    told = json.loads((tmp_path / "topology.json").read_text())
+    assert told["cells"] == [2] and told["elastic"] == {"cell": 1, "cells": [4, 2]}
 
 
 def hold(folder: Path, end: Connection) -> None:

@@ -21,7 +21,7 @@ from xffl.cli.main import main
 from xffl.errors import ConfigError
 from xffl.planning.text import bytes_text
 from xffl.run_report import Report, write_report
-from xffl.run_report.page import rounds_figure, thin, traffic_figure, value_figure
+from xffl.run_report.figures import rounds_figure, thin, traffic_figure, value_figure
 from xffl.run_report.reader import FEDERATION, read_run
 from xffl.run_report.summary import (
     is_better_high,

@@ -33,6 +33,7 @@ from xffl.cluster.slurm.submit import (
     find_template,
     render_script,
     run_slurm,
+    shape_cell,
     submit_job,
     tasks_of_node,
     tasks_of_sweep,
@@ -68,7 +69,14 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
 # The script -----------------------------------------------------------------------------------------------------------
 
 
-def told(slurm: SlurmConfig, tmp_path: Path, number: int | None = None, code: int = 0, **environ: str) -> Any:
+def told(
+    slurm: SlurmConfig,
+    tmp_path: Path,
+    number: int | None = None,
+    code: int = 0,
+    cell: int | None = None,
+    **environ: str,
+) -> Any:
     """Run a script whose command writes down its words, and return them, its output and the calls of scontrol."""
     words = tmp_path / "words.json"
     program = (
@@ -77,9 +85,8 @@ def told(slurm: SlurmConfig, tmp_path: Path, number: int | None = None, code: in
     folder = tmp_path / "a'; echo foo"
     folder.mkdir(exist_ok=True)
     tasks = tuple(tuple(word_of(k, v) for k, v in one.items()) for one in tasks_of_sweep(slurm.array))
-    script = render_script(
-        slurm, job(folder=str(folder), command=(sys.executable, "-c", program, *HOSTILE), tasks=tasks), find_template()
-    )
+    mine = job(folder=str(folder), command=(sys.executable, "-c", program, *HOSTILE), tasks=tasks, cell=cell)
+    script = render_script(slurm, mine, find_template())
     given = {**os.environ, "SLURM_JOB_ID": "12", **environ}
     if number is not None:
         given |= {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": str(number)}
@@ -131,6 +138,26 @@ def test_a_preempted_job_goes_back_into_the_queue(
     assert ran.returncode == code, ran.stderr
     calls = tmp_path / "asked"
     assert (calls.read_text().splitlines() if calls.exists() else []) == asked
+
+
+@pytest.mark.parametrize(
+    ("code", "seconds", "restarts", "goes_back"),
+    [
+        *((code, 700, 0, code in (1, 2, 75, 137)) for code in (0, 1, 2, 75, 124, 130, 137, 143)),
+        (1, 500, 0, False),  # a script that fails at once would do so again
+        (2, 500, 0, False),
+        (75, 0, 0, True),
+        (1, 700, 3, False),
+    ],
+)
+def test_a_cell_that_fails_goes_back_into_the_queue(
+    code: int, seconds: int, restarts: int, goes_back: bool, tmp_path: Path, program: Callable[[str, str], Path]
+) -> None:
+    program("scontrol", f'echo "$@" >>{shlex.quote(str(tmp_path))}/asked')
+    environ = {"SLURM_RESTART_COUNT": str(restarts), "SECONDS": str(seconds)}  # bash counts on from there
+    ran, _, _ = told(SlurmConfig(max_restarts=3), tmp_path, code=code, cell=1, **environ)
+    assert ran.returncode == code, ran.stderr
+    assert (tmp_path / "asked").exists() is goes_back
 
 
 def test_setup_may_use_what_is_not_set_and_may_be_a_file(tmp_path: Path) -> None:
@@ -211,6 +238,22 @@ def test_tasks_of_a_node() -> None:
     for slurm, processes in ((SlurmConfig(nodes=3), 4), (SlurmConfig(nodes=2, gpus_per_node=4), 4)):
         with pytest.raises(ConfigError, match=r"launch.processes is 4, but slurm asks for . nodes of"):
             tasks_of_node(slurm, processes)
+
+
+def test_cells_of_different_sizes_have_jobs_of_different_shapes() -> None:
+    def shapes(slurm: SlurmConfig, *sizes: int) -> list[tuple[int, int]]:
+        found = (shape_cell(slurm, sizes, cell) for cell in range(len(sizes)))
+        return [(own.nodes, tasks) for own, tasks in found]
+
+    assert shapes(SlurmConfig(nodes=2), 4, 4, 2, 1) == [(2, 2), (2, 2), (1, 2), (1, 1)]
+    assert shapes(SlurmConfig(gpus_per_node=4), 2, 4) == [(1, 2), (1, 4)]
+    assert shapes(SlurmConfig(nodes=3, tasks_per_node=2), 2, 4, 6) == [(1, 2), (2, 2), (3, 2)]
+    with pytest.raises(
+        ConfigError, match="the size of cell 1 is 4, but slurm asks for 1 nodes of 8 tasks; give another"
+    ):
+        shapes(SlurmConfig(gpus_per_node=8), 2, 4)
+    with pytest.raises(ConfigError, match="cell 1 has 3 ranks, which do not fill nodes of 2"):
+        shapes(SlurmConfig(nodes=2), 4, 3)
 
 
 def test_sweeps() -> None:
@@ -319,6 +362,169 @@ def test_mistakes_are_told_before_the_queue(project: Path, capsys: pytest.Captur
     ):
         assert message in dry(capsys, *words, code=2)
     assert "--signal" not in dry(capsys, "config.yaml", "--slurm.signal_s", "null")
+
+
+# A job for each cell --------------------------------------------------------------------------------------------------
+
+
+def commands(scripts: str) -> list[list[str]]:
+    """Return the words of the commands of some scripts."""
+    lines = [line for line in scripts.splitlines() if "xffl exec" in line and not line.startswith("#")]
+    return [shlex.split(line.partition(' "$@" ||')[0]) for line in lines]
+
+
+@pytest.fixture
+def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("XFFL_TOKEN", "XFFL_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("no_token")
+def test_each_cell_of_an_elastic_run_is_a_job(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = f"{project}/runs/demo"
+    for words in (
+        ["--elastic", "--cells", "3", "config.yaml", "--title", HOSTILE[0], "--merge", "--slurm.time=2:00:00"],
+        ["config.yaml", "--title", HOSTILE[0], "--merge", "--slurm.time=2:00:00", "--elastic", "--cells", "3"],
+    ):
+        scripts = dry(capsys, *words)
+        assert (
+            scripts.count("#!/bin/bash\n") == 3 and scripts.count("#SBATCH --signal=USR2@90\n#SBATCH --requeue\n") == 3
+        )
+        assert scripts.count("--nodes=2\n") == scripts.count("--ntasks-per-node=2\n") == 3
+        for cell, command_line in enumerate(commands(scripts)):
+            assert command_line == [
+                "env", f"XFFL_TOKEN_FILE={run}/token", sys.executable, "-m", "xffl", "exec", "--merge",
+                f"--elastic=file:{run}/lighthouse", f"--cell={cell}/3", "config.yaml", f"--title={HOSTILE[0]}",
+            ]  # fmt: skip
+            assert f"#SBATCH --job-name=demo_cell_{cell}\n" in scripts
+            log = log_pattern(f"{run}/cell_{cell}/slurm", False)
+            assert f"#SBATCH --output={shlex.quote(log)}\n" in scripts
+    assert not (project / "runs").exists()
+    scripts = dry(capsys, "--elastic", "http://a:1", "--cells=2", "--cell=1", "config.yaml")
+    assert (
+        commands(scripts)[0][6:] == ["--elastic=http://a:1", "--cell=1/2", "config.yaml"]
+        and len(commands(scripts)) == 1
+    )
+
+
+@pytest.mark.usefixtures("no_token")
+def test_sizes_of_cells(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "sizes.yaml").write_text(
+        "trainer: submit_train.Trainer\nlaunch: {processes: 10, federated: [4, 4, 2]}\nslurm: {nodes: 2}\n"
+    )
+    for words, sizes in (
+        (["sizes.yaml"], [4, 4, 2]),
+        (["sizes.yaml", "--cells", "3"], [4, 4, 2]),
+        (["sizes.yaml", "--federated", "2,6"], [2, 6]),
+        (["sizes.yaml", "--federated", "2", "--cells", "2"], [2, 2]),
+        (["sizes.yaml", "--launch.federated", "2", "--cells", "2"], [2, 2]),
+    ):
+        scripts = dry(capsys, "--elastic", *words)
+        found = [[word for word in one if word.startswith("--processes")] for one in commands(scripts)]
+        assert found == [[f"--processes={size}"] for size in sizes]
+        nodes, tasks = (
+            [int(line.rpartition("=")[2]) for line in scripts.splitlines() if line.startswith(f"#SBATCH --{name}=")]
+            for name in ("nodes", "ntasks-per-node")
+        )
+        assert [one * other for one, other in zip(nodes, tasks, strict=True)] == sizes
+    wrong = dry(capsys, "--elastic", "--cells", "2", "sizes.yaml", code=2)
+    assert "--cells is 2, but federated 4,4,2 has 3 cells" in wrong
+
+
+@pytest.mark.usefixtures("no_token")
+def test_a_script_is_that_of_each_cell(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--slurm.nodes=1", "--slurm.tasks_per_node=2", "submit_train.py", "--elastic", "x"]
+    scripts = dry(capsys, "--elastic", "--cells", "3", *words)
+    for cell, command_line in enumerate(commands(scripts)):
+        run = f"{project}/runs/submit_train"
+        assert command_line[6:] == [
+            f"--elastic=file:{run}/lighthouse", f"--cell={cell}/3", "submit_train.py", "--elastic", "x",
+        ]  # fmt: skip
+    assert "--signal" not in scripts
+    assert len(commands(dry(capsys, "--elastic", "--federated=1", "--cells", "2", "submit_train.py"))) == 2
+    assert commands(dry(capsys, "--cells", "2", "--elastic", "submit_train.py"))[1][7] == "--cell=1/2"
+
+
+def test_the_token_is_in_a_file_of_its_owner(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    program: Callable[[str, str], Path], no_token: None, tmp_path: Path,
+) -> None:  # fmt: skip
+    program("sbatch", f"cat >>{tmp_path}/scripts; echo >>{tmp_path}/count; echo $((10 + $(wc -l <{tmp_path}/count)))")
+    program("squeue", "true")
+    words = ["submit", "--no-follow", "--elastic", "--cells", "2", "config.yaml"]
+    assert main(words) == 0
+    assert capsys.readouterr().out == "11\n12\n"
+    file = project / "runs" / "demo" / "token"
+    token = file.read_text().strip()
+    assert file.stat().st_mode & 0o777 == 0o600 and len(token) == 64
+    assert token not in (tmp_path / "scripts").read_text()
+    assert (project / "runs/demo/cell_1/slurm/jobs").read_text() == "12\n"
+    assert main(words) == 0 and file.read_text().strip() == token  # what is there stays
+    monkeypatch.setenv("XFFL_TOKEN", "mine")
+    assert not any("TOKEN" in word for one in commands(dry(capsys, *words[2:])) for word in one)
+    monkeypatch.delenv("XFFL_TOKEN")
+    (project / "own").write_text("mine")
+    monkeypatch.setenv("XFFL_TOKEN_FILE", "own")
+    assert "may be read by others" in dry(capsys, *words[2:], code=2)
+    (project / "own").chmod(0o600)
+    assert [one[1] for one in commands(dry(capsys, *words[2:]))] == [f"XFFL_TOKEN_FILE={project}/own"] * 2
+
+
+def test_a_cell_alone_is_submitted_again_while_the_others_run(
+    project: Path,
+    capsys: pytest.CaptureFixture[str],
+    program: Callable[[str, str], Path],
+    no_token: None,
+    tmp_path: Path,
+) -> None:
+    program("sbatch", f"cat >/dev/null; echo >>{tmp_path}/count; echo $((10 + $(wc -l <{tmp_path}/count)))")
+    program("squeue", "printf '11\\n13\\n'")
+    words = ["submit", "--no-follow", "--elastic", "--cells", "3", "config.yaml"]
+    assert main(words) == 0 and capsys.readouterr().out == "11\n12\n13\n"
+    assert main(words) == 2
+    assert f"job 11, which has not ended, writes to {project}/runs/demo/cell_0; give" in capsys.readouterr().err
+    assert len((tmp_path / "count").read_text()) == 3
+    assert "XFFL_RESTARTS" not in str(commands(dry(capsys, *words[2:])))
+    # It may have lost the model that it had, as after a restart.
+    assert commands(dry(capsys, *words[2:], "--cell", "1"))[0][2] == "XFFL_RESTARTS=1"
+    assert main([*words, "--cell", "1"]) == 0 and capsys.readouterr().out == "14\n"
+    assert main([*words, "--cell", "2"]) == 2
+
+
+def test_where_a_cell_cannot_be_submitted_none_is(
+    project: Path,
+    capsys: pytest.CaptureFixture[str],
+    program: Callable[[str, str], Path],
+    no_token: None,
+    tmp_path: Path,
+) -> None:
+    program("sbatch", "grep -q cell_2$ && { echo 'error: QOSMaxSubmitJobPerUserLimit' >&2; exit 1; }; echo 1$RANDOM")
+    program("squeue", "true")
+    program("scancel", f'echo "$@" >{tmp_path}/cancelled')
+    assert main(["submit", "--no-follow", "--elastic", "--cells", "3", "config.yaml"]) == 2
+    told = capsys.readouterr()
+    first, second = (tmp_path / "cancelled").read_text().split()
+    assert told.out == "" and f"xffl: cancelled jobs {first}, {second}, since" in told.err and "QOSMax" in told.err
+
+
+@pytest.mark.usefixtures("no_token")
+def test_what_does_not_go_with_cells_as_jobs_is_refused(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in (
+        (["--cells", "3"], "--cells 3 is for the jobs of an elastic run; give --elastic"),
+        (["--cell", "1"], "--cell 1 is for the jobs of an elastic run"),
+        (["--elastic"], "--elastic needs the number of cells; give --cells"),
+        (["--elastic", "--cells", "0"], "--cells must be a positive integer, got 0"),
+        (["--elastic", "--cells", "3", "--cell", "3"], "--cell is 3, but there are 3 cells, from 0; give 0 to 2"),
+        (["--elastic", "--cells", "3", "--cell=-1"], "--cell must be an integer of 0 or more, got -1"),
+        (["--elastic", "--federated", "auto"], "--federated auto finds cells in one job, but each is a job of its own"),
+        (["--elastic", "file:", "--cells", "3"], "--elastic is 'file:'; give"),
+        (["--elastic=a", "--cells", "3"], "--elastic is 'a'; give HOST:PORT"),
+        (["--elastic", "--cells=2", "--slurm.array={title: [a, b]}"], "slurm.array makes one job of many runs, but"),
+        (["--elastic", "--cells=2", "--slurm.output=x.log"], "slurm.output 'x.log' is one file for all cells; put %j"),
+    ):
+        wrong = dry(capsys, *words, "config.yaml", code=2)
+        assert message in wrong and wrong.count("\n") == 1, wrong
+    assert len(commands(dry(capsys, "--elastic", "--cells=2", "--slurm.output=%x.log", "config.yaml"))) == 2
 
 
 def test_a_script_gets_a_signal_only_where_it_is_asked_for(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -514,7 +720,7 @@ def test_the_queue(program: Callable[[str, str], Path]) -> None:
 
 
 def follower(pattern: str, pieces: list[str], lines: list[str]) -> Follower:
-    return Follower("12", pattern, "demo", "me", pieces.append, lines.append, longest_s=0.02, look_s=0.01)
+    return Follower({"12": job(log=pattern)}, "me", pieces.append, lines.append, longest_s=0.02, look_s=0.01)
 
 
 def test_a_job_is_followed_through_the_queue_and_a_restart(tmp_path: Path, program: Callable[[str, str], Path]) -> None:
@@ -596,12 +802,55 @@ def test_output_of_an_array_is_told_apart(tmp_path: Path, program: Callable[[str
     assert "".join(pieces) == "[12_0] task 0\n[12_1] task 1\n[12_0] second line[12_1] second line"
 
 
+def test_jobs_of_cells_are_followed_until_all_have_ended(
+    tmp_path: Path, program: Callable[[str, str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = {}
+    for cell, number in enumerate(("12", "13")):
+        (tmp_path / f"{number}.log").write_text("first\nlast")
+        jobs[number] = job(log=log_pattern(str(tmp_path), False), cell=cell)
+    # The controller forgets the first, which has failed, before the second has ended, and knows no single lost job.
+    program(
+        "squeue",
+        f"""
+        echo "$@" >>{tmp_path}/asked
+        case $(wc -l <{tmp_path}/asked) in
+            1) printf '12|RUNNING|None\\n13|PENDING|Priority\\n' ;;
+            2) printf '12|FAILED|NonZeroExitCode\\n13|RUNNING|None\\n' ;;
+            3) printf '13|RUNNING|None\\n' ;;
+            *) printf '13|COMPLETED|None\\n' ;;
+        esac
+        """,
+    )
+    program("sacct", "exit 1")
+    program(
+        "scontrol",
+        f"""
+        n=${{@: -1}}; [ "$n" = 12 ] && [ $(wc -l <{tmp_path}/asked) -gt 2 ] && exit 1
+        end="COMPLETED ExitCode=0:0"; [ "$n" = 12 ] && end="FAILED ExitCode=7:0"
+        echo "JobId=$n JobName=x UserId=root(0) GroupId=root(0) JobState=$end"
+        """,
+    )
+    pieces: list[str] = []
+    lines: list[str] = []
+    one = Follower(jobs, "me", pieces.append, lines.append, longest_s=0.02, look_s=0.01)
+    endings = one.follow()
+    assert endings == {"12": Ending("FAILED", 7), "13": Ending("COMPLETED", 0)} and exit_code_of(endings) == 7
+    assert sorted("".join(pieces).replace("last", "last\n").splitlines()) == sorted(
+        f"[cell {cell}] {word}" for cell in range(2) for word in ("first", "last")
+    )
+    assert [line for line in lines if "FAILED" in line] == ["job 12 (cell 0) is FAILED (NonZeroExitCode)"]
+    assert lines[-1] == "job 13 (cell 1) is COMPLETED"
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert "--jobs=12,13 " in asked[0] and "--jobs=13 " in asked[-1]
+
+
 INTERRUPTED = """
 import sys
 from xffl.cli import submit
 from xffl.cluster.slurm.submit import Job
 job = Job(name="x", folder=".", run_folder=".", log="/nowhere/%j.log", command=("x",), tasks_per_node=1)
-sys.exit(submit._follow("12", job, cancels=sys.argv[1] == "cancels"))
+sys.exit(submit._follow({"12": job}, cancels=sys.argv[1] == "cancels"))
 """
 
 
@@ -647,5 +896,5 @@ def test_at_a_terminal_it_asks(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Follower, "follow", interrupted)
-    assert command._follow("12", job(), cancels=False) == 130
+    assert command._follow({"12": job()}, cancels=False) == 130
     assert asked == ["\nxffl: cancel job 12? [y/N] "] and (tmp_path / "cancelled").exists() is cancelled

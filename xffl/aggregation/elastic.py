@@ -438,6 +438,8 @@ class ElasticAggregator:
             cells=cells,
             membership=epoch.membership,
             tries=tries,
+            restarts=tuple(member.restarts for member in epoch.members),
+            left=epoch.left,
             told=tuple(json.loads(member.told) if member.told else {} for member in epoch.members),
         )
 

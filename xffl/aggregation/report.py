@@ -78,6 +78,8 @@ class ElasticRoundReport(RoundReport):
     :param cells: The cells that took part.
     :param membership: What their epoch is called: the same as in the round before where nobody was lost or has come.
     :param tries: How often the round was begun: more than once where a cell was lost on the way.
+    :param restarts: How often each of ``cells`` was started again before.
+    :param left: The cells that had left for good before: they had finished, or are not started again.
     :param told: What each of ``cells`` has told the others at the meeting for this round, see
         :attr:`xffl.FederatedScaling.tell`.
     """
@@ -85,6 +87,8 @@ class ElasticRoundReport(RoundReport):
     cells: tuple[int, ...] = ()
     membership: str = ""
     tries: int = 1
+    restarts: tuple[int, ...] = ()
+    left: tuple[int, ...] = ()
     told: tuple[Mapping[str, Any], ...] = ()
 
     @property

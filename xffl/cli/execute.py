@@ -28,7 +28,7 @@ from xffl.cluster.environment import (
     detect_environment,
     elastic_cell,
     federation_variables,
-    read_address,
+    parse_lighthouse,
     read_over_files,
     request_federation,
     requested_federation,
@@ -38,7 +38,14 @@ from xffl.cluster.environment import (
     token_of,
 )
 from xffl.cluster.launch.affinity import share_machine
-from xffl.cluster.launch.elastic import CellJob, launch_cells, lighthouse_host, own_lighthouse, step_variables
+from xffl.cluster.launch.elastic import (
+    CellJob,
+    SharedLighthouse,
+    launch_cells,
+    lighthouse_host,
+    own_lighthouse,
+    step_variables,
+)
 from xffl.cluster.launch.failure import ExitCode, FailureRecord, RankFailure, record_failure
 from xffl.cluster.launch.job_layout import JobLayout, check_started, fit_hosts, lay_out
 from xffl.cluster.launch.launch import launch_local
@@ -63,12 +70,10 @@ from xffl.topology import Topology
 if TYPE_CHECKING:
     from xffl.aggregation.exports import RoundPlan
 
-__all__ = ["build_parser", "run", "split_command"]
+__all__ = ["build_parser", "is_lighthouse", "run", "split_command"]
 
 _FLAGS = ("-h", "--help", "--traceback", "--merge")
 """The options that take no value; after any other, the next word is its value."""
-_LIGHTHOUSE = re.compile(r"\w+://.*|[^/]+:\d+/?")
-"""What behind ``--elastic`` is an address, and not the script."""
 _CONFIGURATIONS = (".yaml", ".yml")
 _RANK = Path(__file__).with_name("exec_rank.py")
 """What each process runs that is started for a configuration."""
@@ -93,6 +98,7 @@ examples:
   xffl exec --cell 0/2 --from global/round_2 --export cell_0/round_3 config.yaml
   xffl exec --elastic --federated 4,4 train.py
   xffl exec --elastic http://10.0.0.1:29510 --cell 0/2 --processes 4 train.py
+  xffl exec --elastic file:runs/demo/lighthouse --cell 0/2 --processes 4 train.py
 
 Where the processes start: in a SLURM job (salloc or a batch script) one for each task, by srun; with --hosts by ssh;
 otherwise on this machine. Under srun, mpirun or torchrun nothing is started: each process is one rank.
@@ -131,8 +137,8 @@ def build_parser() -> ArgumentParser:
     parser.add_argument(
         "--timeout", type=float, metavar="SECONDS", help="stop the job after this time, with exit code 124"
     )
-    elastic = "restart cells that fail while the others continue; with an address, this job is one --cell of the run, "
-    elastic += "without it, all cells and their lighthouse start here"
+    elastic = "restart cells that fail while the others continue; with the lighthouse's address, or a file for it "
+    elastic += "(file:PATH), this job is one --cell of the run, without it, all cells and their lighthouse start here"
     parser.add_argument("--elastic", type=str, nargs="?", const="", metavar="URL", help=elastic)
     restarts = f"with --elastic, how often each cell is restarted (default: {_RESTARTS})"
     parser.add_argument("--restarts", type=int, metavar="N", help=restarts)
@@ -160,9 +166,14 @@ def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
             return list(words[:at]), list(words[at + 1 :])
         has_value = words[at] not in _FLAGS
         if words[at] == "--elastic":  # its value may be left out
-            has_value = any(map(_LIGHTHOUSE.fullmatch, words[at + 1 : at + 2]))
+            has_value = any(map(is_lighthouse, words[at + 1 : at + 2]))
         at += 1 if "=" in words[at] or not has_value else 2
     return list(words[:at]), list(words[at:])
+
+
+def is_lighthouse(word: str) -> bool:
+    """Tell whether a word behind ``--elastic`` is an address, and not the script."""
+    return re.fullmatch(r"\w+://.*|[^/]+:\d+/?|file:.*", word) is not None
 
 
 def run(options: Namespace, command: Sequence[str]) -> int:
@@ -493,7 +504,7 @@ def _check_elastic(options: Namespace, over_files: OverFiles) -> None:
     number, cells = parse_cell(over_files.cell, "--cell")
     os.environ["XFFL_CELL"] = f"{number}/{_count(cells)}"
     if options.elastic is not None:
-        os.environ["XFFL_LIGHTHOUSE"] = "http://{}:{}".format(*read_address("--elastic", options.elastic))
+        os.environ["XFFL_LIGHTHOUSE"] = parse_lighthouse("--elastic", options.elastic)
 
 
 def _start_all_cells(
@@ -548,7 +559,13 @@ def _start_one_cell(options: Namespace, command: Sequence[str]) -> int:
         words.append("--merge")
     log_dir = None if options.log_dir is None else make_log_dir(options.log_dir)
     job = CellJob(number, words, command, _environ_of_cells(), log_dir=log_dir)
-    return launch_cells([job], restarts=_restarts(options), timeout_s=options.timeout)
+    kind, _, file = os.environ["XFFL_LIGHTHOUSE"].partition(":")
+    with ExitStack() as stack:
+        lighthouse = None
+        if kind == "file":
+            lighthouse = SharedLighthouse(file)
+            stack.callback(lighthouse.stop)
+        return launch_cells([job], restarts=_restarts(options), timeout_s=options.timeout, lighthouse=lighthouse)
 
 
 def _restarts(options: Namespace) -> int:

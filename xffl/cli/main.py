@@ -87,6 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name == "exec":
             words, script = command.split_command(words)
             own = words[1:]
+        elif name == "submit":
+            own = command.join_elastic(own)
         build, run = getattr(command, "COMMANDS", {}).get(name) or (command.build_parser, command.run)
         parser: ArgumentParser = build()
         parser.prog = f"xffl {name}"

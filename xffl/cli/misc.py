@@ -73,6 +73,7 @@ _REPORT_EXAMPLES = """\
 examples:
   xffl report runs/demo
   xffl report runs/fedavg runs/diloco --out runs/compared
+  xffl report runs/elastic/cell_*
 
 It needs matplotlib and jinja2 ({install}). For a run that has not finished, the page
 shows what has been recorded so far.
@@ -321,7 +322,8 @@ def _read_ranks(text: str) -> set[int]:
 def _parse_report() -> ArgumentParser:
     parser = ArgumentParser(
         description="Write report.html, one self-contained file, and its figures as PNG files: of one run into its "
-        "folder pictures/, of several runs, which are compared, into --out.",
+        "folder pictures/, of several runs, which are compared, into --out. The cells of an elastic run, or the folder "
+        "that holds them, are one run.",
         epilog=_REPORT_EXAMPLES.format(install=install_command("report")),
         formatter_class=HelpFormatter,
     )

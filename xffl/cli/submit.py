@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -18,15 +18,21 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 
 from xffl.checks import integer
+from xffl.cli.execute import is_lighthouse
 from xffl.cli.main import HelpFormatter
+from xffl.cluster.cells import Federation, parse_federation
+from xffl.cluster.environment import make_token_file, parse_lighthouse, run_token
 from xffl.cluster.launch.failure import ExitCode, code_of_signal
 from xffl.cluster.slurm.job_monitor import Follower, exit_code_of, expand_pattern, log_pattern
 from xffl.cluster.slurm.submit import (
     Job,
     SlurmConfig,
-    cancel_job,
+    cancel_jobs,
+    earlier_jobs,
     find_template,
+    refuse_busy,
     render_script,
+    shape_cell,
     submit_job,
     tasks_of_node,
     tasks_of_sweep,
@@ -34,13 +40,13 @@ from xffl.cluster.slurm.submit import (
 )
 from xffl.errors import ConfigError, LaunchError
 
-__all__ = ["build_parser", "run"]
+__all__ = ["build_parser", "join_elastic", "run"]
 
 _CONFIGURATIONS = (".yaml", ".yml")
 _PASSED_ON = ("federated", "hsdp", "require_cells", "log_dir", "merge")
 """Options that are those of xffl exec."""
 _FLAGS = ("--dry-run", "--follow", "--no-follow", "--cancel-on-interrupt", "--merge")
-_VALUES = ("--template", "--federated", "--hsdp", "--require-cells", "--log-dir")
+_VALUES = ("--template", "--federated", "--hsdp", "--require-cells", "--log-dir", "--elastic", "--cells", "--cell")
 
 _EXAMPLES = f"""\
 FILE is a configuration with a section slurm, followed by values for its keys, as for xffl exec, or the options above.
@@ -52,6 +58,8 @@ examples:
   xffl submit config.yaml --federated auto --no-follow
   xffl submit config.yaml --slurm.array '{{experiment.seed: [0, 1, 2]}}'
   xffl submit --slurm.nodes 2 --slurm.tasks_per_node 4 --federated auto train.py --lr 0.1
+  xffl submit config.yaml --elastic --cells 3
+  xffl submit config.yaml --elastic --cells 3 --cell 1 --slurm.nodelist b1
 
 {textwrap.fill("The keys of slurm are " + ", ".join(one.name for one in dataclasses.fields(SlurmConfig)) + ".", 100)}
 
@@ -79,6 +87,15 @@ def build_parser() -> ArgumentParser:
     parser.add_argument("--hsdp", type=int, metavar="RANKS", help="ranks that hold one copy, as for xffl exec")
     fewest = "let the job fail if it gets fewer cells, as for xffl exec"
     parser.add_argument("--require-cells", type=int, metavar="N", help=fewest)
+    elastic = (
+        "submit a job for each cell, as xffl exec --elastic starts it; they find each other by a file in the run's "
+    )
+    elastic += "folder, or by the lighthouse at this address"
+    parser.add_argument("--elastic", type=str, nargs="?", const="", metavar="URL", help=elastic)
+    cells = "with --elastic, the number of cells, unless --federated or launch.federated gives the ranks of each"
+    parser.add_argument("--cells", type=int, metavar="N", help=cells)
+    cell = "with --elastic, submit the job of this cell alone, such as one that was cancelled"
+    parser.add_argument("--cell", type=int, metavar="C", help=cell)
     parser.add_argument("--log-dir", type=str, metavar="DIR", help="write a file for each rank, as for xffl exec")
     parser.add_argument("--merge", action="store_true", help="put cell and rank before each line, as for xffl exec")
     for one in dataclasses.fields(SlurmConfig):
@@ -88,8 +105,19 @@ def build_parser() -> ArgumentParser:
     return parser
 
 
+def join_elastic(words: Sequence[str]) -> list[str]:
+    """Write ``--elastic`` and its value in one word: it may have none, and is not to take the file for it."""
+    joined, at = list(words), 0
+    while at < len(joined) and joined[at].startswith("-"):
+        if joined[at] == "--elastic":
+            url = [word for word in joined[at + 1 : at + 2] if is_lighthouse(word)]
+            joined[at : at + 1 + len(url)] = [f"--elastic={''.join(url)}"]
+        at += 1 if "=" in joined[at] or joined[at] in (*_FLAGS, "-h", "--help") else 2
+    return joined
+
+
 def run(options: Namespace) -> int:
-    """Submit the job, and follow it."""
+    """Submit the job, or those of all cells, and follow them."""
     file, *words = options.words or [""]
     is_configuration = file.endswith(_CONFIGURATIONS)
     if is_configuration:
@@ -104,30 +132,52 @@ def run(options: Namespace) -> int:
         raise ConfigError("--follow and --no-follow are both given; leave one of them out")
     if options.require_cells is not None:
         integer("--require-cells", options.require_cells)  # told before it queues
+    if options.elastic is None:
+        for name in ("cells", "cell"):
+            if options[name] is not None:
+                raise ConfigError(f"--{name} {options[name]} is for the jobs of an elastic run; give --elastic, too")
     template = find_template(options.template)
-    job, slurm = (_plan_configuration if is_configuration else _plan_script)(file, words, options)
-    script = render_script(slurm, job, template)
+    planned = (_plan_configuration if is_configuration else _plan_script)(file, words, options)
+    scripts = [render_script(slurm, job, template) for job, slurm in planned]
     if options.dry_run:
-        print(script, end="")
+        print("\n".join(scripts), end="")
         return 0
     if not is_configuration and "--dry-run" in words:
         _tell(
             f"--dry-run after {file} is passed to the script, so the job is submitted; for a dry run put it before the "
             "file name"
         )
-    number = submit_job(script, job, is_chained=slurm.dependency is not None)
+    jobs = _submit(planned, scripts)
     if options.no_follow:
-        print(number)
+        print(*jobs, sep="\n")
         return 0
-    output = expand_pattern(job.log, {"j": number, "A": number, "a": "*", "x": job.name}) or job.log
-    _tell(f"submitted job {number} ({job.name}); its output goes to {output}")
-    return _follow(number, job, cancels=options.cancel_on_interrupt)
+    for number, job in jobs.items():
+        output = expand_pattern(job.log, {"j": number, "A": number, "a": "*", "x": job.name}) or job.log
+        _tell(f"submitted job {number} ({job.name}); its output goes to {output}")
+    return _follow(jobs, cancels=options.cancel_on_interrupt)
+
+
+def _submit(planned: Sequence[tuple[Job, SlurmConfig]], scripts: Sequence[str]) -> dict[str, Job]:
+    """Submit all jobs, or none; return them by their numbers."""
+    for job, slurm in planned:
+        if slurm.dependency is None:
+            refuse_busy(job)
+    jobs: dict[str, Job] = {}
+    for (job, slurm), script in zip(planned, scripts, strict=True):
+        try:
+            jobs[submit_job(script, job, is_chained=slurm.dependency is not None)] = job
+        except LaunchError:
+            if jobs:
+                cancel_jobs(list(jobs))
+                _tell(f"cancelled {_jobs_text(jobs)}, since not all cells could be submitted")
+            raise
+    return jobs
 
 
 def _take_options(options: Namespace, words: Sequence[str]) -> tuple[Namespace, list[str]]:
     """Take this command's own options from the words behind a configuration."""
     mine, others = [], []
-    rest = list(words)
+    rest = join_elastic(words)
     while rest:
         word = rest.pop(0)
         if word in _FLAGS or word.startswith(tuple(f"{name}=" for name in _VALUES)):
@@ -153,7 +203,7 @@ def _help(file: str, words: Sequence[str]) -> int:
     return 0
 
 
-def _plan_configuration(file: str, words: Sequence[str], options: Namespace) -> tuple[Job, SlurmConfig]:
+def _plan_configuration(file: str, words: Sequence[str], options: Namespace) -> list[tuple[Job, SlurmConfig]]:
     """Read a configuration for each task of the job, so that mistakes are told before it queues."""
     from xffl.training.config.configuration import read_job, read_words
 
@@ -169,6 +219,16 @@ def _plan_configuration(file: str, words: Sequence[str], options: Namespace) -> 
             f"slurm.signal is {slurm.signal}, but the run listens to {', '.join(heard) or 'none'}: it would be killed; "
             "add the signal to experiment.preempt_signals, or give --slurm.signal_s null"
         )
+    taken = read_words(words)
+    passed = [f"--config={one}" for one in taken.files]
+    passed += [
+        f"--{key}{'+' * is_added}={text}" for key, text, is_added in taken.settings if key.split(".")[0] != "slurm"
+    ]
+    if options.elastic is not None:
+        own = getattr(getattr(resolved.config, "distributed", None), "federated", None)
+        federated = resolved.launch.federated if own is None else own
+        elastic = _Elastic(name, run_folder, [file, *passed], options, is_exclusive=experiment is not None)
+        return elastic.plan(slurm, federated, resolved.launch.processes)
     layout = tasks_of_node(slurm, resolved.launch.processes)
     tasks, folders = [], []
     for number, changes in enumerate(tasks_of_sweep(slurm.array)):
@@ -183,16 +243,11 @@ def _plan_configuration(file: str, words: Sequence[str], options: Namespace) -> 
     if len(set(folders)) < len(folders):
         twice = next(folder for folder in folders if folders.count(folder) > 1)
         raise ConfigError(f"several tasks of slurm.array write to {twice}; give each an experiment.output_dir")
-    taken = read_words(words)
-    passed = [f"--config={one}" for one in taken.files]
-    passed += [
-        f"--{key}{'+' * is_added}={text}" for key, text, is_added in taken.settings if key.split(".")[0] != "slurm"
-    ]
     job = _job(name, run_folder, [file, *passed], slurm, layout, tuple(tasks), options)
-    return dataclasses.replace(job, is_exclusive=experiment is not None), slurm
+    return [(dataclasses.replace(job, is_exclusive=experiment is not None), slurm)]
 
 
-def _plan_script(file: str, words: Sequence[str], options: Namespace) -> tuple[Job, SlurmConfig]:
+def _plan_script(file: str, words: Sequence[str], options: Namespace) -> list[tuple[Job, SlurmConfig]]:
     """Take the section slurm from the options and the environment; the rest is the script's own."""
     from xffl.training.config.configuration import read_configuration
 
@@ -202,16 +257,98 @@ def _plan_script(file: str, words: Sequence[str], options: Namespace) -> tuple[J
     if not {"slurm.signal", "slurm.signal_s"} & resolved.origins.keys():
         slurm = dataclasses.replace(slurm, signal_s=None)  # which would kill a script that does not listen to it
     name = Path(file).stem
+    run_folder = os.path.abspath(os.path.join("runs", name))
+    if options.elastic is not None:
+        elastic = _Elastic(name, run_folder, [file, *words], options, is_exclusive=not options.elastic)
+        return elastic.plan(slurm, None, None)
     tasks = tuple(
         tuple(word_of(key, value) for key, value in changes.items()) for changes in tasks_of_sweep(slurm.array)
     )
-    run_folder = os.path.abspath(os.path.join("runs", name))
-    return _job(name, run_folder, [file, *words], slurm, tasks_of_node(slurm, None), tasks, options), slurm
+    return [(_job(name, run_folder, [file, *words], slurm, tasks_of_node(slurm, None), tasks, options), slurm)]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Nothing:
     """A script is configured by itself."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Elastic:
+    """An elastic run whose cells are jobs."""
+
+    name: str
+    run_folder: str
+    words: Sequence[str]
+    """What each job runs: the file, and what stands behind it."""
+    options: Namespace
+    is_exclusive: bool
+
+    def plan(
+        self, slurm: SlurmConfig, federated: Federation | None, processes: int | None
+    ) -> list[tuple[Job, SlurmConfig]]:
+        """Return the job of each cell, or of the one that is asked for; ``federated`` is that of a configuration."""
+        if slurm.array:
+            raise ConfigError(
+                "slurm.array makes one job of many runs, but --elastic many jobs of one run; leave one of them out"
+            )
+        sizes, cells = self._sizes(federated)
+        number = self.options.cell
+        if number is not None and integer("--cell", number, 0) >= cells:
+            raise ConfigError(f"--cell is {number}, but there are {cells} cells, from 0; give 0 to {cells - 1}")
+        place = parse_lighthouse("--elastic", self.options.elastic or f"file:{self.run_folder}/lighthouse")
+        environ = self._token()
+        planned = []
+        for cell in range(cells) if number is None else (number,):
+            shape, tasks = (slurm, tasks_of_node(slurm, processes)) if sizes is None else shape_cell(slurm, sizes, cell)
+            own = [f"--elastic={place}", f"--cell={cell}/{cells}"]
+            own += [] if sizes is None else [f"--processes={sizes[cell]}"]
+            folder = os.path.join(self.run_folder, f"cell_{cell}")
+            job = _job(f"{self.name}_cell_{cell}", folder, [*own, *self.words], shape, tasks, (), self.options)
+            lives = environ
+            if number is not None and (before := len(earlier_jobs(folder))):
+                # Submitted again, it may have lost what the run has made of the model, as a requeued one.
+                lives = environ | {"XFFL_RESTARTS": str(before)}
+            if lives:
+                # Not in the script's own lines, which a site may have replaced.
+                told = ("env", *(f"{name}={text}" for name, text in lives.items()))
+                job = dataclasses.replace(job, command=(*told, *job.command))
+            planned.append((dataclasses.replace(job, cell=cell, is_exclusive=self.is_exclusive), shape))
+        logs = {
+            expand_pattern(job.log, {"j": str(at), "A": str(at), "x": job.name}) for at, (job, _) in enumerate(planned)
+        }
+        if len(logs) < len(planned) and None not in logs:
+            raise ConfigError(f"slurm.output {slurm.output!r} is one file for all cells; put %j or %x into its name")
+        return planned
+
+    def _sizes(self, federated: Federation | None) -> tuple[tuple[int, ...] | None, int]:
+        """Return the ranks of each cell, if they are said, and how many cells there are."""
+        options = self.options
+        asked = federated if options.federated is None else parse_federation(options.federated, "--federated")
+        if isinstance(asked, str) and options.federated is not None:
+            raise ConfigError(f"--federated {asked} finds cells in one job, but each is a job of its own; give sizes")
+        if isinstance(asked, tuple):
+            if options.cells not in (None, len(asked)):
+                raise ConfigError(
+                    f"--cells is {options.cells}, but federated {','.join(map(str, asked))} has {len(asked)} cells; "
+                    "leave it out, or give --federated the ranks of all cells, or one number for each of them"
+                )
+            return asked, len(asked)
+        if options.cells is None:
+            raise ConfigError(
+                "--elastic needs the number of cells; give --cells, such as 3, or the ranks of each: --federated 4,4,2"
+            )
+        cells = integer("--cells", options.cells)
+        return ((asked,) * cells if isinstance(asked, int) else None), cells
+
+    def _token(self) -> dict[str, str]:
+        """Return the variable that names the file of the run's token, which is made where the user gives none."""
+        if run_token():
+            file = os.environ.get("XFFL_TOKEN_FILE", "").strip()
+        else:
+            file = os.path.join(self.run_folder, "token")
+            if not self.options.dry_run:
+                make_token_file(Path(file))
+        return {"XFFL_TOKEN_FILE": os.path.abspath(file)} if file else {}
 
 
 def _job(
@@ -228,7 +365,8 @@ def _job(
             f"--log-dir {options.log_dir!r} is one folder, and each task of slurm.array has a rank 0, which would "
             "write to the same file there; leave it out, each task's output is a file of its own"
         )
-    given = {one: getattr(options, one) for one in _PASSED_ON}
+    # What the cells of an elastic run are is said to each by its own words.
+    given = {one: options[one] for one in _PASSED_ON if one != "federated" or options.elastic is None}
     passed = [
         f"--{one.replace('_', '-')}" + ("" if value is True else f"={value}")
         for one, value in given.items()
@@ -247,35 +385,47 @@ def _job(
     )
 
 
-def _follow(number: str, job: Job, *, cancels: bool) -> int:
-    """Show a job until it has ended, and return its exit code."""
-    follower = Follower(number, job.log, job.name, getpass.getuser(), _write, _tell)
+def _follow(jobs: Mapping[str, Job], *, cancels: bool) -> int:
+    """Show jobs until they have ended, and return the exit code of the first that has one."""
+    follower = Follower(jobs, getpass.getuser(), _write, _tell)
     try:
         with _terminable():
             endings = follower.follow()
     except KeyboardInterrupt as stop:
         is_terminated = isinstance(stop, _Terminated)
-        if cancels or (not is_terminated and _agrees(number)):
-            cancel_job(number)
-            _tell(f"cancelled job {number}")
+        if cancels or (not is_terminated and _agrees(jobs)):
+            cancel_jobs(list(jobs))
+            _tell(f"cancelled {_jobs_text(jobs)}")
         else:
-            _tell(f"job {number} continues; squeue -j {number} shows it, scancel {number} ends it")
+            shown = f"squeue -j {','.join(jobs)} shows {{}}, scancel {' '.join(jobs)} ends {{}}"
+            does, what = ("continue", "them") if len(jobs) > 1 else ("continues", "it")
+            _tell(f"{_jobs_text(jobs)} {does}; {shown.format(what, what)}")
         return code_of_signal(signal.SIGTERM) if is_terminated else ExitCode.INTERRUPTED
-    if not endings:
-        raise LaunchError(f"job {number} has ended, and SLURM no longer knows how; see its output in {job.log}")
     logs = follower.logs()
-    for one, ending in sorted(endings.items()):
-        how = "" if ending.state == "COMPLETED" else f", exit code {ending.exit_code}; see {logs.get(one, job.log)}"
-        _tell(f"job {one} ended: {ending.state}{how}")
+    for task, ending in sorted(endings.items()):
+        how = (
+            "" if ending.state == "COMPLETED" else f", exit code {ending.exit_code}; see {logs.get(task, 'its output')}"
+        )
+        _tell(f"job {follower.name(task)} ended: {ending.state}{how}")
+    known = {task.partition("_")[0] for task in endings}
+    if lost := [number for number in jobs if number not in known]:
+        raise LaunchError(
+            f"job {lost[0]} has ended, and SLURM no longer knows how; see its output in {jobs[lost[0]].log}"
+        )
     return exit_code_of(endings)
 
 
-def _agrees(number: str) -> bool:
-    """Ask whether to cancel a job; nobody there to answer means no."""
+def _jobs_text(jobs: Iterable[str]) -> str:
+    numbers = list(jobs)
+    return f"job{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
+
+
+def _agrees(jobs: Iterable[str]) -> bool:
+    """Ask whether to cancel jobs; nobody there to answer means no."""
     if not sys.stdin.isatty():
         return False
     try:
-        return input(f"\nxffl: cancel job {number}? [y/N] ").strip().lower() in ("y", "yes")
+        return input(f"\nxffl: cancel {_jobs_text(jobs)}? [y/N] ").strip().lower() in ("y", "yes")
     except (EOFError, KeyboardInterrupt):
         return False
 

@@ -38,6 +38,7 @@ __all__ = [
     "federation_variables",
     "lighthouse_of",
     "make_token_file",
+    "parse_lighthouse",
     "parse_sizes",
     "prove_token",
     "read_address",
@@ -414,7 +415,7 @@ def resolve_lighthouse(text: str, what: str = "the lighthouse") -> str:
             told = Path(text.removeprefix("file:")).read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or error
-            raise ConfigError(
+            raise LaunchError(
                 f"{what} is {text!r}, a file that cannot be read ({why}); it is there once the lighthouse runs; see "
                 "that its job has started, or give HOST:PORT"
             ) from error
@@ -429,6 +430,16 @@ def read_address(what: str, text: str) -> tuple[str, int]:
     if found is None or int(found[2]) > 65535:
         raise LaunchError(f"{what} is {text!r}; give HOST:PORT, such as 127.0.0.1:29510")
     return found[1], int(found[2])
+
+
+def parse_lighthouse(what: str, text: str) -> str:
+    """Return where a run's lighthouse is: ``http://HOST:PORT``, or ``file:/PATH`` with a file that names it."""
+    kind, colon, path = text.strip().partition(":")
+    if kind != "file" or not colon:
+        return "http://{}:{}".format(*read_address(what, text))
+    if not path:
+        raise LaunchError(f"{what} is {text!r}; give the file that holds the lighthouse's address: file:PATH")
+    return f"file:{os.path.abspath(path)}"
 
 
 def elastic_cell(environ: Mapping[str, str] | None = None) -> tuple[int, int] | None:
@@ -527,7 +538,8 @@ def bind_address(lighthouse: str, environ: Mapping[str, str] | None = None) -> s
         return named
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(read_address("the lighthouse", lighthouse))  # nothing is sent: the kernel chooses the way
+            # Nothing is sent: the kernel chooses the way.
+            probe.connect(read_address("the lighthouse", resolve_lighthouse(lighthouse)))
             address: str = probe.getsockname()[0]
     except OSError as error:
         raise LaunchError(

@@ -101,7 +101,7 @@ class FaultToleranceParameters:
 class ElasticParameters:
     """How a cell that is a job of its own makes rounds with others that may be lost, come back, or come late.
 
-    :param lighthouse: Where the lighthouse listens, ``http://HOST:PORT``.
+    :param lighthouse: Where the lighthouse listens, ``http://HOST:PORT``, or ``file:PATH`` with a file that names it.
     :param restarts: How often this cell's job was started before.
     :param least_cells: Cells that a round needs; ``None`` means more than half of those that are known, of two one; and
         where ``xffl exec`` has started all cells on one machine, all that live.

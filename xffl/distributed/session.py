@@ -25,8 +25,7 @@ from xffl.cluster.environment import (
     complete_federation,
     detect_environment,
     elastic_cell,
-    lighthouse_of,
-    read_address,
+    parse_lighthouse,
     read_over_files,
     required_cells,
     restarts_of,
@@ -107,9 +106,10 @@ def session(
         default what ``XFFL_CELL`` says, else none. The state keeps it as ``lone_cell``, and its ``data_place`` deals
         samples out as in one job of all cells.
     :param cells: With ``cell``, how many cells there are, or the ranks of each.
-    :param elastic: With ``cell``, where the lighthouse of an elastic federation listens, ``http://HOST:PORT``: rounds
-        are made with the cells that are there, over the network, instead of over files. By default what
-        ``XFFL_LIGHTHOUSE`` says. See :class:`xffl.distributed.ElasticParameters` for timeouts.
+    :param elastic: With ``cell``, where the lighthouse of an elastic federation listens, ``http://HOST:PORT``, or
+        ``file:PATH`` with a file that names it: rounds are made with the cells that are there, over the network,
+        instead of over files. By default what ``XFFL_LIGHTHOUSE`` says. See
+        :class:`xffl.distributed.ElasticParameters` for timeouts.
     :yield: The state.
     :raises ConfigError: if this job is not like that cell; on all ranks.
     """
@@ -345,8 +345,8 @@ def _read_elastic(elastic: str | ElasticParameters | None, lone_cell: object) ->
         )
     if isinstance(elastic, ElasticParameters):
         return elastic
-    lighthouse = lighthouse_of() if elastic is None else "http://{}:{}".format(*read_address("elastic", elastic))
-    return ElasticParameters(lighthouse=lighthouse, restarts=restarts_of())
+    what, text = ("XFFL_LIGHTHOUSE", os.environ["XFFL_LIGHTHOUSE"]) if elastic is None else ("elastic", elastic)
+    return ElasticParameters(lighthouse=parse_lighthouse(what, text), restarts=restarts_of())
 
 
 def take_elastic_cell(state: DistributedState) -> None:

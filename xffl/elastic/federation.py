@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from xffl.cluster.environment import PROOF_KEY, bind_address, prove_token, run_token
+from xffl.cluster.environment import PROOF_KEY, bind_address, prove_token, resolve_lighthouse, run_token
 from xffl.cluster.lives import lives_of_run
 from xffl.cluster.network import CELL_HEARTBEAT_TIMEOUT_S
 from xffl.distributed.collectives import CrossWorldGroup
@@ -31,6 +31,8 @@ __all__ = ["ElasticFederation", "RoundEnd"]
 
 SLICE_S = 10.0
 """How often the leader tells the ranks of its cell that it still waits, so that none of them runs out of time."""
+FILE_S = 0.5
+"""Seconds between two looks for the file that names the lighthouse."""
 CONNECT_S = 10.0
 """How long the ranks of an epoch wait for each other to connect: all of them have just met."""
 MOST_TRIES = 5
@@ -80,6 +82,8 @@ class ElasticFederation:
         self._warned: set[str] = set()
         self._lighthouse: Lighthouse | None = None
         self._lives = lives_of_run()
+        if asked.lighthouse.startswith("file:"):
+            self._await_lighthouse()
         life = [f"{self.cell}.{secrets.token_hex(6)}"]
         with run_on_all_ranks("tokens and lighthouses"):
             self._token = run_token()
@@ -93,6 +97,25 @@ class ElasticFederation:
                 self._lighthouse = Lighthouse(asked.lighthouse, life[0], self._address, self._token)
         dist.broadcast_object_list(life, src=0)
         self.life = life[0]
+
+    def _await_lighthouse(self) -> None:
+        """Wait for the file that names the lighthouse; the leader tells the ranks of its cell that it waits."""
+        deadline = time.monotonic() + self._asked.meeting_timeout_s
+        while True:
+            told: list[bool | LaunchError] = [False]
+            if self._state.rank == 0:
+                try:
+                    told[0] = bool(resolve_lighthouse(self._asked.lighthouse))
+                except LaunchError as error:
+                    self._say(str(error))
+                    time.sleep(FILE_S)
+                    if time.monotonic() > deadline:
+                        told[0] = error
+            dist.broadcast_object_list(told, src=0)
+            if isinstance(told[0], LaunchError):
+                raise told[0]
+            if told[0]:
+                return
 
     def meet(self, *, is_finished: bool = False, told: str = "") -> Epoch:
         """Wait until cells have met that may make a round, and end this cell's doubt by what they have told.

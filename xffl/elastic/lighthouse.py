@@ -6,6 +6,9 @@ out is made up for here and in :mod:`xffl.elastic.roster`: a request never runs 
 lighthouse would count its sender as present for ever; a restarted lighthouse tells whoever asks first that nobody else
 is there, so cells look again for those that they miss. They need not where they know that it was not restarted: a
 connection on which nothing is ever sent ends with the process behind it.
+
+Where a file names the lighthouse, another one may take its place at any time: the file is read again once a second, so
+that heartbeats and a request that waits go to the one that it names.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from xffl.cluster.environment import resolve_lighthouse
 from xffl.cluster.network import limit_silence, open_sockets
 from xffl.elastic.roster import CellRecord
 from xffl.errors import ConfigError, LaunchError
@@ -43,6 +47,8 @@ REQUEST_S = 7 * 24 * 3600.0
 """A request that runs out of time leaves a ghost in the lighthouse, so none does while a job lasts."""
 AGAIN_S = 0.2
 """Seconds between two requests where the lighthouse does not answer."""
+FOLLOW_S = 1.0
+"""Seconds between two looks into the file that names the lighthouse."""
 SILENT_S = 4
 """A connection to the lighthouse ends where its host has been silent for so many seconds, and is made anew."""
 
@@ -61,16 +67,22 @@ class Meeting:
 class Lighthouse:
     """One cell's line to the lighthouse; its leader alone has one. Heartbeats begin with the first meeting.
 
-    :param url: Where it listens, ``http://HOST:PORT``.
+    :param place: Where it listens, ``http://HOST:PORT``, or ``file:PATH`` with a file that names it.
     :param life: What this start of the cell's job is called.
     :param store: HOST:PORT of the cell's own store.
     :param token: The run's; empty where it has none.
     :raises ConfigError: if torchft is not installed.
     """
 
-    def __init__(self, url: str, life: str, store: str, token: bytes) -> None:
+    def __init__(self, place: str, life: str, store: str, token: bytes) -> None:
         self._torchft = coordination()
-        self._url, self._life, self._store, self._token = url, life, store, token
+        self._place, self._life, self._store, self._token = place, life, store, token
+        self._url = ""
+        """The address at which heart, client and witness are."""
+        self._asked_at: str | None = None
+        """The address to which the request has gone that is waited for."""
+        self._connecting = threading.Lock()
+        self._has_left = threading.Event()
         self._trouble: str | None = None
         self._client: LighthouseClient | None = None
         self._heart: ManagerServer | None = None
@@ -80,6 +92,8 @@ class Lighthouse:
         """The number of the last meeting."""
         self._witnessed: set[int] = set()
         """When the meetings were that the lighthouse has formed since the witness is connected to it."""
+        if place.startswith("file:"):
+            threading.Thread(target=self._follow, name="xffl-lighthouse", daemon=True).start()
 
     def meet(self, record: CellRecord, within_s: float) -> Meeting | None:
         """Ask who else wants a round, and wait for the answer; ``None`` where there is none yet.
@@ -96,11 +110,13 @@ class Lighthouse:
                 # In slices, so that signals are heard meanwhile.
                 answer = self._answers.get(timeout=max(0.0, min(0.2, deadline - time.monotonic())))
             except queue.Empty:
+                if self._asked_at not in (None, self._url):
+                    self._answers = None  # another lighthouse has taken the place of the one that was asked
                 if time.monotonic() < deadline:
                     continue
                 if self._trouble is None:
                     return None
-                raise LaunchError(f"the lighthouse {self._url} does not answer ({self._trouble})") from None
+                raise LaunchError(f"the lighthouse {self._place} does not answer ({self._trouble})") from None
             self._answers = None
             if not isinstance(answer, Exception):
                 self._trouble = None
@@ -124,42 +140,66 @@ class Lighthouse:
 
     def leave(self) -> None:
         """End the heartbeats, so that nobody waits for this cell."""
+        self._has_left.set()
         heart, self._heart = self._heart, None
         if heart is not None:
             heart.shutdown()
+        self._drop_witness()
+
+    def _follow(self) -> None:
+        """Send the heartbeats to the lighthouse that the file names, also while this cell trains."""
+        while not self._has_left.wait(FOLLOW_S):
+            with self._connecting, suppress(LaunchError, RuntimeError, OSError):  # the next request will tell
+                if self._heart is not None:
+                    self._connect()
+
+    def _connect(self) -> None:
+        """Find the lighthouse, and begin the heartbeats, in a thread of torchft's that needs no turn of Python's."""
+        url = resolve_lighthouse(self._place)
+        if self._heart is not None and url == self._url:
+            return
+        # It offers to end this process to whoever can reach it: nobody can.
+        heart = self._torchft.ManagerServer(
+            replica_id=self._life,
+            lighthouse_addr=url,
+            hostname="127.0.0.1",
+            bind="127.0.0.1:0",
+            store_addr=self._store,
+            world_size=1,
+            heartbeat_interval=timedelta(seconds=HEARTBEAT_S),
+            connect_timeout=timedelta(seconds=CONNECT_S),
+            quorum_retries=0,
+        )
+        before, self._heart, self._url, self._client = self._heart, heart, url, None
+        if before is not None:
+            before.shutdown()
+        self._drop_witness()
+        if self._has_left.is_set():
+            heart.shutdown()
+
+    def _drop_witness(self) -> None:
         if self._witness is not None:
             self._witness.close()
-
-    def _beat(self) -> None:
-        """Begin the heartbeats, in a thread of torchft's that needs no turn of Python's."""
-        if self._heart is None:
-            # It offers to end this process to whoever can reach it: nobody can.
-            self._heart = self._torchft.ManagerServer(
-                replica_id=self._life,
-                lighthouse_addr=self._url,
-                hostname="127.0.0.1",
-                bind="127.0.0.1:0",
-                store_addr=self._store,
-                world_size=1,
-                heartbeat_interval=timedelta(seconds=HEARTBEAT_S),
-                connect_timeout=timedelta(seconds=CONNECT_S),
-                quorum_retries=0,
-            )
+        self._witness, self._witnessed = None, set()
 
     def _ask(self, record: CellRecord) -> None:
         """Send a request, in a thread of its own: it lasts until all cells have asked."""
         answers = self._answers = queue.SimpleQueue()
+        self._asked_at = None
 
         def ask() -> None:
             try:
-                self._beat()
-                if self._client is None:
-                    connect = timedelta(seconds=CONNECT_S)
-                    self._client = self._torchft.LighthouseClient(addr=self._url, connect_timeout=connect)
-                told = replace(record, same_lighthouse=self._is_same(record), met=self._met).to_plain()
-                self._limit_silence()
+                with self._connecting:
+                    self._connect()
+                    if self._client is None:
+                        connect = timedelta(seconds=CONNECT_S)
+                        self._client = self._torchft.LighthouseClient(addr=self._url, connect_timeout=connect)
+                    client = self._client
+                    told = replace(record, same_lighthouse=self._is_same(record), met=self._met).to_plain()
+                    self._asked_at = self._url
+                    self._limit_silence()
                 answers.put(
-                    self._client.quorum(
+                    client.quorum(
                         replica_id=self._life,
                         timeout=timedelta(seconds=REQUEST_S),
                         address="",
@@ -183,9 +223,7 @@ class Lighthouse:
         if _is_open(self._witness):
             self._witnessed = {created for created in self._witnessed if created >= record.version.created}
             return {one.created for one in (record.version, record.doubt) if one is not None} <= self._witnessed
-        if self._witness is not None:
-            self._witness.close()
-        self._witness, self._witnessed = None, set()
+        self._drop_witness()
         place = urlsplit(self._url)
         with suppress(OSError):  # the request will tell
             self._witness = socket.create_connection((place.hostname, place.port), CONNECT_S)
@@ -227,4 +265,6 @@ def coordination() -> ModuleType:
 
 
 def _text(error: Exception) -> str:
+    if isinstance(error, LaunchError):  # there is no file that names it
+        return str(error)
     return str(error).splitlines()[0][:120] if str(error) else type(error).__name__

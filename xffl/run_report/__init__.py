@@ -1,7 +1,8 @@
 """The HTML page about a run, or about several compared.
 
-``reader`` reads what exists of a run folder, ``summary`` turns it into numbers and texts, and ``page`` draws the
-figures and writes them with the texts into one HTML file, by the template ``page.html.j2``.
+``reader`` reads what exists of a run folder, ``elastic`` makes one run of the folders of an elastic run's cells,
+``summary`` turns it into numbers and texts, ``figures`` draws it, and ``page`` writes figures and texts into one HTML
+file, by the template ``page.html.j2``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reader of run folders: whatever exists of a run, with notes of what is missing or cannot be read."""
+"""Reader of a run folder: whatever exists of the run, with notes of what is missing or cannot be read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import yaml
@@ -22,7 +22,21 @@ from xffl.checks import shorten
 from xffl.errors import ConfigError, TopologyError
 from xffl.topology import Topology
 
-__all__ = ["FEDERATION", "Metrics", "Partition", "RoundRecord", "Run", "Series", "read_run", "read_runs"]
+if TYPE_CHECKING:
+    from xffl.run_report.elastic import History
+
+__all__ = [
+    "FEDERATION",
+    "Attendance",
+    "Metrics",
+    "Partition",
+    "RoundRecord",
+    "Run",
+    "Series",
+    "elastic_place",
+    "is_run",
+    "read_run",
+]
 
 FEDERATION = -1
 """Stands for all cells together in the place of a cell's number."""
@@ -57,6 +71,22 @@ class Metrics:
     longest_pause: float
 
 
+class Attendance(NamedTuple):
+    """Who took part in a round of an elastic run.
+
+    ``cells`` were there, each started again so often before as ``restarts`` says, which older records do not;
+    ``weights`` and ``steps`` are of all known cells; ``left`` had left for good; ``membership`` names the meeting.
+    """
+
+    membership: str
+    cells: tuple[int, ...]
+    weights: tuple[float, ...]
+    steps: tuple[float, ...]
+    restarts: tuple[int, ...]
+    left: tuple[int, ...]
+    tries: int
+
+
 @dataclass(frozen=True)
 class RoundRecord:
     """One round, as recorded by the first rank of a cell; times and durations in seconds.
@@ -79,6 +109,8 @@ class RoundRecord:
     update_norms: tuple[float, ...]
     is_skipped: bool
     extras: dict[str, float]
+    fragment: int
+    attendance: Attendance | None
 
     @property
     def is_delayed(self) -> bool:
@@ -106,7 +138,8 @@ class Run:
     """A run folder; ``topology`` and ``partition`` are ``None`` where they are unknown, dicts and texts are empty.
 
     ``metrics`` and ``rounds`` are by cell; ``is_federated`` says whether a federation was asked for; ``configuration``
-    and ``origins`` are by dotted name; ``notes`` list what is missing and what could not be read.
+    and ``origins`` are by dotted name; ``notes`` list what is missing and what could not be read. Of an elastic run,
+    whose cells have folders of their own (``parts``, by cell), ``history`` tells who took part.
     """
 
     folder: Path
@@ -122,13 +155,16 @@ class Run:
     checkpoints: tuple[str, ...]
     latest: str
     notes: list[str]
+    is_elastic: bool
+    parts: dict[int, Run]
+    history: History | None
 
     @property
     def lacks_federation(self) -> bool:
         """Whether a federation or rounds were asked for, and all ranks are in one cell."""
         names = ("federation.every", "federation.algorithm")
         is_asked = self.is_federated or any(self.configuration.get(name) is not None for name in names)
-        return is_asked and self.topology is not None and self.topology.cells == 1
+        return is_asked and not self.is_elastic and self.topology is not None and self.topology.cells == 1
 
     @property
     def cell_metrics(self) -> dict[int, Metrics]:
@@ -142,7 +178,7 @@ class Run:
         for cell, metrics in sorted(self.metrics.items()):
             for name, values in metrics.series.items():
                 series.setdefault(name, {})[cell] = values
-        for name, by_cell in _series_of_rounds(self.rounds).items():
+        for name, by_cell in _series_of_rounds(self).items():
             series.setdefault(name, {}).update(by_cell)
         return series
 
@@ -165,23 +201,6 @@ class Run:
     def seconds(self) -> float | None:
         """From the start to the last record; ``None`` where there is none."""
         return None if self.started is None or self.ended is None else self.ended - self.started
-
-
-def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[Run]:
-    """Read several run folders, and name each by the end of its path that no other has."""
-    if not folders:
-        raise ConfigError("no run folder is given; give one or more, such as runs/demo")
-    resolved = [Path(folder).resolve() for folder in folders]
-    runs = []
-    for index, (folder, path) in enumerate(zip(folders, resolved, strict=True)):
-        if path in resolved[:index]:
-            raise ConfigError(f"run {folder} is given twice; give each run once")
-        others = [other.parts for other in resolved if other != path]
-        length = 1
-        while length < len(path.parts) and any(other[-length:] == path.parts[-length:] for other in others):
-            length += 1
-        runs.append(read_run(folder, "/".join(path.parts[-length:])))
-    return runs
 
 
 def read_run(folder: str | os.PathLike[str], name: str | None = None) -> Run:
@@ -210,18 +229,42 @@ def read_run(folder: str | os.PathLike[str], name: str | None = None) -> Run:
         checkpoints=tuple(sorted(name for name in saved if not name.startswith("."))),
         latest=latest.read_text(encoding="utf-8", errors="replace").strip()[:200] if latest.is_file() else "",
         notes=notes,
+        is_elastic=elastic_place(path) is not None,
+        parts={},
+        history=None,
     )
     notes += _missing(run)
     return run
 
 
+def is_run(path: Path) -> bool:
+    """Tell whether a folder is that of a run."""
+    return any((path / mark).exists() for mark in MARKS)
+
+
+def elastic_place(path: Path) -> tuple[int, tuple[int, ...]] | None:
+    """Return of which cell of an elastic run a folder is, and the ranks of all cells; ``None`` where it is of none.
+
+    Older runs do not say so: there the folder is called ``cell_1``, its rounds have epochs, and ranks are unknown.
+    """
+    told = _load(path / "topology.json", json.loads, []).get("elastic")
+    if isinstance(told, dict) and type(told.get("cell")) is int:
+        return told["cell"], tuple(int(size) for size in _list(told.get("cells")) if math.isfinite(size))
+    match = re.fullmatch(r"cell_(\d+)", path.resolve().name)
+    rounds = path / "rounds" / "cell_0.jsonl"
+    if match is None or not rounds.is_file():
+        return None
+    with open(rounds, encoding="utf-8", errors="replace") as file:
+        return (int(match[1]), ()) if '"membership"' in file.readline() else None
+
+
 def _check_is_run(path: Path) -> None:
-    if any((path / mark).exists() for mark in MARKS):
+    if is_run(path):
         return
     rule = f"a run folder has {', '.join(MARKS[:-1])} or {MARKS[-1]}: give the output_dir of an experiment"
     if not path.is_dir():
         raise ConfigError(f"run {str(path)!r} is not a folder; {rule}")
-    if inside := sorted(child for child in path.iterdir() if any((child / mark).exists() for mark in MARKS)):
+    if inside := sorted(filter(is_run, path.iterdir())):
         raise ConfigError(f"folder {str(path)!r} is not a run, but holds runs; give some of these: {shorten(inside)}")
     raise ConfigError(f"folder {str(path)!r} is not a run; {rule}")
 
@@ -271,9 +314,6 @@ def read_rounds(path: Path, notes: list[str]) -> list[RoundRecord]:
         extras = {f"divergence/{name}": value for name, value in _numbers(record.get("divergence")).items()}
         if (error := _number(record.get("codec_error"))) is not None:
             extras["codec_error"] = error
-        if cells := _list(record.get("cells")):  # of an elastic run
-            extras["cells_there"] = float(len(cells))
-            extras["cells_averaged"] = float(sum(weight > 0 for weight in _list(record.get("weights"))))
         rounds.append(
             RoundRecord(
                 time=float(record["time"]),
@@ -284,13 +324,30 @@ def read_rounds(path: Path, notes: list[str]) -> list[RoundRecord]:
                 phases={name: _amount(value) for name, value in _numbers(record.get("phases")).items()},
                 bytes_across=_amount(record.get("bytes_across")),
                 bytes_home=_amount(record.get("bytes_home")),
-                dropped=tuple(int(cell) for cell in _list(record.get("dropped")) if math.isfinite(cell)),
+                dropped=_indices(record.get("dropped")),
                 update_norms=tuple(_list(record.get("update_norms"))),
                 is_skipped=record.get("is_skipped") is True,
                 extras=extras,
+                fragment=_integer(record.get("fragment")),
+                attendance=_attendance(record),
             )
         )
     return rounds
+
+
+def _attendance(record: dict[str, Any]) -> Attendance | None:
+    cells = _indices(record.get("cells"))
+    if not cells:
+        return None
+    return Attendance(
+        str(record.get("membership", "")),
+        cells,
+        tuple(_list(record.get("weights"))),
+        tuple(_list(record.get("steps"))),
+        _indices(record.get("restarts")),
+        _indices(record.get("left")),
+        max(1, _integer(record.get("tries"))),
+    )
 
 
 def _records(path: Path, needed: tuple[str, ...], notes: list[str]) -> Iterator[dict[str, Any]]:
@@ -348,6 +405,11 @@ def _list(values: object) -> list[float]:
     """Return the numbers of a list, NaN for what is none, so that each cell keeps its place."""
     numbers = [_number(value) for value in values] if isinstance(values, list) else []
     return [math.nan if number is None else number for number in numbers]
+
+
+def _indices(values: object) -> tuple[int, ...]:
+    """Return the whole numbers of a list."""
+    return tuple(int(value) for value in _list(values) if math.isfinite(value))
 
 
 def _amount(value: object) -> float:
@@ -426,23 +488,32 @@ def _timestamp(text: object) -> float | None:
     return None if when is None or when.tzinfo is None else when.timestamp()
 
 
-def _series_of_rounds(rounds: dict[int, list[RoundRecord]]) -> dict[str, dict[int, Series]]:
-    """Return the series that rounds hold: norms of all cells' updates from the first file, else each cell's own."""
+def _series_of_rounds(run: Run) -> dict[str, dict[int, Series]]:
+    """Return the series that rounds hold: what all ranks record alike from one cell, else each cell's own."""
     points: dict[str, dict[int, list[tuple[float, float, float]]]] = {}
+    together: Sequence[RoundRecord] = next((records for _, records in sorted(run.rounds.items())), [])
+    if run.history is not None:
+        together = run.history.rounds
 
     def add(name: str, cell: int, record: RoundRecord, value: float) -> None:
         by_cell = points.setdefault(f"rounds/{name}", {})
         by_cell.setdefault(cell, []).append((record.step, record.time, value))
 
-    for index, (cell, records) in enumerate(sorted(rounds.items())):
+    for record in together:
+        there = record.attendance
+        for name, value in record.extras.items():
+            if name.startswith("divergence/"):
+                add(name, FEDERATION, record, value)
+        for cell, norm in enumerate(record.update_norms):
+            if there is None or cell in there.cells:
+                add("update_norm", cell, record, norm)
+        if there is not None and run.history is None:  # which shows them otherwise
+            add("cells_there", min(run.rounds), record, len(there.cells))
+            add("cells_averaged", min(run.rounds), record, sum(weight > 0 for weight in there.weights))
+    for cell, records in sorted(run.rounds.items()):
         for record in records:
-            for name, value in record.extras.items():
-                # All ranks record the same divergences.
-                is_shared = name.startswith("divergence/")
-                if not is_shared or index == 0:
-                    add(name, FEDERATION if is_shared else cell, record, value)
-            for other, norm in enumerate(record.update_norms if index == 0 else ()):
-                add("update_norm", other, record, norm)
+            if (error := record.extras.get("codec_error")) is not None:
+                add("codec_error", cell, record, error)
     return {
         name: {cell: Series(*np.array(rows, dtype=np.float64).T) for cell, rows in by_cell.items()}
         for name, by_cell in points.items()
@@ -459,7 +530,7 @@ def _missing(run: Run) -> list[str]:
     if run.lacks_federation:
         notes.append("no federation, though one was asked for: all ranks are in one cell")
     if not run.rounds:
-        is_alone = run.topology is not None and run.topology.cells == 1
+        is_alone = run.topology is not None and run.topology.cells == 1 and not run.is_elastic
         notes.append("no rounds: there is one cell" if is_alone else "no rounds were recorded")
     if run.topology is not None and run.metrics:
         absent = [str(cell) for cell in range(run.topology.cells) if cell not in run.metrics]

@@ -15,11 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xffl.planning.text import bytes_text, counted
+from xffl.run_report.elastic import CellTotals
 from xffl.run_report.reader import FEDERATION, RoundRecord, Run, Series
 
 __all__ = [
     "SECTIONS",
     "cell_name",
+    "cell_table",
     "environment_tables",
     "label_text",
     "mean_phases",
@@ -37,6 +39,7 @@ __all__ = [
 ]
 
 SECTIONS = {
+    "Cells": (),
     "Training": ("train/",),
     "Validation": ("val/", "test/"),
     "Rounds and traffic": (),
@@ -57,6 +60,8 @@ LOW = re.compile(r"loss|perplexity|ppl|error|err|mae|mse|rmse|wer|cer|nll")
 """Words in the names of values that should be large, and of those that should be small."""
 MAX_CELLS = 8
 """Cells whose numbers are written one by one."""
+MAX_CELL_VALUES = 4
+"""Values in the table of an elastic run's cells."""
 MAX_TEXT = 2000
 """Letters of a configuration value."""
 MAX_LABEL = 44
@@ -289,6 +294,7 @@ def summary_rows(run: Run) -> list[tuple[str, str]]:
         share = f" ({100 * totals.exposed / run.seconds:.1f} % of the time)" if run.seconds else ""
         rows += [
             ("rounds", f"{totals.rounds:,}{left_out}"),
+            *_elastic_rows(run),
             ("sent between cells", bytes_text(totals.bytes_across)),
             ("sent within cells", bytes_text(totals.bytes_home)),
             ("exposed: training stood still for rounds", f"{seconds_text(totals.exposed)}{share}"),
@@ -300,9 +306,63 @@ def summary_rows(run: Run) -> list[tuple[str, str]]:
     rows += [(name.partition("/")[2].replace("_", " "), number_text(rate)) for name, rate in totals.throughput.items()]
     for name, most in totals.memory.items():
         rows.append((f"most {name.partition('/')[2]}".replace("_", " "), value_text(name, most)))
-    final = ", with final" if "final" in run.checkpoints else ""
+    finals = sum(name.rpartition("/")[2] == "final" for name in run.checkpoints)
+    final = ", with final" if finals == max(1, len(run.parts)) else f", {finals} of them final" if finals else ""
     latest = f"; latest {run.latest}" if run.latest else ""
     return [*rows, ("checkpoints", f"{len(run.checkpoints)}{final}{latest}" if run.checkpoints else "none")]
+
+
+def _elastic_rows(run: Run) -> list[tuple[str, str]]:
+    """Return the rows of the summary that only an elastic run has: who took part, and what counted."""
+    history = run.history
+    if history is None:
+        return []
+    cells = [history.totals(cell) for cell in range(history.cells)]
+    mean = sum(cell.contributed for cell in cells) / len(history.rounds)
+    rows = [
+        ("epochs, each of rounds by the same cells", f"{len(history.epochs):,}"),
+        ("tries of rounds that were repeated", f"{history.repeated:,}"),
+        ("cells that contribute to a round", f"{number_text(mean)} of {history.cells} in the mean"),
+        ("restarts", _restarts_text(cells)),
+        ("steps that count in rounds", number_text(math.fsum(cell.steps for cell in cells))),
+    ]
+    if _counts_samples(run):
+        rows.append(("samples that count in rounds", number_text(math.fsum(cell.weight for cell in cells))))
+    return rows
+
+
+def _restarts_text(cells: Sequence[CellTotals]) -> str:
+    if all(totals.restarts is None for totals in cells):
+        return "not recorded"
+    texts = [f"{totals.restarts:,} (cell {cell})" for cell, totals in enumerate(cells) if totals.restarts]
+    return (", ".join(texts[:MAX_CELLS]) or "none") + (", ..." if len(texts) > MAX_CELLS else "")
+
+
+def _counts_samples(run: Run) -> bool:
+    """Tell whether the weights of rounds are samples."""
+    return run.configuration.get("federation.weight") == "samples"
+
+
+def cell_table(run: Run) -> tuple[list[str], list[list[str]]]:
+    """Return head and rows of the table of an elastic run's cells; without any for other runs."""
+    history = run.history
+    if history is None:
+        return [], []
+    is_weighed = _counts_samples(run)
+    names = [name for name in sort_names(run.series) if name.startswith(("train/", "val/", "test/"))]
+    names = [name for name in names if is_better_high(name) is not None][:MAX_CELL_VALUES]
+    heads = ["", "contributed", "weight 0", "missed", "last round", "restarts", "steps counted"]
+    heads += [*(["samples counted"] if is_weighed else []), "steps", "samples"]
+    rows = []
+    for cell in range(history.cells):
+        totals, metrics = history.totals(cell), run.metrics.get(cell)
+        row = [cell_name(cell), *(f"{number:,}" for number in (totals.contributed, totals.idle, totals.missed))]
+        row += ["–" if number is None else f"{number:,}" for number in (totals.last, totals.restarts)]
+        row += [number_text(totals.steps), *([number_text(totals.weight)] if is_weighed else [])]
+        row += ["–", "–"] if metrics is None else [f"{metrics.step:,}", f"{metrics.samples:,}"]
+        series = [run.series[name].get(cell) for name in names]
+        rows.append([*row, *("–" if one is None else number_text(float(one.values[-1])) for one in series)])
+    return [*heads, *names], rows
 
 
 def _last_text(name: str, by_cell: dict[int, Series]) -> str:

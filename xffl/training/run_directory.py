@@ -6,7 +6,7 @@
      config.yaml            the resolved configuration
      origins.json           where each of its values comes from
      environment.json       versions, hosts, command
-     topology.json          the cells
+     topology.json          the cells; in an elastic run also which of all this one is
      partition.json         optional: who has how many samples of each label
      metrics/cell_0.jsonl   records of a cell, and the same as CSV; federation.* for values over all cells
      rounds/cell_0.jsonl    what each round did
@@ -77,6 +77,7 @@ class RunDirectory:
         self.path = path
         self._topology = state.topology
         self._is_federated = state.is_federated_scaling_setup()
+        self._elastic_cell = None if state.elastic is None else state.lone_cell
         self.rank = state.rank or 0
         self.cell = self._topology.cell_of(self.rank)
         self.is_cell_writer = self.rank == self._topology.offsets[self.cell]
@@ -258,6 +259,9 @@ class RunDirectory:
         _write_json(self.path / "environment.json", _describe_environment(hosts, before))
         topology = self._topology
         shape = None if topology.cell_shape is None else dict(topology.cell_shape)
+        elastic: dict[str, Any] = {}
+        if self._elastic_cell is not None:
+            elastic["elastic"] = {"cell": self._elastic_cell[0], "cells": list(self._elastic_cell[1])}
         _write_json(
             self.path / "topology.json",
             {
@@ -266,6 +270,7 @@ class RunDirectory:
                 "replica_size": topology.replica_size,
                 "cell_shape": shape,
                 "federated": self._is_federated,
+                **elastic,
             },
         )
 

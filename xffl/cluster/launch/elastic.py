@@ -7,35 +7,53 @@ go on; nothing here waits for a cell to be there.
 from __future__ import annotations
 
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 
-from xffl.cluster.environment import bind_address, restarts_of
-from xffl.cluster.hosts import node_address
+from xffl.cluster.environment import bind_address, read_address, restarts_of
+from xffl.cluster.hosts import node_address, reachable_address
 from xffl.cluster.launch.affinity import Share
 from xffl.cluster.launch.failure import ExitCode, caught_signals, code_of_signal, read_failure
 from xffl.cluster.launch.job_layout import JobLayout
 from xffl.cluster.launch.launch import held_port
 from xffl.cluster.launch.runner import RankJob, die_with_parent
 from xffl.cluster.lives import CellLives
-from xffl.cluster.network import CELL_HEARTBEAT_TIMEOUT_S
+from xffl.cluster.network import CELL_HEARTBEAT_TIMEOUT_S, control_address
 from xffl.cluster.slurm.allocation import Host, own_host
-from xffl.errors import ConfigError
+from xffl.errors import ConfigError, LaunchError
 from xffl.extras import optional_import
 
-__all__ = ["CellJob", "LighthouseProcess", "launch_cells", "lighthouse_host", "own_lighthouse", "step_variables"]
+__all__ = [
+    "CellJob",
+    "LighthouseProcess",
+    "SharedLighthouse",
+    "launch_cells",
+    "lighthouse_host",
+    "own_lighthouse",
+    "step_variables",
+]
 
 _POLL_S = 0.05
 _PAUSE_S = 1.0
 """Before a cell, or the lighthouse, is started again."""
+_LOOK_S = 1.0
+"""Between two looks into the file that names the lighthouse of cells in several jobs."""
+_SILENCE_S = 10.0
+"""After so long without an answer from a lighthouse in another job, this job runs one."""
+_ANSWER_S = 1.0
+_FAR = "198.51.100.1"
+"""An address of no host (RFC 5737): where its name does not tell this host's own, the way there does."""
 _JOIN_S = 20
 """How long a cell that is late for a round, but lives, is waited for."""
 _IN_VAIN = ("ConfigError:", "TopologyError:")
@@ -61,7 +79,7 @@ def launch_cells(
     *,
     restarts: int,
     timeout_s: float | None = None,
-    lighthouse: LighthouseProcess | None = None,
+    lighthouse: LighthouseProcess | SharedLighthouse | None = None,
     are_all_here: bool = False,
 ) -> int:
     """Start cells, all of a run or one, and wait until each has ended for good; return the exit code of them all.
@@ -85,7 +103,8 @@ def launch_cells(
                 if limit is not None and time.monotonic() > limit and not any(asked.values()):
                     is_late = True
                     signals.append((signal.SIGTERM, True))
-                if lighthouse is not None and not lighthouse.keep() and not is_refused:
+                # A batch system that ends the job may have ended the lighthouse, too.
+                if lighthouse is not None and not any(asked.values()) and not lighthouse.keep():
                     is_refused = True
                     signals.append((signal.SIGTERM, True))
                 for number, ends in signals:
@@ -242,15 +261,112 @@ class LighthouseProcess:
 @contextmanager
 def own_lighthouse(host: str = "127.0.0.1") -> Iterator[LighthouseProcess]:
     """Run a lighthouse while the block runs, at a free port of this host that is held for it also while it is down."""
-    with optional_import("elastic", "an elastic run needs torchft, which has wheels for x86-64 Linux"):
-        if find_spec("torchft") is None:  # it is imported by the lighthouse and the ranks, since it brings torch
-            raise ModuleNotFoundError("No module named 'torchft'")
+    _require_torchft()
     with held_port() as port:
         lighthouse = LighthouseProcess(f"{host}:{port}")
         try:
             yield lighthouse
         finally:
             lighthouse.stop()
+
+
+def _require_torchft() -> None:
+    with optional_import("elastic", "an elastic run needs torchft, which has wheels for x86-64 Linux"):
+        if find_spec("torchft") is None:  # it is imported by the lighthouse and the ranks, since it brings torch
+            raise ModuleNotFoundError("No module named 'torchft'")
+
+
+class SharedLighthouse:
+    """The lighthouse of cells that are jobs of their own: one of the jobs runs it, and a file that all see names it.
+
+    A job that finds no file, or has had no answer from the lighthouse that it names for some seconds, starts one, and
+    writes its address once that answers. Where several jobs do so at once, the last to write is the one that the file
+    names, and the others end theirs. So no file needs a lock; a moment with two lighthouses divides no run, since a
+    round needs more than half of the cells (:mod:`xffl.elastic.roster`).
+    """
+
+    def __init__(self, file: str) -> None:
+        _require_torchft()
+        self._file = Path(file)
+        self._address = control_address() or reachable_address([_FAR])
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(f"the lighthouse's file {file} cannot be written ({error}); give another") from error
+        self._own: LighthouseProcess | None = None
+        self._is_named = False
+        """Whether the file has named the own one."""
+        self._port = ExitStack()
+        self._due = 0.0
+        self._heard_at = time.monotonic()
+        self._trouble = ""
+
+    def keep(self) -> bool:
+        """See to it, once a second, that there is one; tell whether this host can run one, if it has to."""
+        if time.monotonic() < self._due:
+            return True
+        self._due = time.monotonic() + _LOOK_S
+        if self._own is not None and not self._own.keep():
+            return False
+        try:
+            self._look(self._read())
+        except OSError as error:  # of the shared file system, which may be well again at the next look
+            if str(error) != self._trouble:
+                self._trouble = str(error)
+                print(f"xffl: the lighthouse's file {self._file} cannot be used ({error})", file=sys.stderr)
+        return True
+
+    def stop(self) -> None:
+        """End the own one, if there is one; other jobs see at their next look that it has gone."""
+        if self._own is not None:
+            with suppress(OSError):
+                if self._read() == self._own.address:
+                    self._file.unlink()
+            self._end(self._own)
+
+    def _look(self, named: str) -> None:
+        """Start or end the own one, as the file says, which names HOST:PORT or is not there."""
+        own = self._own
+        if own is None:
+            if named and _answers(named):
+                self._heard_at = time.monotonic()
+            elif not named or time.monotonic() > self._heard_at + _SILENCE_S:
+                self._own = LighthouseProcess(f"{self._address}:{self._port.enter_context(held_port())}")
+                self._is_named = False
+        elif named == own.address:
+            return
+        elif named and (self._is_named or _answers(named)):
+            self._end(own)
+            self._heard_at = time.monotonic()
+        elif _answers(own.address):
+            self._write(own.address)
+            self._is_named = True
+            print(f"xffl: this job runs the lighthouse, at http://{own.address}", file=sys.stderr)
+
+    def _read(self) -> str:
+        try:
+            return self._file.read_text(errors="replace").strip().removeprefix("http://")
+        except FileNotFoundError:
+            return ""
+
+    def _write(self, address: str) -> None:
+        hidden = self._file.with_name(f".{self._file.name}.{secrets.token_hex(4)}")
+        hidden.write_text(f"http://{address}\n")
+        hidden.replace(self._file)  # nobody reads half of it
+
+    def _end(self, own: LighthouseProcess) -> None:
+        own.stop()
+        self._own = None
+        self._port.close()
+
+
+def _answers(address: str) -> bool:
+    """Tell whether somebody listens at an address."""
+    try:
+        socket.create_connection(read_address("the lighthouse", address), _ANSWER_S).close()
+    except (LaunchError, OSError):
+        return False
+    return True
 
 
 # Cells as steps of a SLURM job ----------------------------------------------------------------------------------------

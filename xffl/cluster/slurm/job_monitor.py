@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from xffl.cluster.launch.failure import ExitCode, code_of_signal
 from xffl.cluster.launch.logs import LineBuffer
-from xffl.cluster.slurm.submit import run_slurm
+from xffl.cluster.slurm.submit import Job, run_slurm
 from xffl.errors import ConfigError, LaunchError
 
 __all__ = ["Ending", "Follower", "exit_code_of", "expand_pattern", "find_endings", "log_pattern", "read_queue"]
@@ -119,13 +119,10 @@ def exit_code_of(endings: Mapping[str, Ending]) -> int:
 
 @dataclass
 class Follower:
-    """Follows a job until it has ended."""
+    """Follows jobs until all have ended."""
 
-    job: str
-    """Its number."""
-    pattern: str
-    """The name of its output, as SLURM got it."""
-    name: str
+    jobs: Mapping[str, Job]
+    """By their numbers."""
     user: str
     write: Callable[[str], None]
     tell: Callable[[str], None]
@@ -138,18 +135,25 @@ class Follower:
     _known: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def follow(self) -> dict[str, Ending]:
-        """Show the output as it grows and each change of state; return how the job or its tasks ended, if known."""
+        """Show the output as it grows and each change of state; return how jobs or their tasks ended, if known."""
         wait_s, is_silent = self.longest_s / 10, False
+        endings: dict[str, dict[str, Ending]] = {}
         while True:
-            queue = read_queue(self.job)
+            queue = read_queue(",".join(number for number in self.jobs if number not in endings))
             if queue is None and not is_silent:
-                self.tell(f"the controller does not answer; job {self.job} goes on, and is asked for again")
+                who = "jobs go on, and are" if len(self.jobs) > 1 else f"job {next(iter(self.jobs))} goes on, and is"
+                self.tell(f"the controller does not answer; {who} asked for again")
             is_silent = queue is None
             if queue is not None:
                 if self._tell_changes(queue):
                     wait_s = self.longest_s / 10
-                if all(state in _ENDED for state, _ in queue.values()):
-                    break
+                left = {_number(task) for task, (state, _) in queue.items() if state not in _ENDED}
+                for number in sorted(self.jobs.keys() - left - endings.keys()):
+                    # At once, since a controller without accounting forgets a job before others of a run have ended.
+                    self._show_rest(number)
+                    endings[number] = find_endings(number, look_s=2 * self.look_s)
+                if len(endings) == len(self.jobs):
+                    return {task: ending for found in endings.values() for task, ending in found.items()}
             until = time.monotonic() + wait_s
             while True:
                 self._show()
@@ -157,34 +161,36 @@ class Follower:
                     break
                 time.sleep(self.look_s)
             wait_s = min(self.longest_s, wait_s * 1.5)
-        self._show_rest()
-        return find_endings(self.job, look_s=2 * self.look_s)
 
     def _tell_changes(self, queue: Mapping[str, tuple[str, str]]) -> bool:
-        changed = {number: seen for number, seen in queue.items() if self._known.get(number) != seen}
-        for number, (state, reason) in sorted(changed.items()):
-            self.tell(f"job {number} is {state}" + ("" if reason in ("None", "") else f" ({reason})"))
+        changed = {task: seen for task, seen in queue.items() if self._known.get(task) != seen}
+        for task, (state, reason) in sorted(changed.items()):
+            self.tell(f"job {self.name(task)} is {state}" + ("" if reason in ("None", "") else f" ({reason})"))
         self._known.update(changed)
         return bool(changed)
 
+    def name(self, task: str) -> str:
+        """Return the number of a job or a task, with its cell."""
+        job = self.jobs[_number(task)]
+        return task if job.cell is None else f"{task} (cell {job.cell})"
+
     def logs(self) -> dict[str, str]:
-        """Return the files of output by task; empty where only the nodes know their names."""
+        """Return the files of output by job or task; without those whose names only the nodes know."""
         found = {}
-        for number in self._known or {self.job: ("", "")}:
-            task = number.partition("_")[2]
+        for name in {**dict.fromkeys(self.jobs.keys() - set(map(_number, self._known))), **self._known}:
+            number, _, task = name.partition("_")
             if task.isdecimal() or not task:
                 # The first letters: of an array, %j is the task's own number, which only SLURM knows.
-                names = {"A": self.job, "a": task, "x": self.name, "u": self.user} | ({} if task else {"j": self.job})
-                file = expand_pattern(self.pattern, names)
+                names = {"A": number, "a": task, "x": self.jobs[number].name, "u": self.user}
+                file = expand_pattern(self.jobs[number].log, names | ({} if task else {"j": number}))
                 if file is not None:
-                    found[number] = file
+                    found[name] = file
         return found
 
-    def _show(self, is_last: bool = False) -> bool:
-        """Show what has come since, and tell whether that was something."""
+    def _show(self, ended: str | None = None) -> bool:
+        """Show what has come since, and tell whether that was something; of an ended job also what ends no line."""
         is_new = False
-        logs = self.logs()
-        for number, file in logs.items():
+        for task, file in self.logs().items():
             try:
                 with open(file, "rb") as log:
                     log.seek(self._read.get(file, 0))
@@ -193,16 +199,23 @@ class Follower:
                 continue  # not there yet
             self._read[file] = self._read.get(file, 0) + len(piece)
             is_new = is_new or bool(piece)
-            prefix = f"[{number}] " if "_" in number else ""
+            cell = self.jobs[_number(task)].cell
+            prefix = f"[{task}] " if "_" in task else "" if cell is None or len(self.jobs) == 1 else f"[cell {cell}] "
+            is_last = _number(task) == ended
             lines = [*self._buffers[file].feed(piece), *([self._buffers[file].flush()] if is_last else [])]
             if shown := b"".join(lines).decode(errors="replace"):
                 self.write("".join(prefix + line for line in shown.splitlines(keepends=True)) if prefix else shown)
         return is_new
 
-    def _show_rest(self) -> None:
+    def _show_rest(self, ended: str) -> None:
         """Show what comes after the end: a shared file system may be late."""
         deadline = time.monotonic() + 10 * self.look_s
         time.sleep(self.look_s)
         while self._show() and time.monotonic() < deadline:
             time.sleep(self.look_s)
-        self._show(is_last=True)
+        self._show(ended)
+
+
+def _number(task: str) -> str:
+    """Return the number of the job that a task is one of."""
+    return task.partition("_")[0]

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,13 @@ from xffl.errors import ConfigError, LaunchError
 __all__ = [
     "Job",
     "SlurmConfig",
-    "cancel_job",
+    "cancel_jobs",
+    "earlier_jobs",
     "find_template",
+    "refuse_busy",
     "render_script",
     "run_slurm",
+    "shape_cell",
     "submit_job",
     "tasks_of_node",
     "tasks_of_sweep",
@@ -134,10 +137,12 @@ class Job:
     """For each task of an array, the words behind the command."""
     is_exclusive: bool = False
     """Whether no other job may write to the run's folder at the same time."""
+    cell: int | None = None
+    """Which cell of an elastic run it is; it goes back into the queue after a failure, too."""
 
 
-def tasks_of_node(slurm: SlurmConfig, processes: int | None) -> int:
-    """Return how many ranks each node of a job gets."""
+def tasks_of_node(slurm: SlurmConfig, processes: int | None, *, cell: int | None = None) -> int:
+    """Return how many ranks each node of a job gets, which may be that of a cell whose ranks are given."""
     wanted = slurm.tasks_per_node
     if wanted is None and slurm.gpus_per_node is not None:
         wanted = int(str(slurm.gpus_per_node).rpartition(":")[2])
@@ -145,11 +150,26 @@ def tasks_of_node(slurm: SlurmConfig, processes: int | None) -> int:
         wanted = processes // slurm.nodes
     wanted = 1 if wanted is None else wanted
     if processes not in (None, wanted * slurm.nodes):
+        knob = f"--launch.processes {wanted * slurm.nodes}, or " if cell is None else ""
         raise ConfigError(
-            f"launch.processes is {processes}, but slurm asks for {slurm.nodes} nodes of {wanted} tasks; give "
-            f"--launch.processes {wanted * slurm.nodes}, or another --slurm.nodes or --slurm.tasks_per_node"
+            f"{'launch.processes' if cell is None else f'the size of cell {cell}'} is {processes}, but slurm asks for "
+            f"{slurm.nodes} nodes of {wanted} tasks; give {knob}another --slurm.nodes or --slurm.tasks_per_node"
         )
     return wanted
+
+
+def shape_cell(slurm: SlurmConfig, sizes: Sequence[int], cell: int) -> tuple[SlurmConfig, int]:
+    """Return the section for one cell's job, and its ranks on each node; ``slurm.nodes`` are those of the largest."""
+    most, size = max(sizes), sizes[cell]
+    tasks = tasks_of_node(slurm, most, cell=sizes.index(most))
+    if size < tasks:
+        return replace(slurm, nodes=1), size
+    if size % tasks:
+        raise ConfigError(
+            f"cell {cell} has {size} ranks, which do not fill nodes of {tasks}, as the largest cell has them; give "
+            "another --slurm.nodes or --slurm.tasks_per_node, or submit the cells by --cell with a shape of their own"
+        )
+    return replace(slurm, nodes=size // tasks), tasks
 
 
 def tasks_of_sweep(array: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
@@ -204,6 +224,7 @@ def render_script(slurm: SlurmConfig, job: Job, template: str) -> str:
         "FOLDER": shlex.quote(job.folder),
         "MAX_RESTARTS": str(slurm.max_restarts if slurm.requeue else 0),
         "NAME": shlex.quote(job.name),
+        "REQUEUES": _REQUEUES if job.cell is None else _REQUEUES_CELL,
         "SETUP": _setup(slurm.setup),
         "TASK": _task(job.tasks),
     }
@@ -253,6 +274,13 @@ def _directives(slurm: SlurmConfig, job: Job) -> list[str]:
     if any("\n" in line for line in slurm.extra):
         raise ConfigError("slurm.extra has an option of several lines; give one in each item")
     return [*found, *slurm.extra]
+
+
+_REQUEUES = '[ "$status" -eq 75 ]'
+_REQUEUES_CELL = f'{_REQUEUES} || {{ [ "$SECONDS" -ge 600 ] && [[ ! $status =~ ^(0|124|130|143)$ ]]; }}'
+"""What fails or is refused in the first ten minutes, after the restarts of ``xffl exec``, would probably do so again;
+later it may be the node, or the other cells, for which it has waited in vain. 124 is a time limit, 130 and 143 are
+signals."""
 
 
 def _setup(setup: str | tuple[str, ...]) -> str:
@@ -316,13 +344,8 @@ def submit_job(script: str, job: Job, *, is_chained: bool = False) -> str:
     with jobs:
         with suppress(OSError):  # not every shared file system locks; two submissions at one moment are rare
             fcntl.flock(jobs, fcntl.LOCK_EX)
-        jobs.seek(0)
-        busy = find_busy(jobs.read().split()) if job.is_exclusive and not is_chained else None
-        if busy is not None:
-            raise LaunchError(
-                f"job {busy}, which has not ended, writes to {job.run_folder}; give another experiment.output_dir or "
-                f"experiment.name, scancel {busy}, or --slurm.dependency afterany:{busy}"
-            )
+        if not is_chained:
+            refuse_busy(job)
         ran = run_slurm(["sbatch", "--parsable"], script)
         if ran.returncode != 0:
             lines = (line.removeprefix("sbatch: ").removeprefix("error: ") for line in ran.stderr.splitlines())
@@ -342,6 +365,24 @@ def submit_job(script: str, job: Job, *, is_chained: bool = False) -> str:
     return number
 
 
+def earlier_jobs(run_folder: str) -> list[str]:
+    """Return the numbers of the jobs that were submitted for a run's folder before."""
+    try:
+        return (Path(run_folder) / "slurm" / "jobs").read_text(encoding="utf-8").split()
+    except FileNotFoundError:
+        return []
+
+
+def refuse_busy(job: Job) -> None:
+    """Raise where an earlier job that has not ended writes to the folder of a job that has to have it for itself."""
+    busy = find_busy(earlier_jobs(job.run_folder)) if job.is_exclusive else None
+    if busy is not None:
+        raise LaunchError(
+            f"job {busy}, which has not ended, writes to {job.run_folder}; give another experiment.output_dir or "
+            f"experiment.name, scancel {busy}, or --slurm.dependency afterany:{busy}"
+        )
+
+
 def find_busy(jobs: Sequence[str]) -> str | None:
     """Return the first of some jobs of this user that has not ended yet, if any."""
     if not jobs:
@@ -353,11 +394,12 @@ def find_busy(jobs: Sequence[str]) -> str | None:
     return next((job for job in jobs if job in alive), None)
 
 
-def cancel_job(job: str) -> None:
-    """Cancel a job, with all tasks of an array."""
-    ran = run_slurm(["scancel", job])
+def cancel_jobs(jobs: Sequence[str]) -> None:
+    """Cancel jobs, with all tasks of an array."""
+    ran = run_slurm(["scancel", *jobs])
     if ran.returncode != 0:
-        raise LaunchError(f"scancel {job} failed: {' '.join(ran.stderr.split())}; the job may still be there")
+        told = " ".join(ran.stderr.split())
+        raise LaunchError(f"scancel {' '.join(jobs)} failed: {told}; squeue --me shows what is left")
 
 
 def run_slurm(command: Sequence[str], text: str = "") -> subprocess.CompletedProcess[str]:
