@@ -147,7 +147,8 @@ class Trainer(TaskTrainer):
         place = [self.global_step, self.current_epoch, sorted(numbers.tolist()), self.scheduler.last_epoch]
         with open(f"steps_{cell}_{life}.jsonl", "a") as file:
             file.write(json.dumps([cell, int(life), *place]) + "\\n")
-        time.sleep(0.0 if cell else 0.25)  # so that the other one is back before this one has finished
+        if cell == 0 and self.global_step > 8 and not os.path.exists("steps_1_1.jsonl"):
+            time.sleep(0.8)  # so that the other one is back before this one has finished
         return super().training_step((images, labels), batch_idx)
 """
 
