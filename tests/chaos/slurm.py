@@ -1,6 +1,6 @@
 """Train in three cells that are batch jobs of a real SLURM, which requeues one, preempts one, and starts one late.
 
-    sudo python -m tests.chaos.slurm [--late-s 600] [--rounds 50] [--seeds 3] [--out FILE]
+    sudo python -m tests.chaos.slurm [--late-s 600] [--times 3] [--rounds 125] [--seeds 3] [--out FILE]
 
 Hosts are network namespaces (``tests/cluster/net``) on two sides of a link of 200 Mbit/s and 10 ms, with SLURM over
 them. The digits and the language model that ``xffl init`` writes train at the same time, each by ``xffl submit
@@ -124,9 +124,9 @@ class Cluster:
         return dict(line.split()[:2] for line in told.splitlines())
 
 
-def run(folder: Path, late_s: float, rounds: int) -> dict[str, dict[str, Any]]:
+def run(folder: Path, late_s: float, rounds: int, times: float) -> dict[str, dict[str, Any]]:
     """Train both tasks as jobs of SLURM."""
-    step_s = late_s * 1.4 / (EVERY * rounds)
+    step_s = late_s * times / (EVERY * rounds)
     results = {}
     with ExitStack() as stack:
         hosts = stack.enter_context(two_hosts_up(environment(), folder / "net", 3))
@@ -181,12 +181,13 @@ def run_without(folder: Path, task: str, rounds: int, seed: int) -> dict[str, An
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--late-s", type=float, default=600.0)
-    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--times", type=float, default=3.0, help="how many times as long the steps of a cell take")
+    parser.add_argument("--rounds", type=int, default=125)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
-    results: dict[str, Any] = {"with": run(folder, args.late_s, args.rounds), "without": {}}
+    results: dict[str, Any] = {"with": run(folder, args.late_s, args.rounds, args.times), "without": {}}
     is_missed = False
     for task, found in results["with"].items():
         print(json.dumps({"task": task, **found}), flush=True)
