@@ -168,7 +168,9 @@ class ElasticFederation:
         # Those that make rounds already go on; what comes to them, or would begin a run with others, ends.
         if meeting.unread and not is_agreed:
             raise meeting.unread[0]
-        if meeting.unproven and len(meeting.records) == 1 and not is_agreed:
+        # Where others may still come, who has another token than they is not known yet.
+        others = {_cell_text(life) for life in meeting.unproven}
+        if others and len(others) >= self.cells - 1 and len(meeting.records) == 1 and not is_agreed:
             raise ConfigError(
                 f"{_cell_text(meeting.unproven[0])} runs with another token than this cell {self.cell}; give all "
                 "cells of a run the same one (XFFL_TOKEN, or XFFL_TOKEN_FILE)"
