@@ -154,6 +154,8 @@ class FederatedMixin(ValidationMixin):
 
     _untold: Mapping[str, float] | None = None
     """What this cell has measured since the last round, in an elastic run"""
+    _validations: int = 0
+    """In this life of the cell: the number of what is told"""
 
     def configure(self) -> None:
         """Take the place of one of several cells, where this job is one."""
@@ -341,13 +343,14 @@ class FederatedMixin(ValidationMixin):
     def perform_validation_epoch(self, over: str = "cell") -> dict[str, float]:
         """Measure the models on the validation data, and keep what the other cells of an elastic run are told of it."""
         self._untold = metrics = super().perform_validation_epoch(over)
+        self._validations += 1
         return metrics
 
     def _tell_cells(self) -> dict[str, Any]:
         """Return what this cell tells the others of an elastic run at each round."""
         told: dict[str, Any] = {"ranks": self.world.world_size}
         if self._untold is not None:
-            told["metrics"] = dict(self._untold)
+            told |= {"metrics": dict(self._untold), "validation": self._validations}
         if self.stopped_cells is not None:
             told["stopped"] = self.stopped_cells
         return told
@@ -357,7 +360,7 @@ class FederatedMixin(ValidationMixin):
         lone = self.lone_cell()
         if isinstance(report, ElasticRoundReport) and lone is not None:
             own = report.told[report.cells.index(lone[0])]
-            if self._untold == own.get("metrics"):  # else it has validated since, behind a delayed round
+            if own.get("validation") == self._validations:  # else it has validated since, behind a delayed round
                 self._untold = None
         self.note_round(report)
 

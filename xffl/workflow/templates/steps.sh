@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One step of a round over files: bash steps.sh STEP --NAME VALUE ... -- WORD ...
+# One step of a workflow: bash steps.sh STEP --NAME VALUE ... -- WORD ...
 # Each has a .cwl file of its name. A step whose result stands there whole does nothing, so to start again is to go on.
 # shellcheck disable=SC2154 # the names are declared in a loop
 set -eo pipefail
@@ -22,10 +22,12 @@ make_environment() { # what this facility needs before xffl; without this script
 make_environment
 set -euo pipefail
 
-for name in home cell project configuration round rounds first start metrics results; do
+for name in home cell project configuration round rounds first start metrics results address lighthouse; do
     declare "$name=${xffl_step[$name]:-}"
 done
 case $home in /*) ;; *) home=$HOME/$home ;; esac
+
+# Rounds over files
 
 give() { # FOLDER NAME: make it this step's result; no copy where the file system has links
     cp -al "$1" "$2" 2>/dev/null || { rm -rf "$2" && cp -a "$1" "$2"; }
@@ -72,6 +74,42 @@ aggregate() { # where the rounds are made: the round, of all exports
 record() { # where the rounds are made: keep what was measured
     xffl workflow record "$results" "$metrics"
     cp "$metrics" metrics.json
+}
+
+# An elastic run: one job for each facility
+
+lighthouse() { # where all facilities reach it; it outlives this step, and holds the lock as long as it runs
+    mkdir -p "$home"
+    exec 8>>"$home/lighthouse.lock"
+    if flock -n 8; then
+        : >"$home/lighthouse.log"
+        setsid xffl lighthouse --bind "$address" --token-file "${XFFL_TOKEN_FILE:?}" --heartbeat-timeout 2 \
+            --join-timeout 20 </dev/null >"$home/lighthouse.log" 2>&1 &
+        echo $! >"$home/lighthouse.pid"
+        until grep -q "^lighthouse at" "$home/lighthouse.log"; do
+            kill -0 $! || { cat "$home/lighthouse.log" >&2 && exit 1; }
+            sleep 0.2
+        done
+    fi
+    printf '{"url": "http://%s"}\n' "$(sed -n 's/^lighthouse at //p' "$home/lighthouse.log")" >cwl.output.json
+}
+
+cell() { # at a facility: one job for the whole run; gives the records and the last checkpoint
+    local run=cell_${cell%/*}
+    alone "$home/locks/$run"
+    # A facility to which ssh brings the lighthouse has its own address for it.
+    xffl exec --elastic "${XFFL_LIGHTHOUSE:-$lighthouse}" --cell "$cell" "$project/$configuration" \
+        --experiment.output_dir "$home" "$@"
+    mkdir -p "$run/checkpoints"
+    cp -a "$home/$run/metrics" "$run"
+    cp -a "$home/$run/checkpoints/final" "$run/checkpoints"
+}
+
+consolidate() { # where the lighthouse is: the model of the cell with the most rounds
+    mkdir runs
+    ln -s "$@" runs
+    xffl consolidate runs model
+    kill "$(cat "$home/lighthouse.pid")" || echo "the lighthouse had ended already" >&2
 }
 
 "${xffl_step[step]}" "$@"
