@@ -4,14 +4,14 @@
 
 Hosts are network namespaces (``tests/cluster/net``) on two sides of a link of 200 Mbit/s and 10 ms, with SLURM over
 them. The digits and the language model that ``xffl init`` writes train at the same time, each by ``xffl submit
---elastic``, for so many rounds of twelve steps, which wait so that two cores do not decide. Of each run cell 0, whose
-job has the lighthouse, is requeued, cell 1 gets SIGUSR2 as before a time limit, and cell 2 is released so many seconds
-after the others, and requeued later. Then both train with several seeds without faults, in one ``xffl exec
---elastic``.
+--elastic``, for as many samples of all cells together as so many rounds of twelve steps of each have. Steps wait, so
+that two cores do not decide. Of each run cell 0, whose job has the lighthouse, is requeued, cell 1 gets SIGUSR2 as
+before a time limit, and cell 2 is released so many seconds after the others, and requeued later. Then both train with
+several seeds without faults, in one ``xffl exec --elastic``.
 
-Printed is, for each task, the held-out loss of the model with the most rounds, the losses of the seeds, to how many
-rounds each cell has contributed, and in which lives. The exit code is 1 if a job does not end well, rounds of one
-number have two models, or a loss is above those of the seeds.
+Printed is, for each task, the held-out loss of the last model, the losses of the seeds, to how many rounds each cell
+has contributed, and in which lives. The exit code is 1 if a job does not end well, the cells end in different rounds,
+rounds of one number have two models, or a loss is above those of the seeds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.chaos.curve import lines
 from tests.chaos.storm import environment
 from tests.cluster.hosts import Hosts, slurm_over, two_hosts_up
 
-CELLS, EVERY = 3, 12
+CELLS, EVERY, BATCH = 3, 12, 8
 TASKS = {"digits": "DigitsTrainer", "language_model": "LanguageTrainer"}
 TRAINER = """
 import hashlib
@@ -67,7 +67,8 @@ def make(project: Path, task: str, rounds: int, **more: object) -> list[str]:
     (project / "slow_train.py").write_text(TRAINER.format(base=TASKS[task]))
     config = project / "config.yaml"
     config.write_text(config.read_text() + "  - class_path: slow_train.Rounds\n")
-    told = {"federation.every": EVERY, "training.max_steps": EVERY * rounds, "training.epochs": 10000}
+    told: dict[str, object] = {"federation.every": EVERY, "training.max_steps": "null", "training.epochs": 10000}
+    told |= {"training.batch_size": BATCH, "federation.max_samples": CELLS * EVERY * rounds * BATCH}
     told |= {"trainer": "slow_train.SlowTrainer", "training.validate_every_rounds": 1, "experiment.name": "run", **more}
     text = config.read_text()  # callbacks with a state come before the one that saves them
     saving = text[text.index("  - class_path: CheckpointCallback") : text.index("  - class_path: slow_train.Rounds")]
@@ -78,20 +79,18 @@ def make(project: Path, task: str, rounds: int, **more: object) -> list[str]:
 def sum_up(project: Path) -> dict[str, Any]:
     """Return the final loss, what each cell has contributed, and whether models of one name are equal."""
     digests, contributed, lives = defaultdict(set), [], []
-    last, furthest = 0, 0
+    last = []
     for cell in range(CELLS):
         told = [line.split() for line in (project / f"rounds.{cell}").read_text().splitlines()]
         for _, number, digest, *_ in told:
             digests[number].add(digest)
         contributed.append(sum(float(weights[cell]) > 0 for _, _, _, *weights in told))
         lives.append(sorted({int(life) for life, *_ in told}))
-        if told and int(told[-1][1]) > last:
-            last, furthest = int(told[-1][1]), cell
-    measured = lines(project / "runs" / "run" / f"cell_{furthest}" / "metrics" / "federation.jsonl")
-    values = measured[-1]["values"]
+        last.append(int(told[-1][1]))
+    measured = lines(project / "runs" / "run" / "cell_0" / "metrics" / "federation.jsonl")[-1]["values"]
     return {
         "rounds": last,
-        "values": {name: round(value, 4) for name, value in values.items()},
+        "values": {name: round(value, 4) for name, value in measured.items()},
         "contributed": contributed,
         "lives": lives,
         "unequal": sum(len(found) > 1 for found in digests.values()),
@@ -196,6 +195,7 @@ def main() -> int:
         losses = [one["values"]["val/loss"] for one in seeds]
         print(f"{task}: {found['values']['val/loss']}; without faults {losses}", flush=True)
         is_missed |= any(state != "COMPLETED" for state in found["states"]) or found["unequal"] > 0
+        is_missed |= len({*found["rounds"]}) > 1
         is_missed |= bool(losses) and found["values"]["val/loss"] > max(losses)
     if args.out is not None:
         args.out.write_text(json.dumps(results, indent=1) + "\n")

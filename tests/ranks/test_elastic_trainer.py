@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -134,6 +135,53 @@ def test_cells_stop_together(lighthouse: str, tmp_path: Path) -> None:
     assert validated and all(one["ranks"] == 1 and one["metrics"]["val/loss"] > 0 for one in validated[0])
 
 
+class SlowTrainer(TaskTrainer):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        time.sleep(0.2)
+        return super().training_step(batch, batch_idx)
+
+
+class Begun(Callback):
+    """Leaves a file behind after some rounds."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def post_round(self, trainer: Any, report: Any) -> None:
+        if report.round == 6:
+            self.file.touch()
+
+
+def end_together(rank: int, world: int, url: str, ports: list[int], folder: str) -> Any:
+    be_launched(0, 1, ports[rank])
+    begun, deadline = Path(folder) / "begun", time.monotonic() + 120
+    while rank == 2 and not begun.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    config = config_of(folder, rank, epochs=200)
+    config.federation = FederationConfig(every=2, max_samples=600)
+    with xffl.session(cell=rank, cells=3, elastic=url) as state:
+        trainer = SlowTrainer(config, callbacks=[Rounds(), Begun(begun), CheckpointCallback()])
+        trainer.fit(state)
+        scaling = trainer.find_rounds()
+        assert scaling is not None
+        return whole_weights(trainer.model), trainer.global_step, trainer.rounds, scaling.total_weight
+
+
+def test_a_late_cell_ends_with_the_others(lighthouse: str, tmp_path: Path) -> None:
+    """After as many samples of all cells as were asked for, of which those that began have trained on more."""
+    ports = [free_port() for _ in range(3)]
+    told = run_world(3, end_together, lighthouse, ports, str(tmp_path), init=False)
+    weights, steps, rounds, total = told[0]
+    assert [cell[1:] for cell in told[1:]] == [(steps, rounds, total), (told[2][1], rounds, total)]
+    assert all(torch.equal(weights[name], cell[0][name]) for cell in told[1:] for name in weights)
+    assert 600 <= total < 660  # a round of three cells
+    assert 2 < told[2][1] <= steps - 10
+    assert total == 10 * (2 * steps + told[2][1])
+    records = [json.loads((tmp_path / f"cell_{cell}/checkpoints/final/checkpoint.json").read_text()) for cell in (0, 2)]
+    assert records[0]["values"]["lineage"] == records[1]["values"]["lineage"]
+
+
 TRAINER = """
 import json, os, time
 from dataclasses import dataclass
@@ -150,6 +198,7 @@ class Numbered(Dataset):
 class Trainer(TaskTrainer):
     config: TaskConfig
     def configure_dataloaders(self):
+        open(f"back_{self.world.lone_cell}_{os.environ['XFFL_RESTARTS']}", "w").close()
         return self.train_loader(Numbered()), None
     def training_step(self, batch, batch_idx):
         images, labels, numbers = batch
@@ -157,8 +206,11 @@ class Trainer(TaskTrainer):
         place = [self.global_step, self.current_epoch, sorted(numbers.tolist()), self.scheduler.last_epoch]
         with open(f"steps_{cell}_{life}.jsonl", "a") as file:
             file.write(json.dumps([cell, int(life), *place]) + "\\n")
+        deadline = time.monotonic() + 150  # so that the other one is back before this one has finished
+        while cell == 0 and self.global_step == 9 and not os.path.exists("back_1_1") and time.monotonic() < deadline:
+            time.sleep(0.1)
         if cell == 0 and self.global_step > 8 and not os.path.exists("steps_1_1.jsonl"):
-            time.sleep(1.5)  # so that the other one is back before this one has finished
+            time.sleep(1.5)
         return super().training_step((images, labels), batch_idx)
 """
 

@@ -377,6 +377,33 @@ def test_training_ends_where_it_is_told_to(tmp_path: Path) -> None:
     assert run_world(1, stopped, str(tmp_path)) == [[(4, 1, 4, True, names), (6, 2, 6, True, names)]]
 
 
+def end_by_samples(rank: int, world_size: int, folder: str) -> Any:
+    found = []
+    for most in (100, 210):
+        config = configure(
+            folder,
+            training={"batch_size": 10, "epochs": 50},
+            federation=FederationConfig(every=2, max_samples=most, aggregator={"fragments": 2}),
+            callbacks=[CheckpointCallback()],
+            distributed=DistributedConfig(federated=(1, 1)),
+        )
+        config.experiment = replace(config.experiment, resume=True)
+        trainer = TaskTrainer(config)
+        trainer.fit(joined(rank, world_size))
+        scaling = trainer.find_rounds()
+        assert scaling is not None
+        found.append((trainer.global_step, scaling.total_weight))
+    return found
+
+
+def test_training_ends_after_the_samples_of_all_cells(tmp_path: Path) -> None:
+    """A run that goes on knows how many there were. A round moves half of the model, with the steps of one or two."""
+    first, second = run_world(2, end_by_samples, str(tmp_path))
+    assert first == second
+    assert [samples for _, samples in first] == [20.0 * steps for steps, _ in first]
+    assert 100 <= first[0][1] <= 140 and 210 <= first[1][1] <= 250
+
+
 def test_configurations_are_checked() -> None:
     for wrong in ({"epochs": 0}, {"max_steps": -1}, {"log_every": True}, {"scheduler_interval": "hour"}):
         with pytest.raises(ConfigError):
@@ -387,6 +414,9 @@ def test_configurations_are_checked() -> None:
         TaskTrainer({"training": {}})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="two callbacks"):
         TaskTrainer(TaskConfig(callbacks=[Stopping(), Stopping()]))
+    for federation in ({"weight": "equal", "every": 2}, {}, {"every": 2, "aggregator": {"levels": [{"every": 2}]}}):
+        with pytest.raises(ConfigError, match="max_samples 100"):
+            FederationConfig(max_samples=100, **federation)  # type: ignore[arg-type]
     assert TaskConfig().training_parameters.epochs == 1
     assert xffl.XfflError
 

@@ -131,6 +131,11 @@ class ElasticAggregator:
         return self._federation.standing.version.lineage
 
     @property
+    def total_weight(self) -> float:
+        """Sum of the weights that all cells had in these rounds."""
+        return self._federation.standing.total_weight
+
+    @property
     def next_fragment(self) -> int:
         """The part of the model that the next round moves, if this cell is not behind."""
         return self.rounds % self.fragments
@@ -195,7 +200,7 @@ class ElasticAggregator:
         assert doubted is not None, "kept while the round is in doubt"
         epoch, aggregator, write = doubted
         report = write()
-        self._note_taken(aggregator, epoch)
+        self._note_taken(aggregator, epoch, report)
         return self._spread(report, epoch, 1, report.seconds, is_last=False)
 
     def participate(self, given: RoundInput, *, least_divergence: float | None = None) -> RoundReport | None:
@@ -306,7 +311,7 @@ class ElasticAggregator:
             assert aggregator is not None, "it has made the round"
             if end is RoundEnd.IN_DOUBT:
                 report = aggregator.resolve(**merge)
-            self._note_taken(aggregator, epoch)
+            self._note_taken(aggregator, epoch, report)
             if not epoch.base.is_agreed:
                 self._aggregator = None
         if report is None:
@@ -315,10 +320,15 @@ class ElasticAggregator:
         seconds = time.perf_counter() - self._opened_at
         return self._spread(report, epoch, tries, seconds, is_last=self._is_leaving)
 
-    def _note_taken(self, aggregator: Aggregator, epoch: Epoch) -> None:
+    def _note_taken(self, aggregator: Aggregator, epoch: Epoch, report: RoundReport | None) -> None:
         """Keep what the next round goes on from."""
         self._last = aggregator
         self.has_taken_over = self._federation.cell in epoch.behind
+        standing = self._federation.standing
+        if self.has_taken_over or epoch.total_weight > standing.total_weight:
+            standing.total_weight = epoch.total_weight
+        if report is not None and epoch.base.is_agreed:  # the first round takes a model over, and no step in
+            standing.total_weight += report.weight_taken / self.fragments
         if self.has_taken_over and self.fragments > 1 and epoch.base.is_agreed:
             assert aggregator.global_model is not None, "kept with fragments"
             aggregator.global_model.write()
@@ -468,6 +478,7 @@ class ElasticAggregator:
         return {
             "rounds": version.round,
             "elastic": {"created": version.created, "lineage": version.lineage, "voters": list(version.voters)},
+            "total_weight": self.total_weight,
             **memory,
         }
 
@@ -480,6 +491,7 @@ class ElasticAggregator:
         self.discard()
         plain = {"round": state["rounds"], **state["elastic"]}
         self._federation.standing.version = Version.from_plain(plain)
+        self._federation.standing.total_weight = float(state.get("total_weight", 0.0))  # older states do not tell
         self._last, self._privacy = dict(state), state.get("privacy")
 
 

@@ -144,6 +144,7 @@ class FederatedScaling:
         self.before_final_rounds: Callable[[], None] | None = None
         self.tell: Callable[[], Mapping[str, Any]] | None = None
         self.meetings, self.local_steps, self.defer_start = 0, 0, False
+        self._weight_taken = 0.0
         self._has_joined = True
         self._doubted: Snapshot | None = None  # what a round of an elastic federation has taken in, if it was taken
         self._reset_counters()
@@ -169,6 +170,19 @@ class FederatedScaling:
     def steps_left(self) -> int:
         """How many local steps this rank makes before it enters the next round."""
         return self._target - self._since
+
+    @property
+    def total_weight(self) -> float:
+        """Sum of the weights that all cells had in all rounds so far; the same on all ranks that have just made one.
+
+        Where ``weight`` counts samples, on how many the model was trained in all cells. With fragments each round
+        counts for its part of the model. In an elastic federation a cell that takes the model over takes this, too.
+        With levels only the rounds of the lowest one in this rank's facility are known.
+        """
+        if self._state.elastic is None:
+            return self._weight_taken
+        elastic: Any = self.aggregator
+        return float(elastic.total_weight)
 
     @property
     def is_under_way(self) -> bool:
@@ -335,6 +349,7 @@ class FederatedScaling:
             "start": None if self._over_files is None else self._over_files.start,
             "since": self._since,
             "target": self._target,
+            "total_weight": self._weight_taken,
             "report": None if self._report is None else asdict(self._report),
         }
 
@@ -371,6 +386,7 @@ class FederatedScaling:
         self._normalized_steps.load_state_dict(state["effort"])
         self._since = int(state["since"])
         self._target = int(state["target"]) if self._over_files is None else sys.maxsize
+        self._weight_taken = float(state.get("total_weight", 0.0))  # older checkpoints do not tell
         # Saved in on_round after a merge, just before the next round was to start.
         self._delayed.is_deferred = self._config.delay > 0 and self._since >= self._target
         report = state["report"]
@@ -599,6 +615,7 @@ class FederatedScaling:
 
     def _notify(self, report: RoundReport) -> None:
         """Tell the client and ``on_round`` of a round whose weights stand, or of a check that skipped it."""
+        self._weight_taken += report.weight_taken / self.aggregator.fragments
         if self._config.client is not None and not report.is_skipped:
             self._config.client.after_round(is_dropped=self._cell in report.dropped)
         if self._on_round is not None and any(report.weights):

@@ -70,6 +70,12 @@ class RoundReport:
     hidden: float = 0.0
     codec_error: float | None = None
 
+    @property
+    def weight_taken(self) -> float:
+        """Sum of the weights of the cells whose values were taken in: how many samples, where weights are samples."""
+        taken = (weight for cell, weight in enumerate(self.weights) if cell not in self.dropped)
+        return 0.0 if self.is_skipped else sum(taken)
+
 
 @dataclass(frozen=True)
 class ElasticRoundReport(RoundReport):

@@ -204,6 +204,7 @@ class ElasticFederation:
             tuple(sorted({*standing.left, *ended})),
             looks=looks,
             living=None if self._lives is None else self._lives.living(),
+            total_weight=standing.total_weight,
         )
 
     def _warn_of(self, meeting: Meeting, epoch: Epoch) -> None:

@@ -74,6 +74,7 @@ class CellRecord:
     met: int = 0  # the number of the last meeting that it was in, where it is the same lighthouse
     living: tuple[str, ...] | None = None  # all lives that have entered an epoch and not ended; None: nobody knows
     told: str = ""  # what its user has for the others, as JSON: a text, since numbers may lose bits on the way
+    total_weight: float = 0.0  # of all cells, in all rounds that led to its version
 
     def to_plain(self) -> dict[str, Any]:
         """Return it as numbers and texts."""
@@ -171,6 +172,14 @@ class Epoch:
         told = json.dumps([self.base.lineage, self.base.round, self.created, self.lives])
         lineage = hashlib.sha256(told.encode()).hexdigest()[:16]
         return Version(self.base.round + 1, self.created, lineage, self.lives)
+
+    @property
+    def total_weight(self) -> float:
+        """Return the sum of the weights of all rounds that led to its base.
+
+        Cells that were all in doubt of the last of these have not told it: its weight is missing then.
+        """
+        return max(member.total_weight for member in self.members if self.base in (member.version, member.doubt))
 
     def index_of(self, cell: int) -> int:
         """Return the place of a cell among the members."""
@@ -302,6 +311,7 @@ class Standing:
     version: Version = field(default_factory=Version)
     doubt: Version | None = None
     left: tuple[int, ...] = ()
+    total_weight: float = 0.0
     _doubted_left: tuple[int, ...] = ()
 
     def take(self, epoch: Epoch) -> None:

@@ -444,7 +444,8 @@ class BaseTrainer(PreemptionMixin, LoggerMixin):
     @property
     def _has_ended(self) -> bool:
         limits = (self.config.training.max_steps, self.last_step)
-        return self.stop_reason is not None or any(one is not None and self.global_step >= one for one in limits)
+        is_over = any(one is not None and self.global_step >= one for one in limits)
+        return is_over or self.stop_reason is not None or self.has_federation_ended
 
     # Rounds -----------------------------------------------------------------------------------------------------------
 

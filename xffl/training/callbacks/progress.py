@@ -351,7 +351,9 @@ def _number(loss: torch.Tensor | None) -> float | None:
 
 
 def _steps_of(trainer: BaseTrainer) -> int | None:
-    """Return the optimizer steps of a run, where its loader has a length; local."""
+    """Return the optimizer steps of a run, where they are known before it ends; local."""
+    if getattr(getattr(trainer.config, "federation", None), "max_samples", None) is not None:
+        return None
     training = trainer.config.training
     batches = _length(trainer.train_dataloader)
     steps = None if batches is None else training.epochs * -(-batches // training.gradient_accumulation)

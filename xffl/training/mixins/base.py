@@ -171,6 +171,11 @@ class TrainerMixin:
         """The optimizer step after which this job ends, where its round goes over files."""
         return None
 
+    @property
+    def has_federation_ended(self) -> bool:
+        """Whether all cells together have trained as long as the federation was to."""
+        return False
+
     def take_global(self) -> None:
         """Start from a global model, if one is given; collective over the world, after a checkpoint was loaded."""
 

@@ -44,6 +44,8 @@ class FederationConfig:
     :param alpha: With a delay, the part of a local value that stays when the mean is merged.
     :param client: What changes the cells' local steps (``fedprox:mu=0.01``).
     :param weight: What a cell counts for in a round: its ``samples`` since the last one, or all ``equal``.
+    :param max_samples: Samples of all cells together after which training ends in all of them, at the round that has
+        taken them in; ``None`` for no such limit. A cell that comes late ends with the others then, which train longer.
     :param cell: Which cell this job is, where each is a job of its own and rounds go over files: ``0/2``, or ``0/4,2``
         with the ranks of each (``--cell``). The job ends when ``every`` steps of its round are made; server optimizer
         and combiner are for ``xffl aggregate``, which learns of them from the exports.
@@ -63,6 +65,7 @@ class FederationConfig:
     alpha: float | None = None
     client: str | dict[str, Any] | None = None
     weight: str = "samples"
+    max_samples: int | None = None
     cell: str | None = None
     round: int | None = None
     start_from: str | None = None
@@ -72,11 +75,14 @@ class FederationConfig:
     def __post_init__(self) -> None:
         one_of("federation.weight", self.weight, WEIGHTS)
         integer_fields(self, "round", minimum=0, prefix="federation.", may_be_none=True)
+        integer_fields(self, "max_samples", prefix="federation.", may_be_none=True)
         for name in ("every", "delay"):
             value = getattr(self, name)
             object.__setattr__(self, name, value if index_of(value) is None else index_of(value))
         plan = {name: getattr(self, name) for name in ("delay", "alpha", "client", "aggregator")}
         is_asked = self.every is not None or self.algorithm is not None
+        if self.max_samples is not None:
+            self._check_max_samples(is_asked)
         if is_asked:
             validate_round_config(RoundArguments(self.every, algorithm=self.algorithm, **plan))
         if self.is_alone:
@@ -91,6 +97,20 @@ class FederationConfig:
                     f"federation.{name} {value!r} is for rounds, and there are none; give federation.every, or "
                     "leave it out"
                 )
+
+    def _check_max_samples(self, is_asked: bool) -> None:
+        """Refuse a limit on the samples of all cells where nobody counts them."""
+        if not is_asked or self.is_alone:
+            raise ConfigError(
+                f"federation.max_samples {self.max_samples} is for rounds over a network, and there are none; give "
+                "federation.every, or leave it out"
+            )
+        if self.weight != "samples" or "levels" in self.aggregator:
+            what = "levels" if "levels" in self.aggregator else f"weight {self.weight!r}"
+            raise ConfigError(
+                f"federation.max_samples {self.max_samples} counts what the weights of rounds tell of samples, which "
+                f"goes with weight: samples and without levels; there is {what}"
+            )
 
     def _check_alone(self) -> None:
         """Refuse what does not go with rounds over files."""
@@ -257,6 +277,12 @@ class FederatedMixin(ValidationMixin):
         if asked.cell is None or (asked.steps is None and asked.round != 0):
             return None
         return self._round_number(asked) * (asked.steps or 0)
+
+    @property
+    def has_federation_ended(self) -> bool:
+        """Whether all cells together have trained on as many samples as the federation was to; known after rounds."""
+        most = self.section("federation", FederationConfig).max_samples
+        return most is not None and self._scaling is not None and self._scaling.total_weight >= most
 
     def give_to_round(self) -> None:
         """Export to ``federation.export_to``; collective over the world."""
