@@ -41,8 +41,10 @@ def test_all_cells_begin_from_the_model_of_the_first() -> None:
 
 def test_a_new_cell_takes_over_what_the_others_hold() -> None:
     version = agreed(7, 0, 1, 2)
-    epoch = meet(record(0, number=1), record(1, version), record(2, version))
+    other = record(0, agreed(5, 0), number=1, total_weight=90.0)
+    epoch = meet(other, *(record(cell, version, total_weight=70.0) for cell in (1, 2)))
     assert (epoch.first, epoch.behind, epoch.base.round, epoch.refusal) == (1, {0}, 7, "")
+    assert epoch.total_weight == 70.0  # and not what led to the model that is given up
 
 
 def test_cells_without_the_runs_model_wait_for_one_that_may_hold_it() -> None:

@@ -1,0 +1,125 @@
+"""Average over two cells that run two versions of PyTorch, and compare the models of all ranks after each round.
+
+    python -m tests.chaos.torches --python /path/to/python [--ranks 2] [--rounds 10] [--kinds NAMES]
+
+Cell 0 runs in this environment, cell 1 in that of the Python that is named, which needs torch, numpy, PyYAML,
+jsonargparse and rich. Each has ``--ranks`` ranks, which hold FSDP shards, and trains for some steps between rounds. In
+turn:
+
+fedavg         the mean
+diloco         Nesterov momentum
+fedadam        Adam
+fednova        normalized steps
+norm_clipping  updates cut to a greatest norm
+
+Printed as JSON, one line for each kind: the rounds, and after how many of them ranks had models of different bits; who
+has taken the server's steps; the relative distance of the last model from that of cells that all run in this
+environment. The exit code is 1 where models had different bits, or the distance is above 1e-3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import xffl
+from tests.ports import free_port
+
+KINDS: dict[str, dict[str, Any]] = {
+    "fedavg": {},
+    "diloco": {"algorithm": "diloco"},
+    "fedadam": {"algorithm": "fedadam"},
+    "fednova": {"algorithm": "fednova"},
+    "norm_clipping": {"algorithm": {"name": "norm_clipping", "clip": 0.05}},
+}
+EVERY = 4
+
+
+def train(kind: str, rounds: int, ranks: int, out: str) -> None:
+    """Be a rank."""
+    torch.manual_seed(0)
+    found: list[str] = []
+    with xffl.session(federated=(ranks, ranks)) as state:
+        model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.LayerNorm(128), nn.Linear(128, 10))
+        model = xffl.shard(model, state)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        asked = {**KINDS[kind]}
+
+        def note(report: Any) -> None:
+            whole = {name: one.full_tensor().detach() for name, one in model.named_parameters()}
+            bits = hashlib.sha256(b"".join(one.numpy().tobytes() for one in whole.values()))
+            found.append(bits.hexdigest())
+            if report.round == rounds and state.rank == 0:
+                torch.save(whole, f"{out}.model")
+
+        generator = torch.Generator().manual_seed(state.rank)
+        with xffl.FederatedScaling(model, optimizer, state, every=EVERY, on_round=note, **asked) as scaling:
+            while len(found) < rounds:
+                inputs = torch.randn(16, 64, generator=generator)
+                loss = (model(inputs) - inputs[:, :10].sin()).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            stepped = getattr(scaling.aggregator, "server_step", None)
+    told = {"digests": found, "server_step": stepped, "torch": torch.__version__}
+    Path(f"{out}.{os.environ['RANK']}").write_text(json.dumps(told))
+
+
+def run(kind: str, pythons: list[str], rounds: int, ranks: int, folder: Path) -> tuple[list[dict[str, Any]], Any]:
+    """Start the ranks of both cells; return what they tell, and the last model."""
+    out = tempfile.mkdtemp(dir=folder) + "/told"
+    port = free_port()
+    processes = []
+    for rank in range(2 * ranks):
+        environ = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(2 * ranks)}
+        environ |= {"LOCAL_WORLD_SIZE": str(2 * ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        environ |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+        environ["PYTHONPATH"] = str(Path(__file__).parents[2])
+        words = ["-m", "tests.chaos.torches", "--rank", kind, "--out", out]
+        words += ["--rounds", str(rounds), "--ranks", str(ranks)]
+        processes.append(subprocess.Popen([pythons[rank // ranks], *words], env=environ))
+    codes = [process.wait(300) for process in processes]
+    if any(codes):
+        raise SystemExit(f"{kind}: ranks ended with exit codes {codes}")
+    told = [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(2 * ranks)]
+    return told, torch.load(f"{out}.model")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", default=sys.executable)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--rank", choices=list(KINDS), help=argparse.SUPPRESS)
+    parser.add_argument("--out", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank:
+        train(args.rank, args.rounds, args.ranks, args.out)
+        return 0
+    is_missed = False
+    folder = Path(tempfile.mkdtemp(prefix="torches-"))
+    for kind in args.kinds:
+        told, model = run(kind, [sys.executable, args.python], args.rounds, args.ranks, folder)
+        _, alike = run(kind, [sys.executable, sys.executable], args.rounds, args.ranks, folder)
+        unequal = sum(len({*digests}) > 1 for digests in zip(*(one["digests"] for one in told), strict=True))
+        distance = max(float((one - alike[name]).norm() / alike[name].norm()) for name, one in model.items())
+        is_missed |= unequal > 0 or distance > 1e-3
+        versions = sorted({one["torch"] for one in told})
+        line = {"kind": kind, "torch": versions, "server_step": told[0]["server_step"], "rounds": args.rounds}
+        print(json.dumps({**line, "unequal": unequal, "distance": distance}), flush=True)
+    return int(is_missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
