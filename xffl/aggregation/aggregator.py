@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,8 +29,9 @@ from xffl.aggregation.engine.consensus import (
     find_inconsistent,
     mark_inconsistent,
 )
-from xffl.aggregation.engine.exchange import Exchange, RoundRun, share_global_model
+from xffl.aggregation.engine.exchange import Exchange, RoundRun
 from xffl.aggregation.engine.global_model import GlobalModel, check_start
+from xffl.aggregation.engine.global_state import join_owned, share_global_model
 from xffl.aggregation.engine.groups import MergeMode, RoundScope, RoundStatus, select_groups
 from xffl.aggregation.engine.plan import digest, plan_groups, plan_transfers
 from xffl.aggregation.engine.tensors import (
@@ -49,7 +51,8 @@ from xffl.aggregation.mean import arithmetic_of
 from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, Options, check_merge
 from xffl.aggregation.privacy import Accountant, Privacy, SecureSum, make_masker
 from xffl.aggregation.report import Background, PendingRound, RoundProfile, RoundReport
-from xffl.distributed.consistency import barrier, check_consistent, run_on_all_ranks
+from xffl.distributed.collectives import all_reduce
+from xffl.distributed.consistency import barrier, check_consistent, control_device, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
 from xffl.errors import CheckpointError, ConfigError, RoundError, StateError, TornError, XfflError
@@ -113,6 +116,12 @@ class Aggregator:
     :param secure: Let cells see only the sum of what they send, by pairwise masks: True, or a
         :class:`~xffl.aggregation.privacy.SecureSum`. Twice the bytes of fp32; at least three cells.
     :param norms: Measure the norm of each cell's update, for the reports and for rounds that depend on it.
+    :param server_step: Who takes a step beyond the mean, of a server optimizer or a combiner that scales.
+        ``everywhere``: each rank, of all that it holds; a round is refused where ranks compute on different kinds of
+        processors or versions of torch. ``owner``: who combines a part in ``two_hop`` steps it, keeps the server's
+        state of it, and sends the new values, exact also with a codec; so all ranks have the same bits. ``auto``:
+        ``everywhere``, and ``owner`` where ranks compute unlike. Owners go with no secure sums, levels, elastic
+        federations, or ``all_gather``.
     :param extra: Tensors that are averaged beside the model's, such as control variates.
     :raises StateError: if torch.distributed is not initialized.
     :raises ConfigError: if an argument or a tensor is invalid, or the ranks' models differ; on all ranks alike.
@@ -137,6 +146,7 @@ class Aggregator:
         privacy: Privacy | Mapping[str, Any] | None = None,
         secure: bool | SecureSum = False,
         norms: bool = False,
+        server_step: str = "auto",
         extra: nn.Module | None = None,
     ) -> None:
         if not dist.is_initialized():
@@ -165,17 +175,19 @@ class Aggregator:
                 fragments=fragments,
                 overlap=overlap,
                 norms=norms,
+                server_step=server_step,
             )
             _check_extra(extra, fragments)
             return options, Manifest(self._read_masters(), policies, codec, extra)
 
-        scope, self._options, self._manifest, axes, replica_tensors = _compare_models(model, state, read)
+        scope, options, self._manifest, axes, replica_tensors = _compare_models(model, state, read)
+        self._arithmetic = arithmetic_of(scope.device)
+        self._options = _choose_server_step(options, self._arithmetic, scope)
         self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._device = scope.device
         self._exchange = _make_exchange(scope, self._options, self._manifest, axes, replica_tensors)
         self._round_groups = self._exchange.round_groups
         self._coordinator = RoundCoordinator(self._exchange, scope, self._options)
-        self._arithmetic = arithmetic_of(self._device)
         self._marks: list[torch.cuda.Event] = []  # for all rounds' profiles
         self._stream = _stream_of(scope)  # that rounds work on
 
@@ -439,6 +451,8 @@ class Aggregator:
         """
         self._check_saved(state)
         self.discard()
+        if "owned" in state.get("agreed", ()):
+            state = {**state, "agreed": join_owned(self._exchange, state["agreed"])}
         for key, part in self._memory.items():
             part.load_state_dict(state[key])
         self.rounds = int(state["rounds"])
@@ -630,6 +644,18 @@ def _check_extra(extra: nn.Module | None, fragments: int) -> None:
         raise ConfigError("extra tensors go with every round, so they need fragments=1")
 
 
+def _choose_server_step(options: Options, arithmetic: float, scope: RoundScope) -> Options:
+    """Decide who takes the server's step; collective over the scope where ranks are compared for it."""
+    chosen = "owner" if options.server_step == "owner" and options.has_step else "everywhere"
+    is_plain = scope.groups is None and options.owner_conflict is None  # no level, and no world of several
+    if options.server_step == "auto" and options.has_step and is_plain:
+        extremes = torch.tensor([arithmetic, -arithmetic], dtype=torch.float64, device=control_device(scope.world))
+        all_reduce(extremes, dist.ReduceOp.MAX, scope.world)
+        highest, lowest = extremes.tolist()
+        chosen = "everywhere" if highest == -lowest else "owner"
+    return replace(options, server_step=chosen)
+
+
 def _stream_of(scope: RoundScope) -> torch.cuda.Stream | None:
     if scope.device.type != "cuda":
         return None
@@ -649,6 +675,7 @@ def _make_exchange(
     least, fragments = options.bucket_bytes, options.fragments
     items = manifest.items(topology, axes, replica_tensors, least_bytes=least, fragments=fragments)
     plan = f"{digest(items, topology)}, {least} bytes a bucket, form={options.form_of_groups}, rails={options.rails}"
+    plan += f", server_step={options.server_step}" if options.server_step == "owner" else ""
     check_consistent("exchange plans", plan, group=scope.world)
     masker = None
     if options.secure is not None:
@@ -668,7 +695,13 @@ def _make_exchange(
     # On all ranks or on none, also on one that encodes nothing itself.
     has_codecs = any(manifest.codecs.values()) and topology.cells > 1
     residuals = ResidualStore(transfers, link.feedback, plan) if has_codecs else None
-    global_model = GlobalModel(transfers, layout, options.server, link.device) if options.needs_agreed else None
+    global_model: GlobalModel | None = None
+    if options.needs_agreed:
+        keeps_agreed = options.has_norms or options.privacy is not None
+        is_owned = options.server_step == "owner"
+        global_model = GlobalModel(
+            transfers, layout, options.server, link.device, is_owned=is_owned, keeps_agreed=keeps_agreed
+        )
     exchange = Exchange(layout, transfers, link, options=options, global_model=global_model, residuals=residuals)
     if global_model is not None:
         if not scope.goes_on:

@@ -24,6 +24,8 @@ __all__ = ["DEFAULT_BUCKET_BYTES", "Options", "check_merge"]
 
 NONFINITE = ("reject", "drop_cell")
 
+SERVER_STEPS = ("auto", "everywhere", "owner")
+
 DEFAULT_BUCKET_BYTES = 4 * 2**20
 """Bytes of a bucket where nothing is said: enough to hide a call's cost, few enough to overlap."""
 
@@ -44,6 +46,7 @@ class Options:
     privacy: Privacy | None
     secure: SecureSum | None
     norms: bool
+    server_step: str = "auto"
 
     def __str__(self) -> str:
         return ", ".join(f"{one.name}={_text(getattr(self, one.name))}" for one in fields(self))
@@ -58,6 +61,20 @@ class Options:
         """Whether the last agreed model is kept."""
         return self.has_norms or self.combiner.has_scale or self.server is not None or self.privacy is not None
 
+    @property
+    def has_step(self) -> bool:
+        """Whether new values lie beyond the mean: a server optimizer or a combiner's scale takes them there."""
+        return self.combiner.has_scale or self.server is not None
+
+    @property
+    def owner_conflict(self) -> str | None:
+        """What keeps each part from being stepped by its owner alone; ``None`` where nothing does."""
+        if self.secure is not None:
+            return "secure=True"
+        if self.form_of_groups == "all_gather":
+            return "form='all_gather'" if self.form != "auto" else f"{_text(self.combiner)} without form='two_hop'"
+        return None
+
     @classmethod
     def of(cls, *, combine: object, server: object, privacy: object, secure: object, **plain: Any) -> Options:
         """Read the options of an aggregator; raise ConfigError if one is invalid, or two do not go together; local."""
@@ -68,6 +85,7 @@ class Options:
             one_of(switch, plain[switch], (True, False))
         one_of("nonfinite", plain["nonfinite"], NONFINITE)
         one_of("form", plain["form"], FORMS)
+        one_of("server_step", plain.get("server_step", "auto"), SERVER_STEPS)
         combiner = make("combine", combine)
         if not isinstance(combiner, Coordinatewise | WeightedCombiner):
             raise ConfigError(
@@ -98,6 +116,11 @@ class Options:
             )
         if self.form == "two_hop" and compares:
             raise ConfigError(f"form='two_hop' does not go with {_text(self.combiner)}, which compares whole models")
+        if self.server_step == "owner" and self.owner_conflict is not None:
+            raise ConfigError(
+                f"server_step='owner' does not go with {self.owner_conflict}: each cell combines and steps one part, "
+                "and hands it out; leave one of them out"
+            )
         if self.privacy is not None:
             if self.privacy.where == "sum" and self.secure is None:
                 raise ConfigError(

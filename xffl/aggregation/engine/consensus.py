@@ -393,7 +393,8 @@ class RoundCoordinator:
                 kinds.setdefault(status.arithmetic, []).append(rank)
             raise RoundError(
                 f"ranks {list(kinds.values())} compute on different kinds of processors or versions of torch, so a "
-                "server optimizer would take slightly different steps; run them on one kind, or leave the plain mean"
+                "server optimizer would take slightly different steps; run them on one kind, leave the plain mean, or "
+                "let one rank take each step (server_step='owner')"
             )
 
     def _prepare(self, prepared: PreparedRound) -> list[RoundStatus]:

@@ -10,6 +10,9 @@ Each ``yield n`` means "wake me after n more buckets were started": ``transfer.a
 and sending (over gloo), ``transfer.depth`` while a hop is on the wire, ``HOME_LAG`` while the cell gets the result.
 Pauses count starts, not seconds, so all ranks that take part in a group do the same steps in the same order.
 
+Where each part is stepped by who combines it (``server_step="owner"``), the two hops are two passes over all buckets,
+with the server's step in between.
+
 Three ways to the mean: all-gather (every cell combines all of a bucket), reduce-scatter (each cell combines a part, a
 second hop sends the results round; both in :class:`~xffl.aggregation.engine.transport.CrossCellTransport`), and
 :class:`PairwiseSwap` (two cells swap whole buckets and take the mean while they write the model).
@@ -22,11 +25,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,7 +46,7 @@ from xffl.aggregation.options import Options
 from xffl.aggregation.privacy import Accountant, Masker, Noise, Privacy, privatize
 from xffl.aggregation.report import RoundProfile
 from xffl.costs import MOST_IN_FLIGHT
-from xffl.distributed.collectives import Work, all_reduce, broadcast
+from xffl.distributed.collectives import Work, broadcast
 from xffl.distributed.consistency import control_device
 from xffl.distributed.faults import inject
 
@@ -55,7 +58,7 @@ __all__ = [
     "PairwiseSwap",
     "Protection",
     "RoundRun",
-    "share_global_model",
+    "share_in_cell",
     "sum_of_squares",
     "weigh_cells",
 ]
@@ -88,6 +91,7 @@ class Exchange:
         self.compares_models = self.combiner.needs_distances
         self.global_model = global_model
         self.has_norms = options.has_norms
+        self.has_owners = options.server_step == "owner"
         self.round_groups, self.masker = link.round_groups, link.masker
         # Where cells are worlds of their own, ranks of these would have the same numbers.
         rank = link.rank if self.round_groups.is_cross_world else self.round_groups.first + link.rank
@@ -103,7 +107,8 @@ class Exchange:
     @property
     def needs_one_arithmetic(self) -> bool:
         """Whether ranks compute new values by themselves, beyond the mean."""
-        return self.combiner.has_scale or (self.global_model is not None and self.global_model.has_optimizer)
+        has_optimizer = self.global_model is not None and self.global_model.has_optimizer
+        return not self.has_owners and (self.combiner.has_scale or has_optimizer)
 
     def check(self, context: RoundContext) -> None:
         """Raise where these cells cannot be combined as was asked; pure, the same on all ranks."""
@@ -225,7 +230,16 @@ class RoundRun:
             exchange.masker.start_attempt(context.attempt, context.cells)
         if exchange.protection is not None:
             exchange.protection.apply(self, context.cells)
+        if exchange.has_owners:
+            context = self._share_weights(context)
         self._transports = [transport := self._transport(context)]
+        if exchange.has_owners:
+            self._run_pipeline(context, partial(self._reduce, transport))
+            with self.profile.capture_failure("commit"):
+                assert exchange.global_model is not None, "steps are taken from there"
+                exchange.global_model.prepare_step(self.fragment, exchange.staging.stages, context.scale)
+            self._run_pipeline(context, partial(self._hand_out, transport))
+            return context
         if not exchange.compares_models:
             self._run_pipeline(context, partial(self._exchange_bucket, transport))
             return context
@@ -245,7 +259,9 @@ class RoundRun:
         with self.profile.phase("commit"):
             if is_merged or self._buffers.copy is not ModelCopy.NONE:
                 self._layout.look_up()  # local steps may have moved tensors since
-            if exchange.global_model is not None:
+            if exchange.global_model is not None and exchange.has_owners:
+                exchange.global_model.commit_step(self.fragment, stages)
+            elif exchange.global_model is not None:
                 exchange.global_model.step(self.fragment, stages, context.scale)
             deferred = [transfer for transfer in self._transfers if transfer.deferred_mean]
             self._pairwise_swap.write(deferred, self._buffers, context)
@@ -308,6 +324,26 @@ class RoundRun:
             yield from share_in_cell(self._exchange, self.profile, transfer, bucket, out)
         self._write(transfer, bucket, out, lent)
 
+    def _reduce(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
+        """Combine this rank's part of a bucket that has owners; take another one across and back."""
+        if not transfer.is_owned:
+            yield from self._exchange_bucket(transport, transfer, bucket)
+        elif transfer.is_sent_here(bucket):
+            values, out, _ = self._read(transfer, bucket)
+            yield from transport.reduce(transfer, bucket, values, out)
+
+    def _hand_out(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
+        """Bring the parts that their owners have stepped to all cells, and round inside this one."""
+        if not transfer.is_owned:
+            return
+        out = self._exchange.staging.stage(transfer, bucket)
+        if transfer.is_sent_here(bucket):
+            yield from transport.hand_out(transfer, bucket, out)
+        elif transfer.cell_group is not None:  # in step with the rank that does
+            yield self._link.pause(transfer)
+        if transfer.cell_group is not None:
+            yield from share_in_cell(self._exchange, self.profile, transfer, bucket, out)
+
     def _gather(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
         """Take one bucket to the other cells, and keep what comes back until all have been compared."""
         values, _, lent = self._read(transfer, bucket)
@@ -357,6 +393,14 @@ class RoundRun:
             weighted_mean([row.view(values.dtype) for row in rows], [1.0] * len(rows), values)
         pool.release(lent)
 
+    def _share_weights(self, context: RoundContext) -> RoundContext:
+        """Let all ranks use the same bits of what cells count for, those of the first one; collective."""
+        groups = self._exchange.round_groups
+        table = torch.tensor([context.scale, *context.counts], dtype=torch.float64, device=control_device(groups.world))
+        broadcast(table, groups.first, groups.world)
+        scale, *counts = table.tolist()
+        return replace(context, scale=scale, counts=tuple(counts))
+
     def _compare(self, context: RoundContext) -> list[list[float]]:
         """Return the squared distances between all cells' models, as the senders of cell 0 see them; collective."""
         cells, groups = self._link.cells, self._exchange.round_groups
@@ -387,46 +431,6 @@ def share_in_cell(
     with profile.phase("home"):
         work.wait()
     exchange.link.progress.note()
-
-
-@torch.no_grad()
-def share_global_model(exchange: Exchange, state: Mapping[str, Any], source: int, targets: Collection[int]) -> None:
-    """Bring what a cell keeps beside the model to others, which have memory for it, in whatever cut each has.
-
-    Collective over cells that are worlds of their own. ``state`` is the plain state of the global model of ``source``.
-    Table by table, straight from where one keeps it to where the other one does; all wait for the end of each, so that
-    nobody waits for the next vote longer than messages may take. Raises RuntimeError where a rank was lost.
-    """
-    link, profile, global_model = exchange.link, RoundProfile(exchange.device), exchange.global_model
-    assert global_model is not None, "shared where there is one"
-    weights = tuple(float(cell == source) for cell in range(link.cells))
-    transport = CrossCellTransport(link, RoundContext(weights, source), profile, is_encoding=False, targets=targets)
-    is_concerned, is_receiving = link.cell in (source, *targets), link.cell in targets
-
-    def way(transfer: GroupTransfer, bucket: Bucket, kept: torch.Tensor) -> Iterator[int]:
-        values = kept.to(exchange.device)  # as it is, unless the server works on a device of its own
-        if transfer.is_sent_here(bucket):
-            yield from transport.share(transfer, bucket, values)
-        elif is_receiving:  # in step with the rank that does
-            yield link.pause(transfer)
-        if is_receiving and transfer.cell_group is not None:
-            yield from share_in_cell(exchange, profile, transfer, bucket, values)
-        if values is not kept:
-            kept.copy_(values)
-
-    if link.cell == source:
-        inject("share")
-    # As they are: each bucket in one hop.
-    plain = [replace(one, reduce_scatter=False, deferred_mean=False, codec=None) for one in exchange.transfers]
-    for table, _ in global_model.tables(state):
-        pipeline = BucketPipeline()
-        for transfer in plain if is_concerned else ():
-            for bucket in transfer.buckets if transfer.number in table else ():
-                pipeline.start(way(transfer, bucket, table[transfer.number][bucket.start : bucket.stop]))
-            pipeline.drain()
-        if profile.failure is not None:
-            raise profile.failure
-        all_reduce(torch.zeros(1), group=exchange.round_groups.world)
 
 
 class BucketPipeline:

@@ -1,9 +1,10 @@
-"""The last agreed model, and the server optimizer that takes it on: on every rank, what the rank holds of it."""
+"""The last agreed model, and the server optimizer that takes it on: of what a rank holds, all, or the parts it owns."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,25 +24,57 @@ from xffl.errors import CheckpointError, ConfigError, StateError
 __all__ = ["GlobalModel", "check_start", "digest_of"]
 
 
+class _OwnStep(NamedTuple):
+    """What a round that is not agreed yet makes of what this rank owns, by the number of the transfer."""
+
+    fragment: int
+    values: dict[int, torch.Tensor]
+    states: dict[int, dict[str, Any]]  # what the optimizer keeps for them
+    options: dict[str, Any]  # of the optimizer
+
+
 class GlobalModel:
     """The parameters that training changes, as all cells last agreed on them, in fp32 (fp64 for fp64).
 
     A server optimizer sees, for each part of the model that is exchanged in turn, one flat tensor for each group of the
     rank; a group has the same elements in the same order on all ranks that hold it, so they all take the same step.
     Each part has its own optimizer and schedule.
+
+    With ``is_owned`` the tensors have only what this rank combines: each element and its state is kept by one rank.
+    What is sent from here is also kept whole, in the model's type, where ``keeps_agreed`` asks for it: norms and
+    privacy measure it against the values of the cell.
     """
 
     def __init__(
-        self, transfers: Sequence[GroupTransfer], layout: Layout, server: ServerOptimizer | None, device: torch.device
+        self,
+        transfers: Sequence[GroupTransfer],
+        layout: Layout,
+        server: ServerOptimizer | None,
+        device: torch.device,
+        *,
+        is_owned: bool = False,
+        keeps_agreed: bool = False,
     ) -> None:
         self._transfers = [transfer for transfer in transfers if transfer.group.is_stepped]
         self.layout = layout
         self.device = device
+        self.is_owned = is_owned
         self._kept_on = device if server is None or server.device is None else torch.device(server.device)
+        self._parts = {transfer.number: self._parts_of(transfer) for transfer in self._transfers}
         self._values = {
-            transfer.number: torch.empty(transfer.group.numel, dtype=wide_type(transfer.dtype), device=self._kept_on)
+            transfer.number: torch.empty(
+                sum(part.stop - part.start for _, part in self._parts[transfer.number]),
+                dtype=wide_type(transfer.dtype),
+                device=self._kept_on,
+            )
             for transfer in self._transfers
         }
+        self._agreed = {  # whole, as they were written into the model
+            transfer.number: torch.empty(transfer.group.numel, dtype=transfer.dtype, device=device)
+            for transfer in self._transfers
+            if is_owned and keeps_agreed and any(map(transfer.is_sent_here, transfer.buckets))
+        }
+        self._own_step: _OwnStep | None = None
         self._is_known = True
         self.has_optimizer = server is not None  # also on a rank that holds no element
         self._optimizers: dict[int, Optimizer] = {}
@@ -67,10 +100,17 @@ class GlobalModel:
         """Take the model as it is for what all cells agree on; local."""
         self.layout.look_up()
         for transfer in self._transfers:
-            for bucket in transfer.buckets:
+            at, agreed = 0, self._agreed.get(transfer.number)
+            for bucket, part in self._parts[transfer.number] if agreed is None else _whole(transfer):
                 buffer = torch.empty(bucket.stop - bucket.start, dtype=transfer.dtype, device=self.device)
                 self.layout.pack(bucket, buffer)
-                self._values[transfer.number][bucket.start : bucket.stop].copy_(buffer)
+                if agreed is None:
+                    self._values[transfer.number][at : at + part.stop - part.start].copy_(buffer[part])
+                    at += part.stop - part.start
+                else:
+                    agreed[bucket.start : bucket.stop].copy_(buffer)
+            if agreed is not None:
+                self._values[transfer.number].copy_(torch.cat(self._own(transfer, agreed)))
 
     @torch.no_grad()
     def write(self) -> None:
@@ -100,8 +140,8 @@ class GlobalModel:
 
     def written(self, transfer: GroupTransfer, bucket: Bucket) -> torch.Tensor:
         """Return a bucket as it was written into the model: in its data type, where the backend communicates from."""
-        kept = self._values[transfer.number][bucket.start : bucket.stop]
-        return kept.to(device=self.device, dtype=transfer.dtype)
+        kept = self._agreed if self.is_owned else self._values
+        return kept[transfer.number][bucket.start : bucket.stop].to(device=self.device, dtype=transfer.dtype)
 
     def squared_distance(self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor) -> torch.Tensor:
         """Return the squared L2 distance of a bucket's values from the agreed ones, a number in fp64; local."""
@@ -117,31 +157,87 @@ class GlobalModel:
     @torch.no_grad()
     def step(self, fragment: int, means: Mapping[int, torch.Tensor], scale: float) -> None:
         """Go on from the agreed model to the next; local, the same on all ranks that hold the same elements."""
+        self._step(fragment, means, scale)
+        self._step_schedule(fragment)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def prepare_step(self, fragment: int, means: Mapping[int, torch.Tensor], scale: float) -> None:
+        """Take the step of what this rank owns, in the means; it counts once :meth:`commit_step` is called; local."""
+        self._own_step = None  # of a round that was not taken
+        optimizer = self._optimizers.get(fragment)
+        kept = {transfer.number: self._values[transfer.number] for transfer in self._of(fragment)}
+        states: dict[torch.Tensor, dict[str, Any]] = {} if optimizer is None else optimizer.state
+        group: dict[str, Any] = {} if optimizer is None else optimizer.param_groups[0]
+        old = _OwnStep(
+            fragment,
+            {number: values.clone() for number, values in kept.items()},
+            {number: copy.deepcopy(states[values]) for number, values in kept.items() if values in states},
+            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"},
+        )
+        try:
+            self._step(fragment, means, scale)
+            self._own_step = _OwnStep(
+                fragment,
+                {number: values.data for number, values in kept.items()},
+                {number: states[values] for number, values in kept.items() if values in states},
+                {key: value for key, value in group.items() if key != "params"},
+            )
+        finally:
+            self._exchange_own(old)
+
+    @torch.no_grad()
+    def commit_step(self, fragment: int, agreed: Mapping[int, torch.Tensor]) -> None:
+        """Go on from what :meth:`prepare_step` has made; ``agreed`` are the new values of all owners; local."""
+        step, self._own_step = self._own_step, None
+        assert step is not None and step.fragment == fragment, "a round that could not step is not agreed"
+        self._exchange_own(step)
+        self._step_schedule(fragment)
+        for transfer in self._of(fragment):
+            if transfer.number in self._agreed:
+                self._agreed[transfer.number].copy_(agreed[transfer.number])
+
+    def _exchange_own(self, step: _OwnStep) -> None:
+        """Put other values and states in the place of those that this rank owns."""
+        for number, values in step.values.items():
+            self._values[number].data = values
+            self._values[number].grad = None
+        if (optimizer := self._optimizers.get(step.fragment)) is not None:
+            optimizer.state.clear()
+            optimizer.state.update({self._values[number]: state for number, state in step.states.items()})
+            optimizer.param_groups[0].update(step.options)
+
+    def _step(self, fragment: int, means: Mapping[int, torch.Tensor], scale: float) -> None:
+        """Step the values and what the optimizer keeps, and write them over the means, of what is kept here."""
         optimizer = self._optimizers.get(fragment)
         transfers = self._of(fragment)
         for transfer in transfers:
-            mean, kept = means[transfer.number], self._values[transfer.number]
+            parts, kept = self._own(transfer, means[transfer.number]), self._values[transfer.number]
+            mean = parts[0] if len(parts) == 1 else torch.cat(parts)
             if optimizer is None and scale == 1.0:
                 kept.copy_(mean)
                 continue
             # From what was written, so that what rounding to a narrow type has left out is not taken for a step.
             gradient = self._pseudo_gradient(transfer, mean.to(self._kept_on), scale)
             if optimizer is None:
-                mean.copy_(kept.sub_(gradient))
+                kept.sub_(gradient)
             else:
                 kept.grad = gradient
-        if optimizer is None:
-            return
-        optimizer.step()
+        if optimizer is not None:
+            optimizer.step()
+        for transfer in transfers if optimizer is not None or scale != 1.0 else ():
+            kept = self._values[transfer.number]
+            kept.grad = None
+            parts = self._own(transfer, means[transfer.number])
+            for part, values in zip(parts, torch.split(kept, [part.numel() for part in parts]), strict=True):
+                part.copy_(values)
+
+    def _step_schedule(self, fragment: int) -> None:
         if fragment in self._schedules:
             try:
                 self._schedules[fragment].step()
             except Exception as ended:  # noqa: BLE001 - this round is agreed; the next one is told of it, on all ranks
                 self._ended[fragment] = f"{type(ended).__name__}: {ended}"
-        for transfer in transfers:
-            kept = self._values[transfer.number]
-            kept.grad = None
-            means[transfer.number].copy_(kept)
 
     def _pseudo_gradient(self, transfer: GroupTransfer, mean: torch.Tensor, scale: float) -> torch.Tensor:
         """Return ``scale * (written - mean)``, in the mean's own memory where the type allows it."""
@@ -154,14 +250,36 @@ class GlobalModel:
                 result.mul_(scale)
         return out
 
+    def _parts_of(self, transfer: GroupTransfer) -> list[tuple[Bucket, slice]]:
+        """Return what is kept here of a group: its buckets, and of each the elements, counted in it."""
+        if not self.is_owned:
+            return _whole(transfer)
+        sent = filter(transfer.is_sent_here, transfer.buckets)
+        own = [(bucket, transfer.parts(bucket)[transfer.cell]) for bucket in sent]
+        return [(bucket, part) for bucket, part in own if part.stop > part.start]
+
+    def _own(self, transfer: GroupTransfer, whole: torch.Tensor) -> list[torch.Tensor]:
+        """Return views of what is kept here, in a flat tensor of a whole group; at least one."""
+        if not self.is_owned:
+            return [whole]
+        own = [whole[b.start + part.start : b.start + part.stop] for b, part in self._parts[transfer.number]]
+        return own or [whole[:0]]
+
     def _of(self, fragment: int) -> list[GroupTransfer]:
         return [transfer for transfer in self._transfers if transfer.group.fragment == fragment]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the agreed model and the optimizers' states by the names of tensors, of what this rank holds."""
+        """Return the agreed model and the optimizers' states by the names of tensors, of what this rank holds.
+
+        Of what it owns they have the elements one after the other, whose places in the tensor are in ``owned``.
+        """
         state = self.plain_state()
+        if self.is_owned:
+            state["owned"] = {}
+            for _, name, _, part in self._pieces(self._values):
+                state["owned"].setdefault(name, []).append([part.start, part.stop])
         for flat, named in self.tables(state):
-            named.update(self._by_name(flat))
+            named.update(self._own_by_name(flat) if self.is_owned else self.by_name(flat))
         return state
 
     def plain_state(self) -> dict[str, Any]:
@@ -203,6 +321,7 @@ class GlobalModel:
         self.forget()  # again, until all of it is here
         for flat, named in self.tables(state):
             self._from_names(named, flat)
+        self._from_names(state["model"], self._agreed, is_whole=True)
         self._is_known = True
 
     @torch.inference_mode(False)
@@ -246,7 +365,7 @@ class GlobalModel:
                 for number, values in mine.items():
                     values.data = theirs[number]
             else:
-                self._from_names(last._by_name(theirs), mine)
+                self._from_names(last.by_name(theirs), mine)
 
     @torch.no_grad()
     def load_model(self, named: Mapping[str, torch.Tensor]) -> None:
@@ -264,17 +383,46 @@ class GlobalModel:
                 "the same server, options and schedule, or leave the aggregator's state out (a checkpoint's reset)"
             )
 
-    def _by_name(self, flat: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Put flat groups together to the tensors that this rank holds."""
+    def by_name(self, flat: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Put flat tensors of whole groups together to the tensors that this rank holds."""
         named: dict[str, torch.Tensor] = {}
-        for values, name, numel, part in self._pieces(flat):
+        for values, name, numel, part in self._pieces(flat, is_whole=True):
             if name not in named:
                 named[name] = torch.empty(numel, dtype=values.dtype, device="cpu")
             named[name][part].copy_(values)
         return named
 
-    def _from_names(self, named: Mapping[str, torch.Tensor], flat: Mapping[int, torch.Tensor]) -> None:
-        for values, name, numel, part in self._pieces(flat):
+    def _own_by_name(self, flat: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what this rank owns of each tensor, piece behind piece."""
+        own: dict[str, list[torch.Tensor]] = {}
+        for values, name, _, _ in self._pieces(flat):
+            own.setdefault(name, []).append(values)
+        return {name: torch.cat(pieces).cpu() for name, pieces in own.items()}
+
+    def place_owned(
+        self, named: Mapping[str, torch.Tensor], places: Mapping[str, Sequence[Sequence[int]]], fragment: int | None
+    ) -> dict[int, torch.Tensor]:
+        """Return whole groups, of one fragment or of all, with what a state has of owned parts, and 0 elsewhere; local.
+
+        ``named`` is a table of the state, ``places`` what it has as ``owned``.
+        """
+        transfers = self._transfers if fragment is None else self._of(fragment)
+        flat = {t.number: torch.zeros(t.group.numel, dtype=wide_type(t.dtype), device=self.device) for t in transfers}
+        whole: dict[str, torch.Tensor] = {}
+        for values, name, numel, part in self._pieces(flat, is_whole=True):
+            if name not in whole:
+                whole[name] = torch.zeros(numel, dtype=values.dtype, device="cpu")
+                sizes = [stop - start for start, stop in places.get(name, ())]
+                saved = torch.split(named[name], sizes) if sizes else ()
+                for (start, stop), own in zip(places.get(name, ()), saved, strict=True):
+                    whole[name][start:stop].copy_(own)
+            values.copy_(whole[name][part])
+        return flat
+
+    def _from_names(
+        self, named: Mapping[str, torch.Tensor], flat: Mapping[int, torch.Tensor], *, is_whole: bool = False
+    ) -> None:
+        for values, name, numel, part in self._pieces(flat, is_whole=is_whole):
             if name not in named or named[name].numel() != numel:
                 got = f"{named[name].numel()} elements" if name in named else "nothing"
                 raise CheckpointError(
@@ -283,16 +431,33 @@ class GlobalModel:
                 )
             values.copy_(named[name][part])
 
-    def _pieces(self, flat: Mapping[int, torch.Tensor]) -> Iterator[tuple[torch.Tensor, str, int, slice]]:
-        """Yield each piece of flat groups, with its tensor's name and size here, and the piece's place in that."""
+    def _pieces(
+        self, flat: Mapping[int, torch.Tensor], *, is_whole: bool = False
+    ) -> Iterator[tuple[torch.Tensor, str, int, slice]]:
+        """Yield each piece of flat tensors, with its tensor's name and size here, and the piece's place in that.
+
+        A flat tensor has what is kept here of a group, or all of the group.
+        """
         for transfer in self._transfers:
-            for bucket in transfer.buckets if transfer.number in flat else ():
-                at = bucket.start
+            if transfer.number not in flat:
+                continue
+            at = 0
+            for bucket, part in _whole(transfer) if is_whole else self._parts[transfer.number]:
+                begin = 0  # of the piece, in the bucket
                 for item, start, stop in bucket.pieces:
-                    origin, numel = self.layout.held(item)
-                    values = flat[transfer.number][at : at + stop - start]
-                    yield values, self.layout.name(item), numel, slice(start - origin, stop - origin)
-                    at += stop - start
+                    first, last = max(begin, part.start), min(begin + stop - start, part.stop)
+                    if first < last:
+                        origin, numel = self.layout.held(item)
+                        shift = start - origin - begin
+                        values = flat[transfer.number][at : at + last - first]
+                        yield values, self.layout.name(item), numel, slice(first + shift, last + shift)
+                        at += last - first
+                    begin += stop - start
+
+
+def _whole(transfer: GroupTransfer) -> list[tuple[Bucket, slice]]:
+    """Return all buckets of a group, and of each all elements."""
+    return [(bucket, slice(0, bucket.stop - bucket.start)) for bucket in transfer.buckets]
 
 
 def _copied(value: Any) -> Any:

@@ -341,6 +341,8 @@ class GroupTransfer:
     deferred_mean: bool = False
     # in two hops, by bucket the cell that combines all of it; None where each cell combines a part
     combiners: tuple[int | None, ...] = ()
+    # in two hops, whether who combines a part takes the server's step for it, too, and hands out the new values
+    is_owned: bool = False
 
     @property
     def cell_group(self) -> dist.ProcessGroup | None:
@@ -418,7 +420,10 @@ def plan_transfers(
         # What is taken from one cell needs no combining.
         taken = "all_gather"
         deferred_mean = is_on_cpu and codec is None and _defers_mean(group, topology, round_groups, options)
-        if group.rule == "average" and not deferred_mean:
+        is_owned = options.server_step == "owner" and group.is_stepped
+        if is_owned:
+            taken = "two_hop"
+        elif group.rule == "average" and not deferred_mean:
             taken = form_of(group.numel * dtype.itemsize, topology.cells, form, is_exact=codec is None)
         # Small tensors are packed, and each bucket of them under way takes a buffer more.
         is_packed = sum(len(bucket.pieces) > 1 for bucket in buckets) > IN_FLIGHT
@@ -448,6 +453,7 @@ def plan_transfers(
                 depth * turns,
                 deferred_mean,
                 combiners,
+                is_owned,
             )
         )
     return tuple(transfers)

@@ -1,0 +1,147 @@
+"""The state of the global model on its way between ranks: to cells that are behind, or from the owners of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from xffl.aggregation.engine.exchange import BucketPipeline, Exchange, share_in_cell
+from xffl.aggregation.engine.global_model import GlobalModel
+from xffl.aggregation.engine.groups import start_moves
+from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext
+from xffl.aggregation.engine.transport import TAG, CrossCellTransport
+from xffl.aggregation.report import RoundProfile
+from xffl.distributed.collectives import all_reduce
+from xffl.distributed.consistency import run_on_all_ranks
+from xffl.distributed.faults import inject
+from xffl.errors import CheckpointError
+
+__all__ = ["join_owned", "share_global_model"]
+
+
+@torch.no_grad()
+def share_global_model(exchange: Exchange, state: Mapping[str, Any], source: int, targets: Collection[int]) -> None:
+    """Bring what a cell keeps beside the model to others, which have memory for it, in whatever cut each has.
+
+    Collective over cells that are worlds of their own. ``state`` is the plain state of the global model of ``source``.
+    Table by table, straight from where one keeps it to where the other one does; all wait for the end of each, so that
+    nobody waits for the next vote longer than messages may take. Raises RuntimeError where a rank was lost.
+    """
+    link, profile, global_model = exchange.link, RoundProfile(exchange.device), exchange.global_model
+    assert global_model is not None, "shared where there is one"
+    weights = tuple(float(cell == source) for cell in range(link.cells))
+    transport = CrossCellTransport(link, RoundContext(weights, source), profile, is_encoding=False, targets=targets)
+    is_concerned, is_receiving = link.cell in (source, *targets), link.cell in targets
+
+    def way(transfer: GroupTransfer, bucket: Bucket, kept: torch.Tensor) -> Iterator[int]:
+        values = kept.to(exchange.device)  # as it is, unless the server works on a device of its own
+        if transfer.is_sent_here(bucket):
+            yield from transport.share(transfer, bucket, values)
+        elif is_receiving:  # in step with the rank that does
+            yield link.pause(transfer)
+        if is_receiving and transfer.cell_group is not None:
+            yield from share_in_cell(exchange, profile, transfer, bucket, values)
+        if values is not kept:
+            kept.copy_(values)
+
+    if link.cell == source:
+        inject("share")
+    # As they are: each bucket in one hop.
+    plain = [replace(one, reduce_scatter=False, deferred_mean=False, codec=None) for one in exchange.transfers]
+    for table, _ in global_model.tables(state):
+        pipeline = BucketPipeline()
+        for transfer in plain if is_concerned else ():
+            for bucket in transfer.buckets if transfer.number in table else ():
+                pipeline.start(way(transfer, bucket, table[transfer.number][bucket.start : bucket.stop]))
+            pipeline.drain()
+        if profile.failure is not None:
+            raise profile.failure
+        all_reduce(torch.zeros(1), group=exchange.round_groups.world)
+
+
+@torch.no_grad()
+def join_owned(exchange: Exchange, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Put a state together of which each rank has saved what it owned; return it as where every rank steps.
+
+    Collective over the scope, once for each table: a copy of this rank's shard goes to each other cell. Owners may have
+    been others, and elements saved by several ranks. Raises CheckpointError, on all ranks, where some are missing.
+    """
+    model, world = exchange.global_model, exchange.round_groups.world
+    assert model is not None, "the state is that of one"
+    owned = state["owned"]
+    optimizers = {
+        fragment: {**saved, "elements": {key: {} for key in saved["elements"]}}
+        for fragment, saved in state["optimizers"].items()
+    }
+    joined: dict[str, Any] = {"model": {}, "optimizers": optimizers}
+    tables: list[tuple[int | None, Mapping[str, torch.Tensor], dict[str, torch.Tensor]]] = [
+        (None, state["model"], joined["model"])
+    ]
+    for fragment, saved in sorted(state["optimizers"].items()):
+        elements = optimizers[fragment]["elements"]
+        tables += [(fragment, named, elements[key]) for key, named in sorted(saved["elements"].items())]
+    with run_on_all_ranks("owned parts", group=world):
+        mask = _mask(model, state, [named for _, named, _ in tables])
+    _merge(exchange, mask)
+    with run_on_all_ranks("owned parts", group=world):
+        for name, known in model.by_name(mask).items():
+            if missing := int((known == 0).sum()):
+                raise CheckpointError(
+                    f"the ranks' states lack {missing} of {known.numel()} elements of tensor {name!r}, each of which "
+                    "one rank has saved; load those of one checkpoint on all ranks"
+                )
+    for fragment, named, into in tables:
+        flat = model.place_owned(named, owned, fragment)
+        _merge(exchange, flat)
+        into.update(model.by_name(flat))
+    return joined
+
+
+def _mask(model: GlobalModel, state: Mapping[str, Any], tables: list[Mapping[str, torch.Tensor]]) -> dict[int, Any]:
+    """Return whole groups with 1 where a state has an element, after a look at its shapes; local."""
+    sizes = {name: sum(stop - start for start, stop in places) for name, places in state["owned"].items()}
+    for table in tables:
+        for name, values in table.items():
+            if values.numel() != sizes.get(name):
+                raise CheckpointError(
+                    f"the state holds {values.numel()} elements of tensor {name!r} and places for {sizes.get(name)}"
+                )
+    try:
+        return model.place_owned({name: torch.ones(size) for name, size in sizes.items()}, state["owned"], None)
+    except (KeyError, RuntimeError) as wrong:
+        raise CheckpointError(
+            f"the state's parts of tensors are those of another model or cut ({wrong}); resume with the same"
+        ) from wrong
+
+
+CHUNK = 2**26
+"""Bytes of a group that cross at a time."""
+
+
+def _merge(exchange: Exchange, flat: Mapping[int, torch.Tensor]) -> None:
+    """Bring together what the holders of each group have of it, and 0 where they have nothing; collective."""
+    link, groups = exchange.link, exchange.round_groups
+    for transfer in exchange.transfers:
+        if transfer.number not in flat:
+            continue
+        # As bytes, so that each element keeps its bits. The larger one: elements that several have stay as they are.
+        values, home = flat[transfer.number].view(torch.uint8), transfer.cell_group
+        senders = transfer.senders[0]
+        if home is not None:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=home)
+        if senders[transfer.cell] == transfer.rank:
+            peers = [groups.first + senders[cell] for cell in link.others]
+            across = groups.across[0] if groups.across else None
+            for chunk in torch.split(values, CHUNK):
+                arriving = [torch.empty_like(chunk) for _ in peers]
+                receive, send = zip(arriving, peers, strict=True), ((chunk, peer) for peer in peers)
+                for work in start_moves(list(receive), list(send), across, TAG):
+                    work.wait()
+                for other in arriving:
+                    torch.maximum(chunk, other, out=chunk)
+        if home is not None:
+            dist.broadcast(values, src=groups.first + senders[transfer.cell], group=home)
