@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from xffl.aggregation.engine.consensus import (
     mark_inconsistent,
 )
 from xffl.aggregation.engine.exchange import Exchange, RoundRun
-from xffl.aggregation.engine.global_model import GlobalModel, check_start
+from xffl.aggregation.engine.global_model import GlobalModel, check_start, choose_server_step
 from xffl.aggregation.engine.global_state import join_owned, share_global_model
 from xffl.aggregation.engine.groups import MergeMode, RoundScope, RoundStatus, select_groups
 from xffl.aggregation.engine.plan import digest, plan_groups, plan_transfers
@@ -51,8 +50,7 @@ from xffl.aggregation.mean import arithmetic_of
 from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, Options, check_merge
 from xffl.aggregation.privacy import Accountant, Privacy, SecureSum, make_masker
 from xffl.aggregation.report import Background, PendingRound, RoundProfile, RoundReport
-from xffl.distributed.collectives import all_reduce
-from xffl.distributed.consistency import barrier, check_consistent, control_device, run_on_all_ranks
+from xffl.distributed.consistency import barrier, check_consistent, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
 from xffl.errors import CheckpointError, ConfigError, RoundError, StateError, TornError, XfflError
@@ -182,7 +180,7 @@ class Aggregator:
 
         scope, options, self._manifest, axes, replica_tensors = _compare_models(model, state, read)
         self._arithmetic = arithmetic_of(scope.device)
-        self._options = _choose_server_step(options, self._arithmetic, scope)
+        self._options = choose_server_step(options, self._arithmetic, scope)
         self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._device = scope.device
         self._exchange = _make_exchange(scope, self._options, self._manifest, axes, replica_tensors)
@@ -644,18 +642,6 @@ def _check_extra(extra: nn.Module | None, fragments: int) -> None:
         raise ConfigError("extra tensors go with every round, so they need fragments=1")
 
 
-def _choose_server_step(options: Options, arithmetic: float, scope: RoundScope) -> Options:
-    """Decide who takes the server's step; collective over the scope where ranks are compared for it."""
-    chosen = "owner" if options.server_step == "owner" and options.has_step else "everywhere"
-    is_plain = scope.groups is None and options.owner_conflict is None  # no level, and no world of several
-    if options.server_step == "auto" and options.has_step and is_plain:
-        extremes = torch.tensor([arithmetic, -arithmetic], dtype=torch.float64, device=control_device(scope.world))
-        all_reduce(extremes, dist.ReduceOp.MAX, scope.world)
-        highest, lowest = extremes.tolist()
-        chosen = "everywhere" if highest == -lowest else "owner"
-    return replace(options, server_step=chosen)
-
-
 def _stream_of(scope: RoundScope) -> torch.cuda.Stream | None:
     if scope.device.type != "cuda":
         return None
@@ -695,13 +681,7 @@ def _make_exchange(
     # On all ranks or on none, also on one that encodes nothing itself.
     has_codecs = any(manifest.codecs.values()) and topology.cells > 1
     residuals = ResidualStore(transfers, link.feedback, plan) if has_codecs else None
-    global_model: GlobalModel | None = None
-    if options.needs_agreed:
-        keeps_agreed = options.has_norms or options.privacy is not None
-        is_owned = options.server_step == "owner"
-        global_model = GlobalModel(
-            transfers, layout, options.server, link.device, is_owned=is_owned, keeps_agreed=keeps_agreed
-        )
+    global_model = GlobalModel(transfers, layout, options, link.device) if options.needs_agreed else None
     exchange = Exchange(layout, transfers, link, options=options, global_model=global_model, residuals=residuals)
     if global_model is not None:
         if not scope.goes_on:

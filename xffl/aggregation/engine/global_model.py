@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from xffl.aggregation.algorithms.server import ServerOptimizer, asked_of
+from xffl.aggregation.algorithms.server import asked_of
 from xffl.aggregation.engine.buffers import Layout
 from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.engine.plan import Bucket, GroupTransfer
 from xffl.aggregation.engine.tensors import TensorInfo
 from xffl.aggregation.mean import piece_length, wide_type
-from xffl.distributed.consistency import find_unequal_cells, sum_of_bits
+from xffl.aggregation.options import Options
+from xffl.distributed.collectives import all_reduce
+from xffl.distributed.consistency import control_device, find_unequal_cells, sum_of_bits
 from xffl.distributed.sharding import local_tensor, reshard
 from xffl.errors import CheckpointError, ConfigError, StateError
 
-__all__ = ["GlobalModel", "check_start", "digest_of"]
+__all__ = ["GlobalModel", "check_start", "choose_server_step", "digest_of"]
 
 
 class _OwnStep(NamedTuple):
@@ -41,24 +45,22 @@ class GlobalModel:
     Each part has its own optimizer and schedule.
 
     With ``is_owned`` the tensors have only what this rank combines: each element and its state is kept by one rank.
-    What is sent from here is also kept whole, in the model's type, where ``keeps_agreed`` asks for it: norms and
-    privacy measure it against the values of the cell.
+    Norms and privacy measure the cell's values against all of it, so a copy in the model's type is kept for them where
+    values are sent.
     """
 
     def __init__(
         self,
         transfers: Sequence[GroupTransfer],
         layout: Layout,
-        server: ServerOptimizer | None,
+        options: Options,
         device: torch.device,
-        *,
-        is_owned: bool = False,
-        keeps_agreed: bool = False,
     ) -> None:
+        server, keeps_agreed = options.server, options.has_norms or options.privacy is not None
         self._transfers = [transfer for transfer in transfers if transfer.group.is_stepped]
         self.layout = layout
         self.device = device
-        self.is_owned = is_owned
+        self.is_owned = options.server_step == "owner"
         self._kept_on = device if server is None or server.device is None else torch.device(server.device)
         self._parts = {transfer.number: self._parts_of(transfer) for transfer in self._transfers}
         self._values = {
@@ -72,7 +74,7 @@ class GlobalModel:
         self._agreed = {  # whole, as they were written into the model
             transfer.number: torch.empty(transfer.group.numel, dtype=transfer.dtype, device=device)
             for transfer in self._transfers
-            if is_owned and keeps_agreed and any(map(transfer.is_sent_here, transfer.buckets))
+            if self.is_owned and keeps_agreed and any(map(transfer.is_sent_here, transfer.buckets))
         }
         self._own_step: _OwnStep | None = None
         self._is_known = True
@@ -466,6 +468,18 @@ def _copied(value: Any) -> Any:
 
 CHUNK = 2**20
 """Elements of a tensor that are summed up at a time: each needs 24 bytes more."""
+
+
+def choose_server_step(options: Options, arithmetic: float, scope: RoundScope) -> Options:
+    """Decide who takes the server's step; collective over the scope where ranks are compared for it."""
+    chosen = "owner" if options.server_step == "owner" and options.has_step else "everywhere"
+    is_plain = scope.groups is None and options.owner_conflict is None  # no level, and no world of several
+    if options.server_step == "auto" and options.has_step and is_plain:
+        extremes = torch.tensor([arithmetic, -arithmetic], dtype=torch.float64, device=control_device(scope.world))
+        all_reduce(extremes, dist.ReduceOp.MAX, scope.world)
+        highest, lowest = extremes.tolist()
+        chosen = "everywhere" if highest == -lowest else "owner"
+    return replace(options, server_step=chosen)
 
 
 @torch.no_grad()
