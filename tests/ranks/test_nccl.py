@@ -127,6 +127,7 @@ def options_of(layout: Layout) -> tuple[dict[str, Any], ...]:
 
 
 CODED = {"model": "little", "bucket_bytes": 2**10}
+OWNED = {"server": "fedadam:lr=0.03", "server_step": "owner"}
 ROUNDS: dict[str, tuple[tuple[int, ...], int | None, tuple[dict[str, Any], ...]]] = {
     "one cell, fsdp": ((), None, ({}, {"behind": True})),
     "one cell, hsdp": ((), 2, ({},)),
@@ -136,6 +137,16 @@ ROUNDS: dict[str, tuple[tuple[int, ...], int | None, tuple[dict[str, Any], ...]]
     "eight": ((4, 4), 2, ({"rails": True, "model": "little"},)),
     "levels": ((1,) * 4, None, ({"groups": (2, 2)}, {"groups": (1, 3), "codec": "bf16"})),
     "levels, hsdp": ((2, 1, 2), 1, ({"groups": (2, 1), "every": 2},)),
+    "owners": (
+        (2, 2),
+        1,
+        (
+            {**OWNED, "rails": True, "norms": True, "count": 2},
+            {**OWNED, "codec": "int8", "count": 3, **CODED},
+            {**OWNED, "behind": 0.5, "fragments": 2, "count": 3},
+        ),
+    ),
+    "owners of three cells": ((1, 2, 1), None, ({**OWNED, "privacy": PRIVATE, "model": "little"}, {**OWNED})),
     "krum": ((1,) * 5, None, ({"combine": "krum:faulty=1", "model": "little"},)),
     **{f"pairs of options, {cells}, {hsdp}": (cells, hsdp, ()) for cells, hsdp in CHOICES["layout"]},
 }

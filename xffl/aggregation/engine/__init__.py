@@ -7,6 +7,7 @@
 - ``exchange``: the walk over all buckets: check, swap, combine, broadcast, write; its docstring has the timeline.
 - ``transport``: how one bucket gets from cell to cell: exact, masked or encoded; in one hop or two.
 - ``global_model``: the last agreed model, and the server optimizer that goes on from it.
+- ``global_state``: its state brought to cells that are behind, or put together from the parts that owners have saved.
 - ``consensus``: whether a round takes place and whether its result counts, on all ranks alike; where one cannot know,
   the mark of a model whose weights may differ between ranks.
 

@@ -231,15 +231,8 @@ class RoundRun:
         if exchange.protection is not None:
             exchange.protection.apply(self, context.cells)
         if exchange.has_owners:
-            context = self._share_weights(context)
+            return self._step_by_owners(context)
         self._transports = [transport := self._transport(context)]
-        if exchange.has_owners:
-            self._run_pipeline(context, partial(self._reduce, transport))
-            with self.profile.capture_failure("commit"):
-                assert exchange.global_model is not None, "steps are taken from there"
-                exchange.global_model.prepare_step(self.fragment, exchange.staging.stages, context.scale)
-            self._run_pipeline(context, partial(self._hand_out, transport))
-            return context
         if not exchange.compares_models:
             self._run_pipeline(context, partial(self._exchange_bucket, transport))
             return context
@@ -323,6 +316,17 @@ class RoundRun:
                 yield self._link.pause(transfer)
             yield from share_in_cell(self._exchange, self.profile, transfer, bucket, out)
         self._write(transfer, bucket, out, lent)
+
+    def _step_by_owners(self, context: RoundContext) -> RoundContext:
+        """Combine all parts, step them, and hand them out; a step counts once the round is committed."""
+        context, exchange = self._share_weights(context), self._exchange
+        assert exchange.global_model is not None, "kept where there is a step beyond the mean"
+        self._transports = [transport := self._transport(context)]
+        self._run_pipeline(context, partial(self._reduce, transport))
+        with self.profile.capture_failure("step"):
+            exchange.global_model.prepare_step(self.fragment, exchange.staging.stages, context.scale)
+        self._run_pipeline(context, partial(self._hand_out, transport))
+        return context
 
     def _reduce(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
         """Combine this rank's part of a bucket that has owners; take another one across and back."""
