@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import xffl
+from tests.ports import free_port
 from tests.ranks.test_algorithms import vector
 from tests.ranks.test_protected import Net, build, moved, same_bits
 from tests.ranks.test_round import make_state
@@ -162,6 +166,58 @@ def unlike(rank: int, world_size: int, sizes: tuple[int, ...], hsdp: int | None)
 def test_ranks_that_compute_unlike_hold_the_same_bits(sizes: tuple[int, ...], hsdp: int | None) -> None:
     for found in run_world(sum(sizes), unlike, sizes, hsdp):
         assert found == [[True] * 3, [True] * 3, [False] * 3]
+
+
+UNLIKE_VECTORS = """
+import hashlib
+import torch
+import xffl
+from torch import nn
+from xffl.aggregation import aggregator
+
+with xffl.session(federated=(1, 1), device="cpu") as state:
+    def run(step):
+        model = nn.Linear(300, 100)
+        nn.init.constant_(model.weight, 0.3), nn.init.zeros_(model.bias)  # random ones would be others
+        rounds = xffl.Aggregator(model, state, server="fedadam:lr=0.05", server_step=step)
+        torch.manual_seed(state.rank)
+        for _ in range(4):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(torch.randn(parameter.shape), alpha=0.1)
+            rounds.aggregate(1.0 + state.rank)
+        return model
+    def digest(model):
+        bits = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+        return hashlib.sha256(bits).hexdigest()
+    print(torch.backends.cpu.get_cpu_capability(), digest(run("auto")))
+    try:
+        run("everywhere")
+    except xffl.RoundError as error:
+        print(error)
+    aggregator.arithmetic_of = lambda device: 1.0
+    print(digest(run("everywhere")))
+"""
+
+
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="needs vector units that can be left out"
+)
+def test_processors_with_and_without_fused_steps_hold_the_same_bits() -> None:
+    """Two processes of their own, of which one computes as a processor without vector units does."""
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = []
+    for rank, capability in enumerate(("avx2", "default")):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ATEN_CPU_CAPABILITY": capability}
+        environ = {**os.environ, **place, **own, "PYTHONPATH": os.pathsep.join(sys.path)}
+        words = [sys.executable, "-c", UNLIKE_VECTORS]
+        ranks.append(subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, text=True))
+    first, second = (rank.communicate(timeout=100)[0].splitlines() for rank in ranks)
+    assert first[0].split()[0] == "AVX2" and second[0].split()[0] == "DEFAULT"
+    assert first[0].split()[1] == second[0].split()[1]
+    assert first[1] == second[1] and "server_step='owner'" in first[1]
+    assert first[2] != second[2], "what the refusal saves from"
 
 
 def refused(rank: int, world_size: int) -> None:
