@@ -3,6 +3,7 @@
     xffl exec --processes 2 --federated 1,1 benchmarks/round.py [--tensors 157] [--parameters 100e6] [--repeats 7]
     xffl exec --processes 2 --federated 1,1 benchmarks/round.py --tensors 2000 --elements 512
     xffl exec --processes 4 --federated 2,2 benchmarks/round.py --form two_hop --codec int8 --rails
+    xffl exec --processes 2 --federated 1,1 benchmarks/round.py --server diloco --beside torchft
     xffl exec --processes 2 --federated 1,1 benchmarks/round.py --memory
 
 Each rank's shard lies flat for the raw all-reduce, over the ranks that exchange that shard in a round (with ``--plain``
@@ -26,7 +27,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -194,7 +195,51 @@ def contenders(
         calls["messages alone"] = least() if is_in else lambda: None
     for kind, atomic in KINDS.items():
         calls[f"round, {kind}"] = xffl.Aggregator(model, state, atomic=atomic, **asked).aggregate
-    return calls, Drift(model) if options.codec != "none" else lambda: None, flat.nbytes
+    if options.server is not None:
+        for step in ("everywhere", "owner"):
+            made = xffl.Aggregator(model, state, server=options.server, server_step=step, **asked)
+            calls[f"{options.server}, {step}"] = made.aggregate
+    if options.beside == "torchft":
+        calls["torchft's DiLoCo"] = torchft_round(model, state)
+    is_still = options.codec == "none" and options.server is None
+    return calls, (lambda: None) if is_still else Drift(model), flat.nbytes
+
+
+def torchft_round(model: nn.Module, state: xffl.DistributedState) -> Callable[[], object]:
+    """Return a sync of torchft's DiLoCo between the cells, each a replica group; the inner optimizer does not step."""
+    from torchft import Manager, ProcessGroupGloo  # the extra elastic
+    from torchft.coordination import LighthouseServer
+    from torchft.local_sgd import DiLoCo
+
+    address: list[Any] = [None]
+    if state.rank == 0:
+        torchft_round.server = LighthouseServer(  # type: ignore[attr-defined] - kept as long as the script runs
+            bind="127.0.0.1:0", min_replicas=state.topology.cells, join_timeout_ms=10000
+        )
+        address[0] = f"http://127.0.0.1:{torchft_round.server.address().rpartition(':')[2]}"  # type: ignore[attr-defined]
+    dist.broadcast_object_list(address, src=0)
+    os.environ["TORCHFT_LIGHTHOUSE"] = address[0]
+    parts = local_parts(model)
+    copies = nn.ParameterList(nn.Parameter(part.clone()) for part in parts)
+    port: list[Any] = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=60)),
+        load_state_dict=lambda saved: None,
+        state_dict=dict,
+        min_replica_size=state.topology.cells,
+        use_async_quorum=False,
+        rank=0,
+        world_size=1,
+        store_addr="127.0.0.1",
+        store_port=port[0].port,
+        replica_id=f"cell_{state.rank}",
+        hostname="127.0.0.1",
+    )
+    manager.kept = port  # type: ignore[attr-defined]
+    inner = torch.optim.SGD(copies.parameters(), lr=0.0)
+    outer = torch.optim.SGD(copies.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    DiLoCo(manager, [copies], inner, outer, sync_every=1, pin_memory=False).__enter__()
+    return inner.step
 
 
 def time_all(options: argparse.Namespace) -> dict[str, Any] | None:
@@ -296,6 +341,8 @@ def main() -> None:
     parser.add_argument("--form", default="auto")
     parser.add_argument("--codec", default="none")
     parser.add_argument("--rails", action="store_true")
+    parser.add_argument("--server", help="time rounds with this server optimizer too, such as diloco")
+    parser.add_argument("--beside", choices=("torchft",), help="time the sync of another system, too")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--memory", nargs="?", const="each", choices=("each", *KINDS), help="measure memory, not time")
     parser.add_argument("--out", help="write JSON there; - prints it, and the table to standard error")

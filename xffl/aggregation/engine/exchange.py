@@ -252,23 +252,33 @@ class RoundRun:
         with self.profile.phase("commit"):
             if is_merged or self._buffers.copy is not ModelCopy.NONE:
                 self._layout.look_up()  # local steps may have moved tensors since
+            stepped = set()
             if exchange.global_model is not None and exchange.has_owners:
                 exchange.global_model.commit_step(self.fragment, stages)
             elif exchange.global_model is not None:
-                exchange.global_model.step(self.fragment, stages, context.scale)
+                for transfer, bucket, new in exchange.global_model.step(self.fragment, stages, context.scale):
+                    stepped.add(transfer.number)
+                    if exchange.residuals is not None:
+                        exchange.staging.stage(transfer, bucket).copy_(new)
+                    self._write_agreed(transfer, bucket, new, is_merged=is_merged, alpha=alpha)
             deferred = [transfer for transfer in self._transfers if transfer.deferred_mean]
             self._pairwise_swap.write(deferred, self._buffers, context)
             for transfer, bucket in self._walk() if exchange.atomic else ():
-                if transfer.deferred_mean:
-                    continue
-                mean = exchange.staging.stage(transfer, bucket)
-                keeps_some = is_merged and alpha != 0.0 and transfer.group.rule == "average"
-                if keeps_some and not transfer.group.is_mean_in_cell:
-                    self._buffers.merge(transfer, bucket, mean, alpha)
-                else:
-                    self._layout.unpack(bucket, mean)
+                if not transfer.deferred_mean and transfer.number not in stepped:
+                    new = exchange.staging.stage(transfer, bucket)
+                    self._write_agreed(transfer, bucket, new, is_merged=is_merged, alpha=alpha)
             if exchange.residuals is not None:
                 exchange.residuals.commit(self.fragment, stages)
+
+    def _write_agreed(
+        self, transfer: GroupTransfer, bucket: Bucket, new: torch.Tensor, *, is_merged: bool, alpha: float | None
+    ) -> None:
+        """Write a bucket's new values, which all ranks have agreed on, into the model."""
+        keeps_some = is_merged and alpha != 0.0 and transfer.group.rule == "average"
+        if keeps_some and not transfer.group.is_mean_in_cell:
+            self._buffers.merge(transfer, bucket, new, alpha)
+        else:
+            self._layout.unpack(bucket, new)
 
     @property
     def is_cut_off(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -29,7 +28,7 @@ __all__ = ["GlobalModel", "check_start", "choose_server_step", "digest_of"]
 
 
 class _OwnStep(NamedTuple):
-    """What a round that is not agreed yet makes of what this rank owns, by the number of the transfer."""
+    """What is kept of a fragment, or what a round that is not agreed yet makes of it, by the number of the transfer."""
 
     fragment: int
     values: dict[int, torch.Tensor]
@@ -157,50 +156,58 @@ class GlobalModel:
 
     @torch.inference_mode(False)  # what a server's optimizer makes here outlives the round
     @torch.no_grad()
-    def step(self, fragment: int, means: Mapping[int, torch.Tensor], scale: float) -> None:
-        """Go on from the agreed model to the next; local, the same on all ranks that hold the same elements."""
-        self._step(fragment, means, scale)
+    def step(
+        self, fragment: int, means: Mapping[int, torch.Tensor], scale: float
+    ) -> Iterator[tuple[GroupTransfer, Bucket, torch.Tensor]]:
+        """Go on from the agreed model to the next, and yield each bucket with its new values, as they are written.
+
+        Local, the same on all ranks that hold the same elements. It uses the means' memory, and counts once all buckets
+        were taken.
+        """
+        held = self._held(fragment)
+        new = _OwnStep(fragment, held.values, {number: dict(state) for number, state in held.states.items()}, {})
+        yield from self._advance(means, scale, new)
+        self._put(new)
         self._step_schedule(fragment)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def prepare_step(self, fragment: int, means: Mapping[int, torch.Tensor], scale: float) -> None:
         """Take the step of what this rank owns, in the means; it counts once :meth:`commit_step` is called; local."""
-        self._own_step = None  # of a round that was not taken
-        optimizer = self._optimizers.get(fragment)
-        kept = {transfer.number: self._values[transfer.number] for transfer in self._of(fragment)}
-        states: dict[torch.Tensor, dict[str, Any]] = {} if optimizer is None else optimizer.state
-        group: dict[str, Any] = {} if optimizer is None else optimizer.param_groups[0]
-        old = _OwnStep(
-            fragment,
-            {number: values.clone() for number, values in kept.items()},
-            {number: copy.deepcopy(states[values]) for number, values in kept.items() if values in states},
-            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"},
-        )
-        try:
-            self._step(fragment, means, scale)
-            self._own_step = _OwnStep(
-                fragment,
-                {number: values.data for number, values in kept.items()},
-                {number: states[values] for number, values in kept.items() if values in states},
-                {key: value for key, value in group.items() if key != "params"},
-            )
-        finally:
-            self._exchange_own(old)
+        new, self._own_step = self._own_step, None  # of a round that was not taken: its memory
+        if new is None or new.fragment != fragment:
+            values = {one.number: torch.empty_like(self._values[one.number]) for one in self._of(fragment)}
+            new = _OwnStep(fragment, values, {}, {})
+        for transfer, bucket, values in self._advance(means, scale, new):
+            part = transfer.parts(bucket)[transfer.cell]
+            means[transfer.number][bucket.start + part.start : bucket.start + part.stop].copy_(values)
+        self._own_step = new
 
     @torch.no_grad()
     def commit_step(self, fragment: int, agreed: Mapping[int, torch.Tensor]) -> None:
         """Go on from what :meth:`prepare_step` has made; ``agreed`` are the new values of all owners; local."""
-        step, self._own_step = self._own_step, None
+        step, self._own_step = self._own_step, self._held(fragment)  # whose memory the next one uses: fresh one is slow
         assert step is not None and step.fragment == fragment, "a round that could not step is not agreed"
-        self._exchange_own(step)
+        self._put(step)
         self._step_schedule(fragment)
         for transfer in self._of(fragment):
             if transfer.number in self._agreed:
                 self._agreed[transfer.number].copy_(agreed[transfer.number])
 
-    def _exchange_own(self, step: _OwnStep) -> None:
-        """Put other values and states in the place of those that this rank owns."""
+    def _held(self, fragment: int) -> _OwnStep:
+        """Return what is kept of a fragment."""
+        optimizer = self._optimizers.get(fragment)
+        kept = {transfer.number: self._values[transfer.number] for transfer in self._of(fragment)}
+        states: dict[torch.Tensor, dict[str, Any]] = {} if optimizer is None else optimizer.state
+        return _OwnStep(
+            fragment,
+            {number: values.data for number, values in kept.items()},
+            {number: states[values] for number, values in kept.items() if values in states},
+            {} if optimizer is None else _options_of(optimizer),
+        )
+
+    def _put(self, step: _OwnStep) -> None:
+        """Keep other values and states of a fragment from now on."""
         for number, values in step.values.items():
             self._values[number].data = values
             self._values[number].grad = None
@@ -209,30 +216,40 @@ class GlobalModel:
             optimizer.state.update({self._values[number]: state for number, state in step.states.items()})
             optimizer.param_groups[0].update(step.options)
 
-    def _step(self, fragment: int, means: Mapping[int, torch.Tensor], scale: float) -> None:
-        """Step the values and what the optimizer keeps, and write them over the means, of what is kept here."""
-        optimizer = self._optimizers.get(fragment)
-        transfers = self._of(fragment)
-        for transfer in transfers:
-            parts, kept = self._own(transfer, means[transfer.number]), self._values[transfer.number]
-            mean = parts[0] if len(parts) == 1 else torch.cat(parts)
-            if optimizer is None and scale == 1.0:
-                kept.copy_(mean)
-                continue
-            # From what was written, so that what rounding to a narrow type has left out is not taken for a step.
-            gradient = self._pseudo_gradient(transfer, mean.to(self._kept_on), scale)
-            if optimizer is None:
-                kept.sub_(gradient)
-            else:
-                kept.grad = gradient
-        if optimizer is not None:
-            optimizer.step()
-        for transfer in transfers if optimizer is not None or scale != 1.0 else ():
-            kept = self._values[transfer.number]
-            kept.grad = None
-            parts = self._own(transfer, means[transfer.number])
-            for part, values in zip(parts, torch.split(kept, [part.numel() for part in parts]), strict=True):
-                part.copy_(values)
+    def _advance(
+        self, means: Mapping[int, torch.Tensor], scale: float, new: _OwnStep
+    ) -> Iterator[tuple[GroupTransfer, Bucket, torch.Tensor]]:
+        """Step what is kept of a fragment into the memory of ``new``, bucket by bucket; yield the new values.
+
+        They are in the type of the means, whose memory is used. All of a bucket's step is made while it lies in the
+        processor's cache: the gradient, what the optimizer keeps, the values. The optimizer is elementwise, so it does
+        not matter that it steps once for each.
+        """
+        old, optimizer = self._held(new.fragment), self._optimizers.get(new.fragment)
+        try:
+            for transfer in self._of(new.fragment):
+                number, kept, at = transfer.number, self._values[transfer.number], 0
+                states = new.states.setdefault(number, {})
+                for bucket, part in self._parts[number] or [(None, slice(0, 0))]:
+                    piece = slice(at, at := at + part.stop - part.start)
+                    first = 0 if bucket is None else bucket.start
+                    mean = means[number][first + part.start : first + part.stop]
+                    values = _moved(old.values[number], new.values[number], piece)
+                    if optimizer is None and scale == 1.0:
+                        values.copy_(mean)
+                    elif optimizer is None:
+                        values.sub_(self._pseudo_gradient(values, mean, scale))
+                    else:
+                        kept.data, kept.grad = values, self._pseudo_gradient(values, mean, scale)
+                        optimizer.param_groups[0].update({key: _copied(one) for key, one in old.options.items()})
+                        _step_piece(optimizer, kept, old.states.get(number, {}), states, len(old.values[number]), piece)
+                        kept.grad = None
+                    if bucket is not None:
+                        is_alike = values.dtype == mean.dtype and values.device == mean.device
+                        yield transfer, bucket, values if is_alike else mean.copy_(values)
+            new.options.update({} if optimizer is None else _options_of(optimizer))
+        finally:
+            self._put(old)
 
     def _step_schedule(self, fragment: int) -> None:
         if fragment in self._schedules:
@@ -241,16 +258,15 @@ class GlobalModel:
             except Exception as ended:  # noqa: BLE001 - this round is agreed; the next one is told of it, on all ranks
                 self._ended[fragment] = f"{type(ended).__name__}: {ended}"
 
-    def _pseudo_gradient(self, transfer: GroupTransfer, mean: torch.Tensor, scale: float) -> torch.Tensor:
-        """Return ``scale * (written - mean)``, in the mean's own memory where the type allows it."""
-        kept = self._values[transfer.number]
-        out = mean if mean.dtype == kept.dtype else torch.empty_like(kept)
-        length = piece_length(kept.device)
-        for result, old, new in zip(*(torch.split(one, length) for one in (out, kept, mean)), strict=True):
-            torch.sub(old.to(mean.dtype).to(kept.dtype), new.to(kept.dtype), out=result)
-            if scale != 1.0:
-                result.mul_(scale)
-        return out
+    def _pseudo_gradient(self, kept: torch.Tensor, mean: torch.Tensor, scale: float) -> torch.Tensor:
+        """Return ``scale * (written - mean)``, in the mean's own memory where the type allows it.
+
+        From what was written, so that what rounding to a narrow type has left out is not taken for a step.
+        """
+        new = mean.to(self._kept_on)
+        out = new if new.dtype == kept.dtype else torch.empty_like(kept)
+        torch.sub(kept.to(mean.dtype).to(kept.dtype), new.to(kept.dtype), out=out)
+        return out.mul_(scale) if scale != 1.0 else out
 
     def _parts_of(self, transfer: GroupTransfer) -> list[tuple[Bucket, slice]]:
         """Return what is kept here of a group: its buckets, and of each the elements, counted in it."""
@@ -291,14 +307,12 @@ class GlobalModel:
             values = self._values[self._of(fragment)[0].number]
             kept = optimizer.state.get(values, {})
             # What it keeps for each element, and not as a number for all.
-            of_elements = {
-                k for k, value in kept.items() if isinstance(value, torch.Tensor) and value.shape == values.shape
-            }
+            of_elements = {key for key, value in kept.items() if _is_of_elements(value, len(values))}
             schedule = self._schedules.get(fragment)
             optimizers[fragment] = {
                 "elements": {key: {} for key in sorted(of_elements)},
                 "numbers": {key: _copied(value) for key, value in kept.items() if key not in of_elements},
-                "options": {key: _copied(value) for key, value in optimizer.param_groups[0].items() if key != "params"},
+                "options": _options_of(optimizer),
                 "schedule": None if schedule is None else schedule.state_dict(),
                 "ended": self._ended.get(fragment),
                 "asked": dict(self._asked[fragment]),
@@ -455,6 +469,45 @@ class GlobalModel:
                         yield values, self.layout.name(item), numel, slice(first + shift, last + shift)
                         at += last - first
                     begin += stop - start
+
+
+def _options_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the options of an optimizer that has one group of tensors."""
+    return {key: _copied(value) for key, value in optimizer.param_groups[0].items() if key != "params"}
+
+
+def _moved(old: torch.Tensor, new: torch.Tensor, piece: slice) -> torch.Tensor:
+    """Return a piece of a tensor that has the values of another one, which may be itself."""
+    values = new[piece]
+    return values if values.data_ptr() == old[piece].data_ptr() else values.copy_(old[piece])
+
+
+def _step_piece(
+    optimizer: Optimizer, kept: torch.Tensor, old: dict[str, Any], new: dict[str, Any], numel: int, piece: slice
+) -> None:
+    """Step a piece of a tensor of so many elements, and its piece of what the optimizer keeps, from old into new."""
+    optimizer.state.pop(kept, None)
+    for key, value in old.items():
+        if not _is_of_elements(value, numel):
+            optimizer.state[kept][key] = _copied(value)
+            continue
+        if key not in new:
+            new[key] = torch.empty_like(value)
+        optimizer.state[kept][key] = _moved(value, new[key], piece)
+    optimizer.step()
+    for key, value in optimizer.state.get(kept, {}).items():
+        if not _is_of_elements(value, len(kept)):
+            new[key] = value
+            continue
+        if key not in new:
+            new[key] = value.new_empty(numel)
+        if (part := new[key][piece]).data_ptr() != value.data_ptr():
+            part.copy_(value)
+
+
+def _is_of_elements(value: object, numel: int) -> bool:
+    """Tell whether an optimizer keeps a value for each of so many elements, and not one for all."""
+    return isinstance(value, torch.Tensor) and value.shape == (numel,)
 
 
 def _whole(transfer: GroupTransfer) -> list[tuple[Bucket, slice]]:
