@@ -33,10 +33,23 @@ from xffl.cluster.environment import PROOF_KEY
 from xffl.cluster.hosts import host_identity, resolve
 from xffl.cluster.launch.ssh_agent import free_port, refusal
 from xffl.cluster.network import Interface, list_interfaces
+from xffl.cluster.runtimes import Runtime
 from xffl.cluster.slurm.allocation import own_host
+from xffl.costs import EXCHANGE_FORMAT
 from xffl.extras import install_command
 
-__all__ = ["ERROR", "OK", "WARNING", "Finding", "HostChecks", "Request", "import_limit_s", "main", "take_part"]
+__all__ = [
+    "ERROR",
+    "FORMAT",
+    "OK",
+    "WARNING",
+    "Finding",
+    "HostChecks",
+    "Request",
+    "import_limit_s",
+    "main",
+    "take_part",
+]
 
 OK = "ok"
 """Nothing to do."""
@@ -47,6 +60,9 @@ ERROR = "error"
 
 REQUIRED = {"torch": (2, 11), "numpy": (1, 24), "mpi4py": (4, 0), "PyYAML": (), "jsonargparse": (4, 49), "rich": (13,)}
 """The packages that xffl needs and their lowest versions, as in ``setup.cfg``."""
+
+FORMAT = "exchange format"
+"""Among the versions, the number of the format of what cells exchange, which all must have in common."""
 
 _FURTHER = ("safetensors", "torchmetrics", "transformers", "deepspeed", "torchao")
 """Packages that take part in training where they are installed, so that all hosts should have the same."""
@@ -134,6 +150,7 @@ def find_versions() -> dict[str, str]:
         digest.update(file.read_bytes())
     versions = {"python": platform.python_version(), "xffl": xffl.__version__}
     versions["xffl source"] = digest.hexdigest()[:12]
+    versions[FORMAT] = str(EXCHANGE_FORMAT)
     for name in (*REQUIRED, *_FURTHER):
         try:
             versions[name] = metadata.version(name)
@@ -443,6 +460,14 @@ def check_torch(told: Mapping[str, Any], gpus: int, environ: Mapping[str, str]) 
     return Finding("torch", OK, text)
 
 
+def describe_runtime(versions: Mapping[str, str], told: Mapping[str, Any]) -> Runtime:
+    """Return what this host runs: what a process said about its torch, or versions alone where it said nothing."""
+    known = {name: str(told[name]) for name in ("processor", "torch", "cuda") if name in told}
+    if "nccl" in told:
+        known["nccl"] = ".".join(map(str, told["nccl"] or ())) or "none"
+    return Runtime(**{"torch": versions["torch"], **known}, xffl=versions["xffl"], python=versions["python"])
+
+
 # The checks of a host -------------------------------------------------------------------------------------------------
 
 
@@ -485,7 +510,7 @@ class HostChecks:
             *network,
             *check_limits(ranks, self._files),
         ]
-        store = None
+        store, told = None, {}
         if self._torch is not None:
             told = self._hear(import_limit_s(self._request.timeout_s))
             findings.append(check_torch(told, count, self._environ))
@@ -496,6 +521,7 @@ class HostChecks:
         return {
             "findings": [asdict(finding) for finding in findings],
             "versions": versions,
+            "runtime": asdict(describe_runtime(versions, told)),
             "address": address,
             "addresses": [interface.address for interface in interfaces if interface.address],
             "ports": [int(listener.getsockname()[1]) for listener in self._listeners],
