@@ -425,7 +425,7 @@ def test_the_report_has_a_table_of_what_differs(federated: tuple[int, ...], stat
     class Older(Checks):
         def probe(self, machines: int, ranks: int) -> dict[str, Any]:
             found = super().probe(machines, ranks)
-            return {**found, "runtime": {**found["runtime"], "torch": "2.11.0"}}
+            return {**found, "torch": {**found["torch"], "torch": "2.11.0"}}
 
     request = Request(shared=str(tmp_path), with_torch=False, timeout_s=5.0, federated=federated)
     checks = [Checks(request), Older(request)]

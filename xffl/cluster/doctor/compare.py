@@ -157,6 +157,14 @@ def compare_versions(versions: Mapping[str, Mapping[str, str]]) -> list[Finding]
     return findings
 
 
+def describe_runtime(versions: Mapping[str, str], told: Mapping[str, Any]) -> Runtime:
+    """Return what this host runs: what a process said about its torch, or versions alone where it said nothing."""
+    known = {name: str(told[name]) for name in ("processor", "torch", "cuda") if name in told}
+    if "nccl" in told:
+        known["nccl"] = ".".join(map(str, told["nccl"] or ())) or "none"
+    return Runtime(**{"torch": versions["torch"], **known}, xffl=versions["xffl"], python=versions["python"])
+
+
 def compare_runtimes(runtimes: Mapping[str, Runtime], cells: Mapping[str, Collection[int]]) -> list[Finding]:
     """Tell what the hosts run that may differ between cells, as one table; of one cell with both it is a warning.
 
@@ -434,7 +442,9 @@ class Examination:
             found += compare_clocks(clocks) if next(iter(self._hosts)) in clocks else []
         found += [replace(check_threads(peer.ranks), host=name) for name, peer in self._hosts.items()]
         units, cells = self._place_units(list(probes))
-        found += compare_runtimes({name: Runtime(**one["runtime"]) for name, one in probes.items()}, self._cells)
+        found += compare_runtimes(
+            {name: describe_runtime(probe["versions"], probe["torch"]) for name, probe in probes.items()}, self._cells
+        )
         found += [*cells, *self._meet(probes, units, with_names=machines > 1)]
         if self.request.elastic is not None:
             found += compare_runs(self.request.elastic, {name: probe["run"] for name, probe in probes.items()})

@@ -33,7 +33,6 @@ from xffl.cluster.environment import PROOF_KEY
 from xffl.cluster.hosts import host_identity, resolve
 from xffl.cluster.launch.ssh_agent import free_port, refusal
 from xffl.cluster.network import Interface, list_interfaces
-from xffl.cluster.runtimes import Runtime
 from xffl.cluster.slurm.allocation import own_host
 from xffl.costs import EXCHANGE_FORMAT
 from xffl.extras import install_command
@@ -460,14 +459,6 @@ def check_torch(told: Mapping[str, Any], gpus: int, environ: Mapping[str, str]) 
     return Finding("torch", OK, text)
 
 
-def describe_runtime(versions: Mapping[str, str], told: Mapping[str, Any]) -> Runtime:
-    """Return what this host runs: what a process said about its torch, or versions alone where it said nothing."""
-    known = {name: str(told[name]) for name in ("processor", "torch", "cuda") if name in told}
-    if "nccl" in told:
-        known["nccl"] = ".".join(map(str, told["nccl"] or ())) or "none"
-    return Runtime(**{"torch": versions["torch"], **known}, xffl=versions["xffl"], python=versions["python"])
-
-
 # The checks of a host -------------------------------------------------------------------------------------------------
 
 
@@ -521,7 +512,7 @@ class HostChecks:
         return {
             "findings": [asdict(finding) for finding in findings],
             "versions": versions,
-            "runtime": asdict(describe_runtime(versions, told)),
+            "torch": told,
             "address": address,
             "addresses": [interface.address for interface in interfaces if interface.address],
             "ports": [int(listener.getsockname()[1]) for listener in self._listeners],
