@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from xffl.cluster.runtimes import Runtime, runtime_table
 from xffl.distributed.consistency import holders_text, own_runtime
 from xffl.training.run_directory import RunDirectory
 
+ROOT = Path(__file__).parents[2]
 ADVICE = "run versions of xffl that have one exchange format in all cells"
 
 
@@ -135,6 +138,41 @@ def test_what_differs_is_told_once_as_a_table_and_all_ranks_have_the_mean_to_the
         ("cell 1", "2.11.0+cu126"),
         ("rank 5", "2.12.1"),
     ]
+
+
+SCRIPT = """\
+import hashlib, torch, xffl
+with xffl.session(federated=1, device="cpu") as state:
+    torch.manual_seed(0)
+    model = xffl.shard(torch.nn.Linear(500, 300), state)
+    aggregator = xffl.Aggregator(model, state)
+    for number in range(3):
+        draws = torch.Generator().manual_seed(2 * number + state.rank)
+        with torch.no_grad():
+            model.weight.add_(torch.randn(model.weight.shape, generator=draws))
+        aggregator.aggregate(weight=10.0 + 5 * state.rank)
+    print(torch.__version__, hashlib.sha256(model.weight.detach().numpy().tobytes()).hexdigest())
+"""
+
+
+@pytest.mark.skipif("OTHER_PYTHON" not in os.environ, reason="needs OTHER_PYTHON, an interpreter with another torch")
+def test_cells_with_different_versions_of_torch_make_rounds(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    place = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "MASTER_PORT": free_port()}
+    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in place.items()}}
+    cells = [
+        subprocess.Popen(
+            [python, "script.py"], env={**shared, "PYTHONPATH": str(ROOT), "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank, python in enumerate([sys.executable, os.environ["OTHER_PYTHON"]])
+    ]  # fmt: skip
+    (out, err), (other_out, _) = (cell.communicate(timeout=120) for cell in cells)
+    (version, bits), (other_version, other_bits) = out.split(), other_out.split()
+    assert version != other_version and bits == other_bits
+    head, *rows = [line.split()[1:] for line in err.splitlines()[1:]]
+    assert head[:2] == ["cells", "torch"]
+    assert [row[:3] for row in rows] == [["cell", "0", version], ["cell", "1", other_version]]
 
 
 def exported(rank: int, world_size: int, cell: int, format_number: int, folder: str) -> None:
