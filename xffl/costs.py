@@ -13,6 +13,7 @@ from xffl.checks import integer, one_of
 from xffl.errors import ConfigError
 
 __all__ = [
+    "EXCHANGE_FORMAT",
     "FORMS",
     "IN_FLIGHT",
     "IN_FLIGHT_BYTES",
@@ -54,6 +55,13 @@ IN_FLIGHT_BYTES = 2**25
 
 STATUS_BYTES = 128
 """What each rank tells all others in a vote, see :class:`xffl.aggregation.engine.groups.RoundStatus`."""
+
+EXCHANGE_FORMAT = 1
+"""Number of the format of all that cells give each other: votes, values, records of elastic cells, and exports.
+
+Raise it with each change after which one side would read otherwise what the other has written (docs/round.rst, "Format
+of an exchange").
+"""
 
 CODECS: dict[str, dict[str, tuple[str, ...]]] = {
     "none": {},

@@ -327,6 +327,17 @@ def test_other_versions_on_one_host(slurm: dict[str, str], on_one_node: list[str
     (planted / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.99.1\n")
     path = f"PYTHONPATH={tmp_path}:{slurm['PYTHONPATH']}"
     told = ask([*EXECUTE, *on_one_node, *QUICK], {**slurm, "PLANTED": path})
+    assert told.exit_code == 0 and told.wrong() == set()
+    (finding,) = told.find("runtimes")
+    title, head, *rows = finding["text"].splitlines()
+    assert title == "may differ between cells:" and head.split() == ["hosts", "torch"]
+    assert [row.split()[0] for row in rows] == ["a1", "b1"] and rows[1].split()[1] == "2.99.1"
+
+
+def test_another_exchange_format_on_one_host(slurm: dict[str, str], on_one_node: list[str], tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import xffl.costs\nxffl.costs.EXCHANGE_FORMAT += 1\n")
+    path = f"PYTHONPATH={tmp_path}:{slurm['PYTHONPATH']}"
+    told = ask([*EXECUTE, *on_one_node, *QUICK], {**slurm, "PLANTED": path})
     assert told.exit_code == 1 and told.wrong() == {"versions"}
     (finding,) = told.find("versions")
-    assert "torch differs" in finding["text"] and "2.99.1 on b1" in finding["text"]
+    assert finding["text"] == "exchange format differs: 1 on a1; 2 on b1"

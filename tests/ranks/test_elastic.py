@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
 import os
 import signal
@@ -357,6 +359,60 @@ def test_a_cell_with_another_token_is_refused_alone(lighthouse: str) -> None:
     assert "runs with another token than this cell 2" in text
     for one in told:
         assert one.cells[ROUNDS] == (0, 1)
+
+
+def mixed_member(rank: int, world: int, plan: Plan, formats: dict[int, int], torches: dict[int, str]) -> Any:
+    """Be the only rank of a cell that runs another xffl or torch; return what it has written, and seen or raised."""
+    if rank in formats:
+        for module in ("xffl.elastic.roster", "xffl.cluster.runtimes"):
+            sys.modules[module].EXCHANGE_FORMAT = formats[rank]  # type: ignore[attr-defined]
+        to_plain = CellRecord.to_plain
+        CellRecord.to_plain = lambda one: to_plain(one) | {"format": formats[rank]}  # type: ignore[method-assign]
+    torch.__version__ = torches.get(rank, torch.__version__)
+    written = io.StringIO()
+    with contextlib.redirect_stderr(written):
+        try:
+            told: Told | str = member(rank, world, plan)
+        except xffl.ConfigError as error:
+            told = str(error)
+    return written.getvalue(), told
+
+
+def run_mixed(url: str, formats: dict[int, int], torches: dict[int, str], **more: Any) -> list[Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        plan = Plan(url, (1, 1, 1), tuple(free_port() for _ in range(3)), folder, **more)
+        return run_world(3, mixed_member, plan, formats, torches, init=False, timeout_s=100)
+
+
+def test_a_cell_of_another_exchange_format_is_refused_alone(lighthouse: str) -> None:
+    steps = {"late": (2,), "steps": {0: 300, 1: 300}, "rounds": 150}
+    *others, (_, refusal) = run_mixed(lighthouse, {2: 2}, {}, **steps)
+    here = f"(xffl {xffl.__version__})"
+    advice = "run versions of xffl that have one exchange format in all cells"
+    assert refusal in {
+        f"the exchange format of cell {cell} is 1 {here}, that of this cell is 2 {here}; {advice}" for cell in (0, 1)
+    }
+    check_alike([told for _, told in others])
+    for written, told in others:
+        assert [line for line in written.splitlines() if "waits" not in line] == [
+            f"xffl: the exchange format of cell 2 is 2 {here}, that of this cell is 1 {here}; {advice}; it is left out"
+        ]
+        assert told.cells[max(told.cells)] == (0, 1)
+
+
+def test_what_differs_between_cells_is_told_once(lighthouse: str) -> None:
+    found = run_mixed(lighthouse, {}, {1: "2.11.0"})
+    lines = (written.splitlines(keepends=True) for written, _ in found)
+    assert ["".join(line for line in written if "waits" not in line) for written in lines] == [
+        "xffl: what the cells run differs, which is allowed (docs: The round, What may differ between cells):\n"
+        "xffl:   cells       torch\n"
+        f"xffl:   cells 0, 2  {torch.__version__}\n"
+        "xffl:   cell 1      2.11.0\n",
+        "",
+        "",
+    ]
+    check_alike([told for _, told in found])
+    assert {told.cells[ROUNDS] for _, told in found} == {(0, 1, 2)}
 
 
 def test_cells_that_have_finished_leave(lighthouse: str) -> None:

@@ -15,12 +15,15 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.ports import free_port
+from xffl.cli.doctor import _text
 from xffl.cluster.doctor import probe
 from xffl.cluster.doctor.compare import (
     Examination,
@@ -32,6 +35,7 @@ from xffl.cluster.doctor.compare import (
     compare_names,
     compare_pairs,
     compare_ports,
+    compare_runtimes,
     compare_versions,
     merge,
     partners,
@@ -63,6 +67,7 @@ from xffl.cluster.doctor.probe import (
     visit_folder,
 )
 from xffl.cluster.network import Interface
+from xffl.cluster.runtimes import Runtime
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from xffl.cli.main import main; sys.exit(main(sys.argv[1:]))"
@@ -391,10 +396,51 @@ def test_versions_that_differ() -> None:
     same = {"a": {"torch": "2.13", "numpy": "2"}, "b": {"torch": "2.13", "numpy": "2"}}
     assert statuses(compare_versions(same)) == [OK]
     found = compare_versions({**same, "c": {"torch": "2.12"}})
-    assert {(f.status, f.text) for f in found} == {
-        (ERROR, "torch differs: 2.13 on a, b; 2.12 on c"),
-        (WARNING, "numpy differs: 2 on a, b; not installed on c"),
-    }
+    assert {(f.status, f.text) for f in found} == {(WARNING, "numpy differs: 2 on a, b; not installed on c")}
+    # An edited copy of one version is told; another version has other files.
+    one = {"xffl": "1.0", "xffl source": "aa", "exchange format": "1"}
+    (found,) = compare_versions({"a": one, "b": {**one, "xffl source": "bb"}})
+    assert (found.status, found.text) == (WARNING, "xffl source differs: aa on a; bb on b")
+    (found,) = compare_versions({"a": one, "b": {**one, "xffl": "1.0.1", "xffl source": "bb"}})
+    assert (found.status, found.text) == (OK, "1 packages are the same on 2 hosts")
+    (found,) = compare_versions({"a": one, "b": {"xffl": "2.0", "xffl source": "bb", "exchange format": "2"}})
+    assert (found.status, found.text) == (ERROR, "exchange format differs: 1 on a; 2 on b")
+
+
+def test_what_may_differ_between_cells() -> None:
+    one = Runtime("NVIDIA A100", "2.11.0", "12.6", "2.27.5", "0.1.0", "3.11.7")
+    other = replace(one, processor="NVIDIA H100", torch="2.13.0")
+    hosts = {"a1": one, "a2": one, "b1": other}
+    assert compare_runtimes({"a1": one, "a2": one}, {}) == []
+    table = ["hosts   processor    torch", "a1, a2  NVIDIA A100  2.11.0", "b1      NVIDIA H100  2.13.0"]
+    for cells in ({}, {"a1": {0}, "a2": {0, 1}, "b1": {2}}):
+        (found,) = compare_runtimes(hosts, cells)
+        assert (found.status, found.text.splitlines()) == (OK, ["may differ between cells:", *table])
+    (found,) = compare_runtimes(hosts, {"a1": {0}, "a2": {1}, "b1": {1}})
+    assert (found.status, found.text.splitlines()) == (WARNING, ["differ inside cell 1:", *table])
+
+
+@pytest.mark.parametrize("federated, status", [((1, 1), OK), ((2,), WARNING)])
+def test_the_report_has_a_table_of_what_differs(federated: tuple[int, ...], status: str, tmp_path: Path) -> None:
+    class Older(Checks):
+        def probe(self, machines: int, ranks: int) -> dict[str, Any]:
+            found = super().probe(machines, ranks)
+            return {**found, "torch": {**found["torch"], "torch": "2.11.0"}}
+
+    request = Request(shared=str(tmp_path), with_torch=False, timeout_s=5.0, federated=federated)
+    checks = [Checks(request), Older(request)]
+    report = Examination(request, [peer("a", 0, checks[0]), peer("b", 1, checks[1])], 2).run()
+    for each in checks:
+        each.close()
+    (found,) = [finding for finding in report.findings if finding.check == "runtimes"]
+    assert found.status == status and report.exit_code == 0
+    lines = _text(report).splitlines()
+    first = next(number for number, line in enumerate(lines) if "runtimes" in line)
+    assert [line.split() for line in lines[first + 1 : first + 4]] == [
+        ["hosts", "torch"],
+        ["a", metadata.version("torch")],
+        ["b", "2.11.0"],
+    ]
 
 
 # A shared folder ------------------------------------------------------------------------------------------------------

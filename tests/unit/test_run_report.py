@@ -151,6 +151,7 @@ def run_files(scale: float = 1.0, **settings_: Any) -> dict[str, Any]:
     files["config.yaml"] = json.dumps({"experiment": {"name": "mine", "seed": None}, "training": training})
     files["origins.json"] = {"training.epochs": "command line", "training": "default"}
     files["environment.json"] = {"torch": "2.13", "packages": {"numpy": "2.4"}, "command": ["xffl", "exec", "a b.yaml"]}
+    files["environment.json"]["runtimes"] = [{"cells": "cell 1", "torch": "2.11.0", "nccl": "2.27.5"}]
     files["checkpoints/latest"] = "step_10"
     files["checkpoints/step_10/x"] = files["checkpoints/.step_20.partial/x"] = ""
     return files
@@ -215,6 +216,7 @@ def test_the_page_tells_them(one: tuple[Report, Page]) -> None:
     assert page.row("training.epochs") == ["2", "command line"]
     assert page.row("training.callbacks") == ['["a", "b"]', "default"]
     assert page.row("experiment.seed") == ["null", "–"]
+    assert ["cell 1", "2.11.0", "2.27.5"] in page.rows
     assert page.row("command") == ["xffl exec 'a b.yaml'"] and "numpy 2.4" in page.text
     assert "no checkpoint 'final'" in page.text
     expected = {"train/loss", "train/learning_rate", "val/accuracy", "rounds", "phases", "traffic", "partition"}

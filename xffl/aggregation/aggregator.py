@@ -34,6 +34,7 @@ from xffl.aggregation.engine.global_state import join_owned, share_global_model
 from xffl.aggregation.engine.groups import MergeMode, RoundScope, RoundStatus, select_groups
 from xffl.aggregation.engine.plan import digest, plan_groups, plan_transfers
 from xffl.aggregation.engine.tensors import (
+    FORMAT_LINE,
     Manifest,
     ModelTensor,
     Pattern,
@@ -50,6 +51,7 @@ from xffl.aggregation.mean import arithmetic_of
 from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, Options, check_merge
 from xffl.aggregation.privacy import Accountant, Privacy, SecureSum, make_masker
 from xffl.aggregation.report import Background, PendingRound, RoundProfile, RoundReport
+from xffl.costs import EXCHANGE_FORMAT
 from xffl.distributed.consistency import barrier, check_consistent, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
@@ -607,7 +609,7 @@ def _compare_models(
         options, manifest = read()
         options.combiner.check(topology.cells)
         at = topology.coordinates(rank)
-        text = f"(options)\t{options}\n"
+        text = f"{FORMAT_LINE}\t{EXCHANGE_FORMAT}\n(options)\t{options}\n"
         if topology.cell_shape is None:
             manifest.check_patterns()
             axes = manifest.axes(topology, at)

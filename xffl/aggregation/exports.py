@@ -27,6 +27,8 @@ from xffl.checkpoint.load import load_checkpoint
 from xffl.checkpoint.save import save_checkpoint
 from xffl.checks import integer
 from xffl.cluster.environment import read_over_files
+from xffl.cluster.runtimes import format_refusal
+from xffl.costs import EXCHANGE_FORMAT
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import bytes_of, from_bytes, local_tensor
@@ -150,6 +152,7 @@ def export_cell(
             )
         count = integer("cells", cells)
         values: dict[str, Any] = {
+            "format": EXCHANGE_FORMAT,
             "cell": integer("cell", cell, 0, count - 1, hint="count from 0"),
             "cells": count,
             "round": integer("round", round, 0),
@@ -307,6 +310,9 @@ def _read_record(path: Path, kind: str) -> Record:
         if kind == "export":
             wanted = "the export of a cell; give what --export wrote"
         raise CheckpointError(f"{path} is not {wanted}")
+    # Exports that were written before they had a number are of the first format.
+    if (theirs := record.values[kind].get("format", 1)) != EXCHANGE_FORMAT:
+        raise CheckpointError(format_refusal(str(path), f"{theirs} (xffl {record.xffl})"))
     return record
 
 

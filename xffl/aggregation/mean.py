@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-import platform
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
+
+from xffl.distributed.consistency import processor_of
 
 __all__ = ["CHUNK", "arithmetic_of", "combined", "piece_length", "weighted_mean", "wide_type"]
 
@@ -145,9 +146,7 @@ def arithmetic_of(device: torch.device) -> float:
 
     All vector units of a CPU with fused multiply-add agree, whatever their width.
     """
-    if device.type == "cuda":
-        kind = torch.cuda.get_device_name(device)
-    else:
-        kind = torch.backends.cpu.get_cpu_capability()
-        kind = "fused" if kind in ("AVX2", "AVX512") else f"{platform.machine()} {kind}"
+    kind = processor_of(device)
+    if device.type != "cuda" and kind.endswith((" AVX2", " AVX512")):
+        kind = "fused"
     return float(int.from_bytes(hashlib.sha256(f"{torch.__version__} {kind}".encode()).digest()[:6], "little"))

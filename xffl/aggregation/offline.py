@@ -42,6 +42,7 @@ from xffl.checkpoint.format import (
     sync,
     write_index,
 )
+from xffl.costs import EXCHANGE_FORMAT
 from xffl.distributed.sharding import Plain, from_plain, to_plain
 from xffl.errors import CheckpointError, ConfigError
 
@@ -493,7 +494,7 @@ def _write(
                         piece = outer.step(name, box, piece, shape, state_writer)
                     writer.write(f"{PART}/{name}", box, piece.view(dtype), shape)
                     report("combined", piece.nbytes)
-            result = {name: values[name] for name in ("round", "cells", "tensors")}
+            result = {"format": EXCHANGE_FORMAT, **{name: values[name] for name in ("round", "cells", "tensors")}}
             result |= {"shares": [context.share(cell) for cell in range(values["cells"])], "made_of": made_of}
             if outer is not None and state_writer is not None:
                 outer.publish(state_writer)  # before the result: a round made again begins from the state before it

@@ -102,7 +102,9 @@ def _text(report: Report) -> str:
     lines = []
     for finding in report.findings:
         where = "" if not finding.host or (finding.host,) == report.hosts else f"{finding.host}: "
-        lines.append(f"{finding.status:<8} {finding.check:<14} {where}{finding.text}")
+        first, *table = finding.text.splitlines() or [""]
+        lines.append(f"{finding.status:<8} {finding.check:<14} {where}{first}")
+        lines += [f"{'':<8} {'':<14}   {line}" for line in table]
         if finding.status != OK and finding.advice:
             lines.append(f"{'':<8} {'':<14} -> {finding.advice}")
     counts = ", ".join(f"{report.count(status)} {status}" for status in (OK, WARNING, ERROR))

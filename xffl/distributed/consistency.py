@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import platform
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple
 from datetime import timedelta
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from xffl import errors
+from xffl import __version__, errors
+from xffl.cluster.runtimes import Runtime, format_refusal, group_by_runtime, own_format, runtime_table
 from xffl.distributed.collectives import CrossWorldGroup, Group, all_gather_json, all_reduce
 from xffl.distributed.sharding import bytes_of
 from xffl.errors import ConfigError, LaunchError, XfflError
@@ -28,8 +33,12 @@ __all__ = [
     "connect",
     "control_device",
     "find_unequal_cells",
+    "gather_runtimes",
+    "own_runtime",
+    "processor_of",
     "ranks_text",
     "sum_of_bits",
+    "tell_runtimes",
     "transfer_device",
 ]
 
@@ -96,18 +105,23 @@ def check_consistent(
             raise error
         return
     own = (what, value, None) if error is None else (what, "", (type(error).__name__, str(error)))
-    # One all-reduce of a hash and its negative gives the minimum and the maximum: both are this rank's own only where
-    # all ranks have the same. The call's name is part of the hash, so that ranks in different calls notice it, too.
-    h = int.from_bytes(hashlib.sha256(repr(own).encode()).digest()[:8], "big") >> 1
-    extremes = torch.tensor([h, -h], dtype=torch.int64, device=control_device(group))
-    all_reduce(extremes, dist.ReduceOp.MIN, group)
-    low, high = extremes.tolist()
-    if low == -high:
+    # The call's name is part of what is compared, so that ranks in different calls notice it, too.
+    if _is_same_everywhere(own, group):
         if error is not None:
             raise error
         return
     told = all_gather_json(own, control_device(group), group)
     raise _difference([(what, value, None if wrong is None else tuple(wrong)) for what, value, wrong in told], describe)
+
+
+def _is_same_everywhere(own: object, group: Group | None) -> bool:
+    """Tell whether all ranks have a value whose ``repr`` is the same; an all-reduce of 16 bytes over the group."""
+    # A hash and its negative give the minimum and the maximum: both are this rank's own only where all have the same.
+    h = int.from_bytes(hashlib.sha256(repr(own).encode()).digest()[:8], "big") >> 1
+    extremes = torch.tensor([h, -h], dtype=torch.int64, device=control_device(group))
+    all_reduce(extremes, dist.ReduceOp.MIN, group)
+    low, high = extremes.tolist()
+    return bool(low == -high)
 
 
 @contextmanager
@@ -180,6 +194,10 @@ def check_consistent_on_store(
     Collective over the world: a handful of small requests to the store from each rank.
     """
     # compare_set() gives the value that stands in the store: the first rank's.
+    ours = own_format()
+    theirs = store.compare_set("format", "", ours).decode()
+    if _format_number(theirs) != _format_number(ours):  # whatever else is compared may be told in another way there
+        error = ConfigError(format_refusal(f"rank {rank}", ours, "other ranks", theirs))
     if error is not None:  # this rank has no value to compare
         store.compare_set("error", "", json.dumps([type(error).__name__, f"{error} (first told by rank {rank})"]))
     elif (common := store.compare_set("value", "", value).decode()) != value:
@@ -202,6 +220,67 @@ def check_consistent_on_store(
     if rank == 0:  # the store may live in this process, which must not end before all ranks have read
         store.wait(["all_read"], timedelta(seconds=timeout_s))
     raise _rebuild(*verdict)
+
+
+def _format_number(text: str) -> str:
+    """Return the number of an exchange format that :func:`xffl.cluster.runtimes.own_format` has written."""
+    return text.partition(" ")[0]
+
+
+def processor_of(device: torch.device) -> str:
+    """Return the kind of a processor: the name of the GPU, or machine and vector units of the CPU; local."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def own_runtime(device: torch.device) -> Runtime:
+    """Return what this rank, which computes on a device, runs; local."""
+    nccl = torch.cuda.nccl.version() if dist.is_nccl_available() else ()  # type: ignore[no-untyped-call]
+    return Runtime(
+        processor=processor_of(device),
+        torch=torch.__version__,
+        cuda=torch.version.cuda or torch.version.hip or "none",
+        nccl=".".join(map(str, nccl)) or "none",
+        xffl=__version__,
+        python=platform.python_version(),
+    )
+
+
+def gather_runtimes(state: DistributedState, own: Runtime | None = None) -> dict[Runtime, list[int]]:
+    """Return what the ranks run, with the ranks of each.
+
+    Collective over the world: an all-reduce of 16 bytes, and only where ranks differ an all-gather of a few texts.
+    """
+    own = own_runtime(compute_device(state)) if own is None else own
+    if not dist.is_initialized():
+        return {own: [0]}
+    if _is_same_everywhere(own, None):
+        return {own: list(range(dist.get_world_size()))}
+    told = all_gather_json(astuple(own), control_device())
+    return group_by_runtime((rank, Runtime(*texts)) for rank, texts in enumerate(told))
+
+
+def tell_runtimes(rows: Sequence[tuple[str, Runtime]]) -> None:
+    """Write the table of what the cells run, where something differs; local."""
+    if lines := runtime_table(rows):
+        title = "what the cells run differs, which is allowed (docs: The round, What may differ between cells):"
+        text = "\n".join(f"xffl: {line}" for line in (title, *(f"  {line}" for line in lines)))
+        print(text, file=sys.stderr, flush=True)
+
+
+def holders_text(ranks: Iterable[int], sizes: Sequence[int], first: int = 0) -> str:
+    """Write which ranks these are: ``cells 0, 2`` where they are whole cells, ``cell 0, rank 5`` with others.
+
+    Cells are numbered from ``first``.
+    """
+    left, whole = {*ranks}, []
+    for cell, (start, stop) in enumerate(pairwise(accumulate(sizes, initial=0))):
+        if left.issuperset(range(start, stop)):
+            whole.append(first + cell)
+            left -= {*range(start, stop)}
+    cells = [ranks_text(whole).replace("rank", "cell")] if whole else []
+    return ", ".join(cells + ([ranks_text(left)] if left else []))
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

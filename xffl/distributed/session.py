@@ -36,7 +36,15 @@ from xffl.cluster.hardware import pick_gpu
 from xffl.cluster.launch.failure import note_failure
 from xffl.cluster.network import Timeouts, control_address
 from xffl.cluster.slurm.allocation import Host, own_host
-from xffl.distributed.consistency import barrier, check_consistent_on_store, ranks_text, run_on_all_ranks
+from xffl.distributed.consistency import (
+    barrier,
+    check_consistent_on_store,
+    gather_runtimes,
+    holders_text,
+    ranks_text,
+    run_on_all_ranks,
+    tell_runtimes,
+)
 from xffl.distributed.distributed_state import DEFAULT_TIMEOUT_S, DistributedState
 from xffl.distributed.faults import arm as arm_fault
 from xffl.distributed.groups import check_backend, check_device, check_streams, stop_threads, wait_for_threads
@@ -163,8 +171,9 @@ def setup_distributed_process_group(
     Collective over the world: every rank calls it once. Arguments beat the environment (torchrun, MPI, SLURM;
     ``XFFL_FEDERATED`` and ``XFFL_HSDP``); without a launcher the world is this one process, which needs no port. With
     federated sizes federated scaling is set up, else with a replica size HSDP over the world, else FSDP over the world.
-    The ranks compare what they were asked for as soon as they meet, so that all raise the same error. A rule that
-    finds cells on the machine (see :func:`xffl.cluster.cells.parse_federation`) is resolved once they have joined.
+    The ranks compare what they were asked for as soon as they meet, so that all raise the same error. Where they run
+    different software or processors, which is allowed, rank 0 writes a table of it to standard error. A rule that finds
+    cells on the machine (see :func:`xffl.cluster.cells.parse_federation`) is resolved once they have joined.
 
     The first six arguments say where this process stands (rank of ``world_size``, then on its node, then the number of
     the node), ``master_addr`` and ``master_port`` where rank 0 listens, and ``join_timeout_s`` how long to wait for all
@@ -203,7 +212,11 @@ def setup_distributed_process_group(
     assert request is not None, "the ranks agree on errors only by raising one"
     _join(meeting, place, request)
     try:
-        return _describe(place, request)
+        state = _describe(place, request)
+        runtimes = gather_runtimes(state)
+        if place.rank == 0:
+            tell_runtimes([(holders_text(ranks, state.topology.sizes), one) for one, ranks in runtimes.items()])
+        return state
     except BaseException as error:
         note_failure(error)  # before the others lose this rank, so that it counts as the first to fail
         dist.destroy_process_group()

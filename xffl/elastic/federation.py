@@ -19,11 +19,18 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from xffl.cluster.environment import PROOF_KEY, bind_address, prove_token, resolve_lighthouse, run_token
 from xffl.cluster.lives import lives_of_run
 from xffl.cluster.network import CELL_HEARTBEAT_TIMEOUT_S
+from xffl.cluster.runtimes import Runtime, group_by_runtime
 from xffl.distributed.collectives import CrossWorldGroup
-from xffl.distributed.consistency import control_device, run_on_all_ranks
+from xffl.distributed.consistency import (
+    compute_device,
+    control_device,
+    own_runtime,
+    run_on_all_ranks,
+    tell_runtimes,
+)
 from xffl.distributed.distributed_state import DistributedState
 from xffl.elastic.lighthouse import Lighthouse, Meeting
-from xffl.elastic.roster import CellRecord, Epoch, Standing, check_alike, form_epoch
+from xffl.elastic.roster import CellRecord, Epoch, Standing, cells_text, check_alike, form_epoch
 from xffl.errors import ConfigError, LaunchError, RoundError, StateError
 from xffl.topology import Topology
 
@@ -84,6 +91,8 @@ class ElasticFederation:
         self._lives = lives_of_run()
         if asked.lighthouse.startswith("file:"):
             self._await_lighthouse()
+        self._runtime = own_runtime(compute_device(state))
+        self._known: dict[int, Runtime] = {}  # what the cells run that this one has met
         life = [f"{self.cell}.{secrets.token_hex(6)}"]
         with run_on_all_ranks("tokens and lighthouses"):
             self._token = run_token()
@@ -205,6 +214,7 @@ class ElasticFederation:
             looks=looks,
             living=None if self._lives is None else self._lives.living(),
             total_weight=standing.total_weight,
+            runtime=self._runtime,
         )
 
     def _warn_of(self, meeting: Meeting, epoch: Epoch) -> None:
@@ -217,6 +227,16 @@ class ElasticFederation:
         is_lost = not epoch.base.is_agreed and any(member.restarts for member in epoch.members)
         if is_lost and not epoch.refusal and self.cell == epoch.first:
             self._warn("no cell holds an agreed model; the run begins from round 1")
+        if not epoch.refusal:
+            self._tell_runtimes(epoch)
+
+    def _tell_runtimes(self, epoch: Epoch) -> None:
+        """Write what the cells run where that differs, once, and again where one comes with what nobody ran before."""
+        before = {*self._known.values()}
+        self._known |= {member.cell: member.runtime for member in epoch.members}
+        if self.cell == epoch.cells[0] and not before.issuperset(self._known.values()):
+            groups = group_by_runtime(sorted(self._known.items()))
+            tell_runtimes([(cells_text(cells), runtime) for runtime, cells in groups.items()])
 
     def _warn(self, text: str) -> None:
         """Write once what this cell has found."""

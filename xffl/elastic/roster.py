@@ -28,9 +28,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from xffl.cluster.runtimes import Runtime, format_refusal
+from xffl.costs import EXCHANGE_FORMAT
 from xffl.errors import ConfigError
 
-__all__ = ["CellRecord", "Epoch", "Standing", "Version", "check_alike", "form_epoch", "least_cells"]
+__all__ = ["CellRecord", "Epoch", "Standing", "Version", "cells_text", "check_alike", "form_epoch", "least_cells"]
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,9 @@ class CellRecord:
     living: tuple[str, ...] | None = None  # all lives that have entered an epoch and not ended; None: nobody knows
     told: str = ""  # what its user has for the others, as JSON: a text, since numbers may lose bits on the way
     total_weight: float = 0.0  # of all cells, in all rounds that led to its version
+    # The number of the format of all that it gives the others, this record too: its key is the same in all formats.
+    format: int = EXCHANGE_FORMAT
+    runtime: Runtime = field(default_factory=Runtime)  # what its first rank runs
 
     def to_plain(self) -> dict[str, Any]:
         """Return it as numbers and texts."""
@@ -83,6 +88,11 @@ class CellRecord:
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> CellRecord:
         """Return what :meth:`to_plain` has made numbers and texts of; ConfigError for what another xffl has told."""
+        if (number := plain.get("format")) != EXCHANGE_FORMAT:
+            runtime = plain.get("runtime")
+            xffl = runtime.get("xffl") if isinstance(runtime, Mapping) else None
+            theirs = f"{number or 'unknown'}{f' (xffl {xffl})' if xffl else ''}"
+            raise ConfigError(format_refusal(f"cell {plain.get('cell', '?')}", theirs, "this cell"))
         try:
             doubt = plain["doubt"]
             return cls(
@@ -92,6 +102,7 @@ class CellRecord:
                     "doubt": None if doubt is None else Version.from_plain(doubt),
                     "left": tuple(plain["left"]),
                     "living": None if plain["living"] is None else tuple(plain["living"]),
+                    "runtime": Runtime(**plain["runtime"]),
                 }
             )
         except (KeyError, TypeError) as error:
@@ -218,7 +229,7 @@ def form_epoch(
     if epoch.has_all_holders or any(member.same_lighthouse and member.version == base for member in resolved):
         looks = 0
     if not refusal and (missing := _missing(epoch)) and min(member.looks for member in members) < looks:
-        return replace(epoch, refusal=f"{_cells_text(missing)} may still come", looks_again=True)
+        return replace(epoch, refusal=f"{cells_text(missing)} may still come", looks_again=True)
     return replace(epoch, refusal=refusal)
 
 
@@ -267,12 +278,12 @@ def _refusal(epoch: Epoch, least: int | None, number: int) -> str:
     known = epoch.members[0].cells
     twice = [cell for cell, count in Counter(epoch.cells).items() if count > 1]
     if twice:
-        return f"{_cells_text(twice)} is there twice: a job of it that has ended may still be known, or two are running"
+        return f"{cells_text(twice)} is there twice: a job of it that has ended may still be known, or two are running"
     if len(epoch.members) + len(epoch.left) >= known:
         return ""  # whoever could hold a later model is here
     needed = 1 if least is None and epoch.has_all_holders else least_cells(known) if least is None else least
     if len(epoch.members) < min(needed, known - len(epoch.left)):
-        return f"a round needs {needed} of {known} cells, and {_cells_text(epoch.cells)} met"
+        return f"a round needs {needed} of {known} cells, and {cells_text(epoch.cells)} met"
     if epoch.has_all_holders:
         return ""
     absent = sorted({*range(known)} - {*epoch.cells, *epoch.left})
@@ -281,7 +292,7 @@ def _refusal(epoch: Epoch, least: int | None, number: int) -> str:
         fresh = [member for member in epoch.members if member.restarts == 0]
         if 2 * len(fresh) > known:
             return ""
-        return f"no cell here holds an agreed model, and {_cells_text(absent)} may; it is waited for"
+        return f"no cell here holds an agreed model, and {cells_text(absent)} may; it is waited for"
     # Those whose lives have ended may have gone on, if they were half of the voters, with any cell that is not here.
     voters = sorted((life for life in epoch.base.voters if cell_of(life) not in epoch.left), key=cell_of)
     here = [life for life in voters if life in epoch.lives]
@@ -294,10 +305,11 @@ def _refusal(epoch: Epoch, least: int | None, number: int) -> str:
     )
     if 2 * len(here) > len(voters) or is_half or (has_seen_all and not _missing(epoch)):
         return ""
-    return f"{_cells_text(absent)} may hold a later model than round {epoch.base.round}; it is waited for"
+    return f"{cells_text(absent)} may hold a later model than round {epoch.base.round}; it is waited for"
 
 
-def _cells_text(cells: Sequence[int]) -> str:
+def cells_text(cells: Sequence[int]) -> str:
+    """Name cells by their numbers."""
     return f"cell{'s' if len(cells) != 1 else ''} {', '.join(map(str, cells))}"
 
 

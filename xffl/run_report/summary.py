@@ -467,19 +467,24 @@ def _setting_text(value: Any) -> str:
     return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}… ({len(text):,} letters)"
 
 
-def environment_tables(run: Run) -> tuple[list[list[str]], list[str], list[list[str]], str]:
-    """Return the environment: its rows, the heads and rows of the table of hosts, and the packages in a line."""
+def environment_tables(run: Run) -> tuple[list[list[str]], list[tuple[list[str], list[list[str]]]], str]:
+    """Return the environment: its rows, heads and rows of the tables of hosts and runtimes, packages in a line."""
     rows = [
         [str(name), _environment_text(name, value)]
         for name, value in run.environment.items()
-        if name not in ("packages", "hosts") and value is not None
+        if name not in ("packages", "hosts", "runtimes") and value is not None
     ]
-    hosts, packages = run.environment.get("hosts"), run.environment.get("packages")
-    hosts = [host for host in hosts if isinstance(host, dict)] if isinstance(hosts, list) else []
-    heads = list(dict.fromkeys(str(key) for host in hosts for key in host))
-    of_hosts = [[_environment_text(key, host.get(key, "–")) for key in heads] for host in hosts]
+    tables = []
+    for name in ("hosts", "runtimes"):
+        found = run.environment.get(name)
+        entries = [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+        if entries:
+            heads = list(dict.fromkeys(str(key) for entry in entries for key in entry))
+            cells = [[_environment_text(key, entry.get(key, "–")) for key in heads] for entry in entries]
+            tables.append((heads, cells))
+    packages = run.environment.get("packages")
     named = packages.items() if isinstance(packages, dict) else ()
-    return rows, heads, of_hosts, ", ".join(f"{name} {version}" for name, version in named)
+    return rows, tables, ", ".join(f"{name} {version}" for name, version in named)
 
 
 def _environment_text(name: str, value: Any) -> str:

@@ -5,7 +5,7 @@
    runs/NAME/
      config.yaml            the resolved configuration
      origins.json           where each of its values comes from
-     environment.json       versions, hosts, command
+     environment.json       versions, hosts, command, what each cell runs
      topology.json          the cells; in an elastic run also which of all this one is
      partition.json         optional: who has how many samples of each label
      metrics/cell_0.jsonl   records of a cell, and the same as CSV; federation.* for values over all cells
@@ -29,7 +29,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import is_dataclass
+from dataclasses import asdict, is_dataclass
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -41,7 +41,8 @@ import torch.distributed as dist
 from xffl import __version__
 from xffl.checkpoint.manager import check_checkpoints
 from xffl.cluster.hardware import describe_host
-from xffl.distributed.consistency import run_on_all_ranks
+from xffl.costs import EXCHANGE_FORMAT
+from xffl.distributed.consistency import gather_runtimes, holders_text, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError, XfflError
 from xffl.training.config.settings import load_text, to_plain, write_yaml
@@ -84,8 +85,8 @@ class RunDirectory:
         """Whether this is its cell's first rank, which writes the cell's records"""
         self.log = RankLog(path / "logs" / f"rank_{self.rank}.log")
         self._lock = RunLock(path)
-        self._about: tuple[dict[str, Any], Mapping[str, str], list[dict[str, Any]]] = ({}, {}, [])
-        """Configuration, origins, hosts"""
+        self._about: tuple[dict[str, Any], Mapping[str, str], dict[str, Any]] = ({}, {}, {})
+        """Configuration, origins, hosts and runtimes"""
 
     @classmethod
     def open(
@@ -128,7 +129,8 @@ class RunDirectory:
                 dist.broadcast_object_list(token, src=0)
             with on_all_ranks("sight of the run's folder"):
                 folder._check_visible(token[0])
-            folder._about = (plain, origins or {}, _describe_hosts(state))
+            place = {"hosts": _describe_hosts(state), "runtimes": _describe_runtimes(state)}
+            folder._about = (plain, origins or {}, place)
             with on_all_ranks("run folder"):
                 if folder.rank == 0:
                     if not is_resumed:
@@ -249,14 +251,14 @@ class RunDirectory:
 
     def _write_about(self, before: Mapping[str, Any] | None) -> None:
         """Write what the run is; ``before`` is its environment so far, where it goes on."""
-        plain, origins, hosts = self._about
+        plain, origins, place = self._about
         _write(self.path / "config.yaml", write_yaml(plain))
         above = {
             ".".join(words[:deep]) for words in (name.split(".") for name in origins) for deep in range(len(words))
         }
         defaults = {name: DEFAULT_ORIGIN for name in flattened(plain) if name not in above}
         _write_json(self.path / "origins.json", defaults | dict(origins))
-        _write_json(self.path / "environment.json", _describe_environment(hosts, before))
+        _write_json(self.path / "environment.json", _describe_environment(place, before))
         topology = self._topology
         shape = None if topology.cell_shape is None else dict(topology.cell_shape)
         elastic: dict[str, Any] = {}
@@ -342,7 +344,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 # Where a run takes place ----------------------------------------------------------------------------------------------
 
 
-def _describe_environment(hosts: list[dict[str, Any]], before: Mapping[str, Any] | None) -> dict[str, Any]:
+def _describe_environment(place: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:
     """Describe this process's environment; ``before`` is what was written when the run began, where it goes on."""
     packages = {}
     for name in PACKAGES:
@@ -356,7 +358,8 @@ def _describe_environment(hosts: list[dict[str, Any]], before: Mapping[str, Any]
         "torch": torch.__version__,
         "python": sys.version.split()[0],
         "packages": packages,
-        "hosts": hosts,
+        "exchange_format": EXCHANGE_FORMAT,
+        **place,
         "command": [sys.executable, *sys.argv],
         "started_at": now,
     }
@@ -374,6 +377,15 @@ def _describe_hosts(state: DistributedState) -> list[dict[str, Any]]:
         of_ranks *= dist.get_world_size()
         dist.all_gather_object(of_ranks, mine)
     return list({(node, host["host"]): host for node, host in filter(None, of_ranks)}.values())
+
+
+def _describe_runtimes(state: DistributedState) -> list[dict[str, Any]]:
+    """Describe what the cells run, once for all that run the same; collective over the world."""
+    first = 0 if state.lone_cell is None else state.lone_cell[0]  # this job's cell, where it is one of several
+    return [
+        {"cells": holders_text(ranks, state.topology.sizes, first), **asdict(runtime)}
+        for runtime, ranks in gather_runtimes(state).items()
+    ]
 
 
 # Who writes -----------------------------------------------------------------------------------------------------------

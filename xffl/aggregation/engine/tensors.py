@@ -26,6 +26,7 @@ from xffl.errors import ConfigError
 from xffl.topology import Coordinates, Topology
 
 __all__ = [
+    "FORMAT_LINE",
     "POLICIES",
     "WRAPPERS",
     "Manifest",
@@ -606,6 +607,10 @@ class Manifest:
         return tuple(items)
 
 
+FORMAT_LINE = "(exchange format)"
+"""First line of what ranks compare of a model: where it differs, nothing else is to be compared."""
+
+
 def describe_difference(manifests: Mapping[int, str]) -> ConfigError:
     """Name the first tensor on which the ranks' manifests differ, and the ranks."""
     tables = {rank: dict(line.split("\t", 1) for line in text.splitlines()) for rank, text in manifests.items()}
@@ -615,7 +620,10 @@ def describe_difference(manifests: Mapping[int, str]) -> ConfigError:
             by_text.setdefault(tables[rank].get(name, "missing"), []).append(rank)
         if len(by_text) > 1:
             shown = "; ".join(f"{text} on ranks {', '.join(map(str, ranks))}" for text, ranks in by_text.items())
-            return ConfigError(f"{name!r} differs: {shown}; give every rank the same model, policies and options")
+            advice = "give every rank the same model, policies and options"
+            if name == FORMAT_LINE:
+                advice = "run versions of xffl that have one exchange format in all cells"
+            return ConfigError(f"{name!r} differs: {shown}; {advice}")
     return ConfigError("the ranks' models differ in nothing but the order of their tensors; build them alike")
 
 

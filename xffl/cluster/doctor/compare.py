@@ -6,7 +6,7 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from xffl.cluster.doctor.lines import Line, Message
 from xffl.cluster.doctor.probe import (
     ERROR,
     FOLDER_TURNS,
+    FORMAT,
     OK,
     THREADS,
     WARNING,
@@ -27,6 +28,7 @@ from xffl.cluster.doctor.probe import (
 )
 from xffl.cluster.lighthouse_page import CellStatus
 from xffl.cluster.network import SLURM_PORTS, ephemeral_ports
+from xffl.cluster.runtimes import Runtime, group_by_runtime, runtime_table
 from xffl.cluster.slurm.allocation import Host
 from xffl.errors import XfflError
 from xffl.topology import Topology
@@ -59,7 +61,8 @@ _VERDICTS = {
     "no proof": (WARNING, "no proof of a token: another version of xffl"),
 }
 """What :func:`xffl.cluster.doctor.elastic.visit_run` says of a cell's token."""
-_FATAL = ("python", "xffl", "xffl source", "torch")
+_MAY_DIFFER = ("python", "xffl", "torch")
+"""Versions of which :func:`compare_runtimes` tells."""
 
 
 # The report -----------------------------------------------------------------------------------------------------------
@@ -130,21 +133,56 @@ def compare_environments(ranks: Sequence[Mapping[str, Any]]) -> list[Finding]:
 
 
 def compare_versions(versions: Mapping[str, Mapping[str, str]]) -> list[Finding]:
-    """Tell in which packages the hosts differ: a finding for each, else one for all."""
+    """Tell in which packages the hosts differ: a finding for each, else one for all that are to be the same.
+
+    What may differ between cells is not told here. Only another exchange format is an error.
+    """
     names = dict.fromkeys(name for own in versions.values() for name in own)
-    findings = []
+    # Files that differ in one version of xffl are a copy that somebody has edited, or not brought up to date.
+    is_one_xffl = len({own.get("xffl") for own in versions.values()}) == 1
+    findings, alike = [], 0
     for name in names:
         where: dict[str, list[str]] = {}
         for host, own in versions.items():
             where.setdefault(own.get(name) or "not installed", []).append(host)
-        if len(where) > 1:
+        alike += len(where) == 1
+        if len(where) > 1 and name not in _MAY_DIFFER and (name != "xffl source" or is_one_xffl):
             shown = "; ".join(f"{version} on {shorten(hosts, 3)}" for version, hosts in where.items())
-            status = ERROR if name in _FATAL else WARNING
-            advice = "use the same environment on all hosts: a shared virtual environment, or one container image"
+            status, advice = WARNING, "use the same environment on all hosts: a shared one, or one container image"
+            if name == FORMAT:
+                status, advice = ERROR, "run versions of xffl that have one exchange format in all cells"
             findings.append(Finding("versions", status, f"{name} differs: {shown}", advice))
     if not findings:
-        findings = [Finding("versions", OK, f"{len(names)} packages are the same on {len(versions)} hosts")]
+        findings = [Finding("versions", OK, f"{alike} packages are the same on {len(versions)} hosts")]
     return findings
+
+
+def describe_runtime(versions: Mapping[str, str], told: Mapping[str, Any]) -> Runtime:
+    """Return what this host runs: what a process said about its torch, or versions alone where it said nothing."""
+    known = {name: str(told[name]) for name in ("processor", "torch", "cuda") if name in told}
+    if "nccl" in told:
+        known["nccl"] = ".".join(map(str, told["nccl"] or ())) or "none"
+    return Runtime(**{"torch": versions["torch"], **known}, xffl=versions["xffl"], python=versions["python"])
+
+
+def compare_runtimes(runtimes: Mapping[str, Runtime], cells: Mapping[str, Collection[int]]) -> list[Finding]:
+    """Tell what the hosts run that may differ between cells, as one table; of one cell with both it is a warning.
+
+    ``cells`` has the cells of each host, where they are known.
+    """
+    groups = group_by_runtime(runtimes.items())
+    lines = runtime_table([(shorten(hosts, 3), runtime) for runtime, hosts in groups.items()], "hosts")
+    if not lines:
+        return []
+    within = [{cell for host in hosts for cell in cells.get(host, ())} for hosts in groups.values()]
+    counts = Counter(cell for found in within for cell in found)
+    mixed = sorted(cell for cell, count in counts.items() if count > 1)
+    text = "\n".join(["may differ between cells:", *lines])
+    if not mixed:
+        return [Finding("runtimes", OK, text)]
+    text = f"differ inside {'cell' if len(mixed) == 1 else 'cells'} {shorten(mixed, 8)}:{text.partition(':')[2]}"
+    advice = "use the same environment, and one kind of processor, on all hosts of a cell"
+    return [Finding("runtimes", WARNING, text, advice)]
 
 
 def compare_clocks(clocks: Mapping[str, tuple[float, float]]) -> list[Finding]:
@@ -380,6 +418,8 @@ class Examination:
         named = [str(peer.ranks[0]["host"]["name"]) for peer in self.peers]
         names = [f"{name}#{at}" if named.count(name) > 1 else name for at, name in enumerate(named)]
         self._hosts = dict(zip(names, self.peers, strict=True))
+        self._cells: dict[str, set[int]] = {}
+        """By host, the cells that have ranks there, once they are placed."""
         self._failures: dict[str, Finding] = {}
         """By host, why it is not asked any more."""
 
@@ -402,6 +442,9 @@ class Examination:
             found += compare_clocks(clocks) if next(iter(self._hosts)) in clocks else []
         found += [replace(check_threads(peer.ranks), host=name) for name, peer in self._hosts.items()]
         units, cells = self._place_units(list(probes))
+        found += compare_runtimes(
+            {name: describe_runtime(probe["versions"], probe["torch"]) for name, probe in probes.items()}, self._cells
+        )
         found += [*cells, *self._meet(probes, units, with_names=machines > 1)]
         if self.request.elastic is not None:
             found += compare_runs(self.request.elastic, {name: probe["run"] for name, probe in probes.items()})
@@ -470,6 +513,8 @@ class Examination:
         topology, finding = check_cells(self.request, hosts_of_ranks)
         if topology is None:
             return units, [finding]
+        for rank, (_, name) in enumerate(ranks):
+            self._cells.setdefault(name, set()).add(topology.cell_of(rank))
         firsts = [ranks[topology.federation(cell)[0]][1] for cell in range(topology.cells)]
         cells = [(f"cell {cell} ({name})", name) for cell, name in enumerate(firsts) if name in hosts]
         return (cells if len(cells) > 1 else units), [finding]

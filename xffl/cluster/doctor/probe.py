@@ -34,9 +34,21 @@ from xffl.cluster.hosts import host_identity, resolve
 from xffl.cluster.launch.ssh_agent import free_port, refusal
 from xffl.cluster.network import Interface, list_interfaces
 from xffl.cluster.slurm.allocation import own_host
+from xffl.costs import EXCHANGE_FORMAT
 from xffl.extras import install_command
 
-__all__ = ["ERROR", "OK", "WARNING", "Finding", "HostChecks", "Request", "import_limit_s", "main", "take_part"]
+__all__ = [
+    "ERROR",
+    "FORMAT",
+    "OK",
+    "WARNING",
+    "Finding",
+    "HostChecks",
+    "Request",
+    "import_limit_s",
+    "main",
+    "take_part",
+]
 
 OK = "ok"
 """Nothing to do."""
@@ -47,6 +59,9 @@ ERROR = "error"
 
 REQUIRED = {"torch": (2, 11), "numpy": (1, 24), "mpi4py": (4, 0), "PyYAML": (), "jsonargparse": (4, 49), "rich": (13,)}
 """The packages that xffl needs and their lowest versions, as in ``setup.cfg``."""
+
+FORMAT = "exchange format"
+"""Among the versions, the number of the format of what cells exchange, which all must have in common."""
 
 _FURTHER = ("safetensors", "torchmetrics", "transformers", "deepspeed", "torchao")
 """Packages that take part in training where they are installed, so that all hosts should have the same."""
@@ -134,6 +149,7 @@ def find_versions() -> dict[str, str]:
         digest.update(file.read_bytes())
     versions = {"python": platform.python_version(), "xffl": xffl.__version__}
     versions["xffl source"] = digest.hexdigest()[:12]
+    versions[FORMAT] = str(EXCHANGE_FORMAT)
     for name in (*REQUIRED, *_FURTHER):
         try:
             versions[name] = metadata.version(name)
@@ -485,7 +501,7 @@ class HostChecks:
             *network,
             *check_limits(ranks, self._files),
         ]
-        store = None
+        store, told = None, {}
         if self._torch is not None:
             told = self._hear(import_limit_s(self._request.timeout_s))
             findings.append(check_torch(told, count, self._environ))
@@ -496,6 +512,7 @@ class HostChecks:
         return {
             "findings": [asdict(finding) for finding in findings],
             "versions": versions,
+            "torch": told,
             "address": address,
             "addresses": [interface.address for interface in interfaces if interface.address],
             "ports": [int(listener.getsockname()[1]) for listener in self._listeners],

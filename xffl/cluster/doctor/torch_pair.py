@@ -1,14 +1,15 @@
 """A process of ``xffl doctor`` with torch: it reports torch, then runs all-reduces with the processes of other hosts.
 
-It speaks by lines of JSON: first it reports version, backends, GPUs, NCCL and the port of its store; then it reads a
-list of pairs, runs them, and reports how they went; or a list of stores, and reports what they hold at a key. Nobody
-imports this file, since torch may be broken.
+It speaks by lines of JSON: first it reports version, processor, backends, GPUs, NCCL and the port of its store; then it
+reads a list of pairs, runs them, and reports how they went; or a list of stores, and reports what they hold at a key.
+Nobody imports this file, since torch may be broken.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import platform
 import socket
 import sys
 import time
@@ -43,6 +44,9 @@ def main() -> None:
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=timeout_s), False)
     report = {
         "torch": torch.__version__,
+        # As xffl.distributed.consistency.own_runtime tells it in training.
+        "cuda": torch.version.cuda or torch.version.hip or "none",
+        "processor": _processor(),
         "import_s": import_s,
         "backends": [name for name in ("gloo", "nccl", "mpi", "ucc") if getattr(dist, f"is_{name}_available")()],
         "gpus": torch.cuda.device_count(),
@@ -60,6 +64,15 @@ def main() -> None:
                 results = list(pool.map(lambda pair: _all_reduce(timeout_s, *pair), asked["pairs"]))
         print(json.dumps({"results": results}), flush=True)
     os._exit(0)  # a thread of gloo may still wait for a partner that never came
+
+
+def _processor() -> str:
+    """Return the name of the first GPU, or machine and vector units of the CPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        return str(torch.cuda.get_device_name(0))
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _read(timeout_s: float, key: str, place: str) -> dict[str, str]:
