@@ -181,20 +181,32 @@ class _Mode(FakeTensorMode):
             isinstance(leaf, FakeTensor) or (isinstance(leaf, torch.device) and leaf.type == "cuda") for leaf in leaves
         ):
             with fake_tensor.unset_fake_temporarily():
+                _gpu.races.host(func, args, kwargs, _line)
                 return func(*args, **kwargs)
         if func.namespace == "c10d":
             return _collective(func, args, kwargs)
         if func.namespace in ("_c10d_functional", "_dtensor"):
             _functional(func, args)
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if func in COPIES and not _is_on_gpu(result) and any(map(_is_on_gpu, leaves)):
-            if not _is_behind(func, args, kwargs):
+        is_behind = func in COPIES and _is_behind(func, args, kwargs)
+        is_to_host = func in COPIES and not _is_on_gpu(result) and any(map(_is_on_gpu, leaves))
+        if is_to_host:
+            if not is_behind:
                 _gpu.add(HostWait(f"a copy to the CPU at {_line()}", stream=_gpu.current[-1].stream_id, reads=True))
             with fake_tensor.unset_fake_temporarily():  # nothing was copied: all values of a GPU are 1
-                if isinstance(result, FakeTensor):
+                if func is torch.ops.aten.copy_.default:
+                    result = args[0]
+                elif isinstance(result, FakeTensor):
                     result = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype)
                 result.fill_(1)
-        _gpu.races.run(_gpu.current[-1].stream_id, func, args, kwargs, result, _line)
+        stream = _gpu.current[-1].stream_id
+        _gpu.races.run(stream, func, args, kwargs, result, _line)
+        if is_behind and is_to_host:
+            _gpu.races.copy_behind(stream, result, f"{func._schema.name} at {_line()}", writes=True)
+        elif is_behind:
+            source = args[1 if func is torch.ops.aten.copy_.default else 0]
+            if not _is_on_gpu(source):
+                _gpu.races.copy_behind(stream, source, f"{func._schema.name} at {_line()}", writes=False)
         return result
 
     def _view(self, func: Any, args: Sequence[Any]) -> Any:

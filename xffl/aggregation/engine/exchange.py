@@ -97,7 +97,7 @@ class Exchange:
         self.cell_rows = Pool(0, self.device)
         if link.arena is not None:
             link.arena.restart(sum(aligned(one.group.numel * one.dtype.itemsize) for one in transfers))
-        self.staging = StagingBuffers(layout, self.device, atomic=options.atomic, arena=link.arena)
+        self.staging = StagingBuffers(layout, self.device, link.host_copies, atomic=options.atomic, arena=link.arena)
         self.residuals = residuals
 
     @property
@@ -193,7 +193,11 @@ class RoundRun:
         return buffers
 
     def _inspect(self) -> FiniteReport:
-        """Pack what has to be copied, and check what this rank sends for NaN and infinity; measure its update."""
+        """Pack what has to be copied, and check what this rank sends for NaN and infinity; measure its update.
+
+        What crosses PCIe before it is sent is checked on the GPU, and copied bucket by bucket while others cross,
+        unless the model may change before.
+        """
         keeps = self._buffers.copy is ModelCopy.KEPT
         finite_check = FiniteCheck(self._layout)
         norms: list[torch.Tensor] = []
@@ -202,13 +206,22 @@ class RoundRun:
                 continue
             is_sender = transfer.is_sent_here(bucket)
             if keeps or transfer.group.is_mean_in_cell or is_sender:
+                has_norm = is_sender and self._exchange.has_norms and transfer.group.is_stepped
+                checked = self._buffers.find_on_gpu(bucket)
+                if checked is not None and self._buffers.copy is ModelCopy.NONE and not has_norm:
+                    self._buffers.postpone(bucket)
+                    if transfer.group.rule == "average":
+                        finite_check.add(bucket, checked)
+                    continue
                 values, lent = self._buffers.pack(transfer, bucket)
                 if transfer.group.rule == "average":
-                    finite_check.add(bucket, values)
-                if is_sender and self._exchange.has_norms and transfer.group.is_stepped:
+                    finite_check.add(bucket, values if checked is None else checked)
+                if has_norm:
                     assert self._exchange.global_model is not None
+                    self._buffers.settle(bucket)
                     norms.append(self._exchange.global_model.squared_distance(transfer, bucket, values))
                 self._buffers.keep(bucket, lent)
+        self._buffers.hold_writes()
         return finite_check.report()._replace(norm=total_of(torch.stack(norms).tolist() if norms else ()))
 
     @torch.no_grad()
@@ -257,7 +270,8 @@ class RoundRun:
                 if keeps_some and not transfer.group.is_mean_in_cell:
                     self._buffers.merge(transfer, bucket, mean, alpha)
                 else:
-                    self._layout.unpack(bucket, mean)
+                    self._buffers.write_behind(bucket, mean)
+            self._buffers.end_writes()
             if exchange.residuals is not None:
                 exchange.residuals.commit(self.fragment, stages)
 
@@ -327,10 +341,14 @@ class RoundRun:
     def _read(self, transfer: GroupTransfer, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return a bucket's values, where its result goes, and the buffer lent for it, if any."""
         values, out, lent = self._buffers.acquire(transfer, bucket)
-        if lent is not None:
+        is_mean_in_cell = transfer.group.is_mean_in_cell and transfer.cell_group is not None
+        if (is_mean_in_cell or transfer.is_sent_here(bucket)) and self._buffers.is_to_fill(bucket, lent):
             with self.profile.capture_failure("pack"):
                 self._buffers.fill(bucket, values)
-        if transfer.group.is_mean_in_cell and transfer.cell_group is not None:
+        if is_mean_in_cell:
+            assert transfer.cell_group is not None
+            with self.profile.capture_failure("pack"):
+                self._buffers.settle(bucket)
             self._mean_in_cell(transfer.cell_group, values)
         return values, out, lent
 
@@ -534,6 +552,7 @@ class PairwiseSwap:
         with self._profile.capture_failure("pack"):
             if lent is not None:
                 round_buffers.fill(bucket, values)
+                round_buffers.settle(bucket)
             self._finite_check.add(bucket, values)
         return values, lent
 
@@ -549,6 +568,7 @@ class PairwiseSwap:
                 values, lent = round_buffers.acquire_values(transfer, bucket)
                 if lent is not None:
                     round_buffers.fill(bucket, values)
+                    round_buffers.settle(bucket)
                 both = (values, stage) if self._cell == 0 else (stage, values)
                 mean = stage if waits else values
                 weighted_mean([both[cell] for cell in sources], counts, mean, is_fused=is_fused)
@@ -581,11 +601,17 @@ class FiniteCheck:
 
     def report(self) -> FiniteReport:
         """Return what was found in all of them."""
-        energies = torch.stack([energy for _, energy in self._energies]).tolist() if self._energies else []
+        by_device: dict[torch.device, list[tuple[Bucket, torch.Tensor]]] = {}  # read at once
+        for bucket, energy in self._energies:
+            by_device.setdefault(energy.device, []).append((bucket, energy))
         found: set[int] = set()
-        for (bucket, _), energy in zip(self._energies, energies, strict=True):
-            if not math.isfinite(energy):
-                found.update(self._layout.nonfinite(bucket))
+        energies: list[float] = []
+        for some in by_device.values():
+            read = torch.stack([energy for _, energy in some]).tolist()
+            energies += read
+            for (bucket, _), energy in zip(some, read, strict=True):
+                if not math.isfinite(energy):
+                    found.update(self._layout.nonfinite(bucket))
         return FiniteReport([self._layout.name(item) for item in sorted(found)], all(map(math.isfinite, energies)))
 
 
@@ -647,6 +673,7 @@ class Protection:
         total = torch.full((), math.inf, dtype=torch.float64, device=global_model.device)
         with profile.capture_failure("protect"):
             for transfer, bucket in sent:
+                buffers.settle(bucket)
                 stage = staging.stage(transfer, bucket)
                 values = buffers.copy_of(transfer, bucket)
                 if values.data_ptr() != stage.data_ptr():
