@@ -21,7 +21,7 @@ import xffl
 from tests.nccl.cases import model_of, rounds, traces_of, training
 from tests.nccl.gpus import BACKEND
 from tests.nccl.rules import faults_of
-from tests.nccl.traces import Call, HostWait, Join, Record
+from tests.nccl.traces import Call, Copy, HostWait, Join, Record
 from tests.ranks.test_strategies import CASES, configure
 from tests.worlds import WorldError
 from xffl.aggregation.algorithms.registry import make
@@ -36,6 +36,7 @@ from xffl.distributed import consistency as backends
 from xffl.distributed.session import setup_distributed_process_group
 from xffl.errors import ConfigError
 from xffl.parallel import DistributedStrategy
+from xffl.planning import round_traffic
 from xffl.topology import Topology
 from xffl.training.callbacks.param_norms import copies_of, local, spread_like
 
@@ -128,6 +129,7 @@ def options_of(layout: Layout) -> tuple[dict[str, Any], ...]:
     return tuple({**row, "bucket_bytes": 2**11, "count": count} for row, count in zip(chosen, counts, strict=True))
 
 
+BUFFERS = "aggregation/engine/buffers.py"
 CODED = {"model": "little", "bucket_bytes": 2**10}
 ROUNDS: dict[str, tuple[tuple[int, ...], int | None, tuple[dict[str, Any], ...]]] = {
     "one cell, fsdp": ((), None, ({}, {"behind": True})),
@@ -210,6 +212,26 @@ def test_no_nccl_group_crosses_cells(name: str) -> None:
     traces, races = traces_of(sum(cells), rounds, cells, hsdp, *options, link_backend="gloo", timeout_s=200)
     assert crossing(traces, cells) == []
     assert faults_of(traces) + races == []
+
+
+@pytest.mark.parametrize(("hsdp", "behind"), [(None, False), (2, False), (2, True)])
+def test_a_round_copies_through_the_host_what_the_plan_says(hsdp: int | None, behind: bool) -> None:
+    cells = (4, 2)
+    traces, _ = traces_of(6, rounds, cells, hsdp, {"count": 1, "behind": behind}, link_backend="gloo")
+    topology = Topology(6, cells, hsdp)
+    elements = sum(parameter.numel() for parameter in model_of("plain").parameters())
+    pcie = round_traffic(topology, elements, pcie_gbps=100.0)["pcie"]
+    own: dict[tuple[int, str], list[tuple[int, int]]] = {}
+    for rank, trace in enumerate(traces):
+        copies = [record for record in trace if isinstance(record, Copy) and record.at.startswith(BUFFERS)]
+        out, back = (sum(copy.nbytes for copy in copies if copy.to_host is to_host) for to_host in (True, False))
+        at = topology.coordinates(rank)
+        own.setdefault((at.cell, "sender" if at.is_sender else "replica"), []).append((out, back))
+    for (cell, role), found in own.items():
+        said = pcie["cell_kinds"][cell][role]  # for even shards: all of a role together
+        to_host = 2 * said["bytes_to_gpu"] if behind else said["bytes_to_host"]
+        assert sum(out for out, _ in found) == pytest.approx(len(found) * to_host)
+        assert sum(back for _, back in found) == pytest.approx(len(found) * said["bytes_to_gpu"])
 
 
 def test_by_default_nccl_crosses_cells() -> None:

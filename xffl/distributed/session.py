@@ -430,7 +430,7 @@ def _request(
     streams: int | None,
     timeouts: Timeouts,
     parameters: DeviceParameters | None,
-    link_backend: str | None,
+    link_backend: str | None = None,
 ) -> _Request:
     """Fill in what was not asked for, from the environment and the machine."""
     default = "cuda" if torch.cuda.is_available() else "cpu"

@@ -163,7 +163,7 @@ class Layout:
                 values.view(view.shape).copy_(view)
 
     def unpack(self, bucket: Bucket, values: torch.Tensor, *, is_behind: bool = False) -> None:
-        """Write a bucket's elements into the model; ``is_behind`` as in :meth:`pack`."""
+        """Write a bucket's elements into the model; a GPU takes them behind the host with ``is_behind``."""
         views, device, _, memory = self._places_of(bucket)
         if len(views) == 1 and device is not None:
             if views[0].data_ptr() != values.data_ptr():
@@ -382,13 +382,13 @@ class StagingBuffers:
         self,
         layout: Layout,
         device: torch.device,
-        host_copies: HostCopies,
         *,
         atomic: bool,
         arena: Arena | None = None,
+        host_copies: HostCopies | None = None,
     ) -> None:
         self.layout, self.device, self.atomic, self._arena = layout, device, atomic, arena
-        self.host_copies = host_copies
+        self.host_copies = HostCopies() if host_copies is None else host_copies
         self.stages: dict[int, torch.Tensor] = {}
         self.copies: dict[int, torch.Tensor] = {}
         self.packs = Pool(0, device)
@@ -523,11 +523,17 @@ class RoundBuffers:
         if self._staging.packed.pop(id(bucket), None) is None:
             self._host_copies.start(self._layout, bucket, values)
 
+    def fill_now(self, bucket: Bucket, values: torch.Tensor) -> None:
+        """Copy a bucket as :meth:`fill` does, and wait for it."""
+        self.fill(bucket, values)
+        self.settle(bucket)
+
     def write_behind(self, bucket: Bucket, mean: torch.Tensor) -> None:
         """Write a bucket's new values into the model; a copy to a GPU takes place behind the host."""
-        self._layout.unpack(bucket, mean, is_behind=True)
         device = self._layout.device_of(bucket)
-        if device is not None and device != mean.device:
+        is_behind = device is not None and device.type == "cuda" and mean.device.type == "cpu"
+        self._layout.unpack(bucket, mean, is_behind=is_behind)
+        if device is not None and is_behind:
             self._devices_written.add(device)
 
     def end_writes(self) -> None:

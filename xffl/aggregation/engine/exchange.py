@@ -97,7 +97,8 @@ class Exchange:
         self.cell_rows = Pool(0, self.device)
         if link.arena is not None:
             link.arena.restart(sum(aligned(one.group.numel * one.dtype.itemsize) for one in transfers))
-        self.staging = StagingBuffers(layout, self.device, link.host_copies, atomic=options.atomic, arena=link.arena)
+        copies, arena = link.host_copies, link.arena
+        self.staging = StagingBuffers(layout, self.device, atomic=options.atomic, arena=arena, host_copies=copies)
         self.residuals = residuals
 
     @property
@@ -195,8 +196,7 @@ class RoundRun:
     def _inspect(self) -> FiniteReport:
         """Pack what has to be copied, and check what this rank sends for NaN and infinity; measure its update.
 
-        What crosses PCIe before it is sent is checked on the GPU, and copied bucket by bucket while others cross,
-        unless the model may change before.
+        What lies on a GPU is checked there, and copied to the host while others cross, unless it may change before.
         """
         keeps = self._buffers.copy is ModelCopy.KEPT
         finite_check = FiniteCheck(self._layout)
@@ -347,9 +347,7 @@ class RoundRun:
                 self._buffers.fill(bucket, values)
         if is_mean_in_cell:
             assert transfer.cell_group is not None
-            with self.profile.capture_failure("pack"):
-                self._buffers.settle(bucket)
-            self._mean_in_cell(transfer.cell_group, values)
+            self._mean_in_cell(transfer.cell_group, bucket, values)
         return values, out, lent
 
     def _write(self, transfer: GroupTransfer, bucket: Bucket, out: torch.Tensor, lent: torch.Tensor | None) -> None:
@@ -363,9 +361,11 @@ class RoundRun:
                 feedback.reference[bucket.start : bucket.stop].copy_(out)
         self._buffers.release(lent)
 
-    def _mean_in_cell(self, home: dist.ProcessGroup, values: torch.Tensor) -> None:
+    def _mean_in_cell(self, home: dist.ProcessGroup, bucket: Bucket, values: torch.Tensor) -> None:
         """Replace a bucket by its mean over the ranks of ``home``, each counted alike."""
         pool = self._exchange.cell_rows
+        with self.profile.capture_failure("pack"):
+            self._buffers.settle(bucket)
         with self.profile.phase("home"):
             lent = pool.acquire(aligned(values.nbytes) * home.size())
             rows = [row[: values.nbytes] for row in pool.rows(lent, torch.uint8, home.size())]
@@ -551,8 +551,7 @@ class PairwiseSwap:
         values, lent = round_buffers.acquire_values(transfer, bucket)
         with self._profile.capture_failure("pack"):
             if lent is not None:
-                round_buffers.fill(bucket, values)
-                round_buffers.settle(bucket)
+                round_buffers.fill_now(bucket, values)
             self._finite_check.add(bucket, values)
         return values, lent
 
@@ -567,8 +566,7 @@ class PairwiseSwap:
             for bucket, stage in zip(transfer.buckets, self._staging.stages_of(transfer), strict=True):
                 values, lent = round_buffers.acquire_values(transfer, bucket)
                 if lent is not None:
-                    round_buffers.fill(bucket, values)
-                    round_buffers.settle(bucket)
+                    round_buffers.fill_now(bucket, values)
                 both = (values, stage) if self._cell == 0 else (stage, values)
                 mean = stage if waits else values
                 weighted_mean([both[cell] for cell in sources], counts, mean, is_fused=is_fused)
@@ -593,20 +591,17 @@ class FiniteCheck:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._energies: list[tuple[Bucket, torch.Tensor]] = []
+        self._energies: dict[torch.device, list[tuple[Bucket, torch.Tensor]]] = {}
 
     def add(self, bucket: Bucket, values: torch.Tensor) -> None:
         """Look at a bucket's values; a GPU is not waited for."""
-        self._energies.append((bucket, sum_of_squares(values)))
+        self._energies.setdefault(values.device, []).append((bucket, sum_of_squares(values)))
 
     def report(self) -> FiniteReport:
         """Return what was found in all of them."""
-        by_device: dict[torch.device, list[tuple[Bucket, torch.Tensor]]] = {}  # read at once
-        for bucket, energy in self._energies:
-            by_device.setdefault(energy.device, []).append((bucket, energy))
-        found: set[int] = set()
         energies: list[float] = []
-        for some in by_device.values():
+        found: set[int] = set()
+        for some in self._energies.values():  # each GPU is read once
             read = torch.stack([energy for _, energy in some]).tolist()
             energies += read
             for (bucket, _), energy in zip(some, read, strict=True):
