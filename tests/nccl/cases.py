@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import nn
 
 import xffl
@@ -62,6 +63,7 @@ def rounds(
     hsdp: int | None = None,
     *many: dict[str, Any],
     backend: str = BACKEND,
+    link_backend: str | None = None,
     plant: Callable[[], None] | None = None,
 ) -> None:
     """Set up, and make rounds of each kind: of a model of its own, which is shared first.
@@ -70,13 +72,25 @@ def rounds(
     :param many: Options of aggregators, and of :func:`_make_rounds`; by default plain rounds.
     :param plant: Puts a fault in before anything is shared.
     """
-    state = setup_distributed_process_group(backend=backend, device="cuda", federated=cells or None, hsdp=hsdp)
+    state = setup_distributed_process_group(
+        backend=backend, device="cuda", federated=cells or None, hsdp=hsdp, link_backend=link_backend
+    )
     if plant is not None:
         plant()
     for options in many or ({},):
         _make_rounds(state, **options)
+    if link_backend is not None:
+        check_links(state)
     cleanup_distributed_process_group(state)
     assert not dist.is_initialized()
+
+
+def check_links(state: DistributedState) -> None:
+    """Raise where a group that has NCCL, used or not, crosses cells."""
+    for group in c10d._world.pg_map:
+        ranks, config = dist.get_process_group_ranks(group), dist.get_backend_config(group)
+        cells = {state.topology.cell_of(rank) for rank in ranks}
+        assert len(cells) == 1 or "nccl" not in config, f"{group.group_desc} of {ranks}: {config}"
 
 
 def _make_rounds(
@@ -100,26 +114,37 @@ def _make_rounds(
         aggregator: xffl.Aggregator | Levels = Levels(shared, state, levels, bucket_bytes=2**14)
     else:
         aggregator = xffl.Aggregator(shared, state, **{"bucket_bytes": 2**14, "overlap": bool(behind), **options})
+
+    @torch.no_grad()
+    def step() -> None:
+        for parameter in shared.parameters():
+            parameter.mul_(0.9)
+
     for _ in range(count):
-        with torch.no_grad():
-            for parameter in shared.parameters():
-                parameter.mul_(0.9)
+        step()
         if behind:
-            aggregator.aggregate_async(weight, alpha=behind if isinstance(behind, float) else None).merge()
+            under_way = aggregator.aggregate_async(weight, alpha=behind if isinstance(behind, float) else None)
+            step()
+            under_way.merge()
         else:
             aggregator.aggregate(weight)
     aggregator.close()
 
 
 def training(
-    name: str, *, precision: str | None = None, federated: tuple[int, ...] | None = None, steps: int = 1
+    name: str,
+    *,
+    precision: str | None = None,
+    federated: tuple[int, ...] | None = None,
+    link_backend: str | None = None,
+    steps: int = 1,
 ) -> None:
     """Train some steps by a strategy, with a round after each.
 
     :param name: One of the cases of ``tests/ranks/test_strategies.py``.
     """
     _, strategy_name, mesh, options = CASES[name]
-    options = {**options, "backend": BACKEND, "device": "cuda", "federated": federated}
+    options = {**options, "backend": BACKEND, "device": "cuda", "federated": federated, "link_backend": link_backend}
     with DistributedStrategy.from_config(
         configure(strategy_name, mesh, options, mixed_precision=precision)
     ) as strategy:
@@ -134,3 +159,5 @@ def training(
             strategy.step(optimizer)
             aggregator.aggregate(1.0)
         aggregator.close()
+        if link_backend is not None:
+            check_links(strategy.state)

@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from tests.nccl.races import Races, leaves_of
-from tests.nccl.traces import Call, Group, HostWait, Join, Mark, Move, Record, Wait
+from tests.nccl.traces import Call, Copy, Group, HostWait, Join, Mark, Move, Record, Wait
 
 __all__ = ["BACKEND", "Broken", "guard", "pretended_gpu"]
 
@@ -181,20 +181,34 @@ class _Mode(FakeTensorMode):
             isinstance(leaf, FakeTensor) or (isinstance(leaf, torch.device) and leaf.type == "cuda") for leaf in leaves
         ):
             with fake_tensor.unset_fake_temporarily():
+                _gpu.races.host(func, args, kwargs, _line)
                 return func(*args, **kwargs)
         if func.namespace == "c10d":
             return _collective(func, args, kwargs)
         if func.namespace in ("_c10d_functional", "_dtensor"):
             _functional(func, args)
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if func in COPIES and not _is_on_gpu(result) and any(map(_is_on_gpu, leaves)):
-            if not _is_behind(func, args, kwargs):
+        is_behind = func in COPIES and _is_behind(func, args, kwargs)
+        is_to_host = func in COPIES and not _is_on_gpu(result) and any(map(_is_on_gpu, leaves))
+        if is_to_host:
+            if not is_behind:
                 _gpu.add(HostWait(f"a copy to the CPU at {_line()}", stream=_gpu.current[-1].stream_id, reads=True))
             with fake_tensor.unset_fake_temporarily():  # nothing was copied: all values of a GPU are 1
-                if isinstance(result, FakeTensor):
+                if func is torch.ops.aten.copy_.default and args[0].is_floating_point():
+                    result = args[0]  # what is counted stays as it is: ranks of which a cell has several add it up
+                elif isinstance(result, FakeTensor):
                     result = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype)
                 result.fill_(1)
-        _gpu.races.run(_gpu.current[-1].stream_id, func, args, kwargs, result, _line)
+        stream = _gpu.current[-1].stream_id
+        _gpu.races.run(stream, func, args, kwargs, result, _line)
+        if func in COPIES:
+            is_into = func is torch.ops.aten.copy_.default
+            target, source = (args[0], args[1]) if is_into else (result, args[0])
+            if is_to_host or not _is_on_gpu(source):
+                line, host = _line(), target if is_to_host else source
+                _gpu.add(Copy(is_to_host, host.nbytes, line))
+                if is_behind:
+                    _gpu.races.copy_behind(stream, host, f"{func._schema.name} at {line}", writes=is_to_host)
         return result
 
     def _view(self, func: Any, args: Sequence[Any]) -> Any:

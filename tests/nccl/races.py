@@ -46,6 +46,8 @@ class Races:
         self._calls: dict[int, dict[Hashable, int]] = {}
         self._uses: dict[int, list[_Use]] = {}
         self._owners: dict[int, tuple[StorageWeakRef, Hashable]] = {}
+        self._copies: list[tuple[torch.UntypedStorage, _Use]] = []
+        """Copies to or from the CPU that the host has not waited for; their memory is kept, so that its place stays."""
         self._loose: dict[Hashable, list[_Use]] = {}
         """Who has used what was freed, by the stream that made it, which the allocator gives it to again."""
 
@@ -70,6 +72,32 @@ class Races:
         if read or written:
             self._begin(stream)
             self._use(stream, read, written, stream, f"{name} at {line()}")
+
+    def copy_behind(self, stream: int, values: torch.Tensor, what: str, *, writes: bool) -> None:
+        """Note that a copy on a stream writes or reads memory of the CPU after the host has gone on."""
+        self._copies.append((values.untyped_storage(), _Use(stream, self._now, *_span(values), writes, what)))
+
+    def host(self, func: Any, args: Any, kwargs: Any, line: Callable[[], str]) -> None:
+        """Note that the host works on memory of the CPU, or gives it to gloo."""
+        self._copies = [copy for copy in self._copies if copy[1].moment > self._host.get(copy[1].stream, 0)]
+        if not self._copies or func.namespace == "prim" or FRESH.fullmatch(func._schema.name):
+            return
+        if any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns):
+            return  # a view
+        named = list(zip(func._schema.arguments, args, strict=False))
+        named += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
+        for argument, value in named:
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            writes = writes or (func.namespace == "c10d" and not func._schema.name.endswith("send"))
+            for leaf in leaves_of(value):
+                if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor) and leaf.numel():
+                    self._touch_host(leaf, writes, f"{func._schema.name} at {line()}")
+
+    def _touch_host(self, values: torch.Tensor, writes: bool, what: str) -> None:
+        first, last = _span(values)
+        for _, use in self._copies:
+            if first < use.last and use.first < last and (writes or use.writes):
+                self.found.append(f"{what} {_verb(writes)} what {use.what} still {_verb(use.writes)}")
 
     def call(self, place: int, stream: int, group: str, read: Sequence[Any], written: Sequence[Any], what: str) -> None:
         """Note a call on the stream of a group's communicator, which begins after the current one.
@@ -136,8 +164,7 @@ class Races:
         if not tensor.numel():
             return
         first = tensor.storage_offset() * tensor.itemsize
-        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        last, clock, kept = first + reach * tensor.itemsize, self._clock(stream), []
+        last, clock, kept = first + _reach(tensor), self._clock(stream), []
         for use in self._uses[key]:
             is_apart = use.stream == stream or use.moment <= clock.get(use.stream, 0)
             if first < use.last and use.first < last and (writes or use.writes) and not is_apart:
@@ -145,6 +172,17 @@ class Races:
             if not (writes and first <= use.first and use.last <= last):
                 kept.append(use)
         self._uses[key] = [*kept[1 - KEPT :], _Use(stream, self._now, first, last, writes, what)]
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Return the bytes from a tensor's first element to the end of its last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (sum((size - 1) * stride for size, stride in steps) + 1) * tensor.itemsize
+
+
+def _span(values: torch.Tensor) -> tuple[int, int]:
+    """Return where a tensor on the CPU begins and ends in memory."""
+    return values.data_ptr(), values.data_ptr() + _reach(values)
 
 
 def leaves_of(value: Any) -> list[Any]:

@@ -100,7 +100,7 @@ class _Play:
             rank.streams[record.stream], rank.events[record.event] = still, [*still]
         elif isinstance(record, Wait):
             rank.streams[record.stream] += rank.events.get(record.event, [])
-        else:
+        elif isinstance(record, HostWait):
             self._settle()
             return all(work.has_ended for work in rank.awaited(record))
         return True

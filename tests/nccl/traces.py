@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = ["Call", "Group", "HostWait", "Join", "Mark", "Move", "Record", "Wait"]
+__all__ = ["Call", "Copy", "Group", "HostWait", "Join", "Mark", "Move", "Record", "Wait"]
 
 Group: TypeAlias = tuple[str, tuple[int, ...]]
 """The name of a process group, and its ranks."""
@@ -81,4 +81,18 @@ class HostWait:
     reads: bool = False
 
 
-Record: TypeAlias = Call | Join | Mark | Wait | HostWait
+@dataclass(frozen=True)
+class Copy:
+    """A copy between the GPU and the host's memory.
+
+    :param to_host: Whether it goes to the host.
+    :param nbytes: Its bytes.
+    :param at: As for :class:`Call`.
+    """
+
+    to_host: bool
+    nbytes: int
+    at: str
+
+
+Record: TypeAlias = Call | Join | Mark | Wait | HostWait | Copy

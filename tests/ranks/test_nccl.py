@@ -21,12 +21,13 @@ import xffl
 from tests.nccl.cases import model_of, rounds, traces_of, training
 from tests.nccl.gpus import BACKEND
 from tests.nccl.rules import faults_of
-from tests.nccl.traces import Call, HostWait, Join
+from tests.nccl.traces import Call, Copy, HostWait, Join, Record
 from tests.ranks.test_strategies import CASES, configure
 from tests.worlds import WorldError
 from xffl.aggregation.algorithms.registry import make
 from xffl.aggregation.algorithms.server import server_of
 from xffl.aggregation.engine import transport
+from xffl.aggregation.engine.buffers import HostCopies
 from xffl.aggregation.engine.groups import Progress
 from xffl.aggregation.options import Options
 from xffl.aggregation.privacy import Privacy
@@ -35,6 +36,8 @@ from xffl.distributed import consistency as backends
 from xffl.distributed.session import setup_distributed_process_group
 from xffl.errors import ConfigError
 from xffl.parallel import DistributedStrategy
+from xffl.planning import round_traffic
+from xffl.topology import Topology
 from xffl.training.callbacks.param_norms import copies_of, local, spread_like
 
 pytestmark = pytest.mark.skipif(
@@ -126,6 +129,7 @@ def options_of(layout: Layout) -> tuple[dict[str, Any], ...]:
     return tuple({**row, "bucket_bytes": 2**11, "count": count} for row, count in zip(chosen, counts, strict=True))
 
 
+BUFFERS = "aggregation/engine/buffers.py"
 CODED = {"model": "little", "bucket_bytes": 2**10}
 OWNED = {"server": "fedadam:lr=0.03", "server_step": "owner"}
 ROUNDS: dict[str, tuple[tuple[int, ...], int | None, tuple[dict[str, Any], ...]]] = {
@@ -194,6 +198,63 @@ def test_gloo_carries_what_lies_on_gpus() -> None:
     """Ranks that share a GPU: what moves goes through the memory of the host."""
     traces, races = traces_of(4, rounds, (3, 1), None, {}, {"behind": True}, backend="gloo")
     assert races == [] and not any(isinstance(record, Call) for trace in traces for record in trace)
+
+
+LINKED: dict[str, tuple[tuple[int, ...], int | None, tuple[dict[str, Any], ...]]] = {
+    "equal": ((2, 2), None, ({}, {"behind": True}, {"behind": 0.5}, {"codec": "int8", **CODED})),
+    "unequal": ((3, 1), None, ({"model": "buffers"}, {"atomic": False}, {"server": "fedadam:lr=0.03"})),
+    "replicas": ((4, 2), 2, ({"rails": True}, {"fragments": 2, "count": 4}, {"norms": True})),
+    "three cells": ((1, 2, 1), None, ({"form": "two_hop"}, {"combine": "median"}, {"secure": True})),
+    "levels": ((2, 1, 2), 1, ({"groups": (2, 1), "every": 2},)),
+}
+
+
+def crossing(traces: list[list[Record]], cells: tuple[int, ...]) -> list[str]:
+    """Return the calls over NCCL of groups that cross cells, by the line that makes them."""
+    topology = Topology(sum(cells), cells)
+    calls = [record for trace in traces for record in trace if isinstance(record, Call)]
+    return sorted({call.at for call in calls if len({topology.cell_of(rank) for rank in call.group[1]}) > 1})
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_no_nccl_group_crosses_cells(name: str) -> None:
+    """With ``link_backend="gloo"``: neither of rounds nor the world; and what goes through the host is in order."""
+    cells, hsdp, options = LINKED[name]
+    traces, races = traces_of(sum(cells), rounds, cells, hsdp, *options, link_backend="gloo", timeout_s=200)
+    assert crossing(traces, cells) == []
+    assert faults_of(traces) + races == []
+
+
+@pytest.mark.parametrize(("hsdp", "behind"), [(None, False), (2, False), (2, True)])
+def test_a_round_copies_through_the_host_what_the_plan_says(hsdp: int | None, behind: bool) -> None:
+    cells = (4, 2)
+    traces, _ = traces_of(6, rounds, cells, hsdp, {"count": 1, "behind": behind}, link_backend="gloo")
+    topology = Topology(6, cells, hsdp)
+    elements = sum(parameter.numel() for parameter in model_of("plain").parameters())
+    pcie = round_traffic(topology, elements, pcie_gbps=100.0)["pcie"]
+    own: dict[tuple[int, str], list[tuple[int, int]]] = {}
+    for rank, trace in enumerate(traces):
+        copies = [record for record in trace if isinstance(record, Copy) and record.at.startswith(BUFFERS)]
+        out, back = (sum(copy.nbytes for copy in copies if copy.to_host is to_host) for to_host in (True, False))
+        at = topology.coordinates(rank)
+        own.setdefault((at.cell, "sender" if at.is_sender else "replica"), []).append((out, back))
+    for (cell, role), found in own.items():
+        said = pcie["cell_kinds"][cell][role]  # for even shards: all of a role together
+        to_host = 2 * said["bytes_to_gpu"] if behind else said["bytes_to_host"]
+        assert sum(out for out, _ in found) == pytest.approx(len(found) * to_host)
+        assert sum(back for _, back in found) == pytest.approx(len(found) * said["bytes_to_gpu"])
+
+
+def test_by_default_nccl_crosses_cells() -> None:
+    traces, _ = traces_of(4, rounds, (2, 2))
+    assert any(place.startswith("aggregation/engine/groups.py") for place in crossing(traces, (2, 2)))
+
+
+def test_cells_train_over_nccl_with_gloo_between_them() -> None:
+    traces, races = traces_of(6, training, "hsdp", federated=(4, 2), link_backend="gloo")
+    assert crossing(traces, (4, 2)) == []
+    assert faults_of(traces) + races == []
+    assert all(any(isinstance(record, Call) for record in trace) for trace in traces)
 
 
 TRAINED = (
@@ -496,6 +557,32 @@ def test_faults_that_are_put_in_are_found(cells: tuple[int, ...], plant: Callabl
     traces, races = traces_of(sum(cells), rounds, cells, hsdp, options, plant=plant)
     faults = faults_of(traces) + races
     assert any(told in fault for fault in faults), faults
+
+
+def nobody_settles() -> None:
+    mock.patch.object(HostCopies, "settle").start()
+
+
+def nobody_finishes() -> None:
+    mock.patch.object(HostCopies, "finish").start()
+
+
+def nobody_holds_writes() -> None:
+    mock.patch.object(HostCopies, "hold_writes").start()
+
+
+@pytest.mark.parametrize(
+    ("plant", "options", "told"),
+    [
+        (nobody_settles, {}, "what aten::copy_ at aggregation/engine/buffers.py"),
+        (nobody_finishes, {}, "still reads"),
+        (nobody_holds_writes, {"behind": True}, "writes what aten::copy_ at aggregation/engine/buffers.py"),
+    ],
+)
+def test_faults_of_the_hosts_memory_are_found(plant: Callable[[], None], options: dict[str, Any], told: str) -> None:
+    """A bucket is sent before it has come, filled again before it has gone, or trained before it has been read."""
+    _, races = traces_of(4, rounds, (2, 2), 1, options, link_backend="gloo", plant=plant)
+    assert any(told in race for race in races), races
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,19 @@ WRONG: list[tuple[str, Callable[[int], dict[str, Any]], str, tuple[str, ...]]] =
     ("device on a rank", lambda r: {"device": "gpu" if r == 2 else None}, "ConfigError", ("'gpu'", "told by rank 2")),
     ("backend", lambda r: {"backend": "nccl", "device": "cpu"}, "ConfigError", ("'nccl'",)),
     ("backend's name", lambda r: {"backend": "glu"}, "ConfigError", ("'glu' is unknown",)),
+    (
+        "link",
+        lambda r: {"federated": 2, "link_backend": "nccl", "device": "cpu"},
+        "ConfigError",
+        ("link_backend 'nccl' needs GPUs, but the device is the CPU; leave it out, or give 'gloo' (first told by",),
+    ),
+    ("link's name", lambda r: {"link_backend": "glu"}, "ConfigError", ("link_backend 'glu' is unknown",)),
+    (
+        "link on a rank",
+        lambda r: {"federated": 2, "backend": "cpu:gloo", "link_backend": "gloo" if r else None},
+        "ConfigError",
+        ("different set-ups", "link_backend='gloo'", "link_backend=None"),
+    ),
     ("streams", lambda r: {"streams": 2, "device": "cpu"}, "ConfigError", ("streams 2",)),
     ("timeout on a rank", lambda r: {"timeout_s": 30 + r // 3}, "ConfigError", ("timeout_s=30", "timeout_s=31")),
     (

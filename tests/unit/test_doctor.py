@@ -32,6 +32,7 @@ from xffl.cluster.doctor.compare import (
     compare_clocks,
     compare_environments,
     compare_folders,
+    compare_links,
     compare_names,
     compare_pairs,
     compare_ports,
@@ -61,6 +62,7 @@ from xffl.cluster.doctor.probe import (
     find_family,
     find_physical,
     find_versions,
+    nccl_of,
     rank_facts,
     take_part,
     try_hosts,
@@ -441,6 +443,17 @@ def test_the_report_has_a_table_of_what_differs(federated: tuple[int, ...], stat
         ["a", metadata.version("torch")],
         ["b", "2.11.0"],
     ]
+
+
+def test_cells_that_do_not_speak_one_nccl() -> None:
+    told = {"gpus": 4, "nccl": [2, 27, 3]}
+    assert nccl_of(told) == "nccl 2.27.3" and nccl_of({**told, "is_rccl": True}) == "rccl 2.27.3"
+    assert nccl_of({**told, "gpus": 0}) is None is nccl_of({"error": "no torch"})
+    units = [("cell 0 (a)", "a"), ("cell 1 (b)", "b"), ("cell 2 (c)", "c")]
+    assert compare_links(units, {"a": "nccl 2.27.3", "b": "nccl 2.27.3", "c": None}) == []
+    (found,) = compare_links(units, {"a": "nccl 2.27.3", "b": "nccl 2.30.0", "c": "nccl 2.27.3"})
+    assert (found.status, found.check) == (WARNING, "links") and "link_backend=gloo" in found.advice
+    assert found.text == "GPUs do not speak one NCCL: cell 0 (a), cell 2 (c): nccl 2.27.3; cell 1 (b): nccl 2.30.0"
 
 
 # A shared folder ------------------------------------------------------------------------------------------------------

@@ -259,6 +259,27 @@ def test_two_cells_without_replicas_pass_over_values_less_often() -> None:
         assert forecast(cells, **{**memory, **other}).phases["pack"] > 0.0, other
 
 
+def test_the_hosts_memory_takes_its_copies() -> None:
+    """By hand: a shard of 4 GB at 4 GB/s; out while others cross, or at the start and when merged; back at the end."""
+    given: dict[str, Any] = {
+        "link": Link(math.inf),
+        "home": NO_TIME,
+        "memory_gbps": 32e6,
+        "parameters": 1e9,
+        "every": 9,
+    }
+    for options, pack, processor, commit in (
+        ({}, 0.0, 1.0, 1.0),
+        ({"delay": 1}, 1.0, 0.0, 2.0),
+        ({"atomic": False}, 0.0, 2.0, 0.0),
+    ):
+        told = forecast(Topology(2, 1), **given, **options, pcie_gbps=32.0)
+        assert told.form == "two_hop"
+        assert told.phases["pack"] == pytest.approx(pack, abs=1e-3)
+        assert told.busy["processor"] == pytest.approx(processor, abs=1e-3)
+        assert told.phases["commit"] == pytest.approx(commit, abs=1e-3)
+
+
 def test_nccl_takes_four_buckets_at_a_time() -> None:
     free = {"link": Link(math.inf, 0.01), "home": NO_TIME, "memory_gbps": math.inf}
     told = forecast(Topology(2, 1), **free, backend="nccl", form="all_gather", bucket_bytes=10**6)
@@ -310,6 +331,8 @@ def test_thousands_of_ranks_take_no_time() -> None:
         ({"bucket_bytes": 1.5}, "bucket_bytes must be a positive integer, got 1.5"),
         ({"form": "ring"}, "form must be one of 'auto', .*, got 'ring'"),
         ({"backend": "mpi"}, "backend must be one of 'gloo', 'nccl', got 'mpi'"),
+        ({"backend": "nccl", "pcie_gbps": 200.0}, "pcie_gbps 200.0 is for gloo between cells, but backend is 'nccl'"),
+        ({"pcie_gbps": -1}, "rate_gbps must be a number > 0"),
         ({"delay": 100}, "delay must be below the 100 steps between two rounds, got 100"),
         ({"delay": 1, "atomic": False}, "delay 1 needs atomic rounds"),
     ],

@@ -52,7 +52,7 @@ from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, Options, check_merge
 from xffl.aggregation.privacy import Accountant, Privacy, SecureSum, make_masker
 from xffl.aggregation.report import Background, PendingRound, RoundProfile, RoundReport
 from xffl.costs import EXCHANGE_FORMAT
-from xffl.distributed.consistency import barrier, check_consistent, run_on_all_ranks
+from xffl.distributed.consistency import barrier, check_consistent, compute_device, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
 from xffl.errors import CheckpointError, ConfigError, RoundError, StateError, TornError, XfflError
@@ -672,7 +672,17 @@ def _make_exchange(
     round_groups = select_groups(scope, multi_rail=options.rails, is_own=options.overlap, holders=holders)
     groups = plan_groups(items, topology, rank)
     is_on_cpu = scope.device.type == "cpu"
-    transfers = plan_transfers(groups, topology, rank, round_groups, options, manifest.codecs, is_on_cpu=is_on_cpu)
+    transfers = plan_transfers(
+        groups,
+        topology,
+        rank,
+        round_groups,
+        options,
+        manifest.codecs,
+        is_on_cpu=is_on_cpu,
+        # Cells that are worlds of their own may differ in it.
+        is_on_gpu=scope.cross_world is None and compute_device(scope.state).type == "cuda",
+    )
     link = Link(transfers, scope, round_groups, options.combiner, masker)
     # The moving tensors of all shards in the plan's order, and None for one that this rank has not.
     moving: Sequence[TensorInfo] = manifest.moving if replica_tensors is None else replica_tensors.moving

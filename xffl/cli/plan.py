@@ -121,6 +121,14 @@ def build_parser() -> ArgumentParser:
     parser.add_argument("--params", type=float, metavar="COUNT", help="parameters of the model (8e9); adds the traffic")
     parser.add_argument("--bytes-per-param", type=float, metavar="BYTES", help="as sent (default: 4, or --dtype's)")
     parser.add_argument("--link-gbps", type=float, metavar="GBPS", help="rate of the slow link; adds the time")
+    parser.add_argument(
+        "--link-backend",
+        choices=("gloo", "nccl"),
+        help="communication library between cells of GPUs; with gloo, copies to and from the hosts' memory count",
+    )
+    parser.add_argument(
+        "--pcie-gbps", type=float, metavar="GBPS", help="rate between a GPU and its host, with gloo (default: 200)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--simulate", action="store_true", help="forecast the time of a round and the share of time left for training"
@@ -160,7 +168,7 @@ def run(options: Namespace) -> int:
     from xffl.planning import TrainingSize, round_traffic, topology_text
     from xffl.planning.mesh import MOVES, mesh_text
 
-    for name in ("params", "bytes_per_param", "link_gbps", *(name for name, *_ in _NUMBERS)):
+    for name in ("params", "bytes_per_param", "link_gbps", "pcie_gbps", *(name for name, *_ in _NUMBERS)):
         if options[name] is not None:
             minimum, above = (0.0, -math.inf) if name in ("link_ms", "home_us") else (-math.inf, 0.0)
             number(_option(name), options[name], minimum, above=above)
@@ -173,11 +181,14 @@ def run(options: Namespace) -> int:
         topology, hosts = _fit(options, federated, replica_size)
     if federated is not None and topology.cells == 1:
         print(lone_cell(federated, topology.world_size), file=sys.stderr)
+    pcie_gbps = _pcie(options)
     inside = _describe_cell(options, topology)
-    forecast = _simulate(options, topology) if _is_simulated(options) else None
+    forecast = _simulate(options, topology, pcie_gbps) if _is_simulated(options) else None
     traffic = None
     if options.params is not None:
-        traffic = round_traffic(topology, options.params, options.bytes_per_param, options.link_gbps)
+        traffic = round_traffic(
+            topology, options.params, options.bytes_per_param, options.link_gbps, pcie_gbps=pcie_gbps
+        )
     elif options.link_gbps is not None:
         raise ConfigError(f"--link-gbps {options.link_gbps} needs the model's size; give --params, too")
     if options.json:
@@ -206,6 +217,23 @@ def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def _pcie(options: Namespace) -> float | None:
+    """Return the rate between a GPU and its host, where what crosses goes through the host's memory."""
+    from xffl.planning.traffic import PCIE_GBPS
+
+    if options.link_backend == "gloo":
+        if options.params is None:
+            raise ConfigError("--link-backend gloo needs the model's size; give --params, too")
+        if options.backend == "nccl":
+            raise ConfigError(
+                "--backend nccl is what crosses cells, which --link-backend gloo changes; give one of them"
+            )
+        return PCIE_GBPS if options.pcie_gbps is None else float(options.pcie_gbps)
+    if options.pcie_gbps is not None:
+        raise ConfigError(f"no effect without --link-backend gloo: --pcie-gbps {options.pcie_gbps:g}")
+    return None
+
+
 def _is_simulated(options: Namespace) -> bool:
     """Return whether a forecast is asked for; raise if it lacks options, or if options need it."""
     if options.simulate:
@@ -219,12 +247,14 @@ def _is_simulated(options: Namespace) -> bool:
     return False
 
 
-def _simulate(options: Namespace, topology: Topology) -> dict[str, Any]:
+def _simulate(options: Namespace, topology: Topology, pcie_gbps: float | None) -> dict[str, Any]:
     """Forecast rounds and plain data parallelism with the options' numbers."""
     from xffl.planning import Link, codec_ratio, forecast_data_parallel, forecast_round
     from xffl.planning.forecast import ASSUMPTIONS
 
     asked = {name: options[name] for name in ("fragments", "delay", "form", "backend", "memory_gbps")}
+    if options.link_backend == "nccl":
+        asked["backend"] = "nccl"
     asked["bucket_bytes"] = None if options.bucket_mib is None else round(options.bucket_mib * 2**20)
     codec = "none" if options.codec is None else options.codec
     common = {
@@ -244,6 +274,7 @@ def _simulate(options: Namespace, topology: Topology) -> dict[str, Any]:
         every=options.every,
         rails=options.rails,
         atomic=not options.in_place,
+        pcie_gbps=pcie_gbps,
         codec_ratio=None if codec == "none" else codec_ratio(codec, options.bytes_per_param),
         **{name: value for name, value in asked.items() if value is not None},
     )
@@ -312,7 +343,22 @@ def _traffic_lines(traffic: dict[str, Any]) -> list[str]:
         gathered, hopped, home = (bytes_text(kind[name]) for name in names)
         told = f"{gathered} with all-gather, {hopped} with two-hop, {home} inside the cell"
         lines.append(f"  a sender in a cell of {kind['ranks']}: {told}")
+    lines += _pcie_lines(traffic["pcie"]) if "pcie" in traffic else []
     return lines + _assumption_lines(traffic["assumptions"])
+
+
+def _pcie_lines(pcie: dict[str, Any]) -> list[str]:
+    """Write what ranks copy between their GPU and the host's memory."""
+    lines = [
+        f"  host memory all ranks copy {bytes_text(pcie['bytes_total'])} over PCIe, at {pcie['gbps']:g} Gbit/s each"
+    ]
+    for kind in pcie["cell_kinds"]:
+        for role in ("sender", "replica"):
+            if (copies := kind[role]) is not None:
+                out, back = (bytes_text(copies[name]) for name in ("bytes_to_host", "bytes_to_gpu"))
+                took = _seconds(copies["seconds"])
+                lines.append(f"  a {role} in a cell of {kind['ranks']}: {out} to the host, {back} to the GPU; {took}")
+    return lines
 
 
 def _forecast_lines(forecast: dict[str, Any]) -> list[str]:

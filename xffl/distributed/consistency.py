@@ -34,6 +34,7 @@ __all__ = [
     "control_device",
     "find_unequal_cells",
     "gather_runtimes",
+    "message_device",
     "own_runtime",
     "processor_of",
     "ranks_text",
@@ -50,9 +51,15 @@ def control_device(group: Group | None = None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def message_device(device: torch.device, group: Group | None = None) -> torch.device:
+    """Return where a tensor of a device lies while it is sent over a group: on the CPU where gloo would copy it."""
+    is_gloo = isinstance(group, CrossWorldGroup) or f"{device.type}:gloo" in dist.get_backend_config(group)
+    return torch.device("cpu") if is_gloo else device
+
+
 def transfer_device(state: DistributedState) -> torch.device:
     """Return where weights lie while they move: on the GPU over NCCL, else on the CPU, since gloo sends from there."""
-    if "nccl" not in str(state.backend):
+    if "nccl" not in str(state.link_backend or state.backend):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device()) if state.current_device is None else compute_device(state)
 

@@ -27,10 +27,12 @@ from xffl.distributed.groups import (
     cell_mesh,
     check_backend,
     check_device,
+    check_link_backend,
     check_streams,
     destroy_group,
     make_groups,
     new_group,
+    with_host_side,
 )
 from xffl.distributed.parameters import ElasticParameters
 from xffl.errors import ConfigError, StateError, TopologyError, XfflError
@@ -132,6 +134,7 @@ class DistributedState:
     _elastic: ElasticParameters | None = field(default=None, init=False, repr=False)
     _setups: list[Setup] = field(default_factory=list, init=False, repr=False, compare=False)
     """Set-ups, oldest first; the newest is the one that shows."""
+    _link_backend: dist.Backend | None = field(default=None, init=False, repr=False)
     _timeouts: Timeouts = field(default=Timeouts.within(DEFAULT_TIMEOUT_S), init=False, repr=False, compare=False)
     """Timeouts of the world and its groups: a vote on the world outlives a stuck exchange."""
 
@@ -148,6 +151,11 @@ class DistributedState:
     def timeouts(self) -> Timeouts:
         """Timeouts of the world and its groups."""
         return self._timeouts
+
+    @property
+    def link_backend(self) -> dist.Backend | None:
+        """Backend of what crosses cells, the world too; ``None`` where it is :attr:`backend`."""
+        return self._link_backend
 
     @property
     def handle_count(self) -> int:
@@ -212,7 +220,7 @@ class DistributedState:
         All ranks of the world must make the same number of groups in the same order (a rank that has none makes one of
         itself), since torch derives a group's name from how many the rank has. The timeout is that of the group's level
         (:class:`xffl.cluster.network.Timeouts`); a group that hands on results in a cell outlasts the exchange before
-        it.
+        it. With a :attr:`link_backend` a group that crosses cells gets it, and one inside a cell the other one.
 
         :param ranks: Ranks making up the group, this one among them; the group counts them in ascending order.
         :param group_desc: Description of the process group.
@@ -227,7 +235,12 @@ class DistributedState:
             timeout_s = levels.across_s
         elif name.startswith(_RELAYING):
             timeout_s = (levels.across_s + levels.session_s) / 2
-        return new_group(_check_ranks(ranks, rank, world_size), timeout_s, group_desc)
+        checked = _check_ranks(ranks, rank, world_size)
+        backend: str | None = None  # the world's
+        if self._link_backend is not None:
+            crosses = len({self.topology.cell_of(one) for one in (min(checked), max(checked))}) > 1
+            backend = self._link_backend if crosses else self.backend
+        return new_group(checked, timeout_s, group_desc, backend)
 
     # The process, its node and its device ----------------------------------------------------------------------------
 
@@ -239,6 +252,8 @@ class DistributedState:
         master_port: int | None,
         rank: int,
         world_size: int,
+        *,
+        link_backend: str | None = None,
     ) -> None:
         """Set global process group information; collective over the world, where it is initialized.
 
@@ -248,7 +263,9 @@ class DistributedState:
         :param master_port: Port of the master node for the rendez-vous; 0 where ranks meet otherwise.
         :param rank: Global process rank, ``0 <= rank < world_size``.
         :param world_size: Global world size, at least 1.
-        :raises ConfigError: if backend, device or rendez-vous are invalid.
+        :param link_backend: Backend between federated groups, as :func:`xffl.session` takes it; where it is another one
+            than inside them, torch.distributed must have been initialized with it.
+        :raises ConfigError: if a backend, device or rendez-vous are invalid.
         :raises TopologyError: if the rank is outside the world, or torch.distributed or the node says otherwise.
         :raises StateError: if a set-up stands on what was said before.
         """
@@ -267,8 +284,12 @@ class DistributedState:
                     f"master_addr {master_addr!r} and master_port {port} belong together; give both or none"
                 )
             checked = check_backend(backend)
-            share(f"{checked}, {device}, {master_addr}, {port}, {place[1]} ranks")
-        self.backend, self.device_type = checked, device
+            link = check_link_backend(link_backend, checked, device)
+            if link is not None:
+                _check_link(link)
+                checked = with_host_side(checked)
+            share(f"{checked}, {link}, {device}, {master_addr}, {port}, {place[1]} ranks")
+        self.backend, self.device_type, self._link_backend = checked, device, link
         self.master_addr, self.master_port = master_addr, port
         self.rank, self.world_size = place
 
@@ -658,6 +679,15 @@ def _check_world(place: tuple[int, int]) -> None:
         raise TopologyError(
             f"rank {place[0]} of {place[1]} is not what torch.distributed was initialized with, rank {dist.get_rank()} "
             f"of {dist.get_world_size()}; give set_global the same"
+        )
+
+
+def _check_link(link: str) -> None:
+    """Raise where torch.distributed is initialized with NCCL, which may cross cells then."""
+    if dist.is_initialized() and "nccl" in (config := dist.get_backend_config()):
+        raise ConfigError(
+            f"link_backend {link!r} keeps NCCL inside cells, but torch.distributed was initialized with {config!r}; "
+            f"initialize it with {link!r}"
         )
 
 

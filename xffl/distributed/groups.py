@@ -32,6 +32,8 @@ Groups = dict[str, tuple[dist.ProcessGroup, ...] | None]
 
 ALL_KINDS = frozenset({"federation", "shard", "replica", "federated"})
 """Kinds of groups that a federation needs."""
+ON_GPUS = "cpu:gloo,cuda:nccl"
+"""Backend on GPUs, if not asked for otherwise."""
 DEFAULT_STREAMS = 4
 """CUDA streams of a rank, if not asked for otherwise."""
 
@@ -156,18 +158,37 @@ def destroy_group(group: dist.ProcessGroup) -> None:
         logger.debug("the store is gone: the group's keys went with it")
 
 
-def check_backend(backend: object) -> dist.Backend:
+def check_backend(backend: object, what: str = "backend") -> dist.Backend:
     """Return a backend that this build of torch has; pairs such as ``cpu:gloo,cuda:nccl`` are taken apart."""
     if not isinstance(backend, str):
-        raise ConfigError(f"backend must be a name such as 'gloo' or 'nccl', got {backend!r}")
+        raise ConfigError(f"{what} must be a name such as 'gloo' or 'nccl', got {backend!r}")
     for part in backend.lower().split(","):
         name = part.rpartition(":")[2]
         known = sorted(set(dist.Backend.backend_list) - {dist.Backend.UNDEFINED})
         if name not in known:
-            raise ConfigError(f"backend {backend!r} is unknown; torch has {', '.join(known)}")
+            raise ConfigError(f"{what} {backend!r} is unknown; torch has {', '.join(known)}")
         if not dist.is_backend_available(name):
-            raise ConfigError(f"backend {backend!r} is not in this build of torch {torch.__version__}; give 'gloo'")
+            raise ConfigError(f"{what} {backend!r} is not in this build of torch {torch.__version__}; give 'gloo'")
     return dist.Backend(backend)
+
+
+def with_host_side(backend: str) -> dist.Backend:
+    """Return a backend of groups in cells whose results come from the host: NCCL alone gets gloo beside it."""
+    return dist.Backend(ON_GPUS if "nccl" in backend and "cpu" not in backend else backend)
+
+
+def check_link_backend(link: object, backend: str, device: torch.device) -> dist.Backend | None:
+    """Return the backend between cells where it is another one than inside them; ``None`` and ``auto`` ask for none."""
+    if link is None or link == "auto":
+        return None
+    if device.type == "cpu" and "nccl" in str(link):
+        raise ConfigError(f"link_backend {link!r} needs GPUs, but the device is the CPU; leave it out, or give 'gloo'")
+    checked = check_backend(link, "link_backend")
+    if "nccl" not in checked:
+        return None if checked == backend else checked
+    if "nccl" not in backend:
+        raise ConfigError(f"link_backend {link!r} needs NCCL in the cells, too, but backend is {backend!r}; give one")
+    return None
 
 
 def check_device(what: str, device: object, kind: str | None = None, *, may_be_meta: bool = False) -> torch.device:

@@ -47,7 +47,16 @@ from xffl.distributed.consistency import (
 )
 from xffl.distributed.distributed_state import DEFAULT_TIMEOUT_S, DistributedState
 from xffl.distributed.faults import arm as arm_fault
-from xffl.distributed.groups import check_backend, check_device, check_streams, stop_threads, wait_for_threads
+from xffl.distributed.groups import (
+    ON_GPUS,
+    check_backend,
+    check_device,
+    check_link_backend,
+    check_streams,
+    stop_threads,
+    wait_for_threads,
+    with_host_side,
+)
 from xffl.distributed.parameters import DeviceParameters, ElasticParameters
 from xffl.errors import ConfigError, LaunchError, StateError, TopologyError, XfflError
 from xffl.topology import Topology
@@ -58,8 +67,6 @@ __all__ = [
     "setup_distributed_process_group",
     "take_elastic_cell",
 ]
-
-ON_GPUS = "cpu:gloo,cuda:nccl"
 
 _check_seconds = partial(number, "timeout_s", above=0, below=1e9, hint="give seconds, such as 600")
 
@@ -87,6 +94,7 @@ def session(
     cell: int | None = None,
     cells: int | Sequence[int] | None = None,
     elastic: str | ElasticParameters | None = None,
+    link_backend: str | None = None,
 ) -> Iterator[DistributedState]:
     """Join the other processes, yield the state, and leave again.
 
@@ -118,10 +126,17 @@ def session(
         ``file:PATH`` with a file that names it: rounds are made with the cells that are there, over the network,
         instead of over files. By default what ``XFFL_LIGHTHOUSE`` says. See
         :class:`xffl.distributed.ElasticParameters` for timeouts.
+    :param link_backend: Communication backend between federated groups: ``gloo`` keeps NCCL inside them, and what
+        crosses goes through the host's memory; ``None`` or ``auto``: that of ``backend``. Cells that are jobs of their
+        own use gloo. See :doc:`/network`.
     :yield: The state.
     :raises ConfigError: if this job is not like that cell; on all ranks.
     """
     lone_cell = _read_cell(cell, cells)
+    if lone_cell is not None and link_backend not in (None, "auto", "gloo"):
+        raise ConfigError(
+            f"cells that are jobs of their own have gloo between them; leave link_backend {link_backend!r} out"
+        )
     parameters = _read_elastic(elastic, lone_cell)
     state = setup_distributed_process_group(
         backend=backend,
@@ -133,6 +148,7 @@ def session(
         ifname=ifname,
         device_parameters=device_parameters,
         timeouts=timeouts,
+        link_backend=link_backend,
     )
     try:
         if lone_cell is not None:
@@ -165,6 +181,7 @@ def setup_distributed_process_group(
     device_parameters: DeviceParameters | None = None,
     join_timeout_s: float | None = None,
     timeouts: Timeouts | None = None,
+    link_backend: str | None = None,
 ) -> DistributedState:
     """Find out where this process stands, join the others, and return the state that describes it all.
 
@@ -205,7 +222,9 @@ def setup_distributed_process_group(
     request: _Request | None = None
     try:
         if error is None:
-            request = _request(place, backend, device, federated, hsdp, streams, levels, device_parameters)
+            request = _request(
+                place, backend, device, federated, hsdp, streams, levels, device_parameters, link_backend
+            )
     except XfflError as wrong:
         error = wrong
     check_consistent_on_store(meeting, place.rank, place.world_size, str(request), error, join_timeout_s)
@@ -400,13 +419,16 @@ class _Request:
     streams: int | None
     timeouts: Timeouts
     parameters: DeviceParameters | None = None
+    link_backend: str | None = None
+    """Where cells have another one between them."""
     sources: tuple[str, ...] = ()
     """Which variables the sizes are from, if any."""
 
     def __str__(self) -> str:
         mesh = "" if self.parameters is None else f", {self.parameters}"
         return (
-            f"backend={self.backend!r}, device={self.device.type!r}, federated={self.federated!r}, hsdp={self.hsdp!r}, "
+            f"backend={self.backend!r}, link_backend={self.link_backend!r}, device={self.device.type!r}, "
+            f"federated={self.federated!r}, hsdp={self.hsdp!r}, "
             f"streams={self.streams!r}, timeout_s={self.timeouts.session_s:g}, home_s={self.timeouts.home_s:g}, "
             f"across_s={self.timeouts.across_s:g}{mesh}"
         )
@@ -421,6 +443,7 @@ def _request(
     streams: int | None,
     timeouts: Timeouts,
     parameters: DeviceParameters | None,
+    link_backend: str | None = None,
 ) -> _Request:
     """Fill in what was not asked for, from the environment and the machine."""
     default = "cuda" if torch.cuda.is_available() else "cpu"
@@ -431,10 +454,15 @@ def _request(
     kind = str(check_backend(backend or (ON_GPUS if chosen.type == "cuda" else "gloo")))
     if "cpu" not in kind and "nccl" in kind and chosen.type == "cpu":
         raise ConfigError(f"backend {kind!r} needs a GPU, but the device is the CPU; give backend='gloo'")
+    link = check_link_backend(link_backend, kind, chosen)
     count = check_streams(streams, chosen)
     sizes, hsdp, sources = complete_federation(check_federation(federated, "federated sizes"), hsdp)
     hsdp = hsdp if index_of(hsdp) is None else index_of(hsdp)  # the setters refuse what is not an integer
-    request = _Request(kind, chosen, sizes, hsdp, count, timeouts, parameters, sources)
+    if sizes is None:  # one cell
+        link = None
+    elif link is not None:
+        kind = with_host_side(kind)
+    request = _Request(kind, chosen, sizes, hsdp, count, timeouts, parameters, link, sources)
     if not isinstance(sizes, str):
         with sources_named(sources):
             _resolve_mesh(request, place.world_size, sizes)  # raises what is wrong before the ranks join
@@ -459,9 +487,10 @@ def _resolve_mesh(
 
 def _join(meeting: Store, place: ProcessEnvironment, request: _Request) -> None:
     """Make the process group of the world; collective over the ranks that have met."""
+    backend = request.link_backend or request.backend
     try:
         dist.init_process_group(
-            request.backend,
+            backend,
             store=PrefixStore("world", _world_store(meeting, place, request.timeouts)),
             rank=place.rank,
             world_size=place.world_size,
@@ -469,7 +498,7 @@ def _join(meeting: Store, place: ProcessEnvironment, request: _Request) -> None:
         )
     except RuntimeError as broken:
         raise LaunchError(
-            f"rank {place.rank} of {place.world_size} could not join over {request.backend}: {broken}; name the "
+            f"rank {place.rank} of {place.world_size} could not join over {backend}: {broken}; name the "
             "network interface with XFFL_IFNAME (for the store XFFL_CONTROL_IFNAME), and see the other ranks' output"
         ) from broken
 
@@ -478,8 +507,8 @@ def _describe(place: ProcessEnvironment, request: _Request) -> DistributedState:
     """Fill a state by its setters; collective over the world."""
     if request.device.type == "cuda":
         torch.cuda.set_device(request.device)  # the setters' first collective needs each rank on its own GPU
-        if "nccl" in request.backend:
-            _check_gpus(request.device)
+        if "nccl" in request.backend and request.link_backend is None:
+            _check_gpus(request.device)  # before the first call over NCCL
     state = DistributedState()
     state._timeouts = request.timeouts
     state.set_global(
@@ -489,27 +518,33 @@ def _describe(place: ProcessEnvironment, request: _Request) -> DistributedState:
         master_port=place.master_port,
         rank=place.rank,
         world_size=place.world_size,
+        link_backend=request.link_backend,
     )
     state.set_node(place.node_local_rank, place.node_local_size, place.node_rank, place.node_world_size)
     state.set_exec_device(request.device, request.streams)
     state.set_init_device(None)
     # Every rank has the same sizes from here on, and so finds the same.
     sizes = find_sizes(request.federated, place.node_rank)
+    if request.link_backend is not None and "nccl" in request.backend:
+        _check_gpus(request.device, Topology(place.world_size, sizes))
     with sources_named(request.sources):
         set_up_cells(state, sizes, *_resolve_mesh(request, place.world_size, sizes), asked=request.federated)
     return state
 
 
-def _check_gpus(device: torch.device) -> None:
-    """Raise, on all ranks alike, where two have one GPU: NCCL says so in its first call, without naming them."""
+def _check_gpus(device: torch.device, cells: Topology | None = None) -> None:
+    """Raise, on all ranks alike, where two have one GPU: NCCL says so in its first call, without naming them.
+
+    Where NCCL stays inside ``cells``, those of one cell count.
+    """
     if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
         return
     gpus: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
     dist.all_gather_object(gpus, (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)))
-    ranks_of: dict[tuple[str, str], list[int]] = {}
+    ranks_of: dict[tuple[str, str, int], list[int]] = {}
     for rank, gpu in enumerate(gpus):
-        ranks_of.setdefault(gpu, []).append(rank)
-    for (host, _), sharing in ranks_of.items():
+        ranks_of.setdefault((*gpu, 0 if cells is None else cells.cell_of(rank)), []).append(rank)
+    for (host, *_), sharing in ranks_of.items():
         if len(sharing) > 1:
             raise ConfigError(
                 f"{ranks_text(sharing)} have the same GPU of {host}, which NCCL refuses; give each its own "

@@ -22,7 +22,7 @@ from xffl.checks import one_of
 from xffl.cluster.cells import Federation, check_federation
 from xffl.cluster.environment import complete_federation, sources_named
 from xffl.cluster.launch.failure import note_failure
-from xffl.distributed.consistency import barrier, compute_device, run_on_all_ranks
+from xffl.distributed.consistency import barrier, compute_device, message_device, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
 from xffl.distributed.parallel_dims import CellMeshes, ParallelDims, make_cell_meshes
@@ -67,6 +67,7 @@ class DistributedWorld:
         ``hosts:REGEX``, ``file:PATH``); by default what ``XFFL_FEDERATED`` says, else no federation: the world is the
         only cell.
     :param backend: Communication backend; by default ``gloo``, and ``cpu:gloo,cuda:nccl`` on CUDA.
+    :param link_backend: Communication backend between federated groups, as :func:`xffl.session` takes it.
     :param device: Device of this process; by default the GPU of its local rank where there are GPUs, else the CPU.
     :param streams: CUDA streams for the groups of a round; 4 by default on CUDA.
     """
@@ -77,6 +78,7 @@ class DistributedWorld:
         federated: Federation | None = None,
         *,
         backend: str | None = None,
+        link_backend: str | None = None,
         device: torch.device | str | int | None = None,
         streams: int | None = None,
     ) -> None:
@@ -90,7 +92,13 @@ class DistributedWorld:
         self._state: DistributedState | None = None
         self._meshes: CellMeshes | None = None
         self._device: torch.device | None = None
-        self._asked: dict[str, Any] = {"federated": federated, "backend": backend, "device": device, "streams": streams}
+        self._asked: dict[str, Any] = {
+            "federated": federated,
+            "backend": backend,
+            "link_backend": link_backend,
+            "device": device,
+            "streams": streams,
+        }
         self._is_joined_here = self._is_laid_here = False
         self._groups: list[dist.ProcessGroup] = []
 
@@ -365,8 +373,9 @@ class DistributedWorld:
         if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
             raise ConfigError(f"a {tensor.dtype} tensor has no mean; give a floating-point one")
         group = self._made.group(mesh)
-        result = _movable(tensor).clone(memory_format=torch.contiguous_format)
+        result = _copy_to_move(tensor, group)
         dist.all_reduce(result, op=OPERATIONS[op], group=group)
+        result = result.to(tensor.device)
         return result.div_(group.size()) if op == "mean" else result
 
     def all_gather(self, tensor: torch.Tensor, mesh: str = "world") -> torch.Tensor:
@@ -375,10 +384,10 @@ class DistributedWorld:
         Collective over the mesh, as :meth:`all_reduce`; each rank receives the tensors of all others.
         """
         group = self._made.group(mesh)
-        values = _movable(tensor).contiguous()
+        values = _movable(tensor).to(message_device(tensor.device, group)).contiguous()
         gathered = [torch.empty_like(values) for _ in range(group.size())]
         dist.all_gather(gathered, values, group=group)
-        return torch.stack(gathered)
+        return torch.stack(gathered).to(tensor.device)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0, mesh: str = "world") -> torch.Tensor:
         """Give a tensor of one rank to the others.
@@ -394,9 +403,9 @@ class DistributedWorld:
         group = self._made.group(mesh)
         if not 0 <= src < group.size():
             raise ConfigError(f"src {src} is outside mesh {mesh!r} of {group.size()} ranks; count along the mesh")
-        result = _movable(tensor).clone(memory_format=torch.contiguous_format)
+        result = _copy_to_move(tensor, group)
         dist.broadcast(result, group=group, group_src=src)
-        return result
+        return result.to(tensor.device)
 
     def barrier(self, mesh: str = "world") -> None:
         """Wait until all ranks of the mesh have come here; ``mesh`` as in :meth:`all_reduce`."""
@@ -588,6 +597,13 @@ def _check_state(topology: Topology, sizes: tuple[int, ...], mesh: MeshSizes) ->
             f"the state has replicas of {topology.replica_size} ranks and cell shape {topology.cell_shape}, the device "
             f"parameters ask for {mesh.replica_size} and {shape}; set the state up with device_parameters"
         )
+
+
+def _copy_to_move(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return a copy of a tensor where a group can move it; local."""
+    device, values = message_device(tensor.device, group), _movable(tensor)
+    is_here = device == tensor.device
+    return values.clone(memory_format=torch.contiguous_format) if is_here else values.to(device).contiguous()
 
 
 def _movable(tensor: torch.Tensor) -> torch.Tensor:

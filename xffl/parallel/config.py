@@ -61,6 +61,8 @@ class DistributedConfig:
     :param wrap: Layer classes that are gathered, computed again or compiled one at a time.
     :param ddp: What DDP is asked for.
     :param backend: Communication backend; by default ``gloo``, and ``cpu:gloo,cuda:nccl`` on CUDA.
+    :param link_backend: Communication backend between federated groups, as :func:`xffl.session` takes it: ``gloo``
+        keeps NCCL inside them.
     :param device: Device of this process, such as ``cpu``; by default the GPU of its local rank where there are GPUs.
     :param zero_stage: What DeepSpeed cuts: 1 the optimizer's state, 2 the gradients, too, 3 the weights, too.
     :param offload: Whether DeepSpeed keeps the optimizer's state in the host's memory.
@@ -72,6 +74,7 @@ class DistributedConfig:
     wrap: tuple[type, ...] = ()
     ddp: DDPConfig = field(default_factory=DDPConfig)
     backend: str | None = None
+    link_backend: str | None = None
     device: str | None = None
     zero_stage: int = 2
     offload: bool = False

@@ -77,7 +77,11 @@ class DistributedStrategy(ABC):
             mesh = dataclasses.replace(mesh, param_dtype=dtype)
         self.device_parameters = mesh
         self.world = DistributedWorld(
-            self.device_parameters, distributed.federated, backend=distributed.backend, device=distributed.device
+            self.device_parameters,
+            distributed.federated,
+            backend=distributed.backend,
+            link_backend=distributed.link_backend,
+            device=distributed.device,
         )
         self._accumulator = Accumulator(self._synchronize)
         self.has_taken_over = False

@@ -49,6 +49,9 @@ ASSUMPTIONS = (
     "in each of the two votes the status of ranks goes up a binary tree in each cell, from its first rank to those of "
     "all others, and down; gloo: the first step inside a cell and the crossing begin with a message of the receiver, "
     "one latency more",
+    "through the host's memory (pcie_gbps): a bucket is copied to the host before it is sent, and the new values to "
+    "the GPU when they are written, at that rate in place of the memory's; with a delay values are copied to the host "
+    "when a round starts and when it is merged",
     "with a delay, local steps hide everything except checking and writing, as far as they last",
     "data parallelism: gradients are reduced in each cell, summed in a ring over the cells, and broadcast, all at the "
     "same time, behind the backward pass (2/3 of a step) as far as it lasts",
@@ -87,8 +90,8 @@ class RoundForecast:
     :param phases: Parts of ``seconds``: ``vote`` (both), ``pack`` (values are checked), ``fill`` (until the slow link
         starts), ``across`` (it is busy), ``stall`` (it waits, between buckets), ``drain`` (the last buckets arrive, are
         combined and broadcast inside the cell), ``commit`` (the new values are written).
-    :param busy: Seconds of work on buckets by a sender's ``processor`` (combining and coding), the slow link
-        (``across``) and the sender's card inside the cell (``home``); they overlap.
+    :param busy: Seconds of work on buckets by a sender's ``processor`` (combining and coding, and the wait for copies
+        to the host), the slow link (``across``) and the sender's card inside the cell (``home``); they overlap.
     :param exposed: Seconds by which the round delays training: ``seconds`` less what local steps hide.
     :param utilization: Share of the time that is spent on local steps, 0 to 1.
     :param buckets: Buckets that a rank sends to other cells; the last one may be a part.
@@ -144,6 +147,7 @@ def forecast_round(
     atomic: bool = True,
     memory_gbps: float = 800.0,
     backend: str = "gloo",
+    pcie_gbps: float | None = None,
 ) -> RoundForecast:
     """Forecast a federated round and the utilization that it leaves.
 
@@ -168,6 +172,8 @@ def forecast_round(
     :param atomic: Whether new values are collected beside the model.
     :param memory_gbps: Rate at which a rank reads values in its memory, in Gbit/s.
     :param backend: ``gloo``, which the forecast has been compared with on an emulated link, or ``nccl``.
+    :param pcie_gbps: Rate between each GPU and its host, in Gbit/s, where what crosses goes through the host's memory
+        over gloo (``link_backend="gloo"`` on GPUs); ``None``: nothing is copied.
     :return: The forecast, by the size of cell that takes longest.
     :raises ConfigError: if an argument is invalid.
     """
@@ -177,16 +183,32 @@ def forecast_round(
     fragments, delay = integer("fragments", fragments), integer("delay", delay, 0)
     one_of("form", form, FORMS)
     one_of("backend", backend, BACKENDS)
+    pcie = None if pcie_gbps is None else Link(pcie_gbps)
+    if pcie is not None and backend != "gloo":
+        raise ConfigError(f"pcie_gbps {pcie_gbps} is for gloo between cells, but backend is {backend!r}; give one")
     _check_delay(delay, every, atomic=atomic)
     cells, model = topology.cells, parameters * bytes_per_parameter / fragments
     kinds = {size: topology.sizes.index(size) for size in topology.sizes}.values()
     smallest = model / max(topology.shards(cell) for cell in kinds)
     memory, is_asked, most = Link(memory_gbps), backend == "gloo", max(topology.replica_counts)
     is_plain = atomic and not delay and not rails and codec_ratio is None and bytes_per_parameter == 4
-    is_late = is_plain and is_asked and cells == 2 and most == 1 and form != "two_hop"
+    is_late = is_plain and is_asked and pcie is None and cells == 2 and most == 1 and form != "two_hop"
     form = "all_gather" if is_late else form_of(smallest, cells, form, is_exact=codec_ratio is None)
     route = _Route(
-        form, cells, link, home, memory, rails, own_links, codec_ratio, bucket_bytes, atomic, is_asked, is_late
+        form,
+        cells,
+        link,
+        home,
+        memory,
+        rails,
+        own_links,
+        codec_ratio,
+        bucket_bytes,
+        atomic,
+        is_asked,
+        is_late,
+        pcie,
+        is_copied=delay > 0,
     )
     exchanges = [_exchange(route, topology.shards(cell), topology.replicas(cell), model, most) for cell in kinds]
     longest = max(exchanges, key=lambda exchange: exchange.seconds)
@@ -263,6 +285,13 @@ class _Route:
     atomic: bool
     is_asked: bool
     is_late: bool
+    pcie: Link | None = None
+    is_copied: bool = False
+    """Whether values are copied beside the model when a round starts, and merged with it."""
+
+    def copying(self, nbytes: float) -> float:
+        """Return the seconds in which so many bytes cross between a GPU and its host, once."""
+        return 0.0 if self.pcie is None else self.pcie.seconds(nbytes)
 
     @property
     def copies(self) -> float:
@@ -291,7 +320,7 @@ class _Route:
             hops, combine = (sent / 2, sent / 2), (once + code + 2 * code / self.cells, code)
         return Stages(
             # What was sent is what the sender goes on with: it reads its own code.
-            pack=once if self.is_late else 2 * code,
+            pack=once if self.is_late else 2 * code + self._copied_on_the_way(bucket),
             hops=hops,
             combine=combine,
             latency=self.link.latency_s,
@@ -299,6 +328,10 @@ class _Route:
             home=self.home.seconds(bucket * depth * (replicas if self.rails else 1)),
             home_latency=self.home.latency_s * depth,
         )
+
+    def _copied_on_the_way(self, bucket: float) -> float:
+        """Return the seconds of a bucket's copies while the round exchanges: out, and where nothing is kept, back."""
+        return 0.0 if self.is_copied else self.copying(bucket) * (1 if self.atomic else 2)
 
     def pace(self, replicas: int, bucket: float, buckets: float) -> Pace:
         """Return how many of a rank's own buckets are under way; broadcasts are counted over all replicas."""
@@ -331,13 +364,15 @@ def _exchange(route: _Route, shards: int, replicas: int, model: float, most: int
     across = buckets * sum(stages.hops)
     stall = course.last - course.first - across
     once = route.memory.seconds(model / shards)
+    copied = route.copying(model / shards)
+    written = once if route.pcie is None else copied * (2 if route.is_copied else 1)
     phases = {
-        "pack": 0.0 if route.is_late else once,
+        "pack": 0.0 if route.is_late else once + (copied if route.is_copied else 0.0),
         "fill": course.first,
         "across": across,
         "stall": stall if stall > ROUNDING * across else 0.0,
         "drain": course.end - course.last,
-        "commit": (route.cells if route.is_late else 1) * once if route.atomic else 0.0,
+        "commit": (route.cells * once if route.is_late else written) if route.atomic else 0.0,
     }
     busy = {"processor": buckets * (stages.pack + sum(stages.combine)), "across": across, "home": buckets * stages.home}
     return _Exchange(sum(phases.values()), phases, busy, buckets)

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from xffl.checks import number
 from xffl.planning.memory import Amount, ModelSize, Share, TrainingSize, form_of, shards_of, share_of
 from xffl.topology import Topology
 
-__all__ = ["TRAFFIC_ASSUMPTIONS", "round_traffic", "step_traffic"]
+__all__ = ["PCIE_GBPS", "TRAFFIC_ASSUMPTIONS", "round_traffic", "step_traffic"]
+
+PCIE_GBPS = 200.0
+"""What copies between a GPU and its host get, in Gbit/s, if nothing else is said: 25 of the 32 GB/s of PCIe 4.0 x16."""
+PCIE_ASSUMPTION = (
+    "between cells values go through the host's memory: each sender copies its shard there once, and every rank copies "
+    "the new shard to its GPU once, each GPU over a connection of its own; seconds are those of both, though a round "
+    "copies to the host bucket by bucket while others cross; a round behind local steps copies to the host on all "
+    "ranks, twice: at its start and when it is merged"
+)
 
 ROUND_ASSUMPTIONS = (
     "every parameter is averaged, every cell has a weight above 0, nothing is compressed, the model is one fragment",
@@ -39,7 +48,12 @@ TRAFFIC_ASSUMPTIONS = (
 
 
 def round_traffic(
-    topology: Topology, parameters: float, bytes_per_parameter: float = 4.0, link_gbps: float | None = None
+    topology: Topology,
+    parameters: float,
+    bytes_per_parameter: float = 4.0,
+    link_gbps: float | None = None,
+    *,
+    pcie_gbps: float | None = None,
 ) -> dict[str, Any]:
     """Calculate the bytes that one round moves, and how long the slow link takes for them.
 
@@ -52,18 +66,24 @@ def round_traffic(
     :param parameters: Number of parameters that are averaged, at least 0.
     :param bytes_per_parameter: Bytes of one parameter as it crosses: 4 for fp32, 2 for bf16.
     :param link_gbps: Rate of each cell's link to the others, in Gbit/s; ``None`` leaves the times out.
+    :param pcie_gbps: Rate between each GPU and its host, in Gbit/s, where what crosses goes through the host's memory
+        (``link_backend="gloo"`` on GPUs); ``None``: nothing is copied.
     :return: ``model_bytes``, ``cells``, ``link_gbps``; for ``all_gather`` and ``two_hop`` each ``copies`` (how often a
         shard leaves its cell), ``bytes_per_cell``, ``bytes_total`` (over all cells) and ``seconds`` (``None`` without a
         rate); ``cell_kinds``, one entry for each size of cell with ``ranks``, ``cells`` (how many there are),
         ``replicas``, ``shards``, ``senders`` (per cell), ``shard_bytes``, ``all_gather_bytes_per_sender``,
         ``two_hop_bytes_per_sender``, ``home_bytes_per_sender`` and ``home_bytes_per_cell``; ``home_bytes_total``;
-        ``assumptions``.
+        ``assumptions``; with ``pcie_gbps`` also ``pcie``: ``gbps``, ``bytes_total`` and in ``cell_kinds`` for each size
+        of cell ``ranks``, and for a ``sender`` and for a ``replica`` (a rank that sends nothing, ``None`` where there
+        is none) the ``bytes_to_host``, the ``bytes_to_gpu`` and their ``seconds``.
     :raises ConfigError: if a number is invalid.
     """
     number("parameters", parameters, 0, hint="give the model's parameter count, such as 8e9")
     number("bytes_per_parameter", bytes_per_parameter, above=0, hint="give 4 for fp32, 2 for bf16")
     if link_gbps is not None:
         number("link_gbps", link_gbps, above=0, hint="give the link's rate in Gbit/s, such as 10")
+    if pcie_gbps is not None:
+        number("pcie_gbps", pcie_gbps, above=0, hint="give the rate between a GPU and its host in Gbit/s, such as 200")
     cells = topology.cells
     model = float(parameters) * float(bytes_per_parameter)
     copies = {"all_gather": float(cells - 1), "two_hop": 2 * (cells - 1) / cells}
@@ -93,7 +113,7 @@ def round_traffic(
                 "home_bytes_per_cell": (replicas - 1) * model,
             }
         )
-    return {
+    told: dict[str, Any] = {
         "model_bytes": model,
         "cells": cells,
         "link_gbps": link_gbps,
@@ -102,6 +122,26 @@ def round_traffic(
         "home_bytes_total": sum(kind["cells"] * kind["home_bytes_per_cell"] for kind in kinds),
         "assumptions": list(ROUND_ASSUMPTIONS),
     }
+    if pcie_gbps is not None:
+        told["pcie"] = _host_copies(kinds, pcie_gbps)
+        told["assumptions"].append(PCIE_ASSUMPTION)
+    return told
+
+
+def _host_copies(kinds: Sequence[Mapping[str, Any]], gbps: float) -> dict[str, Any]:
+    """Count the bytes between GPUs and their hosts in a round that goes through the hosts' memory."""
+
+    def copies(to_host: float, to_gpu: float) -> dict[str, float]:
+        seconds = (to_host + to_gpu) * 8 / (gbps * 1e9)
+        return {"bytes_to_host": to_host, "bytes_to_gpu": to_gpu, "seconds": seconds}
+
+    by_kind, total = [], 0.0
+    for kind in kinds:
+        shard, has_replicas = kind["shard_bytes"], kind["replicas"] > 1
+        replica = copies(0.0, shard) if has_replicas else None
+        by_kind.append({"ranks": kind["ranks"], "sender": copies(shard, shard), "replica": replica})
+        total += kind["cells"] * (kind["senders"] + kind["ranks"]) * shard
+    return {"gbps": gbps, "bytes_total": total, "cell_kinds": by_kind}
 
 
 def step_traffic(

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from xffl.checks import one_of
-from xffl.distributed.consistency import compute_device, ranks_text
+from xffl.distributed.consistency import compute_device, message_device, ranks_text
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import bytes_of, from_bytes
 from xffl.errors import ConfigError
@@ -190,6 +190,7 @@ def reduce_sums(sums: WeightedSums, state: DistributedState, *, over: str, devic
     names = sums.names
     if is_alone:
         return _means(names, sums.vector(names, True).tolist())
+    device = message_device(device, group)
     first = torch.zeros(HEAD + 2 * SLOTS, dtype=torch.float64)
     first[:HEAD] = torch.tensor(_head(names), dtype=torch.float64)
     first = first.to(device)

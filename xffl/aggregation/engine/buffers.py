@@ -22,7 +22,7 @@ from xffl.distributed.sharding import local_tensor
 from xffl.errors import ConfigError
 from xffl.topology import Coordinates
 
-__all__ = ["Arena", "Layout", "ModelCopy", "Pool", "RoundBuffers", "StagingBuffers", "aligned"]
+__all__ = ["Arena", "HostCopies", "Layout", "ModelCopy", "Pool", "RoundBuffers", "StagingBuffers", "aligned"]
 
 
 class Places(NamedTuple):
@@ -140,32 +140,42 @@ class Layout:
         places = self._places_of(bucket)
         return places.run if places.device == device else None
 
-    def pack(self, bucket: Bucket, into: torch.Tensor) -> None:
-        """Copy a bucket's elements out of the model."""
+    def device_of(self, bucket: Bucket) -> torch.device | None:
+        """Return the device of a bucket's elements, where it is one and they can be copied together."""
+        return self._places_of(bucket).device
+
+    def values_of(self, bucket: Bucket) -> torch.Tensor:
+        """Return a bucket's elements on the device of the model, which is one; a copy where they are several runs."""
+        views = self._places_of(bucket).views
+        return torch.cat(views) if len(views) > 1 else views[0]
+
+    def pack(self, bucket: Bucket, into: torch.Tensor, *, is_behind: bool = False) -> None:
+        """Copy a bucket's elements out of the model; between two devices the host waits, unless it is ``is_behind``."""
         views, device, _, memory = self._places_of(bucket)
         if memory and into.device == device:
             _copy(memory, self._cut(bucket, into, memory))
         elif into.device == device:
             torch.cat(views, out=into)  # one call, where many small tensors would cost one each
-        elif device is not None:  # one copy between two devices, which the host waits for
-            into.copy_(torch.cat(views) if len(views) > 1 else views[0])
+        elif device is not None:
+            into.copy_(self.values_of(bucket), non_blocking=is_behind)
         else:
             for view, values in zip(views, torch.split(into, [view.numel() for view in views]), strict=True):
                 values.view(view.shape).copy_(view)
 
-    def unpack(self, bucket: Bucket, values: torch.Tensor) -> None:
-        """Write a bucket's elements into the model."""
+    def unpack(self, bucket: Bucket, values: torch.Tensor, *, is_behind: bool = False) -> None:
+        """Write a bucket's elements into the model; a GPU takes them behind the host with ``is_behind``."""
         views, device, _, memory = self._places_of(bucket)
         if len(views) == 1 and device is not None:
             if views[0].data_ptr() != values.data_ptr():
-                views[0].copy_(values)
+                views[0].copy_(values, non_blocking=is_behind)
         elif memory and values.device == device:
             _copy(self._cut(bucket, values, memory), memory)
             increment_version(views)  # so that autograd still finds out about what was saved for a backward pass
         elif values.device == device:
             torch.split_with_sizes_copy(values, [view.numel() for view in views], out=views)
         elif device is not None:
-            torch.split_with_sizes_copy(values.to(device), [view.numel() for view in views], out=views)
+            there = values.to(device, non_blocking=is_behind)
+            torch.split_with_sizes_copy(there, [view.numel() for view in views], out=views)
         else:
             for view, new in zip(views, torch.split(values, [view.numel() for view in views]), strict=True):
                 view.copy_(new.view(view.shape))
@@ -276,19 +286,84 @@ class ModelCopy(Enum):
     """All values, until the result is merged: the steps made since are measured from them."""
 
 
+class HostCopies:
+    """Copies of buckets between a GPU and the host's memory, which the host waits for as late as it can.
+
+    Out of the model they go on a stream beside the caller's, so that one bucket crosses PCIe while those before cross
+    the slow link. Where the model lies in the memory that buckets are sent from, nothing of this takes place.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._coming: dict[int, torch.cuda.Event] = {}  # by the id of a bucket
+        self._written: list[torch.cuda.Event] = []
+
+    def start(self, layout: Layout, bucket: Bucket, into: torch.Tensor) -> None:
+        """Start to copy a bucket out of the model; :meth:`settle` waits for it."""
+        device = layout.device_of(bucket)
+        if device is None or device.type != "cuda" or into.device == device:
+            layout.pack(bucket, into)
+            return
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = self._streams[device]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            layout.pack(bucket, into, is_behind=True)
+        self._coming[id(bucket)] = _mark(stream)
+
+    def settle(self, bucket: Bucket) -> None:
+        """Let the host wait until a bucket's values have come, if they are on their way."""
+        if (event := self._coming.pop(id(bucket), None)) is not None:
+            event.synchronize()
+
+    def hold_writes(self) -> None:
+        """Let what the caller's streams are given next wait until values have been read."""
+        for device, stream in self._streams.items():
+            torch.cuda.current_stream(device).wait_stream(stream)
+
+    def note_written(self, device: torch.device) -> None:
+        """Note that the current stream copies values into the model, which must stay as they are until it has."""
+        self._written.append(_mark(torch.cuda.current_stream(device)))
+
+    def finish(self) -> None:
+        """Let the host wait for all copies, before their memory is used again."""
+        for event in (*self._coming.values(), *self._written):
+            event.synchronize()
+        self._coming.clear()
+        self._written.clear()
+
+
+def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
+
+
+def host_or_gpu(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return memory to send from and to receive into; beside a GPU what lies with the host is pinned.
+
+    What lies on a GPU and crosses in the host's memory (gloo) is copied there without a detour, and behind the host.
+    """
+    is_pinned = device.type == "cpu" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.empty(numel, dtype=dtype, device=device, pin_memory=is_pinned)
+
+
 class Arena:
     """Memory for the new values of rounds, which the aggregators of a rank use one behind the other."""
 
     def __init__(self) -> None:
+        self.host_copies = HostCopies()
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._taken = 0
 
     def restart(self, nbytes: int) -> None:
         """Let the next user have all of it, at least so many bytes."""
+        self.host_copies.finish()
         self._taken = 0
         if nbytes > self._memory.numel():
             self._memory = torch.empty(0, dtype=torch.uint8)  # not both at a time
-            self._memory = torch.empty(nbytes, dtype=torch.uint8)
+            self._memory = host_or_gpu(nbytes, torch.uint8, torch.device("cpu"))
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return memory for so many values, aligned."""
@@ -303,8 +378,17 @@ class StagingBuffers:
     With ``atomic``, ``stages`` has the new values of each transfer, by its number, until they are committed.
     """
 
-    def __init__(self, layout: Layout, device: torch.device, *, atomic: bool, arena: Arena | None = None) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        device: torch.device,
+        *,
+        atomic: bool,
+        arena: Arena | None = None,
+        host_copies: HostCopies | None = None,
+    ) -> None:
         self.layout, self.device, self.atomic, self._arena = layout, device, atomic, arena
+        self.host_copies = HostCopies() if host_copies is None else host_copies
         self.stages: dict[int, torch.Tensor] = {}
         self.copies: dict[int, torch.Tensor] = {}
         self.packs = Pool(0, device)
@@ -319,7 +403,7 @@ class StagingBuffers:
                     continue
                 numel, dtype = transfer.group.numel, transfer.dtype
                 if self._arena is None or buffers is not self.stages:
-                    buffers[transfer.number] = torch.empty(numel, dtype=dtype, device=self.device)
+                    buffers[transfer.number] = host_or_gpu(numel, dtype, self.device)
                 else:
                     buffers[transfer.number] = self._arena.take(numel, dtype)
 
@@ -348,6 +432,10 @@ class RoundBuffers:
         self._staging, self._layout, self._device = staging, staging.layout, staging.device
         self.copy = copy
         self._reads_stages = False
+        self._host_copies = staging.host_copies
+        self._postponed: set[int] = set()  # by the id of a bucket
+        self._devices_written: set[torch.device] = set()
+        self._host_copies.finish()  # those of a round that did not take place, or is still being written
         while staging.packed:  # of a round that did not take place
             staging.packs.release(staging.packed.popitem()[1])
         staging.make(transfers, keeps=copy is ModelCopy.KEPT)
@@ -394,12 +482,30 @@ class RoundBuffers:
         self._staging.packs.release(lent)
 
     def pack(self, transfer: GroupTransfer, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Copy a bucket out of the model where it has to be."""
+        """Copy a bucket out of the model where it has to be; a copy from a GPU may still be on its way."""
         values, _, lent = self.acquire(transfer, bucket)
         run = self._layout.run_of(bucket, self._device)
         if run is None or run.data_ptr() != values.data_ptr():
-            self._layout.pack(bucket, values)
+            self._host_copies.start(self._layout, bucket, values)
         return values, lent
+
+    def find_on_gpu(self, bucket: Bucket) -> torch.Tensor | None:
+        """Return a bucket's values where they lie, if that is a GPU and they are sent from the host's memory."""
+        device = self._layout.device_of(bucket)
+        is_apart = device is not None and device.type == "cuda" and device != self._device
+        return self._layout.values_of(bucket) if is_apart else None
+
+    def postpone(self, bucket: Bucket) -> None:
+        """Leave a bucket in the model until :meth:`fill` asks for it."""
+        self._postponed.add(id(bucket))
+
+    def settle(self, bucket: Bucket) -> None:
+        """Let the host wait until a bucket's values have come."""
+        self._host_copies.settle(bucket)
+
+    def hold_writes(self) -> None:
+        """Let the caller's stream change the model only when all that was packed has been copied."""
+        self._host_copies.hold_writes()
 
     def keep(self, bucket: Bucket, lent: torch.Tensor | None) -> None:
         """Keep what :meth:`pack` has copied until :meth:`fill` asks for it, where there is room for all of a round."""
@@ -408,10 +514,33 @@ class RoundBuffers:
         else:
             self.release(lent)
 
+    def is_to_fill(self, bucket: Bucket, lent: torch.Tensor | None) -> bool:
+        """Tell whether :meth:`fill` is to be called before a bucket's values are read."""
+        return lent is not None or id(bucket) in self._postponed
+
     def fill(self, bucket: Bucket, values: torch.Tensor) -> None:
-        """Copy a bucket out of the model into a buffer that was lent for it, unless it is there already."""
+        """Copy a bucket out of the model where it was postponed, or was not kept; it may still be on its way."""
         if self._staging.packed.pop(id(bucket), None) is None:
-            self._layout.pack(bucket, values)
+            self._host_copies.start(self._layout, bucket, values)
+
+    def fill_now(self, bucket: Bucket, values: torch.Tensor) -> None:
+        """Copy a bucket as :meth:`fill` does, and wait for it."""
+        self.fill(bucket, values)
+        self.settle(bucket)
+
+    def write_behind(self, bucket: Bucket, mean: torch.Tensor) -> None:
+        """Write a bucket's new values into the model; a copy to a GPU takes place behind the host."""
+        device = self._layout.device_of(bucket)
+        is_behind = device is not None and device.type == "cuda" and mean.device.type == "cpu"
+        self._layout.unpack(bucket, mean, is_behind=is_behind)
+        if device is not None and is_behind:
+            self._devices_written.add(device)
+
+    def end_writes(self) -> None:
+        """Note the end of all that was written."""
+        for device in self._devices_written:
+            self._host_copies.note_written(device)
+        self._devices_written.clear()
 
     def copy_of(self, transfer: GroupTransfer, bucket: Bucket) -> torch.Tensor:
         """Return a bucket as it was copied out of the model when the round began."""
@@ -428,6 +557,7 @@ class RoundBuffers:
         local = lent[: mean.nbytes].view(mean.dtype)
         self._layout.pack(bucket, local)
         copy = mean if alpha is not None else self.copy_of(transfer, bucket)
+        self.settle(bucket)
         # Piece by piece on a CPU: what is computed stays in its cache, and in memory that it has at hand.
         length = piece_length(local.device)
         for pieces in zip(*(torch.split(one, length) for one in (local, copy, mean)), strict=True):
@@ -470,9 +600,7 @@ class Pool:
             return self._free.popleft()  # in turn, so that a round uses each for what the round before did
         # A buffer outlives the round, so it must not be an inference tensor if that is where the round takes place.
         with torch.inference_mode(False):
-            # What lies on a GPU and crosses in the host's memory (gloo) is copied there without a detour.
-            is_pinned = self._device.type == "cpu" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-            return torch.empty(self._nbytes, dtype=torch.uint8, device=self._device, pin_memory=is_pinned)
+            return host_or_gpu(self._nbytes, torch.uint8, self._device)
 
     def release(self, buffer: torch.Tensor | None) -> None:
         """Take a buffer back, if there is one."""

@@ -101,7 +101,8 @@ class Exchange:
         self.cell_rows = Pool(0, self.device)
         if link.arena is not None:
             link.arena.restart(sum(aligned(one.group.numel * one.dtype.itemsize) for one in transfers))
-        self.staging = StagingBuffers(layout, self.device, atomic=options.atomic, arena=link.arena)
+        copies, arena = link.host_copies, link.arena
+        self.staging = StagingBuffers(layout, self.device, atomic=options.atomic, arena=arena, host_copies=copies)
         self.residuals = residuals
 
     @property
@@ -198,7 +199,10 @@ class RoundRun:
         return buffers
 
     def _inspect(self) -> FiniteReport:
-        """Pack what has to be copied, and check what this rank sends for NaN and infinity; measure its update."""
+        """Pack what has to be copied, and check what this rank sends for NaN and infinity; measure its update.
+
+        What lies on a GPU is checked there, and copied to the host while others cross, unless it may change before.
+        """
         keeps = self._buffers.copy is ModelCopy.KEPT
         finite_check = FiniteCheck(self._layout)
         norms: list[torch.Tensor] = []
@@ -207,13 +211,22 @@ class RoundRun:
                 continue
             is_sender = transfer.is_sent_here(bucket)
             if keeps or transfer.group.is_mean_in_cell or is_sender:
+                has_norm = is_sender and self._exchange.has_norms and transfer.group.is_stepped
+                checked = self._buffers.find_on_gpu(bucket)
+                if checked is not None and self._buffers.copy is ModelCopy.NONE and not has_norm:
+                    self._buffers.postpone(bucket)
+                    if transfer.group.rule == "average":
+                        finite_check.add(bucket, checked)
+                    continue
                 values, lent = self._buffers.pack(transfer, bucket)
                 if transfer.group.rule == "average":
-                    finite_check.add(bucket, values)
-                if is_sender and self._exchange.has_norms and transfer.group.is_stepped:
+                    finite_check.add(bucket, values if checked is None else checked)
+                if has_norm:
                     assert self._exchange.global_model is not None
+                    self._buffers.settle(bucket)
                     norms.append(self._exchange.global_model.squared_distance(transfer, bucket, values))
                 self._buffers.keep(bucket, lent)
+        self._buffers.hold_writes()
         return finite_check.report()._replace(norm=total_of(torch.stack(norms).tolist() if norms else ()))
 
     @torch.no_grad()
@@ -267,6 +280,7 @@ class RoundRun:
                 if not transfer.deferred_mean and transfer.number not in stepped:
                     new = exchange.staging.stage(transfer, bucket)
                     self._write_agreed(transfer, bucket, new, is_merged=is_merged, alpha=alpha)
+            self._buffers.end_writes()
             if exchange.residuals is not None:
                 exchange.residuals.commit(self.fragment, stages)
 
@@ -278,7 +292,7 @@ class RoundRun:
         if keeps_some and not transfer.group.is_mean_in_cell:
             self._buffers.merge(transfer, bucket, new, alpha)
         else:
-            self._layout.unpack(bucket, new)
+            self._buffers.write_behind(bucket, new)
 
     @property
     def is_cut_off(self) -> bool:
@@ -377,11 +391,13 @@ class RoundRun:
     def _read(self, transfer: GroupTransfer, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return a bucket's values, where its result goes, and the buffer lent for it, if any."""
         values, out, lent = self._buffers.acquire(transfer, bucket)
-        if lent is not None:
+        is_mean_in_cell = transfer.group.is_mean_in_cell and transfer.cell_group is not None
+        if (is_mean_in_cell or transfer.is_sent_here(bucket)) and self._buffers.is_to_fill(bucket, lent):
             with self.profile.capture_failure("pack"):
                 self._buffers.fill(bucket, values)
-        if transfer.group.is_mean_in_cell and transfer.cell_group is not None:
-            self._mean_in_cell(transfer.cell_group, values)
+        if is_mean_in_cell:
+            assert transfer.cell_group is not None
+            self._mean_in_cell(transfer.cell_group, bucket, values)
         return values, out, lent
 
     def _write(self, transfer: GroupTransfer, bucket: Bucket, out: torch.Tensor, lent: torch.Tensor | None) -> None:
@@ -395,9 +411,11 @@ class RoundRun:
                 feedback.reference[bucket.start : bucket.stop].copy_(out)
         self._buffers.release(lent)
 
-    def _mean_in_cell(self, home: dist.ProcessGroup, values: torch.Tensor) -> None:
+    def _mean_in_cell(self, home: dist.ProcessGroup, bucket: Bucket, values: torch.Tensor) -> None:
         """Replace a bucket by its mean over the ranks of ``home``, each counted alike."""
         pool = self._exchange.cell_rows
+        with self.profile.capture_failure("pack"):
+            self._buffers.settle(bucket)
         with self.profile.phase("home"):
             lent = pool.acquire(aligned(values.nbytes) * home.size())
             rows = [row[: values.nbytes] for row in pool.rows(lent, torch.uint8, home.size())]
@@ -551,7 +569,7 @@ class PairwiseSwap:
         values, lent = round_buffers.acquire_values(transfer, bucket)
         with self._profile.capture_failure("pack"):
             if lent is not None:
-                round_buffers.fill(bucket, values)
+                round_buffers.fill_now(bucket, values)
             self._finite_check.add(bucket, values)
         return values, lent
 
@@ -566,7 +584,7 @@ class PairwiseSwap:
             for bucket, stage in zip(transfer.buckets, self._staging.stages_of(transfer), strict=True):
                 values, lent = round_buffers.acquire_values(transfer, bucket)
                 if lent is not None:
-                    round_buffers.fill(bucket, values)
+                    round_buffers.fill_now(bucket, values)
                 both = (values, stage) if self._cell == 0 else (stage, values)
                 mean = stage if waits else values
                 weighted_mean([both[cell] for cell in sources], counts, mean, is_fused=is_fused)
@@ -591,19 +609,22 @@ class FiniteCheck:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._energies: list[tuple[Bucket, torch.Tensor]] = []
+        self._energies: dict[torch.device, list[tuple[Bucket, torch.Tensor]]] = {}
 
     def add(self, bucket: Bucket, values: torch.Tensor) -> None:
         """Look at a bucket's values; a GPU is not waited for."""
-        self._energies.append((bucket, sum_of_squares(values)))
+        self._energies.setdefault(values.device, []).append((bucket, sum_of_squares(values)))
 
     def report(self) -> FiniteReport:
         """Return what was found in all of them."""
-        energies = torch.stack([energy for _, energy in self._energies]).tolist() if self._energies else []
+        energies: list[float] = []
         found: set[int] = set()
-        for (bucket, _), energy in zip(self._energies, energies, strict=True):
-            if not math.isfinite(energy):
-                found.update(self._layout.nonfinite(bucket))
+        for some in self._energies.values():  # each GPU is read once
+            read = torch.stack([energy for _, energy in some]).tolist()
+            energies += read
+            for (bucket, _), energy in zip(some, read, strict=True):
+                if not math.isfinite(energy):
+                    found.update(self._layout.nonfinite(bucket))
         return FiniteReport([self._layout.name(item) for item in sorted(found)], all(map(math.isfinite, energies)))
 
 
@@ -665,6 +686,7 @@ class Protection:
         total = torch.full((), math.inf, dtype=torch.float64, device=global_model.device)
         with profile.capture_failure("protect"):
             for transfer, bucket in sent:
+                buffers.settle(bucket)
                 stage = staging.stage(transfer, bucket)
                 values = buffers.copy_of(transfer, bucket)
                 if values.data_ptr() != stage.data_ptr():

@@ -176,8 +176,8 @@ class GlobalModel:
         """Take the step of what this rank owns, in the means; it counts once :meth:`commit_step` is called; local."""
         new, self._own_step = self._own_step, None  # of a round that was not taken: its memory
         if new is None or new.fragment != fragment:
-            values = {one.number: torch.empty_like(self._values[one.number]) for one in self._of(fragment)}
-            new = _OwnStep(fragment, values, {}, {})
+            fresh = {one.number: torch.empty_like(self._values[one.number]) for one in self._of(fragment)}
+            new = _OwnStep(fragment, fresh, {}, {})
         for transfer, bucket, values in self._advance(means, scale, new):
             part = transfer.parts(bucket)[transfer.cell]
             means[transfer.number][bucket.start + part.start : bucket.start + part.stop].copy_(values)
@@ -230,7 +230,8 @@ class GlobalModel:
             for transfer in self._of(new.fragment):
                 number, kept, at = transfer.number, self._values[transfer.number], 0
                 states = new.states.setdefault(number, {})
-                for bucket, part in self._parts[number] or [(None, slice(0, 0))]:
+                parts: Sequence[tuple[Bucket | None, slice]] = self._parts[number] or [(None, slice(0, 0))]
+                for bucket, part in parts:
                     piece = slice(at, at := at + part.stop - part.start)
                     first = 0 if bucket is None else bucket.start
                     mean = means[number][first + part.start : first + part.stop]

@@ -404,8 +404,13 @@ def plan_transfers(
     codecs: Mapping[str, Codec | None],
     *,
     is_on_cpu: bool,
+    is_on_gpu: bool = False,
 ) -> tuple[GroupTransfer, ...]:
-    """Prepare the groups of a rank; all participants of a group find the same buckets and form."""
+    """Prepare the groups of a rank; all participants of a group find the same buckets and form.
+
+    ``is_on_cpu`` says that values move in the host's memory, ``is_on_gpu`` that the model lies on GPUs all the same:
+    to combine them where they lie would copy them a second time.
+    """
     transfers = []
     cell, form = topology.cell_of(rank), options.form_of_groups
     senders: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
@@ -419,7 +424,8 @@ def plan_transfers(
         codec = codecs.get(group.codec) if topology.cells > 1 else None  # nothing crosses in one cell
         # What is taken from one cell needs no combining.
         taken = "all_gather"
-        deferred_mean = is_on_cpu and codec is None and _defers_mean(group, topology, round_groups, options)
+        is_in_place = is_on_cpu and not is_on_gpu
+        deferred_mean = is_in_place and codec is None and _defers_mean(group, topology, round_groups, options)
         is_owned = options.server_step == "owner" and group.is_stepped
         if is_owned:
             taken = "two_hop"

@@ -10,7 +10,7 @@ import torch
 
 from xffl.aggregation.algorithms.combiners import Combiner, Coordinatewise
 from xffl.aggregation.compression import ErrorFeedback
-from xffl.aggregation.engine.buffers import Pool, aligned
+from xffl.aggregation.engine.buffers import HostCopies, Pool, aligned
 from xffl.aggregation.engine.groups import Progress, RoundGroups, RoundScope, start_moves
 from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.mean import combined, piece_length, weighted_mean
@@ -41,6 +41,7 @@ class Link:
         self.rank, self.cell = scope.rank, scope.topology.cell_of(scope.rank)
         self.others = [cell for cell in range(self.cells) if cell != self.cell]
         self.round_groups, self.arena = round_groups, scope.arena
+        self.host_copies = HostCopies() if scope.arena is None else scope.arena.host_copies
         self.combiner, self.masker = combiner, masker
         self.device = device = scope.device
         self.progress = Progress(device, scope.state.timeouts.across_s)
@@ -177,6 +178,8 @@ class CrossCellTransport:
     def gather(self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor) -> Iterator[int]:
         """Exchange a bucket like :meth:`exchange`, but only keep what arrives, for :meth:`combine_gathered`."""
         kind = GatheredSteps if self.is_encoded(transfer) else GatheredValues
+        with self.profile.capture_failure("pack"):
+            self.link.host_copies.settle(bucket)  # read as soon as the payload is made
         return self._exchange(kind(self, transfer, bucket, values, values))
 
     def _exchange(self, payload: ExactValues) -> Iterator[int]:
@@ -195,6 +198,8 @@ class CrossCellTransport:
         if ahead := self.link.ahead(transfer):
             works, receive = self._post(transfer, bucket, 1, {}, receive), {}
             yield ahead
+        with self.profile.capture_failure("pack"):
+            self.link.host_copies.settle(bucket)
         payload.write()
         works += self._post(transfer, bucket, 1, payload.send, receive)
         yield transfer.depth

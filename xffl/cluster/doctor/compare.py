@@ -329,6 +329,22 @@ def _by_unit(units: Sequence[str], pairs: Mapping[tuple[int, int], str]) -> list
 # An elastic run -------------------------------------------------------------------------------------------------------
 
 
+def compare_links(units: Sequence[tuple[str, str]], nccl: Mapping[str, str | None]) -> list[Finding]:
+    """Tell which cells, or hosts, have GPUs that cannot share a group over NCCL: versions differ, or one has RCCL.
+
+    ``units`` are names with their host, ``nccl`` what each host's GPUs communicate by.
+    """
+    by_library: dict[str, list[str]] = {}
+    for name, host in units:
+        if (library := nccl.get(host)) is not None:
+            by_library.setdefault(library, []).append(name)
+    if len(by_library) < 2:
+        return []
+    text = "; ".join(f"{shorten(names, 3)}: {library}" for library, names in by_library.items())
+    advice = "use link_backend=gloo between cells, and one library inside each (docs: Network)"
+    return [Finding("links", WARNING, f"GPUs do not speak one NCCL: {text}", advice)]
+
+
 def compare_runs(url: str, views: Mapping[str, Message]) -> list[Finding]:
     """Judge what the hosts see of an elastic run."""
     advice = "start it (xffl lighthouse), correct --elastic, or open its port to this host"
@@ -445,7 +461,10 @@ class Examination:
         found += compare_runtimes(
             {name: describe_runtime(probe["versions"], probe["torch"]) for name, probe in probes.items()}, self._cells
         )
-        found += [*cells, *self._meet(probes, units, with_names=machines > 1)]
+        found += cells
+        if self.request.elastic is None:  # else cells have gloo between them
+            found += compare_links(units, {name: probe.get("nccl") for name, probe in probes.items()})
+        found += self._meet(probes, units, with_names=machines > 1)
         if self.request.elastic is not None:
             found += compare_runs(self.request.elastic, {name: probe["run"] for name, probe in probes.items()})
         found += self._failures.values()

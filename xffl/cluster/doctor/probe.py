@@ -459,6 +459,13 @@ def check_torch(told: Mapping[str, Any], gpus: int, environ: Mapping[str, str]) 
     return Finding("torch", OK, text)
 
 
+def nccl_of(told: Mapping[str, Any]) -> str | None:
+    """Return what GPUs communicate by, such as ``nccl 2.27.3``, of what a process said about its torch."""
+    if not told.get("gpus") or not told.get("nccl"):
+        return None
+    return f"{'rccl' if told.get('is_rccl') else 'nccl'} {'.'.join(map(str, told['nccl']))}"
+
+
 # The checks of a host -------------------------------------------------------------------------------------------------
 
 
@@ -501,11 +508,11 @@ class HostChecks:
             *network,
             *check_limits(ranks, self._files),
         ]
-        store, told = None, {}
+        store, nccl, told = None, None, {}
         if self._torch is not None:
             told = self._hear(import_limit_s(self._request.timeout_s))
             findings.append(check_torch(told, count, self._environ))
-            store = told.get("port")
+            store, nccl = told.get("port"), nccl_of(told)
         if ranks > 1:
             # Linux completes connections to a port with a listener, up to the backlog: nobody needs to accept them.
             self._listeners = [socket.create_server(("", port), backlog=256) for port in (free_port(), 0)]
@@ -517,6 +524,7 @@ class HostChecks:
             "addresses": [interface.address for interface in interfaces if interface.address],
             "ports": [int(listener.getsockname()[1]) for listener in self._listeners],
             "store": store,
+            "nccl": nccl,
             "run": None if self._request.elastic is None else self._visit_run(self._request.elastic, store is not None),
         }
 

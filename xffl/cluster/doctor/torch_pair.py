@@ -51,6 +51,7 @@ def main() -> None:
         "backends": [name for name in ("gloo", "nccl", "mpi", "ucc") if getattr(dist, f"is_{name}_available")()],
         "gpus": torch.cuda.device_count(),
         "nccl": list(torch.cuda.nccl.version()) if dist.is_nccl_available() else None,  # type: ignore[no-untyped-call]
+        "is_rccl": torch.version.hip is not None,
         "port": store.port,
     }
     print(json.dumps(report), flush=True)
