@@ -230,8 +230,8 @@ class GlobalModel:
             for transfer in self._of(new.fragment):
                 number, kept, at = transfer.number, self._values[transfer.number], 0
                 states = new.states.setdefault(number, {})
-                parts: Sequence[tuple[Bucket | None, slice]] = self._parts[number] or [(None, slice(0, 0))]
-                for bucket, part in parts:
+                parts: list[tuple[Bucket | None, slice]] = [*self._parts[number]]
+                for bucket, part in parts or [(None, slice(0, 0))]:
                     piece = slice(at, at := at + part.stop - part.start)
                     first = 0 if bucket is None else bucket.start
                     mean = means[number][first + part.start : first + part.stop]
