@@ -33,7 +33,7 @@ from xffl.aggregation.options import Options
 from xffl.aggregation.privacy import Privacy
 from xffl.costs import MOST_IN_FLIGHT
 from xffl.distributed import consistency as backends
-from xffl.distributed.session import setup_distributed_process_group
+from xffl.distributed.session import cleanup_distributed_process_group, setup_distributed_process_group
 from xffl.errors import ConfigError
 from xffl.parallel import DistributedStrategy
 from xffl.planning import round_traffic
@@ -225,6 +225,19 @@ def test_no_nccl_group_crosses_cells(name: str) -> None:
     assert faults_of(traces) + races == []
 
 
+def as_in_worlds_of_their_own() -> None:
+    """Cells of an elastic federation do not know of each other's GPUs, and swap whole buckets."""
+    mock.patch("xffl.aggregation.aggregator.compute_device", return_value=torch.device("cpu")).start()
+
+
+@pytest.mark.parametrize("cells", [(1, 1), (2, 2)])
+def test_whole_buckets_that_are_swapped_go_through_the_host_in_order(cells: tuple[int, ...]) -> None:
+    options: tuple[dict[str, Any], ...] = ({}, {"model": "buffers", "bucket_bytes": 2**10, "count": 3})
+    plant = as_in_worlds_of_their_own
+    traces, races = traces_of(sum(cells), rounds, cells, None, *options, link_backend="gloo", plant=plant)
+    assert crossing(traces, cells) == [] and faults_of(traces) + races == []
+
+
 @pytest.mark.parametrize(("hsdp", "behind"), [(None, False), (2, False), (2, True)])
 def test_a_round_copies_through_the_host_what_the_plan_says(hsdp: int | None, behind: bool) -> None:
     cells = (4, 2)
@@ -360,6 +373,19 @@ def one_gpu() -> None:
 def test_two_ranks_on_one_gpu_are_told() -> None:
     traces, _ = traces_of(2, one_gpu)
     assert traces == [[], []]  # before anything is given to NCCL
+
+
+def shared_gpus() -> None:
+    asked: dict[str, Any] = {"backend": BACKEND, "federated": (2, 2), "link_backend": "gloo"}
+    with pytest.raises(ConfigError, match=r"ranks 0-1 have the same GPU of .*, which NCCL refuses"):
+        setup_distributed_process_group(device="cuda:0", **asked)
+    state = setup_distributed_process_group(device=f"cuda:{int(os.environ['RANK']) % 2}", **asked)
+    cleanup_distributed_process_group(state)
+
+
+def test_two_cells_may_share_gpus_with_gloo_between_them() -> None:
+    traces, _ = traces_of(4, shared_gpus)
+    assert not any(isinstance(record, Call) for trace in traces for record in trace)
 
 
 def one_at_a_time() -> None:
