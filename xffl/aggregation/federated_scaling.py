@@ -176,13 +176,11 @@ class FederatedScaling:
         """Sum of the weights that all cells had in all rounds so far; the same on all ranks that have just made one.
 
         Where ``weight`` counts samples, on how many the model was trained in all cells. With fragments each round
-        counts for its part of the model. In an elastic federation a cell that takes the model over takes this, too.
-        With levels only the rounds of the lowest one in this rank's facility are known.
+        counts for its part of the model. A cell of an elastic federation that takes the model over takes this, too.
+        With levels only the rounds of this facility's lowest one are known.
         """
-        if self._state.elastic is None:
-            return self._weight_taken
-        elastic: Any = self.aggregator
-        return float(elastic.total_weight)
+        elastic: Any = self._aggregator
+        return self._weight_taken if self._state.elastic is None else float(elastic.total_weight)
 
     @property
     def is_under_way(self) -> bool:

@@ -174,10 +174,9 @@ class GlobalModel:
     @torch.no_grad()
     def prepare_step(self, fragment: int, means: Mapping[int, torch.Tensor], scale: float) -> None:
         """Take the step of what this rank owns, in the means; it counts once :meth:`commit_step` is called; local."""
-        new, self._own_step = self._own_step, None  # of a round that was not taken: its memory
-        if new is None or new.fragment != fragment:
-            fresh = {one.number: torch.empty_like(self._values[one.number]) for one in self._of(fragment)}
-            new = _OwnStep(fragment, fresh, {}, {})
+        self._own_step = None  # of a round that was not taken
+        fresh = {one.number: torch.empty_like(self._values[one.number]) for one in self._of(fragment)}
+        new = _OwnStep(fragment, fresh, {}, {})
         for transfer, bucket, values in self._advance(means, scale, new):
             part = transfer.parts(bucket)[transfer.cell]
             means[transfer.number][bucket.start + part.start : bucket.start + part.stop].copy_(values)
@@ -186,7 +185,7 @@ class GlobalModel:
     @torch.no_grad()
     def commit_step(self, fragment: int, agreed: Mapping[int, torch.Tensor]) -> None:
         """Go on from what :meth:`prepare_step` has made; ``agreed`` are the new values of all owners; local."""
-        step, self._own_step = self._own_step, self._held(fragment)  # whose memory the next one uses: fresh one is slow
+        step, self._own_step = self._own_step, None
         assert step is not None and step.fragment == fragment, "a round that could not step is not agreed"
         self._put(step)
         self._step_schedule(fragment)
