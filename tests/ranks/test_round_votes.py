@@ -17,7 +17,7 @@ import xffl
 from tests.ranks.test_round import digests, make_state
 from tests.worlds import WorldError, run_world
 from xffl.aggregation.engine import exchange, transport
-from xffl.aggregation.engine import exchange as looks
+from xffl.aggregation.engine import finite as looks
 from xffl.aggregation.engine.groups import MergeMode, RoundStatus, VotePhase, all_gather_status
 from xffl.cluster.network import Timeouts
 from xffl.distributed.distributed_state import DistributedState

@@ -86,7 +86,7 @@ class Aggregator:
         a module that they lie in (``{nn.BatchNorm2d: "local"}`` is FedBN), the first match wins.
     :param bucket_bytes: Size of the pieces that cross at a time, in bytes of values, before a codec.
     :param atomic: Collect the new weights beside the model, so that a failed round leaves the old ones. Without it, a
-        failed exchange tears the model: it cannot be used until a checkpoint is loaded.
+        failed exchange tears the model, which cannot be used until a checkpoint is loaded.
     :param nonfinite: ``reject`` the round where a cell holds NaN or infinity, or ``drop_cell``: leave that cell out.
     :param form: ``all_gather``: each sender sends its shard to every other cell, ``C - 1`` copies. ``two_hop``: of each
         bucket, every cell combines one part and sends the result round, ``2 (C - 1) / C`` copies and a second latency;
@@ -115,13 +115,10 @@ class Aggregator:
         :class:`~xffl.aggregation.privacy.Privacy`, or a mapping of its options with ``name: dp_fedavg``.
     :param secure: Let cells see only the sum of what they send, by pairwise masks: True, or a
         :class:`~xffl.aggregation.privacy.SecureSum`. Twice the bytes of fp32; at least three cells.
-    :param norms: Measure the norm of each cell's update, for the reports and for rounds that depend on it.
-    :param server_step: Who takes a step beyond the mean, of a server optimizer or a combiner that scales.
-        ``everywhere``: each rank, of all that it holds; a round is refused where ranks compute on different kinds of
-        processors or versions of torch. ``owner``: who combines a part in ``two_hop`` steps it, keeps the server's
-        state of it, and sends the new values, exact also with a codec; so all ranks have the same bits. ``auto``:
-        ``everywhere``, and ``owner`` where ranks compute unlike. Owners go with no secure sums, levels, elastic
-        federations, or ``all_gather``.
+    :param norms: Measure the norm of each cell's update, for reports and for rounds that depend on it.
+    :param server_step: Who takes a step beyond the mean. ``everywhere``: each rank; refused where ranks compute unlike
+        (kinds of processors, versions of torch). ``owner``: who combines a part in ``two_hop``, keeps the server's state
+        of it, and sends exact new values; not in elastic federations. ``auto``: ``owner`` where ranks compute unlike.
     :param extra: Tensors that are averaged beside the model's, such as control variates.
     :raises StateError: if torch.distributed is not initialized.
     :raises ConfigError: if an argument or a tensor is invalid, or the ranks' models differ; on all ranks alike.

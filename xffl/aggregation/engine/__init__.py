@@ -4,6 +4,7 @@
 - ``plan``: who owns which elements in each cell; groups of equal owners, cut into buckets; form and depth of each.
 - ``groups``: the process groups of a round, and the messages on them: values, and each rank's status in a vote.
 - ``buffers``: views of the model bucket by bucket, staging buffers, pools of buffers.
+- ``finite``: the look for values that are not finite.
 - ``exchange``: the walk over all buckets: check, swap, combine, broadcast, write; its docstring has the timeline.
 - ``transport``: how one bucket gets from cell to cell: exact, masked or encoded; in one hop or two.
 - ``global_model``: the last agreed model, and the server optimizer that goes on from it.
