@@ -117,8 +117,8 @@ class Aggregator:
         :class:`~xffl.aggregation.privacy.SecureSum`. Twice the bytes of fp32; at least three cells.
     :param norms: Measure the norm of each cell's update, for reports and for rounds that depend on it.
     :param server_step: Who takes a step beyond the mean. ``everywhere``: each rank; refused where ranks compute unlike
-        (kinds of processors, versions of torch). ``owner``: who combines a part in ``two_hop``, keeps the server's state
-        of it, and sends exact new values; not in elastic federations. ``auto``: ``owner`` where ranks compute unlike.
+        (kinds of processors, versions of torch). ``owner``: who combines a part in ``two_hop``; it keeps the server's
+        state of it, and sends exact new values. ``auto``: ``owner`` where ranks compute unlike, else ``everywhere``.
     :param extra: Tensors that are averaged beside the model's, such as control variates.
     :raises StateError: if torch.distributed is not initialized.
     :raises ConfigError: if an argument or a tensor is invalid, or the ranks' models differ; on all ranks alike.
