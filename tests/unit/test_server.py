@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from xffl.aggregation.algorithms.server import RULES, Adaptive, ServerOptimizer, server_of
+from xffl.aggregation.engine.global_model import VECTORS
 from xffl.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -486,3 +487,29 @@ def test_the_text_is_the_same_in_other_processes_and_tells_options_apart() -> No
     assert ran.stdout.splitlines() == found
     assert len(set(found)) == len(SPECS) + 4 and not any(" 0x" in text for text in found)
     assert "lr=0.2" in found[1] and "T_max=9" in found[-1]
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_fused_steps_of_whole_vectors_have_the_bits_of_plain_ones(options: dict[str, Any], dtype: torch.dtype) -> None:
+    """However they are cut, and with any number of threads: what a global model relies on."""
+    generator = torch.Generator().manual_seed(0)
+    numel, threads = 640 * VECTORS, torch.get_num_threads()
+    start, *gradients = (torch.randn(numel, dtype=dtype, generator=generator) for _ in range(4))
+
+    def stepped(fused: bool, length: int) -> torch.Tensor:
+        pieces = [piece.clone() for piece in torch.split(start, length)]
+        for number, piece in enumerate(pieces):
+            optimizer = torch.optim.SGD([piece], lr=0.7, fused=fused, **options)
+            for gradient in gradients:
+                piece.grad = torch.split(gradient, length)[number].clone()
+                optimizer.step()
+        return torch.cat(pieces)
+
+    plain = stepped(False, numel)
+    try:
+        for length, count in ((numel, 1), (numel, 3), (64 * VECTORS, 2), (VECTORS, 1)):
+            torch.set_num_threads(count)
+            assert torch.equal(stepped(True, length), plain), (length, count)
+    finally:
+        torch.set_num_threads(threads)
