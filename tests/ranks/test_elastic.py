@@ -31,6 +31,7 @@ from tests.ports import free_port
 from tests.worlds import be_launched, run_world
 from xffl.aggregation.algorithms.clients import Scaffold, local
 from xffl.aggregation.algorithms.server import ServerOptimizer
+from xffl.cluster.lighthouse_page import read_lighthouse
 from xffl.distributed import ElasticParameters
 from xffl.distributed.faults import PHASES, Fault
 from xffl.elastic.federation import ElasticFederation
@@ -679,6 +680,10 @@ def test_a_lighthouse_that_a_file_names_may_be_another_one_at_any_time(tmp_path:
     # Both lighthouses are there. The first cell trains, and its heartbeats go to the other one; the second waits there.
     servers.append(start_lighthouse(0))
     name_lighthouse(file, servers[1])
+    url, deadline = file.read_text().strip(), time.monotonic() + 60
+    while not any(one.cell == 0 for one in read_lighthouse(url).cells):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     assert ask(second, 3) is None
     assert ask(first, 20, version=Version(1, 1, "of the other one")) == [(0, False), (1, False)]
     assert ask(second, 20) == [(0, False), (1, False)]
