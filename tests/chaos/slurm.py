@@ -149,7 +149,7 @@ def run(folder: Path, late_s: float, rounds: int, times: float) -> dict[str, dic
                 else:
                     cluster.call("scontrol", what, own[cell])
                 print(f"{time.monotonic() - begun:.0f} s: {what} cell {cell} of {task}", flush=True)
-        deadline = begun + 6 * late_s + 300
+        deadline = begun + (times + 3) * late_s + 300
         numbers = {number for own in jobs.values() for number in own}
         while any(state in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING") for state in cluster.states().values()):
             if time.monotonic() > deadline:
