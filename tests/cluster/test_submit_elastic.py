@@ -17,7 +17,7 @@ from tests.cluster.exec_jobs import XFFL
 
 pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="needs the extra elastic")
 
-DEADLINE_S = 90.0
+DEADLINE_S = 180.0
 
 # Steps are slow until the test has seen what it wants to; each round is written down.
 TRAINER = """
