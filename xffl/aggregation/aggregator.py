@@ -124,6 +124,13 @@ class Aggregator:
     :raises ConfigError: if an argument or a tensor is invalid, or the ranks' models differ; on all ranks alike.
     """
 
+    rounds = 0
+    """Number of rounds that have taken place."""
+    under_way: PendingRound | None = None
+    """The round that :meth:`aggregate_async` has started and nobody has merged yet."""
+    is_closed = False
+    """Whether :meth:`close` has given process groups back."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -149,12 +156,6 @@ class Aggregator:
         if not dist.is_initialized():
             raise StateError("torch.distributed is not initialized; open xffl.session(), or call init_process_group")
         self.model, self.fragments, self.overlaps = model, fragments, overlap
-        self.rounds = 0
-        """Number of rounds that have taken place."""
-        self.under_way: PendingRound | None = None
-        """The round that :meth:`aggregate_async` has started and nobody has merged yet."""
-        self.is_closed = False
-        """Whether :meth:`close` has given process groups back."""
         self._inconsistent_count = count_inconsistent(model)
 
         def read() -> tuple[Options, Manifest]:
@@ -178,10 +179,9 @@ class Aggregator:
             return options, Manifest(self._read_masters(), policies, codec, extra)
 
         scope, options, self._manifest, axes, replica_tensors = _compare_models(model, state, read)
-        self._arithmetic = arithmetic_of(scope.device)
+        self._device, self._arithmetic = scope.device, arithmetic_of(scope.device)
         self._options = choose_server_step(options, self._arithmetic, scope)
         self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._device = scope.device
         self._exchange = _make_exchange(scope, self._options, self._manifest, axes, replica_tensors)
         self._round_groups = self._exchange.round_groups
         self._coordinator = RoundCoordinator(self._exchange, scope, self._options)

@@ -222,9 +222,8 @@ def setup_distributed_process_group(
     request: _Request | None = None
     try:
         if error is None:
-            request = _request(
-                place, backend, device, federated, hsdp, streams, levels, device_parameters, link_backend
-            )
+            asked = (backend, device, federated, hsdp, streams, levels, device_parameters, link_backend)
+            request = _request(place, *asked)
     except XfflError as wrong:
         error = wrong
     check_consistent_on_store(meeting, place.rank, place.world_size, str(request), error, join_timeout_s)
@@ -232,14 +231,19 @@ def setup_distributed_process_group(
     _join(meeting, place, request)
     try:
         state = _describe(place, request)
-        runtimes = gather_runtimes(state)
-        if place.rank == 0:
-            tell_runtimes([(holders_text(ranks, state.topology.sizes), one) for one, ranks in runtimes.items()])
+        _compare_runtimes(state)
         return state
     except BaseException as error:
         note_failure(error)  # before the others lose this rank, so that it counts as the first to fail
         dist.destroy_process_group()
         raise
+
+
+def _compare_runtimes(state: DistributedState) -> None:
+    """Let rank 0 write what the cells run, where something differs; collective over the world."""
+    runtimes = gather_runtimes(state)
+    if state.rank == 0:
+        tell_runtimes([(holders_text(ranks, state.topology.sizes), one) for one, ranks in runtimes.items()])
 
 
 def waits_when_destroyed(state: DistributedState) -> bool:

@@ -422,14 +422,11 @@ def plan_transfers(
             limit = min(limit, -(-group.numel // (IN_FLIGHT * turns)))  # all have some to send
         buckets = tuple(group.buckets(max(1, limit)))
         codec = codecs.get(group.codec) if topology.cells > 1 else None  # nothing crosses in one cell
-        # What is taken from one cell needs no combining.
-        taken = "all_gather"
         is_in_place = is_on_cpu and not is_on_gpu
         deferred_mean = is_in_place and codec is None and _defers_mean(group, topology, round_groups, options)
         is_owned = options.server_step == "owner" and group.is_stepped
-        if is_owned:
-            taken = "two_hop"
-        elif group.rule == "average" and not deferred_mean:
+        taken = "two_hop" if is_owned else "all_gather"  # what is taken from one cell needs no combining
+        if group.rule == "average" and not deferred_mean and not is_owned:
             taken = form_of(group.numel * dtype.itemsize, topology.cells, form, is_exact=codec is None)
         # Small tensors are packed, and each bucket of them under way takes a buffer more.
         is_packed = sum(len(bucket.pieces) > 1 for bucket in buckets) > IN_FLIGHT
