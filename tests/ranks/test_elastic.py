@@ -19,6 +19,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from torch.optim.lr_scheduler import StepLR
 import xffl
 from tests.ports import free_port
 from tests.worlds import be_launched, run_world
+from xffl.aggregation import aggregator
 from xffl.aggregation.algorithms.clients import Scaffold, local
 from xffl.aggregation.algorithms.server import ServerOptimizer
 from xffl.cluster.lighthouse_page import read_lighthouse
@@ -66,6 +68,7 @@ class Plan:
     keywords: dict[str, Any] = field(default_factory=dict)  # of FederatedScaling
     biases: dict[int, float] = field(default_factory=dict)  # what a cell gives to the last round
     tokens: dict[int, str] = field(default_factory=dict)  # of cells that know another one than the run's
+    is_unlike: bool = False  # each rank computes a little different from all others
 
 
 @dataclass
@@ -139,7 +142,11 @@ def member(rank: int, world: int, plan: Plan) -> Told:
     os.environ["XFFL_TOKEN"] = plan.tokens.get(cell, "the run's")
     told, used = Told(cell), 0
     elastic = ElasticParameters(lighthouse=plan.url, **plan.parameters)
-    with xffl.session(cell=cell, cells=len(plan.sizes), elastic=elastic, timeout_s=60) as state:
+    unlike = mock.patch.object(aggregator, "arithmetic_of", return_value=float(os.getpid()))
+    with (
+        xffl.session(cell=cell, cells=len(plan.sizes), elastic=elastic, timeout_s=60) as state,
+        unlike if plan.is_unlike else contextlib.nullcontext(),
+    ):
         (Path(plan.folder) / str(rank)).write_text(str(os.getpid()))
         while not plan.late and len(os.listdir(plan.folder)) < world:
             time.sleep(0.01)
@@ -282,10 +289,22 @@ def test_a_cell_that_is_silent_is_given_up(lighthouse: str) -> None:
         assert one.seconds[4] < 20.0  # messages may take ten seconds
 
 
+class Unlike(torch.optim.Adam):
+    """A server optimizer whose steps, and what it keeps, are a little different in every process."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for tensor in self.param_groups[0]["params"]:
+            if tensor.grad is not None:
+                for kept in (tensor.data, self.state[tensor]["exp_avg"], self.state[tensor]["exp_avg_sq"]):
+                    kept.add_(1e-9 * os.getpid())
+
+
 SERVERS = {
     "fedadam": "fedadam:lr=0.02",
     "fedyogi": "fedyogi:lr=0.02",
     "momentum": "fedavgm:lr=0.1",
+    "unlike": ServerOptimizer(Unlike, {"lr": 0.02}),
     "schedule": ServerOptimizer(torch.optim.AdamW, {"lr": 0.02}, partial(StepLR, step_size=2, gamma=0.9)),
 }
 
@@ -293,15 +312,16 @@ SERVERS = {
 OPTIONS: dict[str, dict[str, Any]] = {
     **{name: {"server": SERVERS[name]} for name in ("fedadam", "fedyogi", "momentum")},
     "fragments": {"server": SERVERS["schedule"], "fragments": 3},  # which needs norms, too
+    "owners": {"server": SERVERS["unlike"]},  # by choice, since ranks compute unlike
+    "owners of fragments": {"server": SERVERS["unlike"], "fragments": 2, "server_step": "owner"},
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_a_late_cell_of_another_size_takes_over_the_model_and_the_server(
-    lighthouse: str, options: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_late_cell_of_another_size_takes_over_the_model_and_the_server(lighthouse: str, name: str) -> None:
     # The lowest cell is the late one: neither its integer buffers nor anything else of it may count.
-    told = run(lighthouse, (3, 2, 1), late=(0,), rounds=60, step_s=0.02, options=options)
+    options, is_unlike = OPTIONS[name], name == "owners"
+    told = run(lighthouse, (3, 2, 1), late=(0,), rounds=60, step_s=0.02, options=options, is_unlike=is_unlike)
     check_alike(told, is_whole="fragments" not in options)
     assert all(one.starts_equal for one in told)
     late = [one for one in told if one.cell == 0]
@@ -314,7 +334,7 @@ def test_a_late_cell_of_another_size_takes_over_the_model_and_the_server(
     assert before.weights[first - 1][0] == 0.0
     assert late[0].weights[first][0] > 0
     assert len(set(before.agreed.values())) == len(before.agreed)
-    if "fragments" in options:
+    if "fragments" in options and "server_step" not in options:
         norms = before.norms[first]
         assert norms is not None and min(norms) > 0
 
@@ -460,6 +480,18 @@ def test_corrections_of_cells_add_up_to_zero_also_where_a_round_was_in_doubt(lig
     # In the round of which cell 2 has heard late all three have counted.
     assert by_cell[0].weights[3] == (1.0, 1.0, 1.0)
     assert not torch.allclose(by_cell[0].corrections[3], -by_cell[2].corrections[3])
+
+
+@pytest.mark.parametrize("phase", ["exchange", "close", "half", "told"])
+def test_where_owners_step_no_part_of_the_server_is_lost_with_a_cell(lighthouse: str, phase: str) -> None:
+    told = run(lighthouse, mortal=(2, 3), fault=f"1:0:{phase}:3", options=OPTIONS["owners"], is_unlike=True)
+    survivors = [one for one in told if one.cell != 1]
+    assert len(survivors) == 3
+    check_alike(told)
+    for one in survivors:
+        assert one.cells[ROUNDS] == (0, 2)
+        assert sum(weights[one.cell] for weights in one.weights.values()) == one.steps * SIZES[one.cell]
+        assert len(set(one.agreed.values())) == len(one.agreed)
 
 
 @pytest.mark.parametrize("phase", ["exchange", "half", "told"])

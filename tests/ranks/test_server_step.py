@@ -24,7 +24,6 @@ from tests.ranks.test_round import make_state
 from tests.worlds import run_world
 from xffl.aggregation import aggregator as aggregator_module
 from xffl.aggregation.algorithms.server import Adaptive
-from xffl.aggregation.elastic import ElasticAggregator
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.hierarchical import Level, Levels
 from xffl.checkpoint import load_checkpoint, save_checkpoint
@@ -235,8 +234,6 @@ def refused(rank: int, world_size: int) -> None:
         xffl.Aggregator(build(state), state, server_step="nobody")
     with pytest.raises(xffl.ConfigError, match="^levels take no server_step; [^\n]*$"):
         Levels(build(state), state, [Level()], server_step="owner")
-    with pytest.raises(xffl.ConfigError, match="^server_step='owner' is not supported in an elastic [^\n]*$"):
-        ElasticAggregator(build(state), state, server_step="owner")
     for options in ({"server_step": "everywhere"}, {"form": "all_gather"}, {"secure": True}):
         model = build(state)
         with mock.patch.object(aggregator_module, "arithmetic_of", return_value=float(rank)):

@@ -117,8 +117,8 @@ class Aggregator:
         :class:`~xffl.aggregation.privacy.SecureSum`. Twice the bytes of fp32; at least three cells.
     :param norms: Measure the norm of each cell's update, for reports and for rounds that depend on it.
     :param server_step: Who takes a step beyond the mean. ``everywhere``: each rank; refused where ranks compute unlike
-        (kinds of processors, versions of torch). ``owner``: who combines a part in ``two_hop``; it keeps the server's
-        state of it, and sends exact new values. ``auto``: ``owner`` where ranks compute unlike, else ``everywhere``.
+        (kinds of processors, versions of torch). ``owner``: who combines a part in ``two_hop``, and sends exact new
+        values. ``auto``: ``owner`` where ranks compute unlike, else ``everywhere``.
     :param extra: Tensors that are averaged beside the model's, such as control variates.
     :raises StateError: if torch.distributed is not initialized.
     :raises ConfigError: if an argument or a tensor is invalid, or the ranks' models differ; on all ranks alike.
@@ -668,7 +668,7 @@ def _make_exchange(
     holders = () if replica_tensors is None else replica_tensors.holders
     round_groups = select_groups(scope, multi_rail=options.rails, is_own=options.overlap, holders=holders)
     groups = plan_groups(items, topology, rank)
-    is_on_cpu = scope.device.type == "cpu"
+    is_on_cpu, is_lone = scope.device.type == "cpu", scope.cross_world is not None  # worlds may differ in the device
     transfers = plan_transfers(
         groups,
         topology,
@@ -677,8 +677,7 @@ def _make_exchange(
         options,
         manifest.codecs,
         is_on_cpu=is_on_cpu,
-        # Cells that are worlds of their own may differ in it.
-        is_on_gpu=scope.cross_world is None and compute_device(scope.state).type == "cuda",
+        is_on_gpu=not is_lone and compute_device(scope.state).type == "cuda",
     )
     link = Link(transfers, scope, round_groups, options.combiner, masker)
     # The moving tensors of all shards in the plan's order, and None for one that this rank has not.
@@ -690,11 +689,11 @@ def _make_exchange(
     # On all ranks or on none, also on one that encodes nothing itself.
     has_codecs = any(manifest.codecs.values()) and topology.cells > 1
     residuals = ResidualStore(transfers, link.feedback, plan) if has_codecs else None
-    global_model = GlobalModel(transfers, layout, options, link.device) if options.needs_agreed else None
-    exchange = Exchange(layout, transfers, link, options=options, global_model=global_model, residuals=residuals)
-    if global_model is not None:
+    model = GlobalModel(transfers, layout, options, link.device, keeps_all=is_lone) if options.needs_agreed else None
+    exchange = Exchange(layout, transfers, link, options=options, global_model=model, residuals=residuals)
+    if model is not None:
         if not scope.goes_on:
-            global_model.reset_from_model()
-        if scope.cross_world is None:  # else cells join in mid-training, and are told what was agreed
+            model.reset_from_model()
+        if not is_lone:  # else cells join in mid-training, and are told what was agreed
             check_start(moving, exchange.own_values(), scope)
     return exchange

@@ -84,11 +84,6 @@ class ElasticAggregator:
             )
         if options.get("atomic", True) is not True:
             raise ConfigError("rounds of an elastic federation are repeated where cells are lost; leave atomic=True")
-        if options.get("server_step") == "owner":
-            raise ConfigError(
-                "server_step='owner' is not supported in an elastic federation: a cell that is lost would take its "
-                "part of the server's state with it; leave it out"
-            )
         self.fragments: int = options.get("fragments", 1)
         self.overlaps, self.is_closed = bool(options.get("overlap")), False
         # A cell that comes late takes all parts over, as they were agreed on last.

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -193,6 +193,8 @@ class RoundRun:
             if transfer.group.is_mean_in_cell and transfer.cell_group is not None
         ]
         self._exchange.cell_rows.reserve(bool(rows), max(rows, default=0))
+        if self._exchange.global_model is not None:
+            self._exchange.global_model.reserve_step(self.fragment)
         return buffers
 
     def _inspect(self) -> FiniteReport:
@@ -346,7 +348,8 @@ class RoundRun:
         self._run_pipeline(context, partial(self._reduce, transport))
         with self.profile.capture_failure("step"):
             exchange.global_model.prepare_step(self.fragment, exchange.staging.stages, context.scale)
-        self._run_pipeline(context, partial(self._hand_out, transport))
+        for table in exchange.global_model.handed_out(self.fragment, exchange.staging.stages):
+            self._run_pipeline(context, partial(self._hand_out, transport, table))
         return context
 
     def _reduce(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
@@ -357,17 +360,26 @@ class RoundRun:
             values, out, _ = self._read(transfer, bucket)
             yield from transport.reduce(transfer, bucket, values, out)
 
-    def _hand_out(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
-        """Bring the parts that their owners have stepped to all cells, and round inside this one."""
+    def _hand_out(
+        self,
+        transport: CrossCellTransport,
+        table: Mapping[int, torch.Tensor],
+        transfer: GroupTransfer,
+        bucket: Bucket,
+    ) -> Iterator[int]:
+        """Bring the parts of a table that their owners have stepped to all cells, and round inside this one."""
         if not transfer.is_owned:
             return
-        out = self._exchange.staging.stage(transfer, bucket)
+        kept = table[transfer.number][bucket.start : bucket.stop]
+        out = kept.to(self._exchange.device)  # as it is, unless the server works on a device of its own
         if transfer.is_sent_here(bucket):
             yield from transport.hand_out(transfer, bucket, out)
         elif transfer.cell_group is not None:  # in step with the rank that does
             yield self._link.pause(transfer)
         if transfer.cell_group is not None:
             yield from share_in_cell(self._exchange, self.profile, transfer, bucket, out)
+        if out is not kept:
+            kept.copy_(out)
 
     def _gather(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
         """Take one bucket to the other cells, and keep what comes back until all have been compared."""

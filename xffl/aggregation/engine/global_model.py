@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from xffl.aggregation.algorithms.server import asked_of
+from xffl.aggregation.algorithms.server import ServerOptimizer, asked_of
 from xffl.aggregation.engine.buffers import Layout
 from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.engine.plan import Bucket, GroupTransfer
@@ -47,9 +47,10 @@ class GlobalModel:
     rank; a group has the same elements in the same order on all ranks that hold it, so they all take the same step.
     Each part has its own optimizer and schedule.
 
-    With ``is_owned`` the tensors have only what this rank combines: each element and its state is kept by one rank.
-    Norms and privacy measure the cell's values against all of it, so a copy in the model's type is kept for them where
-    values are sent.
+    With ``has_owners`` this rank steps only what it combines. With ``is_owned`` it keeps no more than that, either:
+    each element and its state is kept by one rank. Norms and privacy measure the cell's values against all of it, so a
+    copy in the model's type is kept for them where values are sent. Where cells may be lost all keep everything, and
+    owners hand out what the optimizer keeps, too.
     """
 
     def __init__(
@@ -58,14 +59,19 @@ class GlobalModel:
         layout: Layout,
         options: Options,
         device: torch.device,
+        *,
+        keeps_all: bool = False,
     ) -> None:
         server, keeps_agreed = options.server, options.has_norms or options.privacy is not None
         self._transfers = [transfer for transfer in transfers if transfer.group.is_stepped]
         self.layout = layout
         self.device = device
-        self.is_owned = options.server_step == "owner"
+        self.has_owners = options.server_step == "owner"
+        self.is_owned = self.has_owners and not keeps_all
         self._kept_on = device if server is None or server.device is None else torch.device(server.device)
-        self._parts = {transfer.number: self._parts_of(transfer) for transfer in self._transfers}
+        self._stepped = {transfer.number: self._stepped_of(transfer) for transfer in self._transfers}
+        whole = {transfer.number: _whole(transfer) for transfer in self._transfers}
+        self._parts = self._stepped if self.is_owned else whole
         self._values = {
             transfer.number: torch.empty(
                 sum(part.stop - part.start for _, part in self._parts[transfer.number]),
@@ -80,6 +86,9 @@ class GlobalModel:
             if self.is_owned and keeps_agreed and any(map(transfer.is_sent_here, transfer.buckets))
         }
         self._own_step: _OwnStep | None = None
+        self._kept = _kept_by(server, self._kept_on) if self.has_owners else ()
+        self._spare: dict[tuple[int, str], torch.Tensor] = {}
+        """Where owners prepare a step, by transfer and what the optimizer keeps there; the values have no name."""
         self._is_known = True
         self.has_optimizer = server is not None  # also on a rank that holds no element
         self._optimizers: dict[int, Optimizer] = {}
@@ -175,27 +184,53 @@ class GlobalModel:
         self._step_schedule(fragment)
 
     @torch.inference_mode(False)
+    def reserve_step(self, fragment: int) -> None:
+        """Make the memory in which this rank prepares a step of what it owns, if it has none; local."""
+        for transfer in self._of(fragment) if self.has_owners else ():
+            for name in ("", *self._kept):
+                if (transfer.number, name) not in self._spare:
+                    self._spare[transfer.number, name] = torch.empty_like(self._values[transfer.number])
+
+    @torch.inference_mode(False)
     @torch.no_grad()
     def prepare_step(self, fragment: int, means: Mapping[int, torch.Tensor], scale: float) -> None:
         """Take the step of what this rank owns, in the means; it counts once :meth:`commit_step` is called; local."""
         self._own_step = None  # of a round that was not taken
-        fresh = {one.number: torch.empty_like(self._values[one.number]) for one in self._of(fragment)}
-        new = _OwnStep(fragment, fresh, {}, {})
-        for transfer, bucket, values in self._advance(means, scale, new):
+        values, *kept = (self._spares(fragment, name) for name in ("", *self._kept))
+        states = {number: {name: one[number] for name, one in zip(self._kept, kept, strict=True)} for number in values}
+        new = _OwnStep(fragment, values, states, {})
+        for transfer, bucket, stepped in self._advance(means, scale, new):
             part = transfer.parts(bucket)[transfer.cell]
-            means[transfer.number][bucket.start + part.start : bucket.start + part.stop].copy_(values)
+            means[transfer.number][bucket.start + part.start : bucket.start + part.stop].copy_(stepped)
         self._own_step = new
 
+    def handed_out(self, fragment: int, means: Mapping[int, torch.Tensor]) -> list[Mapping[int, torch.Tensor]]:
+        """Return where the others' parts of a step go: the means, or all that :meth:`prepare_step` makes; local."""
+        return [means] if self.is_owned else [self._spares(fragment, name) for name in ("", *self._kept)]
+
     @torch.no_grad()
-    def commit_step(self, fragment: int, agreed: Mapping[int, torch.Tensor]) -> None:
-        """Go on from what :meth:`prepare_step` has made; ``agreed`` are the new values of all owners; local."""
+    def commit_step(self, fragment: int, means: Mapping[int, torch.Tensor]) -> None:
+        """Go on from what :meth:`prepare_step` has made; the means have the new values of all owners then; local."""
         step, self._own_step = self._own_step, None
         assert step is not None and step.fragment == fragment, "a round that could not step is not agreed"
+        before = self._held(fragment)
         self._put(step)
         self._step_schedule(fragment)
         for transfer in self._of(fragment):
-            if transfer.number in self._agreed:
-                self._agreed[transfer.number].copy_(agreed[transfer.number])
+            number = transfer.number
+            if not self.is_owned:
+                means[number].copy_(step.values[number])
+            elif number in self._agreed:
+                self._agreed[number].copy_(means[number])
+            for name in ("", *self._kept):
+                free = before.values[number] if not name else before.states.get(number, {}).get(name)
+                if free is None or len(self._optimizers) > 1:  # of parts in turn, only one is prepared at a time
+                    del self._spare[number, name]
+                else:
+                    self._spare[number, name] = free
+
+    def _spares(self, fragment: int, name: str) -> dict[int, torch.Tensor]:
+        return {transfer.number: self._spare[transfer.number, name] for transfer in self._of(fragment)}
 
     def _held(self, fragment: int) -> _OwnStep:
         """Return what is kept of a fragment."""
@@ -232,10 +267,11 @@ class GlobalModel:
         try:
             for transfer in self._of(new.fragment):
                 number, at = transfer.number, 0
-                parts: list[tuple[Bucket | None, slice]] = [*self._parts[number]]
+                parts: list[tuple[Bucket | None, slice]] = [*self._stepped[number]]
                 for bucket, part in parts or [(None, slice(0, 0))]:
-                    piece = slice(at, at := at + part.stop - part.start)
                     first = 0 if bucket is None else bucket.start
+                    at = at if self.is_owned else first + part.start
+                    piece = slice(at, at := at + part.stop - part.start)
                     mean = means[number][first + part.start : first + part.stop]
                     values = _moved(old.values[number], new.values[number], piece)
                     if optimizer is None and scale == 1.0:
@@ -300,9 +336,9 @@ class GlobalModel:
         torch.sub(kept.to(mean.dtype).to(kept.dtype), new.to(kept.dtype), out=out)
         return out.mul_(scale) if scale != 1.0 else out
 
-    def _parts_of(self, transfer: GroupTransfer) -> list[tuple[Bucket, slice]]:
-        """Return what is kept here of a group: its buckets, and of each the elements, counted in it."""
-        if not self.is_owned:
+    def _stepped_of(self, transfer: GroupTransfer) -> list[tuple[Bucket, slice]]:
+        """Return what is stepped here of a group: its buckets, and of each the elements, counted in it."""
+        if not self.has_owners:
             return _whole(transfer)
         sent = filter(transfer.is_sent_here, transfer.buckets)
         own = [(bucket, transfer.parts(bucket)[transfer.cell]) for bucket in sent]
@@ -534,6 +570,17 @@ def _is_of_elements(value: object, numel: int) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == (numel,)
 
 
+def _kept_by(server: ServerOptimizer | None, device: torch.device) -> tuple[str, ...]:
+    """Return the names of what a server's optimizer keeps for each element, found by a step of its own."""
+    if server is None:
+        return ()
+    values, gradient = torch.zeros(2, VECTORS, device=device)
+    values.grad = gradient
+    optimizer = server.make([values])
+    optimizer.step()
+    return tuple(sorted(name for name, kept in optimizer.state[values].items() if _is_of_elements(kept, VECTORS)))
+
+
 def _whole(transfer: GroupTransfer) -> list[tuple[Bucket, slice]]:
     """Return all buckets of a group, and of each all elements."""
     return [(bucket, slice(0, bucket.stop - bucket.start)) for bucket in transfer.buckets]
@@ -550,7 +597,8 @@ CHUNK = 2**20
 def choose_server_step(options: Options, arithmetic: float, scope: RoundScope) -> Options:
     """Decide who takes the server's step; collective over the scope where ranks are compared for it."""
     chosen = "owner" if options.server_step == "owner" and options.has_step else "everywhere"
-    is_plain = scope.groups is None and options.owner_conflict is None  # no level, and no world of several
+    is_level = scope.groups is not None and scope.cross_world is None  # or a world of several
+    is_plain = not is_level and options.owner_conflict is None
     if options.server_step == "auto" and options.has_step and is_plain:
         extremes = torch.tensor([arithmetic, -arithmetic], dtype=torch.float64, device=control_device(scope.world))
         all_reduce(extremes, dist.ReduceOp.MAX, scope.world)
