@@ -1,10 +1,10 @@
 """Average over two cells that run two versions of PyTorch, and compare the models of all ranks after each round.
 
-    python -m tests.chaos.torches --python /path/to/python [--ranks 2] [--rounds 10] [--kinds NAMES]
+    python -m tests.chaos.torches --python /path/to/python [--elastic] [--ranks 2] [--rounds 10] [--kinds NAMES]
 
 Cell 0 runs in this environment, cell 1 in that of the Python that is named, which needs torch, numpy, PyYAML,
-jsonargparse and rich. Each has ``--ranks`` ranks, which hold FSDP shards, and trains for some steps between rounds. In
-turn:
+jsonargparse and rich. Each has ``--ranks`` ranks, which hold FSDP shards, and trains for some steps between rounds.
+With ``--elastic`` each cell is a world of its own, and both need torchft. In turn:
 
 fedavg         the mean
 diloco         Nesterov momentum
@@ -34,6 +34,7 @@ from torch import nn
 
 import xffl
 from tests.ports import free_port
+from xffl.elastic.lighthouse import coordination
 
 KINDS: dict[str, dict[str, Any]] = {
     "fedavg": {},
@@ -45,11 +46,14 @@ KINDS: dict[str, dict[str, Any]] = {
 EVERY = 4
 
 
-def train(kind: str, rounds: int, ranks: int, out: str) -> None:
+def train(kind: str, rounds: int, ranks: int, out: str, cell: int, lighthouse: str | None) -> None:
     """Be a rank."""
     torch.manual_seed(0)
     found: list[str] = []
-    with xffl.session(federated=(ranks, ranks)) as state:
+    place: dict[str, Any] = {"federated": (ranks, ranks)}
+    if lighthouse is not None:
+        place = {"cell": cell, "cells": 2, "elastic": lighthouse}
+    with xffl.session(**place) as state:
         model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.LayerNorm(128), nn.Linear(128, 10))
         model = xffl.shard(model, state)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -59,35 +63,44 @@ def train(kind: str, rounds: int, ranks: int, out: str) -> None:
             whole = {name: one.full_tensor().detach() for name, one in model.named_parameters()}
             bits = hashlib.sha256(b"".join(one.numpy().tobytes() for one in whole.values()))
             found.append(bits.hexdigest())
-            if report.round == rounds and state.rank == 0:
+            if report.round == rounds and cell == state.rank == 0:
                 torch.save(whole, f"{out}.model")
 
-        generator = torch.Generator().manual_seed(state.rank)
-        with xffl.FederatedScaling(model, optimizer, state, every=EVERY, on_round=note, **asked):
-            while len(found) < rounds:
+        generator = torch.Generator().manual_seed(cell * ranks + state.rank % ranks)
+        with xffl.FederatedScaling(model, optimizer, state, every=EVERY, on_round=note, **asked) as scaling:
+            while scaling.aggregator.rounds < rounds:
                 inputs = torch.randn(16, 64, generator=generator)
                 loss = (model(inputs) - inputs[:, :10].sin()).square().mean()
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
     told = {"digests": found, "torch": torch.__version__}
-    Path(f"{out}.{os.environ['RANK']}").write_text(json.dumps(told))
+    Path(f"{out}.{cell * ranks + state.rank % ranks}").write_text(json.dumps(told))
 
 
-def run(kind: str, pythons: list[str], rounds: int, ranks: int, folder: Path) -> tuple[list[dict[str, Any]], Any]:
+def run(kind: str, pythons: list[str], args: argparse.Namespace, folder: Path) -> tuple[list[dict[str, Any]], Any]:
     """Start the ranks of both cells; return what they tell, and the last model."""
     out = tempfile.mkdtemp(dir=folder) + "/told"
-    port = free_port()
+    ranks, ports = args.ranks, [free_port(), free_port()]
+    words = ["-m", "tests.chaos.torches", "--rank", kind, "--out", out, "--rounds", str(args.rounds)]
+    words += ["--ranks", str(ranks)]
+    if args.elastic:
+        server = coordination().LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=20000)
+        words += ["--lighthouse", f"http://127.0.0.1:{server.address().rpartition(':')[2]}"]
     processes = []
     for rank in range(2 * ranks):
-        environ = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(2 * ranks)}
-        environ |= {"LOCAL_WORLD_SIZE": str(2 * ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        environ |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+        cell, size = rank // ranks, 2 * ranks
+        port, here = ports[0], rank
+        if args.elastic:
+            port, here, size = ports[cell], rank % ranks, ranks
+        environ = os.environ | {"RANK": str(here), "LOCAL_RANK": str(here), "WORLD_SIZE": str(size)}
+        environ |= {"LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        environ |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1", "XFFL_TOKEN": "of this test"}
         environ["PYTHONPATH"] = str(Path(__file__).parents[2])
-        words = ["-m", "tests.chaos.torches", "--rank", kind, "--out", out]
-        words += ["--rounds", str(rounds), "--ranks", str(ranks)]
-        processes.append(subprocess.Popen([pythons[rank // ranks], *words], env=environ))
+        processes.append(subprocess.Popen([pythons[cell], *words, "--cell", str(cell)], env=environ))
     codes = [process.wait(300) for process in processes]
+    if args.elastic:
+        server.shutdown()
     if any(codes):
         raise SystemExit(f"{kind}: ranks ended with exit codes {codes}")
     told = [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(2 * ranks)]
@@ -97,20 +110,23 @@ def run(kind: str, pythons: list[str], rounds: int, ranks: int, folder: Path) ->
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default=sys.executable)
+    parser.add_argument("--elastic", action="store_true")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--rank", choices=list(KINDS), help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
+    parser.add_argument("--cell", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--lighthouse", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
-        train(args.rank, args.rounds, args.ranks, args.out)
+        train(args.rank, args.rounds, args.ranks, args.out, args.cell, args.lighthouse)
         return 0
     is_missed = False
     folder = Path(tempfile.mkdtemp(prefix="torches-"))
     for kind in args.kinds:
-        told, model = run(kind, [sys.executable, args.python], args.rounds, args.ranks, folder)
-        _, alike = run(kind, [sys.executable, sys.executable], args.rounds, args.ranks, folder)
+        told, model = run(kind, [sys.executable, args.python], args, folder)
+        _, alike = run(kind, [sys.executable, sys.executable], args, folder)
         unequal = sum(len({*digests}) > 1 for digests in zip(*(one["digests"] for one in told), strict=True))
         distance = max(float((one - alike[name]).norm() / alike[name].norm()) for name, one in model.items())
         is_missed |= unequal > 0 or distance > 1e-3

@@ -482,7 +482,7 @@ def test_corrections_of_cells_add_up_to_zero_also_where_a_round_was_in_doubt(lig
     assert not torch.allclose(by_cell[0].corrections[3], -by_cell[2].corrections[3])
 
 
-@pytest.mark.parametrize("phase", ["exchange", "close", "half", "told"])
+@pytest.mark.parametrize("phase", ["exchange", "half", "told"])
 def test_where_owners_step_no_part_of_the_server_is_lost_with_a_cell(lighthouse: str, phase: str) -> None:
     told = run(lighthouse, mortal=(2, 3), fault=f"1:0:{phase}:3", options=OPTIONS["owners"], is_unlike=True)
     survivors = [one for one in told if one.cell != 1]
