@@ -63,13 +63,13 @@ def network(environ: Mapping[str, str], folder: Path) -> AbstractContextManager[
 
 
 @contextmanager
-def federation_on(hosts: Hosts, folder: Path, job: Job = JOB) -> Iterator[Jobs]:
+def federation_on(hosts: Hosts, folder: Path, job: Job = JOB, width: int = WIDTH) -> Iterator[Jobs]:
     """Start the cells and their lighthouse, and wait for the second round of all of them."""
     federation = Jobs(
         job,
         folder,
         address=f"{ADDRESSES['head']}:29510",
-        options=("--width", str(WIDTH), "--form", "all_gather"),
+        options=("--width", str(width), "--form", "all_gather"),
         wrap=lambda place, command: hosts.command(PLACES[place], *command),
         environ=hosts.environ,
     )

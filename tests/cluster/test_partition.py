@@ -9,9 +9,14 @@ import pytest
 
 from tests.chaos.jobs import Jobs
 from tests.chaos.partition import federation_on, missed, network, run
+from tests.chaos.storm import Job
 from tests.cluster.hosts import Hosts
 
 pytestmark = [pytest.mark.alone, pytest.mark.skipif(find_spec("torchft") is None, reason="needs the extra elastic")]
+
+
+SHORT = Job(cells=3, ranks=1, every=40, step_s=0.05)
+"""Rounds of a third of the bytes: at a tenth of the rate they take 5 s."""
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +25,7 @@ def running(
 ) -> Iterator[tuple[Hosts, Jobs]]:
     """Give the hosts, and three cells that run on them; what one test has broken is whole again for the next."""
     folder = tmp_path_factory.mktemp("partition")
-    with network(base_environ, folder / "net") as hosts, federation_on(hosts, folder) as federation:
+    with network(base_environ, folder / "net") as hosts, federation_on(hosts, folder, SHORT, 400) as federation:
         yield hosts, federation
 
 
