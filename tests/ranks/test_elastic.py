@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -69,6 +70,7 @@ class Plan:
     biases: dict[int, float] = field(default_factory=dict)  # what a cell gives to the last round
     tokens: dict[int, str] = field(default_factory=dict)  # of cells that know another one than the run's
     is_unlike: bool = False  # each rank computes a little different from all others
+    hsdp: int | None = None
 
 
 @dataclass
@@ -144,7 +146,7 @@ def member(rank: int, world: int, plan: Plan) -> Told:
     elastic = ElasticParameters(lighthouse=plan.url, **plan.parameters)
     unlike = mock.patch.object(aggregator, "arithmetic_of", return_value=float(os.getpid()))
     with (
-        xffl.session(cell=cell, cells=len(plan.sizes), elastic=elastic, timeout_s=60) as state,
+        xffl.session(cell=cell, cells=len(plan.sizes), hsdp=plan.hsdp, elastic=elastic, timeout_s=60) as state,
         unlike if plan.is_unlike else contextlib.nullcontext(),
     ):
         (Path(plan.folder) / str(rank)).write_text(str(os.getpid()))
@@ -187,9 +189,10 @@ def member(rank: int, world: int, plan: Plan) -> Told:
         client = Scaffold() if plan.keywords.get("client") == "scaffold" else None
 
         def compare(*unused: Any) -> None:
-            agreed = scaling.aggregator.state_dict().get("agreed")
+            agreed = None if scaling.is_under_way else scaling.aggregator.state_dict().get("agreed")
             if told.starts_equal is None and agreed is not None:
-                mine = {name: local(one).flatten() for name, one in model.named_parameters()}
+                named = model.named_parameters()  # of replicas in DDP
+                mine = {name.removeprefix("module."): local(one).flatten() for name, one in named}
                 told.starts_equal = all(one.equal(agreed["model"][name]) for name, one in mine.items() if one.numel())
 
         optimizer.register_step_pre_hook(compare)
@@ -207,6 +210,9 @@ def member(rank: int, world: int, plan: Plan) -> Told:
                 optimizer.step()
                 optimizer.zero_grad()
                 time.sleep(plan.step_s)
+                if scaling.is_under_way:
+                    with pytest.raises(xffl.StateError):
+                        scaling.state_dict()
         told.spent = scaling.aggregator.state_dict().get("privacy")
     if plan.fault.endswith("stop") and rank == 0:
         os.kill(int((Path(plan.folder) / plan.fault[0]).read_text()), signal.SIGKILL)  # a rank of a cell of one
@@ -371,6 +377,40 @@ def test_a_late_cell_with_another_model_is_refused_alone(lighthouse: str) -> Non
         assert sum(weights[one.cell] for weights in one.weights.values()) == one.steps
 
 
+def test_a_stranger_may_tell_the_lighthouse_anything(lighthouse: str) -> None:
+    """And comes to the meeting as one that has not proven that it knows the token."""
+    second, torchft = timedelta(seconds=1), coordination()
+    heart = torchft.ManagerServer(
+        replica_id="x",
+        lighthouse_addr=lighthouse,
+        hostname="127.0.0.1",
+        bind="127.0.0.1:0",
+        store_addr="127.0.0.1:1",
+        world_size=1,
+        heartbeat_interval=second / 10,
+        connect_timeout=second,
+        quorum_retries=0,
+    )
+
+    def come() -> None:
+        asked = {"timeout": 30 * second, "address": "", "store_address": "", "step": 0, "world_size": 1}
+        torchft.LighthouseClient(lighthouse, second).quorum(replica_id="x", data={"proof": "\u00e9"}, **asked)
+
+    stranger = threading.Thread(target=come)
+    stranger.start()
+    place = Lighthouse(lighthouse, "0.abc", "127.0.0.1:1", b"secret")
+    record, meeting = CellRecord(0, 2, "0.abc", 0, 1, None, "127.0.0.1:1", Version(), None), None
+    try:
+        while meeting is None or not meeting.unproven:
+            meeting = place.meet(record, 10.0)
+            assert meeting is None or [one.cell for one in meeting.records] == [0]
+        assert meeting.unproven == ("x",)
+    finally:
+        stranger.join()
+        place.leave()
+        heart.shutdown()
+
+
 def test_a_cell_with_another_token_is_refused_alone(lighthouse: str) -> None:
     failures.clear()
     told = run(lighthouse, (1, 1, 1), mortal=(2,), tokens={2: "another"}, parameters={"meeting_timeout_s": 30.0})
@@ -492,6 +532,17 @@ def test_where_owners_step_no_part_of_the_server_is_lost_with_a_cell(lighthouse:
         assert one.cells[ROUNDS] == (0, 2)
         assert sum(weights[one.cell] for weights in one.weights.values()) == one.steps * SIZES[one.cell]
         assert len(set(one.agreed.values())) == len(one.agreed)
+
+
+def test_replicas_of_owners_do_not_wait_for_a_cell_that_was_lost(lighthouse: str) -> None:
+    """It is lost behind the first vote, of which not all ranks of the other cell have heard when it is."""
+    told = run(
+        lighthouse, (3, 3), mortal=(0, 1, 2), fault="0:1:opened:3", options=OPTIONS["owners"], is_unlike=True, hsdp=1
+    )
+    assert [one.cell for one in told] == [1, 1, 1]
+    check_alike(told)
+    for one in told:
+        assert one.cells[ROUNDS] == (1,)
 
 
 @pytest.mark.parametrize("phase", ["exchange", "half", "told"])

@@ -23,7 +23,8 @@ from tests.ranks.test_protected import Net, build, moved, same_bits
 from tests.ranks.test_round import make_state
 from tests.worlds import run_world
 from xffl.aggregation import aggregator as aggregator_module
-from xffl.aggregation.algorithms.server import Adaptive
+from xffl.aggregation import mean as mean_module
+from xffl.aggregation.algorithms.server import Adaptive, ServerOptimizer
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.hierarchical import Level, Levels
 from xffl.checkpoint import load_checkpoint, save_checkpoint
@@ -165,6 +166,28 @@ def unlike(rank: int, world_size: int, sizes: tuple[int, ...], hsdp: int | None)
 def test_ranks_that_compute_unlike_hold_the_same_bits(sizes: tuple[int, ...], hsdp: int | None) -> None:
     for found in run_world(sum(sizes), unlike, sizes, hsdp):
         assert found == [[True] * 3, [True] * 3, [False] * 3]
+
+
+def unlike_servers(rank: int, world_size: int) -> list[bool]:
+    """Ranks that are alike where they communicate, and not where the server works."""
+    state = make_state(rank, (1, 1), None)
+    model = build(state)
+
+    def kind(device: torch.device) -> str:
+        return "x" if device.index is None else f"x{rank}"
+
+    with mock.patch.object(mean_module, "processor_of", kind):
+        aggregator = xffl.Aggregator(model, state, server=ServerOptimizer(Wobbly, device="cpu:0"))
+    found = []
+    for number in range(2):
+        moved(model, state, number)
+        weighted(state, aggregator)
+        found.append(same_bits(model, world_size))
+    return found
+
+
+def test_what_the_server_computes_with_counts_too() -> None:
+    assert run_world(2, unlike_servers) == [[True, True]] * 2
 
 
 UNLIKE_VECTORS = """
@@ -362,6 +385,8 @@ def wrong_states(rank: int, world_size: int) -> None:
     ):
         with pytest.raises(xffl.CheckpointError, match=reason):
             again.load_state_dict(given)
+    with pytest.raises(xffl.CheckpointError, match="7 fragments"):  # where another one has a file that is damaged
+        again.load_state_dict({**saved, "fragments": 7} if rank == 1 else saved)
     again.load_state_dict(saved)
     assert str(again.state_dict()["agreed"]["optimizers"][0]["numbers"]["step"]) == "tensor(2.)"
 

@@ -363,6 +363,18 @@ class Noisy(Sign):
         return grad + torch.randn_like(grad)
 
 
+class Counting(torch.optim.SGD):
+    """One that counts its steps beside its state; it is stepped once for each bucket."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        for tensor in self.param_groups[0]["params"]:
+            tensor.grad /= self.steps
+        super().step(closure)
+
+
 def made_by_function(tensors: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(tensors, lr=lr)
 
@@ -430,6 +442,7 @@ def test_ones_own_optimizer(spec: object) -> None:
     [
         (f"{__name__}.Normed", "cannot step flat pieces"),
         (f"{__name__}.Noisy", "cannot step flat pieces"),
+        (f"{__name__}.Counting:lr=0.5", "keeps more than what is in its state"),
         (f"{__name__}.made_by_function", "lr"),
         ("fedadm", "choose one of sgd, fedavgm, fedadagrad, fedadam, fedyogi, diloco, a class of torch.optim"),
         ("fedadam:mu=1", "no option mu; there are: lr, betas, tau"),

@@ -179,7 +179,9 @@ class Aggregator:
             return options, Manifest(self._read_masters(), policies, codec, extra)
 
         scope, options, self._manifest, axes, replica_tensors = _compare_models(model, state, read)
-        self._device, self._arithmetic = scope.device, arithmetic_of(scope.device)
+        server = options.server
+        places = [scope.device, *([] if server is None or server.device is None else [torch.device(server.device)])]
+        self._device, self._arithmetic = scope.device, arithmetic_of(*places)
         self._options = choose_server_step(options, self._arithmetic, scope)
         self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._exchange = _make_exchange(scope, self._options, self._manifest, axes, replica_tensors)
@@ -439,17 +441,16 @@ class Aggregator:
         return {"rounds": self.rounds, "fragments": self.fragments, **memory}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned; call it on all ranks, after loading the model.
+        """Take over what :meth:`state_dict` returned, after the model was loaded; collective over the world.
 
         A round under way is dropped (:meth:`discard`): it would be merged into weights that it knows nothing of.
 
         :param state: The saved state, of this rank.
-        :raises CheckpointError: if it is that of another set-up.
+        :raises CheckpointError: if it is that of another set-up; on all ranks where the state of a server is among it.
         """
-        self._check_saved(state)
         self.discard()
-        if "owned" in state.get("agreed", ()):
-            state = {**state, "agreed": join_owned(self._exchange, state["agreed"])}
+        self._coordinator.reconnect()
+        state = join_owned(self._exchange, state, self._check_saved)
         for key, part in self._memory.items():
             part.load_state_dict(state[key])
         self.rounds = int(state["rounds"])

@@ -132,8 +132,8 @@ class ElasticAggregator:
 
     @property
     def total_weight(self) -> float:
-        """Sum of the weights that all cells had in these rounds."""
-        return self._federation.standing.total_weight
+        """Sum of the weights that all cells had in these rounds, of which each fragment has its part."""
+        return self._federation.standing.total_weight / self.fragments
 
     @property
     def next_fragment(self) -> int:
@@ -328,7 +328,7 @@ class ElasticAggregator:
         if self.has_taken_over or epoch.total_weight > standing.total_weight:
             standing.total_weight = epoch.total_weight
         if report is not None and epoch.base.is_agreed:  # the first round takes a model over, and no step in
-            standing.total_weight += report.weight_taken / self.fragments
+            standing.total_weight += report.weight_taken
         if self.has_taken_over and self.fragments > 1 and epoch.base.is_agreed:
             assert aggregator.global_model is not None, "kept with fragments"
             aggregator.global_model.write()
@@ -470,7 +470,12 @@ class ElasticAggregator:
         self._federation.leave()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which version of the model this cell holds, and what goes with it; local, each rank saves its own."""
+        """Return which version of the model this cell holds, and what goes with it; local, each rank saves its own.
+
+        Raises StateError while a round is under way.
+        """
+        if self.under_way is not None:
+            raise StateError("a round of this aggregator is under way; merge it before saving")
         version, last = self._federation.standing.version, self._last
         memory = {} if self._privacy is None else {"privacy": self._privacy}
         if (isinstance(last, Mapping) and "agreed" in last) or (isinstance(last, Aggregator) and last.global_model):
@@ -478,7 +483,7 @@ class ElasticAggregator:
         return {
             "rounds": version.round,
             "elastic": {"created": version.created, "lineage": version.lineage, "voters": list(version.voters)},
-            "total_weight": self.total_weight,
+            "total_weight": self._federation.standing.total_weight,
             **memory,
         }
 

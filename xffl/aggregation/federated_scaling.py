@@ -179,8 +179,9 @@ class FederatedScaling:
         counts for its part of the model. A cell of an elastic federation that takes the model over takes this, too.
         With levels only the rounds of this facility's lowest one are known.
         """
-        elastic: Any = self._aggregator
-        return self._weight_taken if self._state.elastic is None else float(elastic.total_weight)
+        rounds: Any = self._aggregator  # None where they go over files
+        is_elastic = self._state.elastic is not None
+        return float(rounds.total_weight) if is_elastic else self._weight_taken / getattr(rounds, "fragments", 1)
 
     @property
     def is_under_way(self) -> bool:
@@ -602,18 +603,15 @@ class FederatedScaling:
 
     def _forget_replaced(self) -> None:
         """Forget the steps of a model that a round has replaced, in a cell of an elastic federation that was away."""
-        if self._state.elastic is None:
-            return
-        elastic: Any = self.aggregator
-        if elastic.has_taken_over:
+        if getattr(self.aggregator, "has_taken_over", False):
             if self._weight is not None:
                 self._weight()  # what it counted is gone
-            self._tracker = ContributionTracker(elastic.fragments)
+            self._tracker = ContributionTracker(self.aggregator.fragments)
             self._delayed = _DelayedRound(self._config, self._tracker)
 
     def _notify(self, report: RoundReport) -> None:
         """Tell the client and ``on_round`` of a round whose weights stand, or of a check that skipped it."""
-        self._weight_taken += report.weight_taken / self.aggregator.fragments
+        self._weight_taken += report.weight_taken
         if self._config.client is not None and not report.is_skipped:
             self._config.client.after_round(is_dropped=self._cell in report.dropped)
         if self._on_round is not None and any(report.weights):

@@ -141,12 +141,14 @@ def wide_type(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.itemsize > 4 else torch.float32
 
 
-def arithmetic_of(device: torch.device) -> float:
-    """Return a number that is the same on ranks whose fused steps give the same bits; local.
+def arithmetic_of(*devices: torch.device) -> float:
+    """Return a number that is the same on ranks whose fused steps on these devices give the same bits; local.
 
     All vector units of a CPU with fused multiply-add agree, whatever their width.
     """
-    kind = processor_of(device)
-    if device.type != "cuda" and kind.endswith((" AVX2", " AVX512")):
-        kind = "fused"
-    return float(int.from_bytes(hashlib.sha256(f"{torch.__version__} {kind}".encode()).digest()[:6], "little"))
+    kinds = [processor_of(device) for device in devices]
+    for place, (device, kind) in enumerate(zip(devices, kinds, strict=True)):
+        if device.type != "cuda" and kind.endswith((" AVX2", " AVX512")):
+            kinds[place] = "fused"
+    text = " ".join([torch.__version__, *kinds])
+    return float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "little"))

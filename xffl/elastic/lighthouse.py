@@ -21,6 +21,7 @@ import queue
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -122,8 +123,7 @@ class Lighthouse:
                 self._trouble = None
                 records, unread, unproven = [], [], []
                 for member in answer.participants:
-                    plain = dict(member.data or {})
-                    if not hmac.compare_digest(str(plain.pop("proof", "")), self._proof(plain)):
+                    if (plain := self._proven(member.data)) is None:
                         unproven.append(str(member.replica_id))
                         continue
                     try:
@@ -213,6 +213,12 @@ class Lighthouse:
                 answers.put(error)
 
         threading.Thread(target=ask, name="xffl-meeting", daemon=True).start()
+
+    def _proven(self, data: object) -> dict[str, Any] | None:
+        """Return the plain values of a record that knows the run's token; strangers may have written anything."""
+        plain = dict(data) if isinstance(data, Mapping) else {}
+        proof = str(plain.pop("proof", "")).encode(errors="replace")
+        return plain if hmac.compare_digest(proof, self._proof(plain).encode()) else None
 
     def _proof(self, plain: dict[str, Any]) -> str:
         """Return what only those can tell of a record that know the run's token."""

@@ -52,8 +52,8 @@ class ServerOptimizer:
     :param options: Its keywords.
     :param schedule: Called with the optimizer, returns the schedule of its learning rate: one step for each round that
         the optimizer takes part in.
-    :param device: Where the state lives and the step is computed (``cpu`` saves GPU memory); ``None``: where the
-        parameters are.
+    :param device: Where the state lives and the step is computed (``cpu`` saves GPU memory); ``None``: where rounds
+        communicate from, the parameters' device, or the host's memory where that is gloo's.
     :raises ConfigError: if it cannot be made with these options, needs a closure, or is not elementwise.
     """
 
@@ -61,6 +61,8 @@ class ServerOptimizer:
     options: Mapping[str, Any] = field(default_factory=dict)
     schedule: Schedule | None = None
     device: str | torch.device | None = None
+    kept_names: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    """What the optimizer keeps for each element, by the names in its state."""
     _text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -68,7 +70,9 @@ class ServerOptimizer:
             raise ConfigError(f"server must be a name, a mapping, a class or a function, got {self.factory!r}")
         if self.device is not None:
             object.__setattr__(self, "device", _device(self.device))
-        object.__setattr__(self, "_text", self._try_out())
+        text, kept = self._try_out()
+        object.__setattr__(self, "_text", text)
+        object.__setattr__(self, "kept_names", kept)
 
     def __str__(self) -> str:
         return self._text
@@ -89,8 +93,11 @@ class ServerOptimizer:
             raise ConfigError(f"schedule {_title(self.schedule)} must make an LRScheduler, but makes {made!r}")
         return made
 
-    def _try_out(self) -> str:
-        """Step a few numbers as one tensor and as two ranks' pieces; return what was made, as text."""
+    def _try_out(self) -> tuple[str, tuple[str, ...]]:
+        """Step a few numbers as one tensor, as two ranks' pieces, and as two pieces that take turns.
+
+        Returns what was made, as text, and the names of what it keeps for each element.
+        """
         title = _title(self.factory)
         for parent in inspect.getmro(self.factory) if inspect.isclass(self.factory) else ():
             if parent.__module__.startswith("torch.optim") and parent.__name__ in _UNFIT:
@@ -98,8 +105,9 @@ class ServerOptimizer:
         # Uneven, so that means and norms of the pieces differ from those of the whole.
         start = torch.tensor([3.0, -0.5, 0.02, 7.0, -1.0, 0.3, 40.0], dtype=torch.float64, device="cpu")
         try:
-            whole, text = self._probe(start)
-            pieces = torch.cat([self._probe(piece)[0] for piece in (start[:2], start[2:])])
+            [whole], text, kept = self._probe([start])
+            pieces = torch.cat([piece for part in (start[:2], start[2:]) for piece in self._probe([part])[0]])
+            in_turn = torch.cat(self._probe([start[:2], start[2:]])[0])
         except XfflError:
             raise
         except Exception as wrong:
@@ -108,10 +116,16 @@ class ServerOptimizer:
             ) from wrong
         if not torch.allclose(whole, pieces, rtol=1e-9, atol=0.0, equal_nan=True):
             raise ConfigError(_refusal(title, "the same numbers, cut in two or stepped again, went elsewhere"))
-        return text
+        if not torch.allclose(whole, in_turn, rtol=1e-9, atol=0.0, equal_nan=True):
+            raise ConfigError(
+                _refusal(title, "it is stepped once for each bucket, and keeps more than what is in its state")
+            )
+        return text, kept
 
-    def _probe(self, start: torch.Tensor) -> tuple[torch.Tensor, str]:
-        tensor = start.clone()
+    def _probe(self, pieces: list[torch.Tensor]) -> tuple[list[torch.Tensor], str, tuple[str, ...]]:
+        """Make some steps of pieces of one tensor that take turns; return them, what was made, and what it keeps."""
+        pieces = [piece.clone() for piece in pieces]
+        tensor = torch.cat(pieces)
         optimizer = self.make([tensor])
         schedule = self.make_schedule(optimizer)
         # What was made is told from what it holds: that is data, where a factory may be any function.
@@ -119,15 +133,25 @@ class ServerOptimizer:
         if schedule is not None:
             text += f", {_title(type(schedule))}({_plain(schedule.state_dict())})"
         rates = []
+        states: list[dict[str, Any]] = [{} for _ in pieces]
         for _ in range(_PROBE_ROUNDS):
-            rates.append(optimizer.param_groups[0]["lr"])
-            tensor.grad = tensor.clone()
-            optimizer.step()
+            options = options_of(optimizer)
+            rates.append(options["lr"])
+            for turn, piece in enumerate(pieces):
+                optimizer.param_groups[0].update(options)
+                optimizer.state.pop(tensor, None)
+                if states[turn]:
+                    optimizer.state[tensor] = states[turn]
+                tensor.data, tensor.grad = piece, piece.clone()
+                optimizer.step()
+                states[turn] = optimizer.state.get(tensor, {})
             if schedule is not None:
                 schedule.step()
         # A schedule may be any function; its first rates tell more than the data that it holds.
         text += "" if schedule is None else f", first rates {_plain(rates)}"
-        return tensor, text + ("" if self.device is None else f", on {torch.device(self.device).type}")
+        text += "" if self.device is None else f", on {torch.device(self.device).type}"
+        kept = [name for name, one in states[0].items() if getattr(one, "shape", None) == pieces[0].shape]
+        return pieces, text, tuple(sorted(kept))
 
 
 def server_of(spec: object) -> ServerOptimizer | None:

@@ -342,9 +342,16 @@ class RoundRun:
 
     def _step_by_owners(self, context: RoundContext) -> RoundContext:
         """Combine all parts, step them, and hand them out; a step counts once the round is committed."""
-        context, exchange = self._share_weights(context), self._exchange
+        exchange, place = self._exchange, control_device(self._exchange.round_groups.world)
         assert exchange.global_model is not None, "kept where there is a step beyond the mean"
+        # All ranks use the same bits of what cells count for, those of the first one.
+        numbers = torch.tensor([context.scale, *context.counts], dtype=torch.float64, device=place)
+        lost = self._tell_all(numbers)
+        scale, *counts = numbers.tolist()
+        context = replace(context, scale=scale, counts=tuple(counts))
         self._transports = [transport := self._transport(context)]
+        if lost is not None:
+            transport.lose(lost)
         self._run_pipeline(context, partial(self._reduce, transport))
         with self.profile.capture_failure("step"):
             exchange.global_model.prepare_step(self.fragment, exchange.staging.stages, context.scale)
@@ -370,16 +377,13 @@ class RoundRun:
         """Bring the parts of a table that their owners have stepped to all cells, and round inside this one."""
         if not transfer.is_owned:
             return
-        kept = table[transfer.number][bucket.start : bucket.stop]
-        out = kept.to(self._exchange.device)  # as it is, unless the server works on a device of its own
+        out = table[transfer.number][bucket.start : bucket.stop]
         if transfer.is_sent_here(bucket):
             yield from transport.hand_out(transfer, bucket, out)
         elif transfer.cell_group is not None:  # in step with the rank that does
             yield self._link.pause(transfer)
         if transfer.cell_group is not None:
             yield from share_in_cell(self._exchange, self.profile, transfer, bucket, out)
-        if out is not kept:
-            kept.copy_(out)
 
     def _gather(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
         """Take one bucket to the other cells, and keep what comes back until all have been compared."""
@@ -434,13 +438,14 @@ class RoundRun:
             weighted_mean([row.view(values.dtype) for row in rows], [1.0] * len(rows), values)
         pool.release(lent)
 
-    def _share_weights(self, context: RoundContext) -> RoundContext:
-        """Let all ranks use the same bits of what cells count for, those of the first one; collective."""
+    def _tell_all(self, numbers: torch.Tensor) -> RuntimeError | None:
+        """Replace numbers by those of the first rank; return the error where a rank was lost meanwhile; collective."""
         groups = self._exchange.round_groups
-        table = torch.tensor([context.scale, *context.counts], dtype=torch.float64, device=control_device(groups.world))
-        broadcast(table, groups.first, groups.world)
-        scale, *counts = table.tolist()
-        return replace(context, scale=scale, counts=tuple(counts))
+        try:
+            broadcast(numbers, groups.first, groups.world)
+        except RuntimeError as lost:  # ranks of the cell that have heard it still wait for this one
+            return lost
+        return None
 
     def _compare(self, context: RoundContext) -> list[list[float]]:
         """Return the squared distances between all cells' models, as the senders of cell 0 see them; collective."""
@@ -453,7 +458,8 @@ class RoundRun:
         table = table.to(control_device(groups.world))
         if self._link.cell == 0 and groups.cell is not None:
             dist.all_reduce(table, group=groups.cell)
-        broadcast(table, groups.first, groups.world)
+        if (lost := self._tell_all(table)) is not None:
+            self._transports[-1].lose(lost)
         distances: list[list[float]] = table.tolist()
         return distances
 

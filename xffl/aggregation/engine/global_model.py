@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from xffl.aggregation.algorithms.server import ServerOptimizer, asked_of
+from xffl.aggregation.algorithms.server import asked_of
 from xffl.aggregation.engine.buffers import Layout
 from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.engine.plan import Bucket, GroupTransfer
@@ -66,6 +66,7 @@ class GlobalModel:
         self._transfers = [transfer for transfer in transfers if transfer.group.is_stepped]
         self.layout = layout
         self.device = device
+        self._is_in_turn = len({transfer.group.fragment for transfer in self._transfers}) > 1
         self.has_owners = options.server_step == "owner"
         self.is_owned = self.has_owners and not keeps_all
         self._kept_on = device if server is None or server.device is None else torch.device(server.device)
@@ -86,9 +87,11 @@ class GlobalModel:
             if self.is_owned and keeps_agreed and any(map(transfer.is_sent_here, transfer.buckets))
         }
         self._own_step: _OwnStep | None = None
-        self._kept = _kept_by(server, self._kept_on) if self.has_owners else ()
+        self._kept = () if server is None or not self.has_owners else server.kept_names
         self._spare: dict[tuple[int, str], torch.Tensor] = {}
         """Where owners prepare a step, by transfer and what the optimizer keeps there; the values have no name."""
+        self._landing: dict[int, torch.Tensor] = {}
+        """Where tables of a step arrive, where the server works on a device of its own."""
         self._is_known = True
         self.has_optimizer = server is not None  # also on a rank that holds no element
         self._optimizers: dict[int, Optimizer] = {}
@@ -187,9 +190,12 @@ class GlobalModel:
     def reserve_step(self, fragment: int) -> None:
         """Make the memory in which this rank prepares a step of what it owns, if it has none; local."""
         for transfer in self._of(fragment) if self.has_owners else ():
+            values = self._values[transfer.number]
             for name in ("", *self._kept):
                 if (transfer.number, name) not in self._spare:
-                    self._spare[transfer.number, name] = torch.empty_like(self._values[transfer.number])
+                    self._spare[transfer.number, name] = torch.empty_like(values)
+            if not self.is_owned and self._kept_on != self.device and transfer.number not in self._landing:
+                self._landing[transfer.number] = torch.empty_like(values, device=self.device)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -204,9 +210,22 @@ class GlobalModel:
             means[transfer.number][bucket.start + part.start : bucket.start + part.stop].copy_(stepped)
         self._own_step = new
 
-    def handed_out(self, fragment: int, means: Mapping[int, torch.Tensor]) -> list[Mapping[int, torch.Tensor]]:
-        """Return where the others' parts of a step go: the means, or all that :meth:`prepare_step` makes; local."""
-        return [means] if self.is_owned else [self._spares(fragment, name) for name in ("", *self._kept)]
+    def handed_out(self, fragment: int, means: Mapping[int, torch.Tensor]) -> Iterator[Mapping[int, torch.Tensor]]:
+        """Yield where the others' parts of a step go, each to be filled: the means, or all tables of the step; local.
+
+        They are where the backend communicates from, the means where the server works elsewhere.
+        """
+        if self.is_owned:
+            yield means
+        for name in () if self.is_owned else ("", *self._kept):
+            table = self._spares(fragment, name)
+            if self._kept_on == self.device:
+                yield table
+                continue
+            landing = {number: self._landing[number].copy_(values) for number, values in table.items()}
+            yield landing
+            for number, values in landing.items():
+                table[number].copy_(values)
 
     @torch.no_grad()
     def commit_step(self, fragment: int, means: Mapping[int, torch.Tensor]) -> None:
@@ -224,7 +243,7 @@ class GlobalModel:
                 self._agreed[number].copy_(means[number])
             for name in ("", *self._kept):
                 free = before.values[number] if not name else before.states.get(number, {}).get(name)
-                if free is None or len(self._optimizers) > 1:  # of parts in turn, only one is prepared at a time
+                if free is None or self._is_in_turn:  # of parts in turn, only one is prepared at a time
                     del self._spare[number, name]
                 else:
                     self._spare[number, name] = free
@@ -436,16 +455,23 @@ class GlobalModel:
 
     @torch.no_grad()
     def take_over(self, last: GlobalModel) -> None:
-        """Go on from another global model of this rank, whose memory this one uses where both cut it alike; local.
+        """Go on from another global model of this rank, whose memory this one uses where both order it alike; local.
 
         The other one may go on as long as this one makes no step.
         """
         state = last.plain_state()
         if last.has_optimizer:  # else it is that of the first round, which is no step of a server
             self.load_plain_state(state)
-        cuts = [[(one.number, one.group.pieces) for one in model._transfers] for model in (self, last)]
+        # Elements lie in the order of the buckets, which may be others where other cells have come.
+        mine_at, theirs_at = (
+            (model._kept_on, [(one.number, [bucket.pieces for bucket in one.buckets]) for one in model._transfers])
+            for model in (self, last)
+        )
+        is_alike = mine_at == theirs_at
+        if is_alike and self.has_owners:
+            self._spare, last._spare = last._spare, {}
         for (mine, _), (theirs, _) in zip(self.tables(state), last.tables(state), strict=True):
-            if cuts[0] == cuts[1]:
+            if is_alike:
                 for number, values in mine.items():
                     values.data = theirs[number]
             else:
@@ -568,17 +594,6 @@ def _cuts(optimizer: Optimizer, values: torch.Tensor) -> list[tuple[slice, dict[
 def _is_of_elements(value: object, numel: int) -> bool:
     """Tell whether an optimizer keeps a value for each of so many elements, and not one for all."""
     return isinstance(value, torch.Tensor) and value.shape == (numel,)
-
-
-def _kept_by(server: ServerOptimizer | None, device: torch.device) -> tuple[str, ...]:
-    """Return the names of what a server's optimizer keeps for each element, found by a step of its own."""
-    if server is None:
-        return ()
-    values, gradient = torch.zeros(2, VECTORS, device=device)
-    values.grad = gradient
-    optimizer = server.make([values])
-    optimizer.step()
-    return tuple(sorted(name for name, kept in optimizer.state[values].items() if _is_of_elements(kept, VECTORS)))
 
 
 def _whole(transfer: GroupTransfer) -> list[tuple[Bucket, slice]]:

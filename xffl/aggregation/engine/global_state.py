@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -64,15 +64,28 @@ def share_global_model(exchange: Exchange, state: Mapping[str, Any], source: int
 
 
 @torch.no_grad()
-def join_owned(exchange: Exchange, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Put a state together of which each rank has saved what it owned; return it as where every rank steps.
+def join_owned(
+    exchange: Exchange, state: Mapping[str, Any], check: Callable[[Mapping[str, Any]], None]
+) -> Mapping[str, Any]:
+    """Check an aggregator's state, and put together what each rank has saved of what it owned, if that is so.
 
-    Collective over the scope, once for each table: a copy of this rank's shard goes to each other cell. Owners may have
-    been others, and elements saved by several ranks. Raises CheckpointError, on all ranks, where some are missing.
+    Collective over the scope where there is a global model. It is returned as where every rank steps. A copy of this
+    rank's shard goes to each other cell, once for each table. Owners may have been others, and elements saved by
+    several ranks. Raises what ``check`` raises, and CheckpointError where elements are missing; on all ranks.
     """
-    model, world = exchange.global_model, exchange.round_groups.world
-    assert model is not None, "the state is that of one"
-    owned = state["owned"]
+    if exchange.global_model is None:
+        check(state)
+        return state
+    with run_on_all_ranks("what the ranks have saved", group=exchange.round_groups.world) as share:
+        check(state)
+        share("by owners" if "owned" in state["agreed"] else "by all ranks")
+    if "owned" not in state["agreed"]:
+        return state
+    return {**state, "agreed": _joined(exchange, exchange.global_model, state["agreed"])}
+
+
+def _joined(exchange: Exchange, model: GlobalModel, state: Mapping[str, Any]) -> dict[str, Any]:
+    owned, world = state["owned"], exchange.round_groups.world
     optimizers = {
         fragment: {**saved, "elements": {key: {} for key in saved["elements"]}}
         for fragment, saved in state["optimizers"].items()
