@@ -613,7 +613,7 @@ def _compare_models(
             text += str(manifest)
         else:
             rank_tensors = describe_rank_tensors(manifest, topology, at, scope.first)
-        options.check_model(manifest, device)
+        options.check_model(manifest, scope.gpu or device)
         share(text)
     if rank_tensors is None:
         return scope, options, manifest, gather_axes(axes, topology, scope.world), None
@@ -642,10 +642,10 @@ def _check_extra(extra: nn.Module | None, fragments: int) -> None:
 
 
 def _stream_of(scope: RoundScope) -> torch.cuda.Stream | None:
-    if scope.device.type != "cuda":
+    if scope.gpu is None:
         return None
     streams = scope.state.streams
-    return streams[0] if streams else torch.cuda.Stream(scope.device)  # type: ignore[no-untyped-call]
+    return streams[0] if streams else torch.cuda.Stream(scope.gpu)  # type: ignore[no-untyped-call]
 
 
 def _make_exchange(
@@ -668,7 +668,6 @@ def _make_exchange(
     holders = () if replica_tensors is None else replica_tensors.holders
     round_groups = select_groups(scope, multi_rail=options.rails, is_own=options.overlap, holders=holders)
     groups = plan_groups(items, topology, rank)
-    is_on_cpu = scope.device.type == "cpu"
     transfers = plan_transfers(
         groups,
         topology,
@@ -676,7 +675,8 @@ def _make_exchange(
         round_groups,
         options,
         manifest.codecs,
-        is_on_cpu=is_on_cpu,
+        is_on_cpu=scope.device.type == "cpu",
+        home_device=scope.home_device,
         # Cells that are worlds of their own may differ in it.
         is_on_gpu=scope.cross_world is None and compute_device(scope.state).type == "cuda",
     )

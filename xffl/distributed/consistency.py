@@ -38,6 +38,7 @@ __all__ = [
     "own_runtime",
     "processor_of",
     "ranks_text",
+    "sends_from_gpu",
     "sum_of_bits",
     "tell_runtimes",
     "transfer_device",
@@ -55,6 +56,13 @@ def message_device(device: torch.device, group: Group | None = None) -> torch.de
     """Return where a tensor of a device lies while it is sent over a group: on the CPU where gloo would copy it."""
     is_gloo = isinstance(group, CrossWorldGroup) or f"{device.type}:gloo" in dist.get_backend_config(group)
     return torch.device("cpu") if is_gloo else device
+
+
+def sends_from_gpu(group: Group) -> bool:
+    """Tell whether a group has a backend that sends from GPUs: gloo would copy their tensors to the host first."""
+    if isinstance(group, CrossWorldGroup):
+        return False
+    return any(part.startswith("cuda:") and part != "cuda:gloo" for part in dist.get_backend_config(group).split(","))
 
 
 def transfer_device(state: DistributedState) -> torch.device:

@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -36,6 +37,7 @@ import torch.distributed as dist
 from xffl.aggregation.algorithms.combiners import CellStats, Combiner, WeightedCombiner, total_of
 from xffl.aggregation.compression import ResidualStore
 from xffl.aggregation.engine.buffers import Layout, ModelCopy, Pool, RoundBuffers, StagingBuffers, aligned
+from xffl.aggregation.engine.cell import HOME_LAG, BucketMemory, mean_in_cell, reserve_cell_rows, share_in_cell
 from xffl.aggregation.engine.finite import FiniteCheck, FiniteReport
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.groups import start_moves
@@ -56,13 +58,8 @@ __all__ = [
     "PairwiseSwap",
     "Protection",
     "RoundRun",
-    "share_in_cell",
     "weigh_cells",
 ]
-
-
-HOME_LAG = 2
-"""Buckets after which a broadcast inside the cell is waited for: the next one is combined meanwhile."""
 
 
 class Exchange:
@@ -95,12 +92,21 @@ class Exchange:
         self.protection = None if options.privacy is None else Protection(options.privacy, rank, self.masker)
         self.accountant = None if self.protection is None else self.protection.accountant
         # Buffers are made in the first round and kept, since fresh memory is slow.
-        self.cell_rows = Pool(0, self.device)
+        self.cell_rows = {device: Pool(0, device) for device in {link.device, link.home_device or link.device}}
         if link.arena is not None:
             link.arena.restart(sum(aligned(one.group.numel * one.dtype.itemsize) for one in transfers))
         copies, arena = link.host_copies, link.arena
         self.staging = StagingBuffers(layout, self.device, atomic=options.atomic, arena=arena, host_copies=copies)
+        # Of the groups whose result the cell gets on its GPUs, though it has crossed in the host's memory.
+        self.gpu_staging: StagingBuffers | None = None
+        if link.home_device is not None:
+            self.gpu_staging = StagingBuffers(layout, link.home_device, atomic=options.atomic, host_copies=copies)
         self.residuals = residuals
+
+    @property
+    def results(self) -> dict[int, torch.Tensor]:
+        """Where what the cells have agreed on lies, all of it, by the number of the transfer."""
+        return self.staging.stages if self.gpu_staging is None else self.staging.stages | self.gpu_staging.stages
 
     @property
     def needs_one_arithmetic(self) -> bool:
@@ -158,7 +164,7 @@ class RoundRun:
         self.deferred_check = FiniteCheck(self._layout)
         self._transports: list[CrossCellTransport] = []
         self._pairwise_swap = PairwiseSwap(exchange, profile, self.deferred_check)
-        self._link.progress.forget()
+        self._link.home_progress.forget()
         self._is_encoding = exchange.residuals is not None and exchange.residuals.is_encoding(fragment)
         if exchange.residuals is not None:
             exchange.residuals.rollback()  # of a round that was not taken
@@ -182,18 +188,24 @@ class RoundRun:
         pauses = {transfer.number: link.pause(transfer) + HOME_LAG for transfer in transfers}
         # What is combined late is free again once it has been sent; a few more spare small models a second packing.
         pauses |= {t.number: min(pauses[t.number], MOST_IN_FLIGHT) for t in transfers if t.deferred_mean}
-        buffers = RoundBuffers(self._exchange.staging, transfers, pauses, copy)
+        crossing = [transfer for transfer in transfers if transfer.is_sender or not transfer.is_shared_on_gpu]
+        buffers = RoundBuffers(self._exchange.staging, crossing, pauses, copy)
+        self._gpu_buffers = buffers
+        if self._exchange.gpu_staging is not None:
+            # What is sent is copied in the host's memory, what steps are measured from where the result comes.
+            kept = copy if copy is ModelCopy.KEPT else ModelCopy.NONE
+            shared = [transfer for transfer in transfers if transfer.is_shared_on_gpu]
+            self._gpu_buffers = RoundBuffers(self._exchange.gpu_staging, shared, pauses, kept)
         for transfer in transfers if self._exchange.compares_models else ():
-            if any(map(transfer.is_sent_here, transfer.buckets)):
+            if transfer.is_sender:
                 link.reserve_rows(transfer, is_encoded=transfer.codec is not None and self._is_encoding)
         link.reserve(transfers)
-        rows = [
-            aligned((bucket.stop - bucket.start) * transfer.dtype.itemsize) * transfer.cell_group.size()
-            for transfer, bucket in self._walk()
-            if transfer.group.is_mean_in_cell and transfer.cell_group is not None
-        ]
-        self._exchange.cell_rows.reserve(bool(rows), max(rows, default=0))
+        reserve_cell_rows(link, self._exchange.cell_rows, transfers)
         return buffers
+
+    def _buffers_of(self, transfer: GroupTransfer) -> RoundBuffers:
+        """Return the buffers between the model and the result of a group."""
+        return self._gpu_buffers if transfer.is_shared_on_gpu else self._buffers
 
     def _inspect(self) -> FiniteReport:
         """Pack what has to be copied, and check what this rank sends for NaN and infinity; measure its update.
@@ -207,7 +219,11 @@ class RoundRun:
             if transfer.deferred_mean:
                 continue
             is_sender = transfer.is_sent_here(bucket)
-            if keeps or transfer.group.is_mean_in_cell or is_sender:
+            is_read = keeps or transfer.group.is_mean_in_cell or is_sender
+            if transfer.is_shared_on_gpu:
+                is_read = is_sender and not transfer.group.is_mean_in_cell
+                self._pack_on_gpu(transfer, bucket, finite_check)
+            if is_read:
                 has_norm = is_sender and self._exchange.has_norms and transfer.group.is_stepped
                 checked = self._buffers.find_on_gpu(bucket)
                 if checked is not None and self._buffers.copy is ModelCopy.NONE and not has_norm:
@@ -225,6 +241,14 @@ class RoundRun:
                 self._buffers.keep(bucket, lent)
         self._buffers.hold_writes()
         return finite_check.report()._replace(norm=total_of(torch.stack(norms).tolist() if norms else ()))
+
+    def _pack_on_gpu(self, transfer: GroupTransfer, bucket: Bucket, finite_check: FiniteCheck) -> None:
+        """Copy what the GPU needs beside the model: what steps are measured from, and buffers before their mean."""
+        if self._buffers.copy is ModelCopy.KEPT or transfer.group.is_mean_in_cell:
+            values, lent = self._gpu_buffers.pack(transfer, bucket)
+            self._gpu_buffers.keep(bucket, lent)
+            if transfer.group.is_mean_in_cell and transfer.group.rule == "average":
+                finite_check.add(bucket, values)
 
     @torch.no_grad()
     def exchange(self, context: RoundContext) -> RoundContext:
@@ -258,24 +282,24 @@ class RoundRun:
     def commit(self, context: RoundContext, *, is_merged: bool = False, alpha: float | None = None) -> None:
         """Write the collected values, of a swap the mean, into the model; local. Without ``atomic`` they are there."""
         exchange = self._exchange
-        stages = exchange.staging.stages
+        stages, results = exchange.staging.stages, exchange.results
         with self.profile.phase("commit"):
             if is_merged or self._buffers.copy is not ModelCopy.NONE:
                 self._layout.look_up()  # local steps may have moved tensors since
             stepped = set()
             if exchange.global_model is not None and exchange.has_owners:
-                exchange.global_model.commit_step(self.fragment, stages)
+                exchange.global_model.commit_step(self.fragment, results)
             elif exchange.global_model is not None:
-                for transfer, bucket, new in exchange.global_model.step(self.fragment, stages, context.scale):
+                for transfer, bucket, new in exchange.global_model.step(self.fragment, results, context.scale):
                     stepped.add(transfer.number)
-                    if exchange.residuals is not None:
+                    if exchange.residuals is not None and transfer.number in stages:
                         exchange.staging.stage(transfer, bucket).copy_(new)
                     self._write_agreed(transfer, bucket, new, is_merged=is_merged, alpha=alpha)
             deferred = [transfer for transfer in self._transfers if transfer.deferred_mean]
             self._pairwise_swap.write(deferred, self._buffers, context)
             for transfer, bucket in self._walk() if exchange.atomic else ():
                 if not transfer.deferred_mean and transfer.number not in stepped:
-                    new = exchange.staging.stage(transfer, bucket)
+                    new = results[transfer.number][bucket.start : bucket.stop]
                     self._write_agreed(transfer, bucket, new, is_merged=is_merged, alpha=alpha)
             self._buffers.end_writes()
             if exchange.residuals is not None:
@@ -287,7 +311,7 @@ class RoundRun:
         """Write a bucket's new values, which all ranks have agreed on, into the model."""
         keeps_some = is_merged and alpha != 0.0 and transfer.group.rule == "average"
         if keeps_some and not transfer.group.is_mean_in_cell:
-            self._buffers.merge(transfer, bucket, new, alpha)
+            self._buffers_of(transfer).merge(transfer, bucket, new, alpha)
         else:
             self._buffers.write_behind(bucket, new)
 
@@ -324,19 +348,20 @@ class RoundRun:
             for bucket in transfer.buckets:
                 pipeline.start(start(transfer, bucket))
         pipeline.drain()
-        self._link.progress.drain()
+        # A GPU's own phases are timed on its stream.
+        with nullcontext() if self._link.home_device is None else self.profile.phase("home"):
+            self._link.home_progress.drain()
 
     def _exchange_bucket(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
         """Take one bucket from the model across and back; yields for how many buckets it can pause."""
-        values, out, lent = self._read(transfer, bucket)
-        is_sender = transfer.is_sent_here(bucket)
-        if is_sender:
-            yield from transport.exchange(transfer, bucket, values, out)
+        memory = self._read(transfer, bucket)
+        if transfer.is_sent_here(bucket):
+            yield from transport.exchange(transfer, bucket, memory.values, memory.out)
+        elif transfer.cell_group is not None:  # in step with the rank that does
+            yield self._link.pause(transfer)
         if transfer.cell_group is not None:
-            if not is_sender:  # in step with the rank that is
-                yield self._link.pause(transfer)
-            yield from share_in_cell(self._exchange, self.profile, transfer, bucket, out)
-        self._write(transfer, bucket, out, lent)
+            yield from share_in_cell(self._link, self.profile, transfer, bucket, memory.out, memory.result)
+        self._write(transfer, bucket, memory)
 
     def _step_by_owners(self, context: RoundContext) -> RoundContext:
         """Combine all parts, step them, and hand them out; a step counts once the round is committed."""
@@ -345,7 +370,8 @@ class RoundRun:
         self._transports = [transport := self._transport(context)]
         self._run_pipeline(context, partial(self._reduce, transport))
         with self.profile.capture_failure("step"):
-            exchange.global_model.prepare_step(self.fragment, exchange.staging.stages, context.scale)
+            stages = exchange.results | exchange.staging.stages  # parts are combined where they cross
+            exchange.global_model.prepare_step(self.fragment, stages, context.scale)
         self._run_pipeline(context, partial(self._hand_out, transport))
         return context
 
@@ -354,73 +380,83 @@ class RoundRun:
         if not transfer.is_owned:
             yield from self._exchange_bucket(transport, transfer, bucket)
         elif transfer.is_sent_here(bucket):
-            values, out, _ = self._read(transfer, bucket)
-            yield from transport.reduce(transfer, bucket, values, out)
+            memory = self._read(transfer, bucket)
+            yield from transport.reduce(transfer, bucket, memory.values, memory.out)
 
     def _hand_out(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
         """Bring the parts that their owners have stepped to all cells, and round inside this one."""
         if not transfer.is_owned:
             return
-        out = self._exchange.staging.stage(transfer, bucket)
+        memory = self._acquire(transfer, bucket)
         if transfer.is_sent_here(bucket):
-            yield from transport.hand_out(transfer, bucket, out)
+            yield from transport.hand_out(transfer, bucket, memory.out)
         elif transfer.cell_group is not None:  # in step with the rank that does
             yield self._link.pause(transfer)
         if transfer.cell_group is not None:
-            yield from share_in_cell(self._exchange, self.profile, transfer, bucket, out)
+            yield from share_in_cell(self._link, self.profile, transfer, bucket, memory.out, memory.result)
 
     def _gather(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
         """Take one bucket to the other cells, and keep what comes back until all have been compared."""
-        values, _, lent = self._read(transfer, bucket)
+        memory = self._read(transfer, bucket)
         if transfer.is_sent_here(bucket):
-            yield from transport.gather(transfer, bucket, values)
-        self._buffers.release(lent)
+            yield from transport.gather(transfer, bucket, memory.values)
+        self._release(memory)
 
     def _spread(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
         """Combine one bucket of what was kept, and hand it round."""
-        _, out, lent = self._buffers.acquire(transfer, bucket)
+        memory = self._acquire(transfer, bucket)
         if transfer.is_sent_here(bucket):
-            transport.combine_gathered(transfer, bucket, out)
+            transport.combine_gathered(transfer, bucket, memory.out)
         if transfer.cell_group is not None:
-            yield from share_in_cell(self._exchange, self.profile, transfer, bucket, out)
-        self._write(transfer, bucket, out, lent)
+            yield from share_in_cell(self._link, self.profile, transfer, bucket, memory.out, memory.result)
+        self._write(transfer, bucket, memory)
 
-    def _read(self, transfer: GroupTransfer, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return a bucket's values, where its result goes, and the buffer lent for it, if any."""
-        values, out, lent = self._buffers.acquire(transfer, bucket)
-        is_mean_in_cell = transfer.group.is_mean_in_cell and transfer.cell_group is not None
-        if (is_mean_in_cell or transfer.is_sent_here(bucket)) and self._buffers.is_to_fill(bucket, lent):
+    def _acquire(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
+        """Return where a bucket's values are read and its result goes."""
+        if not transfer.is_shared_on_gpu:
+            values, out, lent = self._buffers.acquire(transfer, bucket)
+            return BucketMemory(values, out, lent, out)
+        own, result, result_lent = self._gpu_buffers.acquire(transfer, bucket)
+        if not transfer.is_sent_here(bucket):
+            return BucketMemory(own, result, None, result, result_lent)
+        return BucketMemory(*self._buffers.acquire(transfer, bucket), result, result_lent)
+
+    def _read(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
+        """Return where a bucket lies, with its values, of buffers their mean over the cell."""
+        memory = self._acquire(transfer, bucket)
+        home = transfer.cell_group if transfer.group.is_mean_in_cell else None
+        if home is not None and transfer.is_shared_on_gpu:
             with self.profile.capture_failure("pack"):
-                self._buffers.fill(bucket, values)
-        if is_mean_in_cell:
-            assert transfer.cell_group is not None
-            self._mean_in_cell(transfer.cell_group, bucket, values)
-        return values, out, lent
+                if self._gpu_buffers.is_to_fill(bucket, memory.result_lent):
+                    self._gpu_buffers.fill(bucket, memory.result)
+            mean_in_cell(self._exchange.cell_rows, self.profile, home, memory.result)
+            if transfer.is_sent_here(bucket):
+                with self.profile.capture_failure("pack"):
+                    self._buffers.fill_from(memory.result, bucket, memory.values)
+            return memory
+        if (home is not None or transfer.is_sent_here(bucket)) and self._buffers.is_to_fill(bucket, memory.lent):
+            with self.profile.capture_failure("pack"):
+                self._buffers.fill(bucket, memory.values)
+        if home is not None:
+            with self.profile.capture_failure("pack"):
+                self._buffers.settle(bucket)
+            mean_in_cell(self._exchange.cell_rows, self.profile, home, memory.values)
+        return memory
 
-    def _write(self, transfer: GroupTransfer, bucket: Bucket, out: torch.Tensor, lent: torch.Tensor | None) -> None:
+    def _release(self, memory: BucketMemory) -> None:
+        self._buffers.release(memory.lent)
+        self._gpu_buffers.release(memory.result_lent)
+
+    def _write(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> None:
         """Write a bucket into the model, unless it waits for the commit."""
         if self._exchange.atomic:
             return
         with self.profile.capture_failure("commit"):
-            self._layout.unpack(bucket, out)
+            self._layout.unpack(bucket, memory.result)
             feedback = self._link.feedback.get(transfer.number)
             if feedback is not None:
-                feedback.reference[bucket.start : bucket.stop].copy_(out)
-        self._buffers.release(lent)
-
-    def _mean_in_cell(self, home: dist.ProcessGroup, bucket: Bucket, values: torch.Tensor) -> None:
-        """Replace a bucket by its mean over the ranks of ``home``, each counted alike."""
-        pool = self._exchange.cell_rows
-        with self.profile.capture_failure("pack"):
-            self._buffers.settle(bucket)
-        with self.profile.phase("home"):
-            lent = pool.acquire(aligned(values.nbytes) * home.size())
-            rows = [row[: values.nbytes] for row in pool.rows(lent, torch.uint8, home.size())]
-            dist.all_gather(rows, values.view(torch.uint8), group=home)
-            self.profile.bytes_home += values.nbytes * (len(rows) - 1)
-        with self.profile.capture_failure("combine"):
-            weighted_mean([row.view(values.dtype) for row in rows], [1.0] * len(rows), values)
-        pool.release(lent)
+                feedback.reference[bucket.start : bucket.stop].copy_(memory.out)
+        self._release(memory)
 
     def _share_weights(self, context: RoundContext) -> RoundContext:
         """Let all ranks use the same bits of what cells count for, those of the first one; collective."""
@@ -444,22 +480,6 @@ class RoundRun:
         broadcast(table, groups.first, groups.world)
         distances: list[list[float]] = table.tolist()
         return distances
-
-
-def share_in_cell(
-    exchange: Exchange, profile: RoundProfile, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor
-) -> Iterator[int]:
-    """Hand the values of a bucket's sender round inside the cell."""
-    home = transfer.cell_group
-    assert home is not None
-    with profile.phase("home"):
-        source = exchange.round_groups.first + transfer.senders_of(bucket)[transfer.cell]
-        work = dist.broadcast(values.view(torch.uint8), src=source, group=home, async_op=True)
-    profile.bytes_home += values.nbytes * (home.size() - 1) if transfer.is_sent_here(bucket) else 0
-    yield HOME_LAG
-    with profile.phase("home"):
-        work.wait()
-    exchange.link.progress.note()
 
 
 class BucketPipeline:

@@ -77,7 +77,7 @@ class GlobalModel:
         self._agreed = {  # whole, as they were written into the model
             transfer.number: torch.empty(transfer.group.numel, dtype=transfer.dtype, device=device)
             for transfer in self._transfers
-            if self.is_owned and keeps_agreed and any(map(transfer.is_sent_here, transfer.buckets))
+            if self.is_owned and keeps_agreed and transfer.is_sender
         }
         self._own_step: _OwnStep | None = None
         self._is_known = True
@@ -238,7 +238,8 @@ class GlobalModel:
                     first = 0 if bucket is None else bucket.start
                     mean = means[number][first + part.start : first + part.stop]
                     values = _moved(old.values[number], new.values[number], piece)
-                    if optimizer is None and scale == 1.0:
+                    is_mean = optimizer is None and scale == 1.0
+                    if is_mean:
                         values.copy_(mean)
                     elif optimizer is None:
                         values.sub_(self._pseudo_gradient(values, mean, scale))
@@ -248,7 +249,7 @@ class GlobalModel:
                         )
                     if bucket is not None:
                         is_alike = values.dtype == mean.dtype and values.device == mean.device
-                        yield transfer, bucket, values if is_alike else mean.copy_(values)
+                        yield transfer, bucket, values if is_alike else mean if is_mean else mean.copy_(values)
             new.options.update({} if optimizer is None else _options_of(optimizer))
         finally:
             self._put(old)
