@@ -26,6 +26,7 @@ from tests.ranks.test_strategies import CASES, configure
 from tests.worlds import WorldError
 from xffl.aggregation.algorithms.registry import make
 from xffl.aggregation.algorithms.server import server_of
+from xffl.aggregation.bench import Effort, measure
 from xffl.aggregation.engine import transport
 from xffl.aggregation.engine.buffers import HostCopies
 from xffl.aggregation.engine.cell import BucketMemory
@@ -352,6 +353,25 @@ def test_a_round_copies_through_the_host_what_the_plan_says(hsdp: int | None, op
         is_merged_by_host = "behind" in options and kind["replica"] is None
         assert out == pytest.approx(count * said["bytes_to_host"] * (2 if is_merged_by_host else 1))
         assert back == pytest.approx(count * said["bytes_to_gpu"])
+
+
+def benched() -> None:
+    state = setup_distributed_process_group(
+        backend=BACKEND, device="cuda", federated=(2, 2), hsdp=1, link_backend="gloo"
+    )
+    with mock.patch("xffl.aggregation.bench.round_variants", return_value={"two-hop": {"codec": "none"}}):
+        record = measure(state, Effort(0.02, repeats=1, warmup=1))
+    assert record is None or record["layout"]["link_backend"] == "gloo"
+
+
+def test_a_benchmark_measures_what_each_group_sends_from() -> None:
+    traces, races = traces_of(4, benched)
+    assert crossing(traces, (2, 2)) == [] and faults_of(traces) + races == []
+    for trace in traces:
+        calls = [
+            record for record in trace if isinstance(record, Call) and record.at.startswith("aggregation/bench.py")
+        ]
+        assert {len(call.group[1]) for call in calls} == {2} and {call.kind for call in calls} == {"allreduce"}
 
 
 def test_by_default_nccl_crosses_cells() -> None:
