@@ -252,7 +252,7 @@ def over_gloo_inside(traces: list[list[Record]], cells: tuple[int, ...]) -> list
     topology, found = Topology(sum(cells), cells), set()
     for rank, trace in enumerate(traces):
         for call in trace:
-            if not isinstance(call, HostCall) or not call.at.startswith("aggregation/engine/"):
+            if not isinstance(call, HostCall) or not call.at.startswith(("aggregation/engine/", "parallel/spread.py")):
                 continue
             others = call.group[1] if call.peer is None else (call.peer,)
             is_inside = {topology.cell_of(other) for other in others} == {topology.cell_of(rank)}

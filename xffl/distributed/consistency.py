@@ -34,6 +34,7 @@ __all__ = [
     "control_device",
     "find_unequal_cells",
     "gather_runtimes",
+    "home_device",
     "message_device",
     "own_runtime",
     "processor_of",
@@ -70,6 +71,14 @@ def transfer_device(state: DistributedState) -> torch.device:
     if "nccl" not in str(state.link_backend or state.backend):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device()) if state.current_device is None else compute_device(state)
+
+
+def home_device(state: DistributedState) -> torch.device | None:
+    """Return the GPU that weights lie on while they move inside a cell, where they cross in the host's memory."""
+    device = compute_device(state)
+    if state.link_backend is None or device.type != "cuda" or "nccl" not in str(state.backend):
+        return None
+    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 
 
 def compute_device(state: DistributedState) -> torch.device:

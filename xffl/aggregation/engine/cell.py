@@ -44,9 +44,10 @@ def share_in_cell(
     """Hand what a bucket's sender has in ``out`` round inside the cell; all get it in ``result``, which may be that."""
     home, is_sender = transfer.cell_group, transfer.is_sent_here(bucket)
     assert home is not None
-    with profile.phase("home"):
-        if is_sender and result is not out:
+    if is_sender and result is not out:
+        with profile.capture_failure("home"):
             link.host_copies.bring(out, result)
+    with profile.phase("home"):
         source = link.round_groups.first + transfer.senders_of(bucket)[transfer.cell]
         work = dist.broadcast(result.view(torch.uint8), src=source, group=home, async_op=True)
     profile.bytes_home += result.nbytes * (home.size() - 1) if is_sender else 0

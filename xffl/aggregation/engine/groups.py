@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from xffl.costs import MOST_IN_FLIGHT, STATUS_BYTES
 from xffl.distributed.collectives import CrossWorldGroup, Group, Work, group_rank
-from xffl.distributed.consistency import compute_device, connect, control_device, sends_from_gpu, transfer_device
+from xffl.distributed.consistency import connect, control_device, home_device, sends_from_gpu, transfer_device
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.faults import inject, is_armed
 from xffl.distributed.groups import Groups, make_groups, make_round_groups
@@ -80,10 +80,7 @@ class RoundScope:
     @property
     def home_device(self) -> torch.device | None:
         """The GPU that results lie on while they are handed round inside a cell, where they cross in host memory."""
-        if self.cross_world is not None or self.state.link_backend is None:
-            return None
-        device = compute_device(self.state)
-        return device if device.type == "cuda" and self.device.type == "cpu" else None
+        return None if self.cross_world is not None else home_device(self.state)
 
     @property
     def gpu(self) -> torch.device | None:
