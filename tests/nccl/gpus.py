@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from tests.nccl.races import Races, leaves_of
-from tests.nccl.traces import Call, Copy, Group, HostWait, Join, Mark, Move, Record, Wait
+from tests.nccl.traces import Call, Copy, Group, HostCall, HostWait, Join, Mark, Move, Record, Wait
 
 __all__ = ["BACKEND", "Broken", "guard", "pretended_gpu"]
 
@@ -182,6 +182,8 @@ class _Mode(FakeTensorMode):
         ):
             with fake_tensor.unset_fake_temporarily():
                 _gpu.races.host(func, args, kwargs, _line)
+                if func.namespace == "c10d":
+                    _note_on_host(func, args, kwargs)
                 return func(*args, **kwargs)
         if func.namespace == "c10d":
             return _collective(func, args, kwargs)
@@ -262,6 +264,17 @@ def _collective(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     written = leaves_of(outs) if not (kind == "broadcast" and is_source) else []
     work = dist.Work.boxed(_note(kind, group, tensors, options=options, result=outs, written=written))
     return work if len(func._schema.returns) == 1 else (outs, work)
+
+
+def _note_on_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Write down what gloo is given."""
+    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    group = dist.ProcessGroup.unbox(named["process_group"])
+    ranks = tuple(dist.get_process_group_ranks(group))
+    peer = named.get("dst", named.get("src"))
+    nbytes = sum(leaf.nbytes for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    kind, place = func._schema.name.partition("::")[2].strip("_"), (group.group_desc or group.group_name, ranks)
+    _gpu.add(HostCall(place, kind, None if peer is None else ranks[peer], named.get("tag"), nbytes, _line()))
 
 
 def _functional(func: Any, args: Sequence[Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = ["Call", "Copy", "Group", "HostWait", "Join", "Mark", "Move", "Record", "Wait"]
+__all__ = ["Call", "Copy", "Group", "HostCall", "HostWait", "Join", "Mark", "Move", "Record", "Wait"]
 
 Group: TypeAlias = tuple[str, tuple[int, ...]]
 """The name of a process group, and its ranks."""
@@ -95,4 +95,24 @@ class Copy:
     at: str
 
 
-Record: TypeAlias = Call | Join | Mark | Wait | HostWait | Copy
+@dataclass(frozen=True)
+class HostCall:
+    """A collective or a message of the host's memory, over gloo.
+
+    :param group: Over which group.
+    :param kind: torch's name of the operation.
+    :param peer: Of a message, the rank of the world at the other end.
+    :param tag: Of a message, its tag.
+    :param nbytes: Bytes of all tensors.
+    :param at: As for :class:`Call`.
+    """
+
+    group: Group
+    kind: str
+    peer: int | None
+    tag: int | None
+    nbytes: int
+    at: str
+
+
+Record: TypeAlias = Call | Join | Mark | Wait | HostWait | Copy | HostCall

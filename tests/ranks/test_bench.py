@@ -119,12 +119,16 @@ def test_two_processes_give_a_table_and_files(pair: tuple[subprocess.CompletedPr
 
 
 def test_four_ranks_of_a_launcher_with_replicas_as_json() -> None:
-    words = ["-m", "xffl", "bench", "--federated", "2,2", "--hsdp", "1", "--backend", "gloo", "--device", "cpu"]
+    words = ["-m", "xffl", "bench", "--federated", "2,2", "--hsdp", "1", "--device", "cpu"]
+    words += ["--backend", "cpu:gloo", "--link-backend", "gloo"]  # another one, as far as that goes without GPUs
     (_, told), *others = run_script(4, [*words, *TINY, "--json"], ROOT)
     assert others == [(0, "")] * 3
     record = json.loads(told)
     assert record["hosts"][0]["ranks"] == "ranks 0-3" and record["hosts"][0]["cores"] == os.cpu_count()
     check(record, ["federation", "replica", "federated"], [*ROUNDS, "rails"])
+    assert (record["layout"]["backend"], record["layout"]["link_backend"]) == ("cpu:gloo", "gloo")
+    bench_table(record, table := io.StringIO())
+    assert "cpu:gloo, gloo between cells; xffl" in table.getvalue()
 
 
 def test_what_is_started_is_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,12 +139,12 @@ def test_what_is_started_is_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) 
         return 0
 
     monkeypatch.setattr(execute, "run", note)
-    words = "--processes 4 --federated 2,2 --hsdp 1 --backend gloo --device cpu --json"
+    words = "--processes 4 --federated 2,2 --hsdp 1 --backend gloo --link-backend gloo --device cpu --json"
     assert main(["bench", *words.split(), *TINY]) == 0
     [(options, (script, *passed))] = started
     assert (options.processes, options.federated, options.hsdp) == (4, "2,2", 1) and Path(script).is_file()
     given = {"--megabytes=0.5", "--repeats=2", "--warmup=1", "--backend=gloo", "--device=cpu", "--json"}
-    assert given <= set(passed), passed
+    assert given | {"--link-backend=gloo"} <= set(passed), passed
 
 
 # In worlds of other shapes --------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ EXEC = [sys.executable, "-m", "xffl", "exec"]
 SCRIPT = """
 import torch
 import xffl
-from xffl.aggregation.engine.exchange import PairwiseSwap
+from xffl.aggregation.engine.pairwise_swap import PairwiseSwap
 
 class Planted(BaseException):
     "What no round catches."

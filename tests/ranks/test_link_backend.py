@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import xffl
 from tests.ports import free_port
 from tests.worlds import be_launched, fake_world, run_world
+from xffl.aggregation.engine.buffers import HostCopies
+from xffl.aggregation.engine.groups import RoundScope
+from xffl.aggregation.privacy import Privacy
 from xffl.distributed import groups
 from xffl.distributed.consistency import message_device, transfer_device
 from xffl.distributed.distributed_state import DistributedState
@@ -67,6 +73,80 @@ def test_rounds_are_the_same_with_another_backend_between_cells(hsdp: int | None
         assert usual == auto == same and usual[0] is None
         assert other[:3] == ("gloo", "cpu:gloo", usual[2])
     assert len({answers[0][-1] for answers in told}) == 1
+
+
+def as_on_gpus() -> ExitStack:
+    """Let results be handed round inside cells from memory of their own, as on GPUs."""
+    stack = ExitStack()
+    stack.enter_context(mock.patch.object(RoundScope, "home_device", CPU))
+    stack.enter_context(mock.patch("xffl.aggregation.aggregator._stream_of", return_value=None))
+    stack.enter_context(mock.patch("xffl.aggregation.engine.plan.sends_from_gpu", return_value=True))
+    return stack
+
+
+def bytes_after(state: DistributedState, *, count: int = 2, behind: float | bool = False, **options: Any) -> bytes:
+    """Return this rank's weights and buffers after rounds between steps of its own cell."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(24, 16), nn.BatchNorm1d(16), nn.Linear(16, 9)]
+    model = xffl.shard(nn.Sequential(*(layers[::2] if {"privacy", "secure"} & options.keys() else layers)), state)
+    aggregator = xffl.Aggregator(model, state, **{"bucket_bytes": 2**9, "overlap": bool(behind), **options})
+
+    @torch.no_grad()
+    def step() -> None:
+        for parameter in model.parameters():
+            parameter.mul_(0.9 + 0.013 * state.federated_rank).add_(0.01 * (1 + state.federated_rank))
+        for buffer in model.buffers():
+            buffer.add_(1 + dist.get_rank())
+
+    weight = None if "privacy" in options else 1.0 + dist.get_rank()
+    for _ in range(count):
+        step()
+        if behind:
+            under_way = aggregator.aggregate_async(weight, alpha=behind if isinstance(behind, float) else None)
+            step()
+            under_way.merge()
+        else:
+            aggregator.aggregate(weight)
+    aggregator.close()
+    values = [value.to_local() if isinstance(value, DTensor) else value for value in model.state_dict().values()]
+    return b"".join(value.numpy().tobytes() for value in values)
+
+
+STEPPED = {"server": "fedadam:lr=0.03"}
+HANDED_ROUND: list[dict[str, Any]] = [
+    *({"form": "all_gather"}, {"form": "two_hop"}, {"rails": True}, {"atomic": False}, {"fragments": 2, "count": 4}),
+    *({"behind": True}, {"behind": 0.5, "rails": True}, {"atomic": False, "rails": True, "codec": "int8", "count": 3}),
+    *({"codec": "int8", "count": 3}, {"codec": "topk:0.1", "behind": True, "count": 3}, {"norms": True, "rails": True}),
+    *({**STEPPED, "server_step": step} for step in ("everywhere", "owner")),
+    *({**STEPPED, "server_step": step, "rails": True, "norms": True} for step in ("everywhere", "owner")),
+    *({**STEPPED, "server_step": step, "codec": "int8", "count": 3} for step in ("everywhere", "owner")),
+    *({**STEPPED, "server_step": step, "behind": True, "rails": True} for step in ("everywhere", "owner")),
+    *({"combine": "median"}, {"combine": "geometric_median", "rails": True}, {"nonfinite": "drop_cell"}),
+    *({"privacy": Privacy(clip=1.0, noise=1.0, seed=1)}, {"secure": True}),
+]
+
+
+def compare(rank: int, world_size: int, port: int, cells: tuple[int, ...], hsdp: int) -> list[str]:
+    be_launched(rank, world_size, port)
+    unequal = []
+    with xffl.session(federated=cells, hsdp=hsdp, device="cpu", timeout_s=60) as state:
+        for options in HANDED_ROUND:
+            if "secure" in options and len(cells) < 3:
+                continue
+            plain = bytes_after(state, **options)
+            bring = mock.patch.object(HostCopies, "bring", autospec=True, side_effect=HostCopies.bring)
+            with as_on_gpus(), bring as brought:
+                if bytes_after(state, **options) != plain:
+                    unequal.append(str(options))
+            if state.is_sender and state.replica_world_size[state.federated_rank] > 1 and options.get("atomic", True):
+                assert brought.called  # else both lie in the model here
+    return unequal
+
+
+@pytest.mark.parametrize(("cells", "hsdp"), [((2, 2), 1), ((4, 2), 2), ((1, 3, 2), 1)])
+def test_results_are_the_same_that_are_handed_round_from_other_memory(cells: tuple[int, ...], hsdp: int) -> None:
+    """To the bit, after every kind of round: what crosses and what the cell gets lie apart."""
+    assert run_world(sum(cells), compare, free_port(), cells, hsdp, init=False) == [[]] * sum(cells)
 
 
 def by_key(rank: int, world_size: int, port: int) -> tuple[str | None, float]:

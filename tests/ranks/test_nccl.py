@@ -19,16 +19,19 @@ from torch.distributed.tensor import _random
 
 import xffl
 from tests.nccl.cases import model_of, rounds, traces_of, training
-from tests.nccl.gpus import BACKEND
+from tests.nccl.gpus import BACKEND, Stream
 from tests.nccl.rules import faults_of
-from tests.nccl.traces import Call, Copy, HostWait, Join, Record
+from tests.nccl.traces import Call, Copy, HostCall, HostWait, Join, Record
 from tests.ranks.test_strategies import CASES, configure
 from tests.worlds import WorldError
 from xffl.aggregation.algorithms.registry import make
 from xffl.aggregation.algorithms.server import server_of
+from xffl.aggregation.bench import Effort, measure
 from xffl.aggregation.engine import transport
 from xffl.aggregation.engine.buffers import HostCopies
-from xffl.aggregation.engine.groups import Progress
+from xffl.aggregation.engine.cell import BucketMemory
+from xffl.aggregation.engine.exchange import RoundRun
+from xffl.aggregation.engine.groups import VOTE_TAG, Progress, RoundScope
 from xffl.aggregation.options import Options
 from xffl.aggregation.privacy import Privacy
 from xffl.costs import MOST_IN_FLIGHT
@@ -129,9 +132,10 @@ def options_of(layout: Layout) -> tuple[dict[str, Any], ...]:
     return tuple({**row, "bucket_bytes": 2**11, "count": count} for row, count in zip(chosen, counts, strict=True))
 
 
-BUFFERS = "aggregation/engine/buffers.py"
+BUFFERS, CELL = "aggregation/engine/buffers.py", "aggregation/engine/cell.py"
 CODED = {"model": "little", "bucket_bytes": 2**10}
 OWNED = {"server": "fedadam:lr=0.03", "server_step": "owner"}
+STEPPED = {"server": "fedadam:lr=0.03", "server_step": "everywhere"}
 ROUNDS: dict[str, tuple[tuple[int, ...], int | None, tuple[dict[str, Any], ...]]] = {
     "one cell, fsdp": ((), None, ({}, {"behind": True})),
     "one cell, hsdp": ((), 2, ({},)),
@@ -204,6 +208,33 @@ LINKED: dict[str, tuple[tuple[int, ...], int | None, tuple[dict[str, Any], ...]]
     "equal": ((2, 2), None, ({}, {"behind": True}, {"behind": 0.5}, {"codec": "int8", **CODED})),
     "unequal": ((3, 1), None, ({"model": "buffers"}, {"atomic": False}, {"server": "fedadam:lr=0.03"})),
     "replicas": ((4, 2), 2, ({"rails": True}, {"fragments": 2, "count": 4}, {"norms": True})),
+    "replicas, in place": ((4, 2), 2, ({"atomic": False}, {"atomic": False, "codec": "int8", "count": 3, **CODED})),
+    "replicas, behind": (
+        (2, 2),
+        1,
+        ({"behind": True}, {"behind": 0.5, "model": "buffers"}, {"behind": True, "codec": "bf16", "form": "two_hop"}),
+    ),
+    "unlike numbers of replicas": (
+        (3, 1, 2),
+        1,
+        ({"form": "all_gather", "model": "buffers"}, {"form": "two_hop", "codec": "int8", "count": 3, **CODED}),
+    ),
+    "replicas, compared": ((3, 2, 2), 1, ({"combine": "geometric_median"}, {"combine": "median", "rails": True})),
+    "replicas, stepped everywhere": (
+        (2, 1),
+        1,
+        ({**STEPPED}, {**STEPPED, "codec": "int8", "count": 3, **CODED}, {**STEPPED, "behind": True, "rails": True}),
+    ),
+    "replicas, stepped by owners": (
+        (2, 4),
+        1,
+        ({**OWNED, "rails": True, "norms": True}, {**OWNED, "codec": "int8", "count": 3}, {**OWNED, "behind": 0.5}),
+    ),
+    "replicas, private": (
+        (2, 1, 2),
+        1,
+        ({"privacy": PRIVATE}, {"secure": True}, {"privacy": PRIVATE, "behind": True, **OWNED}),
+    ),
     "three cells": ((1, 2, 1), None, ({"form": "two_hop"}, {"combine": "median"}, {"secure": True})),
     "levels": ((2, 1, 2), 1, ({"groups": (2, 1), "every": 2},)),
 }
@@ -216,13 +247,60 @@ def crossing(traces: list[list[Record]], cells: tuple[int, ...]) -> list[str]:
     return sorted({call.at for call in calls if len({topology.cell_of(rank) for rank in call.group[1]}) > 1})
 
 
+def over_gloo_inside(traces: list[list[Record]], cells: tuple[int, ...]) -> list[str]:
+    """Return what rounds send over gloo inside cells, beside votes and small numbers, by the line that does."""
+    topology, found = Topology(sum(cells), cells), set()
+    for rank, trace in enumerate(traces):
+        for call in trace:
+            if not isinstance(call, HostCall) or not call.at.startswith(("aggregation/engine/", "parallel/spread.py")):
+                continue
+            others = call.group[1] if call.peer is None else (call.peer,)
+            is_inside = {topology.cell_of(other) for other in others} == {topology.cell_of(rank)}
+            is_control = call.tag == VOTE_TAG or (call.peer is None and call.nbytes <= CONTROL_BYTES)
+            if is_inside and set(others) != {rank} and not is_control:
+                found.add(f"{call.kind} of {call.nbytes} bytes over {call.group} at {call.at}")
+    return sorted(found)
+
+
+CONTROL_BYTES = 8 * 9
+"""Of a norm, or of the distances between three cells."""
+
+
+def handed_round(traces: list[list[Record]], cells: tuple[int, ...]) -> set[int]:
+    """Return the ranks that get results over NCCL, after a look at the groups that these come by."""
+    topology, ranks = Topology(sum(cells), cells), set()
+    for rank, trace in enumerate(traces):
+        for call in trace:
+            if isinstance(call, Call) and call.at.startswith(CELL):
+                assert {topology.cell_of(one) for one in call.group[1]} == {topology.cell_of(rank)}
+                ranks.add(rank)
+    return ranks
+
+
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", LINKED)
-def test_no_nccl_group_crosses_cells(name: str) -> None:
+def test_no_nccl_group_crosses_cells_and_no_payload_goes_over_gloo_inside(name: str) -> None:
     """With ``link_backend="gloo"``: neither of rounds nor the world; and what goes through the host is in order."""
     cells, hsdp, options = LINKED[name]
-    traces, races = traces_of(sum(cells), rounds, cells, hsdp, *options, link_backend="gloo", timeout_s=200)
-    assert crossing(traces, cells) == []
+    traces, races = traces_of(sum(cells), rounds, cells, hsdp, *options, link_backend="gloo", timeout_s=380)
+    assert crossing(traces, cells) == [] == over_gloo_inside(traces, cells)
     assert faults_of(traces) + races == []
+    if "replicas" in name:
+        topology = Topology(sum(cells), cells, hsdp)
+        replicas = {rank for rank in range(sum(cells)) if topology.replicas(topology.cell_of(rank)) > 1}
+        assert handed_round(traces, cells) == replicas
+
+
+@pytest.mark.parametrize("options", [{}, OWNED], ids=str)
+def test_gloo_hands_results_round_where_no_gpu_does(options: dict[str, Any]) -> None:
+    """What the records are for: they do tell of it."""
+    traces, races = traces_of(4, rounds, (2, 2), 1, options, link_backend="gloo", plant=without_a_home_gpu)
+    assert faults_of(traces) + races == [] and not handed_round(traces, (2, 2))
+    assert any(found.startswith("broadcast") and CELL in found for found in over_gloo_inside(traces, (2, 2)))
+
+
+def without_a_home_gpu() -> None:
+    mock.patch.object(RoundScope, "home_device", None).start()
 
 
 def as_in_worlds_of_their_own() -> None:
@@ -238,24 +316,62 @@ def test_whole_buckets_that_are_swapped_go_through_the_host_in_order(cells: tupl
     assert crossing(traces, cells) == [] and faults_of(traces) + races == []
 
 
-@pytest.mark.parametrize(("hsdp", "behind"), [(None, False), (2, False), (2, True)])
-def test_a_round_copies_through_the_host_what_the_plan_says(hsdp: int | None, behind: bool) -> None:
+COPIED: list[tuple[int | None, dict[str, Any]]] = [
+    (None, {}),
+    (2, {}),
+    (2, {"behind": True}),
+    (2, {"behind": 0.5}),
+    (2, {"atomic": False}),
+    (2, {"server": "fedadam:lr=0.03", "server_step": "owner"}),
+    (1, {"combine": "median", "form": "all_gather"}),
+]
+
+
+@pytest.mark.parametrize(("hsdp", "options"), COPIED, ids=str)
+def test_a_round_copies_through_the_host_what_the_plan_says(hsdp: int | None, options: dict[str, Any]) -> None:
+    """Replicas copy nothing; without them what goes on behind steps is copied once more, to be merged."""
     cells = (4, 2)
-    traces, _ = traces_of(6, rounds, cells, hsdp, {"count": 1, "behind": behind}, link_backend="gloo")
     topology = Topology(6, cells, hsdp)
     elements = sum(parameter.numel() for parameter in model_of("plain").parameters())
     pcie = round_traffic(topology, elements, pcie_gbps=100.0)["pcie"]
-    own: dict[tuple[int, str], list[tuple[int, int]]] = {}
-    for rank, trace in enumerate(traces):
-        copies = [record for record in trace if isinstance(record, Copy) and record.at.startswith(BUFFERS)]
-        out, back = (sum(copy.nbytes for copy in copies if copy.to_host is to_host) for to_host in (True, False))
-        at = topology.coordinates(rank)
-        own.setdefault((at.cell, "sender" if at.is_sender else "replica"), []).append((out, back))
-    for (cell, role), found in own.items():
-        said = pcie["cell_kinds"][cell][role]  # for even shards: all of a role together
-        to_host = 2 * said["bytes_to_gpu"] if behind else said["bytes_to_host"]
-        assert sum(out for out, _ in found) == pytest.approx(len(found) * to_host)
-        assert sum(back for _, back in found) == pytest.approx(len(found) * said["bytes_to_gpu"])
+    copied: dict[tuple[int, str], tuple[int, int]] = {}  # out and back, of all ranks of a role together
+    # The second round alone: before the first, ranks read what a server starts from.
+    for count, sign in ((1, -1), (2, 1)):
+        traces, _ = traces_of(6, rounds, cells, hsdp, {**options, "count": count}, link_backend="gloo")
+        for rank, trace in enumerate(traces):
+            at = topology.coordinates(rank)
+            role = at.cell, "sender" if at.is_sender else "replica"
+            out, back = copied.get(role, (0, 0))
+            for copy in trace:
+                if isinstance(copy, Copy) and copy.at.startswith(BUFFERS):
+                    out, back = out + sign * copy.nbytes * copy.to_host, back + sign * copy.nbytes * (not copy.to_host)
+            copied[role] = out, back
+    for (cell, role), (out, back) in copied.items():
+        kind, ranks = pcie["cell_kinds"][cell], sum(topology.coordinates(r).cell == cell for r in range(6))
+        senders = topology.shards(cell)
+        count, said = senders if role == "sender" else ranks - senders, kind[role]
+        is_merged_by_host = "behind" in options and kind["replica"] is None
+        assert out == pytest.approx(count * said["bytes_to_host"] * (2 if is_merged_by_host else 1))
+        assert back == pytest.approx(count * said["bytes_to_gpu"])
+
+
+def benched() -> None:
+    state = setup_distributed_process_group(
+        backend=BACKEND, device="cuda", federated=(2, 2), hsdp=1, link_backend="gloo"
+    )
+    with mock.patch("xffl.aggregation.bench.round_variants", return_value={"two-hop": {"codec": "none"}}):
+        record = measure(state, Effort(0.02, repeats=1, warmup=1))
+    assert record is None or record["layout"]["link_backend"] == "gloo"
+
+
+def test_a_benchmark_measures_what_each_group_sends_from() -> None:
+    traces, races = traces_of(4, benched)
+    assert crossing(traces, (2, 2)) == [] and faults_of(traces) + races == []
+    for trace in traces:
+        calls = [
+            record for record in trace if isinstance(record, Call) and record.at.startswith("aggregation/bench.py")
+        ]
+        assert {len(call.group[1]) for call in calls} == {2} and {call.kind for call in calls} == {"allreduce"}
 
 
 def test_by_default_nccl_crosses_cells() -> None:
@@ -372,7 +488,7 @@ def one_gpu() -> None:
 
 def test_two_ranks_on_one_gpu_are_told() -> None:
     traces, _ = traces_of(2, one_gpu)
-    assert traces == [[], []]  # before anything is given to NCCL
+    assert not any(isinstance(record, Call) for trace in traces for record in trace)  # before anything is given to it
 
 
 def shared_gpus() -> None:
@@ -402,9 +518,9 @@ def test_rounds_behind_steps_need_a_gpu_that_does_several_things() -> None:
     assert faults_of(traces) + races == []
 
 
-def late(cells: tuple[int, ...], late_rank: int) -> None:
+def late(cells: tuple[int, ...], late_rank: int, **asked: Any) -> None:
     """A rank's GPU does not come to the end of the first exchange; the second round takes place."""
-    state = setup_distributed_process_group(backend=BACKEND, device="cuda", federated=cells)
+    state = setup_distributed_process_group(backend=BACKEND, device="cuda", federated=cells, **asked)
     model = xffl.shard(model_of("plain"), state)
     aggregator = xffl.Aggregator(model, state, bucket_bytes=2**12)
     before = aggregator._round_groups.own
@@ -420,17 +536,18 @@ def late(cells: tuple[int, ...], late_rank: int) -> None:
 ABORTED: list[dist.ProcessGroup] = []
 
 
-def after_a_late_gpu(cells: tuple[int, ...], late_rank: int) -> None:
+def after_a_late_gpu(cells: tuple[int, ...], late_rank: int, **asked: Any) -> None:
     def note(group: dist.ProcessGroup) -> None:
         ABORTED.append(group)
 
     with mock.patch.object(dist.ProcessGroup, "abort", note):
-        late(cells, late_rank)
+        late(cells, late_rank, **asked)
 
 
-def test_a_round_that_fails_on_a_gpu_leaves_the_callers_stream_free() -> None:
+@pytest.mark.parametrize("asked", [{}, {"link_backend": "gloo", "hsdp": 1}], ids=str)
+def test_a_round_that_fails_on_a_gpu_leaves_the_callers_stream_free(asked: dict[str, Any]) -> None:
     """It waits for the round's only once all have agreed, so that the model can be read if they have not."""
-    traces, _ = traces_of(4, after_a_late_gpu, (2, 2), 1)
+    traces, _ = traces_of(4, after_a_late_gpu, (2, 2), 1, **asked)
     for trace in traces:
         calls = [record for record in trace if isinstance(record, Call) and record.at.startswith("aggregation/")]
         assert calls and all(record.stream != 0 for record in calls)
@@ -590,11 +707,37 @@ def nobody_settles() -> None:
 
 
 def nobody_finishes() -> None:
+    without_a_home_gpu()
     mock.patch.object(HostCopies, "finish").start()
 
 
 def nobody_holds_writes() -> None:
+    without_a_home_gpu()
     mock.patch.object(HostCopies, "hold_writes").start()
+
+
+def brought_on_another_stream() -> None:
+    def bring(self: HostCopies, values: torch.Tensor, into: torch.Tensor) -> None:
+        with torch.cuda.stream(torch.cuda.Stream(into.device)):  # type: ignore[no-untyped-call]
+            bring_here(self, values, into)
+
+    bring_here = HostCopies.bring
+    mock.patch.object(HostCopies, "bring", bring).start()
+
+
+def copied_before_its_mean() -> None:
+    mock.patch.object(Stream, "wait_stream").start()
+
+
+def host_memory_is_used_again() -> None:
+    """The result of a bucket is written over while it is still on its way to the GPU."""
+
+    def write(self: RoundRun, transfer: Any, bucket: Any, memory: BucketMemory) -> None:
+        real(self, transfer, bucket, memory)
+        memory.out.cpu().zero_() if memory.out.device.type == "cpu" else None
+
+    real = RoundRun._write
+    mock.patch.object(RoundRun, "_write", write).start()
 
 
 @pytest.mark.parametrize(
@@ -603,10 +746,17 @@ def nobody_holds_writes() -> None:
         (nobody_settles, {}, "what aten::copy_ at aggregation/engine/buffers.py"),
         (nobody_finishes, {}, "still reads"),
         (nobody_holds_writes, {"behind": True}, "writes what aten::copy_ at aggregation/engine/buffers.py"),
+        (brought_on_another_stream, {}, f"broadcast at {CELL}"),
+        (copied_before_its_mean, {"model": "buffers"}, "writes, on another stream"),
+        (host_memory_is_used_again, {}, "still reads"),
+        (the_caller_goes_on, {}, f"broadcast at {CELL}"),
     ],
 )
 def test_faults_of_the_hosts_memory_are_found(plant: Callable[[], None], options: dict[str, Any], told: str) -> None:
-    """A bucket is sent before it has come, filled again before it has gone, or trained before it has been read."""
+    """A bucket is sent before it has come, filled again before it has gone, or trained before it has been read.
+
+    Or it is handed round inside the cell before it is on the GPU, or written before it has come round.
+    """
     _, races = traces_of(4, rounds, (2, 2), 1, options, link_backend="gloo", plant=plant)
     assert any(told in race for race in races), races
 

@@ -260,7 +260,10 @@ def test_two_cells_without_replicas_pass_over_values_less_often() -> None:
 
 
 def test_the_hosts_memory_takes_its_copies() -> None:
-    """By hand: a shard of 4 GB at 4 GB/s; out while others cross, or at the start and when merged; back at the end."""
+    """By hand: a shard of 4 GB at 4 GB/s; out while others cross, or at the start and when merged; back at the end.
+
+    With replicas back before it is handed round to them, and then all is on the GPU.
+    """
     given: dict[str, Any] = {
         "link": Link(math.inf),
         "home": NO_TIME,
@@ -268,12 +271,16 @@ def test_the_hosts_memory_takes_its_copies() -> None:
         "parameters": 1e9,
         "every": 9,
     }
-    for options, pack, processor, commit in (
-        ({}, 0.0, 1.0, 1.0),
-        ({"delay": 1}, 1.0, 0.0, 2.0),
-        ({"atomic": False}, 0.0, 2.0, 0.0),
+    alone, replicas = Topology(2, 1), Topology(4, 2, 1)
+    for cells, options, pack, processor, commit in (
+        (alone, {}, 0.0, 1.0, 1.0),
+        (alone, {"delay": 1}, 1.0, 0.0, 2.0),
+        (alone, {"atomic": False}, 0.0, 2.0, 0.0),
+        (replicas, {}, 0.0, 2.0, 0.0),
+        (replicas, {"delay": 1}, 1.0, 1.0, 0.0),
+        (replicas, {"atomic": False}, 0.0, 2.0, 0.0),
     ):
-        told = forecast(Topology(2, 1), **given, **options, pcie_gbps=32.0)
+        told = forecast(cells, **given, **options, pcie_gbps=32.0)
         assert told.form == "two_hop"
         assert told.phases["pack"] == pytest.approx(pack, abs=1e-3)
         assert told.busy["processor"] == pytest.approx(processor, abs=1e-3)

@@ -614,7 +614,7 @@ def _compare_models(
             text += str(manifest)
         else:
             rank_tensors = describe_rank_tensors(manifest, topology, at, scope.first)
-        options.check_model(manifest, device)
+        options.check_model(manifest, scope.gpu or device)
         share(text)
     if rank_tensors is None:
         return scope, options, manifest, gather_axes(axes, topology, scope.world), None
@@ -643,10 +643,10 @@ def _check_extra(extra: nn.Module | None, fragments: int) -> None:
 
 
 def _stream_of(scope: RoundScope) -> torch.cuda.Stream | None:
-    if scope.device.type != "cuda":
+    if scope.gpu is None:
         return None
     streams = scope.state.streams
-    return streams[0] if streams else torch.cuda.Stream(scope.device)  # type: ignore[no-untyped-call]
+    return streams[0] if streams else torch.cuda.Stream(scope.gpu)  # type: ignore[no-untyped-call]
 
 
 def _make_exchange(
@@ -657,7 +657,7 @@ def _make_exchange(
     replica_tensors: ReplicaTensors | None,
 ) -> Exchange:
     """Plan what this rank exchanges; make it and its groups."""
-    topology, rank = scope.topology, scope.rank
+    topology, rank, is_lone = scope.topology, scope.rank, scope.cross_world is not None
     least, fragments = options.bucket_bytes, options.fragments
     items = manifest.items(topology, axes, replica_tensors, least_bytes=least, fragments=fragments)
     plan = f"{digest(items, topology)}, {least} bytes a bucket, form={options.form_of_groups}, rails={options.rails}"
@@ -669,7 +669,6 @@ def _make_exchange(
     holders = () if replica_tensors is None else replica_tensors.holders
     round_groups = select_groups(scope, multi_rail=options.rails, is_own=options.overlap, holders=holders)
     groups = plan_groups(items, topology, rank)
-    is_on_cpu, is_lone = scope.device.type == "cpu", scope.cross_world is not None  # worlds may differ in the device
     transfers = plan_transfers(
         groups,
         topology,
@@ -677,7 +676,8 @@ def _make_exchange(
         round_groups,
         options,
         manifest.codecs,
-        is_on_cpu=is_on_cpu,
+        is_on_cpu=scope.device.type == "cpu",
+        home_device=scope.home_device,
         is_on_gpu=not is_lone and compute_device(scope.state).type == "cuda",
     )
     link = Link(transfers, scope, round_groups, options.combiner, masker)

@@ -23,7 +23,14 @@ from xffl.aggregation.engine.groups import start_moves
 from xffl.aggregation.report import RoundReport
 from xffl.checks import integer_fields, number
 from xffl.cluster.hardware import describe_host
-from xffl.distributed.consistency import barrier, ranks_text, run_on_all_ranks, transfer_device
+from xffl.distributed.consistency import (
+    barrier,
+    compute_device,
+    ranks_text,
+    run_on_all_ranks,
+    sends_from_gpu,
+    transfer_device,
+)
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import local_tensor
 from xffl.errors import ConfigError
@@ -86,14 +93,18 @@ def measure(state: DistributedState, effort: Effort) -> dict[str, Any] | None:
             raise ConfigError("the world is this one process, which has nobody to talk to; start 2 or more")
         tell(effort)
     load = os.getloadavg()[0]
-    device = transfer_device(state)
+    # With a backend of its own between cells, what crosses lies in the host's memory, and NCCL sends inside cells.
+    across = transfer_device(state)
+    device = across if state.link_backend is None else compute_device(state)
     model = build_model(effort.megabytes)
     tensors, numel = len(list(model.parameters())), sum(parameter.numel() for parameter in model.parameters())
     model = shard(model, state, wrap=(_Block,))
-    flat = torch.zeros(numel, device=device)
-    messages = ((flat[: SMALL_BYTES // 4], SMALL_CALLS), (flat, 1))
-    probes = [_ring(state.topology, values, calls) for values, calls in messages]
-    probes += [probe for values, calls in messages for probe in _all_reduces(state, values, calls)]
+    flat = torch.zeros(numel, device=across)
+    at_home = flat if device == across else flat.to(device)
+    messages = ((SMALL_BYTES // 4, SMALL_CALLS), (numel, 1))
+    probes = [_ring(state.topology, flat[:count], calls) for count, calls in messages]
+    for count, calls in messages:
+        probes += _all_reduces(state, flat[:count], at_home[:count], calls)
     probes += _rounds(state, model, flat.nbytes)
     samples = _sample(probes, effort, device)
     own = {
@@ -164,8 +175,11 @@ def _ring(topology: Topology, values: torch.Tensor, calls: int) -> _Probe:
     return _Probe("ring", "to the next rank", f"{world}", values.nbytes, exchange, calls, sent=sent)
 
 
-def _all_reduces(state: DistributedState, values: torch.Tensor, calls: int) -> list[_Probe]:
-    """Reduce over the world, then over each kind of group; all groups of a kind work at the same time."""
+def _all_reduces(state: DistributedState, values: torch.Tensor, at_home: torch.Tensor, calls: int) -> list[_Probe]:
+    """Reduce over the world, then over each kind of group; all groups of a kind work at the same time.
+
+    ``at_home`` are the values where a group that has NCCL sends from.
+    """
     topology = state.topology
     sizes: dict[str, list[int]] = {}
     for group in topology.groups():
@@ -180,7 +194,9 @@ def _all_reduces(state: DistributedState, values: torch.Tensor, calls: int) -> l
     for kind, counts in sizes.items():
         # Without a federation the one cell is the world.
         if max(counts) > 1 and not (topology.cells == 1 and counts == [topology.world_size]):
-            probes.append(_all_reduce(kind, counts, values, calls, handles[kind]))
+            handle = handles[kind]
+            own = at_home if handle is not None and sends_from_gpu(handle) else values
+            probes.append(_all_reduce(kind, counts, own, calls, handle))
     return probes
 
 
@@ -315,5 +331,6 @@ def _circumstances(state: DistributedState, gathered: Sequence[Mapping[str, Any]
             "federated_sizes": list(topology.sizes),
             "replica_size": topology.replica_size,
             "backend": str(state.backend),
+            **({} if state.link_backend is None else {"link_backend": str(state.link_backend)}),
         },
     }

@@ -29,7 +29,7 @@ With --processes it starts them here, as xffl exec does; otherwise start it with
 prints; --out writes bench.json and, if matplotlib is installed, bench.svg and bench.png.
 """
 
-_PASSED_ON = ("megabytes", "repeats", "warmup", "device", "backend", "out", "json")
+_PASSED_ON = ("megabytes", "repeats", "warmup", "device", "backend", "link_backend", "out", "json")
 """Options that processes started here get, too; the federation stands in their environment."""
 
 
@@ -51,6 +51,9 @@ def build_parser() -> ArgumentParser:
     parser.add_argument("--warmup", type=int, default=2, metavar="N", help="number of passes before the samples")
     parser.add_argument("--device", type=str, metavar="KIND", help="cpu or cuda (default: cuda if there is a GPU)")
     parser.add_argument("--backend", type=str, metavar="NAME", help="gloo or nccl (default: that of the device)")
+    parser.add_argument(
+        "--link-backend", type=str, metavar="NAME", help="gloo or nccl between cells (default: that inside them)"
+    )
     parser.add_argument("--out", type=str, metavar="FOLDER", help="write bench.json, bench.svg and bench.png there")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     return parser
@@ -70,7 +73,8 @@ def run(options: Namespace) -> int:
             "no launcher has started this process; give --processes N to start N here, or use srun, mpirun or torchrun"
         )
     sizes = None if options.federated is None else parse_sizes(options.federated, "--federated")
-    with session(federated=sizes, hsdp=options.hsdp, device=options.device, backend=options.backend) as state:
+    asked = {name: options[name] for name in ("hsdp", "device", "backend", "link_backend")}
+    with session(federated=sizes, **asked) as state:
         folder = None if options.out is None else _made(options.out)
         record = measure(state, effort)
     if record is not None:
@@ -90,7 +94,7 @@ def _start(options: Namespace) -> int:
         raise ConfigError(f"--processes is {options.processes}; give 2 or more, since a single process has no partner")
     if options.out is not None:
         _made(options.out)
-    given = {name: options[name] for name in _PASSED_ON if options[name] not in (None, False)}
+    given = {name.replace("_", "-"): options[name] for name in _PASSED_ON if options[name] not in (None, False)}
     words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()]
     job = [f"--{name}={options[name]}" for name in ("processes", "federated", "hsdp") if options[name] is not None]
     return execute.run(execute.build_parser().parse_args(job), [__file__, *words])

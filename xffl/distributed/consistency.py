@@ -34,10 +34,12 @@ __all__ = [
     "control_device",
     "find_unequal_cells",
     "gather_runtimes",
+    "home_device",
     "message_device",
     "own_runtime",
     "processor_of",
     "ranks_text",
+    "sends_from_gpu",
     "sum_of_bits",
     "tell_runtimes",
     "transfer_device",
@@ -57,11 +59,26 @@ def message_device(device: torch.device, group: Group | None = None) -> torch.de
     return torch.device("cpu") if is_gloo else device
 
 
+def sends_from_gpu(group: Group) -> bool:
+    """Tell whether a group has a backend that sends from GPUs: gloo would copy their tensors to the host first."""
+    if isinstance(group, CrossWorldGroup):
+        return False
+    return any(part.startswith("cuda:") and part != "cuda:gloo" for part in dist.get_backend_config(group).split(","))
+
+
 def transfer_device(state: DistributedState) -> torch.device:
     """Return where weights lie while they move: on the GPU over NCCL, else on the CPU, since gloo sends from there."""
     if "nccl" not in str(state.link_backend or state.backend):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device()) if state.current_device is None else compute_device(state)
+
+
+def home_device(state: DistributedState) -> torch.device | None:
+    """Return the GPU that weights lie on while they move inside a cell, where they cross in the host's memory."""
+    device = compute_device(state)
+    if state.link_backend is None or device.type != "cuda" or "nccl" not in str(state.backend):
+        return None
+    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 
 
 def compute_device(state: DistributedState) -> torch.device:

@@ -22,7 +22,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from xffl.cluster.hardware import return_large_blocks
-from xffl.distributed.consistency import compute_device, connect, control_device, run_on_all_ranks, transfer_device
+from xffl.distributed.consistency import (
+    compute_device,
+    connect,
+    control_device,
+    home_device,
+    run_on_all_ranks,
+    transfer_device,
+)
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.parameters import DeviceParameters
 from xffl.distributed.sharding import bytes_of, from_bytes
@@ -290,8 +297,11 @@ def send_weights(model: nn.Module, state: DistributedState) -> None:
     across = state.federated_group[0] if state.federated_group else None
     device = transfer_device(state)
     connect((across, dist.group.WORLD, home), device)
+    at_home = device
+    if (gpu := home_device(state)) is not None:
+        connect((home,), at_home := gpu)
     for tensors in _batches(tensor.detach() for _, tensor in named_tensors(model)):
-        flat = torch.cat([bytes_of(tensor) for tensor in tensors]).to(device)
+        flat = torch.cat([bytes_of(tensor) for tensor in tensors]).to(device if rank == head else at_home)
         if rank == 0:
             moves = [dist.P2POp(dist.isend, flat, peer, across) for peer in heads[1:]]
         else:
@@ -299,6 +309,7 @@ def send_weights(model: nn.Module, state: DistributedState) -> None:
         # Together: for a single message NCCL would connect its two ranks anew, and keep that.
         for work in dist.batch_isend_irecv(moves) if moves else ():
             work.wait()
+        flat = flat.to(at_home)
         dist.broadcast(flat, src=head, group=home)
         for tensor, part in zip(tensors, torch.split(flat, [tensor.nbytes for tensor in tensors]), strict=True):
             tensor.copy_(from_bytes(part, tensor.dtype, tensor.shape))

@@ -58,7 +58,9 @@ def bench_table(record: Mapping[str, Any], file: TextIO) -> None:
         device = "" if host["device"] == "cpu" else f", {host['device']}"
         console.print(f"{host['host']} ({host['ranks']}): {host['cpu']}, {host['cores']} cores{device}")
     when = f"{record['date']}; load {record['load_before']:.1f} before"
-    console.print(f"{record['layout']['backend']}; {versions}; {when}\n")
+    link = record["layout"].get("link_backend")
+    between = "" if link is None else f", {link} between cells"
+    console.print(f"{record['layout']['backend']}{between}; {versions}; {when}\n")
     tables = [(_overview(record["rows"]), OVERVIEW_NOTES)]
     rounds = [row for row in record["rows"] if row["kind"] == "round"]
     tables += [(_phases(rounds), PHASES_NOTES)] if rounds else []

@@ -51,7 +51,8 @@ ASSUMPTIONS = (
     "one latency more",
     "through the host's memory (pcie_gbps): a bucket is copied to the host before it is sent, and the new values to "
     "the GPU when they are written, at that rate in place of the memory's; with a delay values are copied to the host "
-    "when a round starts and when it is merged",
+    "when a round starts and when it is merged; with replicas a sender copies each bucket back before it is broadcast, "
+    "and all is written and merged on the GPU",
     "with a delay, local steps hide everything except checking and writing, as far as they last",
     "data parallelism: gradients are reduced in each cell, summed in a ring over the cells, and broadcast, all at the "
     "same time, behind the backward pass (2/3 of a step) as far as it lasts",
@@ -320,7 +321,7 @@ class _Route:
             hops, combine = (sent / 2, sent / 2), (once + code + 2 * code / self.cells, code)
         return Stages(
             # What was sent is what the sender goes on with: it reads its own code.
-            pack=once if self.is_late else 2 * code + self._copied_on_the_way(bucket),
+            pack=once if self.is_late else 2 * code + self._copied_on_the_way(bucket, replicas),
             hops=hops,
             combine=combine,
             latency=self.link.latency_s,
@@ -329,9 +330,13 @@ class _Route:
             home_latency=self.home.latency_s * depth,
         )
 
-    def _copied_on_the_way(self, bucket: float) -> float:
-        """Return the seconds of a bucket's copies while the round exchanges: out, and where nothing is kept, back."""
-        return 0.0 if self.is_copied else self.copying(bucket) * (1 if self.atomic else 2)
+    def _copied_on_the_way(self, bucket: float, replicas: int) -> float:
+        """Return the seconds of a bucket's copies while the round exchanges: out, and where others wait for it, back.
+
+        Back also where nothing is kept.
+        """
+        out, back = not self.is_copied, replicas > 1 or not self.atomic
+        return self.copying(bucket) * (out + back)
 
     def pace(self, replicas: int, bucket: float, buckets: float) -> Pace:
         """Return how many of a rank's own buckets are under way; broadcasts are counted over all replicas."""
@@ -365,7 +370,7 @@ def _exchange(route: _Route, shards: int, replicas: int, model: float, most: int
     stall = course.last - course.first - across
     once = route.memory.seconds(model / shards)
     copied = route.copying(model / shards)
-    written = once if route.pcie is None else copied * (2 if route.is_copied else 1)
+    written = once if route.pcie is None or replicas > 1 else copied * (2 if route.is_copied else 1)
     phases = {
         "pack": 0.0 if route.is_late else once + (copied if route.is_copied else 0.0),
         "fill": course.first,

@@ -15,10 +15,11 @@ __all__ = ["PCIE_GBPS", "TRAFFIC_ASSUMPTIONS", "round_traffic", "step_traffic"]
 PCIE_GBPS = 200.0
 """What copies between a GPU and its host get, in Gbit/s, if nothing else is said: 25 of the 32 GB/s of PCIe 4.0 x16."""
 PCIE_ASSUMPTION = (
-    "between cells values go through the host's memory: each sender copies its shard there once, and every rank copies "
-    "the new shard to its GPU once, each GPU over a connection of its own; seconds are those of both, though a round "
-    "copies to the host bucket by bucket while others cross; a round behind local steps copies to the host on all "
-    "ranks, twice: at its start and when it is merged"
+    "between cells values go through the host's memory: each sender copies its shard there once, and the new shard "
+    "back to its GPU once, each GPU over a connection of its own; replicas get it from there over NCCL, and copy "
+    "nothing; seconds are those of both, though a round copies bucket by bucket while others cross; in a round behind "
+    "local steps a sender without replicas copies to the host twice: at its start and when it is merged; a server "
+    "optimizer that steps everywhere has every rank with replicas copy the mean to the host and the new shard back"
 )
 
 ROUND_ASSUMPTIONS = (
@@ -131,16 +132,15 @@ def round_traffic(
 def _host_copies(kinds: Sequence[Mapping[str, Any]], gbps: float) -> dict[str, Any]:
     """Count the bytes between GPUs and their hosts in a round that goes through the hosts' memory."""
 
-    def copies(to_host: float, to_gpu: float) -> dict[str, float]:
-        seconds = (to_host + to_gpu) * 8 / (gbps * 1e9)
-        return {"bytes_to_host": to_host, "bytes_to_gpu": to_gpu, "seconds": seconds}
+    def copies(nbytes: float) -> dict[str, float]:
+        return {"bytes_to_host": nbytes, "bytes_to_gpu": nbytes, "seconds": 2 * nbytes * 8 / (gbps * 1e9)}
 
     by_kind, total = [], 0.0
     for kind in kinds:
-        shard, has_replicas = kind["shard_bytes"], kind["replicas"] > 1
-        replica = copies(0.0, shard) if has_replicas else None
-        by_kind.append({"ranks": kind["ranks"], "sender": copies(shard, shard), "replica": replica})
-        total += kind["cells"] * (kind["senders"] + kind["ranks"]) * shard
+        shard = kind["shard_bytes"]
+        replica = copies(0.0) if kind["replicas"] > 1 else None
+        by_kind.append({"ranks": kind["ranks"], "sender": copies(shard), "replica": replica})
+        total += kind["cells"] * kind["senders"] * 2 * shard
     return {"gbps": gbps, "bytes_total": total, "cell_kinds": by_kind}
 
 

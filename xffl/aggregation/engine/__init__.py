@@ -6,6 +6,8 @@
 - ``buffers``: views of the model bucket by bucket, staging buffers, pools of buffers.
 - ``finite``: the look for values that are not finite.
 - ``exchange``: the walk over all buckets: check, swap, combine, broadcast, write; its docstring has the timeline.
+- ``pairwise_swap``: the same for two cells that swap whole buckets, of which each takes the mean when it writes it.
+- ``cell``: what the ranks of a cell exchange: the result, on their GPUs where NCCL works inside the cell.
 - ``transport``: how one bucket gets from cell to cell: exact, masked or encoded; in one hop or two.
 - ``global_model``: the last agreed model, and the server optimizer that goes on from it.
 - ``global_state``: its state brought to cells that are behind, or put together from the parts that owners have saved.

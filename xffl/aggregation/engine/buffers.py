@@ -303,14 +303,30 @@ class HostCopies:
         device = layout.device_of(bucket)
         if device is None or device.type != "cuda" or into.device == device:
             layout.pack(bucket, into)
-            return
+        else:
+            self._start(bucket, device, lambda: layout.pack(bucket, into, is_behind=True))
+
+    def start_from(self, values: torch.Tensor, bucket: Bucket, into: torch.Tensor) -> None:
+        """Start to copy a bucket out of other memory of a GPU, which stays as it is until :meth:`settle`."""
+        if values.device.type == "cuda":
+            self._start(bucket, values.device, lambda: into.copy_(values, non_blocking=True))
+        else:
+            into.copy_(values)
+
+    def _start(self, bucket: Bucket, device: torch.device, copy: Callable[[], object]) -> None:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream = self._streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            layout.pack(bucket, into, is_behind=True)
+            copy()
         self._coming[id(bucket)] = _mark(stream)
+
+    def bring(self, values: torch.Tensor, into: torch.Tensor) -> None:
+        """Copy values to a GPU on its current stream; the host's memory is used again behind that stream."""
+        into.copy_(values, non_blocking=True)
+        if into.device.type == "cuda":
+            self.note_written(into.device)
 
     def settle(self, bucket: Bucket) -> None:
         """Let the host wait until a bucket's values have come, if they are on their way."""
@@ -323,7 +339,7 @@ class HostCopies:
             torch.cuda.current_stream(device).wait_stream(stream)
 
     def note_written(self, device: torch.device) -> None:
-        """Note that the current stream copies values into the model, which must stay as they are until it has."""
+        """Note that the current stream copies the host's values, which must stay as they are until it has."""
         self._written.append(_mark(torch.cuda.current_stream(device)))
 
     def finish(self) -> None:
@@ -498,6 +514,10 @@ class RoundBuffers:
     def postpone(self, bucket: Bucket) -> None:
         """Leave a bucket in the model until :meth:`fill` asks for it."""
         self._postponed.add(id(bucket))
+
+    def fill_from(self, source: torch.Tensor, bucket: Bucket, values: torch.Tensor) -> None:
+        """Copy a bucket as :meth:`fill` does, but out of other memory than the model's."""
+        self._host_copies.start_from(source, bucket, values)
 
     def settle(self, bucket: Bucket) -> None:
         """Let the host wait until a bucket's values have come."""

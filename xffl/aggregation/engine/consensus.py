@@ -234,7 +234,7 @@ class RoundCoordinator:
     def __init__(self, exchange: Exchange, scope: RoundScope, options: Options) -> None:
         self._exchange = exchange
         self._topology = scope.topology
-        self._device, self._round_groups = exchange.device, exchange.round_groups
+        self._has_gpu, self._round_groups = scope.gpu is not None, exchange.round_groups
         self._control_device = control_device(self._group)
         self._atomic = options.atomic
         self._is_cross_world = scope.cross_world is not None
@@ -532,7 +532,7 @@ class RoundCoordinator:
 
         All ranks come here after a round that was refused, so that all can make new groups before the next one.
         """
-        if self._device.type == "cuda":
+        if self._has_gpu:
             self._round_groups.abort()
             if self._round_groups.make is None:  # others belong to more than this aggregator's rounds
                 self._phase = RoundPhase.CUT_OFF

@@ -15,7 +15,8 @@ with the server's step in between.
 
 Three ways to the mean: all-gather (every cell combines all of a bucket), reduce-scatter (each cell combines a part, a
 second hop sends the results round; both in :class:`~xffl.aggregation.engine.transport.CrossCellTransport`), and
-:class:`PairwiseSwap` (two cells swap whole buckets and take the mean while they write the model).
+:class:`~xffl.aggregation.engine.pairwise_swap.PairwiseSwap` (two cells swap whole buckets and take the mean while they
+write the model).
 
 A local failure (memory, a tensor that went away) stops nothing: the rank keeps sending and receiving, so that nobody
 waits for it, and reports the failure to the vote. Only a failed communication ends an exchange.
@@ -24,8 +25,8 @@ waits for it, and reports the failure to the vote. Only a failed communication e
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -36,33 +37,26 @@ import torch.distributed as dist
 from xffl.aggregation.algorithms.combiners import CellStats, Combiner, WeightedCombiner, total_of
 from xffl.aggregation.compression import ResidualStore
 from xffl.aggregation.engine.buffers import Layout, ModelCopy, Pool, RoundBuffers, StagingBuffers, aligned
+from xffl.aggregation.engine.cell import HOME_LAG, BucketMemory, mean_in_cell, reserve_cell_rows, share_in_cell
 from xffl.aggregation.engine.finite import FiniteCheck, FiniteReport
 from xffl.aggregation.engine.global_model import GlobalModel
-from xffl.aggregation.engine.groups import start_moves
+from xffl.aggregation.engine.pairwise_swap import PairwiseSwap
 from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext
-from xffl.aggregation.engine.transport import TAG, CrossCellTransport, Link, add_distances
-from xffl.aggregation.mean import weighted_mean
+from xffl.aggregation.engine.transport import CrossCellTransport, Link, add_distances
 from xffl.aggregation.options import Options
 from xffl.aggregation.privacy import Accountant, Masker, Noise, Privacy, privatize
 from xffl.aggregation.report import RoundProfile
 from xffl.costs import MOST_IN_FLIGHT
-from xffl.distributed.collectives import Work, broadcast
+from xffl.distributed.collectives import broadcast
 from xffl.distributed.consistency import control_device
-from xffl.distributed.faults import inject
 
 __all__ = [
     "BucketPipeline",
     "Exchange",
-    "PairwiseSwap",
     "Protection",
     "RoundRun",
-    "share_in_cell",
     "weigh_cells",
 ]
-
-
-HOME_LAG = 2
-"""Buckets after which a broadcast inside the cell is waited for: the next one is combined meanwhile."""
 
 
 class Exchange:
@@ -95,12 +89,21 @@ class Exchange:
         self.protection = None if options.privacy is None else Protection(options.privacy, rank, self.masker)
         self.accountant = None if self.protection is None else self.protection.accountant
         # Buffers are made in the first round and kept, since fresh memory is slow.
-        self.cell_rows = Pool(0, self.device)
+        self.cell_rows = {device: Pool(0, device) for device in {link.device, link.home_device or link.device}}
         if link.arena is not None:
             link.arena.restart(sum(aligned(one.group.numel * one.dtype.itemsize) for one in transfers))
         copies, arena = link.host_copies, link.arena
         self.staging = StagingBuffers(layout, self.device, atomic=options.atomic, arena=arena, host_copies=copies)
+        # Of the groups whose result the cell gets on its GPUs, though it has crossed in the host's memory.
+        self.gpu_staging: StagingBuffers | None = None
+        if link.home_device is not None:
+            self.gpu_staging = StagingBuffers(layout, link.home_device, atomic=options.atomic, host_copies=copies)
         self.residuals = residuals
+
+    @property
+    def results(self) -> dict[int, torch.Tensor]:
+        """Where what the cells have agreed on lies, all of it, by the number of the transfer."""
+        return self.staging.stages if self.gpu_staging is None else self.staging.stages | self.gpu_staging.stages
 
     @property
     def needs_one_arithmetic(self) -> bool:
@@ -157,8 +160,8 @@ class RoundRun:
         self._transfers = [transfer for transfer in exchange.transfers if transfer.group.fragment == fragment]
         self.deferred_check = FiniteCheck(self._layout)
         self._transports: list[CrossCellTransport] = []
-        self._pairwise_swap = PairwiseSwap(exchange, profile, self.deferred_check)
-        self._link.progress.forget()
+        self._pairwise_swap = PairwiseSwap(self._layout, exchange.staging, self._link, profile, self.deferred_check)
+        self._link.home_progress.forget()
         self._is_encoding = exchange.residuals is not None and exchange.residuals.is_encoding(fragment)
         if exchange.residuals is not None:
             exchange.residuals.rollback()  # of a round that was not taken
@@ -182,20 +185,26 @@ class RoundRun:
         pauses = {transfer.number: link.pause(transfer) + HOME_LAG for transfer in transfers}
         # What is combined late is free again once it has been sent; a few more spare small models a second packing.
         pauses |= {t.number: min(pauses[t.number], MOST_IN_FLIGHT) for t in transfers if t.deferred_mean}
-        buffers = RoundBuffers(self._exchange.staging, transfers, pauses, copy)
+        crossing = [transfer for transfer in transfers if transfer.is_sender or not transfer.is_shared_on_gpu]
+        buffers = RoundBuffers(self._exchange.staging, crossing, pauses, copy)
+        self._gpu_buffers = buffers
+        if self._exchange.gpu_staging is not None:
+            # What is sent is copied in the host's memory, what steps are measured from where the result comes.
+            kept = copy if copy is ModelCopy.KEPT else ModelCopy.NONE
+            shared = [transfer for transfer in transfers if transfer.is_shared_on_gpu]
+            self._gpu_buffers = RoundBuffers(self._exchange.gpu_staging, shared, pauses, kept)
         for transfer in transfers if self._exchange.compares_models else ():
-            if any(map(transfer.is_sent_here, transfer.buckets)):
+            if transfer.is_sender:
                 link.reserve_rows(transfer, is_encoded=transfer.codec is not None and self._is_encoding)
         link.reserve(transfers)
-        rows = [
-            aligned((bucket.stop - bucket.start) * transfer.dtype.itemsize) * transfer.cell_group.size()
-            for transfer, bucket in self._walk()
-            if transfer.group.is_mean_in_cell and transfer.cell_group is not None
-        ]
-        self._exchange.cell_rows.reserve(bool(rows), max(rows, default=0))
+        reserve_cell_rows(link, self._exchange.cell_rows, transfers)
         if self._exchange.global_model is not None:
             self._exchange.global_model.reserve_step(self.fragment)
         return buffers
+
+    def _buffers_of(self, transfer: GroupTransfer) -> RoundBuffers:
+        """Return the buffers between the model and the result of a group."""
+        return self._gpu_buffers if transfer.is_shared_on_gpu else self._buffers
 
     def _inspect(self) -> FiniteReport:
         """Pack what has to be copied, and check what this rank sends for NaN and infinity; measure its update.
@@ -209,7 +218,11 @@ class RoundRun:
             if transfer.deferred_mean:
                 continue
             is_sender = transfer.is_sent_here(bucket)
-            if keeps or transfer.group.is_mean_in_cell or is_sender:
+            is_read = keeps or transfer.group.is_mean_in_cell or is_sender
+            if transfer.is_shared_on_gpu:
+                is_read = is_sender and not transfer.group.is_mean_in_cell
+                self._pack_on_gpu(transfer, bucket, finite_check)
+            if is_read:
                 has_norm = is_sender and self._exchange.has_norms and transfer.group.is_stepped
                 checked = self._buffers.find_on_gpu(bucket)
                 if checked is not None and self._buffers.copy is ModelCopy.NONE and not has_norm:
@@ -227,6 +240,14 @@ class RoundRun:
                 self._buffers.keep(bucket, lent)
         self._buffers.hold_writes()
         return finite_check.report()._replace(norm=total_of(torch.stack(norms).tolist() if norms else ()))
+
+    def _pack_on_gpu(self, transfer: GroupTransfer, bucket: Bucket, finite_check: FiniteCheck) -> None:
+        """Copy what the GPU needs beside the model: what steps are measured from, and buffers before their mean."""
+        if self._buffers.copy is ModelCopy.KEPT or transfer.group.is_mean_in_cell:
+            values, lent = self._gpu_buffers.pack(transfer, bucket)
+            self._gpu_buffers.keep(bucket, lent)
+            if transfer.group.is_mean_in_cell and transfer.group.rule == "average":
+                finite_check.add(bucket, values)
 
     @torch.no_grad()
     def exchange(self, context: RoundContext) -> RoundContext:
@@ -260,24 +281,24 @@ class RoundRun:
     def commit(self, context: RoundContext, *, is_merged: bool = False, alpha: float | None = None) -> None:
         """Write the collected values, of a swap the mean, into the model; local. Without ``atomic`` they are there."""
         exchange = self._exchange
-        stages = exchange.staging.stages
+        stages, results = exchange.staging.stages, exchange.results
         with self.profile.phase("commit"):
             if is_merged or self._buffers.copy is not ModelCopy.NONE:
                 self._layout.look_up()  # local steps may have moved tensors since
             stepped = set()
             if exchange.global_model is not None and exchange.has_owners:
-                exchange.global_model.commit_step(self.fragment, stages)
+                exchange.global_model.commit_step(self.fragment, results)
             elif exchange.global_model is not None:
-                for transfer, bucket, new in exchange.global_model.step(self.fragment, stages, context.scale):
+                for transfer, bucket, new in exchange.global_model.step(self.fragment, results, context.scale):
                     stepped.add(transfer.number)
-                    if exchange.residuals is not None:
+                    if exchange.residuals is not None and transfer.number in stages:
                         exchange.staging.stage(transfer, bucket).copy_(new)
                     self._write_agreed(transfer, bucket, new, is_merged=is_merged, alpha=alpha)
             deferred = [transfer for transfer in self._transfers if transfer.deferred_mean]
             self._pairwise_swap.write(deferred, self._buffers, context)
             for transfer, bucket in self._walk() if exchange.atomic else ():
                 if not transfer.deferred_mean and transfer.number not in stepped:
-                    new = exchange.staging.stage(transfer, bucket)
+                    new = results[transfer.number][bucket.start : bucket.stop]
                     self._write_agreed(transfer, bucket, new, is_merged=is_merged, alpha=alpha)
             self._buffers.end_writes()
             if exchange.residuals is not None:
@@ -289,7 +310,7 @@ class RoundRun:
         """Write a bucket's new values, which all ranks have agreed on, into the model."""
         keeps_some = is_merged and alpha != 0.0 and transfer.group.rule == "average"
         if keeps_some and not transfer.group.is_mean_in_cell:
-            self._buffers.merge(transfer, bucket, new, alpha)
+            self._buffers_of(transfer).merge(transfer, bucket, new, alpha)
         else:
             self._buffers.write_behind(bucket, new)
 
@@ -326,19 +347,20 @@ class RoundRun:
             for bucket in transfer.buckets:
                 pipeline.start(start(transfer, bucket))
         pipeline.drain()
-        self._link.progress.drain()
+        # A GPU's own phases are timed on its stream.
+        with nullcontext() if self._link.home_device is None else self.profile.phase("home"):
+            self._link.home_progress.drain()
 
     def _exchange_bucket(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
         """Take one bucket from the model across and back; yields for how many buckets it can pause."""
-        values, out, lent = self._read(transfer, bucket)
-        is_sender = transfer.is_sent_here(bucket)
-        if is_sender:
-            yield from transport.exchange(transfer, bucket, values, out)
+        memory = self._read(transfer, bucket)
+        if transfer.is_sent_here(bucket):
+            yield from transport.exchange(transfer, bucket, memory.values, memory.out)
+        elif transfer.cell_group is not None:  # in step with the rank that does
+            yield self._link.pause(transfer)
         if transfer.cell_group is not None:
-            if not is_sender:  # in step with the rank that is
-                yield self._link.pause(transfer)
-            yield from share_in_cell(self._exchange, self.profile, transfer, bucket, out)
-        self._write(transfer, bucket, out, lent)
+            yield from share_in_cell(self._link, self.profile, transfer, bucket, memory.out, memory.result)
+        self._write(transfer, bucket, memory)
 
     def _step_by_owners(self, context: RoundContext) -> RoundContext:
         """Combine all parts, step them, and hand them out; a step counts once the round is committed."""
@@ -354,8 +376,9 @@ class RoundRun:
             transport.lose(lost)
         self._run_pipeline(context, partial(self._reduce, transport))
         with self.profile.capture_failure("step"):
-            exchange.global_model.prepare_step(self.fragment, exchange.staging.stages, context.scale)
-        for table in exchange.global_model.handed_out(self.fragment, exchange.staging.stages):
+            stages = exchange.results | exchange.staging.stages  # parts are combined where they cross
+            exchange.global_model.prepare_step(self.fragment, stages, context.scale)
+        for table in exchange.global_model.handed_out(self.fragment):
             self._run_pipeline(context, partial(self._hand_out, transport, table))
         return context
 
@@ -364,79 +387,93 @@ class RoundRun:
         if not transfer.is_owned:
             yield from self._exchange_bucket(transport, transfer, bucket)
         elif transfer.is_sent_here(bucket):
-            values, out, _ = self._read(transfer, bucket)
-            yield from transport.reduce(transfer, bucket, values, out)
+            memory = self._read(transfer, bucket)
+            yield from transport.reduce(transfer, bucket, memory.values, memory.out)
 
     def _hand_out(
         self,
         transport: CrossCellTransport,
-        table: Mapping[int, torch.Tensor],
+        table: Mapping[int, torch.Tensor] | None,
         transfer: GroupTransfer,
         bucket: Bucket,
     ) -> Iterator[int]:
-        """Bring the parts of a table that their owners have stepped to all cells, and round inside this one."""
+        """Bring what the owners of parts have stepped, or a table of it, to all cells, and round inside this one."""
         if not transfer.is_owned:
             return
-        out = table[transfer.number][bucket.start : bucket.stop]
+        if table is None:
+            memory = self._acquire(transfer, bucket)
+            out, result = memory.out, memory.result
+        else:
+            out = result = table[transfer.number][bucket.start : bucket.stop]
         if transfer.is_sent_here(bucket):
             yield from transport.hand_out(transfer, bucket, out)
         elif transfer.cell_group is not None:  # in step with the rank that does
             yield self._link.pause(transfer)
         if transfer.cell_group is not None:
-            yield from share_in_cell(self._exchange, self.profile, transfer, bucket, out)
+            yield from share_in_cell(self._link, self.profile, transfer, bucket, out, result)
 
     def _gather(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
         """Take one bucket to the other cells, and keep what comes back until all have been compared."""
-        values, _, lent = self._read(transfer, bucket)
+        memory = self._read(transfer, bucket)
         if transfer.is_sent_here(bucket):
-            yield from transport.gather(transfer, bucket, values)
-        self._buffers.release(lent)
+            yield from transport.gather(transfer, bucket, memory.values)
+        self._release(memory)
 
     def _spread(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
         """Combine one bucket of what was kept, and hand it round."""
-        _, out, lent = self._buffers.acquire(transfer, bucket)
+        memory = self._acquire(transfer, bucket)
         if transfer.is_sent_here(bucket):
-            transport.combine_gathered(transfer, bucket, out)
+            transport.combine_gathered(transfer, bucket, memory.out)
         if transfer.cell_group is not None:
-            yield from share_in_cell(self._exchange, self.profile, transfer, bucket, out)
-        self._write(transfer, bucket, out, lent)
+            yield from share_in_cell(self._link, self.profile, transfer, bucket, memory.out, memory.result)
+        self._write(transfer, bucket, memory)
 
-    def _read(self, transfer: GroupTransfer, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return a bucket's values, where its result goes, and the buffer lent for it, if any."""
-        values, out, lent = self._buffers.acquire(transfer, bucket)
-        is_mean_in_cell = transfer.group.is_mean_in_cell and transfer.cell_group is not None
-        if (is_mean_in_cell or transfer.is_sent_here(bucket)) and self._buffers.is_to_fill(bucket, lent):
+    def _acquire(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
+        """Return where a bucket's values are read and its result goes."""
+        if not transfer.is_shared_on_gpu:
+            values, out, lent = self._buffers.acquire(transfer, bucket)
+            return BucketMemory(values, out, lent, out)
+        own, result, result_lent = self._gpu_buffers.acquire(transfer, bucket)
+        if not transfer.is_sent_here(bucket):
+            return BucketMemory(own, result, None, result, result_lent)
+        return BucketMemory(*self._buffers.acquire(transfer, bucket), result, result_lent)
+
+    def _read(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
+        """Return where a bucket lies, with its values, of buffers their mean over the cell."""
+        memory = self._acquire(transfer, bucket)
+        home = transfer.cell_group if transfer.group.is_mean_in_cell else None
+        if home is not None and transfer.is_shared_on_gpu:
             with self.profile.capture_failure("pack"):
-                self._buffers.fill(bucket, values)
-        if is_mean_in_cell:
-            assert transfer.cell_group is not None
-            self._mean_in_cell(transfer.cell_group, bucket, values)
-        return values, out, lent
+                if self._gpu_buffers.is_to_fill(bucket, memory.result_lent):
+                    self._gpu_buffers.fill(bucket, memory.result)
+            mean_in_cell(self._exchange.cell_rows, self.profile, home, memory.result)
+            if transfer.is_sent_here(bucket):
+                with self.profile.capture_failure("pack"):
+                    self._buffers.fill_from(memory.result, bucket, memory.values)
+            return memory
+        if (home is not None or transfer.is_sent_here(bucket)) and self._buffers.is_to_fill(bucket, memory.lent):
+            with self.profile.capture_failure("pack"):
+                self._buffers.fill(bucket, memory.values)
+        if home is not None:
+            with self.profile.capture_failure("pack"):
+                self._buffers.settle(bucket)
+            mean_in_cell(self._exchange.cell_rows, self.profile, home, memory.values)
+        return memory
 
-    def _write(self, transfer: GroupTransfer, bucket: Bucket, out: torch.Tensor, lent: torch.Tensor | None) -> None:
+    def _release(self, memory: BucketMemory) -> None:
+        self._buffers.release(memory.lent)
+        self._gpu_buffers.release(memory.result_lent)
+
+    def _write(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> None:
         """Write a bucket into the model, unless it waits for the commit."""
         if self._exchange.atomic:
             return
         with self.profile.capture_failure("commit"):
-            self._layout.unpack(bucket, out)
+            self._layout.unpack(bucket, memory.result)
             feedback = self._link.feedback.get(transfer.number)
             if feedback is not None:
-                feedback.reference[bucket.start : bucket.stop].copy_(out)
-        self._buffers.release(lent)
-
-    def _mean_in_cell(self, home: dist.ProcessGroup, bucket: Bucket, values: torch.Tensor) -> None:
-        """Replace a bucket by its mean over the ranks of ``home``, each counted alike."""
-        pool = self._exchange.cell_rows
-        with self.profile.capture_failure("pack"):
-            self._buffers.settle(bucket)
-        with self.profile.phase("home"):
-            lent = pool.acquire(aligned(values.nbytes) * home.size())
-            rows = [row[: values.nbytes] for row in pool.rows(lent, torch.uint8, home.size())]
-            dist.all_gather(rows, values.view(torch.uint8), group=home)
-            self.profile.bytes_home += values.nbytes * (len(rows) - 1)
-        with self.profile.capture_failure("combine"):
-            weighted_mean([row.view(values.dtype) for row in rows], [1.0] * len(rows), values)
-        pool.release(lent)
+                feedback.reference[bucket.start : bucket.stop].copy_(memory.out)
+        self._release(memory)
 
     def _tell_all(self, numbers: torch.Tensor) -> RuntimeError | None:
         """Replace numbers by those of the first rank; return the error where a rank was lost meanwhile; collective."""
@@ -462,22 +499,6 @@ class RoundRun:
             self._transports[-1].lose(lost)
         distances: list[list[float]] = table.tolist()
         return distances
-
-
-def share_in_cell(
-    exchange: Exchange, profile: RoundProfile, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor
-) -> Iterator[int]:
-    """Hand the values of a bucket's sender round inside the cell."""
-    home = transfer.cell_group
-    assert home is not None
-    with profile.phase("home"):
-        source = exchange.round_groups.first + transfer.senders_of(bucket)[transfer.cell]
-        work = dist.broadcast(values.view(torch.uint8), src=source, group=home, async_op=True)
-    profile.bytes_home += values.nbytes * (home.size() - 1) if transfer.is_sent_here(bucket) else 0
-    yield HOME_LAG
-    with profile.phase("home"):
-        work.wait()
-    exchange.link.progress.note()
 
 
 class BucketPipeline:
@@ -507,108 +528,6 @@ class BucketPipeline:
         for number, bucket in sorted(self._due.pop(tick, ()), key=itemgetter(0)):
             if (pause := next(bucket, None)) is not None:
                 self._due.setdefault(tick + pause, []).append((number, bucket))
-
-
-class PairwiseSwap:
-    """The exchange of groups with ``deferred_mean``: two cells swap whole buckets, of one holder in each cell.
-
-    Each rank takes the mean where its values lie in the model, when it writes it: one pass over memory less. Values are
-    checked when they are sent. What the check says of how to combine them is told with the last vote; where cells are
-    worlds of their own, to the other holder right behind the values, since a rank in doubt does not learn of that vote.
-    """
-
-    def __init__(self, exchange: Exchange, profile: RoundProfile, finite_check: FiniteCheck) -> None:
-        self._layout, self._staging, self._link = exchange.layout, exchange.staging, exchange.link
-        self._profile, self._finite_check = profile, finite_check
-        self._cell, self._other = self._link.cell, 1 - self._link.cell
-        # The groups with values of the two holders whose squares leave fp32.
-        self._large: set[int] = set()
-
-    def swap(self, transfer: GroupTransfer, round_buffers: RoundBuffers, transport: CrossCellTransport) -> None:
-        """Swap all of a group with its sender in the other cell, unless that is lost."""
-        if transport.is_cut_off:
-            return
-        try:
-            inject("exchange")
-            self._swap(transfer, round_buffers, transport.context)
-        except RuntimeError as lost:
-            transport.lose(lost)
-
-    def _swap(self, transfer: GroupTransfer, round_buffers: RoundBuffers, context: RoundContext) -> None:
-        """Ask for a group's buckets and send them.
-
-        A loop of its own instead of a generator for each bucket: where buckets empty the caches, a step of Python costs
-        ten times as much, and there are hundreds.
-        """
-        buckets, sources, ahead = transfer.buckets, context.source_cells(transfer.group), transfer.ahead
-        sends, receives = self._cell in sources, self._other in sources
-        round_groups, profile = self._link.round_groups, self._profile
-        groups = round_groups.across or (None,)
-        peer = round_groups.first + transfer.senders_of(buckets[0])[self._other]
-        stages = self._staging.stages_of(transfer)
-        arriving: deque[list[Work]] = deque()
-        leaving: deque[tuple[Bucket, torch.Tensor | None, list[Work]]] = deque()
-        # Each tick asks for a bucket, sends the one `ahead` before it, and waits for the one `depth` before that.
-        for tick in range(len(buckets) + ahead + transfer.depth):
-            if tick >= ahead + transfer.depth:
-                bucket, lent, works = leaving.popleft()
-                with profile.phase("across"):
-                    for work in arriving.popleft() + works:
-                        work.wait()
-                if lent is not None:
-                    round_buffers.keep(bucket, lent)
-            if ahead <= tick < len(buckets) + ahead:
-                bucket = buckets[tick - ahead]
-                values, lent = self._read(transfer, bucket, round_buffers)
-                profile.record_send(values.nbytes if sends else 0)
-                with profile.phase("post"):
-                    moves = [(values, peer)] if sends else []
-                    leaving.append((bucket, lent, start_moves([], moves, groups[bucket.number % len(groups)], TAG)))
-            if tick < len(buckets):
-                profile.record_send(0)  # what is asked for counts, too
-                with profile.phase("post"):
-                    moves = [(stages[tick], peer)] if receives else []
-                    arriving.append(start_moves(moves, [], groups[tick % len(groups)], TAG))
-        if round_groups.is_cross_world:
-            mine, theirs = torch.tensor([not self._finite_check.report().squares_fit_fp32]), torch.tensor([False])
-            for work in start_moves([(theirs, peer)], [(mine, peer)], groups[0], TAG):
-                work.wait()
-            if mine | theirs:
-                self._large.add(transfer.number)
-        profile.arrived()
-
-    def _read(
-        self, transfer: GroupTransfer, bucket: Bucket, round_buffers: RoundBuffers
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return a bucket's values, checked, and the buffer lent for them, if any."""
-        values, lent = round_buffers.acquire_values(transfer, bucket)
-        with self._profile.capture_failure("pack"):
-            if lent is not None:
-                round_buffers.fill_now(bucket, values)
-            self._finite_check.add(bucket, values)
-        return values, lent
-
-    def write(self, transfers: Sequence[GroupTransfer], round_buffers: RoundBuffers, context: RoundContext) -> None:
-        """Write the mean of groups into the model; local."""
-        # What shares memory is written once all of it has been read.
-        waits = self._layout.shares_memory
-        for transfer in transfers:
-            sources = context.source_cells(transfer.group)
-            counts = [context.counts[cell] for cell in sources]
-            is_fused = context.is_fused and transfer.number not in self._large
-            for bucket, stage in zip(transfer.buckets, self._staging.stages_of(transfer), strict=True):
-                values, lent = round_buffers.acquire_values(transfer, bucket)
-                if lent is not None:
-                    round_buffers.fill_now(bucket, values)
-                both = (values, stage) if self._cell == 0 else (stage, values)
-                mean = stage if waits else values
-                weighted_mean([both[cell] for cell in sources], counts, mean, is_fused=is_fused)
-                if lent is not None and not waits:
-                    self._layout.unpack(bucket, values)
-                round_buffers.release(lent)
-        for transfer in transfers if waits else ():
-            for bucket, stage in zip(transfer.buckets, self._staging.stages_of(transfer), strict=True):
-                self._layout.unpack(bucket, stage)
 
 
 def weigh_cells(

@@ -84,7 +84,7 @@ class GlobalModel:
         self._agreed = {  # whole, as they were written into the model
             transfer.number: torch.empty(transfer.group.numel, dtype=transfer.dtype, device=device)
             for transfer in self._transfers
-            if self.is_owned and keeps_agreed and any(map(transfer.is_sent_here, transfer.buckets))
+            if self.is_owned and keeps_agreed and transfer.is_sender
         }
         self._own_step: _OwnStep | None = None
         self._kept = () if server is None or not self.has_owners else server.kept_names
@@ -210,13 +210,13 @@ class GlobalModel:
             means[transfer.number][bucket.start + part.start : bucket.start + part.stop].copy_(stepped)
         self._own_step = new
 
-    def handed_out(self, fragment: int, means: Mapping[int, torch.Tensor]) -> Iterator[Mapping[int, torch.Tensor]]:
-        """Yield where the others' parts of a step go, each to be filled: the means, or all tables of the step; local.
+    def handed_out(self, fragment: int) -> Iterator[Mapping[int, torch.Tensor] | None]:
+        """Yield where the others' parts of a step go, each to be filled: all tables of the step; local.
 
-        They are where the backend communicates from, the means where the server works elsewhere.
+        ``None`` stands for the results of the round alone.
         """
         if self.is_owned:
-            yield means
+            yield None
         for name in () if self.is_owned else ("", *self._kept):
             table = self._spares(fragment, name)
             if self._kept_on == self.device:
@@ -293,7 +293,8 @@ class GlobalModel:
                     piece = slice(at, at := at + part.stop - part.start)
                     mean = means[number][first + part.start : first + part.stop]
                     values = _moved(old.values[number], new.values[number], piece)
-                    if optimizer is None and scale == 1.0:
+                    is_mean = optimizer is None and scale == 1.0
+                    if is_mean:
                         values.copy_(mean)
                     elif optimizer is None:
                         values.sub_(self._pseudo_gradient(values, mean, scale))
@@ -303,7 +304,7 @@ class GlobalModel:
                         )
                     if bucket is not None:
                         is_alike = values.dtype == mean.dtype and values.device == mean.device
-                        yield transfer, bucket, values if is_alike else mean.copy_(values)
+                        yield transfer, bucket, values if is_alike else mean if is_mean else mean.copy_(values)
             new.options.update({} if optimizer is None else _options_of(optimizer))
         finally:
             self._put(old)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from xffl.aggregation.engine.exchange import BucketPipeline, Exchange, share_in_cell
+from xffl.aggregation.engine.cell import share_in_cell
+from xffl.aggregation.engine.exchange import BucketPipeline, Exchange
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.groups import start_moves
 from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext
@@ -44,7 +45,7 @@ def share_global_model(exchange: Exchange, state: Mapping[str, Any], source: int
         elif is_receiving:  # in step with the rank that does
             yield link.pause(transfer)
         if is_receiving and transfer.cell_group is not None:
-            yield from share_in_cell(exchange, profile, transfer, bucket, values)
+            yield from share_in_cell(link, profile, transfer, bucket, values, values)
         if values is not kept:
             kept.copy_(values)
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from xffl.costs import MOST_IN_FLIGHT, STATUS_BYTES
 from xffl.distributed.collectives import CrossWorldGroup, Group, Work, group_rank
-from xffl.distributed.consistency import connect, control_device, transfer_device
+from xffl.distributed.consistency import connect, control_device, home_device, sends_from_gpu, transfer_device
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.faults import inject, is_armed
 from xffl.distributed.groups import Groups, make_groups, make_round_groups
@@ -74,8 +74,18 @@ class RoundScope:
 
     @property
     def device(self) -> torch.device:
-        """Where weights lie while they move."""
+        """Where weights lie while they cross from cell to cell."""
         return torch.device("cpu") if self.cross_world is not None else transfer_device(self.state)
+
+    @property
+    def home_device(self) -> torch.device | None:
+        """The GPU that results lie on while they are handed round inside a cell, where they cross in host memory."""
+        return None if self.cross_world is not None else home_device(self.state)
+
+    @property
+    def gpu(self) -> torch.device | None:
+        """The GPU that rounds send from, if only inside cells."""
+        return self.device if self.device.type == "cuda" else self.home_device
 
     @property
     def world(self) -> Group | None:
@@ -151,8 +161,8 @@ def select_groups(
     across: tuple[Group | None, ...] = ()
     replica = cell = None
     made: list[dist.ProcessGroup] = []
-    device = scope.device
-    if (is_own or device.type == "cuda") and groups is None:
+    device, gpu = scope.device, scope.gpu
+    if (is_own or gpu is not None) and groups is None:
         create = _recorded(state, made, scope.first)
         groups = make_round_groups(create, scope.topology, scope.rank, state.timeouts.session_s, state.handle_count)
         made += groups["world"] or ()
@@ -173,7 +183,10 @@ def select_groups(
     across = (world,) if multi_rail or scope.cross_world is not None else across
     votes = () if control_device(world).type == "cpu" else (world,)
     # In a round some ranks may not take part, and one behind local steps would connect beside what these send.
-    connect((*across, replica, cell, *shared.values(), *votes), device)
+    home = (replica, cell, *shared.values())
+    if gpu is not None and device != gpu:
+        connect([group for group in home if group is not None and sends_from_gpu(group)], gpu)
+    connect((*across, *home, *votes), device)
     make = partial(select_groups, scope, multi_rail=multi_rail, is_own=is_own, holders=holders)
     own = (*made, *scope.own)
     return RoundGroups(world, across, replica, cell, multi_rail, own, scope.first, shared, None if scope.own else make)

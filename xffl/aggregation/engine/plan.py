@@ -31,6 +31,7 @@ from xffl.aggregation.compression import Codec
 from xffl.aggregation.engine.groups import RoundGroups
 from xffl.aggregation.options import Options
 from xffl.costs import IN_FLIGHT, form_of, pipeline_depth
+from xffl.distributed.consistency import sends_from_gpu
 from xffl.topology import Topology
 
 __all__ = [
@@ -343,6 +344,8 @@ class GroupTransfer:
     combiners: tuple[int | None, ...] = ()
     # in two hops, whether who combines a part takes the server's step for it, too, and hands out the new values
     is_owned: bool = False
+    # the GPU from which NCCL sends inside cells, where values cross in the host's memory
+    home_device: torch.device | None = None
 
     @property
     def cell_group(self) -> dist.ProcessGroup | None:
@@ -350,6 +353,16 @@ class GroupTransfer:
         if self.group.holders:
             return self.round_groups.holders[self.group.holders]
         return self.round_groups.replica if self.group.held_by_part[self.cell] else self.round_groups.cell
+
+    @cached_property
+    def is_shared_on_gpu(self) -> bool:
+        """Whether the ranks of this cell get the result on their GPUs, though it has crossed in the host's memory."""
+        return self.home_device is not None and self.cell_group is not None and sends_from_gpu(self.cell_group)
+
+    @cached_property
+    def is_sender(self) -> bool:
+        """Whether this rank sends any bucket."""
+        return any(map(self.is_sent_here, self.buckets))
 
     def senders_of(self, bucket: Bucket) -> tuple[int, ...]:
         """Return the sender of a bucket in each cell."""
@@ -405,11 +418,12 @@ def plan_transfers(
     *,
     is_on_cpu: bool,
     is_on_gpu: bool = False,
+    home_device: torch.device | None = None,
 ) -> tuple[GroupTransfer, ...]:
     """Prepare the groups of a rank; all participants of a group find the same buckets and form.
 
     ``is_on_cpu`` says that values move in the host's memory, ``is_on_gpu`` that the model lies on GPUs all the same:
-    to combine them where they lie would copy them a second time.
+    to combine them where they lie would copy them a second time. ``home_device``: see :class:`GroupTransfer`.
     """
     transfers = []
     cell, form = topology.cell_of(rank), options.form_of_groups
@@ -457,6 +471,7 @@ def plan_transfers(
                 deferred_mean,
                 combiners,
                 is_owned,
+                home_device,
             )
         )
     return tuple(transfers)

@@ -44,7 +44,10 @@ class Link:
         self.host_copies = HostCopies() if scope.arena is None else scope.arena.host_copies
         self.combiner, self.masker = combiner, masker
         self.device = device = scope.device
-        self.progress = Progress(device, scope.state.timeouts.across_s)
+        self.home_device, timeouts = scope.home_device, scope.state.timeouts
+        self.progress = self.home_progress = Progress(device, timeouts.across_s)
+        if self.home_device is not None:  # as the groups that hand results on, which outlast the exchange
+            self.home_progress = Progress(self.home_device, (timeouts.across_s + timeouts.session_s) / 2)
         self._needed: dict[tuple[int, ...], int] = {}
         self._gathered: dict[int, torch.Tensor] = {}
         # Buffers are made in the first round and kept, since fresh memory is slow.
@@ -52,7 +55,7 @@ class Link:
         self.feedback = {
             transfer.number: ErrorFeedback(transfer.codec, transfer.group.numel, transfer.dtype, device)
             for transfer in transfers
-            if transfer.codec is not None and any(map(transfer.is_sent_here, transfer.buckets))
+            if transfer.codec is not None and transfer.is_sender
         }
         # A row for each cell's values as the codec gives them back, one for what it leaves out, one for their mean.
         widest = max((b.stop - b.start for t in transfers if t.codec is not None for b in t.buckets), default=0)
