@@ -31,8 +31,7 @@ A cell is lost if its heartbeats have stopped: it failed, hangs, is cut off, or 
 those that it told at the last meeting, if it was there. Only the page of the lighthouse is read; no cell is asked.
 """
 
-_FILE_WIDTH = 240
-"""Columns where the output is no terminal: wide enough that a cell stays on its line."""
+_FILE_WIDTH = 240  # columns where the output is no terminal: wide enough that a cell stays on its line
 
 
 def build_parser() -> ArgumentParser:

@@ -79,12 +79,9 @@ It needs matplotlib and jinja2 ({install}). For a run that has not finished, the
 shows what has been recorded so far.
 """
 
-_NAME = "@NAME@"
-"""Stands for the project's name in the templates; in YAML for the same in quotes."""
-_INSTALL = "@INSTALL@"
-"""Stands for the command that installs what the digits need."""
-_FILE_WIDTH = 240
-"""Columns where the output is no terminal: wide enough that an entry stays on its line."""
+_NAME = "@NAME@"  # stands for the project's name in the templates; in YAML for the same in quotes
+_INSTALL = "@INSTALL@"  # stands for the command that installs what the digits need
+_FILE_WIDTH = 240  # columns where the output is no terminal: wide enough that an entry stays on its line
 
 
 def _parse_env() -> ArgumentParser:

@@ -43,8 +43,7 @@ from xffl.errors import ConfigError, LaunchError
 __all__ = ["build_parser", "join_elastic", "run"]
 
 _CONFIGURATIONS = (".yaml", ".yml")
-_PASSED_ON = ("federated", "hsdp", "require_cells", "log_dir", "merge")
-"""Options that are those of xffl exec."""
+_PASSED_ON = ("federated", "hsdp", "require_cells", "log_dir", "merge")  # options that are those of xffl exec
 _FLAGS = ("--dry-run", "--follow", "--no-follow", "--cancel-on-interrupt", "--merge")
 _VALUES = ("--template", "--federated", "--hsdp", "--require-cells", "--log-dir", "--elastic", "--cells", "--cell")
 
@@ -278,8 +277,7 @@ class _Elastic:
 
     name: str
     run_folder: str
-    words: Sequence[str]
-    """What each job runs: the file, and what stands behind it."""
+    words: Sequence[str]  # what each job runs: the file, and what stands behind it
     options: Namespace
     is_exclusive: bool
 

@@ -36,8 +36,7 @@ Federation = int | tuple[int, ...] | str
 """Sizes of cells, or a rule that finds them."""
 
 _FORMS = "give auto, auto:LEVEL, hosts:REGEX, file:PATH, or sizes like 4,4"
-_SHOWN = 8
-"""Hosts that a message writes out."""
+_SHOWN = 8  # hosts that a message writes out
 
 
 @dataclass(frozen=True)
@@ -297,8 +296,7 @@ def _listed(names: Sequence[str]) -> str:
 # The order of the hosts of a cell -------------------------------------------------------------------------------------
 
 
-_MAX_STATES = 100_000
-"""Choices that are looked through for the best groups: about a second."""
+_MAX_STATES = 100_000  # choices that are looked through for the best groups: about a second
 
 
 def order_hosts(hosts: Sequence[Host], replica_size: int | None) -> tuple[Host, ...]:

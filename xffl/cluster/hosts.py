@@ -23,8 +23,7 @@ __all__ = [
     "resolve",
 ]
 
-_SIOCGIFADDR = 0x8915
-"""Linux: ask a socket for the IPv4 address of an interface."""
+_SIOCGIFADDR = 0x8915  # Linux: ask a socket for the IPv4 address of an interface
 _SCONTROL_S = 60
 
 

@@ -126,8 +126,7 @@ class _Page(HTMLParser):
         super().__init__()
         self.head = ""
         self.members: list[str] = []
-        self.heartbeats: list[tuple[bool, str]] = []
-        """Whether it is too old, and its text."""
+        self.heartbeats: list[tuple[bool, str]] = []  # whether it is too old, and its text
         self._inside = ""
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:

@@ -29,8 +29,7 @@ class Runtime:
     python: str = ""
 
 
-HEADS = {"cuda": "CUDA", "nccl": "NCCL", "python": "Python"}
-"""Heads of columns that are not written as the field."""
+HEADS = {"cuda": "CUDA", "nccl": "NCCL", "python": "Python"}  # heads of columns that are not written as the field
 
 
 def own_format() -> str:

@@ -35,22 +35,17 @@ from xffl.topology import Topology
 
 __all__ = ["Examination", "Peer", "Report", "check_cells", "merge"]
 
-_PROBE_S = 90.0
-"""For a host's checks of itself, beside torch: four programs of 20 s each."""
+_PROBE_S = 90.0  # for a host's checks of itself, beside torch: four programs of 20 s each
 _FOLDER_S = 10.0
 _SLACK_S = 30.0
-_TABLE = ("name", "address", "ports")
-"""What a host is told of another one."""
-_CLOCK_WARNING_S = 0.1
-"""From here on the order of events in the logs of different hosts is in doubt."""
+_TABLE = ("name", "address", "ports")  # what a host is told of another one
+_CLOCK_WARNING_S = 0.1  # from here on the order of events in the logs of different hosts is in doubt
 _CLOCK_ERROR_S = 5.0
 """From here on the newest of several files is not the last one written, and soon munge and ssh refuse each other."""
 _LEAST_FREE = 2**30
 _SLOW_FOLDER_S = 2.0
-_SLOW_MIB_S = 5.0
-"""A slower pair gets a warning: 40 Mbit/s, at which 1 GiB takes more than three minutes."""
-_ALL_PAIRS = 64
-"""Hosts or cells up to which each one is paired with every other."""
+_SLOW_MIB_S = 5.0  # a slower pair gets a warning: 40 Mbit/s, at which 1 GiB takes more than three minutes
+_ALL_PAIRS = 64  # hosts or cells up to which each one is paired with every other
 _TOKEN_ADVICE = "give the same one to all cells, and to the doctor: XFFL_TOKEN_FILE, or XFFL_TOKEN"
 _VERDICTS = {
     "same": (OK, "this host's token"),
@@ -61,8 +56,7 @@ _VERDICTS = {
     "no proof": (WARNING, "no proof of a token: another version of xffl"),
 }
 """What :func:`xffl.cluster.doctor.elastic.visit_run` says of a cell's token."""
-_MAY_DIFFER = ("python", "xffl", "torch")
-"""Versions of which :func:`compare_runtimes` tells."""
+_MAY_DIFFER = ("python", "xffl", "torch")  # versions of which :func:`compare_runtimes` tells
 
 
 # The report -----------------------------------------------------------------------------------------------------------
@@ -434,10 +428,8 @@ class Examination:
         named = [str(peer.ranks[0]["host"]["name"]) for peer in self.peers]
         names = [f"{name}#{at}" if named.count(name) > 1 else name for at, name in enumerate(named)]
         self._hosts = dict(zip(names, self.peers, strict=True))
-        self._cells: dict[str, set[int]] = {}
-        """By host, the cells that have ranks there, once they are placed."""
-        self._failures: dict[str, Finding] = {}
-        """By host, why it is not asked any more."""
+        self._cells: dict[str, set[int]] = {}  # by host, the cells that have ranks there, once they are placed
+        self._failures: dict[str, Finding] = {}  # by host, why it is not asked any more
 
     def run(self) -> Report:
         """Ask all hosts and compare their answers."""

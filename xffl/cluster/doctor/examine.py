@@ -47,8 +47,7 @@ from xffl.errors import LaunchError, XfflError
 __all__ = ["examine", "examine_hosts"]
 
 _MPI_LIMIT_S = 60.0
-_SSH_S = 40.0
-"""For ssh to answer: its own limit for a connection is 20 s, and Python has to start."""
+_SSH_S = 40.0  # for ssh to answer: its own limit for a connection is 20 s, and Python has to start
 _HELLO_S = 3.0
 """How long a rank may be silent after it has connected; a stranger who is holds up the others for no longer."""
 

@@ -79,8 +79,7 @@ from mpi4py import MPI
 print(" ".join(MPI.Get_library_version().strip("\\0 ").splitlines()[0].split()))
 """
 """Only asks for the name: MPI_Init in a child of a rank would act for the rank."""
-MPI_LAUNCHERS = ("openmpi", "mpich", "pals", "mvapich")
-"""Rows of the table of launchers that are an ``mpirun``."""
+MPI_LAUNCHERS = ("openmpi", "mpich", "pals", "mvapich")  # rows of the table of launchers that are an ``mpirun``
 _FAMILIES = {
     "openmpi": r"open ?mpi|openrte|prrte|prte",
     "intel": r"intel\(r\) mpi",
@@ -89,8 +88,7 @@ _FAMILIES = {
 """MPIs by the version texts of their libraries and launchers; those of a family can start each other's ranks."""
 
 _SLOW_IMPORT_S = 30.0
-_SHARED_BY_NCCL = (2, 30)
-"""The first NCCL that supports several ranks on one GPU."""
+_SHARED_BY_NCCL = (2, 30)  # the first NCCL that supports several ranks on one GPU
 
 _COMPARED = ("XFFL_", "NCCL_", "GLOO_", "TORCH_")
 _SHOWN = ("NCCL_", "GLOO_")
@@ -99,11 +97,9 @@ _SHOWN_ALSO = ("XFFL_IFNAME", "XFFL_CONTROL_IFNAME", "XFFL_FEDERATED", "XFFL_HSD
 _PATIENCE_S = 900
 """How long a host waits for the next request. It only matters where rank 0's host has gone without a word."""
 _CONNECT_S = 5.0
-THREADS = 16
-"""Pairs at a time, as in :mod:`xffl.cluster.doctor.torch_pair`."""
+THREADS = 16  # pairs at a time, as in :mod:`xffl.cluster.doctor.torch_pair`
 _SLACK_S = 5.0
-FOLDER_TURNS = 40
-"""How often a file is replaced while others read it."""
+FOLDER_TURNS = 40  # how often a file is replaced while others read it
 _PAGE = 4096
 
 

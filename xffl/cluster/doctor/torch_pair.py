@@ -21,10 +21,8 @@ from typing import Any
 
 __all__ = ["main"]
 
-THREADS = 16
-"""Pairs at a time."""
-_ELEMENTS = 2**20
-"""4 MiB: 0.2 s on a link of 200 Mbit/s, above which latency does not count."""
+THREADS = 16  # pairs at a time
+_ELEMENTS = 2**20  # 4 MiB: 0.2 s on a link of 200 Mbit/s, above which latency does not count
 _PROBE_S = 2.0
 
 

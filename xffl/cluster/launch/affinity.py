@@ -33,10 +33,8 @@ _SCHEDULERS = ("", "batch", "other")
 class Binding:
     """The part of a node that a rank has."""
 
-    cpus: tuple[int, ...]
-    """CPUs as Linux counts them: hardware threads."""
-    threads: int
-    """Threads for computing: one for each core, since two on one core share its arithmetic units."""
+    cpus: tuple[int, ...]  # CPUs as Linux counts them: hardware threads
+    threads: int  # threads for computing: one for each core, since two on one core share its arithmetic units
     reason: str
 
 

@@ -45,17 +45,13 @@ __all__ = [
 ]
 
 _POLL_S = 0.05
-_PAUSE_S = 1.0
-"""Before a cell, or the lighthouse, is started again."""
-_LOOK_S = 1.0
-"""Between two looks into the file that names the lighthouse of cells in several jobs."""
-_SILENCE_S = 10.0
-"""After so long without an answer from a lighthouse in another job, this job runs one."""
+_PAUSE_S = 1.0  # before a cell, or the lighthouse, is started again
+_LOOK_S = 1.0  # between two looks into the file that names the lighthouse of cells in several jobs
+_SILENCE_S = 10.0  # after so long without an answer from a lighthouse in another job, this job runs one
 _ANSWER_S = 1.0
 _FAR = "198.51.100.1"
 """An address of no host (RFC 5737): where its name does not tell this host's own, the way there does."""
-_JOIN_S = 20
-"""How long a cell that is late for a round, but lives, is waited for."""
+_JOIN_S = 20  # how long a cell that is late for a round, but lives, is waited for
 _IN_VAIN = ("ConfigError:", "TopologyError:")
 """What a rank fails with that would fail the same way again; other errors of xffl's own may be another cell's doing."""
 
@@ -135,15 +131,13 @@ class _Cell:
     """One cell: the process that launches its ranks, and between two of them the time of the next."""
 
     def __init__(self, job: CellJob, restarts: int, folder: str, lives: CellLives | None) -> None:
-        self.code: int | None = None
-        """How it has ended for good."""
+        self.code: int | None = None  # how it has ended for good
         self.ended_at = 0.0
         self._job, self._restarts, self._folder, self._lives = job, restarts, folder, lives
         self._first, self._restarted = restarts_of(), 0
         self._process: subprocess.Popen[bytes] | None = None
         self._due = 0.0
-        self._failures = ""
-        """Where its launcher tells how the ranks have failed."""
+        self._failures = ""  # where its launcher tells how the ranks have failed
 
     def forward_signal(self, number: int, ends: bool) -> None:
         """Pass a signal on; a cell that is to be started again is not started any more."""
@@ -294,8 +288,7 @@ class SharedLighthouse:
         except OSError as error:
             raise LaunchError(f"the lighthouse's file {file} cannot be written ({error}); give another") from error
         self._own: LighthouseProcess | None = None
-        self._is_named = False
-        """Whether the file has named the own one."""
+        self._is_named = False  # whether the file has named the own one
         self._port = ExitStack()
         self._due = 0.0
         self._heard_at = time.monotonic()

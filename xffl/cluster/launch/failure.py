@@ -227,10 +227,8 @@ class JobWatch:
         self._grace_until: float | None = None
         self._records: dict[int, FailureRecord] = {}
         self._codes: dict[int, int] = {}
-        self._terminated: dict[int, int] = {}
-        """The same of ranks ended by SIGTERM."""
-        self._is_ended_by_others = False
-        """Whether it is known that another than the launcher sent that SIGTERM."""
+        self._terminated: dict[int, int] = {}  # the same of ranks ended by SIGTERM
+        self._is_ended_by_others = False  # whether it is known that another than the launcher sent that SIGTERM
         self._left: set[int] = set()
         self._lasting: set[int] = set()
 

@@ -24,8 +24,7 @@ class Claim(NamedTuple):
     rank: int
     local_rank: int
     local_size: int
-    host: str = ""
-    """Identity of the machine, the same for all ranks on it; the rank's own finding where empty."""
+    host: str = ""  # identity of the machine, the same for all ranks on it; the rank's own finding where empty
 
 
 class Meeting(NamedTuple):
@@ -148,14 +147,10 @@ class Launcher:
     name: str
     variables: Mapping[str, str]
     """Field of :class:`ProcessEnvironment` to the variable that holds it; all of them must exist."""
-    complete: Callable[[Fields, Mapping[str, str]], None]
-    """Fills in what the variables leave open."""
-    also: tuple[str, ...] = ()
-    """Further variables that must exist."""
-    alone: bool = True
-    """Whether the rank's variable alone proves that this launcher was at work."""
-    accepts: Callable[[Mapping[str, str]], bool] = lambda environ: True
-    """A last look, for variables that may be stale."""
+    complete: Callable[[Fields, Mapping[str, str]], None]  # fills in what the variables leave open
+    also: tuple[str, ...] = ()  # further variables that must exist
+    alone: bool = True  # whether the rank's variable alone proves that this launcher was at work
+    accepts: Callable[[Mapping[str, str]], bool] = lambda environ: True  # a last look, for variables that may be stale
 
     def missing(self, environ: Mapping[str, str]) -> tuple[str, ...]:
         """Return the variables that keep this row from matching."""

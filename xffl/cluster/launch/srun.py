@@ -30,8 +30,7 @@ __all__ = ["launch_srun", "read_task_ends", "srun_command"]
 _POLL_S = 0.1
 _CHUNK_BYTES = 1 << 16
 _SCANCEL_S = 10
-_SLACK_S = 5.0
-"""How long srun may take to end after it was told to, and its output to come once it has been killed."""
+_SLACK_S = 5.0  # how long srun may take to end after it was told to, and its output to come once it has been killed
 _LABEL = re.compile(rb" *(\d+): ")
 _LABEL_TEXT = re.compile(r"^ *\d+: ")
 _TASK_END = re.compile(r"srun: error: \S+: tasks? ([\d,\-]+): (.+)")
@@ -128,14 +127,10 @@ class _Step:
         self._layout, self._watch, self._is_labelled = layout, watch, is_labelled
         self._marked = MarkedLines()
         self._id: str | None = None
-        self._has_ranks = False
-        """Whether a rank has told or shown that it was started."""
-        self._said: list[str] = []
-        """What srun itself calls an error: told at the end, which it may explain."""
-        self._ends: list[str] = []
-        """What srun says of tasks that ended badly: told where nothing else explains the end."""
-        self._trouble: Exception | None = None
-        """Why what the ranks print can no longer be shown."""
+        self._has_ranks = False  # whether a rank has told or shown that it was started
+        self._said: list[str] = []  # what srun itself calls an error: told at the end, which it may explain
+        self._ends: list[str] = []  # what srun says of tasks that ended badly: told where nothing else explains the end
+        self._trouble: Exception | None = None  # why what the ranks print can no longer be shown
 
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
         """Start it, in a session of its own: a terminal's Ctrl-C is for this process alone."""

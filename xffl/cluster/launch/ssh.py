@@ -33,10 +33,8 @@ from xffl.errors import LaunchError
 
 __all__ = ["job_of_hosts", "launch_ssh", "shared_environment", "ssh_command"]
 
-BEAT_S = 10.0
-"""How often each host hears from here."""
-_SILENCE_S = 12 * BEAT_S
-"""A host that hears nothing for so long ends its ranks."""
+BEAT_S = 10.0  # how often each host hears from here
+_SILENCE_S = 12 * BEAT_S  # a host that hears nothing for so long ends its ranks
 _LAST_WORDS_S = 1.0
 _FILES_PER_HOST, _FILES_BESIDES = 3, 64
 _SSH = (
@@ -74,13 +72,10 @@ class HostConnection:
         self, number: int, host: Host, told: Mapping[str, Any], events: queue.Queue[tuple[int, dict[str, Any]]]
     ) -> None:
         self.host = host
-        self.left = host.slots
-        """Ranks that have not ended."""
+        self.left = host.slots  # ranks that have not ended
         self.is_ready = self.is_over = False
-        self.trouble: str | None = None
-        """What ended the ranks of this host, if it is no rank's doing."""
-        self.stderr: list[str] = []
-        """What ssh itself said."""
+        self.trouble: str | None = None  # what ended the ranks of this host, if it is no rank's doing
+        self.stderr: list[str] = []  # what ssh itself said
         try:
             self._process = subprocess.Popen(
                 ssh_command(host, os.environ),
@@ -179,8 +174,7 @@ class HostConnection:
 
 _POLL_S = 0.1
 _ANSWER_S = 60.0
-_SLACK_S = 5.0
-"""How long a host may take to say that its ranks have been killed."""
+_SLACK_S = 5.0  # how long a host may take to say that its ranks have been killed
 _OF_THE_HOST = (
     *("HOME", "HOST", "HOSTNAME", "LOGNAME", "USER", "SHELL", "TERM", "DISPLAY", "PWD", "OLDPWD", "SHLVL", "_"),
     *("TMPDIR", "TMP", "TEMP", "MAIL", "XAUTHORITY", "MASTER_ADDR", "MASTER_PORT"),
@@ -253,7 +247,6 @@ class _Job:
     ) -> None:
         self._layout, self._watch, self._is_labelled = layout, watch, is_labelled
         self._take_signals = take_signals
-        """Gives signals."""
         self._events: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
         self._connections: list[HostConnection] = []
         self._marked = MarkedLines()

@@ -100,8 +100,7 @@ class _Ranks:
         self._job = job
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._selector = selectors.DefaultSelector()
-        self._buffers: dict[int, LineBuffer] = {}
-        """What cuts each stream of a rank, by its file descriptor."""
+        self._buffers: dict[int, LineBuffer] = {}  # what cuts each stream of a rank, by its file descriptor
         self._input = b""
         self._heard = time.monotonic()
         self._end_by: float | None = None

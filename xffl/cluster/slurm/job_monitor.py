@@ -21,8 +21,7 @@ _ENDED = {
 }
 _CODES = {"TIMEOUT": ExitCode.TIMEOUT, "DEADLINE": ExitCode.TIMEOUT, "CANCELLED": ExitCode.INTERRUPTED}
 """Exit codes where the job's own says nothing."""
-_PATIENCE_S = 30.0
-"""How long the accounting may take to know that a job has ended."""
+_PATIENCE_S = 30.0  # how long the accounting may take to know that a job has ended
 
 
 @dataclass(frozen=True)
