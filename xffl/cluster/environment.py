@@ -82,7 +82,7 @@ class ProcessEnvironment:
 
 
 def detect_environment(
-    environ: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] = os.environ,
     *,
     rank: int | None = None,
     world_size: int | None = None,
@@ -102,7 +102,6 @@ def detect_environment(
     An argument beats the launcher's variable. A world size other than the launcher's means that the caller started the
     processes: nothing is taken from the launcher then, and without arguments for the nodes all ranks are on one node.
     """
-    environ = os.environ if environ is None else environ
     arguments = {
         "rank": rank,
         "world_size": world_size,
@@ -205,9 +204,8 @@ def _check(found: Fields) -> None:
         )
 
 
-def requested_federation(environ: Mapping[str, str] | None = None) -> tuple[Federation | None, int | None]:
+def requested_federation(environ: Mapping[str, str] = os.environ) -> tuple[Federation | None, int | None]:
     """Return sizes or a rule from ``XFFL_FEDERATED``, and the replica size from ``XFFL_HSDP``; ``None`` where unset."""
-    environ = os.environ if environ is None else environ
     federated, hsdp = (environ.get(name, "").strip() for name in ("XFFL_FEDERATED", "XFFL_HSDP"))
     return (
         parse_federation(federated, "XFFL_FEDERATED") if federated else None,
@@ -216,7 +214,7 @@ def requested_federation(environ: Mapping[str, str] | None = None) -> tuple[Fede
 
 
 def complete_federation(
-    federated: Federation | None, hsdp: int | None, environ: Mapping[str, str] | None = None
+    federated: Federation | None, hsdp: int | None, environ: Mapping[str, str] = os.environ
 ) -> tuple[Federation | None, int | None, tuple[str, ...]]:
     """Fill in from the environment what arguments leave open; the last value is for :func:`sources_named`."""
     asked, replica_size = requested_federation(environ)
@@ -251,10 +249,9 @@ def federation_variables(federated: Federation | None, hsdp: int | None) -> dict
 
 
 def request_federation(
-    federated: Federation | None, hsdp: int | None, environ: MutableMapping[str, str] | None = None
+    federated: Federation | None, hsdp: int | None, environ: MutableMapping[str, str] = os.environ
 ) -> None:
     """Ask for a federation in this process, as ``xffl exec`` does in the processes that it starts."""
-    environ = os.environ if environ is None else environ
     environ.update(federation_variables(federated, hsdp))
 
 
@@ -281,10 +278,9 @@ class OverFiles:
 
 
 def read_over_files(
-    options: Mapping[str, str | None] | None = None, environ: Mapping[str, str] | None = None
+    options: Mapping[str, str | None] | None = None, environ: Mapping[str, str] = os.environ
 ) -> OverFiles:
     """Return what a job of one cell is asked for."""
-    environ = os.environ if environ is None else environ
     given = options or {}
     cell, start, export = (
         given.get(name) or environ.get(f"XFFL_{name.upper()}", "").strip() or None
@@ -304,9 +300,8 @@ def require_cells(number: int) -> None:
     os.environ["XFFL_REQUIRE_CELLS"] = str(integer("--require-cells", number))
 
 
-def required_cells(environ: Mapping[str, str] | None = None) -> int | None:
+def required_cells(environ: Mapping[str, str] = os.environ) -> int | None:
     """Return how many cells there must be at least, as ``XFFL_REQUIRE_CELLS`` says; ``None`` where unset or empty."""
-    environ = os.environ if environ is None else environ
     text = environ.get("XFFL_REQUIRE_CELLS", "").strip()
     return integer("XFFL_REQUIRE_CELLS", read_number("XFFL_REQUIRE_CELLS", text)) if text else None
 
@@ -357,7 +352,7 @@ def requested_settings(environ: Mapping[str, str] | None = None) -> dict[str, st
     return {name: text for name, text in environ.items() if name.startswith("XFFL_") and name not in _OWN}
 
 
-def use_interface(name: str | None, environ: MutableMapping[str, str] | None = None) -> str | None:
+def use_interface(name: str | None, environ: MutableMapping[str, str] = os.environ) -> str | None:
     """Bind gloo and NCCL to a network interface, by ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME``.
 
     Call it before :func:`detect_environment`, whose rendezvous under MPI follows it, and before process groups exist.
@@ -365,7 +360,6 @@ def use_interface(name: str | None, environ: MutableMapping[str, str] | None = N
     address on every host, which is only looked for here. Where ``XFFL_IFNAME`` says another one than ``name``, it is
     changed, since whatever else looks for the interface reads it first.
     """
-    environ = os.environ if environ is None else environ
     chosen = name or environ.get("XFFL_IFNAME") or None
     if chosen is None:
         control_address(environ)  # every host may be that of rank 0
@@ -394,9 +388,8 @@ _ADDRESS = re.compile(r"(?:http://)?(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d{1,5})/?")
 _GROUP = re.compile(r"(\d+)/(\d+)")
 
 
-def lighthouse_of(environ: Mapping[str, str] | None = None) -> str:
+def lighthouse_of(environ: Mapping[str, str] = os.environ) -> str:
     """Return the lighthouse's address, ``http://HOST:PORT``, as ``XFFL_LIGHTHOUSE`` or torchft's own variable says."""
-    environ = os.environ if environ is None else environ
     for name in ("XFFL_LIGHTHOUSE", "TORCHFT_LIGHTHOUSE"):
         text = environ.get(name, "").strip()
         if text:
@@ -442,12 +435,11 @@ def parse_lighthouse(what: str, text: str) -> str:
     return f"file:{os.path.abspath(path)}"
 
 
-def elastic_cell(environ: Mapping[str, str] | None = None) -> tuple[int, int] | None:
+def elastic_cell(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
     """Return which cell of an elastic run this job is, and how many there are; ``None`` where it is not part of one.
 
     ``XFFL_CELL`` and ``XFFL_LIGHTHOUSE`` together say so; without a lighthouse ``XFFL_CELL`` is for rounds over files.
     """
-    environ = os.environ if environ is None else environ
     text = environ.get("XFFL_CELL", "").strip()
     if not text or not environ.get("XFFL_LIGHTHOUSE", "").strip():
         return None
@@ -455,18 +447,16 @@ def elastic_cell(environ: Mapping[str, str] | None = None) -> tuple[int, int] | 
     return cell, cells if isinstance(cells, int) else len(cells)
 
 
-def restarts_of(environ: Mapping[str, str] | None = None) -> int:
+def restarts_of(environ: Mapping[str, str] = os.environ) -> int:
     """Return how often this job was started before, as ``XFFL_RESTARTS`` or else ``SLURM_RESTART_COUNT`` says."""
-    environ = os.environ if environ is None else environ
     for name in ("XFFL_RESTARTS", "SLURM_RESTART_COUNT"):
         if text := environ.get(name, "").strip():
             return integer(name, int(text) if text.isdecimal() else text, 0, error=LaunchError)
     return 0
 
 
-def replica_group_of(environ: Mapping[str, str] | None = None) -> tuple[int, int] | None:
+def replica_group_of(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
     """Return this job's replica group and the most groups, as ``XFFL_ISLAND=1/4`` says; ``None`` where unset."""
-    environ = os.environ if environ is None else environ
     text = environ.get("XFFL_ISLAND", "").strip()
     if not text:
         return None
@@ -478,9 +468,8 @@ def replica_group_of(environ: Mapping[str, str] | None = None) -> tuple[int, int
     return int(found[1]), int(found[2])
 
 
-def token_of(environ: Mapping[str, str] | None = None) -> bytes:
+def token_of(environ: Mapping[str, str] = os.environ) -> bytes:
     """Return the run's token: the text of ``XFFL_TOKEN``, or of the file that ``XFFL_TOKEN_FILE`` names."""
-    environ = os.environ if environ is None else environ
     token = environ.get("XFFL_TOKEN", "").strip()
     if token:
         return token.encode()
@@ -502,9 +491,8 @@ def token_of(environ: Mapping[str, str] | None = None) -> bytes:
     return token.encode()
 
 
-def run_token(environ: Mapping[str, str] | None = None) -> bytes:
+def run_token(environ: Mapping[str, str] = os.environ) -> bytes:
     """Return the run's token as :func:`token_of`; nothing where neither variable is set."""
-    environ = os.environ if environ is None else environ
     is_set = any(environ.get(name, "").strip() for name in ("XFFL_TOKEN", "XFFL_TOKEN_FILE"))
     return token_of(environ) if is_set else b""
 
@@ -531,7 +519,7 @@ def make_token_file(path: Path) -> None:
         raise LaunchError(f"the token's file {path} cannot be written ({error}); give another") from error
 
 
-def bind_address(lighthouse: str, environ: Mapping[str, str] | None = None) -> str:
+def bind_address(lighthouse: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return the address of this host at which other replica groups may reach it, and nobody on other interfaces."""
     named = control_address(environ)
     if named is not None:

@@ -51,9 +51,8 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def pick_gpu(local_rank: int, local_size: int, visible: int, environ: Mapping[str, str] | None = None) -> int:
+def pick_gpu(local_rank: int, local_size: int, visible: int, environ: Mapping[str, str] = os.environ) -> int:
     """Return the index of the GPU for a rank: its own where all are visible, the only one where a launcher bound it."""
-    environ = os.environ if environ is None else environ
     if visible >= local_size:
         return local_rank
     is_bound = any(

@@ -69,13 +69,12 @@ def list_interfaces(folder: Path = _INTERFACES) -> tuple[Interface, ...]:
     )
 
 
-def control_address(environ: Mapping[str, str] | None = None) -> str | None:
+def control_address(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return this host's address on the interface over which ranks meet, ``None`` where no interface is asked for.
 
     That is the interface of ``XFFL_CONTROL_IFNAME``, else that of the data: of ``XFFL_IFNAME``, else of
     ``GLOO_SOCKET_IFNAME``, the first where a list is set.
     """
-    environ = os.environ if environ is None else environ
     variables = ("XFFL_CONTROL_IFNAME", "XFFL_IFNAME", "GLOO_SOCKET_IFNAME")
     variable = next((variable for variable in variables if environ.get(variable)), None)
     if variable is None:

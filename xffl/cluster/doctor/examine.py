@@ -52,13 +52,13 @@ _HELLO_S = 3.0
 """How long a rank may be silent after it has connected; a stranger who is holds up the others for no longer."""
 
 
-def examine(request: Request, tell: Callable[[Report], None], environ: Mapping[str, str] | None = None) -> int:
+def examine(request: Request, tell: Callable[[Report], None], environ: Mapping[str, str] = os.environ) -> int:
     """Check this host, or all hosts of a job; under a launcher every rank calls it.
 
     Rank 0 gives the report about all hosts to ``tell``. A host whose ranks cannot reach rank 0 gives its own. The exit
     code is 1 where this process reported an error, else 0.
     """
-    environ = dict(os.environ if environ is None else environ)
+    environ = dict(environ)
     row = next((row for row in LAUNCHERS if row.matches(environ)), None)
     launcher = "none" if row is None else row.name
     is_mpi = launcher in MPI_LAUNCHERS

@@ -70,13 +70,12 @@ def share_cores(cores: Sequence[tuple[int, ...]], local_rank: int, local_size: i
     return Binding(cpus, last - first, f"{last - first} of {len(cores)} cores")
 
 
-def is_bound(environ: Mapping[str, str] | None = None) -> bool:
+def is_bound(environ: Mapping[str, str] = os.environ) -> bool:
     """Tell whether a launcher has given this process cores of its own already; they must not be divided again.
 
     ``srun --cpu-bind`` and Open MPI's ``mpirun`` say so to what they start themselves; processes further down inherit
     what they said. Of others the process that started this one is looked at, which has more CPUs then.
     """
-    environ = os.environ if environ is None else environ
     launcher = next((row.name for row in LAUNCHERS if row.matches(environ)), None)
     if launcher == "openmpi" and environ.get("OMPI_MCA_orte_bound_at_launch") == "1":
         return True
@@ -88,30 +87,27 @@ def is_bound(environ: Mapping[str, str] | None = None) -> bool:
         return False
 
 
-def limit_threads(environ: MutableMapping[str, str] | None = None) -> None:
+def limit_threads(environ: MutableMapping[str, str] = os.environ) -> None:
     """Set one thread for each rank (torch takes all) unless ``OMP_NUM_THREADS`` or ``XFFL_BIND`` say otherwise."""
-    environ = os.environ if environ is None else environ
     if not is_wanted(environ):
         environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def is_wanted(environ: Mapping[str, str] | None = None) -> bool:
+def is_wanted(environ: Mapping[str, str] = os.environ) -> bool:
     """Tell whether ``XFFL_BIND`` asks for cores of each rank's own."""
-    environ = os.environ if environ is None else environ
     asked = environ.get("XFFL_BIND", "").strip().lower()
     if asked not in (*_ON, *_OFF):
         raise ConfigError(f"XFFL_BIND is {environ['XFFL_BIND']!r}; give cores, or none to leave the choice to Linux")
     return asked in _ON
 
 
-def bind_if_asked(environ: MutableMapping[str, str] | None = None) -> Binding | None:
+def bind_if_asked(environ: MutableMapping[str, str] = os.environ) -> Binding | None:
     """Do as :func:`bind_rank` with the place on the node that the launcher's variables tell; local.
 
-    :param environ: Environment to read and change; ``None`` means the process's own.
+    :param environ: Environment to read and change.
     :return: What the rank has now, ``None`` where nothing was asked for or no launcher started this process.
     :raises XfflError: if ``XFFL_BIND`` or a launcher's variable is invalid.
     """
-    environ = os.environ if environ is None else environ
     place = _place(environ) if is_wanted(environ) else None
     return None if place is None else bind_rank(*place, environ)
 
@@ -125,13 +121,12 @@ class Share:
     cpus: tuple[int, ...]
 
 
-def share_machine(sizes: Sequence[int], environ: Mapping[str, str] | None = None) -> list[Share]:
+def share_machine(sizes: Sequence[int], environ: Mapping[str, str] = os.environ) -> list[Share]:
     """Divide this machine among jobs of so many ranks, each of which takes its ranks for all that are here.
 
     GPUs are divided where each rank can have one, cores where ``XFFL_BIND`` asks for it; with more ranks than CPUs all
     take turns, as those of one job do.
     """
-    environ = os.environ if environ is None else environ
     cores, world_size = find_cores(allowed_cpus()), sum(sizes)
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -154,7 +149,7 @@ def share_machine(sizes: Sequence[int], environ: Mapping[str, str] | None = None
     return shares
 
 
-def take_turns_if_crowded(environ: Mapping[str, str] | None = None) -> bool:
+def take_turns_if_crowded(environ: Mapping[str, str] = os.environ) -> bool:
     """Have the threads of this rank wait for their turn where its node has more ranks than CPUs; local.
 
     By default Linux lets a thread that is woken up go before the one that has woken it. Where ranks share a CPU that
@@ -162,11 +157,10 @@ def take_turns_if_crowded(environ: Mapping[str, str] | None = None) -> bool:
     With ``SCHED_BATCH`` it goes on to the end of its turn: steps of FSDP by 4 and 8 ranks on 2 cores took two thirds of
     the time. ``XFFL_SCHED`` says otherwise: ``batch`` or ``other``, Linux's default.
 
-    :param environ: Environment to read; ``None`` means the process's own.
+    :param environ: Environment to read.
     :return: Whether this process, and what it starts later, waits so from now on.
     :raises XfflError: if ``XFFL_SCHED`` or a launcher's variable is invalid, or what it asks for is not allowed.
     """
-    environ = os.environ if environ is None else environ
     asked = environ.get("XFFL_SCHED", "").strip().lower()
     if asked not in _SCHEDULERS:
         raise ConfigError(f"XFFL_SCHED is {environ['XFFL_SCHED']!r}; give batch or other")
@@ -199,13 +193,12 @@ def _place(environ: Mapping[str, str]) -> tuple[int, int] | None:
     return found["node_local_rank"], found["node_local_size"]
 
 
-def bind_rank(local_rank: int, local_size: int, environ: MutableMapping[str, str] | None = None) -> Binding | None:
+def bind_rank(local_rank: int, local_size: int, environ: MutableMapping[str, str] = os.environ) -> Binding | None:
     """Give this process its part of the node's cores where ``XFFL_BIND`` asks for it; call it before torch is imported.
 
     The process and what it starts later run on those CPUs only. ``OMP_NUM_THREADS`` is set to their cores unless it is
     set already. Cores that a launcher has given are kept as they are. Nothing is communicated.
     """
-    environ = os.environ if environ is None else environ
     if not is_wanted(environ):
         return None
     cores = find_cores(allowed_cpus())

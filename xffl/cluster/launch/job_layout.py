@@ -38,10 +38,9 @@ def fit_hosts(
     processes: int | None,
     *,
     knob: str = "--processes",
-    environ: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] = os.environ,
 ) -> tuple[Host, ...]:
     """Return the hosts with as many slots as ranks are asked for, each with a GPU of its own where hosts have some."""
-    environ = os.environ if environ is None else environ
     hosts = _fitted(allocation, processes, knob, environ)
     crowded = next((host for host in hosts if host.gpus and host.slots > host.gpus), None)
     if crowded is not None and environ.get("CUDA_VISIBLE_DEVICES") != "":  # else the ranks are to use none

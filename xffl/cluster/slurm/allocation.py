@@ -65,14 +65,13 @@ class Allocation:
 
 
 def find_allocation(
-    environ: Mapping[str, str] | None = None, *, wants_switches: bool = False, needs_switches: bool = False
+    environ: Mapping[str, str] = os.environ, *, wants_switches: bool = False, needs_switches: bool = False
 ) -> Allocation | None:
     """Find the SLURM job in which this process stands, seen from its batch script or from the shell of ``salloc``.
 
     ``scontrol`` is asked once for the network where the switches are wanted or needed. There is none where there is no
     job, or where a launcher has started this process as one rank of several already.
     """
-    environ = os.environ if environ is None else environ
     job = environ.get("SLURM_JOB_ID")
     if not job or any(row.matches(environ) for row in LAUNCHERS):
         return None
@@ -155,9 +154,9 @@ def _count_gpus(environ: Mapping[str, str], name: str) -> int | None:
 # Switches -------------------------------------------------------------------------------------------------------------
 
 
-def show_topology(environ: Mapping[str, str] | None = None) -> str:
+def show_topology(environ: Mapping[str, str] = os.environ) -> str:
     """Ask SLURM's controller for its network."""
-    environ = dict(os.environ if environ is None else environ)
+    environ = dict(environ)
     environ.pop("SLURM_TOPO_LEN", None)  # it cuts lines short
     program = shutil.which("scontrol", path=environ.get("PATH"))
     if program is None:
@@ -237,9 +236,8 @@ def with_switches(hosts: Iterable[Host], topology: Mapping[str, tuple[str, ...]]
     return tuple(replace(host, switches=topology.get(host.name, host.switches)) for host in hosts)
 
 
-def own_host(environ: Mapping[str, str] | None = None) -> Host:
+def own_host(environ: Mapping[str, str] = os.environ) -> Host:
     """Tell where this process runs, from what a SLURM step or else the host itself says; local."""
-    environ = os.environ if environ is None else environ
     name = environ.get("XFFL_HOST") or environ.get("SLURMD_NODENAME") or socket.gethostname()
     address, pattern = environ.get("SLURM_TOPOLOGY_ADDR", ""), environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")
     # The address ends in the node's name, which may hold dots; of another node it is left over from another step.

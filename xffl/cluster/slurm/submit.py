@@ -198,9 +198,8 @@ def word_of(key: str, value: Any) -> str:
     return f"--{key}={value if isinstance(value, str) else json.dumps(value)}"
 
 
-def find_template(name: str | None = None, environ: Mapping[str, str] | None = None) -> str:
+def find_template(name: str | None = None, environ: Mapping[str, str] = os.environ) -> str:
     """Return the template of batch scripts: the named one, else that of ``XFFL_TEMPLATES``, the user or xffl."""
-    environ = os.environ if environ is None else environ
     folder = environ.get("XFFL_TEMPLATES")
     chosen = Path(name) if name else Path(folder) / TEMPLATE if folder else None
     if chosen is None:
