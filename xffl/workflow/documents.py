@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -23,14 +24,7 @@ __all__ = ["Facility", "Workflow", "parse_facilities", "write_workflow"]
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _PLACE = re.compile(r"(?:(?P<user>[^@:/\s]+)@)?(?P<host>\[[0-9a-fA-F:]+\]|[^@:/\s]+)(?::(?P<port>\d+))?")
 _TAKEN = ("aggregate", "begin", "measure", "record")
-_SLURM = {
-    "partition": "partition",
-    "nodes": "nodes",
-    "gpus": "gpusPerNode",
-    "time": "time",
-    "account": "account",
-    "qos": "qos",
-}
+_SLURM = {name: name for name in ("partition", "nodes", "gpus", "time", "account", "qos")} | {"gpus": "gpusPerNode"}
 """What a job may ask SLURM for, and what StreamFlow calls it."""
 _OWN = ("processes", "home", "setup", "key", "workdir")
 _FORM = "write NAME=local, NAME=ssh:HOST or NAME=ssh:HOST,slurm, and behind it options such as partition=gpu"
@@ -41,36 +35,22 @@ class Facility:
     """One facility."""
 
     name: str
-    host: str | None = None
-    """Where ssh leads, with a port behind a colon if it is an own one; ``None`` for this machine"""
+    host: str | None = None  # where ssh leads, with a port behind a colon if it is an own one; None for this machine
     user: str | None = None
-    is_slurm: bool = False
-    """Whether its steps are batch jobs, rather than processes on that machine"""
-    processes: int | None = None
-    """Ranks of its cell"""
-    home: str | None = None
-    """Folder of its cell there; below the home directory unless it is absolute"""
-    setup: Path | None = None
-    """A shell script, here, that makes the environment there"""
-    key: str | None = None
-    """The file of the ssh key"""
-    workdir: str | None = None
-    """Where StreamFlow works there, on a file system that its nodes share"""
-    slurm: dict[str, str] = field(default_factory=dict)
-    """What a job asks for, by StreamFlow's names"""
+    is_slurm: bool = False  # whether its steps are batch jobs, rather than processes on that machine
+    processes: int | None = None  # ranks of its cell
+    home: str | None = None  # folder of its cell there; below the home directory unless it is absolute
+    setup: Path | None = None  # a shell script, here, that makes the environment there
+    key: str | None = None  # the file of the ssh key
+    workdir: str | None = None  # where StreamFlow works there, on a file system that its nodes share
+    slurm: dict[str, str] = field(default_factory=dict)  # what a job asks for, by StreamFlow's names
 
 
 def parse_facilities(texts: Sequence[str]) -> tuple[Facility, ...]:
-    """Read facilities such as ``a=ssh:me@login.a.org,slurm,partition=gpu,processes=8``.
-
-    :param texts: One for each cell, in the cells' order.
-    :return: The facilities.
-    :raises ConfigError: if one is invalid, or two have one name.
-    """
+    """Read facilities such as ``a=ssh:me@login.a.org,slurm,partition=gpu,processes=8``, one for each cell."""
     found = tuple(map(_parse, texts))
-    names = [one.name for one in found]
-    for name in names:
-        if names.count(name) > 1:
+    for name, count in Counter(one.name for one in found).items():
+        if count > 1:
             raise ConfigError(f"two facilities have the name {name!r}; give each its own")
     if len({one.processes is None for one in found}) > 1:
         missing = next(one.name for one in found if one.processes is None)
@@ -91,10 +71,8 @@ def _parse(text: str) -> Facility:
         raise ConfigError(f"facility {text!r} is on host {place!r}; write HOST, USER@HOST or HOST:PORT")
     is_slurm = "slurm" in options
     given: dict[str, str] = {}
-    for option in options:
+    for option in (option for option in options if option != "slurm"):
         key, equal, value = option.partition("=")
-        if option == "slurm":
-            continue
         if not equal or not value or key not in (*_OWN, *_SLURM) or key in given:
             raise ConfigError(
                 f"facility {text!r} has {option!r}; give slurm, or once each {', '.join((*_OWN, *_SLURM))}"
@@ -133,44 +111,25 @@ _COMMON = {"project": "Directory", "configuration": "string", "rounds": "int", "
 
 @dataclass(frozen=True)
 class Workflow:
-    """What is to be run, and where.
+    """What is to be run, and where."""
 
-    :param configuration: The file that each facility trains by; the Python files beside it go along.
-    :param name: Of the experiment, for the folders at the facilities.
-    :param facilities: One for each cell.
-    :param sizes: Ranks of each cell; ``None`` where all have as many as the configuration says.
-    :param rounds: How many to make.
-    :param has_server: Whether there is a server optimizer, which needs the common start as round 0.
-    :param measured_by: The facility that measures each global model; ``None`` for none.
-    :param python: The folder of the programs of this environment, where the rounds are made.
-    """
-
-    configuration: Path
-    name: str
-    facilities: tuple[Facility, ...]
-    sizes: tuple[int, ...] | None
+    configuration: Path  # the file that each facility trains by; the Python files beside it go along
+    name: str  # of the experiment, for the folders at the facilities
+    facilities: tuple[Facility, ...]  # one for each cell
+    sizes: tuple[int, ...] | None  # ranks of each cell; None where all have as many as the configuration says
     rounds: int
-    has_server: bool
-    measured_by: str | None
-    python: Path
+    has_server: bool  # whether there is a server optimizer, which needs the common start as round 0
+    measured_by: str | None  # the facility that measures each global model; None for none
+    python: Path  # the folder of the programs of this environment, where the rounds are made
 
     def cell(self, number: int) -> str:
-        """Return what ``--cell`` is to say at a facility.
-
-        :param number: Of its cell.
-        :return: Such as ``0/2``, or ``0/4,2`` where the ranks of all cells are known.
-        """
+        """Return what ``--cell`` is to say: ``0/2``, or ``0/4,2`` where the ranks of all cells are known."""
         of = str(len(self.facilities)) if self.sizes is None else ",".join(map(str, self.sizes))
         return f"{number}/{of}"
 
 
 def write_workflow(workflow: Workflow, folder: Path) -> None:
-    """Write the folder.
-
-    :param workflow: What is to be run.
-    :param folder: A folder that is new or empty.
-    :raises ConfigError: if it is neither, or something cannot be read or written.
-    """
+    """Write the folder, which must be new or empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not empty; give the name of a new folder")
     try:
@@ -353,9 +312,8 @@ def _deployment(one: Facility, ranks: int | None) -> dict[str, Any]:
     found: dict[str, Any] = {}
     login = f"{one.name}-login"  # no facility has such a name
     if one.host is not None:
-        ssh: dict[str, Any] = {"nodes": [{"hostname": one.host}]}
-        ssh |= {} if one.user is None else {"username": one.user}
-        ssh |= {} if one.key is None else {"sshKey": one.key}
+        given = {"username": one.user, "sshKey": one.key}
+        ssh = {"nodes": [{"hostname": one.host}]} | {key: text for key, text in given.items() if text is not None}
         found[login if one.is_slurm else one.name] = {"type": "ssh", "config": ssh} | ({} if one.is_slurm else workdir)
     if one.is_slurm:
         asked: dict[str, Any] = {**one.slurm} | ({} if ranks is None else {"ntasks": ranks})

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from xffl.checks import shorten
+from xffl.checks import group, shorten
 from xffl.cluster.cells import sizes_of_ranks
 from xffl.cluster.doctor.lines import Line, Message
 from xffl.cluster.doctor.probe import (
@@ -47,6 +47,8 @@ _SLOW_FOLDER_S = 2.0
 _SLOW_MIB_S = 5.0  # a slower pair gets a warning: 40 Mbit/s, at which 1 GiB takes more than three minutes
 _ALL_PAIRS = 64  # hosts or cells up to which each one is paired with every other
 _TOKEN_ADVICE = "give the same one to all cells, and to the doctor: XFFL_TOKEN_FILE, or XFFL_TOKEN"
+_FORMAT_ADVICE = "run versions of xffl that have one exchange format in all cells"
+_SAME_ADVICE = "use the same environment on all hosts: a shared one, or one container image"
 _VERDICTS = {
     "same": (OK, "this host's token"),
     "none": (OK, "no token, as this host"),
@@ -93,16 +95,11 @@ class Report:
 
 def merge(findings: Iterable[Finding], hosts: Sequence[str]) -> tuple[Finding, ...]:
     """Write the same finding of several hosts as one, whose ``host`` names them all; keep the order of the checks."""
-    places: dict[Finding, list[str]] = {}
-    for finding in findings:
-        places.setdefault(replace(finding, host=""), []).append(finding.host)
+    everywhere = "both hosts" if len(hosts) == 2 else f"all {len(hosts)} hosts"
     merged = []
-    for finding, named in places.items():
+    for finding, named in group((replace(finding, host=""), finding.host) for finding in findings).items():
         at = [host for host in dict.fromkeys(named) if host]
-        if len(hosts) > 1 and set(at) >= set(hosts):
-            merged.append(replace(finding, host="both hosts" if len(hosts) == 2 else f"all {len(hosts)} hosts"))
-        else:
-            merged.append(replace(finding, host=shorten(at)))
+        merged.append(replace(finding, host=everywhere if set(at) >= set(hosts) and len(hosts) > 1 else shorten(at)))
     order = list(dict.fromkeys(finding.check for finding in merged))
     return tuple(sorted(merged, key=lambda finding: order.index(finding.check)))
 
@@ -131,24 +128,17 @@ def compare_versions(versions: Mapping[str, Mapping[str, str]]) -> list[Finding]
 
     What may differ between cells is not told here. Only another exchange format is an error.
     """
-    names = dict.fromkeys(name for own in versions.values() for name in own)
     # Files that differ in one version of xffl are a copy that somebody has edited, or not brought up to date.
     is_one_xffl = len({own.get("xffl") for own in versions.values()}) == 1
     findings, alike = [], 0
-    for name in names:
-        where: dict[str, list[str]] = {}
-        for host, own in versions.items():
-            where.setdefault(own.get(name) or "not installed", []).append(host)
+    for name in dict.fromkeys(name for own in versions.values() for name in own):
+        where = group((own.get(name) or "not installed", host) for host, own in versions.items())
         alike += len(where) == 1
         if len(where) > 1 and name not in _MAY_DIFFER and (name != "xffl source" or is_one_xffl):
             shown = "; ".join(f"{version} on {shorten(hosts, 3)}" for version, hosts in where.items())
-            status, advice = WARNING, "use the same environment on all hosts: a shared one, or one container image"
-            if name == FORMAT:
-                status, advice = ERROR, "run versions of xffl that have one exchange format in all cells"
+            status, advice = (ERROR, _FORMAT_ADVICE) if name == FORMAT else (WARNING, _SAME_ADVICE)
             findings.append(Finding("versions", status, f"{name} differs: {shown}", advice))
-    if not findings:
-        findings = [Finding("versions", OK, f"{alike} packages are the same on {len(versions)} hosts")]
-    return findings
+    return findings or [Finding("versions", OK, f"{alike} packages are the same on {len(versions)} hosts")]
 
 
 def describe_runtime(versions: Mapping[str, str], told: Mapping[str, Any]) -> Runtime:
@@ -181,9 +171,9 @@ def compare_runtimes(runtimes: Mapping[str, Runtime], cells: Mapping[str, Collec
 
 def compare_clocks(clocks: Mapping[str, tuple[float, float]]) -> list[Finding]:
     """Judge hosts' clocks, that of rank 0's host first: how far each is ahead of the asker's, and the error's bound."""
-    (base, base_doubt), *others = clocks.values()
+    (_, (base, base_doubt)), *others = clocks.items()
     findings, most = [], 0.0
-    for host, (ahead, doubt) in zip(list(clocks)[1:], others, strict=True):
+    for host, (ahead, doubt) in others:
         ahead, doubt = ahead - base, doubt + base_doubt
         most, sure = max(most, abs(ahead)), abs(ahead) - doubt
         if sure > _CLOCK_WARNING_S:
@@ -219,13 +209,13 @@ def compare_ports(hosts: Mapping[str, Mapping[str, Any]], answers: Mapping[str, 
     findings = []
     first, last = ephemeral_ports()
     ranges = f"ports {SLURM_PORTS[0]}-{SLURM_PORTS[1]} and {first}-{last}"
+    advice = f"open {ranges} between the compute nodes, or name the interface that joins them with XFFL_IFNAME"
     for name, answer in answers.items():
-        by_reason: dict[str, list[str]] = {}
-        for other, port, reason in answer["failures"]:
-            by_reason.setdefault(reason, []).append(f"{hosts[other]['name']} ({hosts[other]['address']}:{port})")
-        for reason, peers in by_reason.items():
+        failures = [
+            (why, f"{hosts[key]['name']} ({hosts[key]['address']}:{port})") for key, port, why in answer["failures"]
+        ]
+        for reason, peers in group(failures).items():
             text = f"cannot connect to {shorten(peers, 4)}: {reason}"
-            advice = f"open {ranges} between the compute nodes, or name the interface that joins them with XFFL_IFNAME"
             findings.append(Finding("ports", ERROR, text, advice, name))
     tried = sum(answer["tried"] for answer in answers.values())
     return findings or [Finding("ports", OK, f"{tried} connections between {len(hosts)} hosts, in {ranges}")]
@@ -328,10 +318,8 @@ def compare_links(units: Sequence[tuple[str, str]], nccl: Mapping[str, str | Non
 
     ``units`` are names with their host, ``nccl`` what each host's GPUs communicate by.
     """
-    by_library: dict[str, list[str]] = {}
-    for name, host in units:
-        if (library := nccl.get(host)) is not None:
-            by_library.setdefault(library, []).append(name)
+    libraries = ((nccl.get(host), name) for name, host in units)
+    by_library = group((library, name) for library, name in libraries if library is not None)
     if len(by_library) < 2:
         return []
     text = "; ".join(f"{shorten(names, 3)}: {library}" for library, names in by_library.items())
@@ -380,18 +368,15 @@ def _judge_stores(views: Mapping[str, Message]) -> list[Finding]:
 
 def _judge_tokens(views: Mapping[str, Message]) -> list[Finding]:
     """Tell which cells run with another token than a host has."""
-    found: dict[Finding, None] = {}
+    found = []
     for host, view in views.items():
         if "token_error" in view:
-            found[Finding("token", ERROR, view["token_error"], _TOKEN_ADVICE, host)] = None
-        by_verdict: dict[str, list[str]] = {}
-        for life, verdict in view.get("tokens", {}).items():
-            by_verdict.setdefault(verdict, []).append(life)
-        for verdict, lives in by_verdict.items():
+            found.append(Finding("token", ERROR, view["token_error"], _TOKEN_ADVICE, host))
+        for verdict, lives in group((verdict, life) for life, verdict in view.get("tokens", {}).items()).items():
             status, text = _VERDICTS[verdict]
             where, advice = ("", "") if status == OK else (host, _TOKEN_ADVICE)
-            found[Finding("token", status, f"{_cells(lives)}: {text}", advice, where)] = None
-    return [*found]
+            found.append(Finding("token", status, f"{_cells(lives)}: {text}", advice, where))
+    return list(dict.fromkeys(found))
 
 
 def _cells(lives: Iterable[str]) -> str:
@@ -429,6 +414,7 @@ class Examination:
         names = [f"{name}#{at}" if named.count(name) > 1 else name for at, name in enumerate(named)]
         self._hosts = dict(zip(names, self.peers, strict=True))
         self._cells: dict[str, set[int]] = {}  # by host, the cells that have ranks there, once they are placed
+        self._clocks: dict[str, tuple[float, float]] = {}  # how far each is ahead of this one, and the error's bound
         self._failures: dict[str, Finding] = {}  # by host, why it is not asked any more
 
     def run(self) -> Report:
@@ -439,7 +425,7 @@ class Examination:
         limit_s = _PROBE_S + import_limit_s(self.request.timeout_s)
         if self.request.elastic is not None:
             limit_s += 4 * self.request.timeout_s + _SLACK_S  # its page, its stores, and their keys
-        probes, clocks = self._ask(dict.fromkeys(self._hosts, request), limit_s)
+        probes = self._ask(dict.fromkeys(self._hosts, request), limit_s)
         for name, probe in probes.items():
             found += [replace(Finding(**each), host=name) for each in probe["findings"]]
             probe["name"] = self._hosts[name].ranks[0]["host"]["name"]
@@ -447,7 +433,7 @@ class Examination:
             probe["address"] = probe["address"] or self._hosts[name].address or "127.0.0.1"
         if len(probes) > 1:
             found += compare_versions({name: probe["versions"] for name, probe in probes.items()})
-            found += compare_clocks(clocks) if next(iter(self._hosts)) in clocks else []
+            found += compare_clocks(self._clocks) if next(iter(self._hosts)) in self._clocks else []
         found += [replace(check_threads(peer.ranks), host=name) for name, peer in self._hosts.items()]
         units, cells = self._place_units(list(probes))
         found += compare_runtimes(
@@ -490,7 +476,7 @@ class Examination:
             }
         most = max(map(len, tasks.values()), default=0)
         limit_s = self.request.timeout_s * (2 + most // THREADS) + 2 * wait_s + _SLACK_S
-        answers, _ = self._ask(requests, limit_s)
+        answers = self._ask(requests, limit_s)
         found: list[Finding] = []
         for answer in answers.values():
             answer["folder"]["unseen"] = [names[number] for number in answer["folder"]["unseen"]]
@@ -530,16 +516,13 @@ class Examination:
         cells = [(f"cell {cell} ({name})", name) for cell, name in enumerate(firsts) if name in hosts]
         return (cells if len(cells) > 1 else units), [finding]
 
-    def _ask(
-        self, requests: Mapping[str, Message], timeout_s: float
-    ) -> tuple[dict[str, Message], dict[str, tuple[float, float]]]:
-        """Return the answers to requests, and how far each clock is ahead of this one, with the bound of the error.
+    def _ask(self, requests: Mapping[str, Message], timeout_s: float) -> dict[str, Message]:
+        """Return the answers to requests; that a host gives none becomes a finding, and it is not asked any more.
 
         A host that is asked first tells its time at once: it is read in the middle of a round trip, so half the trip
         bounds the error.
-        What is wrong with a host that gives no answer becomes a finding, and it is not asked any more.
         """
-        clocks, answers = {}, {}
+        answers = {}
         for name in [name for name in requests if name not in self._failures]:
             line, sent, started = self._hosts[name].line, time.time(), time.monotonic()
             try:
@@ -547,7 +530,7 @@ class Examination:
                 if "machines" in requests[name]:
                     told = line.receive(self.request.timeout_s)["time"]
                     half = (time.monotonic() - started) / 2
-                    clocks[name] = told - (sent + half), half
+                    self._clocks[name] = told - (sent + half), half
             except OSError as error:
                 self._fail(name, f"lost: {error}")
         deadline = time.monotonic() + timeout_s
@@ -561,7 +544,7 @@ class Examination:
                 self._fail(name, f"the check failed: {answer['failed']}")
             else:
                 answers[name] = answer
-        return answers, clocks
+        return answers
 
     def _fail(self, name: str, text: str) -> None:
         advice = "repair what is named here on that host, and run the doctor again"
