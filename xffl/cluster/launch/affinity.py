@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from xffl.cluster.hosts import expand_counts
 from xffl.cluster.launch.launchers import LAUNCHERS
@@ -15,7 +16,6 @@ __all__ = [
     "Share",
     "allowed_cpus",
     "bind_if_asked",
-    "bind_rank",
     "find_cores",
     "is_bound",
     "limit_threads",
@@ -29,13 +29,11 @@ _ON = ("1", "yes", "on", "cores")
 _SCHEDULERS = ("", "batch", "other")
 
 
-@dataclass(frozen=True)
-class Binding:
+class Binding(NamedTuple):
     """The part of a node that a rank has."""
 
-    cpus: tuple[int, ...]  # CPUs as Linux counts them: hardware threads
-    threads: int  # threads for computing: one for each core, since two on one core share its arithmetic units
-    reason: str
+    cpus: tuple[int, ...]  # as Linux counts them: hardware threads
+    threads: int  # for computing: one for each core, since two on one core share its arithmetic units
 
 
 def allowed_cpus() -> tuple[int, ...]:
@@ -60,14 +58,10 @@ def share_cores(cores: Sequence[tuple[int, ...]], local_rank: int, local_size: i
     """Return this rank's contiguous part of a node's cores; where there are fewer cores than ranks, ranks share one."""
     if not 0 <= local_rank < local_size:
         raise ConfigError(f"local rank {local_rank} is not among {local_size} ranks of the node; give 0 to size - 1")
-    if not cores:
-        raise ConfigError("no CPU is allowed to this process; look at the job's cpuset")
     if len(cores) < local_size:
-        chosen = cores[local_rank * len(cores) // local_size]
-        return Binding(chosen, 1, f"{local_size} ranks share {len(cores)} cores")
+        return Binding(cores[local_rank * len(cores) // local_size], 1)
     first, last = (part * len(cores) // local_size for part in (local_rank, local_rank + 1))
-    cpus = tuple(sorted(cpu for core in cores[first:last] for cpu in core))
-    return Binding(cpus, last - first, f"{last - first} of {len(cores)} cores")
+    return Binding(tuple(sorted(cpu for core in cores[first:last] for cpu in core)), last - first)
 
 
 def is_bound(environ: Mapping[str, str] = os.environ) -> bool:
@@ -101,15 +95,20 @@ def is_wanted(environ: Mapping[str, str] = os.environ) -> bool:
     return asked in _ON
 
 
-def bind_if_asked(environ: MutableMapping[str, str] = os.environ) -> Binding | None:
-    """Do as :func:`bind_rank` with the place on the node that the launcher's variables tell; local.
+def bind_if_asked(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Give this process its part of the node's cores where ``XFFL_BIND`` asks for it; call it before torch is imported.
 
-    :param environ: Environment to read and change.
-    :return: What the rank has now, ``None`` where nothing was asked for or no launcher started this process.
-    :raises XfflError: if ``XFFL_BIND`` or a launcher's variable is invalid.
+    The process and what it starts later run on those CPUs only. ``OMP_NUM_THREADS`` is set to their cores unless it is
+    set already. Cores that a launcher has given are kept as they are, and without a launcher nothing is done. Local.
     """
     place = _place(environ) if is_wanted(environ) else None
-    return None if place is None else bind_rank(*place, environ)
+    if place is None:
+        return
+    is_kept = is_bound(environ)
+    cpus, threads = share_cores(find_cores(allowed_cpus()), *((0, 1) if is_kept else place))
+    if not is_kept:
+        os.sched_setaffinity(0, cpus)
+    environ.setdefault("OMP_NUM_THREADS", str(threads))
 
 
 @dataclass(frozen=True)
@@ -155,11 +154,8 @@ def take_turns_if_crowded(environ: Mapping[str, str] = os.environ) -> bool:
     By default Linux lets a thread that is woken up go before the one that has woken it. Where ranks share a CPU that
     sets each sender aside as soon as the receiver hears of it, while it holds a lock that gloo's own thread spins for.
     With ``SCHED_BATCH`` it goes on to the end of its turn: steps of FSDP by 4 and 8 ranks on 2 cores took two thirds of
-    the time. ``XFFL_SCHED`` says otherwise: ``batch`` or ``other``, Linux's default.
-
-    :param environ: Environment to read.
-    :return: Whether this process, and what it starts later, waits so from now on.
-    :raises XfflError: if ``XFFL_SCHED`` or a launcher's variable is invalid, or what it asks for is not allowed.
+    the time. ``XFFL_SCHED`` says otherwise: ``batch`` or ``other``, Linux's default. Return whether this process, and
+    what it starts later, waits so from now on.
     """
     asked = environ.get("XFFL_SCHED", "").strip().lower()
     if asked not in _SCHEDULERS:
@@ -191,22 +187,3 @@ def _place(environ: Mapping[str, str]) -> tuple[int, int] | None:
             return None  # what is wrong is told when the ranks meet
         found["node_local_size"] = counts[found["node_rank"]]
     return found["node_local_rank"], found["node_local_size"]
-
-
-def bind_rank(local_rank: int, local_size: int, environ: MutableMapping[str, str] = os.environ) -> Binding | None:
-    """Give this process its part of the node's cores where ``XFFL_BIND`` asks for it; call it before torch is imported.
-
-    The process and what it starts later run on those CPUs only. ``OMP_NUM_THREADS`` is set to their cores unless it is
-    set already. Cores that a launcher has given are kept as they are. Nothing is communicated.
-    """
-    if not is_wanted(environ):
-        return None
-    cores = find_cores(allowed_cpus())
-    if is_bound(environ):
-        found = share_cores(cores, 0, 1)
-        binding = Binding(found.cpus, found.threads, "as the launcher has bound it")
-    else:
-        binding = share_cores(cores, local_rank, local_size)
-        os.sched_setaffinity(0, binding.cpus)
-    environ.setdefault("OMP_NUM_THREADS", str(binding.threads))
-    return binding
