@@ -17,7 +17,9 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from xffl.checks import integer
 from xffl.cluster.cells import Federation, check_cells, lone_cell, parse_cell, parse_federation, parse_sizes
@@ -59,6 +61,7 @@ __all__ = [
 
 _PARTS = (("rank", "world_size"), ("node_local_rank", "node_local_size"), ("node_rank", "node_world_size"))
 """Fields that count from 0, each with the field that says to where."""
+_ARGUMENTS = (*chain(*_PARTS), "master_addr", "master_port")
 
 
 @dataclass(frozen=True)
@@ -82,37 +85,19 @@ class ProcessEnvironment:
 
 
 def detect_environment(
-    environ: Mapping[str, str] = os.environ,
-    *,
-    rank: int | None = None,
-    world_size: int | None = None,
-    node_local_rank: int | None = None,
-    node_local_size: int | None = None,
-    node_rank: int | None = None,
-    node_world_size: int | None = None,
-    master_addr: str | None = None,
-    master_port: int | None = None,
-    names: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] = os.environ, *, names: Mapping[str, str] | None = None, **arguments: Any
 ) -> ProcessEnvironment:
     """Find out where this process stands.
 
     Under an MPI launcher it is collective over ``MPI.COMM_WORLD`` unless the variables and arguments tell everything,
     so every rank must call it with the same kinds of arguments. Otherwise no process talks to another.
 
-    An argument beats the launcher's variable. A world size other than the launcher's means that the caller started the
-    processes: nothing is taken from the launcher then, and without arguments for the nodes all ranks are on one node.
+    An argument, of the name of a field from ``rank`` to ``master_port``, beats the launcher's variable unless it is
+    ``None``. A world size other than the launcher's means that the caller started the processes: nothing is taken from
+    the launcher then, and without arguments for the nodes all ranks are on one node. Messages call arguments as
+    ``names`` says.
     """
-    arguments = {
-        "rank": rank,
-        "world_size": world_size,
-        "node_local_rank": node_local_rank,
-        "node_local_size": node_local_size,
-        "node_rank": node_rank,
-        "node_world_size": node_world_size,
-        "master_addr": master_addr,
-        "master_port": master_port,
-    }
-    called = {name: (names or {}).get(name, name) for name in arguments}
+    called = {name: (names or {}).get(name, name) for name in _ARGUMENTS}
     found = Fields()
     for name, value in arguments.items():
         if value is not None:
@@ -150,7 +135,7 @@ def _complete_arguments(found: Fields, environ: Mapping[str, str], called: Mappi
     if "rank" not in found or "world_size" not in found:
         raise LaunchError(f"{shown} without a launcher of that world needs rank and world_size; give both")
     world = found["world_size"]
-    places = ("node_local_rank", "node_local_size", "node_rank", "node_world_size")
+    places = _ARGUMENTS[2:6]
     if not any(name in found for name in places) or found.get("node_local_size") == world:
         found.take(found.sources["rank"], node_local_rank=found["rank"])
         found.take(found.sources["world_size"], node_local_size=world, node_rank=0, node_world_size=1)
@@ -191,9 +176,8 @@ def _check(found: Fields) -> None:
         if found.get(part, 0) < 0 or (size is not None and found.get(part, 0) >= size):
             limit = "what is counted from 0" if size is None else f"0 to {size - 1}, as {sources[whole]}={size} says"
             raise LaunchError(f"{sources[part]}={found[part]} is outside {limit}; give every process its own place")
-    port = found.get("master_port")
-    if port is not None and not 0 < port < 65536:
-        raise LaunchError(f"{sources['master_port']}={port} must be a port from 1 to 65535")
+    if not 0 < found.get("master_port", 1) < 65536:
+        raise LaunchError(f"{sources['master_port']}={found['master_port']} must be a port from 1 to 65535")
     if any(whole not in found for _, whole in _PARTS):
         return
     world, local, nodes = (found[whole] for _, whole in _PARTS)
@@ -259,14 +243,10 @@ def request_federation(
 class OverFiles:
     """What a job is asked for that trains one cell by itself, in rounds over files; falsy where it is none."""
 
-    cell: str | None = None
-    """Which cell it is, such as ``0/2``"""
-    start: str | None = None
-    """The global model to start from"""
-    export: str | None = None
-    """Where to write what a round would average"""
-    measure: str | None = None
-    """Where to write what the global model is worth, in place of training"""
+    cell: str | None = None  # which cell it is, such as "0/2"
+    start: str | None = None  # the global model to start from
+    export: str | None = None  # where to write what a round would average
+    measure: str | None = None  # where to write what the global model is worth, in place of training
 
     def __bool__(self) -> bool:
         return self.cell is not None or self.measure is not None
@@ -319,29 +299,10 @@ def accept_cells(
 
 
 _OWN = (
-    "XFFL_BIND",
-    "XFFL_CELL",
-    "XFFL_CONTROL_IFNAME",
-    "XFFL_EXPORT",
-    "XFFL_FEDERATED",
-    "XFFL_FROM",
-    "XFFL_HOST",
-    "XFFL_HSDP",
-    "XFFL_IFNAME",
-    "XFFL_ISLAND",
-    "XFFL_LAUNCHED_CELLS",
-    "XFFL_LIGHTHOUSE",
-    "XFFL_LIVES",
-    "XFFL_PYTHON",
-    "XFFL_REQUIRE_CELLS",
-    "XFFL_RESOLVED",
-    "XFFL_RESTARTS",
-    "XFFL_SCHED",
-    "XFFL_SRUN",
-    "XFFL_SSH",
-    "XFFL_TEMPLATES",
-    "XFFL_TOKEN",
-    "XFFL_TOKEN_FILE",
+    *("XFFL_BIND", "XFFL_CELL", "XFFL_CONTROL_IFNAME", "XFFL_EXPORT", "XFFL_FEDERATED", "XFFL_FROM", "XFFL_HOST"),
+    *("XFFL_HSDP", "XFFL_IFNAME", "XFFL_ISLAND", "XFFL_LAUNCHED_CELLS", "XFFL_LIGHTHOUSE", "XFFL_LIVES", "XFFL_PYTHON"),
+    *("XFFL_REQUIRE_CELLS", "XFFL_RESOLVED", "XFFL_RESTARTS", "XFFL_SCHED", "XFFL_SRUN", "XFFL_SSH", "XFFL_TEMPLATES"),
+    *("XFFL_TOKEN", "XFFL_TOKEN_FILE"),
 )
 """Variables that this package reads; all other ``XFFL_`` ones may be for configurations."""
 
@@ -391,10 +352,8 @@ _GROUP = re.compile(r"(\d+)/(\d+)")
 def lighthouse_of(environ: Mapping[str, str] = os.environ) -> str:
     """Return the lighthouse's address, ``http://HOST:PORT``, as ``XFFL_LIGHTHOUSE`` or torchft's own variable says."""
     for name in ("XFFL_LIGHTHOUSE", "TORCHFT_LIGHTHOUSE"):
-        text = environ.get(name, "").strip()
-        if text:
-            host, port = read_address(name, text)
-            return f"http://{host}:{port}"
+        if text := environ.get(name, "").strip():
+            return _url(name, text)
     raise LaunchError(
         "fault tolerance is asked for, but XFFL_LIGHTHOUSE is not set; start xffl lighthouse once for all replica "
         "groups, and give each job the address that it prints"
@@ -413,8 +372,11 @@ def resolve_lighthouse(text: str, what: str = "the lighthouse") -> str:
                 "that its job has started, or give HOST:PORT"
             ) from error
         what, text = f"{what} in {text.removeprefix('file:')}", told
-    host, port = read_address(what, text)
-    return f"http://{host}:{port}"
+    return _url(what, text)
+
+
+def _url(what: str, text: str) -> str:
+    return "http://{}:{}".format(*read_address(what, text))
 
 
 def read_address(what: str, text: str) -> tuple[str, int]:
@@ -429,7 +391,7 @@ def parse_lighthouse(what: str, text: str) -> str:
     """Return where a run's lighthouse is: ``http://HOST:PORT``, or ``file:/PATH`` with a file that names it."""
     kind, colon, path = text.strip().partition(":")
     if kind != "file" or not colon:
-        return "http://{}:{}".format(*read_address(what, text))
+        return _url(what, text)
     if not path:
         raise LaunchError(f"{what} is {text!r}; give the file that holds the lighthouse's address: file:PATH")
     return f"file:{os.path.abspath(path)}"
@@ -457,8 +419,7 @@ def restarts_of(environ: Mapping[str, str] = os.environ) -> int:
 
 def replica_group_of(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
     """Return this job's replica group and the most groups, as ``XFFL_ISLAND=1/4`` says; ``None`` where unset."""
-    text = environ.get("XFFL_ISLAND", "").strip()
-    if not text:
+    if not (text := environ.get("XFFL_ISLAND", "").strip()):
         return None
     found = _GROUP.fullmatch(text)
     if found is None or not int(found[1]) < int(found[2]):
@@ -470,11 +431,9 @@ def replica_group_of(environ: Mapping[str, str] = os.environ) -> tuple[int, int]
 
 def token_of(environ: Mapping[str, str] = os.environ) -> bytes:
     """Return the run's token: the text of ``XFFL_TOKEN``, or of the file that ``XFFL_TOKEN_FILE`` names."""
-    token = environ.get("XFFL_TOKEN", "").strip()
-    if token:
+    if token := environ.get("XFFL_TOKEN", "").strip():
         return token.encode()
-    name = environ.get("XFFL_TOKEN_FILE", "").strip()
-    if not name:
+    if not (name := environ.get("XFFL_TOKEN_FILE", "").strip()):
         raise LaunchError(
             "cells and replica groups give their weights to those that know the run's token, and there is none; set "
             "XFFL_TOKEN, or XFFL_TOKEN_FILE to a file that xffl lighthouse --token-file has made"
@@ -521,17 +480,15 @@ def make_token_file(path: Path) -> None:
 
 def bind_address(lighthouse: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return the address of this host at which other replica groups may reach it, and nobody on other interfaces."""
-    named = control_address(environ)
-    if named is not None:
+    if (named := control_address(environ)) is not None:
         return named
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             # Nothing is sent: the kernel chooses the way.
             probe.connect(read_address("the lighthouse", resolve_lighthouse(lighthouse)))
-            address: str = probe.getsockname()[0]
+            return str(probe.getsockname()[0])
     except OSError as error:
         raise LaunchError(
             f"there is no way from {socket.gethostname()} to the lighthouse {lighthouse} ({error}); set "
             "XFFL_LIGHTHOUSE to an address that this host reaches"
         ) from error
-    return address
