@@ -172,9 +172,8 @@ def first_failure(exit_codes: Mapping[int, int], records: Mapping[int, FailureRe
 
     rank = min(exit_codes, key=order)
     record, code = records.get(rank), exit_codes[rank]
-    if record is not None:
-        return RankFailure(rank, record.exit_code, record)
-    return RankFailure(rank, code_of_signal(-code) if code < 0 else code, None)
+    own_code = code_of_signal(-code) if code < 0 else code
+    return RankFailure(rank, own_code if record is None else record.exit_code, record)
 
 
 def stopped_result(exit_code: int, records: Mapping[int, FailureRecord]) -> RankFailure | int:
@@ -192,9 +191,8 @@ def stopped_result(exit_code: int, records: Mapping[int, FailureRecord]) -> Rank
 
 def _exit_code(error: BaseException) -> int:
     if isinstance(error, SystemExit):
-        if error.code is None:
-            return ExitCode.OK
-        return error.code & 0xFF if isinstance(error.code, int) else ExitCode.FAILED
+        code = ExitCode.OK if error.code is None else error.code
+        return code & 0xFF if isinstance(code, int) else ExitCode.FAILED
     if isinstance(error, KeyboardInterrupt):
         return ExitCode.INTERRUPTED
     return ExitCode.REFUSED if isinstance(error, XfflError) else ExitCode.FAILED
@@ -286,13 +284,9 @@ class JobWatch:
         not manage to end in order); ``None`` where no rank has told or shown a failure.
         """
         failure = self._failure()
-        if self.stopped_by is not None:
-            if failure is not None and failure.exit_code == ExitCode.PREEMPTED:
-                return failure
-            return stopped_result(
-                code_of_signal(self.stopped_by) if self.stopped_by else ExitCode.TIMEOUT, self._records
-            )
-        return failure
+        if self.stopped_by is None or (failure is not None and failure.exit_code == ExitCode.PREEMPTED):
+            return failure
+        return stopped_result(code_of_signal(self.stopped_by) if self.stopped_by else ExitCode.TIMEOUT, self._records)
 
     def _failure(self) -> RankFailure | None:
         records = {rank: record.exit_code for rank, record in self._records.items()}

@@ -71,8 +71,7 @@ def launch_local(
                     ranks.kill()
         finally:
             ranks.kill()
-    ended = watch.result()
-    return ExitCode.OK if ended is None else ended
+    return watch.result() or ExitCode.OK
 
 
 class _Ranks:
@@ -98,7 +97,6 @@ class _Ranks:
         return self._ending_since is not None
 
     def start(self, processes: int, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Start them all."""
         for rank in range(processes):
             places = torchrun_variables(
                 rank=rank, world_size=processes, node_local_rank=rank, node_local_size=processes
@@ -140,7 +138,6 @@ class _Ranks:
                 _kill(process, number)
 
     def forward_signal(self, number: int) -> None:
-        """Pass a signal on to the ranks alone."""
         for process in self._running.values():
             process.send_signal(number)
 
@@ -155,7 +152,6 @@ class _Ranks:
         self._orphans.clear()
 
     def _collect_failure(self, rank: int, code: int) -> None:
-        """Take over how a rank has failed."""
         record = self._collect_record(rank)
         if record is None and not self.are_ending:
             self._watch.add_code(rank, code, is_own=True)

@@ -7,6 +7,7 @@ inherits SLURM's variables.
 from __future__ import annotations
 
 import socket
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -43,12 +44,12 @@ def number_nodes(claims: Sequence[Claim]) -> dict[int, int]:
     pretended hosts on one machine), the machine holds several nodes: the k-th rank, in rank order, with that local rank
     belongs to the k-th of them.
     """
-    seen: dict[tuple[str, int, int], int] = {}
-    members: dict[tuple[str, int, int], list[Claim]] = {}
+    seen: Counter[tuple[str, int, int]] = Counter()
+    members: defaultdict[tuple[str, int, int], list[Claim]] = defaultdict(list)
     for claim in sorted(claims):
-        occurrence = seen.get((claim.host, claim.local_size, claim.local_rank), 0)
-        seen[claim.host, claim.local_size, claim.local_rank] = occurrence + 1
-        members.setdefault((claim.host, claim.local_size, occurrence), []).append(claim)
+        place = claim.host, claim.local_size, claim.local_rank
+        members[claim.host, claim.local_size, seen[place]].append(claim)
+        seen[place] += 1
     nodes: dict[int, int] = {}
     for number, ((host, size, _), node) in enumerate(members.items()):
         if sorted(claim.local_rank for claim in node) != list(range(size)):
@@ -85,7 +86,7 @@ def meet(
             f"the launcher started {world_size} ranks, but mpi4py has loaded {library!r} and sees {world.Get_size()}; "
             "use the mpirun of that library, or set MPI4PY_MPIABI or MPI4PY_LIBMPI to the launcher's"
         )
-    claim = claim if claim.host else claim._replace(host=host_identity())
+    claim = claim._replace(host=claim.host or host_identity())
     rows: list[tuple[Claim, str]] = world.allgather((claim, socket.gethostname()))
     ranks = [row[0].rank for row in rows]
     if sorted(ranks) != list(range(world_size)):
@@ -173,12 +174,11 @@ def _complete_mpi(found: Fields, environ: Mapping[str, str]) -> None:
     honour_master(found, environ)
     if found["node_local_size"] == found["world_size"]:
         found.take(found.sources["node_local_size"], node_rank=0, node_world_size=1)
-    wanted = ("node_rank", "node_world_size", "master_addr", "master_port")
-    if found["world_size"] == 1 or all(name in found for name in wanted):
+    if found["world_size"] == 1 or all(name in found for name in Meeting._fields):
         return
     claim = Claim(found["rank"], found["node_local_rank"], found["node_local_size"])
     met = meet(claim, found["world_size"], environ, address=found.get("master_addr"), port=found.get("master_port"))
-    found.take("what the ranks told over MPI", **{name: getattr(met, name) for name in wanted})
+    found.take("what the ranks told over MPI", **met._asdict())
 
 
 def _is_own_step(environ: Mapping[str, str]) -> bool:
@@ -273,22 +273,10 @@ LAUNCHERS: tuple[Launcher, ...] = (
 """The launchers that are known, in the order in which they are tried."""
 
 
-def torchrun_variables(
-    *,
-    rank: int,
-    world_size: int,
-    node_local_rank: int,
-    node_local_size: int,
-    node_rank: int = 0,
-    node_world_size: int = 1,
-) -> dict[str, str]:
-    """Return the variables by which torchrun tells a process its place; where ranks meet is told beside them."""
-    place = {
-        "rank": rank,
-        "world_size": world_size,
-        "node_local_rank": node_local_rank,
-        "node_local_size": node_local_size,
-        "node_rank": node_rank,
-        "node_world_size": node_world_size,
-    }
-    return {_TORCHRUN[name]: str(number) for name, number in place.items()}
+def torchrun_variables(**place: int) -> dict[str, str]:
+    """Return the variables by which torchrun tells a process its place, by default on the only node.
+
+    The fields are those of :class:`~xffl.cluster.environment.ProcessEnvironment`; where ranks meet is told beside them.
+    """
+    fields = {"node_rank": 0, "node_world_size": 1, **place}
+    return {_TORCHRUN[name]: str(number) for name, number in fields.items()}
