@@ -6,12 +6,13 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser, Namespace
 
 from xffl.checks import number
-from xffl.cli.main import HelpFormatter
+from xffl.cli.main import HelpFormatter, new_table, print_table
 from xffl.errors import XfflError
 
 if TYPE_CHECKING:
@@ -31,8 +32,6 @@ A cell is lost if its heartbeats have stopped: it failed, hangs, is cut off, or 
 those that it told at the last meeting, if it was there. Only the page of the lighthouse is read; no cell is asked.
 """
 
-_FILE_WIDTH = 240  # columns where the output is no terminal: wide enough that a cell stays on its line
-
 
 def build_parser() -> ArgumentParser:
     """Return the parser of the command's options."""
@@ -43,14 +42,8 @@ def build_parser() -> ArgumentParser:
     )
     parser.add_argument("url", type=str, metavar="URL", help="its address: http://HOST:PORT, or file:PATH with it")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--watch",
-        type=float,
-        nargs="?",
-        const=2.0,
-        metavar="SECONDS",
-        help="show it again after so many seconds (2), until Ctrl-C",
-    )
+    watch = "show it again after so many seconds (2), until Ctrl-C"
+    parser.add_argument("--watch", type=float, nargs="?", const=2.0, metavar="SECONDS", help=watch)
     return parser
 
 
@@ -59,10 +52,8 @@ def run(options: Namespace) -> int:
     if options.watch is not None:
         number("--watch", options.watch, 0.1, below=1e6, hint="in seconds")
     url, status = _read(options.url)
-    if options.json:
-        _follow(options, url, status, _print_json)
-    elif options.watch is None or not sys.stdout.isatty():
-        _follow(options, url, status, _print_table)
+    if options.json or options.watch is None or not sys.stdout.isatty():
+        _follow(options, url, status, partial(_print, as_json=options.json))
     else:
         from rich.live import Live
 
@@ -95,10 +86,14 @@ def _follow(
             trouble = str(error)
 
 
-def _print_json(url: str, status: LighthouseStatus, trouble: str) -> None:
-    """Print a status as one object, on one line where others follow."""
+def _print(url: str, status: LighthouseStatus, trouble: str, *, as_json: bool) -> None:
+    """Print a status as a table, or as one object on one line; or why there is none."""
     if trouble:
         print(f"xffl: {trouble}", file=sys.stderr, flush=True)
+        return
+    if not as_json:
+        print_table(_table(url, status, ""))
+        sys.stdout.flush()
         return
     meeting = None if status.meeting is None else {"number": status.meeting, "age_s": status.age_s}
     cells = [_plain(status, cell) for cell in status.cells]
@@ -119,28 +114,15 @@ def _plain(status: LighthouseStatus, cell: CellStatus) -> dict[str, Any]:
     }
 
 
-def _print_table(url: str, status: LighthouseStatus, trouble: str) -> None:
-    if trouble:
-        print(f"xffl: {trouble}", file=sys.stderr, flush=True)
-        return
-    from rich.console import Console
-
-    width = None if sys.stdout.isatty() else _FILE_WIDTH
-    Console(file=sys.stdout, width=width, markup=False, emoji=False, highlight=False).print(_table(url, status, ""))
-    sys.stdout.flush()
-
-
 def _table(url: str, status: LighthouseStatus, trouble: str) -> Group:
     """Return the cells as a table of rich, with the last meeting below it."""
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = new_table()
     for column in ("cell", "life", "state", "round", "lag", "ranks", "store", "last seen", "met"):
-        table.add_column(
-            column, no_wrap=True, justify="left" if column in ("life", "state", "store", "met") else "right"
-        )
+        is_text = column in ("life", "state", "store", "met")
+        table.add_column(column, no_wrap=True, justify="left" if is_text else "right")
     for cell in status.cells:
         seen = None if cell.seen_s is None else f"{cell.seen_s:.1f} s ago"
         told = {**_plain(status, cell), "seen_s": seen, "met": "yes" if cell.has_met else "no"}

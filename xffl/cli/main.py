@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
@@ -17,7 +17,11 @@ from xffl.checks import one_of
 from xffl.cluster.launch.failure import ExitCode
 from xffl.errors import XfflError
 
-__all__ = ["COMMANDS", "HelpFormatter", "build_parser", "main"]
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+__all__ = ["COMMANDS", "HelpFormatter", "build_parser", "main", "new_table", "print_table"]
 
 COMMANDS = {
     "aggregate": ("exports", "make a round from the exports of cells without a common network"),
@@ -141,6 +145,21 @@ def _silence(*streams: TextIO) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in streams:
         os.dup2(nowhere, stream.fileno())
+
+
+def new_table() -> Table:
+    """Return a table without lines, to which columns and rows are to be added."""
+    from rich.table import Table
+
+    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+
+
+def print_table(table: RenderableType) -> None:
+    """Print a table; where the output is no terminal so wide that each entry stays on its line."""
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else 240
+    Console(file=sys.stdout, width=width, markup=False, emoji=False, highlight=False).print(table)
 
 
 def build_parser() -> ArgumentParser:

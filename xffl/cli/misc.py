@@ -11,12 +11,12 @@ import threading
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
 
 from xffl.checks import integer, number, one_of
-from xffl.cli.main import HelpFormatter
+from xffl.cli.main import HelpFormatter, new_table, print_table
 from xffl.cluster.environment import (
     detect_environment,
     make_token_file,
@@ -81,7 +81,6 @@ shows what has been recorded so far.
 
 _NAME = "@NAME@"  # stands for the project's name in the templates; in YAML for the same in quotes
 _INSTALL = "@INSTALL@"  # stands for the command that installs what the digits need
-_FILE_WIDTH = 240  # columns where the output is no terminal: wide enough that an entry stays on its line
 
 
 def _parse_env() -> ArgumentParser:
@@ -112,12 +111,11 @@ def _env(options: Namespace) -> int:
     print(f"interface   XFFL_IFNAME {_shown(interface)}")
     print("launchers   in the order in which they were looked for:")
     for row in LAUNCHERS:
+        verdict = "no, " + ("it comes later" if row.matches(os.environ) else "its variables are another step's")
         if row.name == found.launcher:
             verdict = "yes"
         elif missing[row.name]:
             verdict = f"no, without {', '.join(missing[row.name])}"
-        else:
-            verdict = "no, " + ("it comes later" if row.matches(os.environ) else "its variables are another step's")
         print(f"  {row.name:<9} {verdict}")
     return 0
 
@@ -155,9 +153,7 @@ def _init(options: Namespace) -> int:
             target = folder / file.name.removesuffix(".txt").replace("dot.", ".")
             quoted = json.dumps(name, ensure_ascii=False) if target.suffix == ".yaml" else name
             text = file.read_text(encoding="utf-8").replace(_NAME, quoted)
-            if _INSTALL in text:
-                text = text.replace(_INSTALL, install_command("examples"))
-            target.write_text(text, encoding="utf-8")
+            target.write_text(text.replace(_INSTALL, install_command("examples")), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{options.name} cannot be written: {error.strerror}; give another folder") from error
     print(f"wrote {folder}; next: cd {shlex.quote(str(folder))} && xffl exec config.yaml", file=sys.stderr)
@@ -178,55 +174,38 @@ def _parse_lighthouse() -> ArgumentParser:
     )
     parser.add_argument("--bind", type=str, default="127.0.0.1:29510", metavar="HOST:PORT", help="address to listen at")
     parser.add_argument("--min-replicas", type=int, default=1, metavar="N", help="number of groups that must be there")
-    parser.add_argument(
-        "--heartbeat-timeout",
-        type=float,
-        default=5.0,
-        metavar="S",
-        help="seconds without a heartbeat after which a group counts as lost",
-    )
-    parser.add_argument(
-        "--join-timeout",
-        type=float,
-        default=10.0,
-        metavar="S",
-        help="seconds to wait for groups that are alive but have not joined",
-    )
-    parser.add_argument(
-        "--token-file", type=str, metavar="PATH", help="write a new token of the run there, unless the file has one"
-    )
+    silence = "seconds without a heartbeat after which a group counts as lost"
+    parser.add_argument("--heartbeat-timeout", type=float, default=5.0, metavar="S", help=silence)
+    join = "seconds to wait for groups that are alive but have not joined"
+    parser.add_argument("--join-timeout", type=float, default=10.0, metavar="S", help=join)
+    token = "write a new token of the run there, unless the file has one"
+    parser.add_argument("--token-file", type=str, metavar="PATH", help=token)
     return parser
 
 
 def _lighthouse(options: Namespace) -> int:
     """Serve until SIGINT or SIGTERM."""
-    replicas = integer("--min-replicas", options.min_replicas)
-    times = {}
+    replicas, times = integer("--min-replicas", options.min_replicas), {}
     for name in ("heartbeat_timeout", "join_timeout"):
-        seconds = number(f"--{name.replace('_', '-')}", getattr(options, name), 0.1, below=1e6, hint="in seconds")
+        seconds = number(f"--{name.replace('_', '-')}", options[name], 0.1, below=1e6, hint="in seconds")
         times[f"{name}_ms"] = round(1000 * seconds)
     if options.token_file is not None:
         make_token_file(Path(options.token_file))
     stopped = threading.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda *_: stopped.set())
-    server = _start_lighthouse(options.bind, min_replicas=replicas, quorum_tick_ms=100, **times)
-    print(f"lighthouse at {options.bind}", flush=True)
-    stopped.wait()
-    server.shutdown()
-    return 0
-
-
-def _start_lighthouse(bind: str, **options: Any) -> Any:
-    """Start torchft's lighthouse in this process."""
-    host, port = read_address("--bind", bind)
+    host, port = read_address("--bind", options.bind)
     os.environ.setdefault("RUST_LOG", "error")  # read when torchft is imported
     with optional_import("elastic", "a lighthouse needs torchft, which has wheels for x86-64 Linux"):
         from torchft.coordination import LighthouseServer
     try:
-        return LighthouseServer(bind=f"{host}:{port}", **options)
+        server = LighthouseServer(bind=f"{host}:{port}", min_replicas=replicas, quorum_tick_ms=100, **times)
     except RuntimeError as error:
-        raise ConfigError(f"--bind {bind!r} cannot be bound ({error}); give another HOST:PORT") from error
+        raise ConfigError(f"--bind {options.bind!r} cannot be bound ({error}); give another HOST:PORT") from error
+    print(f"lighthouse at {options.bind}", flush=True)
+    stopped.wait()
+    server.shutdown()
+    return 0
 
 
 def _parse_list() -> ArgumentParser:
@@ -244,16 +223,13 @@ def _parse_list() -> ArgumentParser:
 
 def _list(options: Namespace) -> int:
     """Print the entries of the registry."""
-    from rich.console import Console
-    from rich.table import Table
-
     from xffl.aggregation.algorithms.registry import entries
 
     found = entries(options.kind)
     if options.json:
         print(json.dumps([asdict(entry) for entry in found], indent=2))
         return 0
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = new_table()
     for column in ("kind", "name", "what it does", "paper"):
         table.add_column(column, no_wrap=column in ("kind", "name"))
     if options.kind is not None:
@@ -261,9 +237,7 @@ def _list(options: Namespace) -> int:
     for entry in found:
         told = [_describe_options(entry)] if options.kind is not None else []
         table.add_row(entry.kind, entry.name, entry.line, entry.paper or "-", *told)
-    width = None if sys.stdout.isatty() else _FILE_WIDTH
-    # Types have brackets, which are no markup.
-    Console(file=sys.stdout, width=width, markup=False, emoji=False, highlight=False).print(table)
+    print_table(table)
     return 0
 
 

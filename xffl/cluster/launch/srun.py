@@ -106,17 +106,13 @@ def srun_command(layout: JobLayout, environ: Mapping[str, str], *, is_labelled: 
 
 def read_task_ends(line: str) -> dict[int, int] | None:
     """Read what srun says of tasks that ended badly: exit codes by task, -n after signal n; else ``None``."""
-    match = _TASK_END.match(line)
-    if match is None:
+    if (match := _TASK_END.match(line)) is None:
         return None
-    code = re.match(r"Exited with exit code (\d+)", match[2])
-    if code is not None:
+    known = {(signal.strsignal(one) or "").lower(): -one for one in signal.Signals}
+    known["out of memory"] = -signal.SIGKILL  # what the kernel ends a cgroup's processes by
+    number = known.get(match[2].partition(" (")[0].strip().lower(), ExitCode.FAILED)
+    if (code := re.match(r"Exited with exit code (\d+)", match[2])) is not None:
         number = int(code[1])
-    else:
-        said = match[2].partition(" (")[0].strip().lower()
-        known = {(signal.strsignal(one) or "").lower(): -one for one in signal.Signals}
-        known["out of memory"] = -signal.SIGKILL  # what the kernel ends a cgroup's processes by
-        number = known.get(said, ExitCode.FAILED)
     return {int(task): number for task in expand_hosts(f"[{match[1]}]")}
 
 
@@ -153,17 +149,13 @@ class _Step:
         if self._id is None or not self._cancel(number):
             self._process.send_signal(signal.SIGTERM)  # srun kills them at once
 
-    def forward_signal(self, number: int) -> None:
-        """Pass a signal on to the ranks."""
-        self._process.send_signal(number)
-
     def wait(self, take_signals: Callable[[], list[tuple[int, bool]]]) -> RankFailure | int:
-        """Wait for the end, and tell how it came; ``take_signals`` gives signals."""
+        """Wait for the end, and tell how it came."""
         is_asked = is_killed = False
         while self._process.poll() is None:
             time.sleep(_POLL_S)
             for number, ends in take_signals():
-                (self.terminate if ends else self.forward_signal)(number)
+                (self.terminate if ends else self._process.send_signal)(number)
             if self._watch.is_late:
                 self.terminate(0)
             if self._trouble is not None and self._watch.stopped_by is None:
@@ -197,14 +189,12 @@ class _Step:
         return ExitCode.FAILED
 
     def _cancel(self, number: int) -> bool:
+        """Have SLURM signal the ranks; tell whether it could."""
         name = signal.Signals(number or signal.SIGTERM).name.removeprefix("SIG")
-        program = shutil.which("scancel")
-        if program is None:
-            return False
-        command = [program, f"--signal={name}", str(self._id)]
+        command = ["scancel", f"--signal={name}", str(self._id)]
         try:
             ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_SCANCEL_S)
-        except (OSError, subprocess.TimeoutExpired):
+        except (OSError, subprocess.TimeoutExpired):  # there is none, or it does not answer
             return False
         return ran.returncode == 0
 
@@ -269,8 +259,7 @@ class _Step:
         return True
 
     def _relabel(self, line: bytes, is_begun: bool) -> bytes:
-        match = _LABEL.match(line) if self._is_labelled and not is_begun else None
-        if match is None:
+        if is_begun or not self._is_labelled or (match := _LABEL.match(line)) is None:
             return line
         rank = int(match[1])
         return line_prefix(rank, self._layout.cell_of(rank)) + line[match.end() :]

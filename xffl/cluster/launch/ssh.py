@@ -118,16 +118,15 @@ class HostConnection:
         """Say why a host could not be reached, and what to do."""
         said = " ".join(self.stderr).rstrip(".") or f"exit code {code}"
         sign, name = said.lower(), self.host.address or self.host.name
+        python = os.environ.get("XFFL_PYTHON") or sys.executable
         remedy = f"try ssh {name} true; a program other than ssh, or its options, may stand in XFFL_SSH"
         if "host key" in sign:
-            remedy = (
-                f"its key is not known here: compare it with what the host's operators publish, then ssh {name} once"
-            )
+            remedy = "its key is not known here: compare it with what the host's operators publish, then "
+            remedy += f"ssh {name} once"
         elif "permission denied" in sign:
             remedy = "ssh must not ask for a password: see ssh-copy-id and ssh-agent, and try ssh -o BatchMode=yes "
             remedy += f"{name} true"
         elif code == 127 or "not found" in sign or "no such file" in sign or "no module" in sign:
-            python = os.environ.get("XFFL_PYTHON") or sys.executable
             remedy = f"{python} with xffl must exist there; XFFL_PYTHON names another one"
         return f"host {self.host.name} cannot be used: {said}. HINT: {remedy}"
 
@@ -135,15 +134,13 @@ class HostConnection:
         assert self._process.stdin is not None
         with suppress(OSError):
             while True:
-                order: Mapping[str, Any] | None
-                try:
+                order: Mapping[str, Any] | None = {}
+                with suppress(queue.Empty):
                     order = self._orders.get(timeout=BEAT_S)
-                except queue.Empty:
-                    order = {}
-                    if not self.is_ready:  # what starts there reads its first line with what follows
-                        continue
                 if order is None:
                     break
+                if not order and not self.is_ready:  # what starts there reads its first line with what follows
+                    continue
                 self._process.stdin.write(json.dumps(order).encode() + b"\n")
                 self._process.stdin.flush()
         with suppress(OSError):
@@ -154,11 +151,9 @@ class HostConnection:
         complaints = threading.Thread(target=self._listen, daemon=True)
         complaints.start()
         for line in self._process.stdout:
-            try:
+            told = None
+            with suppress(ValueError):  # a login script may print something of its own
                 told = json.loads(line)
-            except ValueError:
-                told = None
-            # A login script may print something of its own.
             events.put((number, told if isinstance(told, dict) else {"print": line.decode(errors="replace")}))
         complaints.join(_LAST_WORDS_S)  # what ssh left in the background may keep its standard error open
         events.put((number, {"over": self._process.wait()}))
@@ -205,13 +200,8 @@ def launch_ssh(
     variables = {**shared_environment(os.environ), **environ}
     limit_threads(variables)
     variables |= RankJob(log_dir=log_dir, is_marked=True).variables()
-    told = {
-        **job_of_hosts(variables),
-        "command": list(command),
-        "grace_s": grace_s,
-        "silence_s": _SILENCE_S,
-        "world_size": layout.topology.world_size,
-    }
+    told = {**job_of_hosts(variables), "command": list(command), "grace_s": grace_s, "silence_s": _SILENCE_S}
+    told["world_size"] = layout.topology.world_size
     with caught_signals() as take_signals:
         job = _Job(layout, watch, is_labelled, take_signals)
         try:
@@ -268,10 +258,7 @@ class _Job:
             # An address of ssh may name a user, or be known to ssh's configuration alone.
             address = os.environ.get("MASTER_ADDR") or (host.address or host.name).rpartition("@")[2]
             address = "127.0.0.1" if len(self._connections) == 1 else address
-            for connection in self._connections:
-                connection.send(
-                    {"start": {"MASTER_ADDR": address, "MASTER_PORT": os.environ.get("MASTER_PORT", str(port))}}
-                )
+            self._send({"start": {"MASTER_ADDR": address, "MASTER_PORT": os.environ.get("MASTER_PORT", str(port))}})
 
     def wait(self) -> RankFailure | int:
         """Show what the ranks print until the last has ended, and tell how the job ended."""
@@ -284,24 +271,19 @@ class _Job:
             self._handle(self._connections[number], event)
         ended = self._watch.result()
         is_echo = isinstance(ended, RankFailure) and ended.record is not None and ended.record.lost_peer
-        trouble = next((connection.trouble for connection in self._connections if connection.trouble is not None), None)
+        trouble = next(filter(None, (connection.trouble for connection in self._connections)), None)
         if trouble is None and ended is None and self._failed:  # whoever ended it
             rank, code = self._failed[0]
             trouble = f"rank {rank} {RankFailure(rank, code if code > 0 else code_of_signal(-code), None).describe()}"
         if trouble is not None and (ended is None or is_echo):
             sys.stderr.write(f"xffl: {trouble}; all ranks were stopped\n")
             return ExitCode.FAILED
-        return ExitCode.OK if ended is None else ended
+        return ended or ExitCode.OK
 
     def terminate(self, number: int) -> None:
         """End the ranks by a signal; those that are left are killed later."""
         self._watch.stop(number)
         self._stop_ranks(number or signal.SIGTERM)
-
-    def forward_signal(self, number: int) -> None:
-        """Pass a signal on to the ranks."""
-        for connection in self._connections:
-            connection.send({"signal": number})
 
     def leave(self) -> None:
         """Hang up everywhere."""
@@ -313,13 +295,19 @@ class _Job:
 
     def _stop_ranks(self, number: int) -> None:
         self._is_stopping = True
+        self._send({"stop": number})
+
+    def _send(self, order: Mapping[str, Any]) -> None:
         for connection in self._connections:
-            connection.send({"stop": number})
+            connection.send(order)
 
     def _check_limits(self) -> None:
         """Do what signals and clocks say."""
         for number, ends in self._take_signals():
-            (self.terminate if ends else self.forward_signal)(number)
+            if ends:
+                self.terminate(number)
+            else:
+                self._send({"signal": number})
         if self._watch.is_late:
             self.terminate(0)
         if self._watch.is_overdue() and not self._is_stopping:
@@ -364,13 +352,14 @@ class _Job:
             self._lose_host(connection, f"{connection.host.name} ended its ranks: {event['given_up']}")
         elif "code" in event:
             connection.left -= 1
-            if event["code"] != 0:
-                self._failed.append((event["rank"], event["code"]))
-            if event["code"] != 0 and not event["is_stopped"]:
-                self._watch.add_code(event["rank"], event["code"], is_own=True)
+            rank, code = event["rank"], event["code"]
+            if code != 0:
+                self._failed.append((rank, code))
+            if code != 0 and not event["is_stopped"]:
+                self._watch.add_code(rank, code, is_own=True)
                 self._stop_ranks(signal.SIGTERM)
-            elif event["code"] == 0 and not event["is_stopped"]:
-                self._watch.add_left(event["rank"])
+            elif not event["is_stopped"]:
+                self._watch.add_left(rank)
         elif "lines" in event:
             self._show(event["rank"], base64.b64decode(event["lines"]), is_error=event["is_error"])
         elif "print" in event:
