@@ -41,19 +41,13 @@ def build_parser() -> ArgumentParser:
         formatter_class=HelpFormatter,
     )
     parser.add_argument("--shared", type=str, metavar="DIR", help="folder for runs, which all hosts should share")
-    parser.add_argument(
-        "--need", type=str, default="", metavar="LIST", help="report as errors if missing: mpi,slurm,gpu"
-    )
-    parser.add_argument(
-        "--hosts", type=str, metavar="LIST", help="hosts for ssh and their processes: a:4,b:4, or @FILE"
-    )
+    need = "report as errors if missing: mpi,slurm,gpu"
+    parser.add_argument("--need", type=str, default="", metavar="LIST", help=need)
+    hosts = "hosts for ssh and their processes: a:4,b:4, or @FILE"
+    parser.add_argument("--hosts", type=str, metavar="LIST", help=hosts)
     parser.add_argument("--federated", type=str, metavar="SIZES|RULE", help="cells, as for xffl exec")
-    parser.add_argument(
-        "--elastic",
-        type=str,
-        metavar="URL",
-        help="check an elastic run, too: address of its lighthouse, http://HOST:PORT, or file:PATH with it",
-    )
+    elastic = "check an elastic run, too: address of its lighthouse, http://HOST:PORT, or file:PATH with it"
+    parser.add_argument("--elastic", type=str, metavar="URL", help=elastic)
     parser.add_argument("--timeout", type=float, default=15.0, metavar="SECONDS", help="longest wait for another host")
     parser.add_argument("--skip-torch", action="store_true", help="skip the checks that import torch")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -84,16 +78,15 @@ def run(options: Namespace) -> int:
         elastic=None if options.elastic is None else resolve_lighthouse(options.elastic, "--elastic"),
     )
 
-    def tell(report: Report) -> None:
+    def tell(report: Report) -> int:
         text = json.dumps(report.as_json(), indent=2) if options.json else _text(report)
         sys.stdout.write(text + "\n")  # in one write, so that several hosts' reports do not mix
         sys.stdout.flush()
+        return report.exit_code
 
     if options.hosts is None:
         return examine(request, tell)
-    report = examine_hosts(parse_hosts(options.hosts), request, os.environ)
-    tell(report)
-    return report.exit_code
+    return tell(examine_hosts(parse_hosts(options.hosts), request, os.environ))
 
 
 def _text(report: Report) -> str:

@@ -9,8 +9,10 @@ import os
 import signal
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import starmap
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -78,18 +80,15 @@ def build_parser() -> ArgumentParser:
     parser.add_argument("--dry-run", action="store_true", help="print the batch script and exit")
     parser.add_argument("--follow", action="store_true", help="follow the job and show its output (default)")
     parser.add_argument("--no-follow", action="store_true", help="print the job's number and exit")
-    parser.add_argument(
-        "--cancel-on-interrupt", action="store_true", help="cancel the job at Ctrl-C or SIGTERM without asking"
-    )
+    cancel = "cancel the job at Ctrl-C or SIGTERM without asking"
+    parser.add_argument("--cancel-on-interrupt", action="store_true", help=cancel)
     parser.add_argument("--template", type=str, metavar="FILE", help="template of the batch script instead of xffl's")
     parser.add_argument("--federated", type=str, metavar="CELLS", help="cells, as for xffl exec: 4,4 or auto")
     parser.add_argument("--hsdp", type=int, metavar="RANKS", help="ranks that hold one copy, as for xffl exec")
     fewest = "let the job fail if it gets fewer cells, as for xffl exec"
     parser.add_argument("--require-cells", type=int, metavar="N", help=fewest)
-    elastic = (
-        "submit a job for each cell, as xffl exec --elastic starts it; they find each other by a file in the run's "
-    )
-    elastic += "folder, or by the lighthouse at this address"
+    elastic = "submit a job for each cell, as xffl exec --elastic starts it; they find each other by a file in the "
+    elastic += "run's folder, or by the lighthouse at this address"
     parser.add_argument("--elastic", type=str, nargs="?", const="", metavar="URL", help=elastic)
     cells = "with --elastic, the number of cells, unless --federated or launch.federated gives the ranks of each"
     parser.add_argument("--cells", type=int, metavar="N", help=cells)
@@ -142,10 +141,8 @@ def run(options: Namespace) -> int:
         print("\n".join(scripts), end="")
         return 0
     if not is_configuration and "--dry-run" in words:
-        _tell(
-            f"--dry-run after {file} is passed to the script, so the job is submitted; for a dry run put it before the "
-            "file name"
-        )
+        hint = "so the job is submitted; for a dry run put it before the file name"
+        _tell(f"--dry-run after {file} is passed to the script, {hint}")
     jobs = _submit(planned, scripts)
     if options.no_follow:
         print(*jobs, sep="\n")
@@ -220,9 +217,8 @@ def _plan_configuration(file: str, words: Sequence[str], options: Namespace) -> 
         )
     taken = read_words(words)
     passed = [f"--config={one}" for one in taken.files]
-    passed += [
-        f"--{key}{'+' * is_added}={text}" for key, text, is_added in taken.settings if key.split(".")[0] != "slurm"
-    ]
+    others = (one for one in taken.settings if one[0].split(".")[0] != "slurm")
+    passed += [f"--{key}{'+' * is_added}={text}" for key, text, is_added in others]
     if options.elastic is not None:
         own = getattr(getattr(resolved.config, "distributed", None), "federated", None)
         federated = resolved.launch.federated if own is None else own
@@ -233,14 +229,13 @@ def _plan_configuration(file: str, words: Sequence[str], options: Namespace) -> 
     for number, changes in enumerate(tasks_of_sweep(slurm.array)):
         if experiment is not None and not {"experiment.name", "experiment.output_dir"} & changes.keys():
             changes |= {"experiment.output_dir": os.path.join(experiment.output_dir, f"task_{number}")}
-        task = [word_of(key, value) for key, value in changes.items()]
+        task = list(starmap(word_of, changes.items()))
         _, one = read_job(file, [*slurm_words, *words, *task])
         if one.slurm != slurm or tasks_of_node(slurm, one.launch.processes) != layout:
             raise ConfigError(f"slurm.array changes {', '.join(changes)}; all tasks of an array are of one shape")
         tasks.append(tuple(task))
         folders.append(getattr(getattr(one.config, "experiment", None), "output_dir", str(number)))
-    if len(set(folders)) < len(folders):
-        twice = next(folder for folder in folders if folders.count(folder) > 1)
+    if (twice := next((folder for folder in folders if folders.count(folder) > 1), None)) is not None:
         raise ConfigError(f"several tasks of slurm.array write to {twice}; give each an experiment.output_dir")
     job = _job(name, run_folder, [file, *passed], slurm, layout, tuple(tasks), options)
     return [(dataclasses.replace(job, is_exclusive=experiment is not None), slurm)]
@@ -260,9 +255,7 @@ def _plan_script(file: str, words: Sequence[str], options: Namespace) -> list[tu
     if options.elastic is not None:
         elastic = _Elastic(name, run_folder, [file, *words], options, is_exclusive=not options.elastic)
         return elastic.plan(slurm, None, None)
-    tasks = tuple(
-        tuple(word_of(key, value) for key, value in changes.items()) for changes in tasks_of_sweep(slurm.array)
-    )
+    tasks = tuple(tuple(starmap(word_of, changes.items())) for changes in tasks_of_sweep(slurm.array))
     return [(_job(name, run_folder, [file, *words], slurm, tasks_of_node(slurm, None), tasks, options), slurm)]
 
 
@@ -311,9 +304,8 @@ class _Elastic:
                 told = ("env", *(f"{name}={text}" for name, text in lives.items()))
                 job = dataclasses.replace(job, command=(*told, *job.command))
             planned.append((dataclasses.replace(job, cell=cell, is_exclusive=self.is_exclusive), shape))
-        logs = {
-            expand_pattern(job.log, {"j": str(at), "A": str(at), "x": job.name}) for at, (job, _) in enumerate(planned)
-        }
+        numbered = ((str(at), job) for at, (job, _) in enumerate(planned))
+        logs = {expand_pattern(job.log, {"j": at, "A": at, "x": job.name}) for at, job in numbered}
         if len(logs) < len(planned) and None not in logs:
             raise ConfigError(f"slurm.output {slurm.output!r} is one file for all cells; put %j or %x into its name")
         return planned
@@ -340,9 +332,8 @@ class _Elastic:
 
     def _token(self) -> dict[str, str]:
         """Return the variable that names the file of the run's token, which is made where the user gives none."""
-        if run_token():
-            file = os.environ.get("XFFL_TOKEN_FILE", "").strip()
-        else:
+        file = os.environ.get("XFFL_TOKEN_FILE", "").strip()
+        if not run_token():
             file = os.path.join(self.run_folder, "token")
             if not self.options.dry_run:
                 make_token_file(Path(file))
@@ -370,13 +361,12 @@ def _job(
         for one, value in given.items()
         if value is not None and value is not False
     ]
+    own_log = None if slurm.output else log_pattern(os.path.join(run_folder, "slurm"), bool(tasks))
     return Job(
         name=name,
         folder=os.getcwd(),
         run_folder=run_folder,
-        log=os.path.abspath(slurm.output)
-        if slurm.output
-        else log_pattern(os.path.join(run_folder, "slurm"), bool(tasks)),
+        log=own_log or os.path.abspath(str(slurm.output)),
         command=(sys.executable, "-m", "xffl", "exec", *passed, *words),
         tasks_per_node=tasks_per_node,
         tasks=tasks,
@@ -385,7 +375,7 @@ def _job(
 
 def _follow(jobs: Mapping[str, Job], *, cancels: bool) -> int:
     """Show jobs until they have ended, and return the exit code of the first that has one."""
-    follower = Follower(jobs, getpass.getuser(), _write, _tell)
+    follower = Follower(jobs, getpass.getuser(), partial(print, end="", flush=True), _tell)
     try:
         with _terminable():
             endings = follower.follow()
@@ -401,24 +391,19 @@ def _follow(jobs: Mapping[str, Job], *, cancels: bool) -> int:
         return code_of_signal(signal.SIGTERM) if is_terminated else ExitCode.INTERRUPTED
     logs = follower.logs()
     for task, ending in sorted(endings.items()):
-        how = (
-            "" if ending.state == "COMPLETED" else f", exit code {ending.exit_code}; see {logs.get(task, 'its output')}"
-        )
-        _tell(f"job {follower.name(task)} ended: {ending.state}{how}")
+        how = f", exit code {ending.exit_code}; see {logs.get(task, 'its output')}"
+        _tell(f"job {follower.name(task)} ended: {ending.state}{'' if ending.state == 'COMPLETED' else how}")
     known = {task.partition("_")[0] for task in endings}
-    if lost := [number for number in jobs if number not in known]:
-        raise LaunchError(
-            f"job {lost[0]} has ended, and SLURM no longer knows how; see its output in {jobs[lost[0]].log}"
-        )
+    if (lost := next((number for number in jobs if number not in known), None)) is not None:
+        raise LaunchError(f"job {lost} has ended, and SLURM no longer knows how; see its output in {jobs[lost].log}")
     return exit_code_of(endings)
 
 
-def _jobs_text(jobs: Iterable[str]) -> str:
-    numbers = list(jobs)
-    return f"job{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
+def _jobs_text(jobs: Mapping[str, Job]) -> str:
+    return f"job{'s' * (len(jobs) > 1)} {', '.join(jobs)}"
 
 
-def _agrees(jobs: Iterable[str]) -> bool:
+def _agrees(jobs: Mapping[str, Job]) -> bool:
     """Ask whether to cancel jobs; nobody there to answer means no."""
     if not sys.stdin.isatty():
         return False
@@ -444,11 +429,6 @@ def _terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _write(piece: str) -> None:
-    sys.stdout.write(piece)
-    sys.stdout.flush()
 
 
 def _tell(line: str) -> None:

@@ -52,7 +52,7 @@ _HELLO_S = 3.0
 """How long a rank may be silent after it has connected; a stranger who is holds up the others for no longer."""
 
 
-def examine(request: Request, tell: Callable[[Report], None], environ: Mapping[str, str] = os.environ) -> int:
+def examine(request: Request, tell: Callable[[Report], object], environ: Mapping[str, str] = os.environ) -> int:
     """Check this host, or all hosts of a job; under a launcher every rank calls it.
 
     Rank 0 gives the report about all hosts to ``tell``. A host whose ranks cannot reach rank 0 gives its own. The exit
@@ -129,7 +129,7 @@ def _reach(host: Host, first: int, job: Message, environ: Mapping[str, str]) -> 
 
 
 def _find_place(
-    mpi: Finding | None, tell: Callable[[Report], None] | None, environ: Mapping[str, str]
+    mpi: Finding | None, tell: Callable[[Report], object] | None, environ: Mapping[str, str]
 ) -> tuple[ProcessEnvironment | None, list[Finding]]:
     """Find out where this rank stands, or why that cannot be found out."""
     advice = "see the lines above; xffl env shows what the launcher has set"
@@ -249,7 +249,7 @@ def _follow(
     place: ProcessEnvironment,
     facts: Message,
     checks: HostChecks | None,
-    tell: Callable[[Report], None],
+    tell: Callable[[Report], object],
     environ: Mapping[str, str],
 ) -> int:
     """Connect to rank 0, and answer for this host if this is its first rank."""
