@@ -40,21 +40,17 @@ class Host:
     """
 
     name: str
-    slots: int = 1
-    """Ranks that it takes."""
-    address: str | None = None
-    """Where to reach it, if not by its name."""
+    slots: int = 1  # ranks that it takes
+    address: str | None = None  # where to reach it, if not by its name
     switches: tuple[str, ...] = ()
-    gpus: int | None = None
-    """GPUs that the job may use there; ``None`` if unknown."""
+    gpus: int | None = None  # GPUs that the job may use there; None if unknown
 
 
 @dataclass(frozen=True)
 class Allocation:
     """Hosts in the order in which the ranks are to be laid over them."""
 
-    kind: str
-    """``slurm``, ``hosts`` (of a list), or ``local``."""
+    kind: str  # "slurm", "hosts" (of a list), or "local"
     hosts: tuple[Host, ...]
     job: str | None = None
 
@@ -174,9 +170,8 @@ def show_topology(environ: Mapping[str, str] = os.environ) -> str:
         reason = (shown.stderr or shown.stdout).strip() or f"exit code {shown.returncode}"
     except (OSError, subprocess.TimeoutExpired) as error:
         reason = str(error)
-    raise LaunchError(
-        f"scontrol show topology failed: {reason}. HINT: give the cells by hosts:REGEX or file:PATH instead"
-    )
+    hint = "give the cells by hosts:REGEX or file:PATH instead"
+    raise LaunchError(f"scontrol show topology failed: {reason}. HINT: {hint}")
 
 
 def read_topology(text: str) -> dict[str, tuple[str, ...]]:
@@ -186,8 +181,7 @@ def read_topology(text: str) -> dict[str, tuple[str, ...]]:
     children: dict[str, tuple[str, ...]] = {}
     for line in text.replace("\\\n", " ").splitlines():
         pairs = {name.lower(): value for name, value in _PAIR.findall(line.partition("#")[0]) if value != "(null)"}
-        name = pairs.get("switchname") or pairs.get("blockname")
-        if name is None:
+        if (name := pairs.get("switchname") or pairs.get("blockname")) is None:
             continue
         children[name] = expand_hosts(pairs["switches"]) if "switches" in pairs else ()
         for child in children[name]:
@@ -196,25 +190,18 @@ def read_topology(text: str) -> dict[str, tuple[str, ...]]:
             for node in expand_hosts(pairs["nodes"]):
                 leaves.setdefault(node, set()).add(name)
     heights = _heights(children)
-    paths: dict[frozenset[str], tuple[str, ...]] = {}
-    for own in map(frozenset, leaves.values()):
-        if own not in paths:
-            paths[own] = _path(own, parents, heights)
+    paths = {own: _path(own, parents, heights) for own in set(map(frozenset, leaves.values()))}
     return {node: paths[frozenset(own)] for node, own in leaves.items()}
 
 
 def _heights(children: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
     """Return how many levels of switches stand below each switch."""
     heights: dict[str, int] = {}
-    waiting = dict(children)
-    while waiting:
+    while waiting := {name: below for name, below in children.items() if name not in heights}:
         known = [name for name, below in waiting.items() if not any(child in waiting for child in below)]
         if not known:
             raise LaunchError(f"switches {', '.join(sorted(waiting))} stand above themselves; correct Switches= of one")
-        for name in known:
-            heights[name] = max((heights.get(child, 0) + 1 for child in waiting[name]), default=0)
-        for name in known:
-            del waiting[name]
+        heights |= {name: max((heights.get(child, 0) + 1 for child in waiting[name]), default=0) for name in known}
     return heights
 
 
@@ -265,8 +252,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
         hosts = [host for piece in pieces for host in _hosts([piece.strip()], text)]
     if not hosts:
         raise ConfigError(f"hosts {text!r} name no host; write them like a:4,b:4")
-    times = Counter(host.name for host in hosts)
-    if twice := [name for name, count in times.items() if count > 1]:
+    if twice := [name for name, count in Counter(host.name for host in hosts).items() if count > 1]:
         raise ConfigError(f"hosts {text!r} name {', '.join(twice)} twice; give each once, with all its slots")
     return tuple(hosts)
 
@@ -275,9 +261,8 @@ def _read_hosts(path: Path) -> list[Host]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"hosts @{path}: {error}; give a readable file with a line such as a:4 for each host"
-        ) from error
+        hint = "give a readable file with a line such as a:4 for each host"
+        raise ConfigError(f"hosts @{path}: {error}; {hint}") from error
     hosts: list[Host] = []
     for number, line in enumerate(lines, 1):
         if words := line.partition("#")[0].split():

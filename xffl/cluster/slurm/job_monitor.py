@@ -29,8 +29,7 @@ class Ending:
     """How a job, or a task of an array, ended."""
 
     state: str
-    exit_code: int
-    """Its own exit code, or 128 + n after signal n; 0 only where it completed."""
+    exit_code: int  # its own exit code, or 128 + n after signal n; 0 only where it completed
 
 
 def log_pattern(folder: str, is_array: bool) -> str:
@@ -93,9 +92,7 @@ def _shown_ending(line: str) -> tuple[str, Ending] | None:
         fields.setdefault(name, value)
     if fields.get("JobState") not in _ENDED:
         return None
-    number = fields["JobId"]
-    if "ArrayTaskId" in fields:
-        number = f"{fields['ArrayJobId']}_{fields['ArrayTaskId']}"
+    number = f"{fields['ArrayJobId']}_{fields['ArrayTaskId']}" if "ArrayTaskId" in fields else fields["JobId"]
     return number, _ending(fields["JobState"], fields.get("ExitCode", "0:0"))
 
 
@@ -106,9 +103,7 @@ def _ending(state: str, text: str) -> Ending:
     number = int(code) if code.isdecimal() else 0
     if signal.isdecimal() and int(signal):
         number = code_of_signal(int(signal))
-    if state == "COMPLETED":
-        return Ending(state, ExitCode.OK)
-    return Ending(state, _CODES.get(state, number or ExitCode.FAILED))
+    return Ending(state, ExitCode.OK if state == "COMPLETED" else _CODES.get(state, number or ExitCode.FAILED))
 
 
 def exit_code_of(endings: Mapping[str, Ending]) -> int:
@@ -120,15 +115,12 @@ def exit_code_of(endings: Mapping[str, Ending]) -> int:
 class Follower:
     """Follows jobs until all have ended."""
 
-    jobs: Mapping[str, Job]
-    """By their numbers."""
+    jobs: Mapping[str, Job]  # by their numbers
     user: str
     write: Callable[[str], None]
     tell: Callable[[str], None]
-    longest_s: float = 10.0
-    """Longest time between two questions to the queue; they begin with a tenth of it."""
-    look_s: float = 0.5
-    """Time between two looks at the output."""
+    longest_s: float = 10.0  # longest time between two questions to the queue; they begin with a tenth of it
+    look_s: float = 0.5  # time between two looks at the output
     _read: dict[str, int] = field(default_factory=dict)
     _buffers: defaultdict[str, LineBuffer] = field(default_factory=lambda: defaultdict(LineBuffer))
     _known: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -162,7 +154,7 @@ class Follower:
             wait_s = min(self.longest_s, wait_s * 1.5)
 
     def _tell_changes(self, queue: Mapping[str, tuple[str, str]]) -> bool:
-        changed = {task: seen for task, seen in queue.items() if self._known.get(task) != seen}
+        changed = dict(queue.items() - self._known.items())
         for task, (state, reason) in sorted(changed.items()):
             self.tell(f"job {self.name(task)} is {state}" + ("" if reason in ("None", "") else f" ({reason})"))
         self._known.update(changed)
