@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -185,15 +186,15 @@ def test_a_rank_in_place_takes_its_threads(
     variables: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environ = {"PATH": "x", **variables}
-    monkeypatch.setattr(runner.os, "environ", environ)
-    monkeypatch.setattr(
-        runner, "bind_if_asked", lambda: environ.get("XFFL_BIND") and environ.update(OMP_NUM_THREADS="4")
-    )
-    runner.take_share()
-    assert environ == {"PATH": "x", **variables}, "no launcher has started this process"
-    environ |= OF_ONE_RANK
-    runner.take_share()
-    assert environ["OMP_NUM_THREADS"] == told
+    with mock.patch.dict(os.environ, environ, clear=True):
+        monkeypatch.setattr(
+            runner, "bind_if_asked", lambda: os.environ.get("XFFL_BIND") and os.environ.update(OMP_NUM_THREADS="4")
+        )
+        runner.take_share()
+        assert dict(os.environ) == environ, "no launcher has started this process"
+        os.environ.update(OF_ONE_RANK)
+        runner.take_share()
+        assert os.environ["OMP_NUM_THREADS"] == told
 
 
 @pytest.mark.parametrize("name", ["script.py", "config.yaml"])

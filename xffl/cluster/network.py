@@ -43,10 +43,8 @@ class Interface:
 
     name: str
     is_up: bool
-    address: str | None = None
-    """Its IPv4 address, in dotted form."""
-    speed_mbit: int | None = None
-    """What the card says of its rate; ``None`` where it does not, as virtual ones."""
+    address: str | None = None  # its IPv4 address, in dotted form
+    speed_mbit: int | None = None  # what the card says of its rate; None where it does not, as virtual ones
 
     @property
     def is_loopback(self) -> bool:
@@ -174,15 +172,12 @@ def _is_up(folder: Path) -> bool:
 
 
 def _find_speed(folder: Path) -> int | None:
-    try:
-        speed = int((folder / "speed").read_text())
-    except (OSError, ValueError):  # the card is down, or has no rate
-        return None
-    return speed if speed > 0 else None
+    with suppress(OSError, ValueError):  # the card is down, or has no rate
+        return max(int((folder / "speed").read_text()), 0) or None
+    return None
 
 
 def _find_address(name: str) -> str | None:
-    try:
+    with suppress(LaunchError):
         return interface_address(name)
-    except LaunchError:
-        return None
+    return None

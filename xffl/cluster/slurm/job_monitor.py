@@ -154,7 +154,7 @@ class Follower:
             wait_s = min(self.longest_s, wait_s * 1.5)
 
     def _tell_changes(self, queue: Mapping[str, tuple[str, str]]) -> bool:
-        changed = dict(queue.items() - self._known.items())
+        changed = {task: seen for task, seen in queue.items() if self._known.get(task) != seen}
         for task, (state, reason) in sorted(changed.items()):
             self.tell(f"job {self.name(task)} is {state}" + ("" if reason in ("None", "") else f" ({reason})"))
         self._known.update(changed)
