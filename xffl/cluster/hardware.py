@@ -66,7 +66,7 @@ def pick_gpu(local_rank: int, local_size: int, visible: int, environ: Mapping[st
     )
 
 
-_M_MMAP_THRESHOLD = -3  # the parameter's number in glibc's ``malloc.h``
+_M_MMAP_THRESHOLD = -3  # the parameter's number in glibc's malloc.h
 
 _LARGE_BYTES = 2**20
 

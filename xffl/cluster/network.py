@@ -18,6 +18,7 @@ __all__ = [
     "SLURM_PORTS",
     "Interface",
     "Timeouts",
+    "connection_error",
     "control_address",
     "ephemeral_ports",
     "limit_silence",
@@ -89,6 +90,17 @@ def ephemeral_ports() -> tuple[int, int]:
     return int(first), int(last)
 
 
+def connection_error(host: str, port: int, timeout_s: float) -> str | None:
+    """Try to connect to a port; return why that is not possible."""
+    try:
+        socket.create_connection((host, port), timeout_s).close()
+    except TimeoutError:
+        return "no answer: packets are dropped"
+    except (OSError, OverflowError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    return None
+
+
 def open_sockets() -> set[int]:
     """Return the descriptors of this process that are sockets."""
     found = set()
@@ -127,12 +139,9 @@ class Timeouts:
 
     connect_s: float
     """For a connection to the store of the world, which is up by then: a wrong control interface shows so."""
-    home_s: float
-    """For a collective inside a cell."""
-    across_s: float
-    """For an exchange between cells."""
-    session_s: float
-    """For a collective over the world, such as the vote of a round."""
+    home_s: float  # for a collective inside a cell
+    across_s: float  # for an exchange between cells
+    session_s: float  # for a collective over the world, such as the vote of a round
 
     def __post_init__(self) -> None:
         levels = [(level.name, getattr(self, level.name)) for level in fields(self)]

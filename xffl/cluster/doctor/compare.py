@@ -58,7 +58,7 @@ _VERDICTS = {
     "no proof": (WARNING, "no proof of a token: another version of xffl"),
 }
 """What :func:`xffl.cluster.doctor.elastic.visit_run` says of a cell's token."""
-_MAY_DIFFER = ("python", "xffl", "torch")  # versions of which :func:`compare_runtimes` tells
+_MAY_DIFFER = ("python", "xffl", "torch")  # versions of which compare_runtimes tells
 
 
 # The report -----------------------------------------------------------------------------------------------------------
@@ -69,8 +69,7 @@ class Report:
     """All findings about the hosts of a job."""
 
     findings: tuple[Finding, ...]
-    hosts: tuple[str, ...] = ()
-    """The hosts that were checked."""
+    hosts: tuple[str, ...] = ()  # the hosts that were checked
     ranks: int = 1
 
     @property
@@ -393,10 +392,8 @@ class Peer:
     """A host that answers."""
 
     line: Line
-    ranks: list[Message]
-    """Facts of its ranks."""
-    address: str | None = None
-    """Where its connection came from."""
+    ranks: list[Message]  # facts of its ranks
+    address: str | None = None  # where its connection came from
 
 
 @dataclass
@@ -406,8 +403,7 @@ class Examination:
     request: Request
     peers: Sequence[Peer]
     world_size: int
-    findings: list[Finding] = field(default_factory=list)
-    """What is known before."""
+    findings: list[Finding] = field(default_factory=list)  # what is known before
 
     def __post_init__(self) -> None:
         named = [str(peer.ranks[0]["host"]["name"]) for peer in self.peers]

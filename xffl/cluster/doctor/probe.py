@@ -79,7 +79,7 @@ from mpi4py import MPI
 print(" ".join(MPI.Get_library_version().strip("\\0 ").splitlines()[0].split()))
 """
 """Only asks for the name: MPI_Init in a child of a rank would act for the rank."""
-MPI_LAUNCHERS = ("openmpi", "mpich", "pals", "mvapich")  # rows of the table of launchers that are an ``mpirun``
+MPI_LAUNCHERS = ("openmpi", "mpich", "pals", "mvapich")  # rows of the table of launchers that are an mpirun
 _FAMILIES = {
     "openmpi": r"open ?mpi|openrte|prrte|prte",
     "intel": r"intel\(r\) mpi",
@@ -97,7 +97,7 @@ _SHOWN_ALSO = ("XFFL_IFNAME", "XFFL_CONTROL_IFNAME", "XFFL_FEDERATED", "XFFL_HSD
 _PATIENCE_S = 900
 """How long a host waits for the next request. It only matters where rank 0's host has gone without a word."""
 _CONNECT_S = 5.0
-THREADS = 16  # pairs at a time, as in :mod:`xffl.cluster.doctor.torch_pair`
+THREADS = 16  # pairs at a time, as in torch_pair
 _SLACK_S = 5.0
 FOLDER_TURNS = 40  # how often a file is replaced while others read it
 _PAGE = 4096
@@ -107,34 +107,25 @@ _PAGE = 4096
 class Finding:
     """The verdict of one check on one host, or on all."""
 
-    check: str
-    """Name of the check, such as ``clock``."""
-    status: str
-    """``ok``, ``warning`` or ``error``."""
+    check: str  # name of the check, such as clock
+    status: str  # ok, warning or error
     text: str
-    advice: str = ""
-    """What to do about it; empty for ``ok``."""
-    host: str = ""
-    """Where it was found; empty for what concerns all hosts."""
+    advice: str = ""  # what to do about it; empty for ok
+    host: str = ""  # where it was found; empty for what concerns all hosts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """The options of ``xffl doctor``."""
 
-    shared: str | None = None
-    """Folder that all hosts must share; ``None`` for the current one."""
-    needs: tuple[str, ...] = ()
-    """What is an error if it is missing: ``mpi``, ``slurm``, ``gpu``."""
+    shared: str | None = None  # folder that all hosts must share; None for the current one
+    needs: tuple[str, ...] = ()  # what is an error if it is missing: mpi, slurm, gpu
     federated: Federation | None = None
     """Sizes of the cells or a rule for them; their pairs are tested, and pairs of hosts where it is ``None``."""
-    federated_by: str = "--federated"
-    """Option or variable that gives them."""
+    federated_by: str = "--federated"  # option or variable that gives them
     with_torch: bool = True
-    timeout_s: float = 15.0
-    """How long one wait for another host may take."""
-    elastic: str | None = None
-    """Address of the lighthouse of an elastic run that is looked at, too."""
+    timeout_s: float = 15.0  # how long one wait for another host may take
+    elastic: str | None = None  # address of the lighthouse of an elastic run that is looked at, too
 
 
 def find_versions() -> dict[str, str]:

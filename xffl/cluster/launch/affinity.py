@@ -115,8 +115,7 @@ def bind_if_asked(environ: MutableMapping[str, str] = os.environ) -> None:
 class Share:
     """What one of several jobs has of this machine."""
 
-    environ: Mapping[str, str]
-    """Variables that tell it to the job's ranks."""
+    environ: Mapping[str, str]  # variables that tell it to the job's ranks
     cpus: tuple[int, ...]
 
 

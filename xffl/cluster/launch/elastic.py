@@ -62,11 +62,9 @@ class CellJob:
 
     number: int
     options: Sequence[str]
-    command: Sequence[str]
-    """The script and its arguments."""
+    command: Sequence[str]  # the script and its arguments
     environ: Mapping[str, str]
-    share: Share | None = None
-    """What it has of this machine, where other cells are on it."""
+    share: Share | None = None  # what it has of this machine, where other cells are on it
     log_dir: str | None = None
 
 

@@ -79,16 +79,12 @@ _NOTED_AT = "_xffl_noted_at"
 class FailureRecord:
     """What a rank writes about the exception that ended it."""
 
-    time: float
-    """When the rank had failed, in seconds since the epoch."""
+    time: float  # when the rank had failed, in seconds since the epoch
     exit_code: int
-    headline: str
-    """The exception in one line; empty for a rank that left by ``sys.exit``."""
+    headline: str  # the exception in one line; empty for a rank that left by sys.exit
     traceback: str
-    is_xffl: bool
-    """Whether it is an :class:`~xffl.errors.XfflError`, which needs no traceback to be understood."""
-    lost_peer: bool
-    """Whether it only says that another rank has gone."""
+    is_xffl: bool  # whether it is an XfflError, which needs no traceback to be understood
+    lost_peer: bool  # whether it only says that another rank has gone
 
 
 @dataclass(frozen=True)
@@ -96,12 +92,9 @@ class RankFailure:
     """The failure that ended a job."""
 
     rank: int
-    exit_code: int
-    """What the launcher exits with: the rank's own code, or 128 + n after signal n."""
-    record: FailureRecord | None
-    """What the rank wrote; ``None`` where it was killed or left by ``os._exit``."""
-    suspects: str = ""
-    """Where it only lost a peer: the ranks that may be the one, in words."""
+    exit_code: int  # what the launcher exits with: the rank's own code, or 128 + n after signal n
+    record: FailureRecord | None  # what the rank wrote; None where it was killed or left by os._exit
+    suspects: str = ""  # where it only lost a peer: the ranks that may be the one, in words
 
     def describe(self) -> str:
         """Return in words how the rank ended."""
@@ -219,8 +212,7 @@ class JobWatch:
 
     def __init__(self, timeout_s: float | None, grace_s: float) -> None:
         self.grace_s = grace_s
-        self.stopped_by: int | None = None
-        """The signal that stopped the job, or 0 for the time limit."""
+        self.stopped_by: int | None = None  # the signal that stopped the job, or 0 for the time limit
         self._limit = None if timeout_s is None else time.monotonic() + timeout_s
         self._grace_until: float | None = None
         self._records: dict[int, FailureRecord] = {}

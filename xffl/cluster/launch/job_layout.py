@@ -21,12 +21,10 @@ class JobLayout:
     """Hosts in the order of their ranks, and the cells that these form."""
 
     hosts: tuple[Host, ...]
-    sizes: int | tuple[int, ...] | None
-    """Ranks of each cell, or of all cells; ``None`` where the script is to say."""
+    sizes: int | tuple[int, ...] | None  # ranks of each cell, or of all cells; None where the script is to say
     replica_size: int | None
     topology: Topology
-    cell: int | None = None
-    """Which cell all of them are, where each cell of an elastic run is a job of its own."""
+    cell: int | None = None  # which cell all of them are, where each cell of an elastic run is a job of its own
 
     def cell_of(self, rank: int) -> int | None:
         """Return the cell of a rank, where the cells are known."""

@@ -64,7 +64,7 @@ class LineBuffer:
 _MARK = b"\x1exffl:"
 _LINE_BYTES = 600
 _TEXT_CHARACTERS = 60_000  # longer texts, such as tracebacks of endless recursion, lose their middle
-_LABEL = re.compile(rb"^ *\d+: $")  # what ``srun --label`` puts before each line
+_LABEL = re.compile(rb"^ *\d+: $")  # what srun --label puts before each line
 
 
 class Message(NamedTuple):

@@ -47,12 +47,9 @@ class RankJob:
     command: tuple[str, ...] = ()
     """Script and arguments, where they do not stand on the command line: srun takes a ":" there for itself."""
     log_dir: str | None = None
-    failures: str | None = None
-    """Folder where failures are told, each in a file."""
-    is_marked: bool = False
-    """Whether failures are told in marked lines on standard error."""
-    is_tied: bool = True
-    """Whether the rank is to be killed when the process that started it dies."""
+    failures: str | None = None  # folder where failures are told, each in a file
+    is_marked: bool = False  # whether failures are told in marked lines on standard error
+    is_tied: bool = True  # whether the rank is to be killed when the process that started it dies
     parent: int | None = None
     """That process, where it is known; it may have died before the rank could tie itself to it."""
 
