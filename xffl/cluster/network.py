@@ -90,13 +90,13 @@ def ephemeral_ports() -> tuple[int, int]:
     return int(first), int(last)
 
 
-def connection_error(host: str, port: int, timeout_s: float) -> str | None:
+def connection_error(host: str, port: int | str, timeout_s: float) -> str | None:
     """Try to connect to a port; return why that is not possible."""
     try:
-        socket.create_connection((host, port), timeout_s).close()
+        socket.create_connection((host, int(port)), timeout_s).close()
     except TimeoutError:
         return "no answer: packets are dropped"
-    except (OSError, OverflowError) as error:
+    except (OSError, ValueError, OverflowError) as error:
         return getattr(error, "strerror", None) or str(error)
     return None
 

@@ -12,20 +12,9 @@ from typing import Any
 
 from xffl.checks import group, shorten
 from xffl.cluster.cells import sizes_of_ranks
+from xffl.cluster.doctor import probe
 from xffl.cluster.doctor.lines import Line, Message
-from xffl.cluster.doctor.probe import (
-    ERROR,
-    FOLDER_TURNS,
-    FORMAT,
-    OK,
-    THREADS,
-    WARNING,
-    Finding,
-    Request,
-    check_threads,
-    import_limit_s,
-    is_shown,
-)
+from xffl.cluster.doctor.probe import ERROR, OK, WARNING, Finding, Request
 from xffl.cluster.lighthouse_page import CellStatus
 from xffl.cluster.network import SLURM_PORTS, ephemeral_ports
 from xffl.cluster.runtimes import Runtime, group_by_runtime, runtime_table
@@ -113,7 +102,7 @@ def compare_environments(ranks: Sequence[Mapping[str, Any]]) -> list[Finding]:
         values = {rank["environ"].get(name) for rank in ranks}
         if len(values) > 1:
             known = sorted(value for value in values if value is not None)
-            if not is_shown(name):
+            if not probe.is_shown(name):
                 known = ["set"] if len(known) == 1 else ["differs"]
             differing.append(f"{name} ({shorten([*known, *(['unset'] if None in values else [])], 3)})")
     if not differing:
@@ -135,7 +124,7 @@ def compare_versions(versions: Mapping[str, Mapping[str, str]]) -> list[Finding]
         alike += len(where) == 1
         if len(where) > 1 and name not in _MAY_DIFFER and (name != "xffl source" or is_one_xffl):
             shown = "; ".join(f"{version} on {shorten(hosts, 3)}" for version, hosts in where.items())
-            status, advice = (ERROR, _FORMAT_ADVICE) if name == FORMAT else (WARNING, _SAME_ADVICE)
+            status, advice = (ERROR, _FORMAT_ADVICE) if name == probe.FORMAT else (WARNING, _SAME_ADVICE)
             findings.append(Finding("versions", status, f"{name} differs: {shown}", advice))
     return findings or [Finding("versions", OK, f"{alike} packages are the same on {len(versions)} hosts")]
 
@@ -234,7 +223,7 @@ def compare_folders(path: str, answers: Mapping[str, Mapping[str, Any]], *, is_n
         if answer["error"] is not None:
             text = f"{answer['error']} ({answer['kind']})"
         elif answer["torn"]:
-            text = f"{answer['torn']} of {FOLDER_TURNS} reads saw half a file while it was replaced"
+            text = f"{answer['torn']} of {probe.FOLDER_TURNS} reads saw half a file while it was replaced"
             hint = "renames are not atomic there: keep checkpoints on another file system"
         elif answer["seen_s"] > _SLOW_FOLDER_S:
             status, text = WARNING, f"a new file is seen after {answer['seen_s']:.1f} s"
@@ -271,7 +260,6 @@ def compare_pairs(
     units: Sequence[str], results: Mapping[tuple[int, int], Sequence[Mapping[str, Any]]]
 ) -> list[Finding]:
     """Judge the all-reduces of pairs of ``units``; both sides gave an ``error``, or ``seconds`` and ``mib``."""
-    findings: list[Finding] = []
     rates: dict[tuple[int, int], float] = {}
     failed: dict[tuple[int, int], str] = {}
     for pair, halves in results.items():
@@ -284,7 +272,7 @@ def compare_pairs(
             rates[pair] = max(half["mib"] / half["seconds"] for half in halves)
     advice = "set XFFL_IFNAME to the interface that joins the hosts (docs: Network); see the lines on interface, names "
     advice += "and ports"
-    findings += [Finding("all-reduce", ERROR, text, advice) for text in _by_unit(units, failed)]
+    findings = [Finding("all-reduce", ERROR, text, advice) for text in _by_unit(units, failed)]
     slow = {pair: f"{rate:.1f} MiB/s" for pair, rate in rates.items() if rate < _SLOW_MIB_S}
     hint = "see that XFFL_IFNAME names the fastest interface; on a slow link use a codec and rounds far apart"
     findings += [Finding("all-reduce", WARNING, f"slow: {text}", hint) for text in _by_unit(units, slow)]
@@ -418,29 +406,27 @@ class Examination:
         found = [*self.findings, *compare_environments([rank for peer in self.peers for rank in peer.ranks])]
         machines = len({peer.ranks[0]["machine"] for peer in self.peers})
         request = {"machines": machines, "ranks": self.world_size}
-        limit_s = _PROBE_S + import_limit_s(self.request.timeout_s)
+        limit_s = _PROBE_S + probe.import_limit_s(self.request.timeout_s)
         if self.request.elastic is not None:
             limit_s += 4 * self.request.timeout_s + _SLACK_S  # its page, its stores, and their keys
         probes = self._ask(dict.fromkeys(self._hosts, request), limit_s)
-        for name, probe in probes.items():
-            found += [replace(Finding(**each), host=name) for each in probe["findings"]]
-            probe["name"] = self._hosts[name].ranks[0]["host"]["name"]
+        for name, told in probes.items():
+            found += [replace(Finding(**each), host=name) for each in told["findings"]]
+            told["name"] = self._hosts[name].ranks[0]["host"]["name"]
             # Without a name or an interface that works, a host is at least known by where its connection came from.
-            probe["address"] = probe["address"] or self._hosts[name].address or "127.0.0.1"
+            told["address"] = told["address"] or self._hosts[name].address or "127.0.0.1"
         if len(probes) > 1:
-            found += compare_versions({name: probe["versions"] for name, probe in probes.items()})
+            found += compare_versions({name: told["versions"] for name, told in probes.items()})
             found += compare_clocks(self._clocks) if next(iter(self._hosts)) in self._clocks else []
-        found += [replace(check_threads(peer.ranks), host=name) for name, peer in self._hosts.items()]
+        found += [replace(probe.check_threads(peer.ranks), host=name) for name, peer in self._hosts.items()]
         units, cells = self._place_units(list(probes))
-        found += compare_runtimes(
-            {name: describe_runtime(probe["versions"], probe["torch"]) for name, probe in probes.items()}, self._cells
-        )
-        found += cells
+        runtimes = {name: describe_runtime(told["versions"], told["torch"]) for name, told in probes.items()}
+        found += [*compare_runtimes(runtimes, self._cells), *cells]
         if self.request.elastic is None:  # else cells have gloo between them
-            found += compare_links(units, {name: probe.get("nccl") for name, probe in probes.items()})
+            found += compare_links(units, {name: told["nccl"] for name, told in probes.items()})
         found += self._meet(probes, units, with_names=machines > 1)
         if self.request.elastic is not None:
-            found += compare_runs(self.request.elastic, {name: probe["run"] for name, probe in probes.items()})
+            found += compare_runs(self.request.elastic, {name: told["run"] for name, told in probes.items()})
         found += self._failures.values()
         names = tuple(self._hosts)
         if len(names) == 1:
@@ -466,20 +452,19 @@ class Examination:
             stores = [(pair, rank, probes[units[pair[0]][1]]) for pair, rank in tasks[name]]
             others = {names[at]: probes[names[at]] for at in partners(number, len(names))}
             requests[name] = {
-                "hosts": {other: {key: probe[key] for key in _TABLE} for other, probe in others.items()},
+                "hosts": {other: {key: told[key] for key in _TABLE} for other, told in others.items()},
                 "folder": {**folder, "host": number},
                 "pairs": [[str(pair), rank, lender["address"], lender["store"]] for pair, rank, lender in stores],
             }
         most = max(map(len, tasks.values()), default=0)
-        limit_s = self.request.timeout_s * (2 + most // THREADS) + 2 * wait_s + _SLACK_S
+        limit_s = self.request.timeout_s * (2 + most // probe.THREADS) + 2 * wait_s + _SLACK_S
         answers = self._ask(requests, limit_s)
-        found: list[Finding] = []
-        for answer in answers.values():
-            answer["folder"]["unseen"] = [names[number] for number in answer["folder"]["unseen"]]
-        if len(names) > 1:
-            found += [*(compare_names(probes, answers) if with_names else ()), *compare_ports(probes, answers)]
-        is_named = self.request.shared is not None
-        found += compare_folders(path, {name: answer["folder"] for name, answer in answers.items()}, is_named=is_named)
+        found = compare_names(probes, answers) if with_names and len(names) > 1 else []
+        found += compare_ports(probes, answers) if len(names) > 1 else []
+        folders = {name: answer["folder"] for name, answer in answers.items()}
+        for told in folders.values():
+            told["unseen"] = [names[number] for number in told["unseen"]]
+        found += compare_folders(path, folders, is_named=self.request.shared is not None)
         results: dict[tuple[int, int], list[Message]] = {
             pair: [{"error": f"{units[at][0]}: no answer", "is_silent": True} for at in pair] for pair in pairs
         }
@@ -518,7 +503,7 @@ class Examination:
         A host that is asked first tells its time at once: it is read in the middle of a round trip, so half the trip
         bounds the error.
         """
-        answers = {}
+        answers: dict[str, Message] = {}
         for name in [name for name in requests if name not in self._failures]:
             line, sent, started = self._hosts[name].line, time.time(), time.monotonic()
             try:
@@ -532,14 +517,11 @@ class Examination:
         deadline = time.monotonic() + timeout_s
         for name in [name for name in requests if name not in self._failures]:
             try:
-                answer = self._hosts[name].line.receive(deadline - time.monotonic())
+                answers[name] = self._hosts[name].line.receive(deadline - time.monotonic())
             except OSError as error:
                 self._fail(name, f"lost: {error}")
-                continue
-            if "failed" in answer:
-                self._fail(name, f"the check failed: {answer['failed']}")
-            else:
-                answers[name] = answer
+        for name in [name for name, answer in answers.items() if "failed" in answer]:
+            self._fail(name, f"the check failed: {answers.pop(name)['failed']}")
         return answers
 
     def _fail(self, name: str, text: str) -> None:

@@ -36,7 +36,7 @@ def visit_run(
 
     def try_store(place: str) -> str | None:
         host, _, port = place.rpartition(":")
-        return connection_error(host, int(port), min(_CONNECT_S, timeout_s)) if port.isdecimal() else "no port"
+        return connection_error(host, port, min(_CONNECT_S, timeout_s))
 
     with ThreadPoolExecutor(_THREADS) as pool:
         stores = dict(zip(places, pool.map(try_store, places.values()), strict=True))

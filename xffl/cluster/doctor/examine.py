@@ -21,20 +21,10 @@ from typing import Any
 
 from xffl.checks import shorten
 from xffl.cluster.cells import arrange
+from xffl.cluster.doctor import probe
 from xffl.cluster.doctor.compare import Examination, Peer, Report, check_cells, merge
 from xffl.cluster.doctor.lines import Line, Message, Program
-from xffl.cluster.doctor.probe import (
-    ERROR,
-    MPI_LAUNCHERS,
-    OK,
-    WARNING,
-    Finding,
-    HostChecks,
-    Request,
-    check_mpi,
-    rank_facts,
-    take_part,
-)
+from xffl.cluster.doctor.probe import ERROR, OK, WARNING, Finding, HostChecks, Request, take_part
 from xffl.cluster.environment import ProcessEnvironment, detect_environment
 from xffl.cluster.hosts import interface_address
 from xffl.cluster.launch.affinity import limit_threads
@@ -61,22 +51,20 @@ def examine(request: Request, tell: Callable[[Report], object], environ: Mapping
     environ = dict(environ)
     row = next((row for row in LAUNCHERS if row.matches(environ)), None)
     launcher = "none" if row is None else row.name
-    is_mpi = launcher in MPI_LAUNCHERS
     is_head = row is None or environ.get(row.variables["node_local_rank"], "0") == "0"
     # MPI_Init of a wrong library may end the whole job, so each rank checks it before. Elsewhere it can wait.
-    mpi = check_mpi(launcher, "mpi" in request.needs, environ) if is_mpi else None
+    is_mpi = launcher in probe.MPI_LAUNCHERS
+    mpi = probe.check_mpi(launcher, "mpi" in request.needs, environ) if is_mpi else None
     place, wrong = _find_place(mpi, tell if is_head else None, environ)
-    ranks = 1 if place is None else place.world_size
-    if place is not None and ranks > 1:
+    if place.world_size > 1:
         is_head = place.node_local_rank == 0 or place.rank == 0
     elif not is_head:
         return 0
     checks = HostChecks(request, environ, launcher, mpi) if is_head else None
-    own = place or ProcessEnvironment()
-    facts = {**rank_facts(environ), "rank": own.rank, "world_size": own.world_size, "node": own.node_rank}
-    facts["is_head"] = own.node_local_rank == 0
+    facts = {**probe.rank_facts(environ), "rank": place.rank, "world_size": place.world_size, "node": place.node_rank}
+    facts["is_head"] = place.node_local_rank == 0
     try:
-        if place is not None and place.rank > 0:
+        if place.rank > 0:
             return _follow(request, place, facts, checks, tell, environ)
         assert checks is not None
         report = _lead(request, place, facts, checks, wrong, environ)
@@ -104,7 +92,7 @@ def examine_hosts(hosts: Sequence[Host], request: Request, environ: Mapping[str,
     finally:
         for peer in peers:
             peer.line.close()
-    return replace(report, hosts=tuple(host.name for host in hosts)) if not peers else report
+    return report if peers else replace(report, hosts=tuple(host.name for host in hosts))
 
 
 def _reach(host: Host, first: int, job: Message, environ: Mapping[str, str]) -> Peer | Finding:
@@ -130,12 +118,13 @@ def _reach(host: Host, first: int, job: Message, environ: Mapping[str, str]) -> 
 
 def _find_place(
     mpi: Finding | None, tell: Callable[[Report], object] | None, environ: Mapping[str, str]
-) -> tuple[ProcessEnvironment | None, list[Finding]]:
-    """Find out where this rank stands, or why that cannot be found out."""
+) -> tuple[ProcessEnvironment, list[Finding]]:
+    """Find out where this rank stands; where that is not possible it stands alone, and a finding says why."""
     advice = "see the lines above; xffl env shows what the launcher has set"
     if mpi is not None and mpi.status == ERROR:
         # MPI_Init of a wrong library may abort, or make each rank a world of its own.
-        return None, [Finding("launcher", ERROR, "the other ranks are not looked for without a working MPI", advice)]
+        text = "the other ranks are not looked for without a working MPI"
+        return ProcessEnvironment(), [Finding("launcher", ERROR, text, advice)]
 
     def give_up() -> None:
         text = f"the ranks could not communicate over MPI within {_MPI_LIMIT_S:g} s"
@@ -151,7 +140,7 @@ def _find_place(
     try:
         return detect_environment(_without_bad_interfaces(environ)), []
     except XfflError as error:
-        return None, [Finding("launcher", ERROR, str(error), advice)]
+        return ProcessEnvironment(), [Finding("launcher", ERROR, str(error), advice)]
     finally:
         watch.cancel()
 
@@ -169,7 +158,7 @@ def _without_bad_interfaces(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _lead(
     request: Request,
-    place: ProcessEnvironment | None,
+    place: ProcessEnvironment,
     facts: Message,
     checks: HostChecks,
     known: list[Finding],
@@ -179,13 +168,13 @@ def _lead(
     own, other = map(Line, socket.socketpair())
     threading.Thread(target=take_part, args=(other, facts, checks), daemon=True).start()
     peers = {facts["node"]: Peer(own, [own.receive(request.timeout_s)])}
-    lines, ranks = [own], 1
-    if place is None or place.world_size == 1:
+    lines, ranks = [own], place.world_size
+    if ranks == 1:
         if request.federated is not None:
             known = [*known, _check_cells_of_job(request, environ)]
             request = replace(request, federated=None)
     else:
-        ranks, port = place.world_size, _meeting_port(place, environ)
+        port = _meeting_port(place, environ)
         peers[facts["node"]].address = place.master_addr
         where, advice, met = f"{place.master_addr}:{port}", "", {}
         try:
@@ -196,10 +185,10 @@ def _lead(
         else:
             # The first rank of a host answers for it; the others only wait for the end.
             for there, line, address in met.values():
+                lines.append(line)
                 if there["is_head"]:
                     peers.setdefault(there["node"], Peer(line, [], address))
-            for there, line, _ in met.values():
-                lines.append(line)
+            for there, _, _ in met.values():
                 if there["node"] in peers:
                     peers[there["node"]].ranks.append(there)
             text = f"{ranks} ranks of {len(peers)} host{'s' * (len(peers) > 1)} met at {where} ({place.launcher})"

@@ -32,7 +32,7 @@ from xffl.cluster.doctor.lines import Line, Message, Program
 from xffl.cluster.environment import PROOF_KEY
 from xffl.cluster.hosts import host_identity, resolve
 from xffl.cluster.launch.ssh_agent import free_port, refusal
-from xffl.cluster.network import Interface, list_interfaces
+from xffl.cluster.network import Interface, connection_error, list_interfaces
 from xffl.cluster.slurm.allocation import own_host
 from xffl.costs import EXCHANGE_FORMAT
 from xffl.extras import install_command
@@ -170,17 +170,13 @@ def check_interfaces(
     """Look at the interfaces of this host, and at those that are asked for by name."""
     known = {interface.name: interface for interface in (list_interfaces() if interfaces is None else interfaces)}
     # gloo takes a list, xffl one name.
-    asked = {
-        variable: environ[variable] if variable.startswith("XFFL_") else environ[variable].partition(",")[0]
-        for variable in _NAMES
-        if environ.get(variable)
-    }
+    asked = {variable: environ[variable] for variable in _NAMES if environ.get(variable)}
+    if "GLOO_SOCKET_IFNAME" in asked:
+        asked["GLOO_SOCKET_IFNAME"] = asked["GLOO_SOCKET_IFNAME"].partition(",")[0]
     physical = find_physical() if physical is None else physical
     usable = [i.name for i in known.values() if i.is_up and i.address and (nodes == 1 or not i.is_loopback)]
     offer = f"to one of: {', '.join(usable) or 'none is up here'}"
-    findings = [
-        _judge(known, variable, name, nodes, physical, f"set {variable} {offer}") for variable, name in asked.items()
-    ]
+    findings = [_judge(known, variable, name, nodes, physical, offer) for variable, name in asked.items()]
     chosen = asked.get("XFFL_IFNAME") or asked.get("GLOO_SOCKET_IFNAME")
     if chosen:
         return findings, known[chosen].address if chosen in known else None
@@ -202,11 +198,10 @@ def check_interfaces(
 
 
 def _judge(
-    known: Mapping[str, Interface], variable: str, name: str, nodes: int, physical: Collection[str], advice: str
+    known: Mapping[str, Interface], variable: str, name: str, nodes: int, physical: Collection[str], offer: str
 ) -> Finding:
     """Say whether an interface that is asked for can be used."""
-    found = known.get(name)
-    wrong = ""
+    found, wrong, advice = known.get(name), "", f"set {variable} {offer}"
     if found is None:
         wrong = f"but there is no such interface{'; it takes one name' if ',' in name else ''}"
     elif not found.is_up:
@@ -268,10 +263,9 @@ def check_limits(world_size: int, files: tuple[int, int] | None = None) -> list[
 def rank_facts(environ: Mapping[str, str]) -> dict[str, Any]:
     """Return what a rank reports about itself: CPUs, threads, host, and its variables as far as they are compared."""
     threads = environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    try:
-        network = os.readlink("/proc/self/ns/net")  # containers on one machine may each have a network of their own
-    except OSError:
-        network = ""
+    network = ""
+    with suppress(OSError):  # containers on one machine may each have a network of their own
+        network = os.readlink("/proc/self/ns/net")
     return {
         "cpus": sorted(os.sched_getaffinity(0)),
         "threads": int(threads) if threads.isdecimal() else None,
@@ -495,11 +489,10 @@ class HostChecks:
             *network,
             *check_limits(ranks, self._files),
         ]
-        store, nccl, told = None, None, {}
+        told: Message = {}
         if self._torch is not None:
             told = self._hear(import_limit_s(self._request.timeout_s))
             findings.append(check_torch(told, count, self._environ))
-            store, nccl = told.get("port"), nccl_of(told)
         if ranks > 1:
             # Linux completes connections to a port with a listener, up to the backlog: nobody needs to accept them.
             self._listeners = [socket.create_server(("", port), backlog=256) for port in (free_port(), 0)]
@@ -510,9 +503,9 @@ class HostChecks:
             "address": address,
             "addresses": [interface.address for interface in interfaces if interface.address],
             "ports": [int(listener.getsockname()[1]) for listener in self._listeners],
-            "store": store,
-            "nccl": nccl,
-            "run": None if self._request.elastic is None else self._visit_run(self._request.elastic, store is not None),
+            "store": told.get("port"),
+            "nccl": nccl_of(told),
+            "run": None if self._request.elastic is None else self._visit_run(self._request.elastic, "port" in told),
         }
 
     def _visit_run(self, url: str, has_torch: bool) -> Message:
@@ -583,19 +576,11 @@ def take_part(line: Line, facts: Message, checks: HostChecks | None) -> bool:
 def try_hosts(hosts: Mapping[str, Message], timeout_s: float) -> Message:
     """Resolve the ``names`` of other hosts, connect to their ports, and return the ``failures``: key, port, reason."""
     attempts = [(key, host["address"], port) for key, host in hosts.items() for port in host["ports"]]
-
-    def connect(attempt: tuple[str, str, int]) -> str | None:
-        try:
-            socket.create_connection(attempt[1:], min(_CONNECT_S, timeout_s)).close()
-        except TimeoutError:
-            return "no answer: packets are dropped"
-        except OSError as error:
-            return error.strerror or str(error)
-        return None
+    limit_s = min(_CONNECT_S, timeout_s)
 
     with ThreadPoolExecutor(THREADS) as pool:
         names = list(pool.map(lambda host: resolve(host["name"]), hosts.values()))
-        reasons = list(pool.map(connect, attempts))
+        reasons = list(pool.map(lambda attempt: connection_error(attempt[1], attempt[2], limit_s), attempts))
     return {
         "names": dict(zip(hosts, names, strict=True)),
         "failures": [[key, port, why] for (key, _, port), why in zip(attempts, reasons, strict=True) if why],

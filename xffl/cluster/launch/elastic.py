@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from xffl.cluster.launch.job_layout import JobLayout
 from xffl.cluster.launch.launch import held_port
 from xffl.cluster.launch.runner import RankJob, die_with_parent
 from xffl.cluster.lives import CellLives
-from xffl.cluster.network import CELL_HEARTBEAT_TIMEOUT_S, control_address
+from xffl.cluster.network import CELL_HEARTBEAT_TIMEOUT_S, connection_error, control_address
 from xffl.cluster.slurm.allocation import Host, own_host
 from xffl.errors import ConfigError, LaunchError
 from xffl.extras import optional_import
@@ -49,8 +48,8 @@ _PAUSE_S = 1.0  # before a cell, or the lighthouse, is started again
 _LOOK_S = 1.0  # between two looks into the file that names the lighthouse of cells in several jobs
 _SILENCE_S = 10.0  # after so long without an answer from a lighthouse in another job, this job runs one
 _ANSWER_S = 1.0
+# An address of no host (RFC 5737): where its name does not tell this host's own, the way there does.
 _FAR = "198.51.100.1"
-"""An address of no host (RFC 5737): where its name does not tell this host's own, the way there does."""
 _JOIN_S = 20  # how long a cell that is late for a round, but lives, is waited for
 _IN_VAIN = ("ConfigError:", "TopologyError:")
 """What a rank fails with that would fail the same way again; other errors of xffl's own may be another cell's doing."""
@@ -85,8 +84,8 @@ def launch_cells(
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, exit codes are lost
     limit = None if timeout_s is None else time.monotonic() + timeout_s
+    # Signals that have come, and whether they end the run; SIGTERM where it is ended from here.
     asked: dict[int, bool] = {}
-    """Signals that have come, and whether they end the run; SIGTERM where it is ended from here."""
     is_late = is_refused = False
     with tempfile.TemporaryDirectory(prefix="xffl-cells-") as folder, caught_signals() as take_signals:
         lives = CellLives(folder) if are_all_here else None
@@ -94,13 +93,11 @@ def launch_cells(
         try:
             while any(cell.code is None for cell in cells):
                 signals = take_signals()
-                if limit is not None and time.monotonic() > limit and not any(asked.values()):
-                    is_late = True
-                    signals.append((signal.SIGTERM, True))
-                # A batch system that ends the job may have ended the lighthouse, too.
-                if lighthouse is not None and not any(asked.values()) and not lighthouse.keep():
-                    is_refused = True
-                    signals.append((signal.SIGTERM, True))
+                if not any(asked.values()):
+                    is_late = limit is not None and time.monotonic() > limit
+                    # A batch system that ends the job may have ended the lighthouse, too.
+                    is_refused = lighthouse is not None and not lighthouse.keep()
+                    signals += [(signal.SIGTERM, True)] * (is_late or is_refused)
                 for number, ends in signals:
                     asked.setdefault(number, ends)
                     for cell in cells:
@@ -119,8 +116,7 @@ def launch_cells(
     if is_late:
         print(f"xffl: stopped all cells after {timeout_s} s, as --timeout says", file=sys.stderr)
         return ExitCode.TIMEOUT
-    stopped_by = next((number for number, ends in asked.items() if ends), None)
-    if stopped_by is not None:
+    if (stopped_by := next((number for number, ends in asked.items() if ends), None)) is not None:
         return code_of_signal(stopped_by)
     return codes[0] if codes else ExitCode.OK
 
@@ -353,11 +349,9 @@ class SharedLighthouse:
 
 def _answers(address: str) -> bool:
     """Tell whether somebody listens at an address."""
-    try:
-        socket.create_connection(read_address("the lighthouse", address), _ANSWER_S).close()
-    except (LaunchError, OSError):
-        return False
-    return True
+    with suppress(LaunchError):  # it is no address
+        return connection_error(*read_address("the lighthouse", address), _ANSWER_S) is None
+    return False
 
 
 # Cells as steps of a SLURM job ----------------------------------------------------------------------------------------
@@ -376,15 +370,10 @@ def step_variables(layout: JobLayout) -> list[dict[str, str]]:
                 "its own; give sizes that end with a host, or start a job for each cell: xffl exec --elastic URL "
                 "--cell 0/2"
             )
-        steps.append(
-            {
-                "SLURM_JOB_NODELIST": ",".join(host.name for host in own),
-                "SLURM_JOB_NUM_NODES": str(len(own)),
-                "SLURM_NNODES": str(len(own)),
-                "SLURM_NTASKS": str(size),
-                "SLURM_TASKS_PER_NODE": ",".join(str(host.slots) for host in own),
-            }
-        )
+        step = dict.fromkeys(("SLURM_JOB_NUM_NODES", "SLURM_NNODES"), str(len(own))) | {"SLURM_NTASKS": str(size)}
+        step["SLURM_JOB_NODELIST"] = ",".join(host.name for host in own)
+        step["SLURM_TASKS_PER_NODE"] = ",".join(str(host.slots) for host in own)
+        steps.append(step)
     return steps
 
 

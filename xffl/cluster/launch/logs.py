@@ -92,9 +92,7 @@ class MarkedLines:
         before, found, rest = line.partition(_MARK)
         if not found:
             return line, None
-        before = b"" if _LABEL.match(before) else before
-        if before:
-            before += b"\n"
+        before = b"" if not before or _LABEL.match(before) else before + b"\n"
         try:
             place, _, part = rest.rstrip(b"\r\n").partition(b":")
             rank, at, count = (int(number) for number in place.split(b"."))
@@ -124,8 +122,8 @@ def _shortened(value: Any) -> Any:
 
 
 _NAME = re.compile(r"rank_(\d+)(?:_cell_(\d+))?\.log")
+# In an elastic run each cell has a folder, with one for each time it was started.
 _FOLDER = re.compile(r"(?:cell|life)_(\d+)")
-"""In an elastic run each cell has a folder, with one for each time it was started."""
 _POLL_S = 0.2
 _FILES_PER_S = 1000
 """How many files are looked at in a second at most: a folder may be on a file system that many share."""
@@ -137,8 +135,7 @@ class RankFile:
     """The log file of one rank."""
 
     rank: int
-    cell: int | None = field(compare=False)
-    """Its cell; ``None`` where the cells were not known when the rank was started."""
+    cell: int | None = field(compare=False)  # None where the cells were not known when the rank was started
     folder: Path = field(compare=False)
 
     @property
@@ -178,9 +175,8 @@ def redirect(file: RankFile) -> int:
         file.folder.mkdir(parents=True, exist_ok=True)
         log = os.open(file.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     except OSError as error:
-        raise ConfigError(
-            f"log file {file.path} cannot be written: {error.strerror}; give another --log-dir"
-        ) from error
+        why = f"cannot be written: {error.strerror}"
+        raise ConfigError(f"log file {file.path} {why}; give another --log-dir") from error
     before = os.dup(2)
     for number in (1, 2):
         os.dup2(log, number)
@@ -240,11 +236,8 @@ class Stream:
 
 
 @contextmanager
-def following(folder: Path | None, out: BinaryIO) -> Iterator[None]:
+def following(folder: Path, out: BinaryIO) -> Iterator[None]:
     """Show what ranks write into a folder while the block runs; where the reader has gone, SIGTERM ends its ranks."""
-    if folder is None:
-        yield
-        return
     over = threading.Event()
     stream = Stream(folder, out, begin=sizes_now(folder))
     troubles: list[Exception] = []

@@ -22,7 +22,7 @@ from typing import Any
 
 from xffl.cluster.environment import elastic_cell, requested_federation
 from xffl.cluster.launch.affinity import bind_if_asked, limit_threads, take_turns_if_crowded
-from xffl.cluster.launch.failure import ExitCode, FailureRecord, code_of_signal, describe_failure, record_failure
+from xffl.cluster.launch.failure import ExitCode, code_of_signal, describe_failure, record_failure
 from xffl.cluster.launch.launchers import LAUNCHERS
 from xffl.cluster.launch.logs import RankFile, mark, redirect
 from xffl.errors import LaunchError, XfflError
@@ -138,14 +138,9 @@ def limit_exit(code: int) -> None:
     deadline.start()
 
 
-def without_own_frames(error: BaseException, files: Sequence[str] = ()) -> FailureRecord:
-    """Describe what ended the script, without the frames that ran it."""
-    return describe_failure(error, skip=(*_OWN_FILES, *files))
-
-
 def _report(error: BaseException, job: RankJob, rank: int, tell: int, *, has_log: bool) -> int:
     """Tell the failure to the launcher and return the exit code, with a limit on what still runs at exit."""
-    record = without_own_frames(error)
+    record = describe_failure(error, skip=_OWN_FILES)
     is_told = job.is_marked or job.failures is not None
     try:
         if job.is_marked:
@@ -229,7 +224,7 @@ def be_rank(work: Callable[[], object], *, timeout_s: float | None = None, log_d
             _leave_mpi()
         raise
     except BaseException as error:  # noqa: BLE001 - whatever ends the work is to be told
-        record = without_own_frames(error, [__file__, sys.modules[work.__module__].__file__ or ""])
+        record = describe_failure(error, skip=(*_OWN_FILES, sys.modules[work.__module__].__file__ or ""))
         who = "" if world_size == 1 else f"rank {rank} "
         text = f"{record.traceback}xffl: {who}failed with {record.headline}\n"
         if record.lost_peer:
