@@ -17,13 +17,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from xffl.checks import integer, number, one_of
 from xffl.cli.main import HelpFormatter, new_table, print_table
-from xffl.cluster.environment import (
-    detect_environment,
-    make_token_file,
-    read_address,
-    requested_federation,
-    use_interface,
-)
+from xffl.cluster import environment
 from xffl.cluster.launch.launchers import LAUNCHERS
 from xffl.cluster.launch.logs import Stream, list_rank_files
 from xffl.errors import ConfigError
@@ -95,9 +89,9 @@ def _parse_env() -> ArgumentParser:
 
 def _env(options: Namespace) -> int:
     """Print what was detected. Under an MPI launcher it is collective, like the detection itself."""
-    interface = use_interface(None)
-    found = detect_environment()
-    federated, hsdp = requested_federation()
+    interface = environment.use_interface(None)
+    found = environment.detect_environment()
+    federated, hsdp = environment.requested_federation()
     missing = {row.name: row.missing(os.environ) for row in LAUNCHERS}
     if options.json:
         told = {**asdict(found), "federated": federated, "hsdp": hsdp, "interface": interface, "missing": missing}
@@ -190,11 +184,11 @@ def _lighthouse(options: Namespace) -> int:
         seconds = number(f"--{name.replace('_', '-')}", options[name], 0.1, below=1e6, hint="in seconds")
         times[f"{name}_ms"] = round(1000 * seconds)
     if options.token_file is not None:
-        make_token_file(Path(options.token_file))
+        environment.make_token_file(Path(options.token_file))
     stopped = threading.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda *_: stopped.set())
-    host, port = read_address("--bind", options.bind)
+    host, port = environment.read_address("--bind", options.bind)
     os.environ.setdefault("RUST_LOG", "error")  # read when torchft is imported
     with optional_import("elastic", "a lighthouse needs torchft, which has wheels for x86-64 Linux"):
         from torchft.coordination import LighthouseServer

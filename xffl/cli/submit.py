@@ -25,21 +25,9 @@ from xffl.cli.main import HelpFormatter
 from xffl.cluster.cells import Federation, parse_federation
 from xffl.cluster.environment import make_token_file, parse_lighthouse, run_token
 from xffl.cluster.launch.failure import ExitCode, code_of_signal
+from xffl.cluster.slurm import submit
 from xffl.cluster.slurm.job_monitor import Follower, exit_code_of, expand_pattern, log_pattern
-from xffl.cluster.slurm.submit import (
-    Job,
-    SlurmConfig,
-    cancel_jobs,
-    earlier_jobs,
-    find_template,
-    refuse_busy,
-    render_script,
-    shape_cell,
-    submit_job,
-    tasks_of_node,
-    tasks_of_sweep,
-    word_of,
-)
+from xffl.cluster.slurm.submit import Job, SlurmConfig, cancel_jobs, shape_cell, tasks_of_node, tasks_of_sweep, word_of
 from xffl.errors import ConfigError, LaunchError
 
 __all__ = ["build_parser", "join_elastic", "run"]
@@ -134,9 +122,9 @@ def run(options: Namespace) -> int:
         for name in ("cells", "cell"):
             if options[name] is not None:
                 raise ConfigError(f"--{name} {options[name]} is for the jobs of an elastic run; give --elastic, too")
-    template = find_template(options.template)
+    template = submit.find_template(options.template)
     planned = (_plan_configuration if is_configuration else _plan_script)(file, words, options)
-    scripts = [render_script(slurm, job, template) for job, slurm in planned]
+    scripts = [submit.render_script(slurm, job, template) for job, slurm in planned]
     if options.dry_run:
         print("\n".join(scripts), end="")
         return 0
@@ -157,11 +145,11 @@ def _submit(planned: Sequence[tuple[Job, SlurmConfig]], scripts: Sequence[str]) 
     """Submit all jobs, or none; return them by their numbers."""
     for job, slurm in planned:
         if slurm.dependency is None:
-            refuse_busy(job)
+            submit.refuse_busy(job)
     jobs: dict[str, Job] = {}
     for (job, slurm), script in zip(planned, scripts, strict=True):
         try:
-            jobs[submit_job(script, job, is_chained=slurm.dependency is not None)] = job
+            jobs[submit.submit_job(script, job, is_chained=slurm.dependency is not None)] = job
         except LaunchError:
             if jobs:
                 cancel_jobs(list(jobs))
@@ -296,7 +284,7 @@ class _Elastic:
             folder = os.path.join(self.run_folder, f"cell_{cell}")
             job = _job(f"{self.name}_cell_{cell}", folder, [*own, *self.words], shape, tasks, (), self.options)
             lives = environ
-            if number is not None and (before := len(earlier_jobs(folder))):
+            if number is not None and (before := len(submit.earlier_jobs(folder))):
                 # Submitted again, it may have lost what the run has made of the model, as a requeued one.
                 lives = environ | {"XFFL_RESTARTS": str(before)}
             if lives:

@@ -398,11 +398,8 @@ def parse_lighthouse(what: str, text: str) -> str:
 
 
 def elastic_cell(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
-    """Return which cell of an elastic run this job is, and how many there are; ``None`` where it is not part of one.
-
-    ``XFFL_CELL`` and ``XFFL_LIGHTHOUSE`` together say so; without a lighthouse ``XFFL_CELL`` is for rounds over files.
-    """
-    text = environ.get("XFFL_CELL", "").strip()
+    """Return which cell of an elastic run this job is, and how many there are; ``None`` where it is not part of one."""
+    text = environ.get("XFFL_CELL", "").strip()  # without a lighthouse it is for rounds over files
     if not text or not environ.get("XFFL_LIGHTHOUSE", "").strip():
         return None
     cell, cells = parse_cell(text, "XFFL_CELL")

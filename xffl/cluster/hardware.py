@@ -18,11 +18,7 @@ _STATUS = Path("/proc/self/status")
 
 
 def describe_host() -> dict[str, str | int | float]:
-    """Describe this host; local, nothing is communicated.
-
-    Returns ``host`` (its name), ``machine``, ``cpu`` (the model's name where Linux tells it, else the machine's),
-    ``cores`` (as the system counts them), ``memory_gib`` and ``system``.
-    """
+    """Describe this host by ``host``, ``machine``, ``cpu``, ``cores``, ``memory_gib`` and ``system``; local."""
     return {
         "host": socket.gethostname(),
         "machine": platform.machine(),
@@ -72,14 +68,12 @@ _LARGE_BYTES = 2**20
 
 
 def return_large_blocks() -> bool:
-    """Let this process give blocks of 1 MiB and more back to the system as soon as they are freed.
+    """Let this process give blocks of 1 MiB and more back to the system as soon as they are freed; tell if it is set.
 
     glibc keeps freed blocks of up to 32 MiB in its heaps, one for each thread, once a block of that size was freed.
     FSDP on the CPU gathers and frees every layer twice in a step, from two threads, so that heaps with gaps would come
     to hold more than the whole model. What is paid is fresh memory at each gathering. A user who has set
     ``MALLOC_MMAP_THRESHOLD_`` has decided already; other C libraries than glibc are left alone.
-
-    :return: Whether it was set.
     """
     if "MALLOC_MMAP_THRESHOLD_" in os.environ:
         return False

@@ -52,11 +52,8 @@ class LighthouseStatus:
 
 
 def read_lighthouse(url: str, timeout_s: float = 5.0) -> LighthouseStatus:
-    """Read the page of the lighthouse at ``http://HOST:PORT``; LaunchError where there is none.
-
-    No proxy is asked, since cells ask none.
-    """
-    place = urlsplit(url)
+    """Read the page of the lighthouse at ``http://HOST:PORT``; LaunchError where there is none."""
+    place = urlsplit(url)  # no proxy is asked, since cells ask none
     connection = HTTPConnection(str(place.hostname), place.port, timeout=timeout_s)
     try:
         connection.request("GET", "/status")

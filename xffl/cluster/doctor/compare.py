@@ -112,10 +112,7 @@ def compare_environments(ranks: Sequence[Mapping[str, Any]]) -> list[Finding]:
 
 
 def compare_versions(versions: Mapping[str, Mapping[str, str]]) -> list[Finding]:
-    """Tell in which packages the hosts differ: a finding for each, else one for all that are to be the same.
-
-    What may differ between cells is not told here. Only another exchange format is an error.
-    """
+    """Tell in which packages the hosts differ that should be the same in all cells: a finding for each, or one."""
     # Files that differ in one version of xffl are a copy that somebody has edited, or not brought up to date.
     is_one_xffl = len({own.get("xffl") for own in versions.values()}) == 1
     findings, alike = [], 0
@@ -138,10 +135,7 @@ def describe_runtime(versions: Mapping[str, str], told: Mapping[str, Any]) -> Ru
 
 
 def compare_runtimes(runtimes: Mapping[str, Runtime], cells: Mapping[str, Collection[int]]) -> list[Finding]:
-    """Tell what the hosts run that may differ between cells, as one table; of one cell with both it is a warning.
-
-    ``cells`` has the cells of each host, where they are known.
-    """
+    """Tell what the hosts run that may differ between cells, as a table; inside one of their cells it is a warning."""
     groups = group_by_runtime(runtimes.items())
     lines = runtime_table([(shorten(hosts, 3), runtime) for runtime, hosts in groups.items()], "hosts")
     if not lines:
@@ -301,10 +295,7 @@ def _by_unit(units: Sequence[str], pairs: Mapping[tuple[int, int], str]) -> list
 
 
 def compare_links(units: Sequence[tuple[str, str]], nccl: Mapping[str, str | None]) -> list[Finding]:
-    """Tell which cells, or hosts, have GPUs that cannot share a group over NCCL: versions differ, or one has RCCL.
-
-    ``units`` are names with their host, ``nccl`` what each host's GPUs communicate by.
-    """
+    """Tell which units (each with its host) have GPUs that cannot share a group over NCCL: by what each host's do."""
     libraries = ((nccl.get(host), name) for name, host in units)
     by_library = group((library, name) for library, name in libraries if library is not None)
     if len(by_library) < 2:
@@ -498,17 +489,14 @@ class Examination:
         return (cells if len(cells) > 1 else units), [finding]
 
     def _ask(self, requests: Mapping[str, Message], timeout_s: float) -> dict[str, Message]:
-        """Return the answers to requests; that a host gives none becomes a finding, and it is not asked any more.
-
-        A host that is asked first tells its time at once: it is read in the middle of a round trip, so half the trip
-        bounds the error.
-        """
+        """Return the answers to requests; that a host gives none becomes a finding, and it is not asked any more."""
         answers: dict[str, Message] = {}
         for name in [name for name in requests if name not in self._failures]:
             line, sent, started = self._hosts[name].line, time.time(), time.monotonic()
             try:
                 line.send(requests[name])
                 if "machines" in requests[name]:
+                    # It tells its time in the middle of a round trip, so half the trip bounds the error.
                     told = line.receive(self.request.timeout_s)["time"]
                     half = (time.monotonic() - started) / 2
                     self._clocks[name] = told - (sent + half), half

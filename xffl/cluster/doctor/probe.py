@@ -519,11 +519,7 @@ class HostChecks:
         return visit_run(url, self._request.timeout_s, self._environ, read_proofs if has_torch else None)
 
     def meet(self, table: Message) -> Message:
-        """Check what this host finds of the others.
-
-        The table holds the other ``hosts`` (by key ``name``, ``address`` and ``ports``), arguments for the ``folder``,
-        and for each pair of this host its ``pairs``: name, rank, and the address and port of the store.
-        """
+        """Check what this host finds of the other ``hosts``, in the ``folder``, and by all-reduces in its ``pairs``."""
         pairs: list[list[Any]] = table["pairs"]
         results: list[Message] = []
         if pairs:
@@ -556,10 +552,9 @@ def import_limit_s(timeout_s: float) -> float:
 
 
 def take_part(line: Line, facts: Message, checks: HostChecks | None) -> bool:
-    """Answer rank 0 as one rank, with the checks of the host if it is the first one there.
+    """Answer rank 0 as one rank, with the checks of the host if it is the first one there; return if it ends in order.
 
-    Rank 0 hears, in this order: facts, the time when it says ``machines`` and ``ranks``, the probe, and what this host
-    finds of the others when it says which they are. Return whether rank 0 has ended it in order.
+    Rank 0 hears facts; when it says ``machines`` and ``ranks`` the time and the probe; then what is found of others.
     """
     try:
         line.send(facts)

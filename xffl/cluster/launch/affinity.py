@@ -12,16 +12,7 @@ from xffl.cluster.hosts import expand_counts
 from xffl.cluster.launch.launchers import LAUNCHERS
 from xffl.errors import ConfigError
 
-__all__ = [
-    "Share",
-    "allowed_cpus",
-    "bind_if_asked",
-    "find_cores",
-    "is_bound",
-    "limit_threads",
-    "share_machine",
-    "take_turns_if_crowded",
-]
+__all__ = ["Share", "bind_if_asked", "limit_threads", "share_machine", "take_turns_if_crowded"]
 
 _CPUS = Path("/sys/devices/system/cpu")
 _OFF = ("", "0", "no", "off", "none")

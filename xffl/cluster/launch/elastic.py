@@ -33,15 +33,7 @@ from xffl.cluster.slurm.allocation import Host, own_host
 from xffl.errors import ConfigError, LaunchError
 from xffl.extras import optional_import
 
-__all__ = [
-    "CellJob",
-    "LighthouseProcess",
-    "SharedLighthouse",
-    "launch_cells",
-    "lighthouse_host",
-    "own_lighthouse",
-    "step_variables",
-]
+__all__ = ["CellJob", "SharedLighthouse", "launch_cells", "lighthouse_host", "own_lighthouse", "step_variables"]
 
 _POLL_S = 0.05
 _PAUSE_S = 1.0  # before a cell, or the lighthouse, is started again

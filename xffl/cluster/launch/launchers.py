@@ -274,9 +274,5 @@ LAUNCHERS: tuple[Launcher, ...] = (
 
 
 def torchrun_variables(**place: int) -> dict[str, str]:
-    """Return the variables by which torchrun tells a process its place, by default on the only node.
-
-    The fields are those of :class:`~xffl.cluster.environment.ProcessEnvironment`; where ranks meet is told beside them.
-    """
-    fields = {"node_rank": 0, "node_world_size": 1, **place}
-    return {_TORCHRUN[name]: str(number) for name, number in fields.items()}
+    """Return torchrun's variables for fields of a process, by default on the only node; without where ranks meet."""
+    return {_TORCHRUN[name]: str(number) for name, number in {"node_rank": 0, "node_world_size": 1, **place}.items()}

@@ -34,15 +34,12 @@ _NAME = re.compile(r"(?:[A-Za-z0-9_][\w.-]*@)?[A-Za-z0-9_:][A-Za-z0-9_.:-]*", re
 
 @dataclass(frozen=True)
 class Host:
-    """One host of an allocation.
-
-    ``switches`` leads from the top of the network to the host's own switch; it is empty where nothing is known.
-    """
+    """One host of an allocation."""
 
     name: str
     slots: int = 1  # ranks that it takes
     address: str | None = None  # where to reach it, if not by its name
-    switches: tuple[str, ...] = ()
+    switches: tuple[str, ...] = ()  # from the top of the network to the host's own; empty where nothing is known
     gpus: int | None = None  # GPUs that the job may use there; None if unknown
 
 
