@@ -98,7 +98,7 @@ def _text(report: Report) -> str:
         first, *table = finding.text.splitlines() or [""]
         lines.append(f"{finding.status:<8} {finding.check:<14} {where}{first}")
         lines += [f"{'':<8} {'':<14}   {line}" for line in table]
-        if finding.status != OK and finding.advice:
+        if finding.advice:
             lines.append(f"{'':<8} {'':<14} -> {finding.advice}")
     counts = ", ".join(f"{report.count(status)} {status}" for status in (OK, WARNING, ERROR))
     lines.append(f"{' and '.join(report.hosts) if len(report.hosts) < 5 else f'{len(report.hosts)} hosts'}: {counts}")

@@ -143,12 +143,10 @@ def compare_runtimes(runtimes: Mapping[str, Runtime], cells: Mapping[str, Collec
     within = [{cell for host in hosts for cell in cells.get(host, ())} for hosts in groups.values()]
     counts = Counter(cell for found in within for cell in found)
     mixed = sorted(cell for cell, count in counts.items() if count > 1)
-    text = "\n".join(["may differ between cells:", *lines])
-    if not mixed:
-        return [Finding("runtimes", OK, text)]
-    text = f"differ inside {'cell' if len(mixed) == 1 else 'cells'} {shorten(mixed, 8)}:{text.partition(':')[2]}"
+    where = f"inside {'cell' if len(mixed) == 1 else 'cells'} {shorten(mixed, 8)}"
+    head = f"differ {where}:" if mixed else "may differ between cells:"
     advice = "use the same environment, and one kind of processor, on all hosts of a cell"
-    return [Finding("runtimes", WARNING, text, advice)]
+    return [Finding("runtimes", WARNING if mixed else OK, "\n".join([head, *lines]), advice)]
 
 
 def compare_clocks(clocks: Mapping[str, tuple[float, float]]) -> list[Finding]:
@@ -320,11 +318,10 @@ def compare_runs(url: str, views: Mapping[str, Message]) -> list[Finding]:
         found = [Finding("lighthouse", OK, f"{url} answers and {known}; {last}")]
     if not cells:
         return found
-    if lost := [f"{_cells([cell.life])} for {cell.seen_s or 0:.0f} s" for cell in cells if cell.is_lost]:
-        advice = "see the output of its job: it has finished or failed, is stopped, or is cut off from the lighthouse"
-        found.append(Finding("heartbeats", WARNING, f"none of {shorten(lost)}", advice))
-    else:
-        found.append(Finding("heartbeats", OK, f"those of {_cells(cell.life for cell in cells)} arrive"))
+    lost = [f"{_cells([cell.life])} for {cell.seen_s or 0:.0f} s" for cell in cells if cell.is_lost]
+    text = f"none of {shorten(lost)}" if lost else f"those of {_cells(cell.life for cell in cells)} arrive"
+    advice = "see the output of its job: it has finished or failed, is stopped, or is cut off from the lighthouse"
+    found.append(Finding("heartbeats", WARNING if lost else OK, text, advice))
     return [*found, *_judge_stores(views), *_judge_tokens(views)]
 
 
@@ -352,8 +349,8 @@ def _judge_tokens(views: Mapping[str, Message]) -> list[Finding]:
             found.append(Finding("token", ERROR, view["token_error"], _TOKEN_ADVICE, host))
         for verdict, lives in group((verdict, life) for life, verdict in view.get("tokens", {}).items()).items():
             status, text = _VERDICTS[verdict]
-            where, advice = ("", "") if status == OK else (host, _TOKEN_ADVICE)
-            found.append(Finding("token", status, f"{_cells(lives)}: {text}", advice, where))
+            where = "" if status == OK else host
+            found.append(Finding("token", status, f"{_cells(lives)}: {text}", _TOKEN_ADVICE, where))
     return list(dict.fromkeys(found))
 
 

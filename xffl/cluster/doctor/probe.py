@@ -110,8 +110,11 @@ class Finding:
     check: str  # name of the check, such as clock
     status: str  # ok, warning or error
     text: str
-    advice: str = ""  # what to do about it; empty for ok
+    advice: str = ""  # what to do about it; of what is ok it is dropped
     host: str = ""  # where it was found; empty for what concerns all hosts
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "advice", "" if self.status == OK else self.advice)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,20 +158,16 @@ def check_packages(versions: Mapping[str, str]) -> list[Finding]:
         if versions[name] and (tuple(map(int, numbers[0].split("."))) if numbers else ()) < least:
             wrong.append(f"{name} {versions[name]} (needs {'.'.join(map(str, least))})")
     python = Finding("python", OK, f"{versions['python']} ({sys.executable}), xffl {versions['xffl']}")
-    if wrong:
-        advice = "install xffl into the job's environment, in its repository: pip install -e . -c constraints.txt"
-        return [python, Finding("packages", ERROR, "; ".join(wrong), advice)]
-    return [python, Finding("packages", OK, ", ".join(f"{name} {versions[name]}" for name in REQUIRED))]
+    advice = "install xffl into the job's environment, in its repository: pip install -e . -c constraints.txt"
+    text = "; ".join(wrong) or ", ".join(f"{name} {versions[name]}" for name in REQUIRED)
+    return [python, Finding("packages", ERROR if wrong else OK, text, advice)]
 
 
 def check_interfaces(
-    environ: Mapping[str, str],
-    nodes: int,
-    interfaces: Sequence[Interface] | None = None,
-    physical: Collection[str] | None = None,
+    environ: Mapping[str, str], nodes: int, interfaces: Sequence[Interface], physical: Collection[str] | None = None
 ) -> tuple[list[Finding], str | None]:
-    """Look at the interfaces of this host, and at those that are asked for by name."""
-    known = {interface.name: interface for interface in (list_interfaces() if interfaces is None else interfaces)}
+    """Look at the interfaces of this host, and at those that are asked for by name; return its address, too."""
+    known = {interface.name: interface for interface in interfaces}
     # gloo takes a list, xffl one name.
     asked = {variable: environ[variable] for variable in _NAMES if environ.get(variable)}
     if "GLOO_SOCKET_IFNAME" in asked:
@@ -237,27 +236,27 @@ def check_limits(world_size: int, files: tuple[int, int] | None = None) -> list[
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE) if files is None else files
     unlimited = resource.RLIM_INFINITY
     wanted = 4 * world_size + 256
-    findings = [Finding("open files", OK, "unlimited" if soft == unlimited else f"{soft} at most")]
+    status, text = OK, "unlimited" if soft == unlimited else f"{soft} at most"
+    can = "ulimit -n " + str(wanted) if hard == unlimited or hard >= wanted else "the site to raise the hard limit"
     if soft != unlimited and soft < wanted:
-        can = "ulimit -n " + str(wanted) if hard == unlimited or hard >= wanted else "the site to raise the hard limit"
-        text = f"{soft} at most, but {world_size} ranks may need {wanted} for their connections"
-        findings = [Finding("open files", ERROR if soft < world_size else WARNING, text, f"put {can} into the job")]
+        status = ERROR if soft < world_size else WARNING
+        text += f", but {world_size} ranks may need {wanted} for their connections"
+    findings = [Finding("open files", status, text, f"put {can} into the job")]
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     has_rdma = _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
-    text = "unlimited" if locked == unlimited else f"{locked // 1024} KiB at most"
-    if has_rdma and locked != unlimited:
-        advice = "ulimit -l unlimited in the job; under SLURM PropagateResourceLimitsExcept=MEMLOCK"
-        findings.append(Finding("locked memory", WARNING, f"{text}, and InfiniBand registers buffers there", advice))
-    else:
-        findings.append(Finding("locked memory", OK, text if has_rdma else f"{text}, no InfiniBand here"))
+    status, text = OK, "unlimited" if locked == unlimited else f"{locked // 1024} KiB at most"
+    if not has_rdma:
+        text += ", no InfiniBand here"
+    elif locked != unlimited:
+        status, text = WARNING, f"{text}, and InfiniBand registers buffers there"
+    advice = "ulimit -l unlimited in the job; under SLURM PropagateResourceLimitsExcept=MEMLOCK"
+    findings.append(Finding("locked memory", status, text, advice))
     free, text = 0, f"{_SHM} is missing or cannot be written; loaders' workers use it"
     if _SHM.is_dir() and os.access(_SHM, os.W_OK):
         free = shutil.disk_usage(_SHM).free
         text = f"{free / 2**30:.1f} GiB free"
-    if free >= _LEAST_SHM:
-        return [*findings, Finding("/dev/shm", OK, text)]
     advice = "mount a larger one: docker run --shm-size=8g, apptainer --bind /dev/shm; or num_workers: 0"
-    return [*findings, Finding("/dev/shm", WARNING, text, advice)]
+    return [*findings, Finding("/dev/shm", OK if free >= _LEAST_SHM else WARNING, text, advice)]
 
 
 def rank_facts(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -299,7 +298,7 @@ def check_threads(ranks: Sequence[Mapping[str, Any]]) -> Finding:
     elif crowded:
         wrong = f": a rank is bound to {crowded[0]} CPUs, fewer than its threads"
     text = f"{len(ranks)} rank{'s' * (len(ranks) > 1)} on {len(cpus)} CPUs, OMP_NUM_THREADS {'/'.join(told)}{wrong}"
-    return Finding("threads", WARNING, text, advice) if wrong else Finding("threads", OK, text)
+    return Finding("threads", WARNING if wrong else OK, text, advice)
 
 
 # Programs: MPI, SLURM, GPUs -------------------------------------------------------------------------------------------
@@ -350,20 +349,19 @@ def check_slurm(launcher: str, needed: bool, environ: Mapping[str, str]) -> Find
     missing = [name for name in names if shutil.which(name, path=environ.get("PATH")) is None]
     bad = ERROR if needed else WARNING
     advice = "load the site's slurm module, or run it on a login node"
-    if len(missing) == len(names):
-        if inside or needed:
-            return Finding("slurm", bad, "none of SLURM's commands is on PATH", advice)
+    if len(missing) == len(names) and not inside and not needed:
         return Finding("slurm", OK, "no SLURM on this machine; none is needed here")
     if missing:
-        return Finding("slurm", bad, f"SLURM's commands {', '.join(missing)} are not on PATH", advice)
+        text = "none of SLURM's commands is" if len(missing) == 4 else f"SLURM's commands {', '.join(missing)} are not"
+        return Finding("slurm", bad, f"{text} on PATH", advice)
     code, version = _run(["srun", "--version"], environ)
     named = version.strip() if code == 0 else "SLURM"
     code, answer = _run(["scontrol", "ping"], environ)
     # Commands that are installed without a cluster behind them harm nobody who starts with ssh or mpirun.
     if code != 0 or "UP" not in answer:
         status = bad if inside or needed or "SLURM_CONF" in environ else OK
-        advice = "ask the site, or set SLURM_CONF" if status != OK else ""
-        return Finding("slurm", status, f"{named} is installed, but no controller answers ({_reason(answer)})", advice)
+        text = f"{named} is installed, but no controller answers ({_reason(answer)})"
+        return Finding("slurm", status, text, "ask the site, or set SLURM_CONF")
     return Finding("slurm", OK, f"{named}, the controller answers")
 
 
