@@ -57,14 +57,12 @@ if TYPE_CHECKING:
 
 __all__ = ["build_parser", "is_lighthouse", "run", "split_command"]
 
-_FLAGS = ("-h", "--help", "--traceback", "--merge")
-"""The options that take no value; after any other, the next word is its value."""
+_FLAGS = ("-h", "--help", "--traceback", "--merge")  # after any other option, the next word is its value
 _CONFIGURATIONS = (".yaml", ".yml")
 _RANK = Path(__file__).with_name("exec_rank.py")  # what each process runs that is started for a configuration
 _GRACE_S = 10.0
 _RESTARTS = 3
-_OF_ALL_CELLS = ("XFFL_FEDERATED", "XFFL_LAUNCHED_CELLS", "XFFL_REQUIRE_CELLS")
-"""Variables that say something of a whole run, and would be wrong for the job of one cell."""
+_OF_ALL_CELLS = ("XFFL_FEDERATED", "XFFL_LAUNCHED_CELLS", "XFFL_REQUIRE_CELLS")  # wrong for the job of one cell
 _RUN = ".run"  # behind the name of a file of what is measured: the folder of the run that measures
 
 _EXAMPLES = """\

@@ -137,8 +137,7 @@ class Timeouts:
     ``connect_s < home_s < across_s < session_s``.
     """
 
-    connect_s: float
-    """For a connection to the store of the world, which is up by then: a wrong control interface shows so."""
+    connect_s: float  # for a connection to the store of the world, which is up: a wrong control interface shows so
     home_s: float  # for a collective inside a cell
     across_s: float  # for an exchange between cells
     session_s: float  # for a collective over the world, such as the vote of a round

@@ -29,8 +29,7 @@ _FOLDER_S = 10.0
 _SLACK_S = 30.0
 _TABLE = ("name", "address", "ports")  # what a host is told of another one
 _CLOCK_WARNING_S = 0.1  # from here on the order of events in the logs of different hosts is in doubt
-_CLOCK_ERROR_S = 5.0
-"""From here on the newest of several files is not the last one written, and soon munge and ssh refuse each other."""
+_CLOCK_ERROR_S = 5.0  # the newest of several files is not the last one written; soon munge and ssh refuse each other
 _LEAST_FREE = 2**30
 _SLOW_FOLDER_S = 2.0
 _SLOW_MIB_S = 5.0  # a slower pair gets a warning: 40 Mbit/s, at which 1 GiB takes more than three minutes
@@ -38,7 +37,7 @@ _ALL_PAIRS = 64  # hosts or cells up to which each one is paired with every othe
 _TOKEN_ADVICE = "give the same one to all cells, and to the doctor: XFFL_TOKEN_FILE, or XFFL_TOKEN"
 _FORMAT_ADVICE = "run versions of xffl that have one exchange format in all cells"
 _SAME_ADVICE = "use the same environment on all hosts: a shared one, or one container image"
-_VERDICTS = {
+_VERDICTS = {  # of what elastic.visit_run says of a cell's token
     "same": (OK, "this host's token"),
     "none": (OK, "no token, as this host"),
     "differs": (ERROR, "another token than this host's"),
@@ -46,7 +45,6 @@ _VERDICTS = {
     "none here": (WARNING, "a token, but this host has none to compare it with"),
     "no proof": (WARNING, "no proof of a token: another version of xffl"),
 }
-"""What :func:`xffl.cluster.doctor.elastic.visit_run` says of a cell's token."""
 _MAY_DIFFER = ("python", "xffl", "torch")  # versions of which compare_runtimes tells
 
 

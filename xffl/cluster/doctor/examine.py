@@ -38,8 +38,7 @@ __all__ = ["examine", "examine_hosts"]
 
 _MPI_LIMIT_S = 60.0
 _SSH_S = 40.0  # for ssh to answer: its own limit for a connection is 20 s, and Python has to start
-_HELLO_S = 3.0
-"""How long a rank may be silent after it has connected; a stranger who is holds up the others for no longer."""
+_HELLO_S = 3.0  # how long a rank may be silent after it has connected: a stranger holds up the others for no longer
 
 
 def examine(request: Request, tell: Callable[[Report], object], environ: Mapping[str, str] = os.environ) -> int:

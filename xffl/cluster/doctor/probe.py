@@ -94,8 +94,7 @@ _COMPARED = ("XFFL_", "NCCL_", "GLOO_", "TORCH_")
 _SHOWN = ("NCCL_", "GLOO_")
 _SHOWN_ALSO = ("XFFL_IFNAME", "XFFL_CONTROL_IFNAME", "XFFL_FEDERATED", "XFFL_HSDP")
 
-_PATIENCE_S = 900
-"""How long a host waits for the next request. It only matters where rank 0's host has gone without a word."""
+_PATIENCE_S = 900  # how long a host waits for the next request, where rank 0's host has gone without a word
 _CONNECT_S = 5.0
 THREADS = 16  # pairs at a time, as in torch_pair
 _SLACK_S = 5.0
@@ -123,8 +122,7 @@ class Request:
 
     shared: str | None = None  # folder that all hosts must share; None for the current one
     needs: tuple[str, ...] = ()  # what is an error if it is missing: mpi, slurm, gpu
-    federated: Federation | None = None
-    """Sizes of the cells or a rule for them; their pairs are tested, and pairs of hosts where it is ``None``."""
+    federated: Federation | None = None  # cells or a rule for them, of which pairs are tested; None: pairs of hosts
     federated_by: str = "--federated"  # option or variable that gives them
     with_torch: bool = True
     timeout_s: float = 15.0  # how long one wait for another host may take

@@ -80,11 +80,9 @@ class _Ranks:
     def __init__(self, watch: JobWatch, failures: str) -> None:
         self._watch, self._failures = watch, failures
         self._running: dict[int, subprocess.Popen[bytes]] = {}
-        self._orphans: list[subprocess.Popen[bytes]] = []
-        """Ranks that have ended since all were told to, and may have left something running."""
+        self._orphans: list[subprocess.Popen[bytes]] = []  # ended since all were told to; may have left something
         self._ending_since: float | None = None
-        self._echo_until: float | None = None
-        """How long the others may show that they failed before a rank that has lost one of them."""
+        self._echo_until: float | None = None  # for others to show that they failed before one that has lost them
 
     @property
     def are_left(self) -> bool:
@@ -98,15 +96,11 @@ class _Ranks:
 
     def start(self, processes: int, command: Sequence[str], environ: Mapping[str, str]) -> None:
         for rank in range(processes):
-            places = torchrun_variables(
-                rank=rank, world_size=processes, node_local_rank=rank, node_local_size=processes
-            )
+            place = {"rank": rank, "world_size": processes, "node_local_rank": rank, "node_local_size": processes}
+            words = [sys.executable, "-m", "xffl.cluster.launch.runner", *command]
+            own = {**environ, **torchrun_variables(**place)}
             try:
-                self._running[rank] = subprocess.Popen(
-                    [sys.executable, "-m", "xffl.cluster.launch.runner", *command],
-                    env={**environ, **places},
-                    start_new_session=True,
-                )
+                self._running[rank] = subprocess.Popen(words, env=own, start_new_session=True)
             except OSError as error:
                 raise LaunchError(f"process {rank} of {processes} could not be started: {error}") from error
 

@@ -131,8 +131,7 @@ class Fields(dict[str, Any]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sources: dict[str, str] = {}
-        """Field to where its value came from, as messages name it: ``argument rank``, ``MASTER_PORT``."""
+        self.sources: dict[str, str] = {}  # field to where its value came from: "argument rank", "MASTER_PORT"
 
     def take(self, source: str, **values: Any) -> None:
         """Take values from a source, each unless the field is found already."""
@@ -146,8 +145,7 @@ class Launcher:
     """One row of the table: a launcher and what it tells."""
 
     name: str
-    variables: Mapping[str, str]
-    """Field of :class:`ProcessEnvironment` to the variable that holds it; all of them must exist."""
+    variables: Mapping[str, str]  # field of ProcessEnvironment to the variable that holds it; all of them must exist
     complete: Callable[[Fields, Mapping[str, str]], None]  # fills in what the variables leave open
     also: tuple[str, ...] = ()  # further variables that must exist
     alone: bool = True  # whether the rank's variable alone proves that this launcher was at work

@@ -125,8 +125,7 @@ _NAME = re.compile(r"rank_(\d+)(?:_cell_(\d+))?\.log")
 # In an elastic run each cell has a folder, with one for each time it was started.
 _FOLDER = re.compile(r"(?:cell|life)_(\d+)")
 _POLL_S = 0.2
-_FILES_PER_S = 1000
-"""How many files are looked at in a second at most: a folder may be on a file system that many share."""
+_FILES_PER_S = 1000  # files that are looked at, at most: a folder may be on a file system that many share
 _CHUNK_BYTES = 1 << 20
 
 

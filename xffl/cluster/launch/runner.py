@@ -33,8 +33,7 @@ __all__ = ["LINGER_S", "RankJob", "be_rank", "check_script", "die_with_parent", 
 _VARIABLE = "XFFL_RUNNER"
 _PR_SET_PDEATHSIG = 1
 _EXIT_DEADLINE_S = 10.0
-DELIVERY_S = 0.5
-"""How long a failed rank waits for its story to arrive: srun drops what is under way when an exit ends the step."""
+DELIVERY_S = 0.5  # for a failed rank's story to arrive: srun drops what is under way when an exit ends the step
 LINGER_S = 1.5
 """How long a rank that is not the first to fail, or has been preempted, stays before it leaves."""
 _OWN_FILES = (__file__, runpy.run_path.__code__.co_filename)
@@ -44,14 +43,12 @@ _OWN_FILES = (__file__, runpy.run_path.__code__.co_filename)
 class RankJob:
     """What a launcher wants of the ranks, in a variable that the script does not see."""
 
-    command: tuple[str, ...] = ()
-    """Script and arguments, where they do not stand on the command line: srun takes a ":" there for itself."""
+    command: tuple[str, ...] = ()  # where it is not on the command line: srun takes a ":" there for itself
     log_dir: str | None = None
     failures: str | None = None  # folder where failures are told, each in a file
     is_marked: bool = False  # whether failures are told in marked lines on standard error
     is_tied: bool = True  # whether the rank is to be killed when the process that started it dies
-    parent: int | None = None
-    """That process, where it is known; it may have died before the rank could tie itself to it."""
+    parent: int | None = None  # that process, if known; it may have died before the rank could tie itself to it
 
     def variables(self) -> dict[str, str]:
         """Return the environment variable that tells it to the ranks."""

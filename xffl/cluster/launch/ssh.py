@@ -42,11 +42,10 @@ _SSH = (
     "-o ServerAliveCountMax=4 -o ControlMaster=no -o ControlPath=none"
 )
 """A shared connection would stay in the background, and end all of a host's jobs together."""
-_BOOT = (
+_BOOT = (  # the same for every job
     'import sys, json; job = json.loads(sys.stdin.readline()); sys.path.append(job["path"]); '
     "from {} import main; main(job)"
 )
-"""The same for every job."""
 
 
 def ssh_command(host: Host, environ: Mapping[str, str], module: str = "xffl.cluster.launch.ssh_agent") -> list[str]:
@@ -241,8 +240,7 @@ class _Job:
         self._connections: list[HostConnection] = []
         self._marked = MarkedLines()
         self._is_stopping = False
-        self._failed: list[tuple[int, int]] = []
-        """Ranks that ended with a code other than 0, and the code, for whatever reason."""
+        self._failed: list[tuple[int, int]] = []  # ranks that ended with a code other than 0, and the code
 
     def connect(self, told: Mapping[str, Any]) -> None:
         """Reach every host, and start the ranks once all have answered."""

@@ -103,8 +103,7 @@ class _Ranks:
         self._buffers: dict[int, LineBuffer] = {}  # what cuts each stream of a rank, by its file descriptor
         self._input = b""
         self._heard = time.monotonic()
-        self._end_by: float | None = None
-        """When ranks that are left are to be killed; ``None`` while nobody wants their end."""
+        self._end_by: float | None = None  # when ranks that are left are to be killed; None while nobody wants that
 
     def run(self) -> None:
         """Do what the input says until all ranks have ended."""
