@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from jsonargparse import ArgumentParser, Namespace
 
 from xffl.checks import number, one_of
-from xffl.cli.main import HelpFormatter
+from xffl.cli.main import command_parser
 
 if TYPE_CHECKING:
     from xffl.cluster.doctor.compare import Report
@@ -34,11 +34,10 @@ Each line is ok, warning or error, with advice. The exit code is 1 if there is a
 
 def build_parser() -> ArgumentParser:
     """Return the parser of the command's options."""
-    parser = ArgumentParser(
-        description="Check the machines of a job before it waits in the queue: packages, MPI, SLURM, GPUs, network, "
+    parser = command_parser(
+        "Check the machines of a job before it waits in the queue: packages, MPI, SLURM, GPUs, network, "
         "file system, clocks, limits, threads, and an all-reduce of every pair of cells.",
-        epilog=_EXAMPLES,
-        formatter_class=HelpFormatter,
+        _EXAMPLES,
     )
     parser.add_argument("--shared", type=str, metavar="DIR", help="folder for runs, which all hosts should share")
     need = "report as errors if missing: mpi,slurm,gpu"

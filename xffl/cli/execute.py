@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from jsonargparse import ArgumentParser, Namespace
 
 from xffl.checks import integer
-from xffl.cli.main import HelpFormatter
+from xffl.cli.main import command_parser
 from xffl.cluster import environment
 from xffl.cluster.cells import Federation, check_cells, parse_cell, parse_federation
 from xffl.cluster.launch.affinity import share_machine
@@ -95,12 +95,11 @@ keys follow the file name; xffl exec config.yaml --help lists them.
 
 def build_parser() -> ArgumentParser:
     """Return the parser of the options that stand before the script."""
-    parser = ArgumentParser(
-        usage="xffl exec [options] SCRIPT [arguments]",
-        description="Start a script, or the training run of a configuration, in several processes: on this machine, on "
+    parser = command_parser(
+        "Start a script, or the training run of a configuration, in several processes: on this machine, on "
         "the nodes of a SLURM job, or on hosts by ssh.",
-        epilog=_EXAMPLES,
-        formatter_class=HelpFormatter,
+        _EXAMPLES,
+        usage="xffl exec [options] SCRIPT [arguments]",
     )
     processes = "number of processes; required for a script on one machine"
     parser.add_argument("--processes", type=int, metavar="N", help=processes)

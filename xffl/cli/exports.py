@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from jsonargparse import ArgumentParser, Namespace
 
-from xffl.cli.main import HelpFormatter
+from xffl.cli.main import command_parser
 from xffl.errors import ConfigError
 from xffl.extras import install_command
 
@@ -32,10 +32,9 @@ examples:
 
 
 def _parse_aggregate() -> ArgumentParser:
-    parser = ArgumentParser(
-        description="Make a round from the exports of all cells in this process, with the same bits as over a network.",
-        epilog=_AGGREGATE_EXAMPLES,
-        formatter_class=HelpFormatter,
+    parser = command_parser(
+        "Make a round from the exports of all cells in this process, with the same bits as over a network.",
+        _AGGREGATE_EXAMPLES,
     )
     parser.add_argument("exports", nargs="+", type=str, metavar="EXPORT", help="folder with the export of a cell")
     parser.add_argument("--out", type=str, required=True, help="folder to create; that of an earlier round is replaced")
@@ -96,11 +95,10 @@ def _bar() -> Iterator[Callable[[str, int, int], None] | None]:
 
 
 def _parse_consolidate() -> ArgumentParser:
-    parser = ArgumentParser(
-        description="Write a model of a checkpoint as safetensors, in this one process: model.safetensors, or shards "
+    parser = command_parser(
+        "Write a model of a checkpoint as safetensors, in this one process: model.safetensors, or shards "
         f"of it with an index. Needs safetensors ({install_command('safetensors')}).",
-        epilog=_CONSOLIDATE_EXAMPLES,
-        formatter_class=HelpFormatter,
+        _CONSOLIDATE_EXAMPLES,
     )
     parser.add_argument("checkpoint", type=str, metavar="CHECKPOINT", help="folder of the checkpoint, or of a run")
     parser.add_argument("out", type=str, metavar="OUT", help="folder to create")

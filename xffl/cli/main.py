@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, TextIO
+from typing import Any, TextIO
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
@@ -17,17 +17,13 @@ from xffl.checks import one_of
 from xffl.cluster.launch.failure import ExitCode
 from xffl.errors import XfflError
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
-
-__all__ = ["COMMANDS", "HelpFormatter", "build_parser", "main", "new_table", "print_table"]
+__all__ = ["COMMANDS", "HelpFormatter", "build_parser", "command_parser", "main"]
 
 COMMANDS = {
     "aggregate": ("exports", "make a round from the exports of cells without a common network"),
     "exec": ("execute", "start a script or a configuration in several processes: here, by srun or by ssh"),
     "bench": ("bench", "time the paths between ranks, and rounds over them"),
-    "cells": ("cells", "show the cells of an elastic run: their rounds and heartbeats"),
+    "cells": ("misc", "show the cells of an elastic run: their rounds and heartbeats"),
     "consolidate": ("exports", "write a checkpoint's model as safetensors"),
     "doctor": ("doctor", "check the machines of a job before it waits in the queue"),
     "env": ("misc", "show which launcher started this process, and how that was detected"),
@@ -147,30 +143,15 @@ def _silence(*streams: TextIO) -> None:
         os.dup2(nowhere, stream.fileno())
 
 
-def new_table() -> Table:
-    """Return a table without lines, to which columns and rows are to be added."""
-    from rich.table import Table
-
-    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-
-
-def print_table(table: RenderableType) -> None:
-    """Print a table; where the output is no terminal so wide that each entry stays on its line."""
-    from rich.console import Console
-
-    width = None if sys.stdout.isatty() else 240
-    Console(file=sys.stdout, width=width, markup=False, emoji=False, highlight=False).print(table)
+def command_parser(description: str, examples: str | None = None, **more: Any) -> ArgumentParser:
+    """Return a parser of a command whose help begins with a description and ends with examples."""
+    return ArgumentParser(description=description, epilog=examples, formatter_class=HelpFormatter, **more)
 
 
 def build_parser() -> ArgumentParser:
     """Return the parser of a command line that calls no command: those have parsers of their own."""
-    parser = ArgumentParser(
-        prog="xffl",
-        description="Train one sharded model on several groups of GPUs that are joined by slow links.",
-        epilog=_EXAMPLES,
-        formatter_class=HelpFormatter,
-        version=__version__,
-    )
+    description = "Train one sharded model on several groups of GPUs that are joined by slow links."
+    parser = command_parser(description, _EXAMPLES, prog="xffl", version=__version__)
     commands = parser.add_subcommands(required=True)
     for name, (_, told) in COMMANDS.items():
         commands.add_subcommand(name, ArgumentParser(), help=told)

@@ -21,7 +21,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from xffl.checks import integer
 from xffl.cli.execute import is_lighthouse
-from xffl.cli.main import HelpFormatter
+from xffl.cli.main import command_parser
 from xffl.cluster.cells import Federation, parse_federation
 from xffl.cluster.environment import make_token_file, parse_lighthouse, run_token
 from xffl.cluster.launch.failure import ExitCode, code_of_signal
@@ -58,11 +58,10 @@ The exit code is the job's. Ctrl-C asks whether to cancel the job; without an an
 
 def build_parser() -> ArgumentParser:
     """Return the parser of the command's options."""
-    parser = ArgumentParser(
+    parser = command_parser(
+        "Submit a batch job to SLURM that runs xffl exec on its nodes, and follow it.",
+        _EXAMPLES,
         usage="xffl submit [options] FILE [values]",
-        description="Submit a batch job to SLURM that runs xffl exec on its nodes, and follow it.",
-        epilog=_EXAMPLES,
-        formatter_class=HelpFormatter,
         allow_abbrev=False,  # words behind FILE are looked at, too
     )
     parser.add_argument("--dry-run", action="store_true", help="print the batch script and exit")

@@ -12,7 +12,7 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 
 from xffl.checks import integer
-from xffl.cli.main import HelpFormatter
+from xffl.cli.main import HelpFormatter, command_parser
 from xffl.errors import CheckpointError, ConfigError
 from xffl.workflow.documents import Facility, Workflow, parse_facilities, write_workflow
 
@@ -32,11 +32,9 @@ and qos.
 
 def build_parser() -> ArgumentParser:
     """Return the parser of the command's options."""
-    parser = ArgumentParser(
-        description="Write CWL documents that train each cell in its own facility and make the rounds here; "
-        "StreamFlow runs them.",
-        epilog=_EXAMPLES,
-        formatter_class=HelpFormatter,
+    parser = command_parser(
+        "Write CWL documents that train each cell in its own facility and make the rounds here; StreamFlow runs them.",
+        _EXAMPLES,
     )
     commands = parser.add_subcommands(required=True)
     init = ArgumentParser(formatter_class=HelpFormatter, epilog=_EXAMPLES)
