@@ -365,9 +365,6 @@ def _count(cells: int | tuple[int, ...]) -> int:
     return cells if isinstance(cells, int) else len(cells)
 
 
-# Where ----------------------------------------------------------------------------------------------------------------
-
-
 def _started(options: Namespace) -> int | None:
     """Return how many processes a launcher has started, of which this is one; ``None`` where none has."""
     row = next((row for row in LAUNCHERS if row.matches(os.environ)), None)
@@ -424,9 +421,6 @@ def _find_start(
     if options.elastic is not None and processes is None and isinstance(federated, tuple):
         processes = sum(federated)
     return None if processes is None else Allocation("local", (Host(own_host().name, processes),))
-
-
-# How ------------------------------------------------------------------------------------------------------------------
 
 
 _NO_CELLS = (

@@ -18,9 +18,6 @@ from xffl.errors import ConfigError
 
 __all__ = ["Facility", "Workflow", "parse_facilities", "write_workflow"]
 
-# A facility -----------------------------------------------------------------------------------------------------------
-
-
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _PLACE = re.compile(r"(?:(?P<user>[^@:/\s]+)@)?(?P<host>\[[0-9a-fA-F:]+\]|[^@:/\s]+)(?::(?P<port>\d+))?")
 _TAKEN = ("aggregate", "begin", "measure", "record")
@@ -100,9 +97,6 @@ def _parse(text: str) -> Facility:
         workdir=given.get("workdir"),
         slurm={_SLURM[key]: value for key, value in given.items() if key in _SLURM},
     )
-
-
-# The folder -----------------------------------------------------------------------------------------------------------
 
 
 _FIXED = ("begin.cwl", "train.cwl", "measure.cwl", "aggregate.cwl", "record.cwl", "steps.sh", "requirements.txt")

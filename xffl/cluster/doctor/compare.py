@@ -236,9 +236,6 @@ def compare_folders(path: str, answers: Mapping[str, Mapping[str, Any]], *, is_n
     return [Finding("shared folder", OK, f"{path} ({kinds}){where}, renames are atomic, {free:.1f} GiB free")]
 
 
-# Pairs ----------------------------------------------------------------------------------------------------------------
-
-
 def partners(own: int, count: int) -> list[int]:
     """Return the numbers of those that one of many is paired with: all, from 65 on at distances 1, 2, 4, ..."""
     if count <= _ALL_PAIRS:

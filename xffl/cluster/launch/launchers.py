@@ -123,9 +123,6 @@ def _listen_at(
     return address, port
 
 
-# The table ------------------------------------------------------------------------------------------------------------
-
-
 class Fields(dict[str, Any]):
     """Fields of :class:`~xffl.cluster.environment.ProcessEnvironment` found so far; :meth:`take` alone fills them."""
 

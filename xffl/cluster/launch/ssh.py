@@ -163,9 +163,6 @@ class HostConnection:
             self.stderr.append(line.decode(errors="replace").strip())
 
 
-# The job --------------------------------------------------------------------------------------------------------------
-
-
 _POLL_S = 0.1
 _ANSWER_S = 60.0
 _SLACK_S = 5.0  # how long a host may take to say that its ranks have been killed
