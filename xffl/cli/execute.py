@@ -23,14 +23,7 @@ from xffl.cli.main import command_parser
 from xffl.cluster import environment
 from xffl.cluster.cells import Federation, check_cells, parse_cell, parse_federation
 from xffl.cluster.launch.affinity import share_machine
-from xffl.cluster.launch.elastic import (
-    CellJob,
-    SharedLighthouse,
-    launch_cells,
-    lighthouse_host,
-    own_lighthouse,
-    step_variables,
-)
+from xffl.cluster.launch.elastic import CellJob, SharedLighthouse, launch_cells, own_lighthouse, step_variables
 from xffl.cluster.launch.failure import ExitCode, FailureRecord, RankFailure, record_failure
 from xffl.cluster.launch.job_layout import JobLayout, check_started, fit_hosts, lay_out
 from xffl.cluster.launch.launch import launch_local
@@ -39,16 +32,7 @@ from xffl.cluster.launch.logs import following, make_log_dir
 from xffl.cluster.launch.runner import RankJob, be_rank, check_script, run_script, take_share
 from xffl.cluster.launch.srun import launch_srun
 from xffl.cluster.launch.ssh import launch_ssh
-from xffl.cluster.slurm.allocation import (
-    Allocation,
-    Host,
-    find_allocation,
-    own_host,
-    parse_hosts,
-    read_topology,
-    show_topology,
-    with_switches,
-)
+from xffl.cluster.slurm.allocation import Allocation, Host, ask_switches, find_allocation, own_host, parse_hosts
 from xffl.errors import ConfigError, LaunchError
 from xffl.topology import Topology
 
@@ -399,7 +383,7 @@ def _find_start(
     if options.hosts is not None:
         hosts = parse_hosts(options.hosts)
         if needs_switches and not all(host.switches for host in hosts):
-            hosts = with_switches(hosts, read_topology(show_topology()))
+            hosts = ask_switches(hosts)
         allocation = Allocation("hosts", hosts)
         return replace(allocation, hosts=fit_hosts(allocation, processes, knob=knob))
     if way == "ssh":
@@ -483,7 +467,7 @@ def _start_all_cells(
     environment.token_of(environ)
     log_dir = None if options.log_dir is None else make_log_dir(options.log_dir)
     with ExitStack() as stack:
-        lighthouse = stack.enter_context(own_lighthouse("127.0.0.1" if is_local else lighthouse_host(layout)))
+        lighthouse = stack.enter_context(own_lighthouse(None if is_local else layout))
         environ["XFFL_LIGHTHOUSE"] = url = f"http://{lighthouse.address}"
         print(f"xffl: xffl cells {url} shows the cells of this run", file=sys.stderr)
         log_dir = _follow_logs(

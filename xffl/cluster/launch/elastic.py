@@ -33,7 +33,7 @@ from xffl.cluster.slurm.allocation import Host, own_host
 from xffl.errors import ConfigError, LaunchError
 from xffl.extras import optional_import
 
-__all__ = ["CellJob", "SharedLighthouse", "launch_cells", "lighthouse_host", "own_lighthouse", "step_variables"]
+__all__ = ["CellJob", "SharedLighthouse", "launch_cells", "own_lighthouse", "step_variables"]
 
 _POLL_S = 0.05
 _PAUSE_S = 1.0  # before a cell, or the lighthouse, is started again
@@ -239,9 +239,16 @@ class LighthouseProcess:
 
 
 @contextmanager
-def own_lighthouse(host: str = "127.0.0.1") -> Iterator[LighthouseProcess]:
-    """Run a lighthouse while the block runs, at a free port of this host that is held for it also while it is down."""
+def own_lighthouse(layout: JobLayout | None = None) -> Iterator[LighthouseProcess]:
+    """Run a lighthouse while the block runs, at a free port of this host that is held for it also while it is down.
+
+    It listens where the hosts of a layout reach this one, without a layout on loopback alone.
+    """
     _require_torchft()
+    host = "127.0.0.1"
+    if layout is not None:
+        others = [host for host in layout.hosts if host.name != own_host().name]
+        host = bind_address(f"{node_address((others or layout.hosts)[0].name)}:9")  # nothing is sent there
     with held_port() as port:
         lighthouse = LighthouseProcess(f"{host}:{port}")
         try:
@@ -367,9 +374,3 @@ def step_variables(layout: JobLayout) -> list[dict[str, str]]:
         step["SLURM_TASKS_PER_NODE"] = ",".join(str(host.slots) for host in own)
         steps.append(step)
     return steps
-
-
-def lighthouse_host(layout: JobLayout) -> str:
-    """Return the address at which the hosts of a job reach this one."""
-    others = [host for host in layout.hosts if host.name != own_host().name]
-    return bind_address(f"{node_address((others or layout.hosts)[0].name)}:9")  # nothing is sent there

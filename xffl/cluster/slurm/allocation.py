@@ -16,16 +16,7 @@ from xffl.cluster.hosts import expand_counts, expand_hosts
 from xffl.cluster.launch.launchers import LAUNCHERS, read_number
 from xffl.errors import ConfigError, LaunchError
 
-__all__ = [
-    "Allocation",
-    "Host",
-    "find_allocation",
-    "own_host",
-    "parse_hosts",
-    "read_topology",
-    "show_topology",
-    "with_switches",
-]
+__all__ = ["Allocation", "Host", "ask_switches", "find_allocation", "own_host", "parse_hosts"]
 
 _SCONTROL_S = 60
 _PAIR = re.compile(r"(\w+)=(\S+)")
@@ -89,7 +80,7 @@ def find_allocation(
     hosts = tuple(Host(name, count, gpus=own) for name, count, own in zip(names, slots, gpus, strict=True))
     if wants_switches or needs_switches:
         try:
-            hosts = with_switches(hosts, read_topology(show_topology(environ)))
+            hosts = ask_switches(hosts, environ)
         except LaunchError:
             if needs_switches:
                 raise
@@ -218,6 +209,11 @@ def _path(own: Iterable[str], parents: Mapping[str, set[str]], heights: Mapping[
 def with_switches(hosts: Iterable[Host], topology: Mapping[str, tuple[str, ...]]) -> tuple[Host, ...]:
     """Return hosts with the switches that a topology names for them; others stay as they are."""
     return tuple(replace(host, switches=topology.get(host.name, host.switches)) for host in hosts)
+
+
+def ask_switches(hosts: Iterable[Host], environ: Mapping[str, str] = os.environ) -> tuple[Host, ...]:
+    """Return hosts with the switches that SLURM's controller names for them."""
+    return with_switches(hosts, read_topology(show_topology(environ)))
 
 
 def own_host(environ: Mapping[str, str] = os.environ) -> Host:
