@@ -39,10 +39,11 @@ from xffl.topology import Topology
 if TYPE_CHECKING:
     from xffl.aggregation.exports import RoundPlan
 
-__all__ = ["build_parser", "is_lighthouse", "run", "split_command"]
+__all__ = ["CONFIGURATIONS", "build_parser", "is_lighthouse", "print_help", "run", "split_command"]
 
 _FLAGS = ("-h", "--help", "--traceback", "--merge")  # after any other option, the next word is its value
-_CONFIGURATIONS = (".yaml", ".yml")
+CONFIGURATIONS = (".yaml", ".yml")
+"""Ends of names of files that are configurations, and no scripts."""
 _RANK = Path(__file__).with_name("exec_rank.py")  # what each process runs that is started for a configuration
 _GRACE_S = 10.0
 _RESTARTS = 3
@@ -158,7 +159,7 @@ def run(options: Namespace, command: Sequence[str]) -> int:
         over_files = environment.OverFiles()
     if options.restarts is not None and options.elastic is None:
         raise ConfigError(f"--restarts {options.restarts} is for cells that xffl exec --elastic starts; leave it out")
-    if command[0].endswith(_CONFIGURATIONS):
+    if command[0].endswith(CONFIGURATIONS):
         return _run_configuration(options, command[0], command[1:], over_files)
     if over_files.measure is not None:
         raise ConfigError("--measure is for a configuration, whose trainer knows how to measure; leave it out")
@@ -192,10 +193,7 @@ def _run_configuration(options: Namespace, file: str, words: Sequence[str], over
 
     flags = configuration.read_words(words).flags
     if "help" in flags:
-        usage = f"xffl exec [options] {os.path.basename(file)} [--KEY VALUE ...]"
-        kind = configuration.config_class(configuration.job_trainer(file, words))
-        print(configuration.help_text(kind, usage), end="")
-        return ExitCode.OK
+        return print_help(file, words, "xffl exec [options] {} [--KEY VALUE ...]")
     words = [*words, *_words_over_files(over_files)]
     trainer, resolved = configuration.read_job(file, words)
     if over_files:
@@ -246,6 +244,14 @@ def _run_configuration(options: Namespace, file: str, words: Sequence[str], over
         if (latest := find_latest_checkpoint(experiment.output_dir)) is not None:
             print(f"xffl: the same command continues from {latest}", file=sys.stderr)
     return code
+
+
+def print_help(file: str, words: Sequence[str], usage: str) -> int:
+    """Print the help of a configuration, with its name in the place of ``{}`` in the usage."""
+    from xffl.training.config.configuration import config_class, help_text, job_trainer
+
+    print(help_text(config_class(job_trainer(file, words)), usage.format(os.path.basename(file))), end="")
+    return ExitCode.OK
 
 
 def _words_over_files(over_files: environment.OverFiles) -> list[str]:
@@ -457,7 +463,7 @@ def _start_all_cells(
     """Start a lighthouse, and each cell as a job of its own: on this machine, or as a step of the SLURM job."""
     if layout.sizes is None:
         raise ConfigError(_NO_CELLS)
-    if not command[0].endswith(_CONFIGURATIONS):
+    if not command[0].endswith(CONFIGURATIONS):
         check_script(command[0])
     sizes, is_local = layout.topology.sizes, start.kind == "local"
     check_cells(len(sizes), environment.required_cells(), federated)

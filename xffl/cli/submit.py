@@ -20,7 +20,7 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 
 from xffl.checks import integer
-from xffl.cli.execute import is_lighthouse
+from xffl.cli.execute import CONFIGURATIONS, is_lighthouse, print_help
 from xffl.cli.main import command_parser
 from xffl.cluster.cells import Federation, parse_federation
 from xffl.cluster.environment import make_token_file, parse_lighthouse, run_token
@@ -32,7 +32,6 @@ from xffl.errors import ConfigError, LaunchError
 
 __all__ = ["build_parser", "join_elastic", "run"]
 
-_CONFIGURATIONS = (".yaml", ".yml")
 _PASSED_ON = ("federated", "hsdp", "require_cells", "log_dir", "merge")  # options that are those of xffl exec
 _FLAGS = ("--dry-run", "--follow", "--no-follow", "--cancel-on-interrupt", "--merge")
 _VALUES = ("--template", "--federated", "--hsdp", "--require-cells", "--log-dir", "--elastic", "--cells", "--cell")
@@ -104,11 +103,11 @@ def join_elastic(words: Sequence[str]) -> list[str]:
 def run(options: Namespace) -> int:
     """Submit the job, or those of all cells, and follow them."""
     file, *words = options.words or [""]
-    is_configuration = file.endswith(_CONFIGURATIONS)
+    is_configuration = file.endswith(CONFIGURATIONS)
     if is_configuration:
         options, words = _take_options(options, words)
         if {"-h", "--help"} & set(words):
-            return _help(file, words)
+            return print_help(file, words, "xffl submit {} [options] [--KEY VALUE ...]")
     elif not file:
         raise ConfigError("no file is given; write xffl submit config.yaml, or xffl submit [options] SCRIPT")
     elif not os.path.isfile(file):
@@ -178,20 +177,15 @@ def _take_options(options: Namespace, words: Sequence[str]) -> tuple[Namespace, 
     return merged, others
 
 
-def _help(file: str, words: Sequence[str]) -> int:
-    from xffl.training.config.configuration import config_class, help_text, job_trainer
-
-    usage = f"xffl submit {os.path.basename(file)} [options] [--KEY VALUE ...]"
-    print(help_text(config_class(job_trainer(file, words)), usage), end="")
-    return 0
+def _slurm_words(options: Namespace) -> list[str]:
+    return [f"--slurm.{name}={text}" for name, text in vars(options.slurm).items() if text is not None]
 
 
 def _plan_configuration(file: str, words: Sequence[str], options: Namespace) -> list[tuple[Job, SlurmConfig]]:
     """Read a configuration for each task of the job, so that mistakes are told before it queues."""
     from xffl.training.config.configuration import read_job, read_words
 
-    slurm_words = [f"--slurm.{name}={text}" for name, text in vars(options.slurm).items() if text is not None]
-    _, resolved = read_job(file, [*slurm_words, *words])
+    _, resolved = read_job(file, [*_slurm_words(options), *words])
     slurm = resolved.slurm
     experiment = getattr(resolved.config, "experiment", None)
     name = getattr(experiment, "name", Path(file).stem)
@@ -217,7 +211,7 @@ def _plan_configuration(file: str, words: Sequence[str], options: Namespace) -> 
         if experiment is not None and not {"experiment.name", "experiment.output_dir"} & changes.keys():
             changes |= {"experiment.output_dir": os.path.join(experiment.output_dir, f"task_{number}")}
         task = list(starmap(word_of, changes.items()))
-        _, one = read_job(file, [*slurm_words, *words, *task])
+        _, one = read_job(file, [*_slurm_words(options), *words, *task])
         if one.slurm != slurm or tasks_of_node(slurm, one.launch.processes) != layout:
             raise ConfigError(f"slurm.array changes {', '.join(changes)}; all tasks of an array are of one shape")
         tasks.append(tuple(task))
@@ -232,8 +226,7 @@ def _plan_script(file: str, words: Sequence[str], options: Namespace) -> list[tu
     """Take the section slurm from the options and the environment; the rest is the script's own."""
     from xffl.training.config.configuration import read_configuration
 
-    slurm_words = [f"--slurm.{name}={text}" for name, text in vars(options.slurm).items() if text is not None]
-    resolved = read_configuration(_Nothing, (), slurm_words)
+    resolved = read_configuration(_Nothing, (), _slurm_words(options))
     slurm = resolved.slurm
     if not {"slurm.signal", "slurm.signal_s"} & resolved.origins.keys():
         slurm = dataclasses.replace(slurm, signal_s=None)  # which would kill a script that does not listen to it
