@@ -36,14 +36,13 @@ def expand_hosts(text: str) -> tuple[str, ...]:
     pieces = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
     if not pieces or ",".join(pieces) != text:
         raise LaunchError(f"host list {text!r} cannot be read; write it like a[1-3,07],b09,login")
-    return tuple(name for piece in pieces for name in _expand_name(piece, text))
-
-
-def _expand_name(piece: str, text: str) -> Iterable[str]:
-    # Splitting at a captured group alternates: plain text, inside of a bracket, plain text, ...
-    parts = re.split(r"\[([^\[\]]*)\]", piece)
-    choices = [_numbers(part, text) if index % 2 else (part,) for index, part in enumerate(parts)]
-    return ("".join(chosen) for chosen in product(*choices))
+    names: list[str] = []
+    for piece in pieces:
+        # Splitting at a captured group alternates: plain text, inside of a bracket, plain text, ...
+        parts = re.split(r"\[([^\[\]]*)\]", piece)
+        choices = [_numbers(part, text) if index % 2 else (part,) for index, part in enumerate(parts)]
+        names += map("".join, product(*choices))
+    return tuple(names)
 
 
 def _numbers(ranges: str, text: str) -> tuple[str, ...]:

@@ -132,10 +132,15 @@ def write_workflow(workflow: Workflow, folder: Path) -> None:
         for name in _FIXED:
             (folder / name).write_text((templates / name).read_text(encoding="utf-8"), encoding="utf-8")
         _copy_project(workflow.configuration, folder / "project")
+        path = f"export PATH={shlex.quote(str(workflow.python))}:$PATH\n"
         for site in workflow.facilities:
-            text = _site_text(site, workflow.python) if site.setup is None else site.setup.read_text(encoding="utf-8")
+            text = (
+                f"# What facility {site.name} needs before xffl: its steps read this first. CHANGE what does not fit.\n"
+            )
+            text += path if site.host is None else '# module load ...\n. "$HOME/xffl/.venv/bin/activate"\n'
+            text = text if site.setup is None else site.setup.read_text(encoding="utf-8")
             (folder / "sites" / f"{site.name}.sh").write_text(text, encoding="utf-8")
-        here = f"# What this machine needs before xffl, to make the rounds.\n{_path_line(workflow.python)}"
+        here = f"# What this machine needs before xffl, to make the rounds.\n{path}"
         (folder / "sites" / "here.sh").write_text(here, encoding="utf-8")
         readme = (templates / "README.md").read_text(encoding="utf-8")
         (folder / "README.md").write_text(readme.replace("@NAME@", workflow.name), encoding="utf-8")
@@ -314,15 +319,6 @@ def _deployment(one: Facility, ranks: int | None) -> dict[str, Any]:
         config = {"maxConcurrentJobs": 2, "services": {"job": asked}}
         found[one.name] = {"type": "slurm", "config": config} | workdir | ({} if one.host is None else {"wraps": login})
     return found
-
-
-def _site_text(one: Facility, python: Path) -> str:
-    told = f"# What facility {one.name} needs before xffl: its steps read this first. CHANGE what does not fit.\n"
-    return told + (_path_line(python) if one.host is None else '# module load ...\n. "$HOME/xffl/.venv/bin/activate"\n')
-
-
-def _path_line(python: Path) -> str:
-    return f"export PATH={shlex.quote(str(python))}:$PATH\n"
 
 
 class _Dumper(yaml.SafeDumper):

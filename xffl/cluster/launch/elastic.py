@@ -147,9 +147,12 @@ class _Cell:
         # signals the ranks of a job, and not this process, when the job has to leave.
         is_asked = bool(asked) or "SLURM_JOB_ID" in self._job.environ
         is_leaving = (code == ExitCode.PREEMPTED and is_asked) or code in map(code_of_signal, asked)
+        # Its launcher has refused to start ranks, or the rank that failed first would do so again.
+        record = read_failure(self._failures, 0)
+        is_in_vain = record is None or (record.is_xffl and record.headline.startswith(_IN_VAIN))
         if code in (ExitCode.OK, ExitCode.TIMEOUT) or is_leaving or any(asked.values()):
             self._end(code)
-        elif code == ExitCode.REFUSED and self._is_in_vain():
+        elif code == ExitCode.REFUSED and is_in_vain:
             print(f"{told} and is not started again: it would fail in the same way", file=sys.stderr)
             self._end(code)
         elif self._restarted == self._restarts:
@@ -181,11 +184,6 @@ class _Cell:
             start_new_session=True,
             preexec_fn=partial(_begin_cell, job.share),
         )
-
-    def _is_in_vain(self) -> bool:
-        """Tell whether its launcher has refused to start ranks, or the rank that failed first would do so again."""
-        record = read_failure(self._failures, 0)
-        return record is None or (record.is_xffl and record.headline.startswith(_IN_VAIN))
 
     def _end(self, code: int) -> None:
         self.code, self.ended_at = code, time.monotonic()

@@ -288,14 +288,10 @@ class JobWatch:
         failure = first_failure(codes, self._records)
         if self._is_ended_by_others and failure.record is not None and failure.record.lost_peer:
             return first_failure(self._terminated, {})  # the peer that was lost
-        return replace(failure, suspects=self._suspects())
-
-    def _suspects(self) -> str:
-        """Tell which ranks may be the lost peer of one that failed."""
-        groups = ((self._left, "left with code 0"), (self._lasting, "went on, and may hang"))
-        return ", and ".join(
-            f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))} {how}" for ranks, how in groups if ranks
-        )
+        # Which ranks may be the peer that was lost.
+        groups = ((sorted(self._left), "left with code 0"), (sorted(self._lasting), "went on, and may hang"))
+        told = [f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {how}" for ranks, how in groups if ranks]
+        return replace(failure, suspects=", and ".join(told))
 
 
 @contextmanager

@@ -55,15 +55,6 @@ def ssh_command(host: Host, environ: Mapping[str, str], module: str = "xffl.clus
     return [*shlex.split(environ.get("XFFL_SSH") or _SSH), "--", host.address or host.name, remote]
 
 
-def allow_files(hosts: int) -> None:
-    """Raise the limit of open files of this process as far as so many connections need, and as it may be."""
-    wanted = _FILES_PER_HOST * hosts + _FILES_BESIDES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < limit:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-
-
 class HostConnection:
     """One connection, with threads of its own: neither a host that does not read nor a paused terminal stops it."""
 
@@ -242,7 +233,11 @@ class _Job:
     def connect(self, told: Mapping[str, Any]) -> None:
         """Reach every host, and start the ranks once all have answered."""
         hosts, first = self._layout.hosts, 0
-        allow_files(len(hosts))
+        wanted = _FILES_PER_HOST * len(hosts) + _FILES_BESIDES
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        if soft != resource.RLIM_INFINITY and soft < limit:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         for number, host in enumerate(hosts):
             place = {"host": host.name, "first": first, "slots": host.slots, "node_rank": number, "nodes": len(hosts)}
             self._connections.append(HostConnection(number, host, {**told, **place}, self._events))

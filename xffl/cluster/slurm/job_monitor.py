@@ -136,8 +136,11 @@ class Follower:
                 self.tell(f"the controller does not answer; {who} asked for again")
             is_silent = queue is None
             if queue is not None:
-                if self._tell_changes(queue):
-                    wait_s = self.longest_s / 10
+                changed = {task: seen for task, seen in queue.items() if self._known.get(task) != seen}
+                for task, (state, reason) in sorted(changed.items()):
+                    self.tell(f"job {self.name(task)} is {state}" + ("" if reason in ("None", "") else f" ({reason})"))
+                self._known.update(changed)
+                wait_s = self.longest_s / 10 if changed else wait_s
                 left = {_number(task) for task, (state, _) in queue.items() if state not in _ENDED}
                 for number in sorted(self.jobs.keys() - left - endings.keys()):
                     # At once, since a controller without accounting forgets a job before others of a run have ended.
@@ -152,13 +155,6 @@ class Follower:
                     break
                 time.sleep(self.look_s)
             wait_s = min(self.longest_s, wait_s * 1.5)
-
-    def _tell_changes(self, queue: Mapping[str, tuple[str, str]]) -> bool:
-        changed = {task: seen for task, seen in queue.items() if self._known.get(task) != seen}
-        for task, (state, reason) in sorted(changed.items()):
-            self.tell(f"job {self.name(task)} is {state}" + ("" if reason in ("None", "") else f" ({reason})"))
-        self._known.update(changed)
-        return bool(changed)
 
     def name(self, task: str) -> str:
         """Return the number of a job or a task, with its cell."""
