@@ -490,11 +490,7 @@ def _start_all_cells(
             own = {**environ, **step, **(share.environ if share else {}), "XFFL_CELL": f"{number}/{len(sizes)}"}
             jobs.append(CellJob(number, [*where, *more], command, own, share, log_dir))
         return launch_cells(
-            jobs,
-            restarts=_restarts(options),
-            timeout_s=options.timeout,
-            lighthouse=lighthouse,
-            are_all_here=is_local,
+            jobs, restarts=_restarts(options), timeout_s=options.timeout, lighthouse=lighthouse, are_all_here=is_local
         )
 
 

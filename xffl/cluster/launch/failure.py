@@ -38,18 +38,12 @@ class ExitCode(IntEnum):
     """How a job or a rank ended, where it did not choose a code of its own."""
 
     OK = 0
-    FAILED = 1
-    """A rank raised, or left with a message."""
-    REFUSED = 2
-    """An :class:`~xffl.errors.XfflError`: what was asked for cannot be done. Starting again changes nothing."""
-    PREEMPTED = 75
-    """Asked to leave early: a checkpoint is written; starting the same command again goes on from it."""
-    TIMEOUT = 124
-    """``--timeout`` was over."""
-    INTERRUPTED = 130
-    """Ctrl-C."""
-    BROKEN_PIPE = 141
-    """The reader of standard output has gone."""
+    FAILED = 1  # a rank raised, or left with a message
+    REFUSED = 2  # An XfflError: what was asked for cannot be done. Starting again changes nothing
+    PREEMPTED = 75  # asked to leave early: a checkpoint is written; starting the same command again goes on from it
+    TIMEOUT = 124  # --timeout was over
+    INTERRUPTED = 130  # Ctrl-C
+    BROKEN_PIPE = 141  # the reader of standard output has gone
 
 
 def code_of_signal(number: int) -> int:
@@ -58,16 +52,8 @@ def code_of_signal(number: int) -> int:
 
 
 _LOST_PEER = (
-    "broken pipe",
-    "connection closed by peer",
-    "connection refused",
-    "connection reset",
-    "connection was closed",
-    "connection was likely closed",
-    "dead peer",
-    "failed to recv",
-    "remote process exited",
-    "socket closed",
+    *("broken pipe", "connection closed by peer", "connection refused", "connection reset", "connection was closed"),
+    *("connection was likely closed", "dead peer", "failed to recv", "remote process exited", "socket closed"),
     "timed out waiting",
 )
 """What gloo, NCCL and the store say, in lower case, when another rank has gone."""

@@ -32,11 +32,7 @@ class JobLayout:
 
 
 def fit_hosts(
-    allocation: Allocation,
-    processes: int | None,
-    *,
-    knob: str = "--processes",
-    environ: Mapping[str, str] = os.environ,
+    allocation: Allocation, processes: int | None, *, knob: str = "--processes", environ: Mapping[str, str] = os.environ
 ) -> tuple[Host, ...]:
     """Return the hosts with as many slots as ranks are asked for, each with a GPU of its own where hosts have some."""
     hosts = _fitted(allocation, processes, knob, environ)
