@@ -369,10 +369,8 @@ def _started(options: Namespace) -> int | None:
 
 def _be_rank(options: Namespace, work: Callable[[], object]) -> int:
     if options.merge:
-        raise ConfigError(
-            "--merge is for the command that starts the ranks, and a launcher has started them; give --log-dir DIR and "
-            "read it with xffl logs DIR --follow"
-        )
+        hint = "give --log-dir DIR and read it with xffl logs DIR --follow"
+        raise ConfigError(f"--merge is for the command that starts the ranks, and a launcher has started them; {hint}")
     log_dir = None if options.log_dir is None else make_log_dir(options.log_dir)
     return be_rank(work, timeout_s=options.timeout, log_dir=log_dir)
 
@@ -400,10 +398,8 @@ def _find_start(
     if job is not None:
         return replace(job, hosts=fit_hosts(job, processes, knob=knob))
     if way == "srun":
-        raise LaunchError(
-            "--launcher srun is for the inside of a SLURM job, and this is not. HINT: start it with salloc, from a "
-            "batch script, or with xffl submit"
-        )
+        hint = "start it with salloc, from a batch script, or with xffl submit"
+        raise LaunchError(f"--launcher srun is for the inside of a SLURM job, and this is not. HINT: {hint}")
     if options.elastic is not None and rule:
         raise ConfigError(
             f"federated {rule} finds cells of hosts, but all cells start on this machine; give sizes, such as 2,2"
@@ -440,10 +436,8 @@ def _check_elastic(options: Namespace, over_files: environment.OverFiles) -> Non
             raise ConfigError(f"--elastic starts all cells on this machine or in a SLURM job, not by ssh; {by_hand}")
         return
     if over_files.cell is None:
-        raise ConfigError(
-            f"--elastic {options.elastic} joins one cell to a run; give --cell, such as 0/2, or leave the address out "
-            "to start all cells"
-        )
+        hint = "give --cell, such as 0/2, or leave the address out to start all cells"
+        raise ConfigError(f"--elastic {options.elastic} joins one cell to a run; {hint}")
     if sizes := options.federated or os.environ.get("XFFL_FEDERATED", "").strip():
         raise ConfigError(
             f"--federated {sizes} is for a job of several cells, but this one is cell {over_files.cell}; give its "

@@ -354,10 +354,8 @@ def lighthouse_of(environ: Mapping[str, str] = os.environ) -> str:
     for name in ("XFFL_LIGHTHOUSE", "TORCHFT_LIGHTHOUSE"):
         if text := environ.get(name, "").strip():
             return _url(name, text)
-    raise LaunchError(
-        "fault tolerance is asked for, but XFFL_LIGHTHOUSE is not set; start xffl lighthouse once for all replica "
-        "groups, and give each job the address that it prints"
-    )
+    hint = "start xffl lighthouse once for all replica groups, and give each job the address that it prints"
+    raise LaunchError(f"fault tolerance is asked for, but XFFL_LIGHTHOUSE is not set; {hint}")
 
 
 def resolve_lighthouse(text: str, what: str = "the lighthouse") -> str:
@@ -367,10 +365,8 @@ def resolve_lighthouse(text: str, what: str = "the lighthouse") -> str:
             told = Path(text.removeprefix("file:")).read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or error
-            raise LaunchError(
-                f"{what} is {text!r}, a file that cannot be read ({why}); it is there once the lighthouse runs; see "
-                "that its job has started, or give HOST:PORT"
-            ) from error
+            hint = "it is there once the lighthouse runs; see that its job has started, or give HOST:PORT"
+            raise LaunchError(f"{what} is {text!r}, a file that cannot be read ({why}); {hint}") from error
         what, text = f"{what} in {text.removeprefix('file:')}", told
     return _url(what, text)
 

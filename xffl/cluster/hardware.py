@@ -56,10 +56,8 @@ def pick_gpu(local_rank: int, local_size: int, visible: int, environ: Mapping[st
     )
     if visible == 1 and is_bound:
         return 0
-    raise LaunchError(
-        f"{local_size} processes run on this node, but this one sees {visible} GPUs; start one process for each GPU, "
-        "or give device='cpu'"
-    )
+    hint = "start one process for each GPU, or give device='cpu'"
+    raise LaunchError(f"{local_size} processes run on this node, but this one sees {visible} GPUs; {hint}")
 
 
 _M_MMAP_THRESHOLD = -3  # the parameter's number in glibc's malloc.h

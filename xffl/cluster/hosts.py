@@ -102,10 +102,8 @@ def node_address(name: str) -> str:
     try:
         shown = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_S, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError(
-            f"node {name!r} does not resolve, and scontrol did not answer: {error}; set MASTER_ADDR to an address "
-            "of the first node"
-        ) from error
+        hint = "set MASTER_ADDR to an address of the first node"
+        raise LaunchError(f"node {name!r} does not resolve, and scontrol did not answer: {error}; {hint}") from error
     match = re.search(r"\bNodeAddr=(\S+)", shown.stdout)
     return match[1] if match else name
 
@@ -126,10 +124,8 @@ def reachable_address(peers: Iterable[str]) -> str:
                 source = str(probe.getsockname()[0])
             if not source.startswith("127."):
                 return source
-    raise LaunchError(
-        f"host {own!r} resolves to no address that other hosts can reach; set XFFL_IFNAME to a network interface, or "
-        "MASTER_ADDR and MASTER_PORT"
-    )
+    hint = "set XFFL_IFNAME to a network interface, or MASTER_ADDR and MASTER_PORT"
+    raise LaunchError(f"host {own!r} resolves to no address that other hosts can reach; {hint}")
 
 
 def resolve(name: str) -> tuple[str, ...]:

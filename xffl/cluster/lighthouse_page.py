@@ -62,10 +62,8 @@ def read_lighthouse(url: str, timeout_s: float = 5.0) -> LighthouseStatus:
     except HTTPException:
         text = ""
     except OSError as error:
-        raise LaunchError(
-            f"the lighthouse {url} does not answer ({error.strerror or error}); see that it runs, and that this host "
-            "reaches it"
-        ) from error
+        hint = "see that it runs, and that this host reaches it"
+        raise LaunchError(f"the lighthouse {url} does not answer ({error.strerror or error}); {hint}") from error
     finally:
         connection.close()
     status = parse_page(text)

@@ -81,10 +81,8 @@ def _parse(text: str) -> Facility:
     if processes is not None and not (processes.isdecimal() and int(processes) > 0):
         raise ConfigError(f"facility {text!r} has processes={processes}; give how many ranks its cell has")
     if is_slurm and "workdir" not in given:
-        raise ConfigError(
-            f"facility {text!r} runs batch jobs, whose nodes have to see StreamFlow's files; give workdir=FOLDER on a "
-            "file system that they share"
-        )
+        hint = "give workdir=FOLDER on a file system that they share"
+        raise ConfigError(f"facility {text!r} runs batch jobs, whose nodes have to see StreamFlow's files; {hint}")
     return Facility(
         name=name,
         host=None if where is None else where["host"] + (f":{where['port']}" if where["port"] else ""),

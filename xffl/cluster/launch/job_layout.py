@@ -79,10 +79,8 @@ def _fitted(allocation: Allocation, processes: int | None, knob: str, environ: M
     if processes < 1:
         Topology(processes)  # says so
     if allocation.kind != "slurm":
-        raise ConfigError(
-            f"{knob} is {processes}, but the hosts take {slots} ranks ({_shown(hosts)}). HINT: change the slots of "
-            f"--hosts, or leave {knob} out"
-        )
+        hint = f"change the slots of --hosts, or leave {knob} out"
+        raise ConfigError(f"{knob} is {processes}, but the hosts take {slots} ranks ({_shown(hosts)}). HINT: {hint}")
     if environ.get("SLURM_NTASKS") or environ.get("SLURM_NTASKS_PER_NODE"):
         raise LaunchError(
             f"{knob} is {processes}, but job {allocation.job} has {slots} tasks ({_shown(hosts)}). HINT: ask SLURM "

@@ -67,10 +67,8 @@ def find_allocation(
         )
     listed = next((name for name in ("SLURM_JOB_NODELIST", "SLURM_NODELIST") if environ.get(name)), None)
     if listed is None:
-        raise LaunchError(
-            f"SLURM_JOB_ID={job} tells of a job, but SLURM_JOB_NODELIST is not set. HINT: start from the batch script "
-            "or the shell of salloc, or unset SLURM_JOB_ID"
-        )
+        hint = "start from the batch script or the shell of salloc, or unset SLURM_JOB_ID"
+        raise LaunchError(f"SLURM_JOB_ID={job} tells of a job, but SLURM_JOB_NODELIST is not set. HINT: {hint}")
     names = expand_hosts(environ[listed])
     tasks = _tasks(environ, len(names), listed)
     is_asked = bool(environ.get("SLURM_NTASKS") or environ.get("SLURM_NTASKS_PER_NODE"))
