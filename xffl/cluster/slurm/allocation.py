@@ -142,10 +142,8 @@ def show_topology(environ: Mapping[str, str] = os.environ) -> str:
     environ.pop("SLURM_TOPO_LEN", None)  # it cuts lines short
     program = shutil.which("scontrol", path=environ.get("PATH"))
     if program is None:
-        raise LaunchError(
-            "cells of SLURM's network are asked for, but there is no scontrol in PATH. HINT: load SLURM's module, or "
-            "give the cells by hosts:REGEX or file:PATH"
-        )
+        hint = "load SLURM's module, or give the cells by hosts:REGEX or file:PATH"
+        raise LaunchError(f"cells of SLURM's network are asked for, but there is no scontrol in PATH. HINT: {hint}")
     try:
         shown = subprocess.run(
             [program, "show", "topology"], env=environ, capture_output=True, text=True, timeout=_SCONTROL_S,
