@@ -6,7 +6,7 @@ import re
 import shlex
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -98,7 +98,6 @@ def _parse(text: str) -> Facility:
 
 
 _FIXED = ("begin.cwl", "train.cwl", "measure.cwl", "aggregate.cwl", "record.cwl", "steps.sh", "requirements.txt")
-_COMMON = {"project": "Directory", "configuration": "string", "rounds": "int", "results": "string", "site": "File"}
 
 
 @dataclass(frozen=True)
@@ -142,10 +141,13 @@ def write_workflow(workflow: Workflow, folder: Path) -> None:
         (folder / "sites" / "here.sh").write_text(here, encoding="utf-8")
         readme = (templates / "README.md").read_text(encoding="utf-8")
         (folder / "README.md").write_text(readme.replace("@NAME@", workflow.name), encoding="utf-8")
-        _write(folder / "round.cwl", _ROUND, _round(workflow))
-        _write(folder / "main.cwl", _MAIN, _main(workflow))
-        _write(folder / "inputs.yml", _INPUTS, _inputs(workflow, folder.resolve()))
-        _write(folder / "streamflow.yml", _STREAMFLOW, _streamflow(workflow))
+        for name, complete in _COMPLETED.items():
+            text = (templates / name).read_text(encoding="utf-8")
+            head = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
+            values: dict[str, Any] = yaml.safe_load(text)
+            complete(values, workflow, folder.resolve())
+            text = yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=118, default_flow_style=None)
+            (folder / name).write_text(head + text, encoding="utf-8")
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise ConfigError(f"{error.filename or folder} cannot be used: {error.strerror}; give another") from error
@@ -163,14 +165,14 @@ def _copy_project(configuration: Path, target: Path) -> None:
         shutil.copy(module, place)
 
 
-# CWL ------------------------------------------------------------------------------------------------------------------
+class _Dumper(yaml.SafeDumper):
+    """Writes lists and mappings that hold plain values alone in one line."""
 
-_ROUND = """\
-# One round: all cells train, the model that they start from is measured meanwhile, and their exports are combined.
-"""
-_MAIN = """\
-# Rounds over files, one after the other: begin where the last run has ended, and measure the final model.
-"""
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+# What is different for each facility, beside the templates ------------------------------------------------------------
 
 
 def _of_site(name: str) -> dict[str, Any]:
@@ -192,114 +194,46 @@ def _measuring(workflow: Workflow, start: str | dict[str, Any]) -> dict[str, Any
     return {"measure": {"run": "measure.cwl", "in": given, "out": ["metrics"]}}
 
 
-def _round(workflow: Workflow) -> dict[str, Any]:
+def _complete_round(values: dict[str, Any], workflow: Workflow, folder: Path) -> None:
+    values["inputs"] |= _per_site(workflow)
     steps: dict[str, Any] = {}
     for number, one in enumerate(workflow.facilities):
         given = _of_site(one.name) | {name: name for name in ("project", "configuration", "round", "start")}
         given["cell"] = {"default": workflow.cell(number)}
         steps[f"train_{one.name}"] = {"run": "train.cwl", "in": given, "out": ["export"]}
-    exports = {"source": [f"{step}/export" for step in steps], "linkMerge": "merge_flattened"}
-    measuring = _measuring(workflow, "start")
-    made: dict[str, Any] = {name: name for name in ("site", "results", "round", "rounds")} | {"exports": exports}
+    made, measuring = values["steps"]["aggregate"]["in"], _measuring(workflow, "start")
+    made["exports"] = {"source": [f"{step}/export" for step in steps], "linkMerge": "merge_flattened"}
     made |= {"metrics": "measure/metrics"} if measuring else {}
-    steps |= measuring | {"aggregate": {"run": "aggregate.cwl", "in": made, "out": ["model", "round", "more"]}}
-    return {
-        "cwlVersion": "v1.2",
-        "class": "Workflow",
-        "requirements": {"MultipleInputFeatureRequirement": {}},
-        "inputs": _COMMON | {"round": "int", "start": "Directory?", "more": "boolean"} | _per_site(workflow),
-        "steps": steps,
-        "outputs": {
-            "model": {"type": "Directory", "outputSource": "aggregate/model"},
-            "next": {"type": "int", "outputSource": "aggregate/round"},
-            "goes_on": {"type": "boolean", "outputSource": "aggregate/more"},
-        },
-    }
+    values["steps"] = steps | measuring | values["steps"]
 
 
-def _main(workflow: Workflow) -> dict[str, Any]:
-    inputs = _COMMON | {"first": "int"} | _per_site(workflow)
-    passed = {name: name for name in inputs if name != "first"}
-    begun = {"round": "begin/round", "start": "begin/start", "more": "begin/more"}
-    final = {"source": ["federation/model", "begin/start"], "pickValue": "first_non_null"}
-    loop = {
-        "loopWhen": "$(inputs.more)",
-        "loop": {"start": "model", "round": "next", "more": "goes_on"},
-        "outputMethod": "last",
-    }
-    begin = {name: name for name in ("site", "results", "first", "rounds")}
-    steps: dict[str, Any] = {
-        "begin": {"run": "begin.cwl", "in": begin, "out": ["start", "round", "more"]},
-        "federation": {
-            "run": "round.cwl",
-            "in": passed | begun,
-            "out": ["model", "next", "goes_on"],
-            "requirements": {"cwltool:Loop": loop},
-        },
-    }
-    model = {"type": "Directory", "outputSource": final["source"], "pickValue": final["pickValue"]}
-    outputs: dict[str, Any] = {"model": model}
-    measuring = _measuring(workflow, final)
-    if measuring:
+def _complete_main(values: dict[str, Any], workflow: Workflow, folder: Path) -> None:
+    values["inputs"] |= _per_site(workflow)
+    federation, model = values["steps"]["federation"], values["outputs"]["model"]
+    federation["in"] = {name: name for name in values["inputs"] if name != "first"} | federation["in"]
+    if measuring := _measuring(workflow, {"source": model["outputSource"], "pickValue": model["pickValue"]}):
         record = {"site": "site", "results": "results", "metrics": "measure/metrics"}
-        measuring["record"] = {"run": "record.cwl", "in": record, "out": ["metrics"]}
-        outputs["metrics"] = {"type": "File", "outputSource": "record/metrics"}
-    return {
-        "cwlVersion": "v1.2",
-        "class": "Workflow",
-        "$namespaces": {"cwltool": "http://commonwl.org/cwltool#"},
-        "requirements": {"SubworkflowFeatureRequirement": {}, "MultipleInputFeatureRequirement": {}},
-        "inputs": inputs,
-        "steps": steps | measuring,
-        "outputs": outputs,
-    }
+        values["steps"] |= measuring | {"record": {"run": "record.cwl", "in": record, "out": ["metrics"]}}
+        values["outputs"]["metrics"] = {"type": "File", "outputSource": "record/metrics"}
 
 
-# What is different at each site ---------------------------------------------------------------------------------------
-
-_INPUTS = """\
-# What is run. home is a folder at the facility, below the home directory unless it is absolute: the cell's checkpoints
-# and its last export. words are settings of the configuration that hold at one facility alone, such as
-# [--data.path, /scratch/me/text]. results is a folder on this machine, where the rounds are kept.
-"""
-_STREAMFLOW = """\
-# Where StreamFlow runs each step: what is bound to no deployment is run on this machine. workdir is a folder there, for
-# SLURM on a file system that the nodes share.
-"""
-
-
-def _inputs(workflow: Workflow, folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "rounds": workflow.rounds,
-        "first": 0 if workflow.has_server else 1,
-        "results": str(folder / "results"),
-        "project": {"class": "Directory", "path": "project"},
-        "configuration": workflow.configuration.name,
-        "site": {"class": "File", "path": "sites/here.sh"},
-    }
+def _complete_inputs(values: dict[str, Any], workflow: Workflow, folder: Path) -> None:
+    values |= {"rounds": workflow.rounds, "first": 0 if workflow.has_server else 1}
+    values |= {"results": str(folder / "results"), "configuration": workflow.configuration.name}
     for number, one in enumerate(workflow.facilities):
-        found[f"site_{one.name}"] = {"class": "File", "path": f"sites/{one.name}.sh"}
-        found[f"home_{one.name}"] = one.home or f"xffl/{workflow.name}/cell_{number}"
-        found[f"words_{one.name}"] = []
-    return found
+        values[f"site_{one.name}"] = {"class": "File", "path": f"sites/{one.name}.sh"}
+        values[f"home_{one.name}"] = one.home or f"xffl/{workflow.name}/cell_{number}"
+        values[f"words_{one.name}"] = []
 
 
-def _streamflow(workflow: Workflow) -> dict[str, Any]:
-    bindings: list[dict[str, Any]] = []
-    deployments: dict[str, Any] = {}
+def _complete_streamflow(values: dict[str, Any], workflow: Workflow, folder: Path) -> None:
     for number, one in enumerate(workflow.facilities):
         steps = [f"/federation/train_{one.name}"]
         if one.name == workflow.measured_by:
             steps += ["/federation/measure", "/measure"]
         target = {"deployment": one.name} | ({"service": "job"} if one.is_slurm else {})
-        bindings += [{"step": step, "target": target} for step in steps]
-        deployments |= _deployment(one, None if workflow.sizes is None else workflow.sizes[number])
-    cwl = {"file": "main.cwl", "settings": "inputs.yml"}
-    return {
-        "version": "v1.0",
-        "workflows": {"federation": {"type": "cwl", "config": cwl, "bindings": bindings}},
-        "deployments": deployments,
-    }
+        values["workflows"]["federation"]["bindings"] += [{"step": step, "target": target} for step in steps]
+        values["deployments"] |= _deployment(one, None if workflow.sizes is None else workflow.sizes[number])
 
 
 def _deployment(one: Facility, ranks: int | None) -> dict[str, Any]:
@@ -319,13 +253,10 @@ def _deployment(one: Facility, ranks: int | None) -> dict[str, Any]:
     return found
 
 
-class _Dumper(yaml.SafeDumper):
-    """Writes lists and mappings that hold plain values alone in one line."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _write(path: Path, head: str, values: Mapping[str, Any] | Sequence[Any]) -> None:
-    text = yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=118, default_flow_style=None)
-    path.write_text(head + text, encoding="utf-8")
+_COMPLETED = {
+    "round.cwl": _complete_round,
+    "main.cwl": _complete_main,
+    "inputs.yml": _complete_inputs,
+    "streamflow.yml": _complete_streamflow,
+}
+"""Templates to which something is added for each facility."""
