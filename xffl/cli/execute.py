@@ -25,7 +25,7 @@ from xffl.cluster.cells import Federation, check_cells, parse_cell, parse_federa
 from xffl.cluster.launch.affinity import share_machine
 from xffl.cluster.launch.elastic import CellJob, SharedLighthouse, launch_cells, own_lighthouse, step_variables
 from xffl.cluster.launch.failure import ExitCode, FailureRecord, RankFailure, record_failure
-from xffl.cluster.launch.job_layout import JobLayout, check_started, fit_hosts, lay_out
+from xffl.cluster.launch.job_layout import JobLayout, LaunchOptions, check_started, fit_hosts, lay_out
 from xffl.cluster.launch.launch import launch_local
 from xffl.cluster.launch.launchers import LAUNCHERS
 from xffl.cluster.launch.logs import following, make_log_dir
@@ -465,14 +465,11 @@ def _start_all_cells(
     if not any(environ.get(name, "").strip() for name in ("XFFL_TOKEN", "XFFL_TOKEN_FILE")):
         environ["XFFL_TOKEN"] = os.urandom(32).hex()
     environment.token_of(environ)
-    log_dir = None if options.log_dir is None else make_log_dir(options.log_dir)
     with ExitStack() as stack:
+        log_dir = _follow_logs(options, stack, is_local=is_local)  # each cell by itself would tear others' lines
         lighthouse = stack.enter_context(own_lighthouse(None if is_local else layout))
         environ["XFFL_LIGHTHOUSE"] = url = f"http://{lighthouse.address}"
         print(f"xffl: xffl cells {url} shows the cells of this run", file=sys.stderr)
-        log_dir = _follow_logs(
-            options, log_dir, stack, is_local=is_local
-        )  # each cell by itself would tear others' lines
         more = _options_of_cell(options, "grace", "hsdp")
         if options.merge and log_dir is None:
             more.append("--merge")
@@ -507,8 +504,9 @@ def _start_one_cell(options: Namespace, command: Sequence[str]) -> int:
         return launch_cells([job], restarts=_restarts(options), timeout_s=options.timeout, lighthouse=lighthouse)
 
 
-def _follow_logs(options: Namespace, log_dir: str | None, stack: ExitStack, *, is_local: bool) -> str | None:
-    """Show what ranks write to their logs while the stack is open, if that is asked for; return the folder, if any."""
+def _follow_logs(options: Namespace, stack: ExitStack, *, is_local: bool) -> str | None:
+    """Return the folder of the ranks' logs, if any, and show them while the stack is open, if that is asked for."""
+    log_dir = None if options.log_dir is None else make_log_dir(options.log_dir)
     if options.merge and log_dir is None and is_local:
         log_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="xffl-logs-"))
     if options.merge and log_dir is not None:
@@ -553,16 +551,19 @@ def _start(
         environ["XFFL_LAUNCHED_CELLS"] = str(cells)
     if resolved is not None:
         environ["XFFL_RESOLVED"] = resolved
-    log_dir = None if options.log_dir is None else make_log_dir(options.log_dir)
     with ExitStack() as stack:
-        log_dir = _follow_logs(options, log_dir, stack, is_local=start.kind == "local")
-        more: dict[str, Any] = {"environ": environ, "timeout_s": timeout_s, "log_dir": log_dir}
-        more["grace_s"] = options.grace or _GRACE_S
+        log_dir = _follow_logs(options, stack, is_local=start.kind == "local")
+        asked = LaunchOptions(
+            environ=environ,
+            timeout_s=timeout_s,
+            grace_s=options.grace or _GRACE_S,
+            log_dir=log_dir,
+            is_labelled=options.merge and log_dir is None,
+        )
         if start.kind == "local":
-            ended = launch_local(start.slots, command, **more)
+            ended = launch_local(start.slots, command, asked)
         else:
-            launch = launch_srun if start.kind == "slurm" else launch_ssh
-            ended = launch(layout, command, **more, is_labelled=options.merge and log_dir is None)
+            ended = (launch_srun if start.kind == "slurm" else launch_ssh)(layout, command, asked)
     if isinstance(ended, RankFailure):
         if options.failures is not None:
             record = ended.record or FailureRecord(time.time(), ended.exit_code, "", "", False, False)

@@ -11,7 +11,7 @@ from xffl.cluster.slurm.allocation import Allocation, Host
 from xffl.errors import ConfigError, LaunchError
 from xffl.topology import Topology
 
-__all__ = ["JobLayout", "check_started", "fit_hosts", "lay_out"]
+__all__ = ["JobLayout", "LaunchOptions", "check_started", "fit_hosts", "lay_out"]
 
 _SHOWN = 6
 
@@ -29,6 +29,17 @@ class JobLayout:
     def cell_of(self, rank: int) -> int | None:
         """Return the cell of a rank, where the cells are known."""
         return self.cell if self.sizes is None else self.topology.cell_of(rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """How ranks are started and ended."""
+
+    environ: Mapping[str, str]  # variables for the ranks
+    timeout_s: float | None = None
+    grace_s: float = 10.0  # for ranks to end by themselves, before they are killed
+    log_dir: str | None = None
+    is_labelled: bool = False  # whether cell and rank stand before each line that ranks print
 
 
 def fit_hosts(

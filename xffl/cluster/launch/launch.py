@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 from xffl.cluster.launch.affinity import limit_threads
 from xffl.cluster.launch.failure import ExitCode, FailureRecord, JobWatch, RankFailure, caught_signals, read_failure
+from xffl.cluster.launch.job_layout import LaunchOptions
 from xffl.cluster.launch.launchers import torchrun_variables
 from xffl.cluster.launch.runner import LINGER_S, RankJob, check_script
 from xffl.errors import LaunchError
@@ -23,15 +24,7 @@ __all__ = ["held_port", "launch_distributed", "launch_local"]
 _POLL_S = 0.05
 
 
-def launch_local(
-    processes: int,
-    command: Sequence[str],
-    *,
-    environ: Mapping[str, str],
-    timeout_s: float | None = None,
-    grace_s: float = 10.0,
-    log_dir: str | None = None,
-) -> RankFailure | int:
+def launch_local(processes: int, command: Sequence[str], options: LaunchOptions) -> RankFailure | int:
     """Run a Python script in several processes on this machine, and wait for them.
 
     The ranks get torchrun's variables; they meet at a free port of 127.0.0.1 that this process holds for them, so jobs
@@ -41,15 +34,15 @@ def launch_local(
     is killed, Linux ends the ranks. Call it from the main thread.
     """
     check_script(command[0])
-    watch = JobWatch(timeout_s, grace_s)
+    watch = JobWatch(options.timeout_s, options.grace_s)
     # The variables of an agent above this process are not for the ranks.
     own = {name: text for name, text in os.environ.items() if not name.startswith("TORCHELASTIC_")}
-    variables = {**own, **environ}
+    variables = {**own, **options.environ}
     limit_threads(variables)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, exit codes are lost
     folder = tempfile.TemporaryDirectory(prefix="xffl-exec-")
     with folder as failures, held_port() as port, caught_signals() as take_signals:
-        variables |= RankJob(log_dir=log_dir, failures=failures, parent=os.getpid()).variables()
+        variables |= RankJob(log_dir=options.log_dir, failures=failures, parent=os.getpid()).variables()
         ranks = _Ranks(watch, failures)
         try:
             ranks.start(processes, command, {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})

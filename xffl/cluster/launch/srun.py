@@ -20,7 +20,7 @@ from typing import IO, BinaryIO
 from xffl.cluster.hosts import expand_hosts, node_address
 from xffl.cluster.launch.affinity import limit_threads
 from xffl.cluster.launch.failure import ExitCode, FailureRecord, JobWatch, RankFailure, caught_signals
-from xffl.cluster.launch.job_layout import JobLayout
+from xffl.cluster.launch.job_layout import JobLayout, LaunchOptions
 from xffl.cluster.launch.logs import LineBuffer, MarkedLines, Message, line_prefix
 from xffl.cluster.launch.runner import RankJob, check_script, die_with_parent
 from xffl.errors import LaunchError
@@ -51,16 +51,7 @@ _CHOSEN_HERE = (
 """Variables that srun reads as options, or that the job has and the step does not."""
 
 
-def launch_srun(
-    layout: JobLayout,
-    command: Sequence[str],
-    *,
-    environ: Mapping[str, str],
-    timeout_s: float | None = None,
-    grace_s: float = 10.0,
-    log_dir: str | None = None,
-    is_labelled: bool = False,
-) -> RankFailure | int:
+def launch_srun(layout: JobLayout, command: Sequence[str], options: LaunchOptions) -> RankFailure | int:
     """Run a Python script as a step of the job in which this process stands, and wait for it.
 
     The ranks get SLURM's variables; they meet at the first host. SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to
@@ -68,8 +59,8 @@ def launch_srun(
     killed, srun ends the step.
     """
     check_script(command[0])
-    job = RankJob(tuple(command), log_dir, is_marked=True, is_tied=False)
-    watch = JobWatch(timeout_s, grace_s)
+    job = RankJob(tuple(command), options.log_dir, is_marked=True, is_tied=False)
+    watch = JobWatch(options.timeout_s, options.grace_s)
     with tempfile.TemporaryDirectory(prefix="xffl-exec-") as folder:
         hostfile = Path(folder, "hosts")
         hostfile.write_text("".join(f"{host.name}\n" * host.slots for host in layout.hosts))
@@ -78,9 +69,9 @@ def launch_srun(
         if "MASTER_ADDR" not in variables and len(layout.hosts) > 1:
             # SLURM sorts the step's nodes: the first of them need not be that of rank 0.
             variables["MASTER_ADDR"] = layout.hosts[0].address or node_address(layout.hosts[0].name)
-        variables |= {**environ, **job.variables(), "SLURM_HOSTFILE": str(hostfile)}
-        step = _Step(layout, watch, is_labelled)
-        words = srun_command(layout, variables, is_labelled=is_labelled)
+        variables |= {**options.environ, **job.variables(), "SLURM_HOSTFILE": str(hostfile)}
+        step = _Step(layout, watch, options.is_labelled)
+        words = srun_command(layout, variables, is_labelled=options.is_labelled)
         with caught_signals() as take_signals:
             step.start(words, variables)
             return step.wait(take_signals)

@@ -25,7 +25,7 @@ from typing import Any
 import xffl
 from xffl.cluster.launch.affinity import limit_threads
 from xffl.cluster.launch.failure import ExitCode, FailureRecord, JobWatch, RankFailure, caught_signals, code_of_signal
-from xffl.cluster.launch.job_layout import JobLayout
+from xffl.cluster.launch.job_layout import JobLayout, LaunchOptions
 from xffl.cluster.launch.logs import MarkedLines, line_prefix
 from xffl.cluster.launch.runner import RankJob
 from xffl.cluster.slurm.allocation import Host
@@ -167,30 +167,21 @@ _OF_A_LAUNCHER = (
 )
 
 
-def launch_ssh(
-    layout: JobLayout,
-    command: Sequence[str],
-    *,
-    environ: Mapping[str, str],
-    timeout_s: float | None = None,
-    grace_s: float = 10.0,
-    log_dir: str | None = None,
-    is_labelled: bool = False,
-) -> RankFailure | int:
+def launch_ssh(layout: JobLayout, command: Sequence[str], options: LaunchOptions) -> RankFailure | int:
     """Run a Python script on hosts that ssh reaches without a question, and wait for it.
 
     The folder, the script and the Python of this process must exist on every host at the same path. The ranks get
     torchrun's variables and meet at the first host, on a port that is free there. Signals are passed on as
     :func:`xffl.cluster.launch.srun.launch_srun` does.
     """
-    watch = JobWatch(timeout_s, grace_s)
-    variables = {**shared_environment(os.environ), **environ}
+    watch = JobWatch(options.timeout_s, options.grace_s)
+    variables = {**shared_environment(os.environ), **options.environ}
     limit_threads(variables)
-    variables |= RankJob(log_dir=log_dir, is_marked=True).variables()
-    told = {**job_of_hosts(variables), "command": list(command), "grace_s": grace_s, "silence_s": _SILENCE_S}
+    variables |= RankJob(log_dir=options.log_dir, is_marked=True).variables()
+    told = {**job_of_hosts(variables), "command": list(command), "grace_s": options.grace_s, "silence_s": _SILENCE_S}
     told["world_size"] = layout.topology.world_size
     with caught_signals() as take_signals:
-        job = _Job(layout, watch, is_labelled, take_signals)
+        job = _Job(layout, watch, options.is_labelled, take_signals)
         try:
             job.connect(told)
             return job.wait()
