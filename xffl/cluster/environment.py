@@ -23,7 +23,7 @@ from typing import Any
 
 from xffl.checks import integer
 from xffl.cluster.cells import Federation, check_cells, lone_cell, parse_cell, parse_federation, parse_sizes
-from xffl.cluster.hosts import interface_address
+from xffl.cluster.hosts import interface_address, route_address
 from xffl.cluster.launch.launchers import LAUNCHERS, Fields, honour_master, read_number
 from xffl.cluster.network import control_address
 from xffl.errors import ConfigError, LaunchError, TopologyError
@@ -476,10 +476,7 @@ def bind_address(lighthouse: str, environ: Mapping[str, str] = os.environ) -> st
     if (named := control_address(environ)) is not None:
         return named
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            # Nothing is sent: the kernel chooses the way.
-            probe.connect(read_address("the lighthouse", resolve_lighthouse(lighthouse)))
-            return str(probe.getsockname()[0])
+        return route_address(*read_address("the lighthouse", resolve_lighthouse(lighthouse)))
     except OSError as error:
         raise LaunchError(
             f"there is no way from {socket.gethostname()} to the lighthouse {lighthouse} ({error}); set "

@@ -8,6 +8,7 @@ import socket
 import struct
 import subprocess
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 
@@ -21,6 +22,7 @@ __all__ = [
     "node_address",
     "reachable_address",
     "resolve",
+    "route_address",
 ]
 
 _SIOCGIFADDR = 0x8915  # Linux: ask a socket for the IPv4 address of an interface
@@ -116,16 +118,18 @@ def reachable_address(peers: Iterable[str]) -> str:
             return address
     for peer in peers:
         for address in resolve(peer):
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                try:
-                    probe.connect((address, 9))
-                except OSError:  # no route to this one
-                    continue
-                source = str(probe.getsockname()[0])
-            if not source.startswith("127."):
-                return source
+            with suppress(OSError):  # no route to this one
+                if not (source := route_address(address, 9)).startswith("127."):
+                    return source
     hint = "set XFFL_IFNAME to a network interface, or MASTER_ADDR and MASTER_PORT"
     raise LaunchError(f"host {own!r} resolves to no address that other hosts can reach; {hint}")
+
+
+def route_address(host: str, port: int) -> str:
+    """Return this host's address on the way to another one; nothing is sent, and an OSError says that there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])
 
 
 def resolve(name: str) -> tuple[str, ...]:
