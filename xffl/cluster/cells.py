@@ -246,11 +246,7 @@ def _yaml_entries(text: str, rule: str) -> list[tuple[str, str]]:
 
 
 def arrange(hosts: Sequence[Host], rule: str, replica_size: int | None = None) -> Arrangement:
-    """Put hosts in an order in which each cell is a run of ranks, and a replica stands on as few hosts as possible.
-
-    Cells come in the order of their first host. Inside a cell hosts below one switch are neighbours, as far as that
-    lets replicas stay on as few hosts.
-    """
+    """Put hosts in an order in which each cell is a run of ranks, cell by cell; :func:`order_hosts` orders each."""
     members = group(zip(name_cells(hosts, rule), hosts, strict=True))
     sizes = tuple(sum(host.slots for host in cell) for cell in members.values())
     ordered: list[Host] = []
@@ -297,10 +293,9 @@ _MAX_STATES = 100_000  # choices that are looked through for the best groups: ab
 
 
 def order_hosts(hosts: Sequence[Host], replica_size: int | None) -> tuple[Host, ...]:
-    """Order the hosts of one cell.
+    """Order the hosts of one cell: replicas touch as few hosts as possible, and then stand below the lowest switches.
 
-    Replicas touch as few hosts as in the best of all orders, where the hosts differ in no more than a few ways (fewer
-    than 100,000 choices); otherwise few. Of such orders one is taken that keeps replicas below the lowest switches.
+    They are the fewest where the hosts differ in no more than a few ways (fewer than 100,000 choices), otherwise few.
     """
     places = _by_switch(hosts)
     if replica_size is None:

@@ -289,11 +289,9 @@ def required_cells(environ: Mapping[str, str] = os.environ) -> int | None:
 def accept_cells(
     asked: Federation | None, cells: int, world_size: int, required: int | None, *, is_speaker: bool = True
 ) -> None:
-    """Refuse fewer cells than are required, and say it in a line where a federation turns out to be one cell.
-
-    Call it where sizes become known. Ranks that ``xffl exec`` starts have ``XFFL_LAUNCHED_CELLS``: it has said it.
-    """
+    """Refuse fewer cells than are required, and say it in a line where a federation turns out to be one cell."""
     check_cells(cells, required, asked)
+    # To ranks that xffl exec starts it has said so already.
     if asked is not None and cells == 1 and is_speaker and os.environ.get("XFFL_LAUNCHED_CELLS") != "1":
         print(lone_cell(asked, world_size), file=sys.stderr, flush=True)
 

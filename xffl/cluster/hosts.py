@@ -30,11 +30,7 @@ _SCONTROL_S = 60
 
 
 def expand_hosts(text: str) -> tuple[str, ...]:
-    """Expand a host list such as ``a[1-3,07],b09,login``, in its order.
-
-    Several brackets in one name multiply (``r[1-2]n[1-2]``); the width of a range's first number is kept
-    (``n[08-10]`` is ``n08, n09, n10``).
-    """
+    """Expand a host list such as ``a[1-3,07],b09,login``, in its order; several brackets in one name multiply."""
     pieces = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
     if not pieces or ",".join(pieces) != text:
         raise LaunchError(f"host list {text!r} cannot be read; write it like a[1-3,07],b09,login")
@@ -54,6 +50,7 @@ def _numbers(ranges: str, text: str) -> tuple[str, ...]:
         last = last if dash else first
         if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
             raise LaunchError(f"host list {text!r} has the range {item!r}; write ranges like 1-3 or 08-10")
+        # The width of the first number is kept: n[08-10] is n08, n09, n10.
         numbers.extend(str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
     return tuple(numbers)
 
@@ -93,10 +90,9 @@ def interface_address(name: str, source: str = "XFFL_IFNAME") -> str:
 
 
 def node_address(name: str) -> str:
-    """Return an address for a node of a SLURM cluster.
+    """Return an address for a node of a SLURM cluster: its name, or what ``scontrol`` tells if that does not resolve.
 
-    A name that resolves is used as it is, so that a start of many tasks does not flood the controller. Otherwise
-    ``scontrol`` is asked for the node's ``NodeAddr``; where it knows none the name itself has to do.
+    A start of many tasks is not to flood the controller.
     """
     if resolve(name) or shutil.which("scontrol") is None:
         return name

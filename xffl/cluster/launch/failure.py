@@ -215,10 +215,9 @@ class JobWatch:
             self.start_grace()
 
     def add_code(self, rank: int, code: int, *, is_own: bool = False) -> None:
-        """Take over that a rank has ended, with -n after signal n.
+        """Take over that a rank has ended, with -n after signal n; of ranks that left no record the first counts.
 
-        Of ranks that left no record the first counts: the launcher ends the others. An end by SIGTERM counts only where
-        there is no other, since the launcher ends ranks so.
+        The launcher ends the others, by SIGTERM, which counts only where there is no other end.
         """
         if rank not in self._records and code != -signal.SIGTERM and not self._codes:
             self._codes[rank] = code
@@ -256,10 +255,9 @@ class JobWatch:
         return self._grace_until is not None and time.monotonic() > self._grace_until + more_s
 
     def result(self) -> RankFailure | int | None:
-        """Return the failure that ended the job or its exit code, once all ranks have ended.
+        """Return the failure that ended the job or its exit code, once all ranks have ended; ``None`` if none failed.
 
-        Returns 75 where ranks left so, 128 + n or 124 where the job was stopped (with the failure of a rank that did
-        not manage to end in order); ``None`` where no rank has told or shown a failure.
+        It is 75 where ranks left so, 128 + n or 124 where the job was stopped (with a failure on the way out, if any).
         """
         failure = self._failure()
         if self.stopped_by is None or (failure is not None and failure.exit_code == ExitCode.PREEMPTED):

@@ -54,9 +54,8 @@ _CHOSEN_HERE = (
 def launch_srun(layout: JobLayout, command: Sequence[str], options: LaunchOptions) -> RankFailure | int:
     """Run a Python script as a step of the job in which this process stands, and wait for it.
 
-    The ranks get SLURM's variables; they meet at the first host. SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to
-    the ranks, and what is left after ``grace_s`` is killed; SIGUSR1 and SIGUSR2 are passed on. If this process is
-    killed, srun ends the step.
+    The ranks get SLURM's variables; they meet at the first host. SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on, and
+    what is left after ``grace_s`` is killed; SIGUSR1 and SIGUSR2, too. If this process is killed, srun ends the step.
     """
     check_script(command[0])
     job = RankJob(tuple(command), options.log_dir, is_marked=True, is_tied=False)

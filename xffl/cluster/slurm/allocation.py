@@ -51,10 +51,9 @@ class Allocation:
 def find_allocation(
     environ: Mapping[str, str] = os.environ, *, wants_switches: bool = False, needs_switches: bool = False
 ) -> Allocation | None:
-    """Find the SLURM job in which this process stands, seen from its batch script or from the shell of ``salloc``.
+    """Find the SLURM job in whose batch script or ``salloc`` this process stands, and is no rank of a launcher yet.
 
-    ``scontrol`` is asked once for the network where the switches are wanted or needed. There is none where there is no
-    job, or where a launcher has started this process as one rank of several already.
+    ``scontrol`` is asked once for the network where the switches are wanted or needed.
     """
     job = environ.get("SLURM_JOB_ID")
     if not job or any(row.matches(environ) for row in LAUNCHERS):
@@ -227,10 +226,9 @@ def own_host(environ: Mapping[str, str] = os.environ) -> Host:
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Read hosts such as ``a:4,b:4`` or ``n[01-04]:8``, or ``@FILE`` with one on each line.
+    """Read hosts such as ``a:4,b:4`` or ``n[01-04]:8``, or ``@FILE`` with a line for each.
 
-    A line is ``NAME:SLOTS``, or ``NAME slots=4 address=10.0.0.1``; ``gpus=4`` and ``switches=core.s1`` may follow, and
-    what stands behind ``#`` is left out.
+    A line is ``NAME:SLOTS``, or ``NAME slots=4 address=10.0.0.1 gpus=4 switches=core.s1``; ``#`` begins a comment.
     """
     if text.startswith("@"):
         hosts = _read_hosts(Path(text[1:]))
