@@ -7,11 +7,14 @@ import math
 import numbers
 import operator
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from xffl.errors import ConfigError, XfflError
 
-__all__ = ["closest", "index_of", "integer", "integer_fields", "number", "one_of", "shorten"]
+__all__ = ["closest", "group", "index_of", "integer", "integer_fields", "number", "one_of", "shorten"]
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 _KINDS = {None: "an integer", 0: "an integer of 0 or more", 1: "a positive integer"}
 
@@ -98,6 +101,14 @@ def shorten(items: Iterable[Any], most: int = 5, separator: str = ", ") -> str:
     texts = [str(item) for item in items]
     more = len(texts) - most
     return separator.join(texts[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def group(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """Return the values of each key, both in the order given."""
+    groups: dict[K, list[V]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def index_of(value: Any) -> int | None:

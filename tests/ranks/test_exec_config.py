@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from tests.worlds import run_script, run_world
 from xffl.cli import execute
 from xffl.cli.main import main
 from xffl.cluster.launch.elastic import CellJob, LighthouseProcess
+from xffl.cluster.launch.job_layout import LaunchOptions
 from xffl.run_report.reader import read_run
 from xffl.run_report.summary import sum_up
 from xffl.training.config.configuration import print_text, read_job, take_over
@@ -113,10 +114,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Note what would be started."""
     found: list[dict[str, Any]] = []
 
-    def note(
-        processes: int, command: Sequence[str], *, environ: Mapping[str, str], timeout_s: float | None, **more: object
-    ) -> int:
-        found.append({"processes": processes, "command": command, "environ": environ, "timeout_s": timeout_s})
+    def note(processes: int, command: Sequence[str], options: LaunchOptions) -> int:
+        asked = {"environ": options.environ, "timeout_s": options.timeout_s}
+        found.append({"processes": processes, "command": command, **asked})
         return 0
 
     monkeypatch.setattr(execute, "launch_local", note)
@@ -189,7 +189,7 @@ def test_a_configuration_of_all_cells_is_that_of_each_cell_of_an_elastic_run(
     jobs: list[CellJob] = []
     monkeypatch.setattr(execute, "launch_cells", lambda cells, **more: jobs.extend(cells) or 0)
     monkeypatch.setattr(
-        execute, "own_lighthouse", lambda host: nullcontext(LighthouseProcess.__new__(LighthouseProcess))
+        execute, "own_lighthouse", lambda layout: nullcontext(LighthouseProcess.__new__(LighthouseProcess))
     )
     monkeypatch.setattr(LighthouseProcess, "address", "127.0.0.1:1", raising=False)
     assert main(["exec", "--elastic", "run.yaml", "--experiment.seed", "3"]) == 0

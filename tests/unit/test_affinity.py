@@ -15,10 +15,8 @@ from hypothesis import strategies as st
 from tests.unit.test_environment import recording
 from xffl.cluster.launch import affinity
 from xffl.cluster.launch.affinity import (
-    Binding,
     allowed_cpus,
     bind_if_asked,
-    bind_rank,
     find_cores,
     is_bound,
     share_cores,
@@ -85,18 +83,18 @@ def test_parts_cover_all_cores_and_differ_by_one(count: int, ranks: int) -> None
 def test_a_rank_that_is_none_of_the_node(rank: int, size: int) -> None:
     with pytest.raises(ConfigError, match=f"local rank {rank} is not among {size}"):
         share_cores([(0,)], rank, size)
-    with pytest.raises(ConfigError, match="cpuset"):
-        share_cores([], 0, 1)
 
 
 def test_nothing_happens_unless_it_is_asked_for() -> None:
     before = allowed_cpus()
     for text in ("", "none", "0", "OFF"):
-        environ = {"XFFL_BIND": text}
-        assert bind_rank(0, 2, environ) is None and environ == {"XFFL_BIND": text}
-    assert bind_rank(0, 2, {}) is None and allowed_cpus() == before
+        environ = {**OF_FOUR, "XFFL_BIND": text}
+        bind_if_asked(environ)
+        assert environ == {**OF_FOUR, "XFFL_BIND": text}
+    bind_if_asked({**OF_FOUR})
+    assert allowed_cpus() == before
     with pytest.raises(ConfigError, match="XFFL_BIND is 'sockets'; give cores"):
-        bind_rank(0, 2, {"XFFL_BIND": "sockets"})
+        bind_if_asked({"XFFL_BIND": "sockets"})
 
 
 def test_launchers_that_bind_say_so() -> None:
@@ -113,8 +111,8 @@ def test_launchers_that_bind_say_so() -> None:
 
 BOUND = """\
 import json, os, threading
-from xffl.cluster.launch.affinity import bind_rank
-bind_rank({rank}, {size})
+from xffl.cluster.launch.affinity import bind_if_asked
+bind_if_asked()
 found = []
 thread = threading.Thread(target=lambda: found.append(sorted(os.sched_getaffinity(0))))
 thread.start()
@@ -123,11 +121,17 @@ print(json.dumps([sorted(os.sched_getaffinity(0)), found[0], os.environ["OMP_NUM
 """
 
 
-def bound(rank: int, size: int, **variables: str) -> tuple[list[int], str]:
+def place(rank: int, size: int) -> dict[str, str]:
+    """Return torchrun's variables of a rank on the only node."""
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    return OF_FOUR | {name: str(number) for name, number in told.items()}
+
+
+def bound(**variables: str) -> tuple[list[int], str]:
     """Bind a process of its own, and return its CPUs and its threads."""
     environ = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}
     ran = subprocess.run(
-        [sys.executable, "-c", BOUND.format(rank=rank, size=size)],
+        [sys.executable, "-c", BOUND],
         env={**environ, **variables},
         capture_output=True,
         text=True,
@@ -142,30 +146,37 @@ def bound(rank: int, size: int, **variables: str) -> tuple[list[int], str]:
 def test_ranks_take_their_own_cores() -> None:
     if len(find_cores(allowed_cpus())) < 2:
         pytest.skip("there is one core only")
-    parts = [bound(rank, 2, XFFL_BIND="cores") for rank in range(2)]
+    parts = [bound(XFFL_BIND="cores", **place(rank, 2)) for rank in range(2)]
     assert not set(parts[0][0]) & set(parts[1][0])
     assert sorted(parts[0][0] + parts[1][0]) == list(allowed_cpus())
     expected = [share_cores(find_cores(allowed_cpus()), rank, 2) for rank in range(2)]
-    assert [(tuple(cpus), threads) for cpus, threads in parts] == [(e.cpus, str(e.threads)) for e in expected]
+    assert [(tuple(cpus), threads) for cpus, threads in parts] == [(own, str(threads)) for own, threads in expected]
 
 
 def test_what_is_set_or_bound_already_is_kept() -> None:
     cpus = list(allowed_cpus())
-    assert bound(1, 2, XFFL_BIND="cores", OMP_NUM_THREADS="7")[1] == "7"
+    assert bound(XFFL_BIND="cores", OMP_NUM_THREADS="7", **place(1, 2))[1] == "7"
     names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    place = dict(zip(names, "1122", strict=True))
-    kept, threads = bound(1, 2, XFFL_BIND="cores", OMPI_MCA_orte_bound_at_launch="1", **place)
+    openmpi = dict(zip(names, "1122", strict=True))
+    kept, threads = bound(XFFL_BIND="cores", OMPI_MCA_orte_bound_at_launch="1", **openmpi)
     assert kept == cpus and threads == str(len(find_cores(cpus)))
 
 
-def test_a_binding_says_why() -> None:
-    assert share_cores([(0,), (1,), (2,)], 0, 2) == Binding((0,), 1, "1 of 3 cores")
-    assert share_cores([(0,)], 1, 2).reason == "2 ranks share 1 cores"
+def test_ranks_share_cores_where_there_are_too_few() -> None:
+    assert share_cores([(0,), (1,), (2,)], 0, 2) == ((0,), 1)
+    assert share_cores([(0,)], 1, 2) == ((0,), 1)
 
 
 def test_the_place_on_the_node_is_read_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
-    monkeypatch.setattr("xffl.cluster.launch.affinity.bind_rank", lambda rank, size, environ: seen.append((rank, size)))
+
+    def share(cores: object, rank: int, size: int) -> tuple[tuple[int, ...], int]:
+        seen.append((rank, size))
+        return (), 1
+
+    monkeypatch.setattr(affinity, "share_cores", share)
+    monkeypatch.setattr(affinity, "is_bound", lambda environ: False)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda process, cpus: None)
     for name, places in (
         ("torchrun_uneven_nodes", [(0, 2), (1, 2), (0, 1)]),
         ("srun_even", [(0, 2), (1, 2), (0, 2), (1, 2)]),
@@ -175,7 +186,9 @@ def test_the_place_on_the_node_is_read_from_the_launcher(monkeypatch: pytest.Mon
             bind_if_asked({**environ, "XFFL_BIND": "cores"})
         assert seen == places
         seen.clear()
-    assert bind_if_asked({"XFFL_BIND": "cores"}) is None and bind_if_asked({**environ}) is None and not seen
+    bind_if_asked({"XFFL_BIND": "cores"})
+    bind_if_asked({**environ})
+    assert not seen
     with pytest.raises(ConfigError, match="XFFL_BIND"):
         bind_if_asked({"XFFL_BIND": "all"})
 
@@ -185,8 +198,8 @@ def test_a_rank_has_a_thread_for_each_of_its_cores(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(affinity, "is_bound", lambda environ: False)
     taken = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda process, cpus: taken.append(tuple(cpus)))
-    environ = {"XFFL_BIND": "cores"}
-    bind_rank(1, 2, environ)
+    environ = {"XFFL_BIND": "cores", **place(1, 2)}
+    bind_if_asked(environ)
     assert taken == [(2, 3, 6, 7)] and environ["OMP_NUM_THREADS"] == "2"
 
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -17,7 +18,7 @@ from xffl.cli import execute
 from xffl.cli.main import COMMANDS, main
 from xffl.cluster.launch import runner, srun
 from xffl.cluster.launch.failure import ExitCode, JobWatch, code_of_signal
-from xffl.cluster.launch.job_layout import JobLayout, check_started, fit_hosts, lay_out
+from xffl.cluster.launch.job_layout import JobLayout, LaunchOptions, check_started, fit_hosts, lay_out
 from xffl.cluster.launch.logs import MarkedLines, Message, RankFile, Stream, following, list_rank_files, mark, sizes_now
 from xffl.cluster.launch.runner import RankJob
 from xffl.cluster.launch.srun import launch_srun, read_task_ends, srun_command
@@ -185,15 +186,15 @@ def test_a_rank_in_place_takes_its_threads(
     variables: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environ = {"PATH": "x", **variables}
-    monkeypatch.setattr(runner.os, "environ", environ)
-    monkeypatch.setattr(
-        runner, "bind_if_asked", lambda: environ.get("XFFL_BIND") and environ.update(OMP_NUM_THREADS="4")
-    )
-    runner.take_share()
-    assert environ == {"PATH": "x", **variables}, "no launcher has started this process"
-    environ |= OF_ONE_RANK
-    runner.take_share()
-    assert environ["OMP_NUM_THREADS"] == told
+    with mock.patch.dict(os.environ, environ, clear=True):
+        monkeypatch.setattr(
+            runner, "bind_if_asked", lambda: os.environ.get("XFFL_BIND") and os.environ.update(OMP_NUM_THREADS="4")
+        )
+        runner.take_share()
+        assert dict(os.environ) == environ, "no launcher has started this process"
+        os.environ.update(OF_ONE_RANK)
+        runner.take_share()
+        assert os.environ["OMP_NUM_THREADS"] == told
 
 
 @pytest.mark.parametrize("name", ["script.py", "config.yaml"])
@@ -335,7 +336,7 @@ def test_what_srun_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capf
     monkeypatch.setenv("XFFL_SRUN", f"{sys.executable} {tmp_path}/fake.py {tmp_path}/told 0 --mem=1G")
     layout = lay_out(HOSTS, (2, 1), None)
     command = [__file__, ":", "a\nb"]
-    assert launch_srun(layout, command, environ={"XFFL_FEDERATED": "2,1"}, log_dir="/x") == 0
+    assert launch_srun(layout, command, LaunchOptions(environ={"XFFL_FEDERATED": "2,1"}, log_dir="/x")) == 0
     told = json.loads((tmp_path / "told").read_text())
     # The address of rank 0's host, which SLURM would name second.
     assert (told["MASTER_ADDR"], told["XFFL_FEDERATED"], told["stdin"]) == ("10.0.0.2", "2,1", "")
@@ -346,7 +347,7 @@ def test_what_srun_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capf
     assert "step creation temporarily disabled" in capfd.readouterr().err
     monkeypatch.setenv("XFFL_SRUN", f"{sys.executable} {tmp_path}/fake.py {tmp_path}/told 3")
     with pytest.raises(LaunchError, match="srun ended with exit code 3: it says nothing"):
-        launch_srun(layout, command, environ={})
+        launch_srun(layout, command, LaunchOptions(environ={}))
     with pytest.raises(LaunchError, match="no no-srun in PATH. HINT"):
         srun_command(layout, {"XFFL_SRUN": "no-srun -x", "SLURM_JOB_ID": "3"})
 

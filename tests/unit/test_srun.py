@@ -54,10 +54,10 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
 
 
 def launched(**options: float) -> RankFailure | int:
-    from xffl.cluster.launch.job_layout import lay_out
+    from xffl.cluster.launch.job_layout import LaunchOptions, lay_out
     from xffl.cluster.slurm.allocation import Host
 
-    return launch_srun(lay_out((Host("n1", 2),), None, None), ["train.py"], environ={}, **options)
+    return launch_srun(lay_out((Host("n1", 2),), None, None), ["train.py"], LaunchOptions(environ={}, **options))
 
 
 # What is shown --------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import xffl
 from tests.processes import still_there
 from xffl.cluster.launch import ssh
 from xffl.cluster.launch.failure import ExitCode, RankFailure
-from xffl.cluster.launch.job_layout import lay_out
+from xffl.cluster.launch.job_layout import LaunchOptions, lay_out
 from xffl.cluster.launch.ssh import launch_ssh, ssh_command
 from xffl.cluster.slurm.allocation import Host
 from xffl.errors import LaunchError
@@ -55,9 +55,9 @@ PAUSED = """
 import sys
 from xffl.cluster.launch import ssh
 from xffl.cluster.slurm.allocation import Host
-from xffl.cluster.launch.job_layout import lay_out
+from xffl.cluster.launch.job_layout import LaunchOptions, lay_out
 ssh.BEAT_S, ssh._SILENCE_S = 0.1, 1.2
-sys.exit(ssh.launch_ssh(lay_out((Host("a", 1),), None, None), ["script.py"], environ={}))
+sys.exit(ssh.launch_ssh(lay_out((Host("a", 1),), None, None), ["script.py"], LaunchOptions(environ={})))
 """
 TALK = """
 import sys, time
@@ -101,7 +101,9 @@ def launch(
 ) -> RankFailure | int:
     """Run a script that is written for it."""
     Path("script.py").write_text(script)
-    return launch_ssh(lay_out(hosts, None, None), ["script.py"], environ=BIG, timeout_s=timeout_s, grace_s=1.0)
+    return launch_ssh(
+        lay_out(hosts, None, None), ["script.py"], LaunchOptions(environ=BIG, timeout_s=timeout_s, grace_s=1.0)
+    )
 
 
 def test_a_rank_that_another_program_ends_is_the_failure() -> None:

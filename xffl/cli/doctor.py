@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from jsonargparse import ArgumentParser, Namespace
 
 from xffl.checks import number, one_of
-from xffl.cli.main import HelpFormatter
+from xffl.cli.main import command_parser
 
 if TYPE_CHECKING:
     from xffl.cluster.doctor.compare import Report
@@ -34,26 +34,19 @@ Each line is ok, warning or error, with advice. The exit code is 1 if there is a
 
 def build_parser() -> ArgumentParser:
     """Return the parser of the command's options."""
-    parser = ArgumentParser(
-        description="Check the machines of a job before it waits in the queue: packages, MPI, SLURM, GPUs, network, "
+    parser = command_parser(
+        "Check the machines of a job before it waits in the queue: packages, MPI, SLURM, GPUs, network, "
         "file system, clocks, limits, threads, and an all-reduce of every pair of cells.",
-        epilog=_EXAMPLES,
-        formatter_class=HelpFormatter,
+        _EXAMPLES,
     )
     parser.add_argument("--shared", type=str, metavar="DIR", help="folder for runs, which all hosts should share")
-    parser.add_argument(
-        "--need", type=str, default="", metavar="LIST", help="report as errors if missing: mpi,slurm,gpu"
-    )
-    parser.add_argument(
-        "--hosts", type=str, metavar="LIST", help="hosts for ssh and their processes: a:4,b:4, or @FILE"
-    )
+    need = "report as errors if missing: mpi,slurm,gpu"
+    parser.add_argument("--need", type=str, default="", metavar="LIST", help=need)
+    hosts = "hosts for ssh and their processes: a:4,b:4, or @FILE"
+    parser.add_argument("--hosts", type=str, metavar="LIST", help=hosts)
     parser.add_argument("--federated", type=str, metavar="SIZES|RULE", help="cells, as for xffl exec")
-    parser.add_argument(
-        "--elastic",
-        type=str,
-        metavar="URL",
-        help="check an elastic run, too: address of its lighthouse, http://HOST:PORT, or file:PATH with it",
-    )
+    elastic = "check an elastic run, too: address of its lighthouse, http://HOST:PORT, or file:PATH with it"
+    parser.add_argument("--elastic", type=str, metavar="URL", help=elastic)
     parser.add_argument("--timeout", type=float, default=15.0, metavar="SECONDS", help="longest wait for another host")
     parser.add_argument("--skip-torch", action="store_true", help="skip the checks that import torch")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -84,16 +77,15 @@ def run(options: Namespace) -> int:
         elastic=None if options.elastic is None else resolve_lighthouse(options.elastic, "--elastic"),
     )
 
-    def tell(report: Report) -> None:
+    def tell(report: Report) -> int:
         text = json.dumps(report.as_json(), indent=2) if options.json else _text(report)
         sys.stdout.write(text + "\n")  # in one write, so that several hosts' reports do not mix
         sys.stdout.flush()
+        return report.exit_code
 
     if options.hosts is None:
         return examine(request, tell)
-    report = examine_hosts(parse_hosts(options.hosts), request, os.environ)
-    tell(report)
-    return report.exit_code
+    return tell(examine_hosts(parse_hosts(options.hosts), request, os.environ))
 
 
 def _text(report: Report) -> str:
@@ -105,7 +97,7 @@ def _text(report: Report) -> str:
         first, *table = finding.text.splitlines() or [""]
         lines.append(f"{finding.status:<8} {finding.check:<14} {where}{first}")
         lines += [f"{'':<8} {'':<14}   {line}" for line in table]
-        if finding.status != OK and finding.advice:
+        if finding.advice:
             lines.append(f"{'':<8} {'':<14} -> {finding.advice}")
     counts = ", ".join(f"{report.count(status)} {status}" for status in (OK, WARNING, ERROR))
     lines.append(f"{' and '.join(report.hosts) if len(report.hosts) < 5 else f'{len(report.hosts)} hosts'}: {counts}")

@@ -19,70 +19,36 @@ from typing import TYPE_CHECKING, Any
 from jsonargparse import ArgumentParser, Namespace
 
 from xffl.checks import integer
-from xffl.cli.main import HelpFormatter
+from xffl.cli.main import command_parser
+from xffl.cluster import environment
 from xffl.cluster.cells import Federation, check_cells, parse_cell, parse_federation
-from xffl.cluster.environment import (
-    OverFiles,
-    accept_cells,
-    complete_federation,
-    detect_environment,
-    elastic_cell,
-    federation_variables,
-    parse_lighthouse,
-    read_over_files,
-    request_federation,
-    requested_federation,
-    require_cells,
-    required_cells,
-    sources_named,
-    token_of,
-)
 from xffl.cluster.launch.affinity import share_machine
-from xffl.cluster.launch.elastic import (
-    CellJob,
-    SharedLighthouse,
-    launch_cells,
-    lighthouse_host,
-    own_lighthouse,
-    step_variables,
-)
+from xffl.cluster.launch.elastic import CellJob, SharedLighthouse, launch_cells, own_lighthouse, step_variables
 from xffl.cluster.launch.failure import ExitCode, FailureRecord, RankFailure, record_failure
-from xffl.cluster.launch.job_layout import JobLayout, check_started, fit_hosts, lay_out
+from xffl.cluster.launch.job_layout import JobLayout, LaunchOptions, check_started, fit_hosts, lay_out
 from xffl.cluster.launch.launch import launch_local
 from xffl.cluster.launch.launchers import LAUNCHERS
 from xffl.cluster.launch.logs import following, make_log_dir
 from xffl.cluster.launch.runner import RankJob, be_rank, check_script, run_script, take_share
 from xffl.cluster.launch.srun import launch_srun
 from xffl.cluster.launch.ssh import launch_ssh
-from xffl.cluster.slurm.allocation import (
-    Allocation,
-    Host,
-    find_allocation,
-    own_host,
-    parse_hosts,
-    read_topology,
-    show_topology,
-    with_switches,
-)
+from xffl.cluster.slurm.allocation import Allocation, Host, ask_switches, find_allocation, own_host, parse_hosts
 from xffl.errors import ConfigError, LaunchError
 from xffl.topology import Topology
 
 if TYPE_CHECKING:
     from xffl.aggregation.exports import RoundPlan
 
-__all__ = ["build_parser", "is_lighthouse", "run", "split_command"]
+__all__ = ["CONFIGURATIONS", "build_parser", "is_lighthouse", "print_help", "run", "split_command"]
 
-_FLAGS = ("-h", "--help", "--traceback", "--merge")
-"""The options that take no value; after any other, the next word is its value."""
-_CONFIGURATIONS = (".yaml", ".yml")
-_RANK = Path(__file__).with_name("exec_rank.py")
-"""What each process runs that is started for a configuration."""
+_FLAGS = ("-h", "--help", "--traceback", "--merge")  # after any other option, the next word is its value
+CONFIGURATIONS = (".yaml", ".yml")
+"""Ends of names of files that are configurations, and no scripts."""
+_RANK = Path(__file__).with_name("exec_rank.py")  # what each process runs that is started for a configuration
 _GRACE_S = 10.0
 _RESTARTS = 3
-_OF_ALL_CELLS = ("XFFL_FEDERATED", "XFFL_LAUNCHED_CELLS", "XFFL_REQUIRE_CELLS")
-"""Variables that say something of a whole run, and would be wrong for the job of one cell."""
-_RUN = ".run"
-"""Behind the name of a file of what is measured: the folder of the run that measures."""
+_OF_ALL_CELLS = ("XFFL_FEDERATED", "XFFL_LAUNCHED_CELLS", "XFFL_REQUIRE_CELLS")  # wrong for the job of one cell
+_RUN = ".run"  # behind the name of a file of what is measured: the folder of the run that measures
 
 _EXAMPLES = """\
 SCRIPT follows xffl's options; everything after it is passed to the script unchanged.
@@ -114,29 +80,25 @@ keys follow the file name; xffl exec config.yaml --help lists them.
 
 def build_parser() -> ArgumentParser:
     """Return the parser of the options that stand before the script."""
-    parser = ArgumentParser(
-        usage="xffl exec [options] SCRIPT [arguments]",
-        description="Start a script, or the training run of a configuration, in several processes: on this machine, on "
+    parser = command_parser(
+        "Start a script, or the training run of a configuration, in several processes: on this machine, on "
         "the nodes of a SLURM job, or on hosts by ssh.",
-        epilog=_EXAMPLES,
-        formatter_class=HelpFormatter,
+        _EXAMPLES,
+        usage="xffl exec [options] SCRIPT [arguments]",
     )
-    parser.add_argument(
-        "--processes", type=int, metavar="N", help="number of processes; required for a script on one machine"
-    )
+    processes = "number of processes; required for a script on one machine"
+    parser.add_argument("--processes", type=int, metavar="N", help=processes)
     cells = "ranks of each cell (2,2), or of all cells (2), or a rule: auto, auto:LEVEL, hosts:REGEX, file:PATH"
     parser.add_argument("--federated", type=str, metavar="SIZES", help=cells)
     parser.add_argument("--hsdp", type=int, metavar="RANKS", help="ranks that hold one copy of the model")
     fewest = "refuse to train if a rule finds fewer cells than this"
     parser.add_argument("--require-cells", type=int, metavar="N", help=fewest)
-    parser.add_argument(
-        "--hosts", type=str, metavar="LIST", help="hosts for ssh and their processes: a:4,b:4, or @FILE"
-    )
+    hosts = "hosts for ssh and their processes: a:4,b:4, or @FILE"
+    parser.add_argument("--hosts", type=str, metavar="LIST", help=hosts)
     ways = "what starts the ranks; auto chooses as described below"
     parser.add_argument("--launcher", choices=("auto", "srun", "ssh", "local"), default="auto", help=ways)
-    parser.add_argument(
-        "--timeout", type=float, metavar="SECONDS", help="stop the job after this time, with exit code 124"
-    )
+    timeout = "stop the job after this time, with exit code 124"
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help=timeout)
     elastic = "restart cells that fail while the others continue; with the lighthouse's address, or a file for it "
     elastic += "(file:PATH), this job is one --cell of the run, without it, all cells and their lighthouse start here"
     parser.add_argument("--elastic", type=str, nargs="?", const="", metavar="URL", help=elastic)
@@ -145,9 +107,8 @@ def build_parser() -> ArgumentParser:
     cell = "train one cell as a separate job, with rounds over files or --elastic: its number and how many (0/2)"
     parser.add_argument("--cell", type=str, metavar="C/CELLS", help=cell)
     parser.add_argument("--from", type=str, metavar="DIR", help="with --cell, the global model to start from")
-    parser.add_argument(
-        "--export", type=str, metavar="DIR", help="with --cell, write this cell's contribution to the next round there"
-    )
+    export = "with --cell, write this cell's contribution to the next round there"
+    parser.add_argument("--export", type=str, metavar="DIR", help=export)
     measure = "do not train: evaluate the model of --from on the validation data and write the values there"
     parser.add_argument("--measure", type=str, metavar="FILE", help=measure)
     grace = f"time for ranks to exit after a signal or another rank's failure (default: {_GRACE_S:g})"
@@ -186,19 +147,19 @@ def run(options: Namespace, command: Sequence[str]) -> int:
         if options[name] is not None and not options[name] > 0:
             raise ConfigError(f"--{name} is {options[name]}; give seconds above 0, or leave it out")
     if options.require_cells is not None:
-        require_cells(options.require_cells)
+        environment.require_cells(options.require_cells)
     if options.launcher == "auto":
         take_share()  # a configuration's trainer imports torch
-    over_files = read_over_files({name: options[name] for name in ("cell", "from", "export", "measure")})
+    over_files = environment.read_over_files({name: options[name] for name in ("cell", "from", "export", "measure")})
     options.failures = RankJob.pop(os.environ).failures  # of a cell that this command has started
     if options.elastic is not None or (over_files.cell is not None and os.environ.get("XFFL_LIGHTHOUSE", "").strip()):
         _check_elastic(options, over_files)
         if options.elastic and _started(options) is None:
             return _start_one_cell(options, command)
-        over_files = OverFiles()
+        over_files = environment.OverFiles()
     if options.restarts is not None and options.elastic is None:
         raise ConfigError(f"--restarts {options.restarts} is for cells that xffl exec --elastic starts; leave it out")
-    if command[0].endswith(_CONFIGURATIONS):
+    if command[0].endswith(CONFIGURATIONS):
         return _run_configuration(options, command[0], command[1:], over_files)
     if over_files.measure is not None:
         raise ConfigError("--measure is for a configuration, whose trainer knows how to measure; leave it out")
@@ -207,42 +168,39 @@ def run(options: Namespace, command: Sequence[str]) -> int:
         print(f"xffl: {done}", file=sys.stderr)
         return ExitCode.OK
     asked = None if options.federated is None else parse_federation(options.federated, "--federated")
-    federated, replica_size, sources = complete_federation(asked, options.hsdp)
+    federated, replica_size, sources = environment.complete_federation(asked, options.hsdp)
     if (started := _started(options)) is not None:
         if not isinstance(federated, str):
-            with sources_named(sources):
+            with environment.sources_named(sources):
                 Topology(started, federated, replica_size)
-        request_federation(federated, replica_size)
+        environment.request_federation(federated, replica_size)
         return _be_rank(options, lambda: run_script(command))
     if options.elastic is not None and federated is None:
         raise ConfigError(_NO_CELLS)
     start = _find_start(options, options.processes, federated)
     if start is None:
         build_parser().error("--processes N is required to start a script on one machine")
-    with sources_named(sources):
+    with environment.sources_named(sources):
         layout = lay_out(start.hosts, federated, replica_size)
     if options.elastic is not None:
         return _start_all_cells(options, start, layout, command, federated)
     return _start(options, start, layout, command, federated=federated)
 
 
-def _run_configuration(options: Namespace, file: str, words: Sequence[str], over_files: OverFiles) -> int:
+def _run_configuration(options: Namespace, file: str, words: Sequence[str], over_files: environment.OverFiles) -> int:
     """Train as a configuration says: in processes started here, or in this one where a launcher has started it."""
     from xffl.training.config import configuration
 
     flags = configuration.read_words(words).flags
     if "help" in flags:
-        usage = f"xffl exec [options] {os.path.basename(file)} [--KEY VALUE ...]"
-        kind = configuration.config_class(configuration.job_trainer(file, words))
-        print(configuration.help_text(kind, usage), end="")
-        return ExitCode.OK
+        return print_help(file, words, "xffl exec [options] {} [--KEY VALUE ...]")
     words = [*words, *_words_over_files(over_files)]
     trainer, resolved = configuration.read_job(file, words)
     if over_files:
         words = [*words, *_words_of_cell(over_files, resolved, options)]
         trainer, resolved = configuration.read_job(file, words)
         options.federated = None  # a job of one cell
-    elif (cell := elastic_cell()) is not None:
+    elif (cell := environment.elastic_cell()) is not None:
         words = [*words, *_words_of_elastic_cell(*cell, resolved, options)]
         trainer, resolved = configuration.read_job(file, words)
     if "print_config" in flags:
@@ -258,7 +216,7 @@ def _run_configuration(options: Namespace, file: str, words: Sequence[str], over
 
         return _be_rank(options, train)
     if options.launcher == "auto" and options.hosts is None:
-        detect_environment()  # says so where half a launcher's variables are set
+        environment.detect_environment()  # says so where half a launcher's variables are set
     if (done := _what_is_done(resolved.config)) is not None:
         print(f"xffl: {done}", file=sys.stderr)
         return ExitCode.OK
@@ -268,7 +226,7 @@ def _run_configuration(options: Namespace, file: str, words: Sequence[str], over
     if processes is None and launch.processes is not None:
         processes, knob = launch.processes, f"launch.processes ({resolved.origins.get('launch.processes', 'default')})"
     own = getattr(getattr(resolved.config, "distributed", None), "federated", None)
-    wishes = (asked, launch.federated, requested_federation()[0], own)
+    wishes = (asked, launch.federated, environment.requested_federation()[0], own)
     start = _find_start(options, processes, next((wish for wish in wishes if wish is not None), None), knob)
     if start is None:
         start = Allocation("local", (Host(own_host().name, 1),))
@@ -278,30 +236,29 @@ def _run_configuration(options: Namespace, file: str, words: Sequence[str], over
         return _start_all_cells(options, start, layout, [file, *words], federated)
     word = configuration.hand_over(file, resolved)
     code = _start(options, start, layout, [str(_RANK)], federated=federated, limit_s=launch.timeout_s, resolved=word)
-    if code not in (ExitCode.OK, ExitCode.REFUSED, ExitCode.PREEMPTED) and elastic_cell() is None and not over_files:
-        _tell_how_to_resume(resolved.config)
+    experiment, is_lone_cell = getattr(resolved.config, "experiment", None), over_files or environment.elastic_cell()
+    has_failed = code not in (ExitCode.OK, ExitCode.REFUSED, ExitCode.PREEMPTED)
+    if has_failed and not is_lone_cell and experiment is not None and experiment.resume:
+        from xffl.checkpoint.manager import find_latest_checkpoint
+
+        if (latest := find_latest_checkpoint(experiment.output_dir)) is not None:
+            print(f"xffl: the same command continues from {latest}", file=sys.stderr)
     return code
 
 
-def _tell_how_to_resume(config: Any) -> None:
-    """Name the checkpoint from which a run that has failed continues, if it has one."""
-    experiment = getattr(config, "experiment", None)
-    if experiment is None or not experiment.resume:
-        return
-    from xffl.checkpoint.manager import find_latest_checkpoint
+def print_help(file: str, words: Sequence[str], usage: str) -> int:
+    """Print the help of a configuration, with its name in the place of ``{}`` in the usage."""
+    from xffl.training.config.configuration import config_class, help_text, job_trainer
 
-    if (latest := find_latest_checkpoint(experiment.output_dir)) is not None:
-        print(f"xffl: the same command continues from {latest}", file=sys.stderr)
+    print(help_text(config_class(job_trainer(file, words)), usage.format(os.path.basename(file))), end="")
+    return ExitCode.OK
 
 
-def _words_over_files(over_files: OverFiles) -> list[str]:
+def _words_over_files(over_files: environment.OverFiles) -> list[str]:
     """Return the settings with which a configuration's job trains one cell, or measures a model."""
-    asked = {
-        "cell": over_files.cell,
-        "start_from": over_files.start,
-        "export_to": over_files.export if over_files.measure is None else None,
-        "measure_to": over_files.measure,
-    }
+    export = over_files.export if over_files.measure is None else None
+    asked = {"cell": over_files.cell, "start_from": over_files.start, "export_to": export}
+    asked["measure_to"] = over_files.measure
     words = [word for key, one in asked.items() if one is not None for word in (f"--federation.{key}", one)]
     if over_files.measure is None:
         return words
@@ -310,12 +267,12 @@ def _words_over_files(over_files: OverFiles) -> list[str]:
     return [*words, *(word for key, one in own.items() for word in (f"--{key}", one))]
 
 
-def _words_of_cell(over_files: OverFiles, resolved: Any, options: Namespace) -> list[str]:
+def _words_of_cell(over_files: environment.OverFiles, resolved: Any, options: Namespace) -> list[str]:
     """Return the settings with which a job that was meant for all cells is one of them, with the ranks of that one."""
     own = getattr(getattr(resolved.config, "distributed", None), "federated", None)
+    words = ["--launch.federated", "null", *(() if own is None else ("--distributed.federated", "null"))]
     given = None if options.federated is None else parse_federation(options.federated, "--federated")
     federated = next((one for one in (given, resolved.launch.federated, own) if one is not None), None)
-    words = ["--launch.federated", "null", *(() if own is None else ("--distributed.federated", "null"))]
     number, cells = (0, 1) if over_files.cell is None else parse_cell(over_files.cell, "--cell")
     if isinstance(cells, int) and isinstance(federated, int):
         cells = (federated,) * cells
@@ -324,9 +281,7 @@ def _words_of_cell(over_files: OverFiles, resolved: Any, options: Namespace) -> 
             f"--cell is {over_files.cell}, of {_count(cells)} cells, but the configuration has {len(federated)}; give "
             "as many"
         )
-    elif (
-        isinstance(cells, int) and isinstance(federated, tuple) and (len(federated) == cells or over_files.cell is None)
-    ):
+    elif isinstance(cells, int) and isinstance(federated, tuple):
         cells = federated  # as they would be in one job
     if isinstance(cells, tuple):
         words += ["--launch.processes", str(cells[number])]
@@ -341,8 +296,8 @@ def _words_of_cell(over_files: OverFiles, resolved: Any, options: Namespace) -> 
 def _words_of_elastic_cell(number: int, cells: int, resolved: Any, options: Namespace) -> list[str]:
     """Return the settings with which a job that was meant for all cells of an elastic run is one of them."""
     own = getattr(getattr(resolved.config, "distributed", None), "federated", None)
-    sizes = resolved.launch.federated if own is None else own
     words = ["--launch.federated", "null", *(() if own is None else ("--distributed.federated", "null"))]
+    sizes = resolved.launch.federated if own is None else own
     if options.processes is None and isinstance(sizes, (int, tuple)):
         ranks = (sizes,) * cells if isinstance(sizes, int) else sizes
         if len(ranks) != cells:
@@ -376,7 +331,7 @@ def _what_is_done(config: Any) -> str | None:
     return _exported(asked.export_to, asked.cell, number, start, asked.plan)
 
 
-def _what_script_has_done(over_files: OverFiles) -> str | None:
+def _what_script_has_done(over_files: environment.OverFiles) -> str | None:
     """Tell where a script's job of one cell has been made before; ``None`` where it is to be made."""
     if over_files.cell is None or over_files.export is None or not os.path.isdir(over_files.export):
         return None
@@ -400,9 +355,6 @@ def _count(cells: int | tuple[int, ...]) -> int:
     return cells if isinstance(cells, int) else len(cells)
 
 
-# Where ----------------------------------------------------------------------------------------------------------------
-
-
 def _started(options: Namespace) -> int | None:
     """Return how many processes a launcher has started, of which this is one; ``None`` where none has."""
     row = next((row for row in LAUNCHERS if row.matches(os.environ)), None)
@@ -417,10 +369,8 @@ def _started(options: Namespace) -> int | None:
 
 def _be_rank(options: Namespace, work: Callable[[], object]) -> int:
     if options.merge:
-        raise ConfigError(
-            "--merge is for the command that starts the ranks, and a launcher has started them; give --log-dir DIR and "
-            "read it with xffl logs DIR --follow"
-        )
+        hint = "give --log-dir DIR and read it with xffl logs DIR --follow"
+        raise ConfigError(f"--merge is for the command that starts the ranks, and a launcher has started them; {hint}")
     log_dir = None if options.log_dir is None else make_log_dir(options.log_dir)
     return be_rank(work, timeout_s=options.timeout, log_dir=log_dir)
 
@@ -437,7 +387,7 @@ def _find_start(
     if options.hosts is not None:
         hosts = parse_hosts(options.hosts)
         if needs_switches and not all(host.switches for host in hosts):
-            hosts = with_switches(hosts, read_topology(show_topology()))
+            hosts = ask_switches(hosts)
         allocation = Allocation("hosts", hosts)
         return replace(allocation, hosts=fit_hosts(allocation, processes, knob=knob))
     if way == "ssh":
@@ -448,10 +398,8 @@ def _find_start(
     if job is not None:
         return replace(job, hosts=fit_hosts(job, processes, knob=knob))
     if way == "srun":
-        raise LaunchError(
-            "--launcher srun is for the inside of a SLURM job, and this is not. HINT: start it with salloc, from a "
-            "batch script, or with xffl submit"
-        )
+        hint = "start it with salloc, from a batch script, or with xffl submit"
+        raise LaunchError(f"--launcher srun is for the inside of a SLURM job, and this is not. HINT: {hint}")
     if options.elastic is not None and rule:
         raise ConfigError(
             f"federated {rule} finds cells of hosts, but all cells start on this machine; give sizes, such as 2,2"
@@ -461,21 +409,19 @@ def _find_start(
     return None if processes is None else Allocation("local", (Host(own_host().name, processes),))
 
 
-# How ------------------------------------------------------------------------------------------------------------------
-
-
 _NO_CELLS = (
     "--elastic without an address starts all cells; give --federated, such as 2,2, or the address of a lighthouse and "
     "--cell"
 )
 
 
-def _check_elastic(options: Namespace, over_files: OverFiles) -> None:
+def _check_elastic(options: Namespace, over_files: environment.OverFiles) -> None:
     """Refuse what does not go with an elastic run, and make this job the cell that it is to be, if it is one."""
-    for name in ("start", "export", "measure"):
-        if (value := getattr(over_files, name)) is not None:
+    given = {"from": over_files.start, "export": over_files.export, "measure": over_files.measure}
+    for name, value in given.items():
+        if value is not None:
             raise ConfigError(
-                f"--{name.replace('start', 'from')} {value} is for rounds over files, but --elastic or XFFL_LIGHTHOUSE "
+                f"--{name} {value} is for rounds over files, but --elastic or XFFL_LIGHTHOUSE "
                 "asks for an elastic run; leave one of them out"
             )
     if options.restarts is not None:
@@ -490,10 +436,8 @@ def _check_elastic(options: Namespace, over_files: OverFiles) -> None:
             raise ConfigError(f"--elastic starts all cells on this machine or in a SLURM job, not by ssh; {by_hand}")
         return
     if over_files.cell is None:
-        raise ConfigError(
-            f"--elastic {options.elastic} joins one cell to a run; give --cell, such as 0/2, or leave the address out "
-            "to start all cells"
-        )
+        hint = "give --cell, such as 0/2, or leave the address out to start all cells"
+        raise ConfigError(f"--elastic {options.elastic} joins one cell to a run; {hint}")
     if sizes := options.federated or os.environ.get("XFFL_FEDERATED", "").strip():
         raise ConfigError(
             f"--federated {sizes} is for a job of several cells, but this one is cell {over_files.cell}; give its "
@@ -504,7 +448,7 @@ def _check_elastic(options: Namespace, over_files: OverFiles) -> None:
     number, cells = parse_cell(over_files.cell, "--cell")
     os.environ["XFFL_CELL"] = f"{number}/{_count(cells)}"
     if options.elastic is not None:
-        os.environ["XFFL_LIGHTHOUSE"] = parse_lighthouse("--elastic", options.elastic)
+        os.environ["XFFL_LIGHTHOUSE"] = environment.parse_lighthouse("--elastic", options.elastic)
 
 
 def _start_all_cells(
@@ -513,23 +457,19 @@ def _start_all_cells(
     """Start a lighthouse, and each cell as a job of its own: on this machine, or as a step of the SLURM job."""
     if layout.sizes is None:
         raise ConfigError(_NO_CELLS)
-    if not command[0].endswith(_CONFIGURATIONS):
+    if not command[0].endswith(CONFIGURATIONS):
         check_script(command[0])
     sizes, is_local = layout.topology.sizes, start.kind == "local"
-    check_cells(len(sizes), required_cells(), federated)
+    check_cells(len(sizes), environment.required_cells(), federated)
     environ = _environ_of_cells()
     if not any(environ.get(name, "").strip() for name in ("XFFL_TOKEN", "XFFL_TOKEN_FILE")):
         environ["XFFL_TOKEN"] = os.urandom(32).hex()
-    token_of(environ)
-    log_dir = None if options.log_dir is None else make_log_dir(options.log_dir)
+    environment.token_of(environ)
     with ExitStack() as stack:
-        lighthouse = stack.enter_context(own_lighthouse("127.0.0.1" if is_local else lighthouse_host(layout)))
+        log_dir = _follow_logs(options, stack, is_local=is_local)  # each cell by itself would tear others' lines
+        lighthouse = stack.enter_context(own_lighthouse(None if is_local else layout))
         environ["XFFL_LIGHTHOUSE"] = url = f"http://{lighthouse.address}"
         print(f"xffl: xffl cells {url} shows the cells of this run", file=sys.stderr)
-        if options.merge and log_dir is None and is_local:
-            log_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="xffl-logs-"))
-        # Each cell by itself would tear the others' lines.
-        stack.enter_context(following(Path(log_dir) if options.merge and log_dir else None, sys.stdout.buffer))
         more = _options_of_cell(options, "grace", "hsdp")
         if options.merge and log_dir is None:
             more.append("--merge")
@@ -541,19 +481,15 @@ def _start_all_cells(
             own = {**environ, **step, **(share.environ if share else {}), "XFFL_CELL": f"{number}/{len(sizes)}"}
             jobs.append(CellJob(number, [*where, *more], command, own, share, log_dir))
         return launch_cells(
-            jobs,
-            restarts=_restarts(options),
-            timeout_s=options.timeout,
-            lighthouse=lighthouse,
-            are_all_here=is_local,
+            jobs, restarts=_restarts(options), timeout_s=options.timeout, lighthouse=lighthouse, are_all_here=is_local
         )
 
 
 def _start_one_cell(options: Namespace, command: Sequence[str]) -> int:
     """Start this cell of a run, and start it again when it fails."""
-    token_of()
-    number, cells = elastic_cell() or (0, 1)
-    check_cells(cells, required_cells(), None)
+    environment.token_of()
+    number, cells = environment.elastic_cell() or (0, 1)
+    check_cells(cells, environment.required_cells(), None)
     words = _options_of_cell(options, "processes", "hosts", "launcher", "grace", "hsdp")
     if options.merge:
         words.append("--merge")
@@ -566,6 +502,16 @@ def _start_one_cell(options: Namespace, command: Sequence[str]) -> int:
             lighthouse = SharedLighthouse(file)
             stack.callback(lighthouse.stop)
         return launch_cells([job], restarts=_restarts(options), timeout_s=options.timeout, lighthouse=lighthouse)
+
+
+def _follow_logs(options: Namespace, stack: ExitStack, *, is_local: bool) -> str | None:
+    """Return the folder of the ranks' logs, if any, and show them while the stack is open, if that is asked for."""
+    log_dir = None if options.log_dir is None else make_log_dir(options.log_dir)
+    if options.merge and log_dir is None and is_local:
+        log_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="xffl-logs-"))
+    if options.merge and log_dir is not None:
+        stack.enter_context(following(Path(log_dir), sys.stdout.buffer))
+    return log_dir
 
 
 def _restarts(options: Namespace) -> int:
@@ -594,27 +540,30 @@ def _start(
 ) -> int:
     """Start the processes and tell how the job ended; ``limit_s`` and ``resolved`` are of a configuration."""
     timeout_s, knob = (limit_s, "launch.timeout_s") if options.timeout is None else (options.timeout, "--timeout")
-    if (cell := elastic_cell()) is not None:
+    if (cell := environment.elastic_cell()) is not None:
         layout = replace(layout, cell=cell[0])
-    environ = federation_variables(layout.sizes, layout.replica_size) | read_over_files().variables()
+    environ = (
+        environment.federation_variables(layout.sizes, layout.replica_size) | environment.read_over_files().variables()
+    )
     if layout.sizes is not None:  # else the script says what its cells are, and its session checks them
         cells = layout.topology.cells
-        accept_cells(federated, cells, layout.topology.world_size, required_cells())
+        environment.accept_cells(federated, cells, layout.topology.world_size, environment.required_cells())
         environ["XFFL_LAUNCHED_CELLS"] = str(cells)
     if resolved is not None:
         environ["XFFL_RESOLVED"] = resolved
-    log_dir = None if options.log_dir is None else make_log_dir(options.log_dir)
     with ExitStack() as stack:
-        if options.merge and log_dir is None and start.kind == "local":
-            log_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="xffl-logs-"))
-        stack.enter_context(following(Path(log_dir) if options.merge and log_dir else None, sys.stdout.buffer))
-        more: dict[str, Any] = {"environ": environ, "timeout_s": timeout_s, "log_dir": log_dir}
-        more["grace_s"] = options.grace or _GRACE_S
+        log_dir = _follow_logs(options, stack, is_local=start.kind == "local")
+        asked = LaunchOptions(
+            environ=environ,
+            timeout_s=timeout_s,
+            grace_s=options.grace or _GRACE_S,
+            log_dir=log_dir,
+            is_labelled=options.merge and log_dir is None,
+        )
         if start.kind == "local":
-            ended = launch_local(start.slots, command, **more)
+            ended = launch_local(start.slots, command, asked)
         else:
-            launch = launch_srun if start.kind == "slurm" else launch_ssh
-            ended = launch(layout, command, **more, is_labelled=options.merge and log_dir is None)
+            ended = (launch_srun if start.kind == "slurm" else launch_ssh)(layout, command, asked)
     if isinstance(ended, RankFailure):
         if options.failures is not None:
             record = ended.record or FailureRecord(time.time(), ended.exit_code, "", "", False, False)

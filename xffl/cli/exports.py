@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from jsonargparse import ArgumentParser, Namespace
 
-from xffl.cli.main import HelpFormatter
+from xffl.cli.main import command_parser
 from xffl.errors import ConfigError
 from xffl.extras import install_command
 
@@ -32,26 +32,22 @@ examples:
 
 
 def _parse_aggregate() -> ArgumentParser:
-    parser = ArgumentParser(
-        description="Make a round from the exports of all cells in this process, with the same bits as over a network.",
-        epilog=_AGGREGATE_EXAMPLES,
-        formatter_class=HelpFormatter,
+    parser = command_parser(
+        "Make a round from the exports of all cells in this process, with the same bits as over a network.",
+        _AGGREGATE_EXAMPLES,
     )
     parser.add_argument("exports", nargs="+", type=str, metavar="EXPORT", help="folder with the export of a cell")
     parser.add_argument("--out", type=str, required=True, help="folder to create; that of an earlier round is replaced")
-    parser.add_argument(
-        "--weights", type=str, metavar="W,W", help="weight of each cell (default: as the cells counted)"
-    )
-    parser.add_argument(
-        "--combine", type=str, help="how values are combined, see xffl list algorithms (default: as the cells say)"
-    )
+    weights = "weight of each cell (default: as the cells counted)"
+    parser.add_argument("--weights", type=str, metavar="W,W", help=weights)
+    combine = "how values are combined, see xffl list algorithms (default: as the cells say)"
+    parser.add_argument("--combine", type=str, help=combine)
     server = "server optimizer, such as fedadam:lr=0.03 or diloco (default: as the cells say); needs --state"
     parser.add_argument("--server", type=str, help=server)
     parser.add_argument("--state", type=str, metavar="DIR", help="folder for its state from round to round")
     parser.add_argument("--start", type=str, metavar="DIR", help="for its first round: the result of round 0")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="check everything, say what would be written, and write nothing"
-    )
+    dry = "check everything, say what would be written, and write nothing"
+    parser.add_argument("--dry-run", action="store_true", help=dry)
     return parser
 
 
@@ -60,18 +56,10 @@ def _aggregate(options: Namespace) -> int:
     from xffl.aggregation.offline import aggregate_exports
 
     weights = None if options.weights is None else [_weight(text) for text in options.weights.split(",")]
+    given = {name: options[name] for name in ("combine", "server", "state", "start")}
     with _bar() as progress:
-        made = aggregate_exports(
-            options.exports,
-            options.out,
-            weights=weights,
-            combine=options.combine,
-            server=options.server,
-            state=options.state,
-            start=options.start,
-            is_tried=options.dry_run,
-            progress=progress,
-        )
+        given |= {"weights": weights, "is_tried": options.dry_run, "progress": progress}
+        made = aggregate_exports(options.exports, options.out, **given)
     shares = ", ".join(f"cell {cell} {share:.1%}" for cell, share in enumerate(made.shares))
     would = "is already " if made.was_there else "would be " if options.dry_run else ""
     print(f"{options.out}: {would}round {made.number} of {shares}: {made.tensors} tensors, {made.size_bytes} bytes")
@@ -107,33 +95,21 @@ def _bar() -> Iterator[Callable[[str, int, int], None] | None]:
 
 
 def _parse_consolidate() -> ArgumentParser:
-    parser = ArgumentParser(
-        description="Write a model of a checkpoint as safetensors, in this one process: model.safetensors, or shards "
+    parser = command_parser(
+        "Write a model of a checkpoint as safetensors, in this one process: model.safetensors, or shards "
         f"of it with an index. Needs safetensors ({install_command('safetensors')}).",
-        epilog=_CONSOLIDATE_EXAMPLES,
-        formatter_class=HelpFormatter,
+        _CONSOLIDATE_EXAMPLES,
     )
     parser.add_argument("checkpoint", type=str, metavar="CHECKPOINT", help="folder of the checkpoint, or of a run")
     parser.add_argument("out", type=str, metavar="OUT", help="folder to create")
-    parser.add_argument(
-        "--part", type=str, metavar="NAME", help="name of the model among the checkpoint's parts (default: model)"
-    )
-    parser.add_argument(
-        "--cell",
-        type=int,
-        metavar="N",
-        help="take the weights of this cell; required if cells differ (the checkpoint was not saved after a round)",
-    )
-    parser.add_argument(
-        "--max-shard-bytes",
-        type=float,
-        default=5e9,
-        metavar="BYTES",
-        help="maximum size of a file, in bytes of tensors",
-    )
-    parser.add_argument(
-        "--pretrained", type=str, metavar="DIR", help="folder with config.json, copied for from_pretrained"
-    )
+    part = "name of the model among the checkpoint's parts (default: model)"
+    parser.add_argument("--part", type=str, metavar="NAME", help=part)
+    cell = "take the weights of this cell; required if cells differ (the checkpoint was not saved after a round)"
+    parser.add_argument("--cell", type=int, metavar="N", help=cell)
+    size = "maximum size of a file, in bytes of tensors"
+    parser.add_argument("--max-shard-bytes", type=float, default=5e9, metavar="BYTES", help=size)
+    pretrained = "folder with config.json, copied for from_pretrained"
+    parser.add_argument("--pretrained", type=str, metavar="DIR", help=pretrained)
     return parser
 
 
@@ -151,10 +127,8 @@ def _consolidate(options: Namespace) -> int:
         pretrained=options.pretrained,
     )
     tied = f", {len(done.ties)} tied ones left out" if done.ties else ""
-    print(
-        f"{done.folder}: {done.tensors} tensors{tied}, {done.size_bytes} bytes of cell {done.cell}, "
-        f"{', '.join(done.files)}"
-    )
+    size_text = f"{done.size_bytes} bytes of cell {done.cell}"
+    print(f"{done.folder}: {done.tensors} tensors{tied}, {size_text}, {', '.join(done.files)}")
     return 0
 
 

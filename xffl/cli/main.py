@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import TextIO
+from typing import Any, TextIO
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
@@ -17,13 +17,13 @@ from xffl.checks import one_of
 from xffl.cluster.launch.failure import ExitCode
 from xffl.errors import XfflError
 
-__all__ = ["COMMANDS", "HelpFormatter", "build_parser", "main"]
+__all__ = ["COMMANDS", "HelpFormatter", "build_parser", "command_parser", "main"]
 
 COMMANDS = {
     "aggregate": ("exports", "make a round from the exports of cells without a common network"),
     "exec": ("execute", "start a script or a configuration in several processes: here, by srun or by ssh"),
     "bench": ("bench", "time the paths between ranks, and rounds over them"),
-    "cells": ("cells", "show the cells of an elastic run: their rounds and heartbeats"),
+    "cells": ("misc", "show the cells of an elastic run: their rounds and heartbeats"),
     "consolidate": ("exports", "write a checkpoint's model as safetensors"),
     "doctor": ("doctor", "check the machines of a job before it waits in the queue"),
     "env": ("misc", "show which launcher started this process, and how that was detected"),
@@ -143,15 +143,15 @@ def _silence(*streams: TextIO) -> None:
         os.dup2(nowhere, stream.fileno())
 
 
+def command_parser(description: str, examples: str | None = None, **more: Any) -> ArgumentParser:
+    """Return a parser of a command whose help begins with a description and ends with examples."""
+    return ArgumentParser(description=description, epilog=examples, formatter_class=HelpFormatter, **more)
+
+
 def build_parser() -> ArgumentParser:
     """Return the parser of a command line that calls no command: those have parsers of their own."""
-    parser = ArgumentParser(
-        prog="xffl",
-        description="Train one sharded model on several groups of GPUs that are joined by slow links.",
-        epilog=_EXAMPLES,
-        formatter_class=HelpFormatter,
-        version=__version__,
-    )
+    description = "Train one sharded model on several groups of GPUs that are joined by slow links."
+    parser = command_parser(description, _EXAMPLES, prog="xffl", version=__version__)
     commands = parser.add_subcommands(required=True)
     for name, (_, told) in COMMANDS.items():
         commands.add_subcommand(name, ArgumentParser(), help=told)

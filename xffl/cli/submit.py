@@ -9,8 +9,10 @@ import os
 import signal
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import starmap
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,33 +20,19 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 
 from xffl.checks import integer
-from xffl.cli.execute import is_lighthouse
-from xffl.cli.main import HelpFormatter
+from xffl.cli.execute import CONFIGURATIONS, is_lighthouse, print_help
+from xffl.cli.main import command_parser
 from xffl.cluster.cells import Federation, parse_federation
 from xffl.cluster.environment import make_token_file, parse_lighthouse, run_token
 from xffl.cluster.launch.failure import ExitCode, code_of_signal
+from xffl.cluster.slurm import submit
 from xffl.cluster.slurm.job_monitor import Follower, exit_code_of, expand_pattern, log_pattern
-from xffl.cluster.slurm.submit import (
-    Job,
-    SlurmConfig,
-    cancel_jobs,
-    earlier_jobs,
-    find_template,
-    refuse_busy,
-    render_script,
-    shape_cell,
-    submit_job,
-    tasks_of_node,
-    tasks_of_sweep,
-    word_of,
-)
+from xffl.cluster.slurm.submit import Job, SlurmConfig, cancel_jobs, shape_cell, tasks_of_node, tasks_of_sweep, word_of
 from xffl.errors import ConfigError, LaunchError
 
 __all__ = ["build_parser", "join_elastic", "run"]
 
-_CONFIGURATIONS = (".yaml", ".yml")
-_PASSED_ON = ("federated", "hsdp", "require_cells", "log_dir", "merge")
-"""Options that are those of xffl exec."""
+_PASSED_ON = ("federated", "hsdp", "require_cells", "log_dir", "merge")  # options that are those of xffl exec
 _FLAGS = ("--dry-run", "--follow", "--no-follow", "--cancel-on-interrupt", "--merge")
 _VALUES = ("--template", "--federated", "--hsdp", "--require-cells", "--log-dir", "--elastic", "--cells", "--cell")
 
@@ -69,28 +57,24 @@ The exit code is the job's. Ctrl-C asks whether to cancel the job; without an an
 
 def build_parser() -> ArgumentParser:
     """Return the parser of the command's options."""
-    parser = ArgumentParser(
+    parser = command_parser(
+        "Submit a batch job to SLURM that runs xffl exec on its nodes, and follow it.",
+        _EXAMPLES,
         usage="xffl submit [options] FILE [values]",
-        description="Submit a batch job to SLURM that runs xffl exec on its nodes, and follow it.",
-        epilog=_EXAMPLES,
-        formatter_class=HelpFormatter,
         allow_abbrev=False,  # words behind FILE are looked at, too
     )
     parser.add_argument("--dry-run", action="store_true", help="print the batch script and exit")
     parser.add_argument("--follow", action="store_true", help="follow the job and show its output (default)")
     parser.add_argument("--no-follow", action="store_true", help="print the job's number and exit")
-    parser.add_argument(
-        "--cancel-on-interrupt", action="store_true", help="cancel the job at Ctrl-C or SIGTERM without asking"
-    )
+    cancel = "cancel the job at Ctrl-C or SIGTERM without asking"
+    parser.add_argument("--cancel-on-interrupt", action="store_true", help=cancel)
     parser.add_argument("--template", type=str, metavar="FILE", help="template of the batch script instead of xffl's")
     parser.add_argument("--federated", type=str, metavar="CELLS", help="cells, as for xffl exec: 4,4 or auto")
     parser.add_argument("--hsdp", type=int, metavar="RANKS", help="ranks that hold one copy, as for xffl exec")
     fewest = "let the job fail if it gets fewer cells, as for xffl exec"
     parser.add_argument("--require-cells", type=int, metavar="N", help=fewest)
-    elastic = (
-        "submit a job for each cell, as xffl exec --elastic starts it; they find each other by a file in the run's "
-    )
-    elastic += "folder, or by the lighthouse at this address"
+    elastic = "submit a job for each cell, as xffl exec --elastic starts it; they find each other by a file in the "
+    elastic += "run's folder, or by the lighthouse at this address"
     parser.add_argument("--elastic", type=str, nargs="?", const="", metavar="URL", help=elastic)
     cells = "with --elastic, the number of cells, unless --federated or launch.federated gives the ranks of each"
     parser.add_argument("--cells", type=int, metavar="N", help=cells)
@@ -119,11 +103,11 @@ def join_elastic(words: Sequence[str]) -> list[str]:
 def run(options: Namespace) -> int:
     """Submit the job, or those of all cells, and follow them."""
     file, *words = options.words or [""]
-    is_configuration = file.endswith(_CONFIGURATIONS)
+    is_configuration = file.endswith(CONFIGURATIONS)
     if is_configuration:
         options, words = _take_options(options, words)
         if {"-h", "--help"} & set(words):
-            return _help(file, words)
+            return print_help(file, words, "xffl submit {} [options] [--KEY VALUE ...]")
     elif not file:
         raise ConfigError("no file is given; write xffl submit config.yaml, or xffl submit [options] SCRIPT")
     elif not os.path.isfile(file):
@@ -136,17 +120,15 @@ def run(options: Namespace) -> int:
         for name in ("cells", "cell"):
             if options[name] is not None:
                 raise ConfigError(f"--{name} {options[name]} is for the jobs of an elastic run; give --elastic, too")
-    template = find_template(options.template)
+    template = submit.find_template(options.template)
     planned = (_plan_configuration if is_configuration else _plan_script)(file, words, options)
-    scripts = [render_script(slurm, job, template) for job, slurm in planned]
+    scripts = [submit.render_script(slurm, job, template) for job, slurm in planned]
     if options.dry_run:
         print("\n".join(scripts), end="")
         return 0
     if not is_configuration and "--dry-run" in words:
-        _tell(
-            f"--dry-run after {file} is passed to the script, so the job is submitted; for a dry run put it before the "
-            "file name"
-        )
+        hint = "so the job is submitted; for a dry run put it before the file name"
+        _tell(f"--dry-run after {file} is passed to the script, {hint}")
     jobs = _submit(planned, scripts)
     if options.no_follow:
         print(*jobs, sep="\n")
@@ -161,11 +143,11 @@ def _submit(planned: Sequence[tuple[Job, SlurmConfig]], scripts: Sequence[str]) 
     """Submit all jobs, or none; return them by their numbers."""
     for job, slurm in planned:
         if slurm.dependency is None:
-            refuse_busy(job)
+            submit.refuse_busy(job)
     jobs: dict[str, Job] = {}
     for (job, slurm), script in zip(planned, scripts, strict=True):
         try:
-            jobs[submit_job(script, job, is_chained=slurm.dependency is not None)] = job
+            jobs[submit.submit_job(script, job, is_chained=slurm.dependency is not None)] = job
         except LaunchError:
             if jobs:
                 cancel_jobs(list(jobs))
@@ -195,20 +177,15 @@ def _take_options(options: Namespace, words: Sequence[str]) -> tuple[Namespace, 
     return merged, others
 
 
-def _help(file: str, words: Sequence[str]) -> int:
-    from xffl.training.config.configuration import config_class, help_text, job_trainer
-
-    usage = f"xffl submit {os.path.basename(file)} [options] [--KEY VALUE ...]"
-    print(help_text(config_class(job_trainer(file, words)), usage), end="")
-    return 0
+def _slurm_words(options: Namespace) -> list[str]:
+    return [f"--slurm.{name}={text}" for name, text in vars(options.slurm).items() if text is not None]
 
 
 def _plan_configuration(file: str, words: Sequence[str], options: Namespace) -> list[tuple[Job, SlurmConfig]]:
     """Read a configuration for each task of the job, so that mistakes are told before it queues."""
     from xffl.training.config.configuration import read_job, read_words
 
-    slurm_words = [f"--slurm.{name}={text}" for name, text in vars(options.slurm).items() if text is not None]
-    _, resolved = read_job(file, [*slurm_words, *words])
+    _, resolved = read_job(file, [*_slurm_words(options), *words])
     slurm = resolved.slurm
     experiment = getattr(resolved.config, "experiment", None)
     name = getattr(experiment, "name", Path(file).stem)
@@ -221,9 +198,8 @@ def _plan_configuration(file: str, words: Sequence[str], options: Namespace) -> 
         )
     taken = read_words(words)
     passed = [f"--config={one}" for one in taken.files]
-    passed += [
-        f"--{key}{'+' * is_added}={text}" for key, text, is_added in taken.settings if key.split(".")[0] != "slurm"
-    ]
+    others = (one for one in taken.settings if one[0].split(".")[0] != "slurm")
+    passed += [f"--{key}{'+' * is_added}={text}" for key, text, is_added in others]
     if options.elastic is not None:
         own = getattr(getattr(resolved.config, "distributed", None), "federated", None)
         federated = resolved.launch.federated if own is None else own
@@ -234,14 +210,13 @@ def _plan_configuration(file: str, words: Sequence[str], options: Namespace) -> 
     for number, changes in enumerate(tasks_of_sweep(slurm.array)):
         if experiment is not None and not {"experiment.name", "experiment.output_dir"} & changes.keys():
             changes |= {"experiment.output_dir": os.path.join(experiment.output_dir, f"task_{number}")}
-        task = [word_of(key, value) for key, value in changes.items()]
-        _, one = read_job(file, [*slurm_words, *words, *task])
+        task = list(starmap(word_of, changes.items()))
+        _, one = read_job(file, [*_slurm_words(options), *words, *task])
         if one.slurm != slurm or tasks_of_node(slurm, one.launch.processes) != layout:
             raise ConfigError(f"slurm.array changes {', '.join(changes)}; all tasks of an array are of one shape")
         tasks.append(tuple(task))
         folders.append(getattr(getattr(one.config, "experiment", None), "output_dir", str(number)))
-    if len(set(folders)) < len(folders):
-        twice = next(folder for folder in folders if folders.count(folder) > 1)
+    if (twice := next((folder for folder in folders if folders.count(folder) > 1), None)) is not None:
         raise ConfigError(f"several tasks of slurm.array write to {twice}; give each an experiment.output_dir")
     job = _job(name, run_folder, [file, *passed], slurm, layout, tuple(tasks), options)
     return [(dataclasses.replace(job, is_exclusive=experiment is not None), slurm)]
@@ -251,8 +226,7 @@ def _plan_script(file: str, words: Sequence[str], options: Namespace) -> list[tu
     """Take the section slurm from the options and the environment; the rest is the script's own."""
     from xffl.training.config.configuration import read_configuration
 
-    slurm_words = [f"--slurm.{name}={text}" for name, text in vars(options.slurm).items() if text is not None]
-    resolved = read_configuration(_Nothing, (), slurm_words)
+    resolved = read_configuration(_Nothing, (), _slurm_words(options))
     slurm = resolved.slurm
     if not {"slurm.signal", "slurm.signal_s"} & resolved.origins.keys():
         slurm = dataclasses.replace(slurm, signal_s=None)  # which would kill a script that does not listen to it
@@ -261,9 +235,7 @@ def _plan_script(file: str, words: Sequence[str], options: Namespace) -> list[tu
     if options.elastic is not None:
         elastic = _Elastic(name, run_folder, [file, *words], options, is_exclusive=not options.elastic)
         return elastic.plan(slurm, None, None)
-    tasks = tuple(
-        tuple(word_of(key, value) for key, value in changes.items()) for changes in tasks_of_sweep(slurm.array)
-    )
+    tasks = tuple(tuple(starmap(word_of, changes.items())) for changes in tasks_of_sweep(slurm.array))
     return [(_job(name, run_folder, [file, *words], slurm, tasks_of_node(slurm, None), tasks, options), slurm)]
 
 
@@ -278,8 +250,7 @@ class _Elastic:
 
     name: str
     run_folder: str
-    words: Sequence[str]
-    """What each job runs: the file, and what stands behind it."""
+    words: Sequence[str]  # what each job runs: the file, and what stands behind it
     options: Namespace
     is_exclusive: bool
 
@@ -305,7 +276,7 @@ class _Elastic:
             folder = os.path.join(self.run_folder, f"cell_{cell}")
             job = _job(f"{self.name}_cell_{cell}", folder, [*own, *self.words], shape, tasks, (), self.options)
             lives = environ
-            if number is not None and (before := len(earlier_jobs(folder))):
+            if number is not None and (before := len(submit.earlier_jobs(folder))):
                 # Submitted again, it may have lost what the run has made of the model, as a requeued one.
                 lives = environ | {"XFFL_RESTARTS": str(before)}
             if lives:
@@ -313,9 +284,8 @@ class _Elastic:
                 told = ("env", *(f"{name}={text}" for name, text in lives.items()))
                 job = dataclasses.replace(job, command=(*told, *job.command))
             planned.append((dataclasses.replace(job, cell=cell, is_exclusive=self.is_exclusive), shape))
-        logs = {
-            expand_pattern(job.log, {"j": str(at), "A": str(at), "x": job.name}) for at, (job, _) in enumerate(planned)
-        }
+        numbered = ((str(at), job) for at, (job, _) in enumerate(planned))
+        logs = {expand_pattern(job.log, {"j": at, "A": at, "x": job.name}) for at, job in numbered}
         if len(logs) < len(planned) and None not in logs:
             raise ConfigError(f"slurm.output {slurm.output!r} is one file for all cells; put %j or %x into its name")
         return planned
@@ -342,9 +312,8 @@ class _Elastic:
 
     def _token(self) -> dict[str, str]:
         """Return the variable that names the file of the run's token, which is made where the user gives none."""
-        if run_token():
-            file = os.environ.get("XFFL_TOKEN_FILE", "").strip()
-        else:
+        file = os.environ.get("XFFL_TOKEN_FILE", "").strip()
+        if not run_token():
             file = os.path.join(self.run_folder, "token")
             if not self.options.dry_run:
                 make_token_file(Path(file))
@@ -372,13 +341,12 @@ def _job(
         for one, value in given.items()
         if value is not None and value is not False
     ]
+    own_log = None if slurm.output else log_pattern(os.path.join(run_folder, "slurm"), bool(tasks))
     return Job(
         name=name,
         folder=os.getcwd(),
         run_folder=run_folder,
-        log=os.path.abspath(slurm.output)
-        if slurm.output
-        else log_pattern(os.path.join(run_folder, "slurm"), bool(tasks)),
+        log=own_log or os.path.abspath(str(slurm.output)),
         command=(sys.executable, "-m", "xffl", "exec", *passed, *words),
         tasks_per_node=tasks_per_node,
         tasks=tasks,
@@ -387,7 +355,7 @@ def _job(
 
 def _follow(jobs: Mapping[str, Job], *, cancels: bool) -> int:
     """Show jobs until they have ended, and return the exit code of the first that has one."""
-    follower = Follower(jobs, getpass.getuser(), _write, _tell)
+    follower = Follower(jobs, getpass.getuser(), partial(print, end="", flush=True), _tell)
     try:
         with _terminable():
             endings = follower.follow()
@@ -403,24 +371,19 @@ def _follow(jobs: Mapping[str, Job], *, cancels: bool) -> int:
         return code_of_signal(signal.SIGTERM) if is_terminated else ExitCode.INTERRUPTED
     logs = follower.logs()
     for task, ending in sorted(endings.items()):
-        how = (
-            "" if ending.state == "COMPLETED" else f", exit code {ending.exit_code}; see {logs.get(task, 'its output')}"
-        )
-        _tell(f"job {follower.name(task)} ended: {ending.state}{how}")
+        how = f", exit code {ending.exit_code}; see {logs.get(task, 'its output')}"
+        _tell(f"job {follower.name(task)} ended: {ending.state}{'' if ending.state == 'COMPLETED' else how}")
     known = {task.partition("_")[0] for task in endings}
-    if lost := [number for number in jobs if number not in known]:
-        raise LaunchError(
-            f"job {lost[0]} has ended, and SLURM no longer knows how; see its output in {jobs[lost[0]].log}"
-        )
+    if (lost := next((number for number in jobs if number not in known), None)) is not None:
+        raise LaunchError(f"job {lost} has ended, and SLURM no longer knows how; see its output in {jobs[lost].log}")
     return exit_code_of(endings)
 
 
-def _jobs_text(jobs: Iterable[str]) -> str:
-    numbers = list(jobs)
-    return f"job{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
+def _jobs_text(jobs: Mapping[str, Job]) -> str:
+    return f"job{'s' * (len(jobs) > 1)} {', '.join(jobs)}"
 
 
-def _agrees(jobs: Iterable[str]) -> bool:
+def _agrees(jobs: Mapping[str, Job]) -> bool:
     """Ask whether to cancel jobs; nobody there to answer means no."""
     if not sys.stdin.isatty():
         return False
@@ -446,11 +409,6 @@ def _terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _write(piece: str) -> None:
-    sys.stdout.write(piece)
-    sys.stdout.flush()
 
 
 def _tell(line: str) -> None:

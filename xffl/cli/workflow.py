@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
 from xffl.checks import integer
-from xffl.cli.main import HelpFormatter
+from xffl.cli.main import HelpFormatter, command_parser
 from xffl.errors import CheckpointError, ConfigError
 from xffl.workflow.documents import Facility, Workflow, parse_facilities, write_workflow
 
@@ -31,11 +32,9 @@ and qos.
 
 def build_parser() -> ArgumentParser:
     """Return the parser of the command's options."""
-    parser = ArgumentParser(
-        description="Write CWL documents that train each cell in its own facility and make the rounds here; "
-        "StreamFlow runs them.",
-        epilog=_EXAMPLES,
-        formatter_class=HelpFormatter,
+    parser = command_parser(
+        "Write CWL documents that train each cell in its own facility and make the rounds here; StreamFlow runs them.",
+        _EXAMPLES,
     )
     commands = parser.add_subcommands(required=True)
     init = ArgumentParser(formatter_class=HelpFormatter, epilog=_EXAMPLES)
@@ -78,7 +77,7 @@ def _init(options: Namespace) -> None:
     if asked is None or not isinstance(asked.every, int):
         raise ConfigError(f"{options.configuration} has no federation.every of local steps; give it a number")
     # Refused now, not at the first round of jobs that have waited in queues.
-    type(asked)(**{**_plain(asked), "cell": f"0/{len(facilities)}"})
+    replace(asked, cell=f"0/{len(facilities)}")
     if not any(isinstance(one, CheckpointCallback) for one in config.callbacks) or not config.experiment.resume:
         raise ConfigError(
             "each round is a job that goes on from the one before, but the configuration keeps nothing for it; give "
@@ -101,18 +100,12 @@ def _init(options: Namespace) -> None:
     print(f"wrote {options.out}; read {options.out}/README.md before the first run", file=sys.stderr)
 
 
-def _plain(section: Any) -> dict[str, Any]:
-    return {name: getattr(section, name) for name in section.__dataclass_fields__}
-
-
 def _rounds(given: int | None, config: Any, every: int) -> int:
     if given is not None:
         return integer("--rounds", given)
-    steps = config.training.max_steps
-    if steps is None:
-        raise ConfigError(
-            "the configuration has no training.max_steps, so it does not say how many rounds; give --rounds"
-        )
+    if (steps := config.training.max_steps) is None:
+        why = "the configuration has no training.max_steps, so it does not say how many rounds"
+        raise ConfigError(f"{why}; give --rounds")
     return -(-int(steps) // every)
 
 

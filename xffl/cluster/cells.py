@@ -9,11 +9,12 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from xffl.checks import index_of, shorten
+from xffl.checks import group, index_of, shorten
 from xffl.cluster.hosts import expand_hosts
 from xffl.cluster.slurm.allocation import Host
 from xffl.errors import ConfigError, LaunchError, TopologyError
@@ -36,8 +37,7 @@ Federation = int | tuple[int, ...] | str
 """Sizes of cells, or a rule that finds them."""
 
 _FORMS = "give auto, auto:LEVEL, hosts:REGEX, file:PATH, or sizes like 4,4"
-_SHOWN = 8
-"""Hosts that a message writes out."""
+_SHOWN = 8  # hosts that a message writes out
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,8 @@ class Arrangement:
     """Hosts in an order in which ranks can be laid over them, one host after the other."""
 
     hosts: tuple[Host, ...]
-    names: tuple[str, ...]
-    """Name of each cell."""
-    sizes: tuple[int, ...]
-    """Ranks of each cell."""
+    names: tuple[str, ...]  # of the cells
+    sizes: tuple[int, ...]  # ranks of each cell
 
 
 # What is asked for ----------------------------------------------------------------------------------------------------
@@ -163,8 +161,8 @@ def name_cells(hosts: Sequence[Host], rule: str) -> tuple[str, ...]:
         return _cells_by_switch(hosts, rule, int(rest) if rest else None)
     if kind == "hosts":
         pattern = re.compile(rest)
-        group = 1 if pattern.groups else 0
-        found = {host.name: match[group] if (match := pattern.search(host.name)) else None for host in hosts}
+        part = 1 if pattern.groups else 0
+        found = {host.name: match[part] if (match := pattern.search(host.name)) else None for host in hosts}
         remedy = "correct the expression, whose first group (or else the whole match) names the cell"
     else:
         listed = _read_cells(Path(rest), rule)
@@ -248,14 +246,8 @@ def _yaml_entries(text: str, rule: str) -> list[tuple[str, str]]:
 
 
 def arrange(hosts: Sequence[Host], rule: str, replica_size: int | None = None) -> Arrangement:
-    """Put hosts in an order in which each cell is a run of ranks, and a replica stands on as few hosts as possible.
-
-    Cells come in the order of their first host. Inside a cell hosts below one switch are neighbours, as far as that
-    lets replicas stay on as few hosts.
-    """
-    members: dict[str, list[Host]] = {}
-    for host, named in zip(hosts, name_cells(hosts, rule), strict=True):
-        members.setdefault(named, []).append(host)
+    """Put hosts in an order in which each cell is a run of ranks, cell by cell; :func:`order_hosts` orders each."""
+    members = group(zip(name_cells(hosts, rule), hosts, strict=True))
     sizes = tuple(sum(host.slots for host in cell) for cell in members.values())
     ordered: list[Host] = []
     for (name, cell), size in zip(members.items(), sizes, strict=True):
@@ -297,15 +289,13 @@ def _listed(names: Sequence[str]) -> str:
 # The order of the hosts of a cell -------------------------------------------------------------------------------------
 
 
-_MAX_STATES = 100_000
-"""Choices that are looked through for the best groups: about a second."""
+_MAX_STATES = 100_000  # choices that are looked through for the best groups: about a second
 
 
 def order_hosts(hosts: Sequence[Host], replica_size: int | None) -> tuple[Host, ...]:
-    """Order the hosts of one cell.
+    """Order the hosts of one cell: replicas touch as few hosts as possible, and then stand below the lowest switches.
 
-    Replicas touch as few hosts as in the best of all orders, where the hosts differ in no more than a few ways (fewer
-    than 100,000 choices); otherwise few. Of such orders one is taken that keeps replicas below the lowest switches.
+    They are the fewest where the hosts differ in no more than a few ways (fewer than 100,000 choices), otherwise few.
     """
     places = _by_switch(hosts)
     if replica_size is None:
@@ -316,26 +306,20 @@ def order_hosts(hosts: Sequence[Host], replica_size: int | None) -> tuple[Host, 
     anywhere, _ = _most_groups(places, rests, replica_size)
     groups = near if len(near) >= len(anywhere) else anywhere
     # All hosts together hold whole replicas, and so do those that no group has taken, if choices were too many.
-    taken = {at for group in groups for at in group}
+    taken = set(chain(*groups))
     groups.append([at for at in places if at not in taken])
-    groups = [group for group in groups if group]
-    for group in groups:
-        group.sort(key=order.__getitem__)
-    return tuple(hosts[at] for group in sorted(groups, key=lambda group: order[group[0]]) for at in group)
+    in_order = [sorted(own, key=order.__getitem__) for own in groups if own]
+    return tuple(hosts[at] for own in sorted(in_order, key=lambda own: order[own[0]]) for at in own)
 
 
 def _by_switch(hosts: Sequence[Host]) -> list[int]:
     """Return the hosts' places, in their order, but with those below one switch beside each other."""
     seen: dict[tuple[str, ...], int] = {}
-
-    def key(at: int) -> list[int]:
-        path = hosts[at].switches
-        return [seen[path[:depth]] for depth in range(1, len(path) + 1)]
-
-    for host in hosts:
-        for depth in range(1, len(host.switches) + 1):
-            seen.setdefault(host.switches[:depth], len(seen))
-    return sorted(range(len(hosts)), key=key)
+    # A host's key has the number of each switch above it, from the top; they are counted as they are met.
+    keys = [
+        [seen.setdefault(path, len(seen)) for path in accumulate((name,) for name in host.switches)] for host in hosts
+    ]
+    return sorted(range(len(hosts)), key=keys.__getitem__)
 
 
 def _group_by_switch(
@@ -345,11 +329,9 @@ def _group_by_switch(
     groups: list[list[int]] = []
     left = list(places)
     for depth in range(max(len(host.switches) for host in hosts), -1, -1):
-        pools: dict[tuple[str, ...], list[int]] = {}
-        for at in left:
-            pools.setdefault(hosts[at].switches[:depth], []).append(at)
+        pools = group((hosts[at].switches[:depth], at) for at in left).values()
         left = []
-        for pool in pools.values():
+        for pool in pools:
             found, rest = _most_groups(pool, rests, replica_size)
             groups += found
             left += rest
@@ -358,9 +340,8 @@ def _group_by_switch(
 
 def _most_groups(places: Sequence[int], rests: dict[int, int], replica_size: int) -> tuple[list[list[int]], list[int]]:
     """Form as many groups as possible whose rests sum to whole replicas; also return the hosts that are left over."""
-    waiting: dict[int, list[int]] = {}
-    for at in reversed(places):  # taken from the end, so that those in front come first
-        waiting.setdefault(rests[at], []).append(at)
+    # Taken from the end, so that those in front come first.
+    waiting = group((rests[at], at) for at in reversed(places))
     groups = [[at] for at in reversed(waiting.pop(0, []))]
     # Two rests that fill a replica are a group in one of the best solutions: what else they were grouped with is one.
     for rest in sorted(waiting):

@@ -17,11 +17,13 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from xffl.checks import integer
 from xffl.cluster.cells import Federation, check_cells, lone_cell, parse_cell, parse_federation, parse_sizes
-from xffl.cluster.hosts import interface_address
+from xffl.cluster.hosts import interface_address, route_address
 from xffl.cluster.launch.launchers import LAUNCHERS, Fields, honour_master, read_number
 from xffl.cluster.network import control_address
 from xffl.errors import ConfigError, LaunchError, TopologyError
@@ -59,6 +61,7 @@ __all__ = [
 
 _PARTS = (("rank", "world_size"), ("node_local_rank", "node_local_size"), ("node_rank", "node_world_size"))
 """Fields that count from 0, each with the field that says to where."""
+_ARGUMENTS = (*chain(*_PARTS), "master_addr", "master_port")
 
 
 @dataclass(frozen=True)
@@ -82,38 +85,19 @@ class ProcessEnvironment:
 
 
 def detect_environment(
-    environ: Mapping[str, str] | None = None,
-    *,
-    rank: int | None = None,
-    world_size: int | None = None,
-    node_local_rank: int | None = None,
-    node_local_size: int | None = None,
-    node_rank: int | None = None,
-    node_world_size: int | None = None,
-    master_addr: str | None = None,
-    master_port: int | None = None,
-    names: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] = os.environ, *, names: Mapping[str, str] | None = None, **arguments: Any
 ) -> ProcessEnvironment:
     """Find out where this process stands.
 
     Under an MPI launcher it is collective over ``MPI.COMM_WORLD`` unless the variables and arguments tell everything,
     so every rank must call it with the same kinds of arguments. Otherwise no process talks to another.
 
-    An argument beats the launcher's variable. A world size other than the launcher's means that the caller started the
-    processes: nothing is taken from the launcher then, and without arguments for the nodes all ranks are on one node.
+    An argument, of the name of a field from ``rank`` to ``master_port``, beats the launcher's variable unless it is
+    ``None``. A world size other than the launcher's means that the caller started the processes: nothing is taken from
+    the launcher then, and without arguments for the nodes all ranks are on one node. Messages call arguments as
+    ``names`` says.
     """
-    environ = os.environ if environ is None else environ
-    arguments = {
-        "rank": rank,
-        "world_size": world_size,
-        "node_local_rank": node_local_rank,
-        "node_local_size": node_local_size,
-        "node_rank": node_rank,
-        "node_world_size": node_world_size,
-        "master_addr": master_addr,
-        "master_port": master_port,
-    }
-    called = {name: (names or {}).get(name, name) for name in arguments}
+    called = {name: (names or {}).get(name, name) for name in _ARGUMENTS}
     found = Fields()
     for name, value in arguments.items():
         if value is not None:
@@ -151,7 +135,7 @@ def _complete_arguments(found: Fields, environ: Mapping[str, str], called: Mappi
     if "rank" not in found or "world_size" not in found:
         raise LaunchError(f"{shown} without a launcher of that world needs rank and world_size; give both")
     world = found["world_size"]
-    places = ("node_local_rank", "node_local_size", "node_rank", "node_world_size")
+    places = _ARGUMENTS[2:6]
     if not any(name in found for name in places) or found.get("node_local_size") == world:
         found.take(found.sources["rank"], node_local_rank=found["rank"])
         found.take(found.sources["world_size"], node_local_size=world, node_rank=0, node_world_size=1)
@@ -192,9 +176,8 @@ def _check(found: Fields) -> None:
         if found.get(part, 0) < 0 or (size is not None and found.get(part, 0) >= size):
             limit = "what is counted from 0" if size is None else f"0 to {size - 1}, as {sources[whole]}={size} says"
             raise LaunchError(f"{sources[part]}={found[part]} is outside {limit}; give every process its own place")
-    port = found.get("master_port")
-    if port is not None and not 0 < port < 65536:
-        raise LaunchError(f"{sources['master_port']}={port} must be a port from 1 to 65535")
+    if not 0 < found.get("master_port", 1) < 65536:
+        raise LaunchError(f"{sources['master_port']}={found['master_port']} must be a port from 1 to 65535")
     if any(whole not in found for _, whole in _PARTS):
         return
     world, local, nodes = (found[whole] for _, whole in _PARTS)
@@ -205,9 +188,8 @@ def _check(found: Fields) -> None:
         )
 
 
-def requested_federation(environ: Mapping[str, str] | None = None) -> tuple[Federation | None, int | None]:
+def requested_federation(environ: Mapping[str, str] = os.environ) -> tuple[Federation | None, int | None]:
     """Return sizes or a rule from ``XFFL_FEDERATED``, and the replica size from ``XFFL_HSDP``; ``None`` where unset."""
-    environ = os.environ if environ is None else environ
     federated, hsdp = (environ.get(name, "").strip() for name in ("XFFL_FEDERATED", "XFFL_HSDP"))
     return (
         parse_federation(federated, "XFFL_FEDERATED") if federated else None,
@@ -216,7 +198,7 @@ def requested_federation(environ: Mapping[str, str] | None = None) -> tuple[Fede
 
 
 def complete_federation(
-    federated: Federation | None, hsdp: int | None, environ: Mapping[str, str] | None = None
+    federated: Federation | None, hsdp: int | None, environ: Mapping[str, str] = os.environ
 ) -> tuple[Federation | None, int | None, tuple[str, ...]]:
     """Fill in from the environment what arguments leave open; the last value is for :func:`sources_named`."""
     asked, replica_size = requested_federation(environ)
@@ -251,10 +233,9 @@ def federation_variables(federated: Federation | None, hsdp: int | None) -> dict
 
 
 def request_federation(
-    federated: Federation | None, hsdp: int | None, environ: MutableMapping[str, str] | None = None
+    federated: Federation | None, hsdp: int | None, environ: MutableMapping[str, str] = os.environ
 ) -> None:
     """Ask for a federation in this process, as ``xffl exec`` does in the processes that it starts."""
-    environ = os.environ if environ is None else environ
     environ.update(federation_variables(federated, hsdp))
 
 
@@ -262,14 +243,10 @@ def request_federation(
 class OverFiles:
     """What a job is asked for that trains one cell by itself, in rounds over files; falsy where it is none."""
 
-    cell: str | None = None
-    """Which cell it is, such as ``0/2``"""
-    start: str | None = None
-    """The global model to start from"""
-    export: str | None = None
-    """Where to write what a round would average"""
-    measure: str | None = None
-    """Where to write what the global model is worth, in place of training"""
+    cell: str | None = None  # which cell it is, such as "0/2"
+    start: str | None = None  # the global model to start from
+    export: str | None = None  # where to write what a round would average
+    measure: str | None = None  # where to write what the global model is worth, in place of training
 
     def __bool__(self) -> bool:
         return self.cell is not None or self.measure is not None
@@ -281,10 +258,9 @@ class OverFiles:
 
 
 def read_over_files(
-    options: Mapping[str, str | None] | None = None, environ: Mapping[str, str] | None = None
+    options: Mapping[str, str | None] | None = None, environ: Mapping[str, str] = os.environ
 ) -> OverFiles:
     """Return what a job of one cell is asked for."""
-    environ = os.environ if environ is None else environ
     given = options or {}
     cell, start, export = (
         given.get(name) or environ.get(f"XFFL_{name.upper()}", "").strip() or None
@@ -304,9 +280,8 @@ def require_cells(number: int) -> None:
     os.environ["XFFL_REQUIRE_CELLS"] = str(integer("--require-cells", number))
 
 
-def required_cells(environ: Mapping[str, str] | None = None) -> int | None:
+def required_cells(environ: Mapping[str, str] = os.environ) -> int | None:
     """Return how many cells there must be at least, as ``XFFL_REQUIRE_CELLS`` says; ``None`` where unset or empty."""
-    environ = os.environ if environ is None else environ
     text = environ.get("XFFL_REQUIRE_CELLS", "").strip()
     return integer("XFFL_REQUIRE_CELLS", read_number("XFFL_REQUIRE_CELLS", text)) if text else None
 
@@ -314,39 +289,18 @@ def required_cells(environ: Mapping[str, str] | None = None) -> int | None:
 def accept_cells(
     asked: Federation | None, cells: int, world_size: int, required: int | None, *, is_speaker: bool = True
 ) -> None:
-    """Refuse fewer cells than are required, and say it in a line where a federation turns out to be one cell.
-
-    Call it where sizes become known. Ranks that ``xffl exec`` starts have ``XFFL_LAUNCHED_CELLS``: it has said it.
-    """
+    """Refuse fewer cells than are required, and say it in a line where a federation turns out to be one cell."""
     check_cells(cells, required, asked)
+    # To ranks that xffl exec starts it has said so already.
     if asked is not None and cells == 1 and is_speaker and os.environ.get("XFFL_LAUNCHED_CELLS") != "1":
         print(lone_cell(asked, world_size), file=sys.stderr, flush=True)
 
 
 _OWN = (
-    "XFFL_BIND",
-    "XFFL_CELL",
-    "XFFL_CONTROL_IFNAME",
-    "XFFL_EXPORT",
-    "XFFL_FEDERATED",
-    "XFFL_FROM",
-    "XFFL_HOST",
-    "XFFL_HSDP",
-    "XFFL_IFNAME",
-    "XFFL_ISLAND",
-    "XFFL_LAUNCHED_CELLS",
-    "XFFL_LIGHTHOUSE",
-    "XFFL_LIVES",
-    "XFFL_PYTHON",
-    "XFFL_REQUIRE_CELLS",
-    "XFFL_RESOLVED",
-    "XFFL_RESTARTS",
-    "XFFL_SCHED",
-    "XFFL_SRUN",
-    "XFFL_SSH",
-    "XFFL_TEMPLATES",
-    "XFFL_TOKEN",
-    "XFFL_TOKEN_FILE",
+    *("XFFL_BIND", "XFFL_CELL", "XFFL_CONTROL_IFNAME", "XFFL_EXPORT", "XFFL_FEDERATED", "XFFL_FROM", "XFFL_HOST"),
+    *("XFFL_HSDP", "XFFL_IFNAME", "XFFL_ISLAND", "XFFL_LAUNCHED_CELLS", "XFFL_LIGHTHOUSE", "XFFL_LIVES", "XFFL_PYTHON"),
+    *("XFFL_REQUIRE_CELLS", "XFFL_RESOLVED", "XFFL_RESTARTS", "XFFL_SCHED", "XFFL_SRUN", "XFFL_SSH", "XFFL_TEMPLATES"),
+    *("XFFL_TOKEN", "XFFL_TOKEN_FILE"),
 )
 """Variables that this package reads; all other ``XFFL_`` ones may be for configurations."""
 
@@ -357,7 +311,7 @@ def requested_settings(environ: Mapping[str, str] | None = None) -> dict[str, st
     return {name: text for name, text in environ.items() if name.startswith("XFFL_") and name not in _OWN}
 
 
-def use_interface(name: str | None, environ: MutableMapping[str, str] | None = None) -> str | None:
+def use_interface(name: str | None, environ: MutableMapping[str, str] = os.environ) -> str | None:
     """Bind gloo and NCCL to a network interface, by ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME``.
 
     Call it before :func:`detect_environment`, whose rendezvous under MPI follows it, and before process groups exist.
@@ -365,7 +319,6 @@ def use_interface(name: str | None, environ: MutableMapping[str, str] | None = N
     address on every host, which is only looked for here. Where ``XFFL_IFNAME`` says another one than ``name``, it is
     changed, since whatever else looks for the interface reads it first.
     """
-    environ = os.environ if environ is None else environ
     chosen = name or environ.get("XFFL_IFNAME") or None
     if chosen is None:
         control_address(environ)  # every host may be that of rank 0
@@ -394,18 +347,13 @@ _ADDRESS = re.compile(r"(?:http://)?(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d{1,5})/?")
 _GROUP = re.compile(r"(\d+)/(\d+)")
 
 
-def lighthouse_of(environ: Mapping[str, str] | None = None) -> str:
+def lighthouse_of(environ: Mapping[str, str] = os.environ) -> str:
     """Return the lighthouse's address, ``http://HOST:PORT``, as ``XFFL_LIGHTHOUSE`` or torchft's own variable says."""
-    environ = os.environ if environ is None else environ
     for name in ("XFFL_LIGHTHOUSE", "TORCHFT_LIGHTHOUSE"):
-        text = environ.get(name, "").strip()
-        if text:
-            host, port = read_address(name, text)
-            return f"http://{host}:{port}"
-    raise LaunchError(
-        "fault tolerance is asked for, but XFFL_LIGHTHOUSE is not set; start xffl lighthouse once for all replica "
-        "groups, and give each job the address that it prints"
-    )
+        if text := environ.get(name, "").strip():
+            return _url(name, text)
+    hint = "start xffl lighthouse once for all replica groups, and give each job the address that it prints"
+    raise LaunchError(f"fault tolerance is asked for, but XFFL_LIGHTHOUSE is not set; {hint}")
 
 
 def resolve_lighthouse(text: str, what: str = "the lighthouse") -> str:
@@ -415,13 +363,14 @@ def resolve_lighthouse(text: str, what: str = "the lighthouse") -> str:
             told = Path(text.removeprefix("file:")).read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or error
-            raise LaunchError(
-                f"{what} is {text!r}, a file that cannot be read ({why}); it is there once the lighthouse runs; see "
-                "that its job has started, or give HOST:PORT"
-            ) from error
+            hint = "it is there once the lighthouse runs; see that its job has started, or give HOST:PORT"
+            raise LaunchError(f"{what} is {text!r}, a file that cannot be read ({why}); {hint}") from error
         what, text = f"{what} in {text.removeprefix('file:')}", told
-    host, port = read_address(what, text)
-    return f"http://{host}:{port}"
+    return _url(what, text)
+
+
+def _url(what: str, text: str) -> str:
+    return "http://{}:{}".format(*read_address(what, text))
 
 
 def read_address(what: str, text: str) -> tuple[str, int]:
@@ -436,39 +385,32 @@ def parse_lighthouse(what: str, text: str) -> str:
     """Return where a run's lighthouse is: ``http://HOST:PORT``, or ``file:/PATH`` with a file that names it."""
     kind, colon, path = text.strip().partition(":")
     if kind != "file" or not colon:
-        return "http://{}:{}".format(*read_address(what, text))
+        return _url(what, text)
     if not path:
         raise LaunchError(f"{what} is {text!r}; give the file that holds the lighthouse's address: file:PATH")
     return f"file:{os.path.abspath(path)}"
 
 
-def elastic_cell(environ: Mapping[str, str] | None = None) -> tuple[int, int] | None:
-    """Return which cell of an elastic run this job is, and how many there are; ``None`` where it is not part of one.
-
-    ``XFFL_CELL`` and ``XFFL_LIGHTHOUSE`` together say so; without a lighthouse ``XFFL_CELL`` is for rounds over files.
-    """
-    environ = os.environ if environ is None else environ
-    text = environ.get("XFFL_CELL", "").strip()
+def elastic_cell(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+    """Return which cell of an elastic run this job is, and how many there are; ``None`` where it is not part of one."""
+    text = environ.get("XFFL_CELL", "").strip()  # without a lighthouse it is for rounds over files
     if not text or not environ.get("XFFL_LIGHTHOUSE", "").strip():
         return None
     cell, cells = parse_cell(text, "XFFL_CELL")
     return cell, cells if isinstance(cells, int) else len(cells)
 
 
-def restarts_of(environ: Mapping[str, str] | None = None) -> int:
+def restarts_of(environ: Mapping[str, str] = os.environ) -> int:
     """Return how often this job was started before, as ``XFFL_RESTARTS`` or else ``SLURM_RESTART_COUNT`` says."""
-    environ = os.environ if environ is None else environ
     for name in ("XFFL_RESTARTS", "SLURM_RESTART_COUNT"):
         if text := environ.get(name, "").strip():
             return integer(name, int(text) if text.isdecimal() else text, 0, error=LaunchError)
     return 0
 
 
-def replica_group_of(environ: Mapping[str, str] | None = None) -> tuple[int, int] | None:
+def replica_group_of(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
     """Return this job's replica group and the most groups, as ``XFFL_ISLAND=1/4`` says; ``None`` where unset."""
-    environ = os.environ if environ is None else environ
-    text = environ.get("XFFL_ISLAND", "").strip()
-    if not text:
+    if not (text := environ.get("XFFL_ISLAND", "").strip()):
         return None
     found = _GROUP.fullmatch(text)
     if found is None or not int(found[1]) < int(found[2]):
@@ -478,14 +420,11 @@ def replica_group_of(environ: Mapping[str, str] | None = None) -> tuple[int, int
     return int(found[1]), int(found[2])
 
 
-def token_of(environ: Mapping[str, str] | None = None) -> bytes:
+def token_of(environ: Mapping[str, str] = os.environ) -> bytes:
     """Return the run's token: the text of ``XFFL_TOKEN``, or of the file that ``XFFL_TOKEN_FILE`` names."""
-    environ = os.environ if environ is None else environ
-    token = environ.get("XFFL_TOKEN", "").strip()
-    if token:
+    if token := environ.get("XFFL_TOKEN", "").strip():
         return token.encode()
-    name = environ.get("XFFL_TOKEN_FILE", "").strip()
-    if not name:
+    if not (name := environ.get("XFFL_TOKEN_FILE", "").strip()):
         raise LaunchError(
             "cells and replica groups give their weights to those that know the run's token, and there is none; set "
             "XFFL_TOKEN, or XFFL_TOKEN_FILE to a file that xffl lighthouse --token-file has made"
@@ -502,9 +441,8 @@ def token_of(environ: Mapping[str, str] | None = None) -> bytes:
     return token.encode()
 
 
-def run_token(environ: Mapping[str, str] | None = None) -> bytes:
+def run_token(environ: Mapping[str, str] = os.environ) -> bytes:
     """Return the run's token as :func:`token_of`; nothing where neither variable is set."""
-    environ = os.environ if environ is None else environ
     is_set = any(environ.get(name, "").strip() for name in ("XFFL_TOKEN", "XFFL_TOKEN_FILE"))
     return token_of(environ) if is_set else b""
 
@@ -531,19 +469,14 @@ def make_token_file(path: Path) -> None:
         raise LaunchError(f"the token's file {path} cannot be written ({error}); give another") from error
 
 
-def bind_address(lighthouse: str, environ: Mapping[str, str] | None = None) -> str:
+def bind_address(lighthouse: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return the address of this host at which other replica groups may reach it, and nobody on other interfaces."""
-    named = control_address(environ)
-    if named is not None:
+    if (named := control_address(environ)) is not None:
         return named
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            # Nothing is sent: the kernel chooses the way.
-            probe.connect(read_address("the lighthouse", resolve_lighthouse(lighthouse)))
-            address: str = probe.getsockname()[0]
+        return route_address(*read_address("the lighthouse", resolve_lighthouse(lighthouse)))
     except OSError as error:
         raise LaunchError(
             f"there is no way from {socket.gethostname()} to the lighthouse {lighthouse} ({error}); set "
             "XFFL_LIGHTHOUSE to an address that this host reaches"
         ) from error
-    return address

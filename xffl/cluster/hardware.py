@@ -18,11 +18,7 @@ _STATUS = Path("/proc/self/status")
 
 
 def describe_host() -> dict[str, str | int | float]:
-    """Describe this host; local, nothing is communicated.
-
-    Returns ``host`` (its name), ``machine``, ``cpu`` (the model's name where Linux tells it, else the machine's),
-    ``cores`` (as the system counts them), ``memory_gib`` and ``system``.
-    """
+    """Describe this host by ``host``, ``machine``, ``cpu``, ``cores``, ``memory_gib`` and ``system``; local."""
     return {
         "host": socket.gethostname(),
         "machine": platform.machine(),
@@ -51,9 +47,8 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def pick_gpu(local_rank: int, local_size: int, visible: int, environ: Mapping[str, str] | None = None) -> int:
+def pick_gpu(local_rank: int, local_size: int, visible: int, environ: Mapping[str, str] = os.environ) -> int:
     """Return the index of the GPU for a rank: its own where all are visible, the only one where a launcher bound it."""
-    environ = os.environ if environ is None else environ
     if visible >= local_size:
         return local_rank
     is_bound = any(
@@ -61,27 +56,22 @@ def pick_gpu(local_rank: int, local_size: int, visible: int, environ: Mapping[st
     )
     if visible == 1 and is_bound:
         return 0
-    raise LaunchError(
-        f"{local_size} processes run on this node, but this one sees {visible} GPUs; start one process for each GPU, "
-        "or give device='cpu'"
-    )
+    hint = "start one process for each GPU, or give device='cpu'"
+    raise LaunchError(f"{local_size} processes run on this node, but this one sees {visible} GPUs; {hint}")
 
 
-_M_MMAP_THRESHOLD = -3
-"""The parameter's number in glibc's ``malloc.h``."""
+_M_MMAP_THRESHOLD = -3  # the parameter's number in glibc's malloc.h
 
 _LARGE_BYTES = 2**20
 
 
 def return_large_blocks() -> bool:
-    """Let this process give blocks of 1 MiB and more back to the system as soon as they are freed.
+    """Let this process give blocks of 1 MiB and more back to the system as soon as they are freed; tell if it is set.
 
     glibc keeps freed blocks of up to 32 MiB in its heaps, one for each thread, once a block of that size was freed.
     FSDP on the CPU gathers and frees every layer twice in a step, from two threads, so that heaps with gaps would come
     to hold more than the whole model. What is paid is fresh memory at each gathering. A user who has set
     ``MALLOC_MMAP_THRESHOLD_`` has decided already; other C libraries than glibc are left alone.
-
-    :return: Whether it was set.
     """
     if "MALLOC_MMAP_THRESHOLD_" in os.environ:
         return False

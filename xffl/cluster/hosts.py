@@ -8,6 +8,7 @@ import socket
 import struct
 import subprocess
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 
@@ -21,30 +22,25 @@ __all__ = [
     "node_address",
     "reachable_address",
     "resolve",
+    "route_address",
 ]
 
-_SIOCGIFADDR = 0x8915
-"""Linux: ask a socket for the IPv4 address of an interface."""
+_SIOCGIFADDR = 0x8915  # Linux: ask a socket for the IPv4 address of an interface
 _SCONTROL_S = 60
 
 
 def expand_hosts(text: str) -> tuple[str, ...]:
-    """Expand a host list such as ``a[1-3,07],b09,login``, in its order.
-
-    Several brackets in one name multiply (``r[1-2]n[1-2]``); the width of a range's first number is kept
-    (``n[08-10]`` is ``n08, n09, n10``).
-    """
+    """Expand a host list such as ``a[1-3,07],b09,login``, in its order; several brackets in one name multiply."""
     pieces = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
     if not pieces or ",".join(pieces) != text:
         raise LaunchError(f"host list {text!r} cannot be read; write it like a[1-3,07],b09,login")
-    return tuple(name for piece in pieces for name in _expand_name(piece, text))
-
-
-def _expand_name(piece: str, text: str) -> Iterable[str]:
-    # Splitting at a captured group alternates: plain text, inside of a bracket, plain text, ...
-    parts = re.split(r"\[([^\[\]]*)\]", piece)
-    choices = [_numbers(part, text) if index % 2 else (part,) for index, part in enumerate(parts)]
-    return ("".join(chosen) for chosen in product(*choices))
+    names: list[str] = []
+    for piece in pieces:
+        # Splitting at a captured group alternates: plain text, inside of a bracket, plain text, ...
+        parts = re.split(r"\[([^\[\]]*)\]", piece)
+        choices = [_numbers(part, text) if index % 2 else (part,) for index, part in enumerate(parts)]
+        names += map("".join, product(*choices))
+    return tuple(names)
 
 
 def _numbers(ranges: str, text: str) -> tuple[str, ...]:
@@ -54,6 +50,7 @@ def _numbers(ranges: str, text: str) -> tuple[str, ...]:
         last = last if dash else first
         if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
             raise LaunchError(f"host list {text!r} has the range {item!r}; write ranges like 1-3 or 08-10")
+        # The width of the first number is kept: n[08-10] is n08, n09, n10.
         numbers.extend(str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
     return tuple(numbers)
 
@@ -93,10 +90,9 @@ def interface_address(name: str, source: str = "XFFL_IFNAME") -> str:
 
 
 def node_address(name: str) -> str:
-    """Return an address for a node of a SLURM cluster.
+    """Return an address for a node of a SLURM cluster: its name, or what ``scontrol`` tells if that does not resolve.
 
-    A name that resolves is used as it is, so that a start of many tasks does not flood the controller. Otherwise
-    ``scontrol`` is asked for the node's ``NodeAddr``; where it knows none the name itself has to do.
+    A start of many tasks is not to flood the controller.
     """
     if resolve(name) or shutil.which("scontrol") is None:
         return name
@@ -104,10 +100,8 @@ def node_address(name: str) -> str:
     try:
         shown = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_S, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError(
-            f"node {name!r} does not resolve, and scontrol did not answer: {error}; set MASTER_ADDR to an address "
-            "of the first node"
-        ) from error
+        hint = "set MASTER_ADDR to an address of the first node"
+        raise LaunchError(f"node {name!r} does not resolve, and scontrol did not answer: {error}; {hint}") from error
     match = re.search(r"\bNodeAddr=(\S+)", shown.stdout)
     return match[1] if match else name
 
@@ -120,18 +114,18 @@ def reachable_address(peers: Iterable[str]) -> str:
             return address
     for peer in peers:
         for address in resolve(peer):
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                try:
-                    probe.connect((address, 9))
-                except OSError:  # no route to this one
-                    continue
-                source = str(probe.getsockname()[0])
-            if not source.startswith("127."):
-                return source
-    raise LaunchError(
-        f"host {own!r} resolves to no address that other hosts can reach; set XFFL_IFNAME to a network interface, or "
-        "MASTER_ADDR and MASTER_PORT"
-    )
+            with suppress(OSError):  # no route to this one
+                if not (source := route_address(address, 9)).startswith("127."):
+                    return source
+    hint = "set XFFL_IFNAME to a network interface, or MASTER_ADDR and MASTER_PORT"
+    raise LaunchError(f"host {own!r} resolves to no address that other hosts can reach; {hint}")
+
+
+def route_address(host: str, port: int) -> str:
+    """Return this host's address on the way to another one; nothing is sent, and an OSError says that there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])
 
 
 def resolve(name: str) -> tuple[str, ...]:

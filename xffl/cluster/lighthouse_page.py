@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from html.parser import HTMLParser
 from http.client import HTTPConnection, HTTPException
-from typing import Any
 from urllib.parse import urlsplit
 
+from xffl.checks import group
 from xffl.errors import LaunchError
 
 __all__ = ["CellStatus", "LighthouseStatus", "parse_page", "read_lighthouse"]
@@ -27,19 +27,13 @@ class CellStatus:
     """What a lighthouse knows of one life of a cell; of one that was not in the last meeting, its heartbeats alone."""
 
     life: str
-    cell: int | None = None
-    """Its number; ``None`` for a replica group of another kind of job."""
-    seen_s: float | None = None
-    """How long ago its last heartbeat was."""
-    is_lost: bool = True
-    """Whether that is longer ago than the lighthouse waits."""
-    has_met: bool = False
-    """Whether it took part in the last meeting; what follows was told there."""
-    round: int | None = None
-    """How many rounds led to its model."""
+    cell: int | None = None  # its number; None for a replica group of another kind of job
+    seen_s: float | None = None  # how long ago its last heartbeat was
+    is_lost: bool = True  # whether that is longer ago than the lighthouse waits
+    has_met: bool = False  # whether it took part in the last meeting; what follows was told there
+    round: int | None = None  # how many rounds led to its model
     ranks: int | None = None
-    store: str = ""
-    """HOST:PORT."""
+    store: str = ""  # HOST:PORT
 
 
 @dataclass(frozen=True)
@@ -47,10 +41,8 @@ class LighthouseStatus:
     """What a lighthouse knows: of each cell the lives that are heard of, else the one that was last."""
 
     cells: tuple[CellStatus, ...] = ()
-    meeting: int | None = None
-    """Number of the last meeting; ``None`` where there was none since the lighthouse was started."""
-    age_s: float | None = None
-    """How long ago that was."""
+    meeting: int | None = None  # number of the last one; None where there was none since the lighthouse was started
+    age_s: float | None = None  # how long ago that was
 
     def lag_of(self, cell: CellStatus) -> int | None:
         """Return how many rounds a cell is behind the furthest one; ``None`` where its round is not known."""
@@ -60,11 +52,8 @@ class LighthouseStatus:
 
 
 def read_lighthouse(url: str, timeout_s: float = 5.0) -> LighthouseStatus:
-    """Read the page of the lighthouse at ``http://HOST:PORT``; LaunchError where there is none.
-
-    No proxy is asked, since cells ask none.
-    """
-    place = urlsplit(url)
+    """Read the page of the lighthouse at ``http://HOST:PORT``; LaunchError where there is none."""
+    place = urlsplit(url)  # no proxy is asked, since cells ask none
     connection = HTTPConnection(str(place.hostname), place.port, timeout=timeout_s)
     try:
         connection.request("GET", "/status")
@@ -73,10 +62,8 @@ def read_lighthouse(url: str, timeout_s: float = 5.0) -> LighthouseStatus:
     except HTTPException:
         text = ""
     except OSError as error:
-        raise LaunchError(
-            f"the lighthouse {url} does not answer ({error.strerror or error}); see that it runs, and that this host "
-            "reaches it"
-        ) from error
+        hint = "see that it runs, and that this host reaches it"
+        raise LaunchError(f"the lighthouse {url} does not answer ({error.strerror or error}); {hint}") from error
     finally:
         connection.close()
     status = parse_page(text)
@@ -90,9 +77,8 @@ def read_lighthouse(url: str, timeout_s: float = 5.0) -> LighthouseStatus:
 def parse_page(text: str) -> LighthouseStatus | None:
     """Return what the page of a lighthouse tells; ``None`` where it is another page."""
     page = _Page()
-    page.feed(
-        "".join(sign if sign.isprintable() or sign == "\n" else " " for sign in text)
-    )  # lives are anybody's texts
+    # Lives are anybody's texts.
+    page.feed("".join(sign if sign.isprintable() or sign == "\n" else " " for sign in text))
     page.close()
     if "Current quorum_id:" not in page.head or "Heartbeats" not in page.head:
         return None
@@ -126,8 +112,7 @@ class _Page(HTMLParser):
         super().__init__()
         self.head = ""
         self.members: list[str] = []
-        self.heartbeats: list[tuple[bool, str]] = []
-        """Whether it is too old, and its text."""
+        self.heartbeats: list[tuple[bool, str]] = []  # whether it is too old, and its text
         self._inside = ""
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -155,13 +140,10 @@ class _Page(HTMLParser):
 
 def _current(lives: Iterable[CellStatus]) -> tuple[CellStatus, ...]:
     """Leave out lives of a cell that are lost where another one is heard of, or was later; sort by cell."""
-    by_cell: dict[Any, list[CellStatus]] = {}
-    for status in lives:
-        found = _LIFE.fullmatch(status.life)
-        cell = None if found is None else int(found[1])
-        by_cell.setdefault(status.life if cell is None else cell, []).append(replace(status, cell=cell))
+    numbered = [(_LIFE.fullmatch(one.life), one) for one in lives]
+    known = [replace(one, cell=None if found is None else int(found[1])) for found, one in numbered]
     current = []
-    for own in by_cell.values():
+    for own in group((one.life if one.cell is None else one.cell, one) for one in known).values():
         heard = [status for status in own if not status.is_lost]
         last = min(own, key=lambda status: float("inf") if status.seen_s is None else status.seen_s)
         current += heard or [last]

@@ -22,10 +22,7 @@ def lives_of_run() -> CellLives | None:
 
 
 class CellLives:
-    """The lives of all cells of a run, as one process sees them; each leader and the launcher has one.
-
-    :param folder: The folder that all of them share; it must be local to this machine.
-    """
+    """The lives of all cells of a run, as one process sees them, in a folder of this machine that all of them share."""
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
@@ -62,10 +59,8 @@ class CellLives:
         (self._folder / f"cell.{cell}.{code}").touch()
 
     def ended_cells(self) -> Mapping[int, int]:
-        """Return the exit codes of the cells that are not started again, and of which no life lasts.
-
-        A leader may outlive its launcher for a moment, where that was killed.
-        """
+        """Return the exit codes of the cells that are not started again, and of which no life lasts."""
         names = [path.name.split(".") for path in self._folder.glob("cell.*.*")]
+        # A leader may outlive its launcher for a moment, where that was killed.
         living = {life.partition(".")[0] for life in self.living()} if names else set()
         return {int(cell): int(code) for _, cell, code in names if cell not in living}

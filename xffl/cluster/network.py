@@ -18,6 +18,7 @@ __all__ = [
     "SLURM_PORTS",
     "Interface",
     "Timeouts",
+    "connection_error",
     "control_address",
     "ephemeral_ports",
     "limit_silence",
@@ -43,10 +44,8 @@ class Interface:
 
     name: str
     is_up: bool
-    address: str | None = None
-    """Its IPv4 address, in dotted form."""
-    speed_mbit: int | None = None
-    """What the card says of its rate; ``None`` where it does not, as virtual ones."""
+    address: str | None = None  # its IPv4 address, in dotted form
+    speed_mbit: int | None = None  # what the card says of its rate; None where it does not, as virtual ones
 
     @property
     def is_loopback(self) -> bool:
@@ -69,13 +68,12 @@ def list_interfaces(folder: Path = _INTERFACES) -> tuple[Interface, ...]:
     )
 
 
-def control_address(environ: Mapping[str, str] | None = None) -> str | None:
+def control_address(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return this host's address on the interface over which ranks meet, ``None`` where no interface is asked for.
 
     That is the interface of ``XFFL_CONTROL_IFNAME``, else that of the data: of ``XFFL_IFNAME``, else of
     ``GLOO_SOCKET_IFNAME``, the first where a list is set.
     """
-    environ = os.environ if environ is None else environ
     variables = ("XFFL_CONTROL_IFNAME", "XFFL_IFNAME", "GLOO_SOCKET_IFNAME")
     variable = next((variable for variable in variables if environ.get(variable)), None)
     if variable is None:
@@ -90,6 +88,17 @@ def ephemeral_ports() -> tuple[int, int]:
         return 32768, 60999
     first, last = _EPHEMERAL.read_text().split()
     return int(first), int(last)
+
+
+def connection_error(host: str, port: int | str, timeout_s: float) -> str | None:
+    """Try to connect to a port; return why that is not possible."""
+    try:
+        socket.create_connection((host, int(port)), timeout_s).close()
+    except TimeoutError:
+        return "no answer: packets are dropped"
+    except (OSError, ValueError, OverflowError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    return None
 
 
 def open_sockets() -> set[int]:
@@ -128,14 +137,10 @@ class Timeouts:
     ``connect_s < home_s < across_s < session_s``.
     """
 
-    connect_s: float
-    """For a connection to the store of the world, which is up by then: a wrong control interface shows so."""
-    home_s: float
-    """For a collective inside a cell."""
-    across_s: float
-    """For an exchange between cells."""
-    session_s: float
-    """For a collective over the world, such as the vote of a round."""
+    connect_s: float  # for a connection to the store of the world, which is up: a wrong control interface shows so
+    home_s: float  # for a collective inside a cell
+    across_s: float  # for an exchange between cells
+    session_s: float  # for a collective over the world, such as the vote of a round
 
     def __post_init__(self) -> None:
         levels = [(level.name, getattr(self, level.name)) for level in fields(self)]
@@ -175,15 +180,12 @@ def _is_up(folder: Path) -> bool:
 
 
 def _find_speed(folder: Path) -> int | None:
-    try:
-        speed = int((folder / "speed").read_text())
-    except (OSError, ValueError):  # the card is down, or has no rate
-        return None
-    return speed if speed > 0 else None
+    with suppress(OSError, ValueError):  # the card is down, or has no rate
+        return max(int((folder / "speed").read_text()), 0) or None
+    return None
 
 
 def _find_address(name: str) -> str | None:
-    try:
+    with suppress(LaunchError):
         return interface_address(name)
-    except LaunchError:
-        return None
+    return None

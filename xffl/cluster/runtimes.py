@@ -10,6 +10,7 @@ from dataclasses import astuple, dataclass, fields
 from typing import TypeVar
 
 from xffl import __version__
+from xffl.checks import group
 from xffl.costs import EXCHANGE_FORMAT
 
 __all__ = ["Runtime", "differing_columns", "format_refusal", "group_by_runtime", "own_format", "runtime_table"]
@@ -29,8 +30,7 @@ class Runtime:
     python: str = ""
 
 
-HEADS = {"cuda": "CUDA", "nccl": "NCCL", "python": "Python"}
-"""Heads of columns that are not written as the field."""
+HEADS = {"cuda": "CUDA", "nccl": "NCCL", "python": "Python"}  # heads of columns that are not written as the field
 
 
 def own_format() -> str:
@@ -48,10 +48,7 @@ def format_refusal(who: str, theirs: str, others: str = "this process", ours: st
 
 def group_by_runtime(named: Iterable[tuple[T, Runtime]]) -> dict[Runtime, list[T]]:
     """Return who has which runtime, in the order given."""
-    groups: dict[Runtime, list[T]] = {}
-    for name, runtime in named:
-        groups.setdefault(runtime, []).append(name)
-    return groups
+    return group((runtime, name) for name, runtime in named)
 
 
 def differing_columns(runtimes: Iterable[Runtime]) -> list[str]:

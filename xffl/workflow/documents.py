@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -17,20 +18,10 @@ from xffl.errors import ConfigError
 
 __all__ = ["Facility", "Workflow", "parse_facilities", "write_workflow"]
 
-# A facility -----------------------------------------------------------------------------------------------------------
-
-
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _PLACE = re.compile(r"(?:(?P<user>[^@:/\s]+)@)?(?P<host>\[[0-9a-fA-F:]+\]|[^@:/\s]+)(?::(?P<port>\d+))?")
 _TAKEN = ("aggregate", "begin", "measure", "record")
-_SLURM = {
-    "partition": "partition",
-    "nodes": "nodes",
-    "gpus": "gpusPerNode",
-    "time": "time",
-    "account": "account",
-    "qos": "qos",
-}
+_SLURM = {name: name for name in ("partition", "nodes", "gpus", "time", "account", "qos")} | {"gpus": "gpusPerNode"}
 """What a job may ask SLURM for, and what StreamFlow calls it."""
 _OWN = ("processes", "home", "setup", "key", "workdir")
 _FORM = "write NAME=local, NAME=ssh:HOST or NAME=ssh:HOST,slurm, and behind it options such as partition=gpu"
@@ -41,36 +32,22 @@ class Facility:
     """One facility."""
 
     name: str
-    host: str | None = None
-    """Where ssh leads, with a port behind a colon if it is an own one; ``None`` for this machine"""
+    host: str | None = None  # where ssh leads, with a port behind a colon if it is an own one; None for this machine
     user: str | None = None
-    is_slurm: bool = False
-    """Whether its steps are batch jobs, rather than processes on that machine"""
-    processes: int | None = None
-    """Ranks of its cell"""
-    home: str | None = None
-    """Folder of its cell there; below the home directory unless it is absolute"""
-    setup: Path | None = None
-    """A shell script, here, that makes the environment there"""
-    key: str | None = None
-    """The file of the ssh key"""
-    workdir: str | None = None
-    """Where StreamFlow works there, on a file system that its nodes share"""
-    slurm: dict[str, str] = field(default_factory=dict)
-    """What a job asks for, by StreamFlow's names"""
+    is_slurm: bool = False  # whether its steps are batch jobs, rather than processes on that machine
+    processes: int | None = None  # ranks of its cell
+    home: str | None = None  # folder of its cell there; below the home directory unless it is absolute
+    setup: Path | None = None  # a shell script, here, that makes the environment there
+    key: str | None = None  # the file of the ssh key
+    workdir: str | None = None  # where StreamFlow works there, on a file system that its nodes share
+    slurm: dict[str, str] = field(default_factory=dict)  # what a job asks for, by StreamFlow's names
 
 
 def parse_facilities(texts: Sequence[str]) -> tuple[Facility, ...]:
-    """Read facilities such as ``a=ssh:me@login.a.org,slurm,partition=gpu,processes=8``.
-
-    :param texts: One for each cell, in the cells' order.
-    :return: The facilities.
-    :raises ConfigError: if one is invalid, or two have one name.
-    """
+    """Read facilities such as ``a=ssh:me@login.a.org,slurm,partition=gpu,processes=8``, one for each cell."""
     found = tuple(map(_parse, texts))
-    names = [one.name for one in found]
-    for name in names:
-        if names.count(name) > 1:
+    for name, count in Counter(one.name for one in found).items():
+        if count > 1:
             raise ConfigError(f"two facilities have the name {name!r}; give each its own")
     if len({one.processes is None for one in found}) > 1:
         missing = next(one.name for one in found if one.processes is None)
@@ -91,10 +68,8 @@ def _parse(text: str) -> Facility:
         raise ConfigError(f"facility {text!r} is on host {place!r}; write HOST, USER@HOST or HOST:PORT")
     is_slurm = "slurm" in options
     given: dict[str, str] = {}
-    for option in options:
+    for option in (option for option in options if option != "slurm"):
         key, equal, value = option.partition("=")
-        if option == "slurm":
-            continue
         if not equal or not value or key not in (*_OWN, *_SLURM) or key in given:
             raise ConfigError(
                 f"facility {text!r} has {option!r}; give slurm, or once each {', '.join((*_OWN, *_SLURM))}"
@@ -106,10 +81,8 @@ def _parse(text: str) -> Facility:
     if processes is not None and not (processes.isdecimal() and int(processes) > 0):
         raise ConfigError(f"facility {text!r} has processes={processes}; give how many ranks its cell has")
     if is_slurm and "workdir" not in given:
-        raise ConfigError(
-            f"facility {text!r} runs batch jobs, whose nodes have to see StreamFlow's files; give workdir=FOLDER on a "
-            "file system that they share"
-        )
+        hint = "give workdir=FOLDER on a file system that they share"
+        raise ConfigError(f"facility {text!r} runs batch jobs, whose nodes have to see StreamFlow's files; {hint}")
     return Facility(
         name=name,
         host=None if where is None else where["host"] + (f":{where['port']}" if where["port"] else ""),
@@ -124,53 +97,30 @@ def _parse(text: str) -> Facility:
     )
 
 
-# The folder -----------------------------------------------------------------------------------------------------------
-
-
 _FIXED = ("begin.cwl", "train.cwl", "measure.cwl", "aggregate.cwl", "record.cwl", "steps.sh", "requirements.txt")
-_COMMON = {"project": "Directory", "configuration": "string", "rounds": "int", "results": "string", "site": "File"}
 
 
 @dataclass(frozen=True)
 class Workflow:
-    """What is to be run, and where.
+    """What is to be run, and where."""
 
-    :param configuration: The file that each facility trains by; the Python files beside it go along.
-    :param name: Of the experiment, for the folders at the facilities.
-    :param facilities: One for each cell.
-    :param sizes: Ranks of each cell; ``None`` where all have as many as the configuration says.
-    :param rounds: How many to make.
-    :param has_server: Whether there is a server optimizer, which needs the common start as round 0.
-    :param measured_by: The facility that measures each global model; ``None`` for none.
-    :param python: The folder of the programs of this environment, where the rounds are made.
-    """
-
-    configuration: Path
-    name: str
-    facilities: tuple[Facility, ...]
-    sizes: tuple[int, ...] | None
+    configuration: Path  # the file that each facility trains by; the Python files beside it go along
+    name: str  # of the experiment, for the folders at the facilities
+    facilities: tuple[Facility, ...]  # one for each cell
+    sizes: tuple[int, ...] | None  # ranks of each cell; None where all have as many as the configuration says
     rounds: int
-    has_server: bool
-    measured_by: str | None
-    python: Path
+    has_server: bool  # whether there is a server optimizer, which needs the common start as round 0
+    measured_by: str | None  # the facility that measures each global model; None for none
+    python: Path  # the folder of the programs of this environment, where the rounds are made
 
     def cell(self, number: int) -> str:
-        """Return what ``--cell`` is to say at a facility.
-
-        :param number: Of its cell.
-        :return: Such as ``0/2``, or ``0/4,2`` where the ranks of all cells are known.
-        """
+        """Return what ``--cell`` is to say: ``0/2``, or ``0/4,2`` where the ranks of all cells are known."""
         of = str(len(self.facilities)) if self.sizes is None else ",".join(map(str, self.sizes))
         return f"{number}/{of}"
 
 
 def write_workflow(workflow: Workflow, folder: Path) -> None:
-    """Write the folder.
-
-    :param workflow: What is to be run.
-    :param folder: A folder that is new or empty.
-    :raises ConfigError: if it is neither, or something cannot be read or written.
-    """
+    """Write the folder, which must be new or empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not empty; give the name of a new folder")
     try:
@@ -179,17 +129,25 @@ def write_workflow(workflow: Workflow, folder: Path) -> None:
         for name in _FIXED:
             (folder / name).write_text((templates / name).read_text(encoding="utf-8"), encoding="utf-8")
         _copy_project(workflow.configuration, folder / "project")
+        path = f"export PATH={shlex.quote(str(workflow.python))}:$PATH\n"
         for site in workflow.facilities:
-            text = _site_text(site, workflow.python) if site.setup is None else site.setup.read_text(encoding="utf-8")
+            text = (
+                f"# What facility {site.name} needs before xffl: its steps read this first. CHANGE what does not fit.\n"
+            )
+            text += path if site.host is None else '# module load ...\n. "$HOME/xffl/.venv/bin/activate"\n'
+            text = text if site.setup is None else site.setup.read_text(encoding="utf-8")
             (folder / "sites" / f"{site.name}.sh").write_text(text, encoding="utf-8")
-        here = f"# What this machine needs before xffl, to make the rounds.\n{_path_line(workflow.python)}"
+        here = f"# What this machine needs before xffl, to make the rounds.\n{path}"
         (folder / "sites" / "here.sh").write_text(here, encoding="utf-8")
         readme = (templates / "README.md").read_text(encoding="utf-8")
         (folder / "README.md").write_text(readme.replace("@NAME@", workflow.name), encoding="utf-8")
-        _write(folder / "round.cwl", _ROUND, _round(workflow))
-        _write(folder / "main.cwl", _MAIN, _main(workflow))
-        _write(folder / "inputs.yml", _INPUTS, _inputs(workflow, folder.resolve()))
-        _write(folder / "streamflow.yml", _STREAMFLOW, _streamflow(workflow))
+        for name, complete in _COMPLETED.items():
+            text = (templates / name).read_text(encoding="utf-8")
+            head = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
+            values: dict[str, Any] = yaml.safe_load(text)
+            complete(values, workflow, folder.resolve())
+            text = yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=118, default_flow_style=None)
+            (folder / name).write_text(head + text, encoding="utf-8")
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise ConfigError(f"{error.filename or folder} cannot be used: {error.strerror}; give another") from error
@@ -207,14 +165,14 @@ def _copy_project(configuration: Path, target: Path) -> None:
         shutil.copy(module, place)
 
 
-# CWL ------------------------------------------------------------------------------------------------------------------
+class _Dumper(yaml.SafeDumper):
+    """Writes lists and mappings that hold plain values alone in one line."""
 
-_ROUND = """\
-# One round: all cells train, the model that they start from is measured meanwhile, and their exports are combined.
-"""
-_MAIN = """\
-# Rounds over files, one after the other: begin where the last run has ended, and measure the final model.
-"""
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+# What is different for each facility, beside the templates ------------------------------------------------------------
 
 
 def _of_site(name: str) -> dict[str, Any]:
@@ -236,114 +194,46 @@ def _measuring(workflow: Workflow, start: str | dict[str, Any]) -> dict[str, Any
     return {"measure": {"run": "measure.cwl", "in": given, "out": ["metrics"]}}
 
 
-def _round(workflow: Workflow) -> dict[str, Any]:
+def _complete_round(values: dict[str, Any], workflow: Workflow, folder: Path) -> None:
+    values["inputs"] |= _per_site(workflow)
     steps: dict[str, Any] = {}
     for number, one in enumerate(workflow.facilities):
         given = _of_site(one.name) | {name: name for name in ("project", "configuration", "round", "start")}
         given["cell"] = {"default": workflow.cell(number)}
         steps[f"train_{one.name}"] = {"run": "train.cwl", "in": given, "out": ["export"]}
-    exports = {"source": [f"{step}/export" for step in steps], "linkMerge": "merge_flattened"}
-    measuring = _measuring(workflow, "start")
-    made: dict[str, Any] = {name: name for name in ("site", "results", "round", "rounds")} | {"exports": exports}
+    made, measuring = values["steps"]["aggregate"]["in"], _measuring(workflow, "start")
+    made["exports"] = {"source": [f"{step}/export" for step in steps], "linkMerge": "merge_flattened"}
     made |= {"metrics": "measure/metrics"} if measuring else {}
-    steps |= measuring | {"aggregate": {"run": "aggregate.cwl", "in": made, "out": ["model", "round", "more"]}}
-    return {
-        "cwlVersion": "v1.2",
-        "class": "Workflow",
-        "requirements": {"MultipleInputFeatureRequirement": {}},
-        "inputs": _COMMON | {"round": "int", "start": "Directory?", "more": "boolean"} | _per_site(workflow),
-        "steps": steps,
-        "outputs": {
-            "model": {"type": "Directory", "outputSource": "aggregate/model"},
-            "next": {"type": "int", "outputSource": "aggregate/round"},
-            "goes_on": {"type": "boolean", "outputSource": "aggregate/more"},
-        },
-    }
+    values["steps"] = steps | measuring | values["steps"]
 
 
-def _main(workflow: Workflow) -> dict[str, Any]:
-    inputs = _COMMON | {"first": "int"} | _per_site(workflow)
-    passed = {name: name for name in inputs if name != "first"}
-    begun = {"round": "begin/round", "start": "begin/start", "more": "begin/more"}
-    final = {"source": ["federation/model", "begin/start"], "pickValue": "first_non_null"}
-    loop = {
-        "loopWhen": "$(inputs.more)",
-        "loop": {"start": "model", "round": "next", "more": "goes_on"},
-        "outputMethod": "last",
-    }
-    begin = {name: name for name in ("site", "results", "first", "rounds")}
-    steps: dict[str, Any] = {
-        "begin": {"run": "begin.cwl", "in": begin, "out": ["start", "round", "more"]},
-        "federation": {
-            "run": "round.cwl",
-            "in": passed | begun,
-            "out": ["model", "next", "goes_on"],
-            "requirements": {"cwltool:Loop": loop},
-        },
-    }
-    model = {"type": "Directory", "outputSource": final["source"], "pickValue": final["pickValue"]}
-    outputs: dict[str, Any] = {"model": model}
-    measuring = _measuring(workflow, final)
-    if measuring:
+def _complete_main(values: dict[str, Any], workflow: Workflow, folder: Path) -> None:
+    values["inputs"] |= _per_site(workflow)
+    federation, model = values["steps"]["federation"], values["outputs"]["model"]
+    federation["in"] = {name: name for name in values["inputs"] if name != "first"} | federation["in"]
+    if measuring := _measuring(workflow, {"source": model["outputSource"], "pickValue": model["pickValue"]}):
         record = {"site": "site", "results": "results", "metrics": "measure/metrics"}
-        measuring["record"] = {"run": "record.cwl", "in": record, "out": ["metrics"]}
-        outputs["metrics"] = {"type": "File", "outputSource": "record/metrics"}
-    return {
-        "cwlVersion": "v1.2",
-        "class": "Workflow",
-        "$namespaces": {"cwltool": "http://commonwl.org/cwltool#"},
-        "requirements": {"SubworkflowFeatureRequirement": {}, "MultipleInputFeatureRequirement": {}},
-        "inputs": inputs,
-        "steps": steps | measuring,
-        "outputs": outputs,
-    }
+        values["steps"] |= measuring | {"record": {"run": "record.cwl", "in": record, "out": ["metrics"]}}
+        values["outputs"]["metrics"] = {"type": "File", "outputSource": "record/metrics"}
 
 
-# What is different at each site ---------------------------------------------------------------------------------------
-
-_INPUTS = """\
-# What is run. home is a folder at the facility, below the home directory unless it is absolute: the cell's checkpoints
-# and its last export. words are settings of the configuration that hold at one facility alone, such as
-# [--data.path, /scratch/me/text]. results is a folder on this machine, where the rounds are kept.
-"""
-_STREAMFLOW = """\
-# Where StreamFlow runs each step: what is bound to no deployment is run on this machine. workdir is a folder there, for
-# SLURM on a file system that the nodes share.
-"""
-
-
-def _inputs(workflow: Workflow, folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "rounds": workflow.rounds,
-        "first": 0 if workflow.has_server else 1,
-        "results": str(folder / "results"),
-        "project": {"class": "Directory", "path": "project"},
-        "configuration": workflow.configuration.name,
-        "site": {"class": "File", "path": "sites/here.sh"},
-    }
+def _complete_inputs(values: dict[str, Any], workflow: Workflow, folder: Path) -> None:
+    values |= {"rounds": workflow.rounds, "first": 0 if workflow.has_server else 1}
+    values |= {"results": str(folder / "results"), "configuration": workflow.configuration.name}
     for number, one in enumerate(workflow.facilities):
-        found[f"site_{one.name}"] = {"class": "File", "path": f"sites/{one.name}.sh"}
-        found[f"home_{one.name}"] = one.home or f"xffl/{workflow.name}/cell_{number}"
-        found[f"words_{one.name}"] = []
-    return found
+        values[f"site_{one.name}"] = {"class": "File", "path": f"sites/{one.name}.sh"}
+        values[f"home_{one.name}"] = one.home or f"xffl/{workflow.name}/cell_{number}"
+        values[f"words_{one.name}"] = []
 
 
-def _streamflow(workflow: Workflow) -> dict[str, Any]:
-    bindings: list[dict[str, Any]] = []
-    deployments: dict[str, Any] = {}
+def _complete_streamflow(values: dict[str, Any], workflow: Workflow, folder: Path) -> None:
     for number, one in enumerate(workflow.facilities):
         steps = [f"/federation/train_{one.name}"]
         if one.name == workflow.measured_by:
             steps += ["/federation/measure", "/measure"]
         target = {"deployment": one.name} | ({"service": "job"} if one.is_slurm else {})
-        bindings += [{"step": step, "target": target} for step in steps]
-        deployments |= _deployment(one, None if workflow.sizes is None else workflow.sizes[number])
-    cwl = {"file": "main.cwl", "settings": "inputs.yml"}
-    return {
-        "version": "v1.0",
-        "workflows": {"federation": {"type": "cwl", "config": cwl, "bindings": bindings}},
-        "deployments": deployments,
-    }
+        values["workflows"]["federation"]["bindings"] += [{"step": step, "target": target} for step in steps]
+        values["deployments"] |= _deployment(one, None if workflow.sizes is None else workflow.sizes[number])
 
 
 def _deployment(one: Facility, ranks: int | None) -> dict[str, Any]:
@@ -353,9 +243,8 @@ def _deployment(one: Facility, ranks: int | None) -> dict[str, Any]:
     found: dict[str, Any] = {}
     login = f"{one.name}-login"  # no facility has such a name
     if one.host is not None:
-        ssh: dict[str, Any] = {"nodes": [{"hostname": one.host}]}
-        ssh |= {} if one.user is None else {"username": one.user}
-        ssh |= {} if one.key is None else {"sshKey": one.key}
+        given = {"username": one.user, "sshKey": one.key}
+        ssh = {"nodes": [{"hostname": one.host}]} | {key: text for key, text in given.items() if text is not None}
         found[login if one.is_slurm else one.name] = {"type": "ssh", "config": ssh} | ({} if one.is_slurm else workdir)
     if one.is_slurm:
         asked: dict[str, Any] = {**one.slurm} | ({} if ranks is None else {"ntasks": ranks})
@@ -364,22 +253,10 @@ def _deployment(one: Facility, ranks: int | None) -> dict[str, Any]:
     return found
 
 
-def _site_text(one: Facility, python: Path) -> str:
-    told = f"# What facility {one.name} needs before xffl: its steps read this first. CHANGE what does not fit.\n"
-    return told + (_path_line(python) if one.host is None else '# module load ...\n. "$HOME/xffl/.venv/bin/activate"\n')
-
-
-def _path_line(python: Path) -> str:
-    return f"export PATH={shlex.quote(str(python))}:$PATH\n"
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes lists and mappings that hold plain values alone in one line."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _write(path: Path, head: str, values: Mapping[str, Any] | Sequence[Any]) -> None:
-    text = yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=118, default_flow_style=None)
-    path.write_text(head + text, encoding="utf-8")
+_COMPLETED = {
+    "round.cwl": _complete_round,
+    "main.cwl": _complete_main,
+    "inputs.yml": _complete_inputs,
+    "streamflow.yml": _complete_streamflow,
+}
+"""Templates to which something is added for each facility."""

@@ -10,22 +10,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from xffl.checks import shorten
+from xffl.checks import group, shorten
 from xffl.cluster.cells import sizes_of_ranks
+from xffl.cluster.doctor import probe
 from xffl.cluster.doctor.lines import Line, Message
-from xffl.cluster.doctor.probe import (
-    ERROR,
-    FOLDER_TURNS,
-    FORMAT,
-    OK,
-    THREADS,
-    WARNING,
-    Finding,
-    Request,
-    check_threads,
-    import_limit_s,
-    is_shown,
-)
+from xffl.cluster.doctor.probe import ERROR, OK, WARNING, Finding, Request
 from xffl.cluster.lighthouse_page import CellStatus
 from xffl.cluster.network import SLURM_PORTS, ephemeral_ports
 from xffl.cluster.runtimes import Runtime, group_by_runtime, runtime_table
@@ -35,24 +24,20 @@ from xffl.topology import Topology
 
 __all__ = ["Examination", "Peer", "Report", "check_cells", "merge"]
 
-_PROBE_S = 90.0
-"""For a host's checks of itself, beside torch: four programs of 20 s each."""
+_PROBE_S = 90.0  # for a host's checks of itself, beside torch: four programs of 20 s each
 _FOLDER_S = 10.0
 _SLACK_S = 30.0
-_TABLE = ("name", "address", "ports")
-"""What a host is told of another one."""
-_CLOCK_WARNING_S = 0.1
-"""From here on the order of events in the logs of different hosts is in doubt."""
-_CLOCK_ERROR_S = 5.0
-"""From here on the newest of several files is not the last one written, and soon munge and ssh refuse each other."""
+_TABLE = ("name", "address", "ports")  # what a host is told of another one
+_CLOCK_WARNING_S = 0.1  # from here on the order of events in the logs of different hosts is in doubt
+_CLOCK_ERROR_S = 5.0  # the newest of several files is not the last one written; soon munge and ssh refuse each other
 _LEAST_FREE = 2**30
 _SLOW_FOLDER_S = 2.0
-_SLOW_MIB_S = 5.0
-"""A slower pair gets a warning: 40 Mbit/s, at which 1 GiB takes more than three minutes."""
-_ALL_PAIRS = 64
-"""Hosts or cells up to which each one is paired with every other."""
+_SLOW_MIB_S = 5.0  # a slower pair gets a warning: 40 Mbit/s, at which 1 GiB takes more than three minutes
+_ALL_PAIRS = 64  # hosts or cells up to which each one is paired with every other
 _TOKEN_ADVICE = "give the same one to all cells, and to the doctor: XFFL_TOKEN_FILE, or XFFL_TOKEN"
-_VERDICTS = {
+_FORMAT_ADVICE = "run versions of xffl that have one exchange format in all cells"
+_SAME_ADVICE = "use the same environment on all hosts: a shared one, or one container image"
+_VERDICTS = {  # of what elastic.visit_run says of a cell's token
     "same": (OK, "this host's token"),
     "none": (OK, "no token, as this host"),
     "differs": (ERROR, "another token than this host's"),
@@ -60,9 +45,7 @@ _VERDICTS = {
     "none here": (WARNING, "a token, but this host has none to compare it with"),
     "no proof": (WARNING, "no proof of a token: another version of xffl"),
 }
-"""What :func:`xffl.cluster.doctor.elastic.visit_run` says of a cell's token."""
-_MAY_DIFFER = ("python", "xffl", "torch")
-"""Versions of which :func:`compare_runtimes` tells."""
+_MAY_DIFFER = ("python", "xffl", "torch")  # versions of which compare_runtimes tells
 
 
 # The report -----------------------------------------------------------------------------------------------------------
@@ -73,8 +56,7 @@ class Report:
     """All findings about the hosts of a job."""
 
     findings: tuple[Finding, ...]
-    hosts: tuple[str, ...] = ()
-    """The hosts that were checked."""
+    hosts: tuple[str, ...] = ()  # the hosts that were checked
     ranks: int = 1
 
     @property
@@ -99,16 +81,11 @@ class Report:
 
 def merge(findings: Iterable[Finding], hosts: Sequence[str]) -> tuple[Finding, ...]:
     """Write the same finding of several hosts as one, whose ``host`` names them all; keep the order of the checks."""
-    places: dict[Finding, list[str]] = {}
-    for finding in findings:
-        places.setdefault(replace(finding, host=""), []).append(finding.host)
+    everywhere = "both hosts" if len(hosts) == 2 else f"all {len(hosts)} hosts"
     merged = []
-    for finding, named in places.items():
+    for finding, named in group((replace(finding, host=""), finding.host) for finding in findings).items():
         at = [host for host in dict.fromkeys(named) if host]
-        if len(hosts) > 1 and set(at) >= set(hosts):
-            merged.append(replace(finding, host="both hosts" if len(hosts) == 2 else f"all {len(hosts)} hosts"))
-        else:
-            merged.append(replace(finding, host=shorten(at)))
+        merged.append(replace(finding, host=everywhere if set(at) >= set(hosts) and len(hosts) > 1 else shorten(at)))
     order = list(dict.fromkeys(finding.check for finding in merged))
     return tuple(sorted(merged, key=lambda finding: order.index(finding.check)))
 
@@ -123,7 +100,7 @@ def compare_environments(ranks: Sequence[Mapping[str, Any]]) -> list[Finding]:
         values = {rank["environ"].get(name) for rank in ranks}
         if len(values) > 1:
             known = sorted(value for value in values if value is not None)
-            if not is_shown(name):
+            if not probe.is_shown(name):
                 known = ["set"] if len(known) == 1 else ["differs"]
             differing.append(f"{name} ({shorten([*known, *(['unset'] if None in values else [])], 3)})")
     if not differing:
@@ -133,28 +110,18 @@ def compare_environments(ranks: Sequence[Mapping[str, Any]]) -> list[Finding]:
 
 
 def compare_versions(versions: Mapping[str, Mapping[str, str]]) -> list[Finding]:
-    """Tell in which packages the hosts differ: a finding for each, else one for all that are to be the same.
-
-    What may differ between cells is not told here. Only another exchange format is an error.
-    """
-    names = dict.fromkeys(name for own in versions.values() for name in own)
+    """Tell in which packages the hosts differ that should be the same in all cells: a finding for each, or one."""
     # Files that differ in one version of xffl are a copy that somebody has edited, or not brought up to date.
     is_one_xffl = len({own.get("xffl") for own in versions.values()}) == 1
     findings, alike = [], 0
-    for name in names:
-        where: dict[str, list[str]] = {}
-        for host, own in versions.items():
-            where.setdefault(own.get(name) or "not installed", []).append(host)
+    for name in dict.fromkeys(name for own in versions.values() for name in own):
+        where = group((own.get(name) or "not installed", host) for host, own in versions.items())
         alike += len(where) == 1
         if len(where) > 1 and name not in _MAY_DIFFER and (name != "xffl source" or is_one_xffl):
             shown = "; ".join(f"{version} on {shorten(hosts, 3)}" for version, hosts in where.items())
-            status, advice = WARNING, "use the same environment on all hosts: a shared one, or one container image"
-            if name == FORMAT:
-                status, advice = ERROR, "run versions of xffl that have one exchange format in all cells"
+            status, advice = (ERROR, _FORMAT_ADVICE) if name == probe.FORMAT else (WARNING, _SAME_ADVICE)
             findings.append(Finding("versions", status, f"{name} differs: {shown}", advice))
-    if not findings:
-        findings = [Finding("versions", OK, f"{alike} packages are the same on {len(versions)} hosts")]
-    return findings
+    return findings or [Finding("versions", OK, f"{alike} packages are the same on {len(versions)} hosts")]
 
 
 def describe_runtime(versions: Mapping[str, str], told: Mapping[str, Any]) -> Runtime:
@@ -166,10 +133,7 @@ def describe_runtime(versions: Mapping[str, str], told: Mapping[str, Any]) -> Ru
 
 
 def compare_runtimes(runtimes: Mapping[str, Runtime], cells: Mapping[str, Collection[int]]) -> list[Finding]:
-    """Tell what the hosts run that may differ between cells, as one table; of one cell with both it is a warning.
-
-    ``cells`` has the cells of each host, where they are known.
-    """
+    """Tell what the hosts run that may differ between cells, as a table; inside one of their cells it is a warning."""
     groups = group_by_runtime(runtimes.items())
     lines = runtime_table([(shorten(hosts, 3), runtime) for runtime, hosts in groups.items()], "hosts")
     if not lines:
@@ -177,19 +141,17 @@ def compare_runtimes(runtimes: Mapping[str, Runtime], cells: Mapping[str, Collec
     within = [{cell for host in hosts for cell in cells.get(host, ())} for hosts in groups.values()]
     counts = Counter(cell for found in within for cell in found)
     mixed = sorted(cell for cell, count in counts.items() if count > 1)
-    text = "\n".join(["may differ between cells:", *lines])
-    if not mixed:
-        return [Finding("runtimes", OK, text)]
-    text = f"differ inside {'cell' if len(mixed) == 1 else 'cells'} {shorten(mixed, 8)}:{text.partition(':')[2]}"
+    where = f"inside {'cell' if len(mixed) == 1 else 'cells'} {shorten(mixed, 8)}"
+    head = f"differ {where}:" if mixed else "may differ between cells:"
     advice = "use the same environment, and one kind of processor, on all hosts of a cell"
-    return [Finding("runtimes", WARNING, text, advice)]
+    return [Finding("runtimes", WARNING if mixed else OK, "\n".join([head, *lines]), advice)]
 
 
 def compare_clocks(clocks: Mapping[str, tuple[float, float]]) -> list[Finding]:
     """Judge hosts' clocks, that of rank 0's host first: how far each is ahead of the asker's, and the error's bound."""
-    (base, base_doubt), *others = clocks.values()
+    (_, (base, base_doubt)), *others = clocks.items()
     findings, most = [], 0.0
-    for host, (ahead, doubt) in zip(list(clocks)[1:], others, strict=True):
+    for host, (ahead, doubt) in others:
         ahead, doubt = ahead - base, doubt + base_doubt
         most, sure = max(most, abs(ahead)), abs(ahead) - doubt
         if sure > _CLOCK_WARNING_S:
@@ -225,13 +187,13 @@ def compare_ports(hosts: Mapping[str, Mapping[str, Any]], answers: Mapping[str, 
     findings = []
     first, last = ephemeral_ports()
     ranges = f"ports {SLURM_PORTS[0]}-{SLURM_PORTS[1]} and {first}-{last}"
+    advice = f"open {ranges} between the compute nodes, or name the interface that joins them with XFFL_IFNAME"
     for name, answer in answers.items():
-        by_reason: dict[str, list[str]] = {}
-        for other, port, reason in answer["failures"]:
-            by_reason.setdefault(reason, []).append(f"{hosts[other]['name']} ({hosts[other]['address']}:{port})")
-        for reason, peers in by_reason.items():
+        failures = [
+            (why, f"{hosts[key]['name']} ({hosts[key]['address']}:{port})") for key, port, why in answer["failures"]
+        ]
+        for reason, peers in group(failures).items():
             text = f"cannot connect to {shorten(peers, 4)}: {reason}"
-            advice = f"open {ranges} between the compute nodes, or name the interface that joins them with XFFL_IFNAME"
             findings.append(Finding("ports", ERROR, text, advice, name))
     tried = sum(answer["tried"] for answer in answers.values())
     return findings or [Finding("ports", OK, f"{tried} connections between {len(hosts)} hosts, in {ranges}")]
@@ -251,7 +213,7 @@ def compare_folders(path: str, answers: Mapping[str, Mapping[str, Any]], *, is_n
         if answer["error"] is not None:
             text = f"{answer['error']} ({answer['kind']})"
         elif answer["torn"]:
-            text = f"{answer['torn']} of {FOLDER_TURNS} reads saw half a file while it was replaced"
+            text = f"{answer['torn']} of {probe.FOLDER_TURNS} reads saw half a file while it was replaced"
             hint = "renames are not atomic there: keep checkpoints on another file system"
         elif answer["seen_s"] > _SLOW_FOLDER_S:
             status, text = WARNING, f"a new file is seen after {answer['seen_s']:.1f} s"
@@ -274,9 +236,6 @@ def compare_folders(path: str, answers: Mapping[str, Mapping[str, Any]], *, is_n
     return [Finding("shared folder", OK, f"{path} ({kinds}){where}, renames are atomic, {free:.1f} GiB free")]
 
 
-# Pairs ----------------------------------------------------------------------------------------------------------------
-
-
 def partners(own: int, count: int) -> list[int]:
     """Return the numbers of those that one of many is paired with: all, from 65 on at distances 1, 2, 4, ..."""
     if count <= _ALL_PAIRS:
@@ -288,7 +247,6 @@ def compare_pairs(
     units: Sequence[str], results: Mapping[tuple[int, int], Sequence[Mapping[str, Any]]]
 ) -> list[Finding]:
     """Judge the all-reduces of pairs of ``units``; both sides gave an ``error``, or ``seconds`` and ``mib``."""
-    findings: list[Finding] = []
     rates: dict[tuple[int, int], float] = {}
     failed: dict[tuple[int, int], str] = {}
     for pair, halves in results.items():
@@ -301,7 +259,7 @@ def compare_pairs(
             rates[pair] = max(half["mib"] / half["seconds"] for half in halves)
     advice = "set XFFL_IFNAME to the interface that joins the hosts (docs: Network); see the lines on interface, names "
     advice += "and ports"
-    findings += [Finding("all-reduce", ERROR, text, advice) for text in _by_unit(units, failed)]
+    findings = [Finding("all-reduce", ERROR, text, advice) for text in _by_unit(units, failed)]
     slow = {pair: f"{rate:.1f} MiB/s" for pair, rate in rates.items() if rate < _SLOW_MIB_S}
     hint = "see that XFFL_IFNAME names the fastest interface; on a slow link use a codec and rounds far apart"
     findings += [Finding("all-reduce", WARNING, f"slow: {text}", hint) for text in _by_unit(units, slow)]
@@ -330,14 +288,9 @@ def _by_unit(units: Sequence[str], pairs: Mapping[tuple[int, int], str]) -> list
 
 
 def compare_links(units: Sequence[tuple[str, str]], nccl: Mapping[str, str | None]) -> list[Finding]:
-    """Tell which cells, or hosts, have GPUs that cannot share a group over NCCL: versions differ, or one has RCCL.
-
-    ``units`` are names with their host, ``nccl`` what each host's GPUs communicate by.
-    """
-    by_library: dict[str, list[str]] = {}
-    for name, host in units:
-        if (library := nccl.get(host)) is not None:
-            by_library.setdefault(library, []).append(name)
+    """Tell which units (each with its host) have GPUs that cannot share a group over NCCL: by what each host's do."""
+    libraries = ((nccl.get(host), name) for name, host in units)
+    by_library = group((library, name) for library, name in libraries if library is not None)
     if len(by_library) < 2:
         return []
     text = "; ".join(f"{shorten(names, 3)}: {library}" for library, names in by_library.items())
@@ -360,11 +313,10 @@ def compare_runs(url: str, views: Mapping[str, Message]) -> list[Finding]:
         found = [Finding("lighthouse", OK, f"{url} answers and {known}; {last}")]
     if not cells:
         return found
-    if lost := [f"{_cells([cell.life])} for {cell.seen_s or 0:.0f} s" for cell in cells if cell.is_lost]:
-        advice = "see the output of its job: it has finished or failed, is stopped, or is cut off from the lighthouse"
-        found.append(Finding("heartbeats", WARNING, f"none of {shorten(lost)}", advice))
-    else:
-        found.append(Finding("heartbeats", OK, f"those of {_cells(cell.life for cell in cells)} arrive"))
+    lost = [f"{_cells([cell.life])} for {cell.seen_s or 0:.0f} s" for cell in cells if cell.is_lost]
+    text = f"none of {shorten(lost)}" if lost else f"those of {_cells(cell.life for cell in cells)} arrive"
+    advice = "see the output of its job: it has finished or failed, is stopped, or is cut off from the lighthouse"
+    found.append(Finding("heartbeats", WARNING if lost else OK, text, advice))
     return [*found, *_judge_stores(views), *_judge_tokens(views)]
 
 
@@ -386,18 +338,15 @@ def _judge_stores(views: Mapping[str, Message]) -> list[Finding]:
 
 def _judge_tokens(views: Mapping[str, Message]) -> list[Finding]:
     """Tell which cells run with another token than a host has."""
-    found: dict[Finding, None] = {}
+    found = []
     for host, view in views.items():
         if "token_error" in view:
-            found[Finding("token", ERROR, view["token_error"], _TOKEN_ADVICE, host)] = None
-        by_verdict: dict[str, list[str]] = {}
-        for life, verdict in view.get("tokens", {}).items():
-            by_verdict.setdefault(verdict, []).append(life)
-        for verdict, lives in by_verdict.items():
+            found.append(Finding("token", ERROR, view["token_error"], _TOKEN_ADVICE, host))
+        for verdict, lives in group((verdict, life) for life, verdict in view.get("tokens", {}).items()).items():
             status, text = _VERDICTS[verdict]
-            where, advice = ("", "") if status == OK else (host, _TOKEN_ADVICE)
-            found[Finding("token", status, f"{_cells(lives)}: {text}", advice, where)] = None
-    return [*found]
+            where = "" if status == OK else host
+            found.append(Finding("token", status, f"{_cells(lives)}: {text}", _TOKEN_ADVICE, where))
+    return list(dict.fromkeys(found))
 
 
 def _cells(lives: Iterable[str]) -> str:
@@ -414,10 +363,8 @@ class Peer:
     """A host that answers."""
 
     line: Line
-    ranks: list[Message]
-    """Facts of its ranks."""
-    address: str | None = None
-    """Where its connection came from."""
+    ranks: list[Message]  # facts of its ranks
+    address: str | None = None  # where its connection came from
 
 
 @dataclass
@@ -427,46 +374,42 @@ class Examination:
     request: Request
     peers: Sequence[Peer]
     world_size: int
-    findings: list[Finding] = field(default_factory=list)
-    """What is known before."""
+    findings: list[Finding] = field(default_factory=list)  # what is known before
 
     def __post_init__(self) -> None:
         named = [str(peer.ranks[0]["host"]["name"]) for peer in self.peers]
         names = [f"{name}#{at}" if named.count(name) > 1 else name for at, name in enumerate(named)]
         self._hosts = dict(zip(names, self.peers, strict=True))
-        self._cells: dict[str, set[int]] = {}
-        """By host, the cells that have ranks there, once they are placed."""
-        self._failures: dict[str, Finding] = {}
-        """By host, why it is not asked any more."""
+        self._cells: dict[str, set[int]] = {}  # by host, the cells that have ranks there, once they are placed
+        self._clocks: dict[str, tuple[float, float]] = {}  # how far each is ahead of this one, and the error's bound
+        self._failures: dict[str, Finding] = {}  # by host, why it is not asked any more
 
     def run(self) -> Report:
         """Ask all hosts and compare their answers."""
         found = [*self.findings, *compare_environments([rank for peer in self.peers for rank in peer.ranks])]
         machines = len({peer.ranks[0]["machine"] for peer in self.peers})
         request = {"machines": machines, "ranks": self.world_size}
-        limit_s = _PROBE_S + import_limit_s(self.request.timeout_s)
+        limit_s = _PROBE_S + probe.import_limit_s(self.request.timeout_s)
         if self.request.elastic is not None:
             limit_s += 4 * self.request.timeout_s + _SLACK_S  # its page, its stores, and their keys
-        probes, clocks = self._ask(dict.fromkeys(self._hosts, request), limit_s)
-        for name, probe in probes.items():
-            found += [replace(Finding(**each), host=name) for each in probe["findings"]]
-            probe["name"] = self._hosts[name].ranks[0]["host"]["name"]
+        probes = self._ask(dict.fromkeys(self._hosts, request), limit_s)
+        for name, told in probes.items():
+            found += [replace(Finding(**each), host=name) for each in told["findings"]]
+            told["name"] = self._hosts[name].ranks[0]["host"]["name"]
             # Without a name or an interface that works, a host is at least known by where its connection came from.
-            probe["address"] = probe["address"] or self._hosts[name].address or "127.0.0.1"
+            told["address"] = told["address"] or self._hosts[name].address or "127.0.0.1"
         if len(probes) > 1:
-            found += compare_versions({name: probe["versions"] for name, probe in probes.items()})
-            found += compare_clocks(clocks) if next(iter(self._hosts)) in clocks else []
-        found += [replace(check_threads(peer.ranks), host=name) for name, peer in self._hosts.items()]
+            found += compare_versions({name: told["versions"] for name, told in probes.items()})
+            found += compare_clocks(self._clocks) if next(iter(self._hosts)) in self._clocks else []
+        found += [replace(probe.check_threads(peer.ranks), host=name) for name, peer in self._hosts.items()]
         units, cells = self._place_units(list(probes))
-        found += compare_runtimes(
-            {name: describe_runtime(probe["versions"], probe["torch"]) for name, probe in probes.items()}, self._cells
-        )
-        found += cells
+        runtimes = {name: describe_runtime(told["versions"], told["torch"]) for name, told in probes.items()}
+        found += [*compare_runtimes(runtimes, self._cells), *cells]
         if self.request.elastic is None:  # else cells have gloo between them
-            found += compare_links(units, {name: probe.get("nccl") for name, probe in probes.items()})
+            found += compare_links(units, {name: told["nccl"] for name, told in probes.items()})
         found += self._meet(probes, units, with_names=machines > 1)
         if self.request.elastic is not None:
-            found += compare_runs(self.request.elastic, {name: probe["run"] for name, probe in probes.items()})
+            found += compare_runs(self.request.elastic, {name: told["run"] for name, told in probes.items()})
         found += self._failures.values()
         names = tuple(self._hosts)
         if len(names) == 1:
@@ -492,20 +435,19 @@ class Examination:
             stores = [(pair, rank, probes[units[pair[0]][1]]) for pair, rank in tasks[name]]
             others = {names[at]: probes[names[at]] for at in partners(number, len(names))}
             requests[name] = {
-                "hosts": {other: {key: probe[key] for key in _TABLE} for other, probe in others.items()},
+                "hosts": {other: {key: told[key] for key in _TABLE} for other, told in others.items()},
                 "folder": {**folder, "host": number},
                 "pairs": [[str(pair), rank, lender["address"], lender["store"]] for pair, rank, lender in stores],
             }
         most = max(map(len, tasks.values()), default=0)
-        limit_s = self.request.timeout_s * (2 + most // THREADS) + 2 * wait_s + _SLACK_S
-        answers, _ = self._ask(requests, limit_s)
-        found: list[Finding] = []
-        for answer in answers.values():
-            answer["folder"]["unseen"] = [names[number] for number in answer["folder"]["unseen"]]
-        if len(names) > 1:
-            found += [*(compare_names(probes, answers) if with_names else ()), *compare_ports(probes, answers)]
-        is_named = self.request.shared is not None
-        found += compare_folders(path, {name: answer["folder"] for name, answer in answers.items()}, is_named=is_named)
+        limit_s = self.request.timeout_s * (2 + most // probe.THREADS) + 2 * wait_s + _SLACK_S
+        answers = self._ask(requests, limit_s)
+        found = compare_names(probes, answers) if with_names and len(names) > 1 else []
+        found += compare_ports(probes, answers) if len(names) > 1 else []
+        folders = {name: answer["folder"] for name, answer in answers.items()}
+        for told in folders.values():
+            told["unseen"] = [names[number] for number in told["unseen"]]
+        found += compare_folders(path, folders, is_named=self.request.shared is not None)
         results: dict[tuple[int, int], list[Message]] = {
             pair: [{"error": f"{units[at][0]}: no answer", "is_silent": True} for at in pair] for pair in pairs
         }
@@ -538,38 +480,29 @@ class Examination:
         cells = [(f"cell {cell} ({name})", name) for cell, name in enumerate(firsts) if name in hosts]
         return (cells if len(cells) > 1 else units), [finding]
 
-    def _ask(
-        self, requests: Mapping[str, Message], timeout_s: float
-    ) -> tuple[dict[str, Message], dict[str, tuple[float, float]]]:
-        """Return the answers to requests, and how far each clock is ahead of this one, with the bound of the error.
-
-        A host that is asked first tells its time at once: it is read in the middle of a round trip, so half the trip
-        bounds the error.
-        What is wrong with a host that gives no answer becomes a finding, and it is not asked any more.
-        """
-        clocks, answers = {}, {}
+    def _ask(self, requests: Mapping[str, Message], timeout_s: float) -> dict[str, Message]:
+        """Return the answers to requests; that a host gives none becomes a finding, and it is not asked any more."""
+        answers: dict[str, Message] = {}
         for name in [name for name in requests if name not in self._failures]:
             line, sent, started = self._hosts[name].line, time.time(), time.monotonic()
             try:
                 line.send(requests[name])
                 if "machines" in requests[name]:
+                    # It tells its time in the middle of a round trip, so half the trip bounds the error.
                     told = line.receive(self.request.timeout_s)["time"]
                     half = (time.monotonic() - started) / 2
-                    clocks[name] = told - (sent + half), half
+                    self._clocks[name] = told - (sent + half), half
             except OSError as error:
                 self._fail(name, f"lost: {error}")
         deadline = time.monotonic() + timeout_s
         for name in [name for name in requests if name not in self._failures]:
             try:
-                answer = self._hosts[name].line.receive(deadline - time.monotonic())
+                answers[name] = self._hosts[name].line.receive(deadline - time.monotonic())
             except OSError as error:
                 self._fail(name, f"lost: {error}")
-                continue
-            if "failed" in answer:
-                self._fail(name, f"the check failed: {answer['failed']}")
-            else:
-                answers[name] = answer
-        return answers, clocks
+        for name in [name for name, answer in answers.items() if "failed" in answer]:
+            self._fail(name, f"the check failed: {answers.pop(name)['failed']}")
+        return answers
 
     def _fail(self, name: str, text: str) -> None:
         advice = "repair what is named here on that host, and run the doctor again"

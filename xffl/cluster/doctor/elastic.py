@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import socket
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from dataclasses import asdict
 from xffl.cluster.doctor.lines import Message
 from xffl.cluster.environment import prove_token, run_token
 from xffl.cluster.lighthouse_page import read_lighthouse
+from xffl.cluster.network import connection_error
 from xffl.errors import LaunchError
 
 __all__ = ["visit_run"]
@@ -33,8 +33,13 @@ def visit_run(
     except LaunchError as error:
         return {"error": str(error)}
     places = {cell.life: cell.store for cell in status.cells if cell.store and not cell.is_lost}
+
+    def try_store(place: str) -> str | None:
+        host, _, port = place.rpartition(":")
+        return connection_error(host, port, min(_CONNECT_S, timeout_s))
+
     with ThreadPoolExecutor(_THREADS) as pool:
-        stores = dict(zip(places, pool.map(lambda place: _try(place, timeout_s), places.values()), strict=True))
+        stores = dict(zip(places, pool.map(try_store, places.values()), strict=True))
     seen: Message = {"cells": [asdict(cell) for cell in status.cells], "meeting": status.meeting, "stores": stores}
     if read_proofs is None:
         return seen
@@ -46,18 +51,6 @@ def visit_run(
     stores |= {life: answer["error"] for life, answer in told.items() if "error" in answer}
     proofs = {life: str(answer["proof"]) for life, answer in told.items() if "proof" in answer}
     return {**seen, "tokens": {life: _verdict(proof, life, token) for life, proof in proofs.items()}}
-
-
-def _try(place: str, timeout_s: float) -> str | None:
-    """Return why nobody can connect to HOST:PORT."""
-    host, _, port = place.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), min(_CONNECT_S, timeout_s)).close()
-    except TimeoutError:
-        return "no answer: packets are dropped"
-    except (OSError, ValueError) as error:
-        return getattr(error, "strerror", None) or str(error)
-    return None
 
 
 def _verdict(proof: str, life: str, token: bytes) -> str:

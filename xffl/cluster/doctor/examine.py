@@ -21,20 +21,10 @@ from typing import Any
 
 from xffl.checks import shorten
 from xffl.cluster.cells import arrange
+from xffl.cluster.doctor import probe
 from xffl.cluster.doctor.compare import Examination, Peer, Report, check_cells, merge
 from xffl.cluster.doctor.lines import Line, Message, Program
-from xffl.cluster.doctor.probe import (
-    ERROR,
-    MPI_LAUNCHERS,
-    OK,
-    WARNING,
-    Finding,
-    HostChecks,
-    Request,
-    check_mpi,
-    rank_facts,
-    take_part,
-)
+from xffl.cluster.doctor.probe import ERROR, OK, WARNING, Finding, HostChecks, Request, take_part
 from xffl.cluster.environment import ProcessEnvironment, detect_environment
 from xffl.cluster.hosts import interface_address
 from xffl.cluster.launch.affinity import limit_threads
@@ -46,41 +36,43 @@ from xffl.errors import LaunchError, XfflError
 
 __all__ = ["examine", "examine_hosts"]
 
+_Tell = Callable[[Report], object]  # what is done with a report
+
 _MPI_LIMIT_S = 60.0
-_SSH_S = 40.0
-"""For ssh to answer: its own limit for a connection is 20 s, and Python has to start."""
-_HELLO_S = 3.0
-"""How long a rank may be silent after it has connected; a stranger who is holds up the others for no longer."""
+_SSH_S = 40.0  # for ssh to answer: its own limit for a connection is 20 s, and Python has to start
+_HELLO_S = 3.0  # how long a rank may be silent after it has connected: a stranger holds up the others for no longer
 
 
-def examine(request: Request, tell: Callable[[Report], None], environ: Mapping[str, str] | None = None) -> int:
+def examine(request: Request, tell: _Tell, environ: Mapping[str, str] = os.environ) -> int:
     """Check this host, or all hosts of a job; under a launcher every rank calls it.
 
     Rank 0 gives the report about all hosts to ``tell``. A host whose ranks cannot reach rank 0 gives its own. The exit
     code is 1 where this process reported an error, else 0.
     """
-    environ = dict(os.environ if environ is None else environ)
+    environ = dict(environ)
     row = next((row for row in LAUNCHERS if row.matches(environ)), None)
     launcher = "none" if row is None else row.name
-    is_mpi = launcher in MPI_LAUNCHERS
     is_head = row is None or environ.get(row.variables["node_local_rank"], "0") == "0"
     # MPI_Init of a wrong library may end the whole job, so each rank checks it before. Elsewhere it can wait.
-    mpi = check_mpi(launcher, "mpi" in request.needs, environ) if is_mpi else None
-    place, wrong = _find_place(mpi, tell if is_head else None, environ)
-    ranks = 1 if place is None else place.world_size
-    if place is not None and ranks > 1:
+    is_mpi = launcher in probe.MPI_LAUNCHERS
+    mpi = probe.check_mpi(launcher, "mpi" in request.needs, environ) if is_mpi else None
+    place, known = _find_place(mpi, tell if is_head else None, environ)
+    if place.world_size > 1:
         is_head = place.node_local_rank == 0 or place.rank == 0
     elif not is_head:
         return 0
     checks = HostChecks(request, environ, launcher, mpi) if is_head else None
-    own = place or ProcessEnvironment()
-    facts = {**rank_facts(environ), "rank": own.rank, "world_size": own.world_size, "node": own.node_rank}
-    facts["is_head"] = own.node_local_rank == 0
+    facts = {**probe.rank_facts(environ), "rank": place.rank, "world_size": place.world_size, "node": place.node_rank}
+    facts["is_head"] = place.node_local_rank == 0
     try:
-        if place is not None and place.rank > 0:
-            return _follow(request, place, facts, checks, tell, environ)
+        if place.world_size == 1 and request.federated is not None:
+            known.append(_check_cells_of_job(request, environ))
+            request = replace(request, federated=None)
+        port = _meeting_port(place, environ)
+        if place.rank > 0:
+            return _follow(request, place, port, facts, checks, tell)
         assert checks is not None
-        report = _lead(request, place, facts, checks, wrong, environ)
+        report = _lead(request, place, port, facts, checks, known)
     finally:
         if checks is not None:
             checks.close()
@@ -105,7 +97,7 @@ def examine_hosts(hosts: Sequence[Host], request: Request, environ: Mapping[str,
     finally:
         for peer in peers:
             peer.line.close()
-    return replace(report, hosts=tuple(host.name for host in hosts)) if not peers else report
+    return report if peers else replace(report, hosts=tuple(host.name for host in hosts))
 
 
 def _reach(host: Host, first: int, job: Message, environ: Mapping[str, str]) -> Peer | Finding:
@@ -130,13 +122,14 @@ def _reach(host: Host, first: int, job: Message, environ: Mapping[str, str]) -> 
 
 
 def _find_place(
-    mpi: Finding | None, tell: Callable[[Report], None] | None, environ: Mapping[str, str]
-) -> tuple[ProcessEnvironment | None, list[Finding]]:
-    """Find out where this rank stands, or why that cannot be found out."""
+    mpi: Finding | None, tell: _Tell | None, environ: Mapping[str, str]
+) -> tuple[ProcessEnvironment, list[Finding]]:
+    """Find out where this rank stands; where that is not possible it stands alone, and a finding says why."""
     advice = "see the lines above; xffl env shows what the launcher has set"
     if mpi is not None and mpi.status == ERROR:
         # MPI_Init of a wrong library may abort, or make each rank a world of its own.
-        return None, [Finding("launcher", ERROR, "the other ranks are not looked for without a working MPI", advice)]
+        text = "the other ranks are not looked for without a working MPI"
+        return ProcessEnvironment(), [Finding("launcher", ERROR, text, advice)]
 
     def give_up() -> None:
         text = f"the ranks could not communicate over MPI within {_MPI_LIMIT_S:g} s"
@@ -152,7 +145,7 @@ def _find_place(
     try:
         return detect_environment(_without_bad_interfaces(environ)), []
     except XfflError as error:
-        return None, [Finding("launcher", ERROR, str(error), advice)]
+        return ProcessEnvironment(), [Finding("launcher", ERROR, str(error), advice)]
     finally:
         watch.cancel()
 
@@ -169,46 +162,35 @@ def _without_bad_interfaces(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _lead(
-    request: Request,
-    place: ProcessEnvironment | None,
-    facts: Message,
-    checks: HostChecks,
-    known: list[Finding],
-    environ: Mapping[str, str],
+    request: Request, place: ProcessEnvironment, port: int, facts: Message, checks: HostChecks, known: list[Finding]
 ) -> Report:
     """Wait for the other ranks, if there are any, and check all hosts as rank 0."""
     own, other = map(Line, socket.socketpair())
     threading.Thread(target=take_part, args=(other, facts, checks), daemon=True).start()
     peers = {facts["node"]: Peer(own, [own.receive(request.timeout_s)])}
-    lines, ranks = [own], 1
-    if place is None or place.world_size == 1:
-        if request.federated is not None:
-            known = [*known, _check_cells_of_job(request, environ)]
-            request = replace(request, federated=None)
-    else:
-        ranks, port = place.world_size, _meeting_port(place, environ)
+    lines, ranks = [own], place.world_size
+    if ranks > 1:
         peers[facts["node"]].address = place.master_addr
-        where, advice, met = f"{place.master_addr}:{port}", "", {}
+        where, met = f"{place.master_addr}:{port}", {}
         try:
             met = _gather(port, ranks, request.timeout_s)
         except OSError as error:
             text = f"rank 0 cannot listen at port {port} ({error.strerror}); another job may use it"
-            known = [*known, Finding("meeting", ERROR, text, "set MASTER_PORT")]
+            known.append(Finding("meeting", ERROR, text, "set MASTER_PORT"))
         else:
             # The first rank of a host answers for it; the others only wait for the end.
             for there, line, address in met.values():
+                lines.append(line)
                 if there["is_head"]:
                     peers.setdefault(there["node"], Peer(line, [], address))
-            for there, line, _ in met.values():
-                lines.append(line)
+            for there, _, _ in met.values():
                 if there["node"] in peers:
                     peers[there["node"]].ranks.append(there)
             text = f"{ranks} ranks of {len(peers)} host{'s' * (len(peers) > 1)} met at {where} ({place.launcher})"
             if absent := [rank for rank in range(1, ranks) if rank not in met]:
                 text = f"rank {shorten(absent)} did not connect to {where} within {request.timeout_s:g} s"
-                advice = "see what its host reports; open the port, name the interface (XFFL_CONTROL_IFNAME), or "
-                advice += "--timeout"
-            known = [*known, Finding("meeting", ERROR if absent else OK, text, advice)]
+            advice = "see what its host reports; open the port, name the interface (XFFL_CONTROL_IFNAME), or --timeout"
+            known.append(Finding("meeting", ERROR if absent else OK, text, advice))
     try:
         return Examination(request, [peers[node] for node in sorted(peers)], ranks, known).run()
     finally:
@@ -246,15 +228,10 @@ def _gather(port: int, world_size: int, timeout_s: float) -> dict[int, tuple[Mes
 
 
 def _follow(
-    request: Request,
-    place: ProcessEnvironment,
-    facts: Message,
-    checks: HostChecks | None,
-    tell: Callable[[Report], None],
-    environ: Mapping[str, str],
+    request: Request, place: ProcessEnvironment, port: int, facts: Message, checks: HostChecks | None, tell: _Tell
 ) -> int:
     """Connect to rank 0, and answer for this host if this is its first rank."""
-    address, port = str(place.master_addr), _meeting_port(place, environ)
+    address = str(place.master_addr)
     deadline = time.monotonic() + request.timeout_s
     while True:
         try:
@@ -282,7 +259,8 @@ def _follow(
 
 def _meeting_port(place: ProcessEnvironment, environ: Mapping[str, str]) -> int:
     """Return the port to meet at: the rendezvous's, unless torchrun's agent listens there already."""
-    assert place.master_port is not None
+    if place.master_port is None:  # one process meets nobody
+        return 0
     if place.launcher != "torchrun" or environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() != "true":
         return place.master_port
     first, last = SLURM_PORTS

@@ -32,7 +32,7 @@ from xffl.cluster.doctor.lines import Line, Message, Program
 from xffl.cluster.environment import PROOF_KEY
 from xffl.cluster.hosts import host_identity, resolve
 from xffl.cluster.launch.ssh_agent import free_port, refusal
-from xffl.cluster.network import Interface, list_interfaces
+from xffl.cluster.network import Interface, connection_error, list_interfaces
 from xffl.cluster.slurm.allocation import own_host
 from xffl.costs import EXCHANGE_FORMAT
 from xffl.extras import install_command
@@ -79,8 +79,7 @@ from mpi4py import MPI
 print(" ".join(MPI.Get_library_version().strip("\\0 ").splitlines()[0].split()))
 """
 """Only asks for the name: MPI_Init in a child of a rank would act for the rank."""
-MPI_LAUNCHERS = ("openmpi", "mpich", "pals", "mvapich")
-"""Rows of the table of launchers that are an ``mpirun``."""
+MPI_LAUNCHERS = ("openmpi", "mpich", "pals", "mvapich")  # rows of the table of launchers that are an mpirun
 _FAMILIES = {
     "openmpi": r"open ?mpi|openrte|prrte|prte",
     "intel": r"intel\(r\) mpi",
@@ -89,21 +88,17 @@ _FAMILIES = {
 """MPIs by the version texts of their libraries and launchers; those of a family can start each other's ranks."""
 
 _SLOW_IMPORT_S = 30.0
-_SHARED_BY_NCCL = (2, 30)
-"""The first NCCL that supports several ranks on one GPU."""
+_SHARED_BY_NCCL = (2, 30)  # the first NCCL that supports several ranks on one GPU
 
 _COMPARED = ("XFFL_", "NCCL_", "GLOO_", "TORCH_")
 _SHOWN = ("NCCL_", "GLOO_")
 _SHOWN_ALSO = ("XFFL_IFNAME", "XFFL_CONTROL_IFNAME", "XFFL_FEDERATED", "XFFL_HSDP")
 
-_PATIENCE_S = 900
-"""How long a host waits for the next request. It only matters where rank 0's host has gone without a word."""
+_PATIENCE_S = 900  # how long a host waits for the next request, where rank 0's host has gone without a word
 _CONNECT_S = 5.0
-THREADS = 16
-"""Pairs at a time, as in :mod:`xffl.cluster.doctor.torch_pair`."""
+THREADS = 16  # pairs at a time, as in torch_pair
 _SLACK_S = 5.0
-FOLDER_TURNS = 40
-"""How often a file is replaced while others read it."""
+FOLDER_TURNS = 40  # how often a file is replaced while others read it
 _PAGE = 4096
 
 
@@ -111,34 +106,27 @@ _PAGE = 4096
 class Finding:
     """The verdict of one check on one host, or on all."""
 
-    check: str
-    """Name of the check, such as ``clock``."""
-    status: str
-    """``ok``, ``warning`` or ``error``."""
+    check: str  # name of the check, such as clock
+    status: str  # ok, warning or error
     text: str
-    advice: str = ""
-    """What to do about it; empty for ``ok``."""
-    host: str = ""
-    """Where it was found; empty for what concerns all hosts."""
+    advice: str = ""  # what to do about it; of what is ok it is dropped
+    host: str = ""  # where it was found; empty for what concerns all hosts
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "advice", "" if self.status == OK else self.advice)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """The options of ``xffl doctor``."""
 
-    shared: str | None = None
-    """Folder that all hosts must share; ``None`` for the current one."""
-    needs: tuple[str, ...] = ()
-    """What is an error if it is missing: ``mpi``, ``slurm``, ``gpu``."""
-    federated: Federation | None = None
-    """Sizes of the cells or a rule for them; their pairs are tested, and pairs of hosts where it is ``None``."""
-    federated_by: str = "--federated"
-    """Option or variable that gives them."""
+    shared: str | None = None  # folder that all hosts must share; None for the current one
+    needs: tuple[str, ...] = ()  # what is an error if it is missing: mpi, slurm, gpu
+    federated: Federation | None = None  # cells or a rule for them, of which pairs are tested; None: pairs of hosts
+    federated_by: str = "--federated"  # option or variable that gives them
     with_torch: bool = True
-    timeout_s: float = 15.0
-    """How long one wait for another host may take."""
-    elastic: str | None = None
-    """Address of the lighthouse of an elastic run that is looked at, too."""
+    timeout_s: float = 15.0  # how long one wait for another host may take
+    elastic: str | None = None  # address of the lighthouse of an elastic run that is looked at, too
 
 
 def find_versions() -> dict[str, str]:
@@ -168,32 +156,24 @@ def check_packages(versions: Mapping[str, str]) -> list[Finding]:
         if versions[name] and (tuple(map(int, numbers[0].split("."))) if numbers else ()) < least:
             wrong.append(f"{name} {versions[name]} (needs {'.'.join(map(str, least))})")
     python = Finding("python", OK, f"{versions['python']} ({sys.executable}), xffl {versions['xffl']}")
-    if wrong:
-        advice = "install xffl into the job's environment, in its repository: pip install -e . -c constraints.txt"
-        return [python, Finding("packages", ERROR, "; ".join(wrong), advice)]
-    return [python, Finding("packages", OK, ", ".join(f"{name} {versions[name]}" for name in REQUIRED))]
+    advice = "install xffl into the job's environment, in its repository: pip install -e . -c constraints.txt"
+    text = "; ".join(wrong) or ", ".join(f"{name} {versions[name]}" for name in REQUIRED)
+    return [python, Finding("packages", ERROR if wrong else OK, text, advice)]
 
 
 def check_interfaces(
-    environ: Mapping[str, str],
-    nodes: int,
-    interfaces: Sequence[Interface] | None = None,
-    physical: Collection[str] | None = None,
+    environ: Mapping[str, str], nodes: int, interfaces: Sequence[Interface], physical: Collection[str] | None = None
 ) -> tuple[list[Finding], str | None]:
-    """Look at the interfaces of this host, and at those that are asked for by name."""
-    known = {interface.name: interface for interface in (list_interfaces() if interfaces is None else interfaces)}
+    """Look at the interfaces of this host, and at those that are asked for by name; return its address, too."""
+    known = {interface.name: interface for interface in interfaces}
     # gloo takes a list, xffl one name.
-    asked = {
-        variable: environ[variable] if variable.startswith("XFFL_") else environ[variable].partition(",")[0]
-        for variable in _NAMES
-        if environ.get(variable)
-    }
+    asked = {variable: environ[variable] for variable in _NAMES if environ.get(variable)}
+    if "GLOO_SOCKET_IFNAME" in asked:
+        asked["GLOO_SOCKET_IFNAME"] = asked["GLOO_SOCKET_IFNAME"].partition(",")[0]
     physical = find_physical() if physical is None else physical
     usable = [i.name for i in known.values() if i.is_up and i.address and (nodes == 1 or not i.is_loopback)]
     offer = f"to one of: {', '.join(usable) or 'none is up here'}"
-    findings = [
-        _judge(known, variable, name, nodes, physical, f"set {variable} {offer}") for variable, name in asked.items()
-    ]
+    findings = [_judge(known, variable, name, nodes, physical, offer) for variable, name in asked.items()]
     chosen = asked.get("XFFL_IFNAME") or asked.get("GLOO_SOCKET_IFNAME")
     if chosen:
         return findings, known[chosen].address if chosen in known else None
@@ -215,11 +195,10 @@ def check_interfaces(
 
 
 def _judge(
-    known: Mapping[str, Interface], variable: str, name: str, nodes: int, physical: Collection[str], advice: str
+    known: Mapping[str, Interface], variable: str, name: str, nodes: int, physical: Collection[str], offer: str
 ) -> Finding:
     """Say whether an interface that is asked for can be used."""
-    found = known.get(name)
-    wrong = ""
+    found, wrong, advice = known.get(name), "", f"set {variable} {offer}"
     if found is None:
         wrong = f"but there is no such interface{'; it takes one name' if ',' in name else ''}"
     elif not found.is_up:
@@ -255,36 +234,35 @@ def check_limits(world_size: int, files: tuple[int, int] | None = None) -> list[
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE) if files is None else files
     unlimited = resource.RLIM_INFINITY
     wanted = 4 * world_size + 256
-    findings = [Finding("open files", OK, "unlimited" if soft == unlimited else f"{soft} at most")]
+    status, text = OK, "unlimited" if soft == unlimited else f"{soft} at most"
+    can = "ulimit -n " + str(wanted) if hard == unlimited or hard >= wanted else "the site to raise the hard limit"
     if soft != unlimited and soft < wanted:
-        can = "ulimit -n " + str(wanted) if hard == unlimited or hard >= wanted else "the site to raise the hard limit"
-        text = f"{soft} at most, but {world_size} ranks may need {wanted} for their connections"
-        findings = [Finding("open files", ERROR if soft < world_size else WARNING, text, f"put {can} into the job")]
+        status = ERROR if soft < world_size else WARNING
+        text += f", but {world_size} ranks may need {wanted} for their connections"
+    findings = [Finding("open files", status, text, f"put {can} into the job")]
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     has_rdma = _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
-    text = "unlimited" if locked == unlimited else f"{locked // 1024} KiB at most"
-    if has_rdma and locked != unlimited:
-        advice = "ulimit -l unlimited in the job; under SLURM PropagateResourceLimitsExcept=MEMLOCK"
-        findings.append(Finding("locked memory", WARNING, f"{text}, and InfiniBand registers buffers there", advice))
-    else:
-        findings.append(Finding("locked memory", OK, text if has_rdma else f"{text}, no InfiniBand here"))
+    status, text = OK, "unlimited" if locked == unlimited else f"{locked // 1024} KiB at most"
+    if not has_rdma:
+        text += ", no InfiniBand here"
+    elif locked != unlimited:
+        status, text = WARNING, f"{text}, and InfiniBand registers buffers there"
+    advice = "ulimit -l unlimited in the job; under SLURM PropagateResourceLimitsExcept=MEMLOCK"
+    findings.append(Finding("locked memory", status, text, advice))
     free, text = 0, f"{_SHM} is missing or cannot be written; loaders' workers use it"
     if _SHM.is_dir() and os.access(_SHM, os.W_OK):
         free = shutil.disk_usage(_SHM).free
         text = f"{free / 2**30:.1f} GiB free"
-    if free >= _LEAST_SHM:
-        return [*findings, Finding("/dev/shm", OK, text)]
     advice = "mount a larger one: docker run --shm-size=8g, apptainer --bind /dev/shm; or num_workers: 0"
-    return [*findings, Finding("/dev/shm", WARNING, text, advice)]
+    return [*findings, Finding("/dev/shm", OK if free >= _LEAST_SHM else WARNING, text, advice)]
 
 
 def rank_facts(environ: Mapping[str, str]) -> dict[str, Any]:
     """Return what a rank reports about itself: CPUs, threads, host, and its variables as far as they are compared."""
     threads = environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    try:
-        network = os.readlink("/proc/self/ns/net")  # containers on one machine may each have a network of their own
-    except OSError:
-        network = ""
+    network = ""
+    with suppress(OSError):  # containers on one machine may each have a network of their own
+        network = os.readlink("/proc/self/ns/net")
     return {
         "cpus": sorted(os.sched_getaffinity(0)),
         "threads": int(threads) if threads.isdecimal() else None,
@@ -318,7 +296,7 @@ def check_threads(ranks: Sequence[Mapping[str, Any]]) -> Finding:
     elif crowded:
         wrong = f": a rank is bound to {crowded[0]} CPUs, fewer than its threads"
     text = f"{len(ranks)} rank{'s' * (len(ranks) > 1)} on {len(cpus)} CPUs, OMP_NUM_THREADS {'/'.join(told)}{wrong}"
-    return Finding("threads", WARNING, text, advice) if wrong else Finding("threads", OK, text)
+    return Finding("threads", WARNING if wrong else OK, text, advice)
 
 
 # Programs: MPI, SLURM, GPUs -------------------------------------------------------------------------------------------
@@ -369,20 +347,19 @@ def check_slurm(launcher: str, needed: bool, environ: Mapping[str, str]) -> Find
     missing = [name for name in names if shutil.which(name, path=environ.get("PATH")) is None]
     bad = ERROR if needed else WARNING
     advice = "load the site's slurm module, or run it on a login node"
-    if len(missing) == len(names):
-        if inside or needed:
-            return Finding("slurm", bad, "none of SLURM's commands is on PATH", advice)
+    if len(missing) == len(names) and not inside and not needed:
         return Finding("slurm", OK, "no SLURM on this machine; none is needed here")
     if missing:
-        return Finding("slurm", bad, f"SLURM's commands {', '.join(missing)} are not on PATH", advice)
+        text = "none of SLURM's commands is" if len(missing) == 4 else f"SLURM's commands {', '.join(missing)} are not"
+        return Finding("slurm", bad, f"{text} on PATH", advice)
     code, version = _run(["srun", "--version"], environ)
     named = version.strip() if code == 0 else "SLURM"
     code, answer = _run(["scontrol", "ping"], environ)
     # Commands that are installed without a cluster behind them harm nobody who starts with ssh or mpirun.
     if code != 0 or "UP" not in answer:
         status = bad if inside or needed or "SLURM_CONF" in environ else OK
-        advice = "ask the site, or set SLURM_CONF" if status != OK else ""
-        return Finding("slurm", status, f"{named} is installed, but no controller answers ({_reason(answer)})", advice)
+        text = f"{named} is installed, but no controller answers ({_reason(answer)})"
+        return Finding("slurm", status, text, "ask the site, or set SLURM_CONF")
     return Finding("slurm", OK, f"{named}, the controller answers")
 
 
@@ -508,11 +485,10 @@ class HostChecks:
             *network,
             *check_limits(ranks, self._files),
         ]
-        store, nccl, told = None, None, {}
+        told: Message = {}
         if self._torch is not None:
             told = self._hear(import_limit_s(self._request.timeout_s))
             findings.append(check_torch(told, count, self._environ))
-            store, nccl = told.get("port"), nccl_of(told)
         if ranks > 1:
             # Linux completes connections to a port with a listener, up to the backlog: nobody needs to accept them.
             self._listeners = [socket.create_server(("", port), backlog=256) for port in (free_port(), 0)]
@@ -523,9 +499,9 @@ class HostChecks:
             "address": address,
             "addresses": [interface.address for interface in interfaces if interface.address],
             "ports": [int(listener.getsockname()[1]) for listener in self._listeners],
-            "store": store,
-            "nccl": nccl,
-            "run": None if self._request.elastic is None else self._visit_run(self._request.elastic, store is not None),
+            "store": told.get("port"),
+            "nccl": nccl_of(told),
+            "run": None if self._request.elastic is None else self._visit_run(self._request.elastic, "port" in told),
         }
 
     def _visit_run(self, url: str, has_torch: bool) -> Message:
@@ -539,11 +515,7 @@ class HostChecks:
         return visit_run(url, self._request.timeout_s, self._environ, read_proofs if has_torch else None)
 
     def meet(self, table: Message) -> Message:
-        """Check what this host finds of the others.
-
-        The table holds the other ``hosts`` (by key ``name``, ``address`` and ``ports``), arguments for the ``folder``,
-        and for each pair of this host its ``pairs``: name, rank, and the address and port of the store.
-        """
+        """Check what this host finds of the other ``hosts``, in the ``folder``, and by all-reduces in its ``pairs``."""
         pairs: list[list[Any]] = table["pairs"]
         results: list[Message] = []
         if pairs:
@@ -576,10 +548,9 @@ def import_limit_s(timeout_s: float) -> float:
 
 
 def take_part(line: Line, facts: Message, checks: HostChecks | None) -> bool:
-    """Answer rank 0 as one rank, with the checks of the host if it is the first one there.
+    """Answer rank 0 as one rank, with the checks of the host if it is the first one there; return if it ends in order.
 
-    Rank 0 hears, in this order: facts, the time when it says ``machines`` and ``ranks``, the probe, and what this host
-    finds of the others when it says which they are. Return whether rank 0 has ended it in order.
+    Rank 0 hears facts; when it says ``machines`` and ``ranks`` the time and the probe; then what is found of others.
     """
     try:
         line.send(facts)
@@ -596,19 +567,11 @@ def take_part(line: Line, facts: Message, checks: HostChecks | None) -> bool:
 def try_hosts(hosts: Mapping[str, Message], timeout_s: float) -> Message:
     """Resolve the ``names`` of other hosts, connect to their ports, and return the ``failures``: key, port, reason."""
     attempts = [(key, host["address"], port) for key, host in hosts.items() for port in host["ports"]]
-
-    def connect(attempt: tuple[str, str, int]) -> str | None:
-        try:
-            socket.create_connection(attempt[1:], min(_CONNECT_S, timeout_s)).close()
-        except TimeoutError:
-            return "no answer: packets are dropped"
-        except OSError as error:
-            return error.strerror or str(error)
-        return None
+    limit_s = min(_CONNECT_S, timeout_s)
 
     with ThreadPoolExecutor(THREADS) as pool:
         names = list(pool.map(lambda host: resolve(host["name"]), hosts.values()))
-        reasons = list(pool.map(connect, attempts))
+        reasons = list(pool.map(lambda attempt: connection_error(attempt[1], attempt[2], limit_s), attempts))
     return {
         "names": dict(zip(hosts, names, strict=True)),
         "failures": [[key, port, why] for (key, _, port), why in zip(attempts, reasons, strict=True) if why],

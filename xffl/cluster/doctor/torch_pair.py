@@ -21,10 +21,8 @@ from typing import Any
 
 __all__ = ["main"]
 
-THREADS = 16
-"""Pairs at a time."""
-_ELEMENTS = 2**20
-"""4 MiB: 0.2 s on a link of 200 Mbit/s, above which latency does not count."""
+THREADS = 16  # pairs at a time
+_ELEMENTS = 2**20  # 4 MiB: 0.2 s on a link of 200 Mbit/s, above which latency does not count
 _PROBE_S = 2.0
 
 
@@ -42,11 +40,12 @@ def main() -> None:
     import_s = time.monotonic() - started
     # Every process has a store that the lower one of a pair lends to it.
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=timeout_s), False)
+    cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     report = {
         "torch": torch.__version__,
         # As xffl.distributed.consistency.own_runtime tells it in training.
         "cuda": torch.version.cuda or torch.version.hip or "none",
-        "processor": _processor(),
+        "processor": str(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else cpu,
         "import_s": import_s,
         "backends": [name for name in ("gloo", "nccl", "mpi", "ucc") if getattr(dist, f"is_{name}_available")()],
         "gpus": torch.cuda.device_count(),
@@ -65,15 +64,6 @@ def main() -> None:
                 results = list(pool.map(lambda pair: _all_reduce(timeout_s, *pair), asked["pairs"]))
         print(json.dumps({"results": results}), flush=True)
     os._exit(0)  # a thread of gloo may still wait for a partner that never came
-
-
-def _processor() -> str:
-    """Return the name of the first GPU, or machine and vector units of the CPU."""
-    import torch
-
-    if torch.cuda.is_available():
-        return str(torch.cuda.get_device_name(0))
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _read(timeout_s: float, key: str, place: str) -> dict[str, str]:

@@ -6,22 +6,13 @@ import os
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from xffl.cluster.hosts import expand_counts
 from xffl.cluster.launch.launchers import LAUNCHERS
 from xffl.errors import ConfigError
 
-__all__ = [
-    "Share",
-    "allowed_cpus",
-    "bind_if_asked",
-    "bind_rank",
-    "find_cores",
-    "is_bound",
-    "limit_threads",
-    "share_machine",
-    "take_turns_if_crowded",
-]
+__all__ = ["Share", "bind_if_asked", "limit_threads", "share_machine", "take_turns_if_crowded"]
 
 _CPUS = Path("/sys/devices/system/cpu")
 _OFF = ("", "0", "no", "off", "none")
@@ -29,15 +20,11 @@ _ON = ("1", "yes", "on", "cores")
 _SCHEDULERS = ("", "batch", "other")
 
 
-@dataclass(frozen=True)
-class Binding:
+class Binding(NamedTuple):
     """The part of a node that a rank has."""
 
-    cpus: tuple[int, ...]
-    """CPUs as Linux counts them: hardware threads."""
-    threads: int
-    """Threads for computing: one for each core, since two on one core share its arithmetic units."""
-    reason: str
+    cpus: tuple[int, ...]  # as Linux counts them: hardware threads
+    threads: int  # for computing: one for each core, since two on one core share its arithmetic units
 
 
 def allowed_cpus() -> tuple[int, ...]:
@@ -62,23 +49,18 @@ def share_cores(cores: Sequence[tuple[int, ...]], local_rank: int, local_size: i
     """Return this rank's contiguous part of a node's cores; where there are fewer cores than ranks, ranks share one."""
     if not 0 <= local_rank < local_size:
         raise ConfigError(f"local rank {local_rank} is not among {local_size} ranks of the node; give 0 to size - 1")
-    if not cores:
-        raise ConfigError("no CPU is allowed to this process; look at the job's cpuset")
     if len(cores) < local_size:
-        chosen = cores[local_rank * len(cores) // local_size]
-        return Binding(chosen, 1, f"{local_size} ranks share {len(cores)} cores")
+        return Binding(cores[local_rank * len(cores) // local_size], 1)
     first, last = (part * len(cores) // local_size for part in (local_rank, local_rank + 1))
-    cpus = tuple(sorted(cpu for core in cores[first:last] for cpu in core))
-    return Binding(cpus, last - first, f"{last - first} of {len(cores)} cores")
+    return Binding(tuple(sorted(cpu for core in cores[first:last] for cpu in core)), last - first)
 
 
-def is_bound(environ: Mapping[str, str] | None = None) -> bool:
+def is_bound(environ: Mapping[str, str] = os.environ) -> bool:
     """Tell whether a launcher has given this process cores of its own already; they must not be divided again.
 
     ``srun --cpu-bind`` and Open MPI's ``mpirun`` say so to what they start themselves; processes further down inherit
     what they said. Of others the process that started this one is looked at, which has more CPUs then.
     """
-    environ = os.environ if environ is None else environ
     launcher = next((row.name for row in LAUNCHERS if row.matches(environ)), None)
     if launcher == "openmpi" and environ.get("OMPI_MCA_orte_bound_at_launch") == "1":
         return True
@@ -90,50 +72,50 @@ def is_bound(environ: Mapping[str, str] | None = None) -> bool:
         return False
 
 
-def limit_threads(environ: MutableMapping[str, str] | None = None) -> None:
+def limit_threads(environ: MutableMapping[str, str] = os.environ) -> None:
     """Set one thread for each rank (torch takes all) unless ``OMP_NUM_THREADS`` or ``XFFL_BIND`` say otherwise."""
-    environ = os.environ if environ is None else environ
     if not is_wanted(environ):
         environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def is_wanted(environ: Mapping[str, str] | None = None) -> bool:
+def is_wanted(environ: Mapping[str, str] = os.environ) -> bool:
     """Tell whether ``XFFL_BIND`` asks for cores of each rank's own."""
-    environ = os.environ if environ is None else environ
     asked = environ.get("XFFL_BIND", "").strip().lower()
     if asked not in (*_ON, *_OFF):
         raise ConfigError(f"XFFL_BIND is {environ['XFFL_BIND']!r}; give cores, or none to leave the choice to Linux")
     return asked in _ON
 
 
-def bind_if_asked(environ: MutableMapping[str, str] | None = None) -> Binding | None:
-    """Do as :func:`bind_rank` with the place on the node that the launcher's variables tell; local.
+def bind_if_asked(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Give this process its part of the node's cores where ``XFFL_BIND`` asks for it; call it before torch is imported.
 
-    :param environ: Environment to read and change; ``None`` means the process's own.
-    :return: What the rank has now, ``None`` where nothing was asked for or no launcher started this process.
-    :raises XfflError: if ``XFFL_BIND`` or a launcher's variable is invalid.
+    The process and what it starts later run on those CPUs only. ``OMP_NUM_THREADS`` is set to their cores unless it is
+    set already. Cores that a launcher has given are kept as they are, and without a launcher nothing is done. Local.
     """
-    environ = os.environ if environ is None else environ
     place = _place(environ) if is_wanted(environ) else None
-    return None if place is None else bind_rank(*place, environ)
+    if place is None:
+        return
+    is_kept = is_bound(environ)
+    cpus, threads = share_cores(find_cores(allowed_cpus()), *((0, 1) if is_kept else place))
+    if not is_kept:
+        os.sched_setaffinity(0, cpus)
+    environ.setdefault("OMP_NUM_THREADS", str(threads))
 
 
 @dataclass(frozen=True)
 class Share:
     """What one of several jobs has of this machine."""
 
-    environ: Mapping[str, str]
-    """Variables that tell it to the job's ranks."""
+    environ: Mapping[str, str]  # variables that tell it to the job's ranks
     cpus: tuple[int, ...]
 
 
-def share_machine(sizes: Sequence[int], environ: Mapping[str, str] | None = None) -> list[Share]:
+def share_machine(sizes: Sequence[int], environ: Mapping[str, str] = os.environ) -> list[Share]:
     """Divide this machine among jobs of so many ranks, each of which takes its ranks for all that are here.
 
     GPUs are divided where each rank can have one, cores where ``XFFL_BIND`` asks for it; with more ranks than CPUs all
     take turns, as those of one job do.
     """
-    environ = os.environ if environ is None else environ
     cores, world_size = find_cores(allowed_cpus()), sum(sizes)
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -156,19 +138,15 @@ def share_machine(sizes: Sequence[int], environ: Mapping[str, str] | None = None
     return shares
 
 
-def take_turns_if_crowded(environ: Mapping[str, str] | None = None) -> bool:
+def take_turns_if_crowded(environ: Mapping[str, str] = os.environ) -> bool:
     """Have the threads of this rank wait for their turn where its node has more ranks than CPUs; local.
 
     By default Linux lets a thread that is woken up go before the one that has woken it. Where ranks share a CPU that
     sets each sender aside as soon as the receiver hears of it, while it holds a lock that gloo's own thread spins for.
     With ``SCHED_BATCH`` it goes on to the end of its turn: steps of FSDP by 4 and 8 ranks on 2 cores took two thirds of
-    the time. ``XFFL_SCHED`` says otherwise: ``batch`` or ``other``, Linux's default.
-
-    :param environ: Environment to read; ``None`` means the process's own.
-    :return: Whether this process, and what it starts later, waits so from now on.
-    :raises XfflError: if ``XFFL_SCHED`` or a launcher's variable is invalid, or what it asks for is not allowed.
+    the time. ``XFFL_SCHED`` says otherwise: ``batch`` or ``other``, Linux's default. Return whether this process, and
+    what it starts later, waits so from now on.
     """
-    environ = os.environ if environ is None else environ
     asked = environ.get("XFFL_SCHED", "").strip().lower()
     if asked not in _SCHEDULERS:
         raise ConfigError(f"XFFL_SCHED is {environ['XFFL_SCHED']!r}; give batch or other")
@@ -199,23 +177,3 @@ def _place(environ: Mapping[str, str]) -> tuple[int, int] | None:
             return None  # what is wrong is told when the ranks meet
         found["node_local_size"] = counts[found["node_rank"]]
     return found["node_local_rank"], found["node_local_size"]
-
-
-def bind_rank(local_rank: int, local_size: int, environ: MutableMapping[str, str] | None = None) -> Binding | None:
-    """Give this process its part of the node's cores where ``XFFL_BIND`` asks for it; call it before torch is imported.
-
-    The process and what it starts later run on those CPUs only. ``OMP_NUM_THREADS`` is set to their cores unless it is
-    set already. Cores that a launcher has given are kept as they are. Nothing is communicated.
-    """
-    environ = os.environ if environ is None else environ
-    if not is_wanted(environ):
-        return None
-    cores = find_cores(allowed_cpus())
-    if is_bound(environ):
-        found = share_cores(cores, 0, 1)
-        binding = Binding(found.cpus, found.threads, "as the launcher has bound it")
-    else:
-        binding = share_cores(cores, local_rank, local_size)
-        os.sched_setaffinity(0, binding.cpus)
-    environ.setdefault("OMP_NUM_THREADS", str(binding.threads))
-    return binding

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,33 +28,21 @@ from xffl.cluster.launch.job_layout import JobLayout
 from xffl.cluster.launch.launch import held_port
 from xffl.cluster.launch.runner import RankJob, die_with_parent
 from xffl.cluster.lives import CellLives
-from xffl.cluster.network import CELL_HEARTBEAT_TIMEOUT_S, control_address
+from xffl.cluster.network import CELL_HEARTBEAT_TIMEOUT_S, connection_error, control_address
 from xffl.cluster.slurm.allocation import Host, own_host
 from xffl.errors import ConfigError, LaunchError
 from xffl.extras import optional_import
 
-__all__ = [
-    "CellJob",
-    "LighthouseProcess",
-    "SharedLighthouse",
-    "launch_cells",
-    "lighthouse_host",
-    "own_lighthouse",
-    "step_variables",
-]
+__all__ = ["CellJob", "SharedLighthouse", "launch_cells", "own_lighthouse", "step_variables"]
 
 _POLL_S = 0.05
-_PAUSE_S = 1.0
-"""Before a cell, or the lighthouse, is started again."""
-_LOOK_S = 1.0
-"""Between two looks into the file that names the lighthouse of cells in several jobs."""
-_SILENCE_S = 10.0
-"""After so long without an answer from a lighthouse in another job, this job runs one."""
+_PAUSE_S = 1.0  # before a cell, or the lighthouse, is started again
+_LOOK_S = 1.0  # between two looks into the file that names the lighthouse of cells in several jobs
+_SILENCE_S = 10.0  # after so long without an answer from a lighthouse in another job, this job runs one
 _ANSWER_S = 1.0
+# An address of no host (RFC 5737): where its name does not tell this host's own, the way there does.
 _FAR = "198.51.100.1"
-"""An address of no host (RFC 5737): where its name does not tell this host's own, the way there does."""
-_JOIN_S = 20
-"""How long a cell that is late for a round, but lives, is waited for."""
+_JOIN_S = 20  # how long a cell that is late for a round, but lives, is waited for
 _IN_VAIN = ("ConfigError:", "TopologyError:")
 """What a rank fails with that would fail the same way again; other errors of xffl's own may be another cell's doing."""
 
@@ -66,11 +53,9 @@ class CellJob:
 
     number: int
     options: Sequence[str]
-    command: Sequence[str]
-    """The script and its arguments."""
+    command: Sequence[str]  # the script and its arguments
     environ: Mapping[str, str]
-    share: Share | None = None
-    """What it has of this machine, where other cells are on it."""
+    share: Share | None = None  # what it has of this machine, where other cells are on it
     log_dir: str | None = None
 
 
@@ -91,8 +76,8 @@ def launch_cells(
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, exit codes are lost
     limit = None if timeout_s is None else time.monotonic() + timeout_s
+    # Signals that have come, and whether they end the run; SIGTERM where it is ended from here.
     asked: dict[int, bool] = {}
-    """Signals that have come, and whether they end the run; SIGTERM where it is ended from here."""
     is_late = is_refused = False
     with tempfile.TemporaryDirectory(prefix="xffl-cells-") as folder, caught_signals() as take_signals:
         lives = CellLives(folder) if are_all_here else None
@@ -100,13 +85,11 @@ def launch_cells(
         try:
             while any(cell.code is None for cell in cells):
                 signals = take_signals()
-                if limit is not None and time.monotonic() > limit and not any(asked.values()):
-                    is_late = True
-                    signals.append((signal.SIGTERM, True))
-                # A batch system that ends the job may have ended the lighthouse, too.
-                if lighthouse is not None and not any(asked.values()) and not lighthouse.keep():
-                    is_refused = True
-                    signals.append((signal.SIGTERM, True))
+                if not any(asked.values()):
+                    is_late = limit is not None and time.monotonic() > limit
+                    # A batch system that ends the job may have ended the lighthouse, too.
+                    is_refused = lighthouse is not None and not lighthouse.keep()
+                    signals += [(signal.SIGTERM, True)] * (is_late or is_refused)
                 for number, ends in signals:
                     asked.setdefault(number, ends)
                     for cell in cells:
@@ -125,8 +108,7 @@ def launch_cells(
     if is_late:
         print(f"xffl: stopped all cells after {timeout_s} s, as --timeout says", file=sys.stderr)
         return ExitCode.TIMEOUT
-    stopped_by = next((number for number, ends in asked.items() if ends), None)
-    if stopped_by is not None:
+    if (stopped_by := next((number for number, ends in asked.items() if ends), None)) is not None:
         return code_of_signal(stopped_by)
     return codes[0] if codes else ExitCode.OK
 
@@ -135,15 +117,13 @@ class _Cell:
     """One cell: the process that launches its ranks, and between two of them the time of the next."""
 
     def __init__(self, job: CellJob, restarts: int, folder: str, lives: CellLives | None) -> None:
-        self.code: int | None = None
-        """How it has ended for good."""
+        self.code: int | None = None  # how it has ended for good
         self.ended_at = 0.0
         self._job, self._restarts, self._folder, self._lives = job, restarts, folder, lives
         self._first, self._restarted = restarts_of(), 0
         self._process: subprocess.Popen[bytes] | None = None
         self._due = 0.0
-        self._failures = ""
-        """Where its launcher tells how the ranks have failed."""
+        self._failures = ""  # where its launcher tells how the ranks have failed
 
     def forward_signal(self, number: int, ends: bool) -> None:
         """Pass a signal on; a cell that is to be started again is not started any more."""
@@ -167,9 +147,12 @@ class _Cell:
         # signals the ranks of a job, and not this process, when the job has to leave.
         is_asked = bool(asked) or "SLURM_JOB_ID" in self._job.environ
         is_leaving = (code == ExitCode.PREEMPTED and is_asked) or code in map(code_of_signal, asked)
+        # Its launcher has refused to start ranks, or the rank that failed first would do so again.
+        record = read_failure(self._failures, 0)
+        is_in_vain = record is None or (record.is_xffl and record.headline.startswith(_IN_VAIN))
         if code in (ExitCode.OK, ExitCode.TIMEOUT) or is_leaving or any(asked.values()):
             self._end(code)
-        elif code == ExitCode.REFUSED and self._is_in_vain():
+        elif code == ExitCode.REFUSED and is_in_vain:
             print(f"{told} and is not started again: it would fail in the same way", file=sys.stderr)
             self._end(code)
         elif self._restarted == self._restarts:
@@ -201,11 +184,6 @@ class _Cell:
             start_new_session=True,
             preexec_fn=partial(_begin_cell, job.share),
         )
-
-    def _is_in_vain(self) -> bool:
-        """Tell whether its launcher has refused to start ranks, or the rank that failed first would do so again."""
-        record = read_failure(self._failures, 0)
-        return record is None or (record.is_xffl and record.headline.startswith(_IN_VAIN))
 
     def _end(self, code: int) -> None:
         self.code, self.ended_at = code, time.monotonic()
@@ -259,9 +237,16 @@ class LighthouseProcess:
 
 
 @contextmanager
-def own_lighthouse(host: str = "127.0.0.1") -> Iterator[LighthouseProcess]:
-    """Run a lighthouse while the block runs, at a free port of this host that is held for it also while it is down."""
+def own_lighthouse(layout: JobLayout | None = None) -> Iterator[LighthouseProcess]:
+    """Run a lighthouse while the block runs, at a free port of this host that is held for it also while it is down.
+
+    It listens where the hosts of a layout reach this one, without a layout on loopback alone.
+    """
     _require_torchft()
+    host = "127.0.0.1"
+    if layout is not None:
+        others = [host for host in layout.hosts if host.name != own_host().name]
+        host = bind_address(f"{node_address((others or layout.hosts)[0].name)}:9")  # nothing is sent there
     with held_port() as port:
         lighthouse = LighthouseProcess(f"{host}:{port}")
         try:
@@ -294,8 +279,7 @@ class SharedLighthouse:
         except OSError as error:
             raise LaunchError(f"the lighthouse's file {file} cannot be written ({error}); give another") from error
         self._own: LighthouseProcess | None = None
-        self._is_named = False
-        """Whether the file has named the own one."""
+        self._is_named = False  # whether the file has named the own one
         self._port = ExitStack()
         self._due = 0.0
         self._heard_at = time.monotonic()
@@ -362,11 +346,9 @@ class SharedLighthouse:
 
 def _answers(address: str) -> bool:
     """Tell whether somebody listens at an address."""
-    try:
-        socket.create_connection(read_address("the lighthouse", address), _ANSWER_S).close()
-    except (LaunchError, OSError):
-        return False
-    return True
+    with suppress(LaunchError):  # it is no address
+        return connection_error(*read_address("the lighthouse", address), _ANSWER_S) is None
+    return False
 
 
 # Cells as steps of a SLURM job ----------------------------------------------------------------------------------------
@@ -385,19 +367,8 @@ def step_variables(layout: JobLayout) -> list[dict[str, str]]:
                 "its own; give sizes that end with a host, or start a job for each cell: xffl exec --elastic URL "
                 "--cell 0/2"
             )
-        steps.append(
-            {
-                "SLURM_JOB_NODELIST": ",".join(host.name for host in own),
-                "SLURM_JOB_NUM_NODES": str(len(own)),
-                "SLURM_NNODES": str(len(own)),
-                "SLURM_NTASKS": str(size),
-                "SLURM_TASKS_PER_NODE": ",".join(str(host.slots) for host in own),
-            }
-        )
+        step = dict.fromkeys(("SLURM_JOB_NUM_NODES", "SLURM_NNODES"), str(len(own))) | {"SLURM_NTASKS": str(size)}
+        step["SLURM_JOB_NODELIST"] = ",".join(host.name for host in own)
+        step["SLURM_TASKS_PER_NODE"] = ",".join(str(host.slots) for host in own)
+        steps.append(step)
     return steps
-
-
-def lighthouse_host(layout: JobLayout) -> str:
-    """Return the address at which the hosts of a job reach this one."""
-    others = [host for host in layout.hosts if host.name != own_host().name]
-    return bind_address(f"{node_address((others or layout.hosts)[0].name)}:9")  # nothing is sent there

@@ -38,18 +38,12 @@ class ExitCode(IntEnum):
     """How a job or a rank ended, where it did not choose a code of its own."""
 
     OK = 0
-    FAILED = 1
-    """A rank raised, or left with a message."""
-    REFUSED = 2
-    """An :class:`~xffl.errors.XfflError`: what was asked for cannot be done. Starting again changes nothing."""
-    PREEMPTED = 75
-    """Asked to leave early: a checkpoint is written; starting the same command again goes on from it."""
-    TIMEOUT = 124
-    """``--timeout`` was over."""
-    INTERRUPTED = 130
-    """Ctrl-C."""
-    BROKEN_PIPE = 141
-    """The reader of standard output has gone."""
+    FAILED = 1  # a rank raised, or left with a message
+    REFUSED = 2  # An XfflError: what was asked for cannot be done. Starting again changes nothing
+    PREEMPTED = 75  # asked to leave early: a checkpoint is written; starting the same command again goes on from it
+    TIMEOUT = 124  # --timeout was over
+    INTERRUPTED = 130  # Ctrl-C
+    BROKEN_PIPE = 141  # the reader of standard output has gone
 
 
 def code_of_signal(number: int) -> int:
@@ -58,16 +52,8 @@ def code_of_signal(number: int) -> int:
 
 
 _LOST_PEER = (
-    "broken pipe",
-    "connection closed by peer",
-    "connection refused",
-    "connection reset",
-    "connection was closed",
-    "connection was likely closed",
-    "dead peer",
-    "failed to recv",
-    "remote process exited",
-    "socket closed",
+    *("broken pipe", "connection closed by peer", "connection refused", "connection reset", "connection was closed"),
+    *("connection was likely closed", "dead peer", "failed to recv", "remote process exited", "socket closed"),
     "timed out waiting",
 )
 """What gloo, NCCL and the store say, in lower case, when another rank has gone."""
@@ -79,16 +65,12 @@ _NOTED_AT = "_xffl_noted_at"
 class FailureRecord:
     """What a rank writes about the exception that ended it."""
 
-    time: float
-    """When the rank had failed, in seconds since the epoch."""
+    time: float  # when the rank had failed, in seconds since the epoch
     exit_code: int
-    headline: str
-    """The exception in one line; empty for a rank that left by ``sys.exit``."""
+    headline: str  # the exception in one line; empty for a rank that left by sys.exit
     traceback: str
-    is_xffl: bool
-    """Whether it is an :class:`~xffl.errors.XfflError`, which needs no traceback to be understood."""
-    lost_peer: bool
-    """Whether it only says that another rank has gone."""
+    is_xffl: bool  # whether it is an XfflError, which needs no traceback to be understood
+    lost_peer: bool  # whether it only says that another rank has gone
 
 
 @dataclass(frozen=True)
@@ -96,12 +78,9 @@ class RankFailure:
     """The failure that ended a job."""
 
     rank: int
-    exit_code: int
-    """What the launcher exits with: the rank's own code, or 128 + n after signal n."""
-    record: FailureRecord | None
-    """What the rank wrote; ``None`` where it was killed or left by ``os._exit``."""
-    suspects: str = ""
-    """Where it only lost a peer: the ranks that may be the one, in words."""
+    exit_code: int  # what the launcher exits with: the rank's own code, or 128 + n after signal n
+    record: FailureRecord | None  # what the rank wrote; None where it was killed or left by os._exit
+    suspects: str = ""  # where it only lost a peer: the ranks that may be the one, in words
 
     def describe(self) -> str:
         """Return in words how the rank ended."""
@@ -172,9 +151,8 @@ def first_failure(exit_codes: Mapping[int, int], records: Mapping[int, FailureRe
 
     rank = min(exit_codes, key=order)
     record, code = records.get(rank), exit_codes[rank]
-    if record is not None:
-        return RankFailure(rank, record.exit_code, record)
-    return RankFailure(rank, code_of_signal(-code) if code < 0 else code, None)
+    own_code = code_of_signal(-code) if code < 0 else code
+    return RankFailure(rank, own_code if record is None else record.exit_code, record)
 
 
 def stopped_result(exit_code: int, records: Mapping[int, FailureRecord]) -> RankFailure | int:
@@ -192,9 +170,8 @@ def stopped_result(exit_code: int, records: Mapping[int, FailureRecord]) -> Rank
 
 def _exit_code(error: BaseException) -> int:
     if isinstance(error, SystemExit):
-        if error.code is None:
-            return ExitCode.OK
-        return error.code & 0xFF if isinstance(error.code, int) else ExitCode.FAILED
+        code = ExitCode.OK if error.code is None else error.code
+        return code & 0xFF if isinstance(code, int) else ExitCode.FAILED
     if isinstance(error, KeyboardInterrupt):
         return ExitCode.INTERRUPTED
     return ExitCode.REFUSED if isinstance(error, XfflError) else ExitCode.FAILED
@@ -221,16 +198,13 @@ class JobWatch:
 
     def __init__(self, timeout_s: float | None, grace_s: float) -> None:
         self.grace_s = grace_s
-        self.stopped_by: int | None = None
-        """The signal that stopped the job, or 0 for the time limit."""
+        self.stopped_by: int | None = None  # the signal that stopped the job, or 0 for the time limit
         self._limit = None if timeout_s is None else time.monotonic() + timeout_s
         self._grace_until: float | None = None
         self._records: dict[int, FailureRecord] = {}
         self._codes: dict[int, int] = {}
-        self._terminated: dict[int, int] = {}
-        """The same of ranks ended by SIGTERM."""
-        self._is_ended_by_others = False
-        """Whether it is known that another than the launcher sent that SIGTERM."""
+        self._terminated: dict[int, int] = {}  # the same of ranks ended by SIGTERM
+        self._is_ended_by_others = False  # whether it is known that another than the launcher sent that SIGTERM
         self._left: set[int] = set()
         self._lasting: set[int] = set()
 
@@ -241,10 +215,9 @@ class JobWatch:
             self.start_grace()
 
     def add_code(self, rank: int, code: int, *, is_own: bool = False) -> None:
-        """Take over that a rank has ended, with -n after signal n.
+        """Take over that a rank has ended, with -n after signal n; of ranks that left no record the first counts.
 
-        Of ranks that left no record the first counts: the launcher ends the others. An end by SIGTERM counts only where
-        there is no other, since the launcher ends ranks so.
+        The launcher ends the others, by SIGTERM, which counts only where there is no other end.
         """
         if rank not in self._records and code != -signal.SIGTERM and not self._codes:
             self._codes[rank] = code
@@ -282,19 +255,14 @@ class JobWatch:
         return self._grace_until is not None and time.monotonic() > self._grace_until + more_s
 
     def result(self) -> RankFailure | int | None:
-        """Return the failure that ended the job or its exit code, once all ranks have ended.
+        """Return the failure that ended the job or its exit code, once all ranks have ended; ``None`` if none failed.
 
-        Returns 75 where ranks left so, 128 + n or 124 where the job was stopped (with the failure of a rank that did
-        not manage to end in order); ``None`` where no rank has told or shown a failure.
+        It is 75 where ranks left so, 128 + n or 124 where the job was stopped (with a failure on the way out, if any).
         """
         failure = self._failure()
-        if self.stopped_by is not None:
-            if failure is not None and failure.exit_code == ExitCode.PREEMPTED:
-                return failure
-            return stopped_result(
-                code_of_signal(self.stopped_by) if self.stopped_by else ExitCode.TIMEOUT, self._records
-            )
-        return failure
+        if self.stopped_by is None or (failure is not None and failure.exit_code == ExitCode.PREEMPTED):
+            return failure
+        return stopped_result(code_of_signal(self.stopped_by) if self.stopped_by else ExitCode.TIMEOUT, self._records)
 
     def _failure(self) -> RankFailure | None:
         records = {rank: record.exit_code for rank, record in self._records.items()}
@@ -304,14 +272,10 @@ class JobWatch:
         failure = first_failure(codes, self._records)
         if self._is_ended_by_others and failure.record is not None and failure.record.lost_peer:
             return first_failure(self._terminated, {})  # the peer that was lost
-        return replace(failure, suspects=self._suspects())
-
-    def _suspects(self) -> str:
-        """Tell which ranks may be the lost peer of one that failed."""
-        groups = ((self._left, "left with code 0"), (self._lasting, "went on, and may hang"))
-        return ", and ".join(
-            f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))} {how}" for ranks, how in groups if ranks
-        )
+        # Which ranks may be the peer that was lost.
+        groups = ((sorted(self._left), "left with code 0"), (sorted(self._lasting), "went on, and may hang"))
+        told = [f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {how}" for ranks, how in groups if ranks]
+        return replace(failure, suspects=", and ".join(told))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from xffl.cluster.slurm.allocation import Allocation, Host
 from xffl.errors import ConfigError, LaunchError
 from xffl.topology import Topology
 
-__all__ = ["JobLayout", "check_started", "fit_hosts", "lay_out"]
+__all__ = ["JobLayout", "LaunchOptions", "check_started", "fit_hosts", "lay_out"]
 
 _SHOWN = 6
 
@@ -21,27 +21,31 @@ class JobLayout:
     """Hosts in the order of their ranks, and the cells that these form."""
 
     hosts: tuple[Host, ...]
-    sizes: int | tuple[int, ...] | None
-    """Ranks of each cell, or of all cells; ``None`` where the script is to say."""
+    sizes: int | tuple[int, ...] | None  # ranks of each cell, or of all cells; None where the script is to say
     replica_size: int | None
     topology: Topology
-    cell: int | None = None
-    """Which cell all of them are, where each cell of an elastic run is a job of its own."""
+    cell: int | None = None  # which cell all of them are, where each cell of an elastic run is a job of its own
 
     def cell_of(self, rank: int) -> int | None:
         """Return the cell of a rank, where the cells are known."""
         return self.cell if self.sizes is None else self.topology.cell_of(rank)
 
 
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """How ranks are started and ended."""
+
+    environ: Mapping[str, str]  # variables for the ranks
+    timeout_s: float | None = None
+    grace_s: float = 10.0  # for ranks to end by themselves, before they are killed
+    log_dir: str | None = None
+    is_labelled: bool = False  # whether cell and rank stand before each line that ranks print
+
+
 def fit_hosts(
-    allocation: Allocation,
-    processes: int | None,
-    *,
-    knob: str = "--processes",
-    environ: Mapping[str, str] | None = None,
+    allocation: Allocation, processes: int | None, *, knob: str = "--processes", environ: Mapping[str, str] = os.environ
 ) -> tuple[Host, ...]:
     """Return the hosts with as many slots as ranks are asked for, each with a GPU of its own where hosts have some."""
-    environ = os.environ if environ is None else environ
     hosts = _fitted(allocation, processes, knob, environ)
     crowded = next((host for host in hosts if host.gpus and host.slots > host.gpus), None)
     if crowded is not None and environ.get("CUDA_VISIBLE_DEVICES") != "":  # else the ranks are to use none
@@ -86,10 +90,8 @@ def _fitted(allocation: Allocation, processes: int | None, knob: str, environ: M
     if processes < 1:
         Topology(processes)  # says so
     if allocation.kind != "slurm":
-        raise ConfigError(
-            f"{knob} is {processes}, but the hosts take {slots} ranks ({_shown(hosts)}). HINT: change the slots of "
-            f"--hosts, or leave {knob} out"
-        )
+        hint = f"change the slots of --hosts, or leave {knob} out"
+        raise ConfigError(f"{knob} is {processes}, but the hosts take {slots} ranks ({_shown(hosts)}). HINT: {hint}")
     if environ.get("SLURM_NTASKS") or environ.get("SLURM_NTASKS_PER_NODE"):
         raise LaunchError(
             f"{knob} is {processes}, but job {allocation.job} has {slots} tasks ({_shown(hosts)}). HINT: ask SLURM "

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 from xffl.cluster.launch.affinity import limit_threads
 from xffl.cluster.launch.failure import ExitCode, FailureRecord, JobWatch, RankFailure, caught_signals, read_failure
+from xffl.cluster.launch.job_layout import LaunchOptions
 from xffl.cluster.launch.launchers import torchrun_variables
 from xffl.cluster.launch.runner import LINGER_S, RankJob, check_script
 from xffl.errors import LaunchError
@@ -23,15 +24,7 @@ __all__ = ["held_port", "launch_distributed", "launch_local"]
 _POLL_S = 0.05
 
 
-def launch_local(
-    processes: int,
-    command: Sequence[str],
-    *,
-    environ: Mapping[str, str],
-    timeout_s: float | None = None,
-    grace_s: float = 10.0,
-    log_dir: str | None = None,
-) -> RankFailure | int:
+def launch_local(processes: int, command: Sequence[str], options: LaunchOptions) -> RankFailure | int:
     """Run a Python script in several processes on this machine, and wait for them.
 
     The ranks get torchrun's variables; they meet at a free port of 127.0.0.1 that this process holds for them, so jobs
@@ -41,15 +34,15 @@ def launch_local(
     is killed, Linux ends the ranks. Call it from the main thread.
     """
     check_script(command[0])
-    watch = JobWatch(timeout_s, grace_s)
+    watch = JobWatch(options.timeout_s, options.grace_s)
     # The variables of an agent above this process are not for the ranks.
     own = {name: text for name, text in os.environ.items() if not name.startswith("TORCHELASTIC_")}
-    variables = {**own, **environ}
+    variables = {**own, **options.environ}
     limit_threads(variables)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, exit codes are lost
     folder = tempfile.TemporaryDirectory(prefix="xffl-exec-")
     with folder as failures, held_port() as port, caught_signals() as take_signals:
-        variables |= RankJob(log_dir=log_dir, failures=failures, parent=os.getpid()).variables()
+        variables |= RankJob(log_dir=options.log_dir, failures=failures, parent=os.getpid()).variables()
         ranks = _Ranks(watch, failures)
         try:
             ranks.start(processes, command, {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
@@ -71,8 +64,7 @@ def launch_local(
                     ranks.kill()
         finally:
             ranks.kill()
-    ended = watch.result()
-    return ExitCode.OK if ended is None else ended
+    return watch.result() or ExitCode.OK
 
 
 class _Ranks:
@@ -81,11 +73,9 @@ class _Ranks:
     def __init__(self, watch: JobWatch, failures: str) -> None:
         self._watch, self._failures = watch, failures
         self._running: dict[int, subprocess.Popen[bytes]] = {}
-        self._orphans: list[subprocess.Popen[bytes]] = []
-        """Ranks that have ended since all were told to, and may have left something running."""
+        self._orphans: list[subprocess.Popen[bytes]] = []  # ended since all were told to; may have left something
         self._ending_since: float | None = None
-        self._echo_until: float | None = None
-        """How long the others may show that they failed before a rank that has lost one of them."""
+        self._echo_until: float | None = None  # for others to show that they failed before one that has lost them
 
     @property
     def are_left(self) -> bool:
@@ -98,17 +88,12 @@ class _Ranks:
         return self._ending_since is not None
 
     def start(self, processes: int, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Start them all."""
         for rank in range(processes):
-            places = torchrun_variables(
-                rank=rank, world_size=processes, node_local_rank=rank, node_local_size=processes
-            )
+            place = {"rank": rank, "world_size": processes, "node_local_rank": rank, "node_local_size": processes}
+            words = [sys.executable, "-m", "xffl.cluster.launch.runner", *command]
+            own = {**environ, **torchrun_variables(**place)}
             try:
-                self._running[rank] = subprocess.Popen(
-                    [sys.executable, "-m", "xffl.cluster.launch.runner", *command],
-                    env={**environ, **places},
-                    start_new_session=True,
-                )
+                self._running[rank] = subprocess.Popen(words, env=own, start_new_session=True)
             except OSError as error:
                 raise LaunchError(f"process {rank} of {processes} could not be started: {error}") from error
 
@@ -140,7 +125,6 @@ class _Ranks:
                 _kill(process, number)
 
     def forward_signal(self, number: int) -> None:
-        """Pass a signal on to the ranks alone."""
         for process in self._running.values():
             process.send_signal(number)
 
@@ -155,7 +139,6 @@ class _Ranks:
         self._orphans.clear()
 
     def _collect_failure(self, rank: int, code: int) -> None:
-        """Take over how a rank has failed."""
         record = self._collect_record(rank)
         if record is None and not self.are_ending:
             self._watch.add_code(rank, code, is_own=True)

@@ -7,6 +7,7 @@ inherits SLURM's variables.
 from __future__ import annotations
 
 import socket
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,8 +25,7 @@ class Claim(NamedTuple):
     rank: int
     local_rank: int
     local_size: int
-    host: str = ""
-    """Identity of the machine, the same for all ranks on it; the rank's own finding where empty."""
+    host: str = ""  # identity of the machine, the same for all ranks on it; the rank's own finding where empty
 
 
 class Meeting(NamedTuple):
@@ -44,12 +44,12 @@ def number_nodes(claims: Sequence[Claim]) -> dict[int, int]:
     pretended hosts on one machine), the machine holds several nodes: the k-th rank, in rank order, with that local rank
     belongs to the k-th of them.
     """
-    seen: dict[tuple[str, int, int], int] = {}
-    members: dict[tuple[str, int, int], list[Claim]] = {}
+    seen: Counter[tuple[str, int, int]] = Counter()
+    members: defaultdict[tuple[str, int, int], list[Claim]] = defaultdict(list)
     for claim in sorted(claims):
-        occurrence = seen.get((claim.host, claim.local_size, claim.local_rank), 0)
-        seen[claim.host, claim.local_size, claim.local_rank] = occurrence + 1
-        members.setdefault((claim.host, claim.local_size, occurrence), []).append(claim)
+        place = claim.host, claim.local_size, claim.local_rank
+        members[claim.host, claim.local_size, seen[place]].append(claim)
+        seen[place] += 1
     nodes: dict[int, int] = {}
     for number, ((host, size, _), node) in enumerate(members.items()):
         if sorted(claim.local_rank for claim in node) != list(range(size)):
@@ -86,7 +86,7 @@ def meet(
             f"the launcher started {world_size} ranks, but mpi4py has loaded {library!r} and sees {world.Get_size()}; "
             "use the mpirun of that library, or set MPI4PY_MPIABI or MPI4PY_LIBMPI to the launcher's"
         )
-    claim = claim if claim.host else claim._replace(host=host_identity())
+    claim = claim._replace(host=claim.host or host_identity())
     rows: list[tuple[Claim, str]] = world.allgather((claim, socket.gethostname()))
     ranks = [row[0].rank for row in rows]
     if sorted(ranks) != list(range(world_size)):
@@ -123,16 +123,12 @@ def _listen_at(
     return address, port
 
 
-# The table ------------------------------------------------------------------------------------------------------------
-
-
 class Fields(dict[str, Any]):
     """Fields of :class:`~xffl.cluster.environment.ProcessEnvironment` found so far; :meth:`take` alone fills them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.sources: dict[str, str] = {}
-        """Field to where its value came from, as messages name it: ``argument rank``, ``MASTER_PORT``."""
+        self.sources: dict[str, str] = {}  # field to where its value came from: "argument rank", "MASTER_PORT"
 
     def take(self, source: str, **values: Any) -> None:
         """Take values from a source, each unless the field is found already."""
@@ -146,16 +142,11 @@ class Launcher:
     """One row of the table: a launcher and what it tells."""
 
     name: str
-    variables: Mapping[str, str]
-    """Field of :class:`ProcessEnvironment` to the variable that holds it; all of them must exist."""
-    complete: Callable[[Fields, Mapping[str, str]], None]
-    """Fills in what the variables leave open."""
-    also: tuple[str, ...] = ()
-    """Further variables that must exist."""
-    alone: bool = True
-    """Whether the rank's variable alone proves that this launcher was at work."""
-    accepts: Callable[[Mapping[str, str]], bool] = lambda environ: True
-    """A last look, for variables that may be stale."""
+    variables: Mapping[str, str]  # field of ProcessEnvironment to the variable that holds it; all of them must exist
+    complete: Callable[[Fields, Mapping[str, str]], None]  # fills in what the variables leave open
+    also: tuple[str, ...] = ()  # further variables that must exist
+    alone: bool = True  # whether the rank's variable alone proves that this launcher was at work
+    accepts: Callable[[Mapping[str, str]], bool] = lambda environ: True  # a last look, for variables that may be stale
 
     def missing(self, environ: Mapping[str, str]) -> tuple[str, ...]:
         """Return the variables that keep this row from matching."""
@@ -178,12 +169,11 @@ def _complete_mpi(found: Fields, environ: Mapping[str, str]) -> None:
     honour_master(found, environ)
     if found["node_local_size"] == found["world_size"]:
         found.take(found.sources["node_local_size"], node_rank=0, node_world_size=1)
-    wanted = ("node_rank", "node_world_size", "master_addr", "master_port")
-    if found["world_size"] == 1 or all(name in found for name in wanted):
+    if found["world_size"] == 1 or all(name in found for name in Meeting._fields):
         return
     claim = Claim(found["rank"], found["node_local_rank"], found["node_local_size"])
     met = meet(claim, found["world_size"], environ, address=found.get("master_addr"), port=found.get("master_port"))
-    found.take("what the ranks told over MPI", **{name: getattr(met, name) for name in wanted})
+    found.take("what the ranks told over MPI", **met._asdict())
 
 
 def _is_own_step(environ: Mapping[str, str]) -> bool:
@@ -278,22 +268,6 @@ LAUNCHERS: tuple[Launcher, ...] = (
 """The launchers that are known, in the order in which they are tried."""
 
 
-def torchrun_variables(
-    *,
-    rank: int,
-    world_size: int,
-    node_local_rank: int,
-    node_local_size: int,
-    node_rank: int = 0,
-    node_world_size: int = 1,
-) -> dict[str, str]:
-    """Return the variables by which torchrun tells a process its place; where ranks meet is told beside them."""
-    place = {
-        "rank": rank,
-        "world_size": world_size,
-        "node_local_rank": node_local_rank,
-        "node_local_size": node_local_size,
-        "node_rank": node_rank,
-        "node_world_size": node_world_size,
-    }
-    return {_TORCHRUN[name]: str(number) for name, number in place.items()}
+def torchrun_variables(**place: int) -> dict[str, str]:
+    """Return torchrun's variables for fields of a process, by default on the only node; without where ranks meet."""
+    return {_TORCHRUN[name]: str(number) for name, number in {"node_rank": 0, "node_world_size": 1, **place}.items()}

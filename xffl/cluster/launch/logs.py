@@ -63,10 +63,8 @@ class LineBuffer:
 
 _MARK = b"\x1exffl:"
 _LINE_BYTES = 600
-_TEXT_CHARACTERS = 60_000
-"""Longer texts, such as tracebacks of endless recursion, lose their middle."""
-_LABEL = re.compile(rb"^ *\d+: $")
-"""What ``srun --label`` puts before each line."""
+_TEXT_CHARACTERS = 60_000  # longer texts, such as tracebacks of endless recursion, lose their middle
+_LABEL = re.compile(rb"^ *\d+: $")  # what srun --label puts before each line
 
 
 class Message(NamedTuple):
@@ -94,9 +92,7 @@ class MarkedLines:
         before, found, rest = line.partition(_MARK)
         if not found:
             return line, None
-        before = b"" if _LABEL.match(before) else before
-        if before:
-            before += b"\n"
+        before = b"" if not before or _LABEL.match(before) else before + b"\n"
         try:
             place, _, part = rest.rstrip(b"\r\n").partition(b":")
             rank, at, count = (int(number) for number in place.split(b"."))
@@ -126,11 +122,10 @@ def _shortened(value: Any) -> Any:
 
 
 _NAME = re.compile(r"rank_(\d+)(?:_cell_(\d+))?\.log")
+# In an elastic run each cell has a folder, with one for each time it was started.
 _FOLDER = re.compile(r"(?:cell|life)_(\d+)")
-"""In an elastic run each cell has a folder, with one for each time it was started."""
 _POLL_S = 0.2
-_FILES_PER_S = 1000
-"""How many files are looked at in a second at most: a folder may be on a file system that many share."""
+_FILES_PER_S = 1000  # files that are looked at, at most: a folder may be on a file system that many share
 _CHUNK_BYTES = 1 << 20
 
 
@@ -139,8 +134,7 @@ class RankFile:
     """The log file of one rank."""
 
     rank: int
-    cell: int | None = field(compare=False)
-    """Its cell; ``None`` where the cells were not known when the rank was started."""
+    cell: int | None = field(compare=False)  # None where the cells were not known when the rank was started
     folder: Path = field(compare=False)
 
     @property
@@ -180,9 +174,8 @@ def redirect(file: RankFile) -> int:
         file.folder.mkdir(parents=True, exist_ok=True)
         log = os.open(file.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     except OSError as error:
-        raise ConfigError(
-            f"log file {file.path} cannot be written: {error.strerror}; give another --log-dir"
-        ) from error
+        why = f"cannot be written: {error.strerror}"
+        raise ConfigError(f"log file {file.path} {why}; give another --log-dir") from error
     before = os.dup(2)
     for number in (1, 2):
         os.dup2(log, number)
@@ -242,11 +235,8 @@ class Stream:
 
 
 @contextmanager
-def following(folder: Path | None, out: BinaryIO) -> Iterator[None]:
+def following(folder: Path, out: BinaryIO) -> Iterator[None]:
     """Show what ranks write into a folder while the block runs; where the reader has gone, SIGTERM ends its ranks."""
-    if folder is None:
-        yield
-        return
     over = threading.Event()
     stream = Stream(folder, out, begin=sizes_now(folder))
     troubles: list[Exception] = []

@@ -22,7 +22,7 @@ from typing import Any
 
 from xffl.cluster.environment import elastic_cell, requested_federation
 from xffl.cluster.launch.affinity import bind_if_asked, limit_threads, take_turns_if_crowded
-from xffl.cluster.launch.failure import ExitCode, FailureRecord, code_of_signal, describe_failure, record_failure
+from xffl.cluster.launch.failure import ExitCode, code_of_signal, describe_failure, record_failure
 from xffl.cluster.launch.launchers import LAUNCHERS
 from xffl.cluster.launch.logs import RankFile, mark, redirect
 from xffl.errors import LaunchError, XfflError
@@ -33,8 +33,7 @@ __all__ = ["LINGER_S", "RankJob", "be_rank", "check_script", "die_with_parent", 
 _VARIABLE = "XFFL_RUNNER"
 _PR_SET_PDEATHSIG = 1
 _EXIT_DEADLINE_S = 10.0
-DELIVERY_S = 0.5
-"""How long a failed rank waits for its story to arrive: srun drops what is under way when an exit ends the step."""
+DELIVERY_S = 0.5  # for a failed rank's story to arrive: srun drops what is under way when an exit ends the step
 LINGER_S = 1.5
 """How long a rank that is not the first to fail, or has been preempted, stays before it leaves."""
 _OWN_FILES = (__file__, runpy.run_path.__code__.co_filename)
@@ -44,17 +43,12 @@ _OWN_FILES = (__file__, runpy.run_path.__code__.co_filename)
 class RankJob:
     """What a launcher wants of the ranks, in a variable that the script does not see."""
 
-    command: tuple[str, ...] = ()
-    """Script and arguments, where they do not stand on the command line: srun takes a ":" there for itself."""
+    command: tuple[str, ...] = ()  # where it is not on the command line: srun takes a ":" there for itself
     log_dir: str | None = None
-    failures: str | None = None
-    """Folder where failures are told, each in a file."""
-    is_marked: bool = False
-    """Whether failures are told in marked lines on standard error."""
-    is_tied: bool = True
-    """Whether the rank is to be killed when the process that started it dies."""
-    parent: int | None = None
-    """That process, where it is known; it may have died before the rank could tie itself to it."""
+    failures: str | None = None  # folder where failures are told, each in a file
+    is_marked: bool = False  # whether failures are told in marked lines on standard error
+    is_tied: bool = True  # whether the rank is to be killed when the process that started it dies
+    parent: int | None = None  # that process, if known; it may have died before the rank could tie itself to it
 
     def variables(self) -> dict[str, str]:
         """Return the environment variable that tells it to the ranks."""
@@ -141,14 +135,9 @@ def limit_exit(code: int) -> None:
     deadline.start()
 
 
-def without_own_frames(error: BaseException, files: Sequence[str] = ()) -> FailureRecord:
-    """Describe what ended the script, without the frames that ran it."""
-    return describe_failure(error, skip=(*_OWN_FILES, *files))
-
-
 def _report(error: BaseException, job: RankJob, rank: int, tell: int, *, has_log: bool) -> int:
     """Tell the failure to the launcher and return the exit code, with a limit on what still runs at exit."""
-    record = without_own_frames(error)
+    record = describe_failure(error, skip=_OWN_FILES)
     is_told = job.is_marked or job.failures is not None
     try:
         if job.is_marked:
@@ -232,7 +221,7 @@ def be_rank(work: Callable[[], object], *, timeout_s: float | None = None, log_d
             _leave_mpi()
         raise
     except BaseException as error:  # noqa: BLE001 - whatever ends the work is to be told
-        record = without_own_frames(error, [__file__, sys.modules[work.__module__].__file__ or ""])
+        record = describe_failure(error, skip=(*_OWN_FILES, sys.modules[work.__module__].__file__ or ""))
         who = "" if world_size == 1 else f"rank {rank} "
         text = f"{record.traceback}xffl: {who}failed with {record.headline}\n"
         if record.lost_peer:

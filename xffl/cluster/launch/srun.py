@@ -20,7 +20,7 @@ from typing import IO, BinaryIO
 from xffl.cluster.hosts import expand_hosts, node_address
 from xffl.cluster.launch.affinity import limit_threads
 from xffl.cluster.launch.failure import ExitCode, FailureRecord, JobWatch, RankFailure, caught_signals
-from xffl.cluster.launch.job_layout import JobLayout
+from xffl.cluster.launch.job_layout import JobLayout, LaunchOptions
 from xffl.cluster.launch.logs import LineBuffer, MarkedLines, Message, line_prefix
 from xffl.cluster.launch.runner import RankJob, check_script, die_with_parent
 from xffl.errors import LaunchError
@@ -30,8 +30,7 @@ __all__ = ["launch_srun", "read_task_ends", "srun_command"]
 _POLL_S = 0.1
 _CHUNK_BYTES = 1 << 16
 _SCANCEL_S = 10
-_SLACK_S = 5.0
-"""How long srun may take to end after it was told to, and its output to come once it has been killed."""
+_SLACK_S = 5.0  # how long srun may take to end after it was told to, and its output to come once it has been killed
 _LABEL = re.compile(rb" *(\d+): ")
 _LABEL_TEXT = re.compile(r"^ *\d+: ")
 _TASK_END = re.compile(r"srun: error: \S+: tasks? ([\d,\-]+): (.+)")
@@ -52,25 +51,15 @@ _CHOSEN_HERE = (
 """Variables that srun reads as options, or that the job has and the step does not."""
 
 
-def launch_srun(
-    layout: JobLayout,
-    command: Sequence[str],
-    *,
-    environ: Mapping[str, str],
-    timeout_s: float | None = None,
-    grace_s: float = 10.0,
-    log_dir: str | None = None,
-    is_labelled: bool = False,
-) -> RankFailure | int:
+def launch_srun(layout: JobLayout, command: Sequence[str], options: LaunchOptions) -> RankFailure | int:
     """Run a Python script as a step of the job in which this process stands, and wait for it.
 
-    The ranks get SLURM's variables; they meet at the first host. SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to
-    the ranks, and what is left after ``grace_s`` is killed; SIGUSR1 and SIGUSR2 are passed on. If this process is
-    killed, srun ends the step.
+    The ranks get SLURM's variables; they meet at the first host. SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on, and
+    what is left after ``grace_s`` is killed; SIGUSR1 and SIGUSR2, too. If this process is killed, srun ends the step.
     """
     check_script(command[0])
-    job = RankJob(tuple(command), log_dir, is_marked=True, is_tied=False)
-    watch = JobWatch(timeout_s, grace_s)
+    job = RankJob(tuple(command), options.log_dir, is_marked=True, is_tied=False)
+    watch = JobWatch(options.timeout_s, options.grace_s)
     with tempfile.TemporaryDirectory(prefix="xffl-exec-") as folder:
         hostfile = Path(folder, "hosts")
         hostfile.write_text("".join(f"{host.name}\n" * host.slots for host in layout.hosts))
@@ -79,9 +68,9 @@ def launch_srun(
         if "MASTER_ADDR" not in variables and len(layout.hosts) > 1:
             # SLURM sorts the step's nodes: the first of them need not be that of rank 0.
             variables["MASTER_ADDR"] = layout.hosts[0].address or node_address(layout.hosts[0].name)
-        variables |= {**environ, **job.variables(), "SLURM_HOSTFILE": str(hostfile)}
-        step = _Step(layout, watch, is_labelled)
-        words = srun_command(layout, variables, is_labelled=is_labelled)
+        variables |= {**options.environ, **job.variables(), "SLURM_HOSTFILE": str(hostfile)}
+        step = _Step(layout, watch, options.is_labelled)
+        words = srun_command(layout, variables, is_labelled=options.is_labelled)
         with caught_signals() as take_signals:
             step.start(words, variables)
             return step.wait(take_signals)
@@ -107,17 +96,13 @@ def srun_command(layout: JobLayout, environ: Mapping[str, str], *, is_labelled: 
 
 def read_task_ends(line: str) -> dict[int, int] | None:
     """Read what srun says of tasks that ended badly: exit codes by task, -n after signal n; else ``None``."""
-    match = _TASK_END.match(line)
-    if match is None:
+    if (match := _TASK_END.match(line)) is None:
         return None
-    code = re.match(r"Exited with exit code (\d+)", match[2])
-    if code is not None:
+    known = {(signal.strsignal(one) or "").lower(): -one for one in signal.Signals}
+    known["out of memory"] = -signal.SIGKILL  # what the kernel ends a cgroup's processes by
+    number = known.get(match[2].partition(" (")[0].strip().lower(), ExitCode.FAILED)
+    if (code := re.match(r"Exited with exit code (\d+)", match[2])) is not None:
         number = int(code[1])
-    else:
-        said = match[2].partition(" (")[0].strip().lower()
-        known = {(signal.strsignal(one) or "").lower(): -one for one in signal.Signals}
-        known["out of memory"] = -signal.SIGKILL  # what the kernel ends a cgroup's processes by
-        number = known.get(said, ExitCode.FAILED)
     return {int(task): number for task in expand_hosts(f"[{match[1]}]")}
 
 
@@ -128,14 +113,10 @@ class _Step:
         self._layout, self._watch, self._is_labelled = layout, watch, is_labelled
         self._marked = MarkedLines()
         self._id: str | None = None
-        self._has_ranks = False
-        """Whether a rank has told or shown that it was started."""
-        self._said: list[str] = []
-        """What srun itself calls an error: told at the end, which it may explain."""
-        self._ends: list[str] = []
-        """What srun says of tasks that ended badly: told where nothing else explains the end."""
-        self._trouble: Exception | None = None
-        """Why what the ranks print can no longer be shown."""
+        self._has_ranks = False  # whether a rank has told or shown that it was started
+        self._said: list[str] = []  # what srun itself calls an error: told at the end, which it may explain
+        self._ends: list[str] = []  # what srun says of tasks that ended badly: told where nothing else explains the end
+        self._trouble: Exception | None = None  # why what the ranks print can no longer be shown
 
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
         """Start it, in a session of its own: a terminal's Ctrl-C is for this process alone."""
@@ -158,17 +139,13 @@ class _Step:
         if self._id is None or not self._cancel(number):
             self._process.send_signal(signal.SIGTERM)  # srun kills them at once
 
-    def forward_signal(self, number: int) -> None:
-        """Pass a signal on to the ranks."""
-        self._process.send_signal(number)
-
     def wait(self, take_signals: Callable[[], list[tuple[int, bool]]]) -> RankFailure | int:
-        """Wait for the end, and tell how it came; ``take_signals`` gives signals."""
+        """Wait for the end, and tell how it came."""
         is_asked = is_killed = False
         while self._process.poll() is None:
             time.sleep(_POLL_S)
             for number, ends in take_signals():
-                (self.terminate if ends else self.forward_signal)(number)
+                (self.terminate if ends else self._process.send_signal)(number)
             if self._watch.is_late:
                 self.terminate(0)
             if self._trouble is not None and self._watch.stopped_by is None:
@@ -202,14 +179,12 @@ class _Step:
         return ExitCode.FAILED
 
     def _cancel(self, number: int) -> bool:
+        """Have SLURM signal the ranks; tell whether it could."""
         name = signal.Signals(number or signal.SIGTERM).name.removeprefix("SIG")
-        program = shutil.which("scancel")
-        if program is None:
-            return False
-        command = [program, f"--signal={name}", str(self._id)]
+        command = ["scancel", f"--signal={name}", str(self._id)]
         try:
             ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_SCANCEL_S)
-        except (OSError, subprocess.TimeoutExpired):
+        except (OSError, subprocess.TimeoutExpired):  # there is none, or it does not answer
             return False
         return ran.returncode == 0
 
@@ -274,8 +249,7 @@ class _Step:
         return True
 
     def _relabel(self, line: bytes, is_begun: bool) -> bytes:
-        match = _LABEL.match(line) if self._is_labelled and not is_begun else None
-        if match is None:
+        if is_begun or not self._is_labelled or (match := _LABEL.match(line)) is None:
             return line
         rank = int(match[1])
         return line_prefix(rank, self._layout.cell_of(rank)) + line[match.end() :]

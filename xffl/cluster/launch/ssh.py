@@ -25,7 +25,7 @@ from typing import Any
 import xffl
 from xffl.cluster.launch.affinity import limit_threads
 from xffl.cluster.launch.failure import ExitCode, FailureRecord, JobWatch, RankFailure, caught_signals, code_of_signal
-from xffl.cluster.launch.job_layout import JobLayout
+from xffl.cluster.launch.job_layout import JobLayout, LaunchOptions
 from xffl.cluster.launch.logs import MarkedLines, line_prefix
 from xffl.cluster.launch.runner import RankJob
 from xffl.cluster.slurm.allocation import Host
@@ -33,10 +33,8 @@ from xffl.errors import LaunchError
 
 __all__ = ["job_of_hosts", "launch_ssh", "shared_environment", "ssh_command"]
 
-BEAT_S = 10.0
-"""How often each host hears from here."""
-_SILENCE_S = 12 * BEAT_S
-"""A host that hears nothing for so long ends its ranks."""
+BEAT_S = 10.0  # how often each host hears from here
+_SILENCE_S = 12 * BEAT_S  # a host that hears nothing for so long ends its ranks
 _LAST_WORDS_S = 1.0
 _FILES_PER_HOST, _FILES_BESIDES = 3, 64
 _SSH = (
@@ -44,11 +42,10 @@ _SSH = (
     "-o ServerAliveCountMax=4 -o ControlMaster=no -o ControlPath=none"
 )
 """A shared connection would stay in the background, and end all of a host's jobs together."""
-_BOOT = (
+_BOOT = (  # the same for every job
     'import sys, json; job = json.loads(sys.stdin.readline()); sys.path.append(job["path"]); '
     "from {} import main; main(job)"
 )
-"""The same for every job."""
 
 
 def ssh_command(host: Host, environ: Mapping[str, str], module: str = "xffl.cluster.launch.ssh_agent") -> list[str]:
@@ -58,15 +55,6 @@ def ssh_command(host: Host, environ: Mapping[str, str], module: str = "xffl.clus
     return [*shlex.split(environ.get("XFFL_SSH") or _SSH), "--", host.address or host.name, remote]
 
 
-def allow_files(hosts: int) -> None:
-    """Raise the limit of open files of this process as far as so many connections need, and as it may be."""
-    wanted = _FILES_PER_HOST * hosts + _FILES_BESIDES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < limit:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-
-
 class HostConnection:
     """One connection, with threads of its own: neither a host that does not read nor a paused terminal stops it."""
 
@@ -74,13 +62,10 @@ class HostConnection:
         self, number: int, host: Host, told: Mapping[str, Any], events: queue.Queue[tuple[int, dict[str, Any]]]
     ) -> None:
         self.host = host
-        self.left = host.slots
-        """Ranks that have not ended."""
+        self.left = host.slots  # ranks that have not ended
         self.is_ready = self.is_over = False
-        self.trouble: str | None = None
-        """What ended the ranks of this host, if it is no rank's doing."""
-        self.stderr: list[str] = []
-        """What ssh itself said."""
+        self.trouble: str | None = None  # what ended the ranks of this host, if it is no rank's doing
+        self.stderr: list[str] = []  # what ssh itself said
         try:
             self._process = subprocess.Popen(
                 ssh_command(host, os.environ),
@@ -123,16 +108,15 @@ class HostConnection:
         """Say why a host could not be reached, and what to do."""
         said = " ".join(self.stderr).rstrip(".") or f"exit code {code}"
         sign, name = said.lower(), self.host.address or self.host.name
+        python = os.environ.get("XFFL_PYTHON") or sys.executable
         remedy = f"try ssh {name} true; a program other than ssh, or its options, may stand in XFFL_SSH"
         if "host key" in sign:
-            remedy = (
-                f"its key is not known here: compare it with what the host's operators publish, then ssh {name} once"
-            )
+            remedy = "its key is not known here: compare it with what the host's operators publish, then "
+            remedy += f"ssh {name} once"
         elif "permission denied" in sign:
             remedy = "ssh must not ask for a password: see ssh-copy-id and ssh-agent, and try ssh -o BatchMode=yes "
             remedy += f"{name} true"
         elif code == 127 or "not found" in sign or "no such file" in sign or "no module" in sign:
-            python = os.environ.get("XFFL_PYTHON") or sys.executable
             remedy = f"{python} with xffl must exist there; XFFL_PYTHON names another one"
         return f"host {self.host.name} cannot be used: {said}. HINT: {remedy}"
 
@@ -140,15 +124,13 @@ class HostConnection:
         assert self._process.stdin is not None
         with suppress(OSError):
             while True:
-                order: Mapping[str, Any] | None
-                try:
+                order: Mapping[str, Any] | None = {}
+                with suppress(queue.Empty):
                     order = self._orders.get(timeout=BEAT_S)
-                except queue.Empty:
-                    order = {}
-                    if not self.is_ready:  # what starts there reads its first line with what follows
-                        continue
                 if order is None:
                     break
+                if not order and not self.is_ready:  # what starts there reads its first line with what follows
+                    continue
                 self._process.stdin.write(json.dumps(order).encode() + b"\n")
                 self._process.stdin.flush()
         with suppress(OSError):
@@ -159,11 +141,9 @@ class HostConnection:
         complaints = threading.Thread(target=self._listen, daemon=True)
         complaints.start()
         for line in self._process.stdout:
-            try:
+            told = None
+            with suppress(ValueError):  # a login script may print something of its own
                 told = json.loads(line)
-            except ValueError:
-                told = None
-            # A login script may print something of its own.
             events.put((number, told if isinstance(told, dict) else {"print": line.decode(errors="replace")}))
         complaints.join(_LAST_WORDS_S)  # what ssh left in the background may keep its standard error open
         events.put((number, {"over": self._process.wait()}))
@@ -174,13 +154,9 @@ class HostConnection:
             self.stderr.append(line.decode(errors="replace").strip())
 
 
-# The job --------------------------------------------------------------------------------------------------------------
-
-
 _POLL_S = 0.1
 _ANSWER_S = 60.0
-_SLACK_S = 5.0
-"""How long a host may take to say that its ranks have been killed."""
+_SLACK_S = 5.0  # how long a host may take to say that its ranks have been killed
 _OF_THE_HOST = (
     *("HOME", "HOST", "HOSTNAME", "LOGNAME", "USER", "SHELL", "TERM", "DISPLAY", "PWD", "OLDPWD", "SHLVL", "_"),
     *("TMPDIR", "TMP", "TEMP", "MAIL", "XAUTHORITY", "MASTER_ADDR", "MASTER_PORT"),
@@ -191,35 +167,21 @@ _OF_A_LAUNCHER = (
 )
 
 
-def launch_ssh(
-    layout: JobLayout,
-    command: Sequence[str],
-    *,
-    environ: Mapping[str, str],
-    timeout_s: float | None = None,
-    grace_s: float = 10.0,
-    log_dir: str | None = None,
-    is_labelled: bool = False,
-) -> RankFailure | int:
+def launch_ssh(layout: JobLayout, command: Sequence[str], options: LaunchOptions) -> RankFailure | int:
     """Run a Python script on hosts that ssh reaches without a question, and wait for it.
 
     The folder, the script and the Python of this process must exist on every host at the same path. The ranks get
     torchrun's variables and meet at the first host, on a port that is free there. Signals are passed on as
     :func:`xffl.cluster.launch.srun.launch_srun` does.
     """
-    watch = JobWatch(timeout_s, grace_s)
-    variables = {**shared_environment(os.environ), **environ}
+    watch = JobWatch(options.timeout_s, options.grace_s)
+    variables = {**shared_environment(os.environ), **options.environ}
     limit_threads(variables)
-    variables |= RankJob(log_dir=log_dir, is_marked=True).variables()
-    told = {
-        **job_of_hosts(variables),
-        "command": list(command),
-        "grace_s": grace_s,
-        "silence_s": _SILENCE_S,
-        "world_size": layout.topology.world_size,
-    }
+    variables |= RankJob(log_dir=options.log_dir, is_marked=True).variables()
+    told = {**job_of_hosts(variables), "command": list(command), "grace_s": options.grace_s, "silence_s": _SILENCE_S}
+    told["world_size"] = layout.topology.world_size
     with caught_signals() as take_signals:
-        job = _Job(layout, watch, is_labelled, take_signals)
+        job = _Job(layout, watch, options.is_labelled, take_signals)
         try:
             job.connect(told)
             return job.wait()
@@ -253,18 +215,20 @@ class _Job:
     ) -> None:
         self._layout, self._watch, self._is_labelled = layout, watch, is_labelled
         self._take_signals = take_signals
-        """Gives signals."""
         self._events: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
         self._connections: list[HostConnection] = []
         self._marked = MarkedLines()
         self._is_stopping = False
-        self._failed: list[tuple[int, int]] = []
-        """Ranks that ended with a code other than 0, and the code, for whatever reason."""
+        self._failed: list[tuple[int, int]] = []  # ranks that ended with a code other than 0, and the code
 
     def connect(self, told: Mapping[str, Any]) -> None:
         """Reach every host, and start the ranks once all have answered."""
         hosts, first = self._layout.hosts, 0
-        allow_files(len(hosts))
+        wanted = _FILES_PER_HOST * len(hosts) + _FILES_BESIDES
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        if soft != resource.RLIM_INFINITY and soft < limit:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         for number, host in enumerate(hosts):
             place = {"host": host.name, "first": first, "slots": host.slots, "node_rank": number, "nodes": len(hosts)}
             self._connections.append(HostConnection(number, host, {**told, **place}, self._events))
@@ -275,10 +239,7 @@ class _Job:
             # An address of ssh may name a user, or be known to ssh's configuration alone.
             address = os.environ.get("MASTER_ADDR") or (host.address or host.name).rpartition("@")[2]
             address = "127.0.0.1" if len(self._connections) == 1 else address
-            for connection in self._connections:
-                connection.send(
-                    {"start": {"MASTER_ADDR": address, "MASTER_PORT": os.environ.get("MASTER_PORT", str(port))}}
-                )
+            self._send({"start": {"MASTER_ADDR": address, "MASTER_PORT": os.environ.get("MASTER_PORT", str(port))}})
 
     def wait(self) -> RankFailure | int:
         """Show what the ranks print until the last has ended, and tell how the job ended."""
@@ -291,24 +252,19 @@ class _Job:
             self._handle(self._connections[number], event)
         ended = self._watch.result()
         is_echo = isinstance(ended, RankFailure) and ended.record is not None and ended.record.lost_peer
-        trouble = next((connection.trouble for connection in self._connections if connection.trouble is not None), None)
+        trouble = next(filter(None, (connection.trouble for connection in self._connections)), None)
         if trouble is None and ended is None and self._failed:  # whoever ended it
             rank, code = self._failed[0]
             trouble = f"rank {rank} {RankFailure(rank, code if code > 0 else code_of_signal(-code), None).describe()}"
         if trouble is not None and (ended is None or is_echo):
             sys.stderr.write(f"xffl: {trouble}; all ranks were stopped\n")
             return ExitCode.FAILED
-        return ExitCode.OK if ended is None else ended
+        return ended or ExitCode.OK
 
     def terminate(self, number: int) -> None:
         """End the ranks by a signal; those that are left are killed later."""
         self._watch.stop(number)
         self._stop_ranks(number or signal.SIGTERM)
-
-    def forward_signal(self, number: int) -> None:
-        """Pass a signal on to the ranks."""
-        for connection in self._connections:
-            connection.send({"signal": number})
 
     def leave(self) -> None:
         """Hang up everywhere."""
@@ -320,13 +276,19 @@ class _Job:
 
     def _stop_ranks(self, number: int) -> None:
         self._is_stopping = True
+        self._send({"stop": number})
+
+    def _send(self, order: Mapping[str, Any]) -> None:
         for connection in self._connections:
-            connection.send({"stop": number})
+            connection.send(order)
 
     def _check_limits(self) -> None:
         """Do what signals and clocks say."""
         for number, ends in self._take_signals():
-            (self.terminate if ends else self.forward_signal)(number)
+            if ends:
+                self.terminate(number)
+            else:
+                self._send({"signal": number})
         if self._watch.is_late:
             self.terminate(0)
         if self._watch.is_overdue() and not self._is_stopping:
@@ -371,13 +333,14 @@ class _Job:
             self._lose_host(connection, f"{connection.host.name} ended its ranks: {event['given_up']}")
         elif "code" in event:
             connection.left -= 1
-            if event["code"] != 0:
-                self._failed.append((event["rank"], event["code"]))
-            if event["code"] != 0 and not event["is_stopped"]:
-                self._watch.add_code(event["rank"], event["code"], is_own=True)
+            rank, code = event["rank"], event["code"]
+            if code != 0:
+                self._failed.append((rank, code))
+            if code != 0 and not event["is_stopped"]:
+                self._watch.add_code(rank, code, is_own=True)
                 self._stop_ranks(signal.SIGTERM)
-            elif event["code"] == 0 and not event["is_stopped"]:
-                self._watch.add_left(event["rank"])
+            elif not event["is_stopped"]:
+                self._watch.add_left(rank)
         elif "lines" in event:
             self._show(event["rank"], base64.b64decode(event["lines"]), is_error=event["is_error"])
         elif "print" in event:

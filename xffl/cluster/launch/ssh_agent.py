@@ -100,12 +100,10 @@ class _Ranks:
         self._job = job
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._selector = selectors.DefaultSelector()
-        self._buffers: dict[int, LineBuffer] = {}
-        """What cuts each stream of a rank, by its file descriptor."""
+        self._buffers: dict[int, LineBuffer] = {}  # what cuts each stream of a rank, by its file descriptor
         self._input = b""
         self._heard = time.monotonic()
-        self._end_by: float | None = None
-        """When ranks that are left are to be killed; ``None`` while nobody wants their end."""
+        self._end_by: float | None = None  # when ranks that are left are to be killed; None while nobody wants that
 
     def run(self) -> None:
         """Do what the input says until all ranks have ended."""
@@ -119,9 +117,9 @@ class _Ranks:
                 else:
                     self._forward(*key.data)
             is_waiting = is_waiting and self._end_by is None and not self._processes
-            if self._end_by is None and self._is_silent():
+            if self._is_silent():
                 self._read_input()  # it may have come while this process waited for its own words to be taken
-                if self._end_by is None and self._is_silent():
+                if self._is_silent():
                     _send({"given_up": f"it has heard nothing for {self._job['silence_s']:g} s"})
                     self._stop(signal.SIGTERM)
             if self._end_by is not None and time.monotonic() > self._end_by:
@@ -129,7 +127,7 @@ class _Ranks:
             self._reap()
 
     def _is_silent(self) -> bool:
-        return bool(time.monotonic() > self._heard + self._job["silence_s"])
+        return self._end_by is None and bool(time.monotonic() > self._heard + self._job["silence_s"])
 
     def _read_input(self) -> None:
         try:
@@ -157,16 +155,10 @@ class _Ranks:
         job = self._job
         for local in range(job["slots"]):
             rank = job["first"] + local
-            places = torchrun_variables(
-                rank=rank,
-                world_size=job["world_size"],
-                node_local_rank=local,
-                node_local_size=job["slots"],
-                node_rank=job["node_rank"],
-                node_world_size=job["nodes"],
-            )
-            place = {**places, "XFFL_HOST": job["host"].rpartition("@")[2]}
-            environ = {**os.environ, **job["environ"], **rendezvous, **place}
+            place = {"rank": rank, "world_size": job["world_size"], "node_local_rank": local}
+            place |= {"node_local_size": job["slots"], "node_rank": job["node_rank"], "node_world_size": job["nodes"]}
+            environ = {**os.environ, **job["environ"], **rendezvous, **torchrun_variables(**place)}
+            environ["XFFL_HOST"] = job["host"].rpartition("@")[2]
             process = subprocess.Popen(
                 [sys.executable, "-c", _RUN, job["path"], *job["command"]],
                 env=environ,
@@ -200,8 +192,7 @@ class _Ranks:
 
     def _reap(self) -> None:
         for rank, process in list(self._processes.items()):
-            code = process.poll()
-            if code is None:
+            if (code := process.poll()) is None:
                 continue
             del self._processes[rank]
             if code != 0:  # what it has started is of no more use

@@ -16,16 +16,7 @@ from xffl.cluster.hosts import expand_counts, expand_hosts
 from xffl.cluster.launch.launchers import LAUNCHERS, read_number
 from xffl.errors import ConfigError, LaunchError
 
-__all__ = [
-    "Allocation",
-    "Host",
-    "find_allocation",
-    "own_host",
-    "parse_hosts",
-    "read_topology",
-    "show_topology",
-    "with_switches",
-]
+__all__ = ["Allocation", "Host", "ask_switches", "find_allocation", "own_host", "parse_hosts"]
 
 _SCONTROL_S = 60
 _PAIR = re.compile(r"(\w+)=(\S+)")
@@ -34,27 +25,20 @@ _NAME = re.compile(r"(?:[A-Za-z0-9_][\w.-]*@)?[A-Za-z0-9_:][A-Za-z0-9_.:-]*", re
 
 @dataclass(frozen=True)
 class Host:
-    """One host of an allocation.
-
-    ``switches`` leads from the top of the network to the host's own switch; it is empty where nothing is known.
-    """
+    """One host of an allocation."""
 
     name: str
-    slots: int = 1
-    """Ranks that it takes."""
-    address: str | None = None
-    """Where to reach it, if not by its name."""
-    switches: tuple[str, ...] = ()
-    gpus: int | None = None
-    """GPUs that the job may use there; ``None`` if unknown."""
+    slots: int = 1  # ranks that it takes
+    address: str | None = None  # where to reach it, if not by its name
+    switches: tuple[str, ...] = ()  # from the top of the network to the host's own; empty where nothing is known
+    gpus: int | None = None  # GPUs that the job may use there; None if unknown
 
 
 @dataclass(frozen=True)
 class Allocation:
     """Hosts in the order in which the ranks are to be laid over them."""
 
-    kind: str
-    """``slurm``, ``hosts`` (of a list), or ``local``."""
+    kind: str  # "slurm", "hosts" (of a list), or "local"
     hosts: tuple[Host, ...]
     job: str | None = None
 
@@ -65,14 +49,12 @@ class Allocation:
 
 
 def find_allocation(
-    environ: Mapping[str, str] | None = None, *, wants_switches: bool = False, needs_switches: bool = False
+    environ: Mapping[str, str] = os.environ, *, wants_switches: bool = False, needs_switches: bool = False
 ) -> Allocation | None:
-    """Find the SLURM job in which this process stands, seen from its batch script or from the shell of ``salloc``.
+    """Find the SLURM job in whose batch script or ``salloc`` this process stands, and is no rank of a launcher yet.
 
-    ``scontrol`` is asked once for the network where the switches are wanted or needed. There is none where there is no
-    job, or where a launcher has started this process as one rank of several already.
+    ``scontrol`` is asked once for the network where the switches are wanted or needed.
     """
-    environ = os.environ if environ is None else environ
     job = environ.get("SLURM_JOB_ID")
     if not job or any(row.matches(environ) for row in LAUNCHERS):
         return None
@@ -84,10 +66,8 @@ def find_allocation(
         )
     listed = next((name for name in ("SLURM_JOB_NODELIST", "SLURM_NODELIST") if environ.get(name)), None)
     if listed is None:
-        raise LaunchError(
-            f"SLURM_JOB_ID={job} tells of a job, but SLURM_JOB_NODELIST is not set. HINT: start from the batch script "
-            "or the shell of salloc, or unset SLURM_JOB_ID"
-        )
+        hint = "start from the batch script or the shell of salloc, or unset SLURM_JOB_ID"
+        raise LaunchError(f"SLURM_JOB_ID={job} tells of a job, but SLURM_JOB_NODELIST is not set. HINT: {hint}")
     names = expand_hosts(environ[listed])
     tasks = _tasks(environ, len(names), listed)
     is_asked = bool(environ.get("SLURM_NTASKS") or environ.get("SLURM_NTASKS_PER_NODE"))
@@ -97,7 +77,7 @@ def find_allocation(
     hosts = tuple(Host(name, count, gpus=own) for name, count, own in zip(names, slots, gpus, strict=True))
     if wants_switches or needs_switches:
         try:
-            hosts = with_switches(hosts, read_topology(show_topology(environ)))
+            hosts = ask_switches(hosts, environ)
         except LaunchError:
             if needs_switches:
                 raise
@@ -155,16 +135,14 @@ def _count_gpus(environ: Mapping[str, str], name: str) -> int | None:
 # Switches -------------------------------------------------------------------------------------------------------------
 
 
-def show_topology(environ: Mapping[str, str] | None = None) -> str:
+def show_topology(environ: Mapping[str, str] = os.environ) -> str:
     """Ask SLURM's controller for its network."""
-    environ = dict(os.environ if environ is None else environ)
+    environ = dict(environ)
     environ.pop("SLURM_TOPO_LEN", None)  # it cuts lines short
     program = shutil.which("scontrol", path=environ.get("PATH"))
     if program is None:
-        raise LaunchError(
-            "cells of SLURM's network are asked for, but there is no scontrol in PATH. HINT: load SLURM's module, or "
-            "give the cells by hosts:REGEX or file:PATH"
-        )
+        hint = "load SLURM's module, or give the cells by hosts:REGEX or file:PATH"
+        raise LaunchError(f"cells of SLURM's network are asked for, but there is no scontrol in PATH. HINT: {hint}")
     try:
         shown = subprocess.run(
             [program, "show", "topology"], env=environ, capture_output=True, text=True, timeout=_SCONTROL_S,
@@ -175,9 +153,8 @@ def show_topology(environ: Mapping[str, str] | None = None) -> str:
         reason = (shown.stderr or shown.stdout).strip() or f"exit code {shown.returncode}"
     except (OSError, subprocess.TimeoutExpired) as error:
         reason = str(error)
-    raise LaunchError(
-        f"scontrol show topology failed: {reason}. HINT: give the cells by hosts:REGEX or file:PATH instead"
-    )
+    hint = "give the cells by hosts:REGEX or file:PATH instead"
+    raise LaunchError(f"scontrol show topology failed: {reason}. HINT: {hint}")
 
 
 def read_topology(text: str) -> dict[str, tuple[str, ...]]:
@@ -187,8 +164,7 @@ def read_topology(text: str) -> dict[str, tuple[str, ...]]:
     children: dict[str, tuple[str, ...]] = {}
     for line in text.replace("\\\n", " ").splitlines():
         pairs = {name.lower(): value for name, value in _PAIR.findall(line.partition("#")[0]) if value != "(null)"}
-        name = pairs.get("switchname") or pairs.get("blockname")
-        if name is None:
+        if (name := pairs.get("switchname") or pairs.get("blockname")) is None:
             continue
         children[name] = expand_hosts(pairs["switches"]) if "switches" in pairs else ()
         for child in children[name]:
@@ -197,25 +173,18 @@ def read_topology(text: str) -> dict[str, tuple[str, ...]]:
             for node in expand_hosts(pairs["nodes"]):
                 leaves.setdefault(node, set()).add(name)
     heights = _heights(children)
-    paths: dict[frozenset[str], tuple[str, ...]] = {}
-    for own in map(frozenset, leaves.values()):
-        if own not in paths:
-            paths[own] = _path(own, parents, heights)
+    paths = {own: _path(own, parents, heights) for own in set(map(frozenset, leaves.values()))}
     return {node: paths[frozenset(own)] for node, own in leaves.items()}
 
 
 def _heights(children: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
     """Return how many levels of switches stand below each switch."""
     heights: dict[str, int] = {}
-    waiting = dict(children)
-    while waiting:
+    while waiting := {name: below for name, below in children.items() if name not in heights}:
         known = [name for name, below in waiting.items() if not any(child in waiting for child in below)]
         if not known:
             raise LaunchError(f"switches {', '.join(sorted(waiting))} stand above themselves; correct Switches= of one")
-        for name in known:
-            heights[name] = max((heights.get(child, 0) + 1 for child in waiting[name]), default=0)
-        for name in known:
-            del waiting[name]
+        heights |= {name: max((heights.get(child, 0) + 1 for child in waiting[name]), default=0) for name in known}
     return heights
 
 
@@ -237,9 +206,13 @@ def with_switches(hosts: Iterable[Host], topology: Mapping[str, tuple[str, ...]]
     return tuple(replace(host, switches=topology.get(host.name, host.switches)) for host in hosts)
 
 
-def own_host(environ: Mapping[str, str] | None = None) -> Host:
+def ask_switches(hosts: Iterable[Host], environ: Mapping[str, str] = os.environ) -> tuple[Host, ...]:
+    """Return hosts with the switches that SLURM's controller names for them."""
+    return with_switches(hosts, read_topology(show_topology(environ)))
+
+
+def own_host(environ: Mapping[str, str] = os.environ) -> Host:
     """Tell where this process runs, from what a SLURM step or else the host itself says; local."""
-    environ = os.environ if environ is None else environ
     name = environ.get("XFFL_HOST") or environ.get("SLURMD_NODENAME") or socket.gethostname()
     address, pattern = environ.get("SLURM_TOPOLOGY_ADDR", ""), environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")
     # The address ends in the node's name, which may hold dots; of another node it is left over from another step.
@@ -253,10 +226,9 @@ def own_host(environ: Mapping[str, str] | None = None) -> Host:
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Read hosts such as ``a:4,b:4`` or ``n[01-04]:8``, or ``@FILE`` with one on each line.
+    """Read hosts such as ``a:4,b:4`` or ``n[01-04]:8``, or ``@FILE`` with a line for each.
 
-    A line is ``NAME:SLOTS``, or ``NAME slots=4 address=10.0.0.1``; ``gpus=4`` and ``switches=core.s1`` may follow, and
-    what stands behind ``#`` is left out.
+    A line is ``NAME:SLOTS``, or ``NAME slots=4 address=10.0.0.1 gpus=4 switches=core.s1``; ``#`` begins a comment.
     """
     if text.startswith("@"):
         hosts = _read_hosts(Path(text[1:]))
@@ -267,8 +239,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
         hosts = [host for piece in pieces for host in _hosts([piece.strip()], text)]
     if not hosts:
         raise ConfigError(f"hosts {text!r} name no host; write them like a:4,b:4")
-    times = Counter(host.name for host in hosts)
-    if twice := [name for name, count in times.items() if count > 1]:
+    if twice := [name for name, count in Counter(host.name for host in hosts).items() if count > 1]:
         raise ConfigError(f"hosts {text!r} name {', '.join(twice)} twice; give each once, with all its slots")
     return tuple(hosts)
 
@@ -277,9 +248,8 @@ def _read_hosts(path: Path) -> list[Host]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"hosts @{path}: {error}; give a readable file with a line such as a:4 for each host"
-        ) from error
+        hint = "give a readable file with a line such as a:4 for each host"
+        raise ConfigError(f"hosts @{path}: {error}; {hint}") from error
     hosts: list[Host] = []
     for number, line in enumerate(lines, 1):
         if words := line.partition("#")[0].split():

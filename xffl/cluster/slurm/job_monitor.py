@@ -21,8 +21,7 @@ _ENDED = {
 }
 _CODES = {"TIMEOUT": ExitCode.TIMEOUT, "DEADLINE": ExitCode.TIMEOUT, "CANCELLED": ExitCode.INTERRUPTED}
 """Exit codes where the job's own says nothing."""
-_PATIENCE_S = 30.0
-"""How long the accounting may take to know that a job has ended."""
+_PATIENCE_S = 30.0  # how long the accounting may take to know that a job has ended
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,7 @@ class Ending:
     """How a job, or a task of an array, ended."""
 
     state: str
-    exit_code: int
-    """Its own exit code, or 128 + n after signal n; 0 only where it completed."""
+    exit_code: int  # its own exit code, or 128 + n after signal n; 0 only where it completed
 
 
 def log_pattern(folder: str, is_array: bool) -> str:
@@ -94,9 +92,7 @@ def _shown_ending(line: str) -> tuple[str, Ending] | None:
         fields.setdefault(name, value)
     if fields.get("JobState") not in _ENDED:
         return None
-    number = fields["JobId"]
-    if "ArrayTaskId" in fields:
-        number = f"{fields['ArrayJobId']}_{fields['ArrayTaskId']}"
+    number = f"{fields['ArrayJobId']}_{fields['ArrayTaskId']}" if "ArrayTaskId" in fields else fields["JobId"]
     return number, _ending(fields["JobState"], fields.get("ExitCode", "0:0"))
 
 
@@ -107,9 +103,7 @@ def _ending(state: str, text: str) -> Ending:
     number = int(code) if code.isdecimal() else 0
     if signal.isdecimal() and int(signal):
         number = code_of_signal(int(signal))
-    if state == "COMPLETED":
-        return Ending(state, ExitCode.OK)
-    return Ending(state, _CODES.get(state, number or ExitCode.FAILED))
+    return Ending(state, ExitCode.OK if state == "COMPLETED" else _CODES.get(state, number or ExitCode.FAILED))
 
 
 def exit_code_of(endings: Mapping[str, Ending]) -> int:
@@ -121,15 +115,12 @@ def exit_code_of(endings: Mapping[str, Ending]) -> int:
 class Follower:
     """Follows jobs until all have ended."""
 
-    jobs: Mapping[str, Job]
-    """By their numbers."""
+    jobs: Mapping[str, Job]  # by their numbers
     user: str
     write: Callable[[str], None]
     tell: Callable[[str], None]
-    longest_s: float = 10.0
-    """Longest time between two questions to the queue; they begin with a tenth of it."""
-    look_s: float = 0.5
-    """Time between two looks at the output."""
+    longest_s: float = 10.0  # longest time between two questions to the queue; they begin with a tenth of it
+    look_s: float = 0.5  # time between two looks at the output
     _read: dict[str, int] = field(default_factory=dict)
     _buffers: defaultdict[str, LineBuffer] = field(default_factory=lambda: defaultdict(LineBuffer))
     _known: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -145,8 +136,11 @@ class Follower:
                 self.tell(f"the controller does not answer; {who} asked for again")
             is_silent = queue is None
             if queue is not None:
-                if self._tell_changes(queue):
-                    wait_s = self.longest_s / 10
+                changed = {task: seen for task, seen in queue.items() if self._known.get(task) != seen}
+                for task, (state, reason) in sorted(changed.items()):
+                    self.tell(f"job {self.name(task)} is {state}" + ("" if reason in ("None", "") else f" ({reason})"))
+                self._known.update(changed)
+                wait_s = self.longest_s / 10 if changed else wait_s
                 left = {_number(task) for task, (state, _) in queue.items() if state not in _ENDED}
                 for number in sorted(self.jobs.keys() - left - endings.keys()):
                     # At once, since a controller without accounting forgets a job before others of a run have ended.
@@ -161,13 +155,6 @@ class Follower:
                     break
                 time.sleep(self.look_s)
             wait_s = min(self.longest_s, wait_s * 1.5)
-
-    def _tell_changes(self, queue: Mapping[str, tuple[str, str]]) -> bool:
-        changed = {task: seen for task, seen in queue.items() if self._known.get(task) != seen}
-        for task, (state, reason) in sorted(changed.items()):
-            self.tell(f"job {self.name(task)} is {state}" + ("" if reason in ("None", "") else f" ({reason})"))
-        self._known.update(changed)
-        return bool(changed)
 
     def name(self, task: str) -> str:
         """Return the number of a job or a task, with its cell."""

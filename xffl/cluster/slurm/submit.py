@@ -105,10 +105,9 @@ class SlurmConfig:
             )
         if not re.fullmatch(r"[A-Z0-9+-]+", self.signal):
             raise ConfigError(f"slurm.signal {self.signal!r} is no signal; give its name, such as USR2")
-        if self.gpus_per_node is not None and not re.fullmatch(r"(?:[^:,\s]+:)?[1-9]\d*", str(self.gpus_per_node)):
-            raise ConfigError(
-                f"slurm.gpus_per_node {self.gpus_per_node!r} must be a number of GPUs, such as 4 or a100:4"
-            )
+        gpus = self.gpus_per_node
+        if gpus is not None and not re.fullmatch(r"(?:[^:,\s]+:)?[1-9]\d*", str(gpus)):
+            raise ConfigError(f"slurm.gpus_per_node {gpus!r} must be a number of GPUs, such as 4 or a100:4")
         limit_s = _seconds(self.time)
         if limit_s is not None and self.signal_s is not None and limit_s <= self.signal_s:
             raise ConfigError(
@@ -125,20 +124,14 @@ class Job:
     """A job as its script tells it."""
 
     name: str
-    folder: str
-    """Where the command runs."""
-    run_folder: str
-    """Where it writes; the script and the output are kept in its folder ``slurm``."""
-    log: str
-    """The file of its output, absolute, with SLURM's ``%j``."""
+    folder: str  # where the command runs
+    run_folder: str  # where it writes; the script and the output are kept in its folder "slurm"
+    log: str  # the file of its output, absolute, with SLURM's %j
     command: tuple[str, ...]
     tasks_per_node: int
-    tasks: tuple[tuple[str, ...], ...] = ()
-    """For each task of an array, the words behind the command."""
-    is_exclusive: bool = False
-    """Whether no other job may write to the run's folder at the same time."""
-    cell: int | None = None
-    """Which cell of an elastic run it is; it goes back into the queue after a failure, too."""
+    tasks: tuple[tuple[str, ...], ...] = ()  # for each task of an array, the words behind the command
+    is_exclusive: bool = False  # whether no other job may write to the run's folder at the same time
+    cell: int | None = None  # which cell of an elastic run it is; it goes back into the queue after a failure, too
 
 
 def tasks_of_node(slurm: SlurmConfig, processes: int | None, *, cell: int | None = None) -> int:
@@ -198,9 +191,8 @@ def word_of(key: str, value: Any) -> str:
     return f"--{key}={value if isinstance(value, str) else json.dumps(value)}"
 
 
-def find_template(name: str | None = None, environ: Mapping[str, str] | None = None) -> str:
+def find_template(name: str | None = None, environ: Mapping[str, str] = os.environ) -> str:
     """Return the template of batch scripts: the named one, else that of ``XFFL_TEMPLATES``, the user or xffl."""
-    environ = os.environ if environ is None else environ
     folder = environ.get("XFFL_TEMPLATES")
     chosen = Path(name) if name else Path(folder) / TEMPLATE if folder else None
     if chosen is None:
@@ -266,9 +258,8 @@ def _directives(slurm: SlurmConfig, job: Job) -> list[str]:
     for name, value in options.items():
         if value is not None:
             if value == "" or not str(value).isprintable():
-                raise ConfigError(
-                    f"--{name} of the batch script would be {value!r}; give printable characters in one line"
-                )
+                told = f"--{name} of the batch script would be {value!r}"
+                raise ConfigError(f"{told}; give printable characters in one line")
             found.append(f"--{name}={shlex.quote(str(value))}")
     found.append("--requeue" if slurm.requeue else "--no-requeue")
     if any("\n" in line for line in slurm.extra):
@@ -306,11 +297,9 @@ def _seconds(limit: int | str | None) -> int | None:
     """Return a time limit in seconds, ``None`` where there is none."""
     if limit is None or str(limit).upper() in ("UNLIMITED", "INFINITE"):
         return None
-    match = _TIME.fullmatch(str(limit))
-    if match is None:
-        raise ConfigError(
-            f"slurm.time {limit!r} is no time; give minutes, hours like 12:30:00, or days like 2-00:00:00"
-        )
+    if (match := _TIME.fullmatch(str(limit))) is None:
+        hint = "give minutes, hours like 12:30:00, or days like 2-00:00:00"
+        raise ConfigError(f"slurm.time {limit!r} is no time; {hint}")
     days, *rest = match.groups()
     numbers = [int(number) for number in rest if number is not None]
     if days is not None:  # D-H, D-H:M, D-H:M:S
@@ -338,9 +327,8 @@ def submit_job(script: str, job: Job, *, is_chained: bool = False) -> str:
         Path(job.log).parent.mkdir(parents=True, exist_ok=True)
         jobs = (folder / "jobs").open("a+", encoding="utf-8")
     except OSError as error:
-        raise LaunchError(
-            f"{folder} cannot be written: {error.strerror}; give another experiment.output_dir"
-        ) from error
+        hint = "give another experiment.output_dir"
+        raise LaunchError(f"{folder} cannot be written: {error.strerror}; {hint}") from error
     with jobs:
         with suppress(OSError):  # not every shared file system locks; two submissions at one moment are rare
             fcntl.flock(jobs, fcntl.LOCK_EX)
@@ -410,9 +398,8 @@ def run_slurm(command: Sequence[str], text: str = "") -> subprocess.CompletedPro
         kept = ("SLURM_CONF", "SLURM_CLUSTERS")
         environ = {name: value for name, value in environ.items() if not name.startswith("SLURM_") or name in kept}
     if shutil.which(command[0]) is None:
-        raise LaunchError(
-            f"{command[0]} is not there; HINT: submit from a login node of a SLURM cluster, or see --dry-run"
-        )
+        hint = "submit from a login node of a SLURM cluster, or see --dry-run"
+        raise LaunchError(f"{command[0]} is not there; HINT: {hint}")
     try:
         return subprocess.run(
             list(command), input=text, env=environ, capture_output=True, text=True, timeout=_DEADLINE_S, check=False
