@@ -110,11 +110,19 @@ class History:
 
     def states(self, cell: int) -> list[Presence]:
         """Return what a cell did in each round."""
-        return [_state(_there(one), cell) for one in self.rounds]
+
+        def state(there: Attendance) -> Presence:
+            if cell not in there.cells:
+                return Presence.LEFT if cell in there.left else Presence.MISSED
+            weighs = any(weight > 0 for weight in there.weights[cell : cell + 1])
+            return Presence.CONTRIBUTED if weighs else Presence.IDLE
+
+        return [state(_there(one)) for one in self.rounds]
 
     def lives(self, cell: int) -> list[int | None]:
         """Return how often a cell had been started again by each round; ``None`` where it is not known."""
-        return [_life(_there(one), cell) for one in self.rounds]
+        several = map(_there, self.rounds)
+        return [dict(zip(there.cells, there.restarts, strict=False)).get(cell) for there in several]
 
     def restarts(self, cell: int) -> list[int]:
         """Return the places of the rounds that were the first of another life of a cell."""
@@ -175,17 +183,6 @@ def _there(record: RoundRecord) -> Attendance:
 
 def _who(record: RoundRecord) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return _there(record).cells, _there(record).restarts
-
-
-def _state(there: Attendance, cell: int) -> Presence:
-    if cell in there.cells:
-        return Presence.CONTRIBUTED if any(weight > 0 for weight in there.weights[cell : cell + 1]) else Presence.IDLE
-    return Presence.LEFT if cell in there.left else Presence.MISSED
-
-
-def _life(there: Attendance, cell: int) -> int | None:
-    known = dict(zip(there.cells, there.restarts, strict=False))
-    return known.get(cell)
 
 
 # Folders --------------------------------------------------------------------------------------------------------------
