@@ -42,7 +42,7 @@ from xffl import __version__
 from xffl.checkpoint.manager import check_checkpoints
 from xffl.cluster.hardware import describe_host
 from xffl.costs import EXCHANGE_FORMAT
-from xffl.distributed.consistency import gather_runtimes, holders_text, run_on_all_ranks
+from xffl.distributed.consistency import gather_objects, gather_runtimes, holders_text, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError, XfflError
 from xffl.training.config.settings import load_text, to_plain, write_yaml
@@ -371,11 +371,7 @@ def _describe_environment(place: Mapping[str, Any], before: Mapping[str, Any] | 
 
 def _describe_hosts(state: DistributedState) -> list[dict[str, Any]]:
     """Describe each node once; collective over the world."""
-    mine = None if state.node_local_rank else (state.node_rank, describe_host())
-    of_ranks: list[tuple[int | None, dict[str, Any]] | None] = [mine]
-    if dist.is_initialized():
-        of_ranks *= dist.get_world_size()
-        dist.all_gather_object(of_ranks, mine)
+    of_ranks = gather_objects(None if state.node_local_rank else (state.node_rank, describe_host()))
     return list({(node, host["host"]): host for node, host in filter(None, of_ranks)}.values())
 
 

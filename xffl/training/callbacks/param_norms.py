@@ -13,13 +13,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from xffl.aggregation.contributions import enclosing_calls, unwrap
 from xffl.aggregation.engine.tensors import tensors_of
 from xffl.checks import integer
+from xffl.distributed.consistency import gather_objects
 from xffl.distributed.sharding import local_tensor, reshard, sharded_parameters, spread_as
 from xffl.errors import ConfigError
 from xffl.training.callbacks.base import Callback
@@ -150,10 +150,8 @@ class GradientNormCallback(_StepCallback):
             if self.depth:
                 inner = ".".join(path[: self.depth] if len(path) > self.depth else path[:-1] or path)
                 parts[model].setdefault(f"{whole}/{inner}", []).append(parameter)
-        group = trainer.world.get_group("cell")
-        of_ranks: list[dict[str, list[str]]] = [{} for _ in range(group.size())]
         mine = {model: list(named) for model, named in parts.items()}
-        dist.all_gather_object(of_ranks, mine, group=group)  # stages of a pipeline have different ones
+        of_ranks = gather_objects(mine, trainer.world.get_group("cell"))  # stages of a pipeline have different ones
         self._parts = {
             model: {
                 name: named.get(name, []) for name in dict.fromkeys(name for one in of_ranks for name in one[model])

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from xffl.checkpoint.format import check_path, replace_folder, run_collectively, sync_all, temporary_path, this_cell
 from xffl.checks import shorten
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.sharding import reshard
+from xffl.distributed.sharding import local_tensor, reshard
 from xffl.errors import CheckpointError, ConfigError
 from xffl.training.models.tensors import (
     INDEX,
@@ -43,7 +43,6 @@ from xffl.training.models.tensors import (
     bare_model,
     file_tensors,
     is_adapter,
-    local_part,
     package,
 )
 
@@ -214,7 +213,7 @@ def _fill(model: nn.Module, reader: _Reader) -> None:
         for other in others:  # of tied tensors
             again = torch.empty_like(tensor)
             reader.read({other: again})
-            if not torch.equal(local_part(again), local_part(tensor)):
+            if not torch.equal(local_tensor(again), local_tensor(tensor)):
                 raise CheckpointError(
                     f"{first!r} and {other!r} are one tied tensor of the model but differ in {reader.folder}; set "
                     "tie_word_embeddings=False in its configuration"
