@@ -70,7 +70,16 @@ class ModelSetupMixin(TrainerMixin):
         :param name: The model's attribute.
         :return: Called with each module, whose own tensors are whole.
         """
-        return self._initializer(name) if self._has_init_weights else None
+        if not self._has_init_weights:
+            return None
+
+        def initialize(module: nn.Module) -> None:
+            alone = copy.copy(module)
+            alone._modules = {}
+            with self._standing_in(name, alone):
+                self.init_weights()
+
+        return initialize
 
     def post_setup_models(self) -> None:
         """Change models after they are spread: load weights into them. Does nothing by itself."""
@@ -130,15 +139,6 @@ class ModelSetupMixin(TrainerMixin):
     @property
     def _has_init_weights(self) -> bool:
         return type(self).init_weights is not ModelSetupMixin.init_weights
-
-    def _initializer(self, name: str) -> Callable[[nn.Module], object]:
-        def initialize(module: nn.Module) -> None:
-            alone = copy.copy(module)
-            alone._modules = {}
-            with self._standing_in(name, alone):
-                self.init_weights()
-
-        return initialize
 
     @contextmanager
     def _standing_in(self, name: str, module: nn.Module) -> Iterator[None]:
