@@ -556,8 +556,8 @@ def folders(rank: int, world_size: int, path: str) -> None:
     logging.getLogger("xffl").info("rank %d is here", rank)
     warnings.warn(f"careful, rank {rank}", stacklevel=1)
     shared.close()
-    assert f"rank {rank} is here" in shared.log.path.read_text()
-    assert f"careful, rank {rank}" in shared.log.path.read_text()
+    assert f"rank {rank} is here" in shared.log.read_text()
+    assert f"careful, rank {rank}" in shared.log.read_text()
     hosts = json.loads((link / "environment.json").read_text())["hosts"]
     assert len(hosts) == 1  # both ranks are of one node
     # Each rank looks where only it has files, as with a disk of the node's own.

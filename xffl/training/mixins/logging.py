@@ -7,10 +7,11 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from xffl.aggregation.report import RoundReport
 from xffl.checks import one_of
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.errors import ConfigError, StateError, XfflError
@@ -28,9 +29,6 @@ from xffl.training.loggers import (
 from xffl.training.metrics import SCOPES, WeightedSums, check_value_name, reduce_sums
 from xffl.training.mixins.base import StatePart, TrainerMixin
 from xffl.training.run_directory import flattened, on_all_ranks, plain_config
-
-if TYPE_CHECKING:
-    from xffl.aggregation import RoundReport
 
 __all__ = [
     "LoggerConfigMixin",
