@@ -15,16 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xffl.errors import ConfigError, TopologyError
-from xffl.run_report.reader import (
-    FEDERATION,
-    Attendance,
-    Metrics,
-    RoundRecord,
-    Run,
-    elastic_place,
-    is_run,
-    read_run,
-)
+from xffl.run_report.reader import FEDERATION, Attendance, Metrics, RoundRecord, Run, elastic_place, is_run, read_run
 from xffl.topology import Topology
 
 __all__ = ["CellTotals", "History", "Presence", "find_runs", "read_runs"]

@@ -320,11 +320,7 @@ class Preemption:
     """
 
     def __init__(
-        self,
-        state: DistributedState,
-        signals: Sequence[str] = DEFAULT_SIGNALS,
-        *,
-        inbox: SignalInbox | None = None,
+        self, state: DistributedState, signals: Sequence[str] = DEFAULT_SIGNALS, *, inbox: SignalInbox | None = None
     ) -> None:
         self.signals = check_signals(signals)
         self._state = state

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,7 +19,7 @@ from xffl.aggregation.contributions import enclosing_calls, unwrap
 from xffl.aggregation.engine.tensors import tensors_of
 from xffl.checks import integer
 from xffl.distributed.consistency import gather_objects
-from xffl.distributed.sharding import local_tensor, reshard, sharded_parameters, spread_as
+from xffl.distributed.sharding import local_tensor, reshard, sharded_parameters, spread_as, total_norm
 from xffl.errors import ConfigError
 from xffl.training.callbacks.base import Callback
 
@@ -47,13 +46,6 @@ __all__ = [
 
 
 # A model's parameters as the ranks of a cell hold them ----------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Gradient:
-    """A tensor where :meth:`DistributedWorld.get_total_norm` looks for a parameter's gradient."""
-
-    grad: torch.Tensor
 
 
 def trained_parameters(models: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
@@ -94,7 +86,7 @@ def spread_like(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 def norm_of(world: DistributedWorld, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the L2 norm of this rank's tensors, which are sharded like parameters; collective over the cell."""
-    return world.get_total_norm(cast("list[torch.Tensor]", [_Gradient(tensor) for tensor in tensors]))
+    return total_norm(tensors, 2.0, world.dims, world.get_group("cell"), world.device)
 
 
 class _StepCallback(Callback):

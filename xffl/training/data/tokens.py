@@ -362,11 +362,7 @@ def open_tokens(path: str | os.PathLike[str], dtype: npt.DTypeLike | None = None
 
 
 def write_tokens(
-    path: str | os.PathLike[str],
-    documents: Iterable[npt.ArrayLike],
-    *,
-    vocabulary_size: int,
-    end: int | None = None,
+    path: str | os.PathLike[str], documents: Iterable[npt.ArrayLike], *, vocabulary_size: int, end: int | None = None
 ) -> int:
     """Write the tokens of documents one after the other into a file; a reader finds the whole of it or nothing.
 
