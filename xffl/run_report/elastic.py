@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -67,13 +68,9 @@ class History:
             if there is None or record.is_skipped:
                 continue
             of_number = variants.setdefault(record.number, {})
-            known = of_number.get(there.membership)
-            if known is None or known.attendance is None:
-                of_number[there.membership] = record
-                continue
-            tries = max(there.tries, known.attendance.tries)
-            first = min(record, known, key=attrgetter("time"))
-            of_number[there.membership] = replace(first, attendance=known.attendance._replace(tries=tries))
+            known = of_number.get(there.membership, record)
+            tried = _there(known)._replace(tries=max(there.tries, _there(known).tries))
+            of_number[there.membership] = replace(min(record, known, key=attrgetter("time")), attendance=tried)
         rounds: list[RoundRecord] = []
         for _, of_number in sorted(variants.items(), reverse=True):
             alike = [one for one in of_number.values() if rounds and _who(one) == _who(rounds[-1])]
@@ -93,11 +90,8 @@ class History:
     @property
     def epochs(self) -> list[tuple[int, int]]:
         """The places of the first and the last of consecutive rounds that the same cells made, in the same lives."""
-        epochs = []
-        for _, of_epoch in groupby(range(len(self.rounds)), lambda at: _who(self.rounds[at])):
-            places = list(of_epoch)
-            epochs.append((places[0], places[-1]))
-        return epochs
+        epochs = groupby(range(len(self.rounds)), lambda at: _who(self.rounds[at]))
+        return [(places[0], places[-1]) for places in (list(of_epoch) for _, of_epoch in epochs)]
 
     def states(self, cell: int) -> list[Presence]:
         """Return what a cell did in each round."""
@@ -125,13 +119,12 @@ class History:
         states, known = self.states(cell), [0, *(life for life in self.lives(cell) if life is not None)]
         # A run that was started again as a whole counts its restarts from 0.
         restarts = sum(after - before if after >= before else after for before, after in pairwise(known))
-        steps: dict[int, float] = {}
-        weights: dict[int, float] = {}
+        steps: dict[int, float] = defaultdict(float)
+        weights: dict[int, float] = defaultdict(float)
         for one, state in zip(self.rounds, states, strict=True):
             if state == Presence.CONTRIBUTED:
-                there = _there(one)
-                weights[one.fragment] = weights.get(one.fragment, 0.0) + there.weights[cell]
-                steps[one.fragment] = steps.get(one.fragment, 0.0) + (there.steps[cell : cell + 1] or (0.0,))[0]
+                weights[one.fragment] += _there(one).weights[cell]
+                steps[one.fragment] += sum(_there(one).steps[cell : cell + 1])
         return CellTotals(
             states.count(Presence.CONTRIBUTED),
             states.count(Presence.IDLE),

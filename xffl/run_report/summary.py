@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xffl.planning.text import bytes_text, counted
-from xffl.run_report.elastic import CellTotals
 from xffl.run_report.reader import FEDERATION, RoundRecord, Run, Series
 
 __all__ = [
@@ -289,23 +288,20 @@ def _elastic_rows(run: Run) -> list[tuple[str, str]]:
         return []
     cells = [history.totals(cell) for cell in range(history.cells)]
     mean = sum(cell.contributed for cell in cells) / len(history.rounds)
+    restarted = [f"{totals.restarts:,} (cell {cell})" for cell, totals in enumerate(cells) if totals.restarts]
+    restarts = (", ".join(restarted[:MAX_CELLS]) or "none") + (", ..." if len(restarted) > MAX_CELLS else "")
+    if all(totals.restarts is None for totals in cells):
+        restarts = "not recorded"
     rows = [
         ("epochs, each of rounds by the same cells", f"{len(history.epochs):,}"),
         ("tries of rounds that were repeated", f"{history.repeated:,}"),
         ("cells that contribute to a round", f"{number_text(mean)} of {history.cells} in the mean"),
-        ("restarts", _restarts_text(cells)),
+        ("restarts", restarts),
         ("steps that count in rounds", number_text(math.fsum(cell.steps for cell in cells))),
     ]
     if _counts_samples(run):
         rows.append(("samples that count in rounds", number_text(math.fsum(cell.weight for cell in cells))))
     return rows
-
-
-def _restarts_text(cells: Sequence[CellTotals]) -> str:
-    if all(totals.restarts is None for totals in cells):
-        return "not recorded"
-    texts = [f"{totals.restarts:,} (cell {cell})" for cell, totals in enumerate(cells) if totals.restarts]
-    return (", ".join(texts[:MAX_CELLS]) or "none") + (", ..." if len(texts) > MAX_CELLS else "")
 
 
 def _counts_samples(run: Run) -> bool:
