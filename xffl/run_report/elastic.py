@@ -186,25 +186,24 @@ def find_runs(folders: Sequence[str | os.PathLike[str]]) -> list[RunPlace]:
     places: list[RunPlace] = []
     whole: set[Path] = set()
     seen: set[Path] = set()
-    by_parent: dict[Path, dict[int, Path]] = {}
+    by_parent: dict[Path, RunPlace] = {}
     for folder in map(Path, folders):
         inside = [] if is_run(folder) or not folder.is_dir() else sorted(filter(is_run, folder.iterdir()))
         is_whole = bool(inside) and all(elastic_place(one) is not None for one in inside)
         for path in inside if is_whole else [folder]:
-            resolved = path.resolve()
-            place = elastic_place(path)
-            if place is None:
+            resolved, told = path.resolve(), elastic_place(path)
+            if told is None:
                 places.append(RunPlace(path, {}))
-                continue
-            cells = by_parent.setdefault(resolved.parent, {})
-            if not cells:
-                places.append(RunPlace(path.parent, cells))
-            if place[0] in cells and resolved != cells[place[0]].resolve():
-                raise ConfigError(f"{cells[place[0]]} and {path} are both of cell {place[0]} of one run; give one")
+            else:
+                if resolved.parent not in by_parent:
+                    by_parent[resolved.parent] = RunPlace(path.parent, {})
+                    places.append(by_parent[resolved.parent])
+                other = by_parent[resolved.parent].cells.setdefault(told[0], path)
+                if other.resolve() != resolved:
+                    raise ConfigError(f"{other} and {path} are both of cell {told[0]} of one run; give one")
             if resolved in seen:
                 raise ConfigError(f"run {path} is given twice; give each run once")
             seen.add(resolved)
-            cells[place[0]] = path
         if is_whole:
             whole.add(folder.resolve())
     # One cell alone is a run like any other, unless its run was asked for.
@@ -221,9 +220,7 @@ def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[Run]:
     places = find_runs(folders)
     resolved = [place.folder.resolve() for place in places]
     runs = []
-    for index, (place, path) in enumerate(zip(places, resolved, strict=True)):
-        if path in resolved[:index]:
-            raise ConfigError(f"run {place.folder} is given twice; give each run once")
+    for place, path in zip(places, resolved, strict=True):
         others = [other.parts for other in resolved if other != path]
         length = 1
         while length < len(path.parts) and any(other[-length:] == path.parts[-length:] for other in others):
