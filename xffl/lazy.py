@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
 __all__ = ["lazy_names"]
 
@@ -17,8 +17,9 @@ def lazy_names(package: str, **more: str) -> tuple[Callable[[str], object], Call
     Its source says where they live, to type checkers and at run time alike; ``more`` are the modules of other names.
     """
     homes = dict(more)
-    for block in ast.parse(inspect.getsource(sys.modules[package])).body:
-        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING":
+    loader: Any = sys.modules[package].__loader__
+    for block in ast.parse(loader.get_source(package)).body:
+        if isinstance(block, ast.If) and isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING":
             imports = (node for node in block.body if isinstance(node, ast.ImportFrom))
             homes |= {alias.name: str(node.module) for node in imports for alias in node.names}
 
