@@ -54,7 +54,6 @@ __all__ = [
     "ask_for_cells",
     "choose_federation",
     "config_class",
-    "fit",
     "hand_over",
     "help_text",
     "job_trainer",
@@ -388,7 +387,7 @@ def main(trainer: type, argv: Sequence[str] | None = None) -> Any:
     except XfflError as error:
         print(f"xffl: {type(error).__name__}: {error}", file=sys.stderr)
         raise SystemExit(ExitCode.REFUSED) from error
-    return fit(trainer, resolved.config, resolved.origins)
+    return trainer(resolved.config, origins=resolved.origins).fit()
 
 
 def choose_federation(
@@ -450,8 +449,3 @@ def ask_for_cells(resolved: Resolved[Any], *, federated: Federation | None = Non
             f"start {launch.processes}, or give --launch.processes {found.world_size}"
         )
     request_federation(*choose_federation(resolved, found.world_size, federated=federated, hsdp=hsdp))
-
-
-def fit(trainer: type, config: object, origins: Mapping[str, str]) -> Any:
-    """Make a trainer and train. Every rank calls it."""
-    return trainer(config, origins=origins).fit()
