@@ -194,13 +194,13 @@ def find_runs(folders: Sequence[str | os.PathLike[str]]) -> list[RunPlace]:
             resolved, told = path.resolve(), elastic_place(path)
             if told is None:
                 places.append(RunPlace(path, {}))
-            else:
-                if resolved.parent not in by_parent:
-                    by_parent[resolved.parent] = RunPlace(path.parent, {})
-                    places.append(by_parent[resolved.parent])
-                other = by_parent[resolved.parent].cells.setdefault(told[0], path)
-                if other.resolve() != resolved:
-                    raise ConfigError(f"{other} and {path} are both of cell {told[0]} of one run; give one")
+                continue
+            if resolved.parent not in by_parent:
+                by_parent[resolved.parent] = RunPlace(path.parent, {})
+                places.append(by_parent[resolved.parent])
+            other = by_parent[resolved.parent].cells.setdefault(told[0], path)
+            if other.resolve() != resolved:
+                raise ConfigError(f"{other} and {path} are both of cell {told[0]} of one run; give one")
             if resolved in seen:
                 raise ConfigError(f"run {path} is given twice; give each run once")
             seen.add(resolved)
@@ -220,7 +220,9 @@ def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[Run]:
     places = find_runs(folders)
     resolved = [place.folder.resolve() for place in places]
     runs = []
-    for place, path in zip(places, resolved, strict=True):
+    for index, (place, path) in enumerate(zip(places, resolved, strict=True)):
+        if path in resolved[:index]:
+            raise ConfigError(f"run {place.folder} is given twice; give each run once")
         others = [other.parts for other in resolved if other != path]
         length = 1
         while length < len(path.parts) and any(other[-length:] == path.parts[-length:] for other in others):
