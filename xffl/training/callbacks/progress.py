@@ -310,7 +310,7 @@ def _print(console: Console, line: str) -> None:
 
 def _rate(run: _Run, trainer: BaseTrainer) -> list[str]:
     """Return tokens or samples per second of the cell, since some seconds ago; nothing where none were trained on."""
-    if run.ending is None:
+    if run.doing is None:
         run.seen.append((run.clock.read(), trainer.samples, run.tokens))
     while len(run.seen) > 2 and run.seen[1][0] < run.seen[-1][0] - RATE_WINDOW_S:
         run.seen.popleft()
