@@ -243,6 +243,7 @@ def summary_rows(run: Run) -> list[tuple[str, str]]:
         dropped = sum({record.number: len(record.dropped) for record in records}.values())
         exposed = math.fsum(record.exposed for record in records) / len(run.rounds)
         behind = math.fsum(record.seconds - record.exposed for record in records) / len(run.rounds)
+        hidden = math.fsum(record.hidden for record in records) / len(run.rounds)
         share = f" ({100 * exposed / run.seconds:.1f} % of the time)" if run.seconds else ""
         rows += [
             ("rounds", f"{rounds:,}{f', {dropped} times a cell was left out' if dropped else ''}"),
@@ -251,10 +252,7 @@ def summary_rows(run: Run) -> list[tuple[str, str]]:
             ("sent within cells", bytes_text(math.fsum(record.bytes_home for record in records))),
             ("exposed: training stood still for rounds", f"{seconds_text(exposed)}{share}"),
             ("hidden behind local steps", seconds_text(behind)),
-            (
-                "hidden behind a round's own work",
-                seconds_text(math.fsum(record.hidden for record in records) / len(run.rounds)),
-            ),
+            ("hidden behind a round's own work", seconds_text(hidden)),
         ]
     else:
         rows += [("rounds", "none")]
