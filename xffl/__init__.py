@@ -46,15 +46,4 @@ __all__ = [
     "shard",
 ]
 
-_HOMES = {
-    "Aggregator": "xffl.aggregation",
-    "DistributedState": "xffl.distributed",
-    "DistributedWorld": "xffl.distributed",
-    "FederatedScaling": "xffl.aggregation",
-    "RoundReport": "xffl.aggregation",
-    "session": "xffl.distributed.session",
-    "shard": "xffl.parallel.spread",
-}
-"""Where the names live whose import brings torch along."""
-
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(__name__)

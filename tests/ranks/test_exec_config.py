@@ -27,7 +27,6 @@ from xffl.cli.main import main
 from xffl.cluster.launch.elastic import CellJob, LighthouseProcess
 from xffl.cluster.launch.job_layout import LaunchOptions
 from xffl.run_report.reader import read_run
-from xffl.run_report.summary import sum_up
 from xffl.training.config.configuration import print_text, read_job, take_over
 
 ROOT = Path(__file__).parents[2]
@@ -340,8 +339,9 @@ def test_the_project_of_init_trains(tmp_path: Path) -> None:
     assert [line.split("  ")[0] for line in (one, second.splitlines()[-1])] == ["cell 0", "cell 1"]
     assert last.startswith("demo  finished  2 cells  ") and f"val/accuracy {accuracies[-1]:.4g}  " in last
     report = read_run(run)
-    totals = sum_up(report)
-    assert f"{totals.rounds} rounds  sent {decimal(int(totals.bytes_across))} between cells" in last
+    records = [record for of_cell in report.rounds.values() for record in of_cell]
+    sent = decimal(int(sum(record.bytes_across for record in records)))
+    assert f"{len({record.number for record in records})} rounds  sent {sent} between cells" in last
     assert last.endswith("records in runs/demo; xffl report runs/demo makes a page of them")
     origins = json.loads((run / "origins.json").read_text())
     assert origins["federation.every"] == "file config.yaml" and origins["training.max_steps"] == "default"

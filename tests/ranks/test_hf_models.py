@@ -17,6 +17,7 @@ import xffl
 from tests.worlds import run_world
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.parameters import DeviceParameters
+from xffl.distributed.sharding import local_tensor
 from xffl.errors import XfflError
 from xffl.parallel import DistributedConfig, DistributedStrategy, StrategyConfig
 from xffl.training import models
@@ -124,7 +125,7 @@ def read_and_train(rank: int, name: str, folder: Path) -> dict[str, Any]:
     strategy = set_up(rank, mesh, kind, federated, model)
     read = count_read()
     model = spread(strategy, model, folder / source)
-    held = sum(tensors.local_part(one.tensor).numel() for one in tensors.file_tensors(model))
+    held = sum(local_tensor(one.tensor).numel() for one in tensors.file_tensors(model))
     # Made before any forward pass, which leaves FSDP2's outermost unit gathered.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     told: dict[str, Any] = {"read": read(), "held": held, "logits": logits_of(model, batch(0))}
@@ -189,7 +190,7 @@ def train_adapters(rank: int, folder: Path, name: str) -> dict[str, Any]:
     if cell == 1:  # somebody touches the base of one cell
         with torch.no_grad():
             inner = tensors.bare_model(model)
-            tensors.local_part(inner.get_parameter("base_model.model.model.norm.weight")).mul_(2)
+            local_tensor(inner.get_parameter("base_model.model.model.norm.weight")).mul_(2)
     told["touched"] = error_of(lambda: models.agree_on_base(model, strategy.state))
     strategy.teardown()
     return told

@@ -22,6 +22,8 @@ import yaml
 from tests.worlds import run_world
 from xffl.aggregation import RoundReport
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.parameters import DeviceParameters
+from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError
 from xffl.training.config.dataclasses import BaseTrainerConfig, ExperimentConfig
 from xffl.training.data.sampler import data_place
@@ -417,6 +419,8 @@ def recorder(state: DistributedState, path: Path, is_resumed: bool = False) -> L
     config = BaseTrainerConfig(experiment=ExperimentConfig(name="demo", output_dir=str(path)))
     folder = RunDirectory.open(path, state, config, origins={"experiment.name": "command line"}, is_resumed=is_resumed)
     trainer = Trainer(state, folder)
+    trainer.strategy.world = DistributedWorld(DeviceParameters.FSDP())
+    trainer.world.setup(state)
     trainer.config = config
     trainer.configure_metrics = None  # type: ignore[assignment]
     LoggerMixin.setup(trainer)
@@ -552,8 +556,8 @@ def folders(rank: int, world_size: int, path: str) -> None:
     logging.getLogger("xffl").info("rank %d is here", rank)
     warnings.warn(f"careful, rank {rank}", stacklevel=1)
     shared.close()
-    assert f"rank {rank} is here" in shared.log.path.read_text()
-    assert f"careful, rank {rank}" in shared.log.path.read_text()
+    assert f"rank {rank} is here" in shared.log.read_text()
+    assert f"careful, rank {rank}" in shared.log.read_text()
     hosts = json.loads((link / "environment.json").read_text())["hosts"]
     assert len(hosts) == 1  # both ranks are of one node
     # Each rank looks where only it has files, as with a disk of the node's own.

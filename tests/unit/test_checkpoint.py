@@ -34,7 +34,7 @@ from xffl.checkpoint import (
 from xffl.checkpoint.format import read_record, record_text
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import from_plain, tensors_named, to_plain
-from xffl.training.models.weights import NewFolder
+from xffl.training.models.weights import new_folder
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 VALUES = st.recursive(
@@ -394,9 +394,9 @@ def test_folders_of_models_survive_a_power_cut(tmp_path: Path, monkeypatch: pyte
     partial = f"{tmp_path}/.out.partial"
     assert synced == [f"{partial}/model.safetensors", partial, str(tmp_path)]
     synced.clear()
-    with NewFolder(tmp_path / "new", ("*.json",), is_writer=True) as target:
-        assert target.partial is not None
-        (target.partial / "config.json").write_text("{}")
+    with new_folder(tmp_path / "new", ("*.json",), is_writer=True) as target:
+        assert target is not None
+        (target / "config.json").write_text("{}")
     partial = f"{tmp_path}/.new.partial"
     assert synced == [f"{partial}/config.json", partial, str(tmp_path)]
 

@@ -852,7 +852,7 @@ def test_a_script_of_ones_own(
 
 def test_the_cells_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(origin: str, launch: Any, world: int = 4, config: Any = None, **options: Any) -> Any:
-        resolved = Resolved(config, {"launch.federated": origin}, LaunchConfig(federated=launch, hsdp=1))
+        resolved = Resolved(config, {"launch.federated": origin}, launch=LaunchConfig(federated=launch, hsdp=1))
         return choose_federation(resolved, world, **options)
 
     assert choose("file x", (2, 2)) == ((2, 2), 1)

@@ -25,7 +25,7 @@ from xffl.errors import CheckpointError, ConfigError
 from xffl.topology import Topology
 from xffl.training import run_directory
 from xffl.training.loggers import CSVLogger, JSONLinesLogger, LineFile
-from xffl.training.run_directory import RunDirectory, RunLock, flattened, plain_config
+from xffl.training.run_directory import RunDirectory, flattened, plain_config, run_lock
 
 
 class Color(enum.Enum):
@@ -246,14 +246,12 @@ def test_the_layout_of_a_run_is_noted(tmp_path: Path) -> None:
 
 def hold(folder: Path, end: Connection) -> None:
     """Take the lock, say so, and keep it until this process is killed."""
-    lock = RunLock(folder)
     try:
-        lock.take()
+        with run_lock(folder):
+            end.send("held")
+            end.poll(60)
     except ConfigError as error:
         end.send(str(error))
-        return
-    end.send("held")
-    end.poll(60)
 
 
 def test_one_job_at_a_time_writes_into_a_folder(

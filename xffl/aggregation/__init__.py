@@ -17,13 +17,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Aggregator", "FederatedScaling", "Level", "Levels", "RoundReport"]
 
-_HOMES = {
-    "Aggregator": "xffl.aggregation.aggregator",
-    "FederatedScaling": "xffl.aggregation.federated_scaling",
-    "Level": "xffl.aggregation.hierarchical",
-    "Levels": "xffl.aggregation.hierarchical",
-    "RoundReport": "xffl.aggregation.report",
-}
-"""Where the names live."""
-
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(__name__)

@@ -21,7 +21,7 @@ def main() -> None:
     here = os.path.dirname(os.path.abspath(__file__))
     # The modules of the command line are not for the trainer's imports.
     sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder or os.curdir) != here]
-    from xffl.training.config.configuration import fit, take_over
+    from xffl.training.config.configuration import take_over
     from xffl.training.signals import check_signals
 
     # Whatever else this process starts is another job.
@@ -32,7 +32,7 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, KEPT - heard)
     try:
         # Cells and processes were chosen by the command, which has set the environment.
-        fit(trainer, resolved.config, resolved.origins)
+        trainer(resolved.config, origins=resolved.origins).fit()
     finally:
         for number in heard:  # what is left to do takes no step that could be lost
             signal.signal(number, signal.SIG_IGN)

@@ -212,7 +212,7 @@ def _run_configuration(options: Namespace, file: str, words: Sequence[str], over
 
         def train() -> None:
             configuration.ask_for_cells(resolved, federated=asked, hsdp=options.hsdp)
-            configuration.fit(trainer, resolved.config, resolved.origins)
+            trainer(resolved.config, origins=resolved.origins).fit()
 
         return _be_rank(options, train)
     if options.launcher == "auto" and options.hosts is None:

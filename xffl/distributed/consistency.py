@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import astuple
 from datetime import timedelta
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ __all__ = [
     "connect",
     "control_device",
     "find_unequal_cells",
+    "gather_objects",
     "gather_runtimes",
     "home_device",
     "message_device",
@@ -109,6 +110,14 @@ T = TypeVar("T")
 
 SHOWN = 4
 """Different errors or values that a message writes out."""
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return a small value of each rank, by rank; collective over the group, by default the world."""
+    values = [value] * (dist.get_world_size(group) if dist.is_initialized() else 1)
+    if len(values) > 1:
+        dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def check_consistent(

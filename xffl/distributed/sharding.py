@@ -100,7 +100,7 @@ AXES_OF_STATE = {"shard": tuple(axis for axis in AXES if axis != "dp_replicate")
 
 
 def total_norm(
-    parameters: Iterable[torch.Tensor],
+    gradients: Iterable[torch.Tensor],
     norm_type: float,
     dims: ParallelDims,
     cell: dist.ProcessGroup,
@@ -110,7 +110,6 @@ def total_norm(
 
     What several ranks hold counts on the one whose coordinate is 0 along every axis that does not cut the tensor.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     held = [_whole(gradient) for gradient in gradients]
     local = [values_of(gradient) for gradient in held]
     if math.isinf(norm_type):

@@ -454,8 +454,9 @@ class DistributedWorld:
         """
         if not norm_type > 0:
             raise ConfigError(f"norm_type must be a number above 0, or inf, got {norm_type}")
-        of_gradients = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        norm = total_norm(of_gradients, norm_type, self.dims, self._made.group("cell"), self.device)
+        several = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        gradients = [parameter.grad for parameter in several if parameter.grad is not None]
+        norm = total_norm(gradients, norm_type, self.dims, self._made.group("cell"), self.device)
         if error_if_nonfinite and not math.isfinite(norm.item()):
             raise StateError(f"the gradients' norm is {norm.item()}; lower the learning rate, or look for what blew up")
         return norm

@@ -16,4 +16,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Report", "write_report"]
 
-__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(("Report", "write_report"), "xffl.run_report.page"))
+__getattr__, __dir__ = lazy_names(__name__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -15,16 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xffl.errors import ConfigError, TopologyError
-from xffl.run_report.reader import (
-    FEDERATION,
-    Attendance,
-    Metrics,
-    RoundRecord,
-    Run,
-    elastic_place,
-    is_run,
-    read_run,
-)
+from xffl.run_report.reader import FEDERATION, Attendance, Metrics, RoundRecord, Run, elastic_place, is_run, read_run
 from xffl.topology import Topology
 
 __all__ = ["CellTotals", "History", "Presence", "find_runs", "read_runs"]
@@ -76,13 +68,9 @@ class History:
             if there is None or record.is_skipped:
                 continue
             of_number = variants.setdefault(record.number, {})
-            known = of_number.get(there.membership)
-            if known is None or known.attendance is None:
-                of_number[there.membership] = record
-                continue
-            tries = max(there.tries, known.attendance.tries)
-            first = min(record, known, key=attrgetter("time"))
-            of_number[there.membership] = replace(first, attendance=known.attendance._replace(tries=tries))
+            known = of_number.get(there.membership, record)
+            tried = _there(known)._replace(tries=max(there.tries, _there(known).tries))
+            of_number[there.membership] = replace(min(record, known, key=attrgetter("time")), attendance=tried)
         rounds: list[RoundRecord] = []
         for _, of_number in sorted(variants.items(), reverse=True):
             alike = [one for one in of_number.values() if rounds and _who(one) == _who(rounds[-1])]
@@ -102,19 +90,24 @@ class History:
     @property
     def epochs(self) -> list[tuple[int, int]]:
         """The places of the first and the last of consecutive rounds that the same cells made, in the same lives."""
-        epochs = []
-        for _, of_epoch in groupby(range(len(self.rounds)), lambda at: _who(self.rounds[at])):
-            places = list(of_epoch)
-            epochs.append((places[0], places[-1]))
-        return epochs
+        epochs = groupby(range(len(self.rounds)), lambda at: _who(self.rounds[at]))
+        return [(places[0], places[-1]) for places in (list(of_epoch) for _, of_epoch in epochs)]
 
     def states(self, cell: int) -> list[Presence]:
         """Return what a cell did in each round."""
-        return [_state(_there(one), cell) for one in self.rounds]
+
+        def state(there: Attendance) -> Presence:
+            if cell not in there.cells:
+                return Presence.LEFT if cell in there.left else Presence.MISSED
+            weighs = any(weight > 0 for weight in there.weights[cell : cell + 1])
+            return Presence.CONTRIBUTED if weighs else Presence.IDLE
+
+        return [state(_there(one)) for one in self.rounds]
 
     def lives(self, cell: int) -> list[int | None]:
         """Return how often a cell had been started again by each round; ``None`` where it is not known."""
-        return [_life(_there(one), cell) for one in self.rounds]
+        several = map(_there, self.rounds)
+        return [dict(zip(there.cells, there.restarts, strict=False)).get(cell) for there in several]
 
     def restarts(self, cell: int) -> list[int]:
         """Return the places of the rounds that were the first of another life of a cell."""
@@ -126,13 +119,12 @@ class History:
         states, known = self.states(cell), [0, *(life for life in self.lives(cell) if life is not None)]
         # A run that was started again as a whole counts its restarts from 0.
         restarts = sum(after - before if after >= before else after for before, after in pairwise(known))
-        steps: dict[int, float] = {}
-        weights: dict[int, float] = {}
+        steps: dict[int, float] = defaultdict(float)
+        weights: dict[int, float] = defaultdict(float)
         for one, state in zip(self.rounds, states, strict=True):
             if state == Presence.CONTRIBUTED:
-                there = _there(one)
-                weights[one.fragment] = weights.get(one.fragment, 0.0) + there.weights[cell]
-                steps[one.fragment] = steps.get(one.fragment, 0.0) + (there.steps[cell : cell + 1] or (0.0,))[0]
+                weights[one.fragment] += _there(one).weights[cell]
+                steps[one.fragment] += sum(_there(one).steps[cell : cell + 1])
         return CellTotals(
             states.count(Presence.CONTRIBUTED),
             states.count(Presence.IDLE),
@@ -177,17 +169,6 @@ def _who(record: RoundRecord) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return _there(record).cells, _there(record).restarts
 
 
-def _state(there: Attendance, cell: int) -> Presence:
-    if cell in there.cells:
-        return Presence.CONTRIBUTED if any(weight > 0 for weight in there.weights[cell : cell + 1]) else Presence.IDLE
-    return Presence.LEFT if cell in there.left else Presence.MISSED
-
-
-def _life(there: Attendance, cell: int) -> int | None:
-    known = dict(zip(there.cells, there.restarts, strict=False))
-    return known.get(cell)
-
-
 # Folders --------------------------------------------------------------------------------------------------------------
 
 
@@ -205,25 +186,24 @@ def find_runs(folders: Sequence[str | os.PathLike[str]]) -> list[RunPlace]:
     places: list[RunPlace] = []
     whole: set[Path] = set()
     seen: set[Path] = set()
-    by_parent: dict[Path, dict[int, Path]] = {}
+    by_parent: dict[Path, RunPlace] = {}
     for folder in map(Path, folders):
         inside = [] if is_run(folder) or not folder.is_dir() else sorted(filter(is_run, folder.iterdir()))
         is_whole = bool(inside) and all(elastic_place(one) is not None for one in inside)
         for path in inside if is_whole else [folder]:
-            resolved = path.resolve()
-            place = elastic_place(path)
-            if place is None:
+            resolved, told = path.resolve(), elastic_place(path)
+            if told is None:
                 places.append(RunPlace(path, {}))
                 continue
-            cells = by_parent.setdefault(resolved.parent, {})
-            if not cells:
-                places.append(RunPlace(path.parent, cells))
-            if place[0] in cells and resolved != cells[place[0]].resolve():
-                raise ConfigError(f"{cells[place[0]]} and {path} are both of cell {place[0]} of one run; give one")
+            if resolved.parent not in by_parent:
+                by_parent[resolved.parent] = RunPlace(path.parent, {})
+                places.append(by_parent[resolved.parent])
+            other = by_parent[resolved.parent].cells.setdefault(told[0], path)
+            if other.resolve() != resolved:
+                raise ConfigError(f"{other} and {path} are both of cell {told[0]} of one run; give one")
             if resolved in seen:
                 raise ConfigError(f"run {path} is given twice; give each run once")
             seen.add(resolved)
-            cells[place[0]] = path
         if is_whole:
             whole.add(folder.resolve())
     # One cell alone is a run like any other, unless its run was asked for.

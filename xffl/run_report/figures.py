@@ -421,18 +421,12 @@ def rounds_figure(runs: Sequence[Run]) -> tuple[Figure, str]:
     figure.legend(handles=handles, loc="lower center", ncols=3, frameon=False, fontsize=9)
     caption = [
         "Each row is a cell on the wall clock. Grey: local steps. Orange: training stands still for a round (exposed). "
-        "Light blue: a round runs behind local steps (hidden).",
-        *(
-            [
-                "Nothing is drawn where a cell was in no round; rounds of which a restart has lost the record are not "
-                "marked.",
-                *told,
-            ]
-            if any(run.history for run in runs)
-            else []
-        ),
-        *dict.fromkeys(notes),
+        "Light blue: a round runs behind local steps (hidden)."
     ]
+    if any(run.history for run in runs):
+        lost = "rounds of which a restart has lost the record are not marked"
+        caption += [f"Nothing is drawn where a cell was in no round; {lost}.", *told]
+    caption += dict.fromkeys(notes)
     if len(spans) > 1:
         caption.append("Below: some rounds from the middle, with the local steps between them.")
     return figure, " ".join([*caption, *hidden])

@@ -226,10 +226,8 @@ def draw_pictures(runs: Sequence[Run], folder: Path) -> tuple[list[Picture], lis
                 album.add("Rounds and traffic", title, caption, described, partial(save, figure))
         for partition, of in _group(runs, lambda run: run.partition):
             caption = f"Samples of each class in each cell{of}; the darker a field, the more samples."
-            samples = sum(map(sum, partition.counts))
-            described = (
-                f"Heat map of {samples:,} samples of {len(partition.labels)} classes in {len(partition.counts)} cells."
-            )
+            samples, classes, cells = sum(map(sum, partition.counts)), len(partition.labels), len(partition.counts)
+            described = f"Heat map of {samples:,} samples of {classes} classes in {cells} cells."
             paint = partial(
                 partition_figure,
                 partition.counts,
@@ -239,25 +237,19 @@ def draw_pictures(runs: Sequence[Run], folder: Path) -> tuple[list[Picture], lis
             album.add("Data", f"partition{of}", caption, described, paint)
         for topology, of in _group(runs, lambda run: run.topology):
             caption = f"Cells, replicas and shards{of}; outlined ranks send over the slow link."
-            album.add(
-                "Topology", f"topology{of}", caption, describe_world(topology), partial(topology_figure, topology)
-            )
+            paint = partial(topology_figure, topology)
+            album.add("Topology", f"topology{of}", caption, describe_world(topology), paint)
     order = list(SECTIONS)
     return sorted(album.pictures, key=lambda picture: order.index(picture.section)), notes
 
 
 def _group(runs: Sequence[Run], value_of: Callable[[Run], T | None]) -> list[tuple[T, str]]:
     """Return the different values that runs have, each with the words that name its runs where there are several."""
-    groups: list[tuple[T, list[str]]] = []
+    groups: dict[T, list[str]] = {}
     for run in runs:
-        if (value := value_of(run)) is None:
-            continue
-        names = next((names for other, names in groups if other == value), None)
-        if names is None:
-            groups.append((value, [run.name]))
-        else:
-            names.append(run.name)
-    return [(value, f" of {', '.join(names)}" if len(runs) > 1 else "") for value, names in groups]
+        if (value := value_of(run)) is not None:
+            groups.setdefault(value, []).append(run.name)
+    return [(value, f" of {', '.join(names)}" if len(runs) > 1 else "") for value, names in groups.items()]
 
 
 def _describe(name: str, runs: Sequence[Run]) -> str:

@@ -532,10 +532,9 @@ def _missing(run: Run) -> list[str]:
     if not run.rounds:
         is_alone = run.topology is not None and run.topology.cells == 1 and not run.is_elastic
         notes.append("no rounds: there is one cell" if is_alone else "no rounds were recorded")
-    if run.topology is not None and run.metrics:
-        absent = [str(cell) for cell in range(run.topology.cells) if cell not in run.metrics]
-        if absent:
-            notes.append(f"no metrics of cell {', '.join(absent[:20])}{', ...' if len(absent) > 20 else ''}")
+    cells = 0 if run.topology is None or not run.metrics else run.topology.cells
+    if absent := [str(cell) for cell in range(cells) if cell not in run.metrics]:
+        notes.append(f"no metrics of cell {', '.join(absent[:20])}{', ...' if len(absent) > 20 else ''}")
     for name in ("topology.json", "partition.json", "config.yaml", "origins.json", "environment.json"):
         content = run.configuration if name == "config.yaml" else getattr(run, name.removesuffix(".json"))
         if not content and not any(name in note for note in run.notes):

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xffl.planning.text import bytes_text, counted
-from xffl.run_report.elastic import CellTotals
 from xffl.run_report.reader import FEDERATION, RoundRecord, Run, Series
 
 __all__ = [
@@ -209,61 +208,6 @@ def _sum_up_series(name: str, cell: int, series: Series) -> ValueSummary:
     return ValueSummary(name, cell, len(values), len(values) - len(places), last, last_step, low, high, best, best_step)
 
 
-@dataclass(frozen=True)
-class Totals:
-    """Sums over a run.
-
-    Steps and epochs are by cell; ``dropped`` counts how often a cell was left out of a round. Seconds in which training
-    stood still for rounds (``exposed``), in which rounds ran behind local steps (``behind``) and in which the slow link
-    was busy while ranks worked on the round (``hidden``) are means over the cells. Throughput is the median of each
-    value, of samples and tokens its sum over cells, else the mean; memory is the largest.
-    """
-
-    steps: dict[int, int]
-    epochs: dict[int, int]
-    samples: int
-    rounds: int
-    dropped: int
-    bytes_across: float
-    bytes_home: float
-    exposed: float
-    behind: float
-    hidden: float
-    throughput: dict[str, float]
-    memory: dict[str, float]
-
-
-def sum_up(run: Run) -> Totals:
-    """Sum a run up."""
-    records = [record for of_cell in run.rounds.values() for record in of_cell]
-    cells = max(1, len(run.rounds))
-    metrics = run.cell_metrics
-    throughput, memory = {}, {}
-    for name, by_cell in run.series.items():
-        if name.startswith("throughput/"):
-            own = [series for cell, series in by_cell.items() if cell != FEDERATION]
-            if medians := [float(np.median(values)) for values in _finite(own or by_cell.values())]:
-                is_additive = "samples" in name or "tokens" in name
-                throughput[name] = math.fsum(medians) if is_additive else statistics.fmean(medians)
-        elif name.startswith("memory/") and (finite := _finite(by_cell.values())):
-            memory[name] = max(float(values.max()) for values in finite)
-    return Totals(
-        steps={cell: one.step for cell, one in metrics.items()},
-        epochs={cell: one.epoch for cell, one in metrics.items()},
-        samples=sum(one.samples for one in metrics.values()),
-        rounds=len({record.number for record in records if not record.is_skipped}),
-        # Every cell records the same rounds.
-        dropped=sum({record.number: len(record.dropped) for record in records}.values()),
-        bytes_across=math.fsum(record.bytes_across for record in records),
-        bytes_home=math.fsum(record.bytes_home for record in records),
-        exposed=math.fsum(record.exposed for record in records) / cells,
-        behind=math.fsum(record.seconds - record.exposed for record in records) / cells,
-        hidden=math.fsum(record.hidden for record in records) / cells,
-        throughput=throughput,
-        memory=memory,
-    )
-
-
 def _finite(several: Iterable[Series]) -> list[NDArray[np.float64]]:
     """Return the finite values of each series that has some."""
     finite = [series.values[np.isfinite(series.values)] for series in several]
@@ -277,39 +221,62 @@ def mean_phases(rounds: Sequence[RoundRecord]) -> dict[str, float]:
 
 
 def summary_rows(run: Run) -> list[tuple[str, str]]:
-    """Return the rows of the summary, names and texts; all runs have the same, but for throughput and memory."""
-    totals = sum_up(run)
+    """Return the rows of the summary, names and texts; all runs have the same, but for throughput and memory.
+
+    Seconds in which training stood still for rounds, in which rounds ran behind local steps, and in which the slow link
+    was busy while ranks worked on the round are means over the cells.
+    """
+    metrics, records = run.cell_metrics, [record for of_cell in run.rounds.values() for record in of_cell]
+    samples = sum(one.samples for one in metrics.values())
     rows = [
         ("ranks and cells", _federation_text(run)),
-        ("steps", _by_cell_text(totals.steps)),
-        ("epoch, from 0", _by_cell_text(totals.epochs)),
-        ("samples, all cells", number_text(totals.samples) if totals.steps else "–"),
+        ("steps", _by_cell_text({cell: one.step for cell, one in metrics.items()})),
+        ("epoch, from 0", _by_cell_text({cell: one.epoch for cell, one in metrics.items()})),
+        ("samples, all cells", number_text(samples) if metrics else "–"),
         ("time", "–" if run.seconds is None else seconds_text(run.seconds)),
     ]
     for name in sort_names(run.series):
         if is_better_high(name) is not None and name.startswith(("train/", "val/", "test/")):
             rows.append((f"last {name}", _last_text(name, run.series[name])))
-    if totals.rounds:
-        left_out = f", {totals.dropped} times a cell was left out" if totals.dropped else ""
-        share = f" ({100 * totals.exposed / run.seconds:.1f} % of the time)" if run.seconds else ""
+    if rounds := len({record.number for record in records if not record.is_skipped}):
+        # Every cell records the same rounds.
+        dropped = sum({record.number: len(record.dropped) for record in records}.values())
+        exposed = math.fsum(record.exposed for record in records) / len(run.rounds)
+        behind = math.fsum(record.seconds - record.exposed for record in records) / len(run.rounds)
+        hidden = math.fsum(record.hidden for record in records) / len(run.rounds)
+        share = f" ({100 * exposed / run.seconds:.1f} % of the time)" if run.seconds else ""
         rows += [
-            ("rounds", f"{totals.rounds:,}{left_out}"),
+            ("rounds", f"{rounds:,}{f', {dropped} times a cell was left out' if dropped else ''}"),
             *_elastic_rows(run),
-            ("sent between cells", bytes_text(totals.bytes_across)),
-            ("sent within cells", bytes_text(totals.bytes_home)),
-            ("exposed: training stood still for rounds", f"{seconds_text(totals.exposed)}{share}"),
-            ("hidden behind local steps", seconds_text(totals.behind)),
-            ("hidden behind a round's own work", seconds_text(totals.hidden)),
+            ("sent between cells", bytes_text(math.fsum(record.bytes_across for record in records))),
+            ("sent within cells", bytes_text(math.fsum(record.bytes_home for record in records))),
+            ("exposed: training stood still for rounds", f"{seconds_text(exposed)}{share}"),
+            ("hidden behind local steps", seconds_text(behind)),
+            ("hidden behind a round's own work", seconds_text(hidden)),
         ]
     else:
         rows += [("rounds", "none")]
-    rows += [(name.partition("/")[2].replace("_", " "), number_text(rate)) for name, rate in totals.throughput.items()]
-    for name, most in totals.memory.items():
-        rows.append((f"most {name.partition('/')[2]}".replace("_", " "), value_text(name, most)))
+    rows += _rate_rows(run)
     finals = sum(name.rpartition("/")[2] == "final" for name in run.checkpoints)
     final = ", with final" if finals == max(1, len(run.parts)) else f", {finals} of them final" if finals else ""
     latest = f"; latest {run.latest}" if run.latest else ""
     return [*rows, ("checkpoints", f"{len(run.checkpoints)}{final}{latest}" if run.checkpoints else "none")]
+
+
+def _rate_rows(run: Run) -> list[tuple[str, str]]:
+    """Return the rows of throughput, of samples and tokens the sum of cells' medians, else the mean, and of memory."""
+    throughput, memory = [], []
+    for name, by_cell in run.series.items():
+        shown = name.partition("/")[2].replace("_", " ")
+        if name.startswith("throughput/"):
+            own = [series for cell, series in by_cell.items() if cell != FEDERATION]
+            if medians := [float(np.median(values)) for values in _finite(own or by_cell.values())]:
+                is_additive = "samples" in name or "tokens" in name
+                rate = math.fsum(medians) if is_additive else statistics.fmean(medians)
+                throughput.append((shown, number_text(rate)))
+        elif name.startswith("memory/") and (finite := _finite(by_cell.values())):
+            memory.append((f"most {shown}", value_text(name, max(float(values.max()) for values in finite))))
+    return throughput + memory
 
 
 def _elastic_rows(run: Run) -> list[tuple[str, str]]:
@@ -319,23 +286,20 @@ def _elastic_rows(run: Run) -> list[tuple[str, str]]:
         return []
     cells = [history.totals(cell) for cell in range(history.cells)]
     mean = sum(cell.contributed for cell in cells) / len(history.rounds)
+    restarted = [f"{totals.restarts:,} (cell {cell})" for cell, totals in enumerate(cells) if totals.restarts]
+    restarts = (", ".join(restarted[:MAX_CELLS]) or "none") + (", ..." if len(restarted) > MAX_CELLS else "")
+    if all(totals.restarts is None for totals in cells):
+        restarts = "not recorded"
     rows = [
         ("epochs, each of rounds by the same cells", f"{len(history.epochs):,}"),
         ("tries of rounds that were repeated", f"{history.repeated:,}"),
         ("cells that contribute to a round", f"{number_text(mean)} of {history.cells} in the mean"),
-        ("restarts", _restarts_text(cells)),
+        ("restarts", restarts),
         ("steps that count in rounds", number_text(math.fsum(cell.steps for cell in cells))),
     ]
     if _counts_samples(run):
         rows.append(("samples that count in rounds", number_text(math.fsum(cell.weight for cell in cells))))
     return rows
-
-
-def _restarts_text(cells: Sequence[CellTotals]) -> str:
-    if all(totals.restarts is None for totals in cells):
-        return "not recorded"
-    texts = [f"{totals.restarts:,} (cell {cell})" for cell, totals in enumerate(cells) if totals.restarts]
-    return (", ".join(texts[:MAX_CELLS]) or "none") + (", ..." if len(texts) > MAX_CELLS else "")
 
 
 def _counts_samples(run: Run) -> bool:

@@ -41,25 +41,6 @@ if TYPE_CHECKING:
     from xffl.training.preemption import PreemptedExit, Preemption
     from xffl.training.trainer import BaseTrainer
 
-_NAMES = {
-    "callbacks.base": "Callback CallbackCollection",
-    "config.configuration": "main",
-    "config.dataclasses": "BaseTrainerConfig ExperimentConfig TrainingParameters",
-    "data.loaders": "CellLoader adopt_loader validation_loader",
-    "data.streams": "CellStream",
-    "data.tokens": "TokenDataset",
-    "mixins.federated": "FederatedConfigMixin FederatedMixin FederationConfig",
-    "mixins.loaders": "DataConfig DataLoaderSetupMixin",
-    "mixins.logging": "LoggerConfigMixin LoggerMixin MLflowLoggerMixin TensorBoardLoggerMixin "
-    "WandBLoggerConfigMixin WandBLoggerMixin",
-    "mixins.models": "ModelSetupMixin OptimizerAndSchedulerSetupMixin SetupConfig SetupConfigMixin SetupMixin",
-    "mixins.quantize": "QuantizeConfigMixin QuantizeMixin",
-    "mixins.validation": "EvalMetricConfigMixin EvalMetricMixin",
-    "preemption": "PreemptedExit Preemption",
-    "trainer": "BaseTrainer",
-}
-"""The names of each module."""
-
 __all__ = [
     "BaseTrainer",
     "BaseTrainerConfig",
@@ -97,6 +78,4 @@ __all__ = [
     "validation_loader",
 ]
 
-__getattr__, __dir__ = lazy_names(
-    __name__, {name: f"xffl.training.{home}" for home, names in _NAMES.items() for name in names.split()}
-)
+__getattr__, __dir__ = lazy_names(__name__)

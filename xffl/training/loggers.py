@@ -185,16 +185,12 @@ def cut_lines(path: Path, is_kept: Callable[[int, str], bool]) -> None:
 def plain_values(value: Any) -> Any:
     """Return a value with texts for numbers that JSON does not have, and lists for sequences."""
     if isinstance(value, float):
-        return _plain_number(value)
+        return value if math.isfinite(value) else NAMES.get(value, "NaN")
     if isinstance(value, dict):
         return {str(name): plain_values(one) for name, one in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain_values(one) for one in value]
     return value
-
-
-def _plain_number(value: float) -> float | str:
-    return value if math.isfinite(value) else NAMES.get(value, "NaN")
 
 
 class FileLogger(Logger):
@@ -222,9 +218,8 @@ class JSONLinesLogger(FileLogger):
 
     def log(self, values: Mapping[str, float], *, step: int, epoch: int, samples: int, time_s: float) -> None:
         """Write one line."""
-        plain = {name: _plain_number(value) for name, value in values.items()}
-        record = {"time": time_s, "step": step, "epoch": epoch, "samples": samples, "values": plain}
-        self._file.append(json.dumps(record, allow_nan=False) + "\n")
+        record = {"time": time_s, "step": step, "epoch": epoch, "samples": samples, "values": dict(values)}
+        self._file.append(json.dumps(plain_values(record), allow_nan=False) + "\n")
 
     def log_image(self, name: str, images: Any, *, step: int) -> None:
         """Write a PNG file named by the step; all else than letters, digits, dots and dashes becomes an underscore."""
@@ -251,7 +246,7 @@ class CSVLogger(FileLogger):
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         for name, value in values.items():
-            writer.writerow((time_s, step, epoch, samples, name, str(_plain_number(value))))
+            writer.writerow((time_s, step, epoch, samples, name, str(plain_values(value))))
         if values:
             self.files[0].append(text.getvalue())
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from xffl.checks import one_of
-from xffl.distributed.consistency import compute_device, message_device, ranks_text
+from xffl.distributed.consistency import compute_device, gather_objects, message_device, ranks_text
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import bytes_of, from_bytes
 from xffl.errors import ConfigError
@@ -83,15 +83,6 @@ def metric_group(state: DistributedState, over: str) -> tuple[dist.ProcessGroup 
     rank = state.rank
     assert rank is not None, "a state with a federation has a rank"
     return state.federation, topology.federation(topology.cell_of(rank))
-
-
-def _gather_objects(value: Any, group: dist.ProcessGroup | None, ranks: tuple[int, ...]) -> list[Any]:
-    """Return each rank's value in the order of the ranks; collective over the group."""
-    if len(ranks) == 1 or not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 class WeightedSums:
@@ -205,7 +196,7 @@ def reduce_sums(sums: WeightedSums, state: DistributedState, *, over: str, devic
         counted * int(reduced[2 + 2 * piece]) == int(reduced[1 + 2 * piece]) ** 2 for piece in range(PIECES)
     )  # Cauchy and Schwarz: equal only where all hashes are
     if counted < len(ranks) or not is_alike:
-        names = _agreed_names(names, _gather_objects(names, group, ranks), ranks)
+        names = _agreed_names(names, gather_objects(names, group), ranks)
         some = names[:SLOTS]
     means = _means(some, reduced[HEAD : HEAD + len(some)] + reduced[HEAD + SLOTS : HEAD + SLOTS + len(some)])
     if rest := names[SLOTS:]:
@@ -310,7 +301,7 @@ def prepare_metrics(metrics: Mapping[str, nn.Module], device: torch.device) -> N
     for metric in metrics.values():
         metric.to(device)
         for _, part in _parts({"": metric}):
-            part.distributed_available_fn = _unavailable
+            part.distributed_available_fn = bool  # which returns False
             part.compute_with_cache = False  # the same metric is computed over several sets of ranks
 
 
@@ -354,12 +345,12 @@ def compute_metrics(metrics: Mapping[str, nn.Module], state: DistributedState, *
     """
     parts = list(_parts(metrics))
     group, ranks = metric_group(state, over)
-    described: list[_Description] = _gather_objects(_describe(parts, state), group, ranks)
+    described: list[_Description] = gather_objects(_describe(parts, state), group)
     _check(described, metrics, ranks)
     counted = [_counted(described, number) for number in range(len(parts))]
     here = 0 if len(ranks) == 1 else ranks.index(dist.get_rank())
     mine = [_packed(part) if here in places else None for (_, part), places in zip(parts, counted, strict=True)]
-    by_rank = _gather_objects(mine, group, ranks)
+    by_rank = gather_objects(mine, group)
     values: dict[str, float] = {}
     before: list[_States] = [dict(part.metric_state) for _, part in parts]
     try:
@@ -495,7 +486,3 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
         )
     else:
         yield name, float(value)
-
-
-def _unavailable() -> bool:
-    return False

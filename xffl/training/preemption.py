@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum, auto
@@ -25,7 +26,7 @@ from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr
 
 from xffl.checkpoint.manager import CheckpointManager
 from xffl.cluster.launch.failure import ExitCode, note_failure
-from xffl.distributed.consistency import barrier, check_consistent, run_on_all_ranks
+from xffl.distributed.consistency import barrier, check_consistent, gather_objects, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import LaunchError, StateError
 from xffl.training.callbacks.checkpoint import CheckpointCallback
@@ -235,24 +236,21 @@ class StopConsensus:
 
     def _take_decision(self) -> bool:
         """Take over what was decided; return whether there is an agreement."""
-        decision = json.loads(self._store.get("decision").decode())
-        if decision is None:
-            return False
-        if decision == json.loads(ALL_ENDED):
+        decision = self._store.get("decision").decode()
+        if decision == ALL_ENDED:
             self._move_to(_Phase.OVER)
-        else:
-            reason, steps, rounds = decision
+        elif decision != NO_AGREEMENT:
+            reason, steps, rounds = json.loads(decision)
             self._move_to(_Phase.STOPPING, StopPoint(reason, dict(steps), rounds))
-        return True
+        return decision != NO_AGREEMENT
 
     def _find_stop_point(self, reason: str, patience_s: float) -> StopPoint | None:
         """Find the first point that every rank can stop at; ``None`` where not all ranks answer."""
         store, deadline = self._store, time.monotonic() + patience_s
         keys = [f"reached/{rank}" for rank in range(self._world_size)]
         while not store.check(keys):
-            if store.check(["decision"]):
-                return None  # others have ended, or given up: what is returned here comes too late
-            if store.check(["failed"]) or time.monotonic() > deadline:
+            # With a decision, others have ended, or given up: what is returned here comes too late.
+            if store.check(["decision"]) or store.check(["failed"]) or time.monotonic() > deadline:
                 return None
             time.sleep(0.02)
         has_batches = store.has_extended_api()  # type: ignore[attr-defined]
@@ -264,18 +262,8 @@ class StopConsensus:
         return StopPoint(reason, steps, rounds)
 
 
-def _open_store(world_size: int) -> Store:
-    """Return a part of the world's store for a consensus: no other thread's calls wait for those over it.
-
-    All ranks call it before one of them does so again.
-    """
-    store = _clone_store()
-    number = int(store.add("xffl_preemption", 1) - 1) // world_size
-    return PrefixStore(f"xffl_preemption_{number}", store)
-
-
 def _clone_store() -> Store:
-    """Return a second connection to the store of the world."""
+    """Return a second connection to the store of the world: no other thread's calls wait for those over it."""
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is None:
         return HashStore()
@@ -332,16 +320,12 @@ class Preemption:
     """
 
     def __init__(
-        self,
-        state: DistributedState,
-        signals: Sequence[str] = DEFAULT_SIGNALS,
-        *,
-        inbox: SignalInbox | None = None,
+        self, state: DistributedState, signals: Sequence[str] = DEFAULT_SIGNALS, *, inbox: SignalInbox | None = None
     ) -> None:
         self.signals = check_signals(signals)
         self._state = state
         self._inbox = SignalInbox(self.signals) if inbox is None else inbox
-        self._is_own = inbox is None
+        self._own_inbox = self._inbox if inbox is None else nullcontext()
         self._consensus: StopConsensus | None = None
         self._rounds: FederatedScaling | None = None
         self._save: Callable[[], None] | None = None
@@ -437,14 +421,15 @@ class Preemption:
             return self
         topology, rank = self._state.topology, self._state.rank or 0
         self._cell, self._cells = topology.cell_of(rank), topology.cells
-        if self._is_own:
-            self._inbox.__enter__()
+        self._own_inbox.__enter__()
         try:
             with run_on_all_ranks("connections of a preemption"):
-                store = _open_store(topology.world_size)
+                connection = _clone_store()
+                # All ranks count before one of them does so again.
+                number = int(connection.add("xffl_preemption", 1) - 1) // topology.world_size
+                store = PrefixStore(f"xffl_preemption_{number}", connection)
         except BaseException:
-            if self._is_own:
-                self._inbox.__exit__()
+            self._own_inbox.__exit__(None, None, None)
             raise
         self._consensus = StopConsensus(self._inbox, store, rank, topology.world_size, self._cell)
         return self
@@ -472,8 +457,7 @@ class Preemption:
             consensus.close(has_failed=not is_orderly)
             if not is_orderly:
                 self._inbox.give_up(())  # nobody waits for signals any more
-            if self._is_own:
-                self._inbox.__exit__()
+            self._own_inbox.__exit__(None, None, None)
         if missed is not None:
             raise missed
         if kind is None and self._reached is not None:
@@ -570,11 +554,9 @@ class PreemptionMixin(StateMixin, ValidationMixin):
         anything left to show. Without rounds cells end on their own, and nothing is waited for.
         """
         scope, values = self.last_validation or ("cell", {})
-        of_ranks = [(scope, values if self.run_directory.is_cell_writer else {}, self._bytes_across)]
+        told = scope, values if self.run_directory.is_cell_writer else {}, self._bytes_across
         has_rounds = self.find_rounds() is not None
-        if has_rounds and dist.is_initialized():
-            of_ranks *= dist.get_world_size()
-            dist.all_gather_object(of_ranks, of_ranks[0])
+        of_ranks = gather_objects(told) if has_rounds else [told]
         if self.state.rank != 0:
             return
         experiment = self.config.experiment

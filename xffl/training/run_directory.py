@@ -28,7 +28,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, is_dataclass
 from datetime import datetime, timezone
 from importlib import metadata
@@ -42,13 +42,13 @@ from xffl import __version__
 from xffl.checkpoint.manager import check_checkpoints
 from xffl.cluster.hardware import describe_host
 from xffl.costs import EXCHANGE_FORMAT
-from xffl.distributed.consistency import gather_runtimes, holders_text, run_on_all_ranks
+from xffl.distributed.consistency import gather_objects, gather_runtimes, holders_text, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError, XfflError
 from xffl.training.config.settings import load_text, to_plain, write_yaml
 from xffl.training.loggers import cut_lines
 
-__all__ = ["RankLog", "RunDirectory", "RunLock", "flattened", "on_all_ranks", "plain_config"]
+__all__ = ["RunDirectory", "flattened", "on_all_ranks", "plain_config", "rank_log", "run_lock"]
 
 LOG = logging.getLogger(__name__)
 
@@ -83,8 +83,9 @@ class RunDirectory:
         self.cell = self._topology.cell_of(self.rank)
         self.is_cell_writer = self.rank == self._topology.offsets[self.cell]
         """Whether this is its cell's first rank, which writes the cell's records"""
-        self.log = RankLog(path / "logs" / f"rank_{self.rank}.log")
-        self._lock = RunLock(path)
+        self.log = path / "logs" / f"rank_{self.rank}.log"
+        self._held = ExitStack()
+        """The lock, and the log"""
         self._about: tuple[dict[str, Any], Mapping[str, str], dict[str, Any]] = ({}, {}, {})
         """Configuration, origins, hosts and runtimes"""
 
@@ -119,7 +120,7 @@ class RunDirectory:
                     if folder.path.exists() and not folder.path.is_dir():
                         raise ConfigError(f"experiment.output_dir {folder.path} is not a folder; give another one")
                     folder.path.mkdir(parents=True, exist_ok=True)
-                    folder._lock.take()
+                    folder._held.enter_context(run_lock(folder.path))
                     if is_resumed or may_restart:
                         check_checkpoints(folder.path)
                     folder._check_free(write_yaml(plain), is_resumed, may_restart)
@@ -129,14 +130,13 @@ class RunDirectory:
                 dist.broadcast_object_list(token, src=0)
             with on_all_ranks("sight of the run's folder"):
                 folder._check_visible(token[0])
-            place = {"hosts": _describe_hosts(state), "runtimes": _describe_runtimes(state)}
-            folder._about = (plain, origins or {}, place)
+            folder._about = (plain, origins or {}, _describe_place(state))
             with on_all_ranks("run folder"):
                 if folder.rank == 0:
                     if not is_resumed:
                         folder._write_about(None)
                     folder._token.unlink()
-                folder.log.open()
+                folder._held.enter_context(rank_log(folder.log))
         except XfflError:
             folder.close()
             raise
@@ -144,8 +144,7 @@ class RunDirectory:
 
     def close(self) -> None:
         """End this rank's log, and let other jobs use the folder; local."""
-        self.log.close()
-        self._lock.release()
+        self._held.close()
 
     def confirm(self) -> None:
         """Say what a run is asked for that has gone on from its checkpoint, and tell what has changed.
@@ -260,21 +259,16 @@ class RunDirectory:
         _write_json(self.path / "origins.json", defaults | dict(origins))
         _write_json(self.path / "environment.json", _describe_environment(place, before))
         topology = self._topology
-        shape = None if topology.cell_shape is None else dict(topology.cell_shape)
-        elastic: dict[str, Any] = {}
+        told = {
+            "world_size": topology.world_size,
+            "cells": list(topology.sizes),
+            "replica_size": topology.replica_size,
+            "cell_shape": None if topology.cell_shape is None else dict(topology.cell_shape),
+            "federated": self._is_federated,
+        }
         if self._elastic_cell is not None:
-            elastic["elastic"] = {"cell": self._elastic_cell[0], "cells": list(self._elastic_cell[1])}
-        _write_json(
-            self.path / "topology.json",
-            {
-                "world_size": topology.world_size,
-                "cells": list(topology.sizes),
-                "replica_size": topology.replica_size,
-                "cell_shape": shape,
-                "federated": self._is_federated,
-                **elastic,
-            },
-        )
+            told["elastic"] = {"cell": self._elastic_cell[0], "cells": list(self._elastic_cell[1])}
+        _write_json(self.path / "topology.json", told)
 
 
 def plain_config(config: Any) -> dict[str, Any]:
@@ -369,68 +363,47 @@ def _describe_environment(place: Mapping[str, Any], before: Mapping[str, Any] | 
     return environment
 
 
-def _describe_hosts(state: DistributedState) -> list[dict[str, Any]]:
-    """Describe each node once; collective over the world."""
-    mine = None if state.node_local_rank else (state.node_rank, describe_host())
-    of_ranks: list[tuple[int | None, dict[str, Any]] | None] = [mine]
-    if dist.is_initialized():
-        of_ranks *= dist.get_world_size()
-        dist.all_gather_object(of_ranks, mine)
-    return list({(node, host["host"]): host for node, host in filter(None, of_ranks)}.values())
-
-
-def _describe_runtimes(state: DistributedState) -> list[dict[str, Any]]:
-    """Describe what the cells run, once for all that run the same; collective over the world."""
+def _describe_place(state: DistributedState) -> dict[str, Any]:
+    """Describe each node once, and what the cells run, once for all that run the same; collective over the world."""
+    of_ranks = gather_objects(None if state.node_local_rank else (state.node_rank, describe_host()))
+    hosts = {(node, host["host"]): host for node, host in filter(None, of_ranks)}
     first = 0 if state.lone_cell is None else state.lone_cell[0]  # this job's cell, where it is one of several
-    return [
+    runtimes = [
         {"cells": holders_text(ranks, state.topology.sizes, first), **asdict(runtime)}
         for runtime, ranks in gather_runtimes(state).items()
     ]
+    return {"hosts": list(hosts.values()), "runtimes": runtimes}
 
 
 # Who writes -----------------------------------------------------------------------------------------------------------
 
 
-class RunLock:
-    """The lock on a run's folder that the process of rank 0 holds while the run lasts; local.
+@contextmanager
+def run_lock(folder: Path) -> Iterator[None]:
+    """Hold the lock on a run's folder, or raise where another process still holds it after some seconds; local.
 
     A record lock: hosts that share the file system see it, processes that make batches do not inherit it, and it goes
     with its process. Where a file system has no locks, nothing is locked.
     """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._file: TextIO | None = None
-
-    def take(self) -> None:
-        """Take the lock, or raise where another process still holds it after some seconds."""
-        file = (self._folder / ".lock").open("a+", encoding="utf-8")
+    with (folder / ".lock").open("a+", encoding="utf-8") as file:
         try:
             _lock(file, time.monotonic() + LOCK_WAIT_S)
         except OSError as error:
-            with file:
-                file.seek(0)
-                holder = file.read().strip() or "another job"
             if error.errno in HELD:
+                file.seek(0)
                 raise ConfigError(
-                    f"experiment.output_dir {self._folder} is in use by {holder}; wait until that has ended, or give "
-                    "another experiment.output_dir"
+                    f"experiment.output_dir {folder} is in use by {file.read().strip() or 'another job'}; wait until "
+                    "that has ended, or give another experiment.output_dir"
                 ) from error
             if error.errno not in UNKNOWN:
                 raise
-            LOG.info("%s has no locks: nothing keeps another job out", self._folder)
-            return
-        file.truncate(0)
-        job = f", SLURM job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
-        file.write(f"process {os.getpid()} on {socket.gethostname()}{job}\n")
-        file.flush()
-        self._file = file
-
-    def release(self) -> None:
-        """Give it back."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+            LOG.info("%s has no locks: nothing keeps another job out", folder)
+        else:
+            file.truncate(0)
+            job = f", SLURM job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
+            file.write(f"process {os.getpid()} on {socket.gethostname()}{job}\n")
+            file.flush()
+        yield
 
 
 def _lock(file: TextIO, deadline: float) -> None:
@@ -445,49 +418,20 @@ def _lock(file: TextIO, deadline: float) -> None:
         time.sleep(LOCK_POLL_S)
 
 
-class RankLog:
-    """The file that takes what the logger ``xffl`` is told from level INFO on, and all warnings; local.
+@contextmanager
+def rank_log(path: Path) -> Iterator[None]:
+    """Write into a file what the logger ``xffl`` is told from level INFO on, and all warnings; local.
 
     Warnings and errors still appear where they appeared before. What the file holds already stays.
     """
+    logger, kept = logging.getLogger("xffl"), logging.FileHandler(path, encoding="utf-8")
+    kept.setFormatter(logging.Formatter(LOG_FORMAT))
+    handlers: list[logging.Handler] = [kept]
+    if not logger.hasHandlers() and logging.lastResort is not None:
+        handlers.append(logging.lastResort)  # which a handler of its own would silence
+    level, show = logger.level, warnings.showwarning
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._handlers: list[logging.Handler] = []
-        self._level = logging.NOTSET
-        self._show = warnings.showwarning
-
-    def open(self) -> None:
-        """Begin to write."""
-        logger = logging.getLogger("xffl")
-        file = logging.FileHandler(self.path, encoding="utf-8")
-        file.setFormatter(logging.Formatter(LOG_FORMAT))
-        self._handlers = [file]
-        if not logger.hasHandlers() and logging.lastResort is not None:
-            self._handlers.append(logging.lastResort)  # which a handler of its own would silence
-        self._level = logger.level
-        if not logger.isEnabledFor(logging.INFO):
-            logger.setLevel(logging.INFO)
-        for handler in self._handlers:
-            logger.addHandler(handler)
-        self._show = warnings.showwarning
-        warnings.showwarning = self._show_and_keep
-
-    def close(self) -> None:
-        """End writing, and leave logging as it was."""
-        if not self._handlers:
-            return
-        logger = logging.getLogger("xffl")
-        for handler in self._handlers:
-            logger.removeHandler(handler)
-        logger.setLevel(self._level)
-        self._handlers[0].close()
-        self._handlers = []
-        if warnings.showwarning == self._show_and_keep:
-            warnings.showwarning = self._show
-
-    def _show_and_keep(
-        self,
+    def show_and_keep(
         message: Warning | str,
         category: type[Warning],
         filename: str,
@@ -495,7 +439,22 @@ class RankLog:
         file: TextIO | None = None,
         line: str | None = None,
     ) -> None:
-        self._show(message, category, filename, lineno, file, line)
-        if self._handlers and file is None:
+        show(message, category, filename, lineno, file, line)
+        if handlers and file is None:
             text = f"{filename}:{lineno}: {category.__name__}: {message}"
-            self._handlers[0].handle(logging.LogRecord("warnings", logging.WARNING, filename, lineno, text, None, None))
+            kept.handle(logging.LogRecord("warnings", logging.WARNING, filename, lineno, text, None, None))
+
+    if not logger.isEnabledFor(logging.INFO):
+        logger.setLevel(logging.INFO)
+    for handler in handlers:
+        logger.addHandler(handler)
+    warnings.showwarning = show_and_keep
+    try:
+        yield
+    finally:
+        while handlers:
+            logger.removeHandler(handlers.pop())
+        logger.setLevel(level)
+        kept.close()
+        if warnings.showwarning is show_and_keep:
+            warnings.showwarning = show

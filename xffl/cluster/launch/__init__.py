@@ -16,4 +16,4 @@ if TYPE_CHECKING:
 
 __all__ = ["launch_distributed"]
 
-__getattr__, __dir__ = lazy_names(__name__, {"launch_distributed": "xffl.cluster.launch.launch"})
+__getattr__, __dir__ = lazy_names(__name__)

@@ -199,7 +199,7 @@ class CallbackCollection:
                 for name in (first, second)
                 if getattr(type(callback), name) is not getattr(Callback, name)
             ]
-            call = partial(_call_all if first == "exception" else _call, listeners)
+            call = partial(_call, listeners, suppresses=first == "exception")
             setattr(self, first, call)
             setattr(self, second, call)
 
@@ -232,14 +232,11 @@ class CallbackCollection:
                 )
 
 
-def _call(listeners: list[Callable[..., None]], *arguments: Any) -> None:
-    for listener in listeners:
-        listener(*arguments)
-
-
-def _call_all(listeners: list[Callable[..., None]], *arguments: Any) -> None:
+def _call(listeners: list[Callable[..., None]], *arguments: Any, suppresses: bool) -> None:
     for listener in listeners:
         try:
             listener(*arguments)
         except Exception:
+            if not suppresses:
+                raise
             LOG.exception("a callback failed while it handled the failure of the run")

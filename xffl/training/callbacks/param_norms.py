@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from xffl.aggregation.contributions import enclosing_calls, unwrap
 from xffl.aggregation.engine.tensors import tensors_of
 from xffl.checks import integer
-from xffl.distributed.sharding import local_tensor, reshard, sharded_parameters, spread_as
+from xffl.distributed.consistency import gather_objects
+from xffl.distributed.sharding import local_tensor, reshard, sharded_parameters, spread_as, total_norm
 from xffl.errors import ConfigError
 from xffl.training.callbacks.base import Callback
 
@@ -47,13 +46,6 @@ __all__ = [
 
 
 # A model's parameters as the ranks of a cell hold them ----------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Gradient:
-    """A tensor where :meth:`DistributedWorld.get_total_norm` looks for a parameter's gradient."""
-
-    grad: torch.Tensor
 
 
 def trained_parameters(models: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
@@ -94,7 +86,7 @@ def spread_like(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 def norm_of(world: DistributedWorld, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the L2 norm of this rank's tensors, which are sharded like parameters; collective over the cell."""
-    return world.get_total_norm(cast("list[torch.Tensor]", [_Gradient(tensor) for tensor in tensors]))
+    return total_norm(tensors, 2.0, world.dims, world.get_group("cell"), world.device)
 
 
 class _StepCallback(Callback):
@@ -150,10 +142,8 @@ class GradientNormCallback(_StepCallback):
             if self.depth:
                 inner = ".".join(path[: self.depth] if len(path) > self.depth else path[:-1] or path)
                 parts[model].setdefault(f"{whole}/{inner}", []).append(parameter)
-        group = trainer.world.get_group("cell")
-        of_ranks: list[dict[str, list[str]]] = [{} for _ in range(group.size())]
         mine = {model: list(named) for model, named in parts.items()}
-        dist.all_gather_object(of_ranks, mine, group=group)  # stages of a pipeline have different ones
+        of_ranks = gather_objects(mine, trainer.world.get_group("cell"))  # stages of a pipeline have different ones
         self._parts = {
             model: {
                 name: named.get(name, []) for name in dict.fromkeys(name for one in of_ranks for name in one[model])

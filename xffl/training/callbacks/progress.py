@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from xffl.aggregation.report import ElasticRoundReport
 from xffl.checks import number
 from xffl.training.callbacks.base import Callback
-from xffl.training.callbacks.monitors import count_tokens
+from xffl.training.callbacks.monitors import TrainingClock, count_tokens
 from xffl.training.metrics import find_loss
 
 if TYPE_CHECKING:
@@ -74,12 +74,13 @@ class _Run:
     """Of the whole run"""
     start: tuple[float, int]
     """Time, and step"""
+    clock: TrainingClock
+    """Runs while the run trains: rates are those of training"""
     seen: deque[tuple[float, int, int]]
-    """Times in seconds, with samples and tokens"""
+    """Times of the clock in seconds, with samples and tokens"""
     interval_s: float
     next_s: float
     display: _LiveDisplay | None = None
-    paused_at: float | None = None
     batches: int | None = None
     """Of a validation"""
     loss: torch.Tensor | None = None
@@ -131,13 +132,14 @@ class ProgressCallback(Callback):
         topology, rank = trainer.state.topology, trainer.world.rank
         if rank not in topology.offsets[:-1]:
             return
-        now, console = self._now(), self.make_console()
+        now, console, clock = self._now(), self.make_console(), TrainingClock(self._now)
         run = self._run = _Run(
             name=f"cell {topology.cell_of(rank)}" if topology.cells > 1 else name_of(trainer),
             console=console,
             steps=_steps_of(trainer),
             start=(now, trainer.global_step),
-            seen=deque([(now, trainer.samples, 0)]),
+            clock=clock,
+            seen=deque([(clock.read(), trainer.samples, 0)]),
             interval_s=self.every_s,
             next_s=now + self.every_s,
         )
@@ -210,20 +212,15 @@ class ProgressCallback(Callback):
 
     def _pause(self, trainer: BaseTrainer, doing: str) -> None:
         if self._run is not None:
-            self._run.paused_at = self._now()
+            self._run.clock.stop()
             self._run.doing = doing
             self._show(trainer)
 
     def _resume(self, *_: Any, **__: Any) -> None:
         """Go on with training."""
-        run = self._run
-        if run is None:
-            return
-        run.doing = run.ending
-        if run.paused_at is not None:  # rates are those of training
-            pause = self._now() - run.paused_at
-            run.paused_at = None
-            run.seen = deque((then + pause, samples, tokens) for then, samples, tokens in run.seen)
+        if self._run is not None:
+            self._run.clock.resume()
+            self._run.doing = self._run.ending
 
     post_validation = post_save_checkpoint = _resume
 
@@ -252,7 +249,7 @@ class ProgressCallback(Callback):
         facts = [] if run.doing is None else [run.doing]
         if (loss := _number(run.loss)) is not None:
             facts.append(f"loss {loss:.4g}")
-        facts += _rate(run, self._now(), trainer)
+        facts += _rate(run, trainer)
         federation: Any = getattr(trainer.config, "federation", None)
         if federation is not None and federation.has_rounds:
             following = ""
@@ -311,10 +308,10 @@ def _print(console: Console, line: str) -> None:
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _rate(run: _Run, now: float, trainer: BaseTrainer) -> list[str]:
+def _rate(run: _Run, trainer: BaseTrainer) -> list[str]:
     """Return tokens or samples per second of the cell, since some seconds ago; nothing where none were trained on."""
-    if run.paused_at is None and run.ending is None:
-        run.seen.append((now, trainer.samples, run.tokens))
+    if run.doing is None:
+        run.seen.append((run.clock.read(), trainer.samples, run.tokens))
     while len(run.seen) > 2 and run.seen[1][0] < run.seen[-1][0] - RATE_WINDOW_S:
         run.seen.popleft()
     (first, samples, tokens), (last, samples_now, tokens_now) = run.seen[0], run.seen[-1]

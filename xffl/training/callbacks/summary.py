@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -96,7 +96,8 @@ class ModelSummaryCallback(Callback):
         tables = []
         for name, model in trainer.named_models().items():
             rows = summarize(model, self.depth)
-            totals = torch.tensor(_totals(rows), device=trainer.device)
+            each = [(row.parameters, row.trained, row.held, row.held_bytes) for row in rows]
+            totals = torch.tensor(each, dtype=torch.int64, device=trainer.device).reshape(-1, 4).sum(0)
             world = trainer.world
             if world.pp_enabled:
                 totals = world.all_reduce(totals, "sum", "pp")
@@ -141,11 +142,6 @@ def _cells(row: SummaryRow) -> Iterator[str]:
     yield ", ".join(sorted(row.dtypes))
     yield ", ".join(sorted(row.spread))
     yield decimal(row.held_bytes)
-
-
-def _totals(rows: Iterable[SummaryRow]) -> list[int]:
-    each = [(row.parameters, row.trained, row.held, row.held_bytes) for row in rows]
-    return [sum(column) for column in zip(*each, strict=True)] if each else [0, 0, 0, 0]
 
 
 def _spread(tensor: torch.Tensor) -> str:

@@ -54,7 +54,6 @@ __all__ = [
     "ask_for_cells",
     "choose_federation",
     "config_class",
-    "fit",
     "hand_over",
     "help_text",
     "job_trainer",
@@ -73,23 +72,7 @@ _LONGEST = 120_000
 """Linux allows a variable of 128 KiB."""
 
 
-@dataclass(frozen=True)
-class Resolved(Generic[T]):
-    """A configuration, and where its values came from."""
-
-    config: T
-    origins: dict[str, str]
-    """The origin of each value by its dotted key: ``default``, ``file NAME``, ``environment NAME``, ``command line``.
-    """
-    launch: LaunchConfig = field(default_factory=LaunchConfig)
-    slurm: SlurmConfig = field(default_factory=SlurmConfig)
-    trainer: str | None = None
-    """The dotted path of the trainer's class, where one was given."""
-    given: dict[str, Any] = field(default_factory=dict)
-    """What the sources say, as YAML holds it."""
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Job:
     """What a configuration says beside the keys of its class.
 
@@ -101,6 +84,18 @@ class _Job:
     trainer: str | None = None
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+
+
+@dataclass(frozen=True)
+class Resolved(_Job, Generic[T]):
+    """A configuration, where its values came from, and what is said beside it."""
+
+    config: T
+    origins: dict[str, str]
+    """The origin of each value by its dotted key: ``default``, ``file NAME``, ``environment NAME``, ``command line``.
+    """
+    given: dict[str, Any] = field(default_factory=dict)
+    """What the sources say, as YAML holds it."""
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
@@ -186,11 +181,10 @@ def _settings_of(kind: type) -> Settings:
 def _resolve(kind: type[T], settings: Settings) -> Resolved[T]:
     config: T = settings.build(kind, (), settings.tree)
     job = settings.build(_Job, (), settings.tree)
+    origins = settings.origins(config)
     # What is left out of trainer and slurm says nothing to xffl exec.
-    asked = {
-        key: origin for key, origin in settings.origins(job).items() if origin != DEFAULT or key.startswith("launch.")
-    }
-    return Resolved(config, settings.origins(config) | asked, job.launch, job.slurm, job.trainer, settings.tree)
+    origins |= {key: one for key, one in settings.origins(job).items() if one != DEFAULT or key.startswith("launch.")}
+    return Resolved(config, origins, settings.tree, **vars(job))
 
 
 def read_job(
@@ -207,8 +201,8 @@ def job_trainer(file: str, words: Sequence[str] = (), environ: Mapping[str, str]
     From now on modules are looked for in the file's folder before all other places.
     """
     told = read_words(words)
-    files = {f"file {one}": load_file(one)[0] for one in (file, *told.files)}
-    given = [(data["trainer"], origin) for origin, data in files.items() if "trainer" in data]
+    files = ((f"file {one}", load_file(one)[0]) for one in (file, *told.files))
+    given = [(data["trainer"], origin) for origin, data in files if "trainer" in data]
     if (variable := requested_settings(environ).get("XFFL_TRAINER")) is not None:
         given.append((variable, "environment XFFL_TRAINER"))
     given += [(text, COMMAND_LINE) for key, text, _ in told.settings if key == "trainer"]
@@ -393,7 +387,7 @@ def main(trainer: type, argv: Sequence[str] | None = None) -> Any:
     except XfflError as error:
         print(f"xffl: {type(error).__name__}: {error}", file=sys.stderr)
         raise SystemExit(ExitCode.REFUSED) from error
-    return fit(trainer, resolved.config, resolved.origins)
+    return trainer(resolved.config, origins=resolved.origins).fit()
 
 
 def choose_federation(
@@ -455,8 +449,3 @@ def ask_for_cells(resolved: Resolved[Any], *, federated: Federation | None = Non
             f"start {launch.processes}, or give --launch.processes {found.world_size}"
         )
     request_federation(*choose_federation(resolved, found.world_size, federated=federated, hsdp=hsdp))
-
-
-def fit(trainer: type, config: object, origins: Mapping[str, str]) -> Any:
-    """Make a trainer and train. Every rank calls it."""
-    return trainer(config, origins=origins).fit()

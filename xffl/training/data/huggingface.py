@@ -19,14 +19,7 @@ from xffl.training.data.tokens import TokenDataset, Tokens, find_tokenizer, voca
 
 __all__ = ["encoded_column", "open_dataset", "token_dataset"]
 
-READERS = {
-    ".txt": "text",
-    ".json": "json",
-    ".jsonl": "json",
-    ".csv": "csv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-}
+READERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 """The library's reader of each kind of file."""
 TOGETHER = 1000
 """Texts that are encoded at once."""
@@ -95,12 +88,7 @@ def encoded_column(dataset: Any, tokenizer: Any, *, column: str = "text") -> Ite
 
 
 def token_dataset(
-    dataset: Any,
-    tokenizer: Any,
-    *,
-    column: str = "text",
-    path: str | os.PathLike[str] | None = None,
-    **options: Any,
+    dataset: Any, tokenizer: Any, *, column: str = "text", path: str | os.PathLike[str] | None = None, **options: Any
 ) -> TokenDataset:
     r"""Encode a column, put the texts one behind the other, and cut blocks of equal length; local.
 

@@ -15,17 +15,7 @@ import numpy.typing as npt
 
 from xffl.checks import integer
 
-__all__ = [
-    "AUGMENTING",
-    "ORDER",
-    "PROPORTIONS",
-    "REPAIR",
-    "SHUFFLING",
-    "Draws",
-    "Floats",
-    "Indices",
-    "portions",
-]
+__all__ = ["AUGMENTING", "ORDER", "PROPORTIONS", "REPAIR", "SHUFFLING", "Draws", "Floats", "Indices", "portions"]
 
 Floats = npt.NDArray[np.float64]
 """An array of real numbers."""

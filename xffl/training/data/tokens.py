@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -129,16 +130,12 @@ class CharacterTokenizer:
         return "".join(self.characters[int(value)] for value in ids)
 
 
-class _Function:
-    """A function as a tokenizer."""
-
-    def __init__(self, encode: Callable[[str], Any], vocabulary_size: int | None = None) -> None:
-        self._encode, self.vocabulary_size = encode, vocabulary_size
-
-    def encode(self, text: str) -> Any:
-        found = self._encode(text)
-        # Objects of the tokenizers library hold their numbers so.
-        return getattr(found, "ids", found)
+def _of_function(encode: Callable[[str], Any], vocabulary_size: int | None = None) -> Tokenizer:
+    """Return a function as a tokenizer."""
+    # Objects of the tokenizers library hold their numbers as ids.
+    return SimpleNamespace(
+        encode=lambda text: getattr(found := encode(text), "ids", found), vocabulary_size=vocabulary_size
+    )
 
 
 def find_tokenizer(tokenizer: Any, texts: Sequence[str] | None = None) -> Tokenizer:
@@ -149,11 +146,11 @@ def find_tokenizer(tokenizer: Any, texts: Sequence[str] | None = None) -> Tokeni
         return CharacterTokenizer.from_text(texts)
     if hasattr(tokenizer, "convert_tokens_to_ids"):
         # Without the tokens that it puts around a text.
-        return _Function(partial(tokenizer.encode, add_special_tokens=False), len(tokenizer))
+        return _of_function(partial(tokenizer.encode, add_special_tokens=False), len(tokenizer))
     if hasattr(tokenizer, "encode") and not isinstance(tokenizer, str):
-        return _Function(tokenizer.encode, vocabulary_size_of(tokenizer))
+        return _of_function(tokenizer.encode, vocabulary_size_of(tokenizer))
     if callable(tokenizer):
-        return _Function(tokenizer)
+        return _of_function(tokenizer)
     raise ConfigError(
         f'tokenizer must be "bytes", "characters", an object with encode, or a function of a text, got {tokenizer!r}'
     )
@@ -237,8 +234,7 @@ class TokenDataset(Dataset[Any]):
         :return: The dataset; its ``vocabulary_size`` is the tokenizer's, where that says one.
         :raises ConfigError: if there is no such file, or an argument is invalid.
         """
-        several = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-        texts = [_read_text(path) for path in several]
+        texts = [_read_text(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
         found = find_tokenizer(tokenizer, texts)
         end = None if options.get("end") is None else integer("end", options["end"], 0)
         parts = [np.append(ids, end) if end is not None else ids for ids in encoded(texts, found)]
@@ -366,11 +362,7 @@ def open_tokens(path: str | os.PathLike[str], dtype: npt.DTypeLike | None = None
 
 
 def write_tokens(
-    path: str | os.PathLike[str],
-    documents: Iterable[npt.ArrayLike],
-    *,
-    vocabulary_size: int,
-    end: int | None = None,
+    path: str | os.PathLike[str], documents: Iterable[npt.ArrayLike], *, vocabulary_size: int, end: int | None = None
 ) -> int:
     """Write the tokens of documents one after the other into a file; a reader finds the whole of it or nothing.
 

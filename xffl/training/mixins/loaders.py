@@ -132,9 +132,7 @@ class DataLoaderSetupMixin(TrainerMixin):
         :return: The loader.
         """
         data = self.section("data", DataConfig)
-        batch_size = data.validation_batch_size
-        if batch_size is None:
-            batch_size = self.config.training.batch_size
+        batch_size = data.validation_batch_size or self.config.training.batch_size
         options = {"batch_size": batch_size, **self._read_options(data), **options}
         return validation_loader(dataset, self.state.topology, self.world.rank, **options)
 

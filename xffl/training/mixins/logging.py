@@ -7,11 +7,11 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from xffl.aggregation.report import RoundReport
 from xffl.checks import one_of
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.errors import ConfigError, StateError, XfflError
@@ -26,12 +26,9 @@ from xffl.training.loggers import (
     WandBLogger,
     plain_values,
 )
-from xffl.training.metrics import SCOPES, WeightedSums, check_value_name, metric_group, reduce_sums
+from xffl.training.metrics import SCOPES, WeightedSums, check_value_name, reduce_sums
 from xffl.training.mixins.base import StatePart, TrainerMixin
 from xffl.training.run_directory import flattened, on_all_ranks, plain_config
-
-if TYPE_CHECKING:
-    from xffl.aggregation import RoundReport
 
 __all__ = [
     "LoggerConfigMixin",
@@ -320,13 +317,8 @@ class LoggerMixin(TrainerMixin):
     def _over_cell(self, report: RoundReport) -> tuple[int, int, float | None]:
         """Return what a round of all ranks of the cell has sent, and the largest error of a codec."""
         mine = [report.bytes_across, report.bytes_home, -1.0 if report.codec_error is None else report.codec_error]
-        group, ranks = metric_group(self.state, "cell")
-        rows = [torch.tensor(mine, dtype=torch.float64, device=self.device)]
-        if len(ranks) > 1 and dist.is_initialized():
-            (own,) = rows
-            rows = [torch.empty_like(own) for _ in ranks]
-            dist.all_gather(rows, own, group=group)
-        across, home, errors = zip(*torch.stack(rows).tolist(), strict=True)
+        rows = self.world.all_gather(torch.tensor(mine, dtype=torch.float64, device=self.device), "cell")
+        across, home, errors = rows.T.tolist()
         return int(sum(across)), int(sum(home)), None if max(errors) < 0 else max(errors)
 
 

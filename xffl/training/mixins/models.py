@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from xffl.distributed.sharding import sharded_parameters
 from xffl.errors import ConfigError
+from xffl.parallel.spread import is_meta
 from xffl.training.mixins.base import TrainerMixin, names_set_by
 from xffl.training.mixins.loaders import DataConfig, DataLoaderSetupMixin
 
@@ -70,7 +71,16 @@ class ModelSetupMixin(TrainerMixin):
         :param name: The model's attribute.
         :return: Called with each module, whose own tensors are whole.
         """
-        return self._initializer(name) if self._has_init_weights else None
+        if not self._has_init_weights:
+            return None
+
+        def initialize(module: nn.Module) -> None:
+            alone = copy.copy(module)
+            alone._modules = {}
+            with self._standing_in(name, alone):
+                self.init_weights()
+
+        return initialize
 
     def post_setup_models(self) -> None:
         """Change models after they are spread: load weights into them. Does nothing by itself."""
@@ -97,7 +107,8 @@ class ModelSetupMixin(TrainerMixin):
         with torch.device("meta") if is_bare else nullcontext():
             names = names_set_by(self.configure_models, self, nn.Module)
         # A loss function, say, is a module and no model.
-        self._model_names = tuple(name for name in names if any(True for _ in _tensors(getattr(self, name))))
+        made = {name: getattr(self, name) for name in names}
+        self._model_names = tuple(name for name, one in made.items() if [*one.parameters(), *one.buffers()])
         if not self._model_names:
             raise ConfigError(
                 f"{type(self).__name__}.configure_models has set no module with weights; set self.model = ... there"
@@ -111,7 +122,7 @@ class ModelSetupMixin(TrainerMixin):
         whole = self.named_models()
         self.world.set_determinism(self.config.experiment.seed)
         for name, model in whole.items():
-            is_bare = any(tensor.is_meta for tensor in _tensors(model))
+            is_bare = is_meta(model)
             if self._has_init_weights and not is_bare:
                 with self._standing_in(name, model):
                     self.init_weights()
@@ -131,15 +142,6 @@ class ModelSetupMixin(TrainerMixin):
     def _has_init_weights(self) -> bool:
         return type(self).init_weights is not ModelSetupMixin.init_weights
 
-    def _initializer(self, name: str) -> Callable[[nn.Module], object]:
-        def initialize(module: nn.Module) -> None:
-            alone = copy.copy(module)
-            alone._modules = {}
-            with self._standing_in(name, alone):
-                self.init_weights()
-
-        return initialize
-
     @contextmanager
     def _standing_in(self, name: str, module: nn.Module) -> Iterator[None]:
         """Let a model's attribute be another module, and the other models' an empty one, for the length of a block."""
@@ -151,11 +153,6 @@ class ModelSetupMixin(TrainerMixin):
         finally:
             for other, model in kept.items():
                 setattr(self, other, model)
-
-
-def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 class OptimizerAndSchedulerSetupMixin(TrainerMixin):

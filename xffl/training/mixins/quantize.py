@@ -133,7 +133,10 @@ class QuantizeMixin(TrainerMixin):
             how, make = _maker(asked, layers, self.device)
             share(f"{how}: {', '.join(layers)}")
         for layer in dict.fromkeys(layers.values()):
-            _become(layer, make(layer))
+            # It computes as another one, with its own tensors; parents and hooks that hold it hold it still.
+            other = make(layer)
+            vars(layer).update({name: value for name, value in vars(other).items() if name not in vars(layer)})
+            layer.__class__ = type(other)
         self._left_alone = left_alone
 
 
@@ -229,12 +232,6 @@ def _maker(
         float8: Any = importlib.import_module("torchao.float8")
     config = float8.Float8LinearConfig(emulate=emulate, pad_inner_dim=not emulate)
     return "emulated fp8" if emulate else "fp8", partial(float8.convert_to_float8_training, config=config)
-
-
-def _become(layer: nn.Module, other: nn.Module) -> None:
-    """Let a layer compute as another one, with its own tensors; parents and hooks that hold it hold it still."""
-    vars(layer).update({name: value for name, value in vars(other).items() if name not in vars(layer)})
-    layer.__class__ = type(other)
 
 
 def _has_float8(device: torch.device) -> bool:

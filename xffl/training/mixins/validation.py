@@ -13,14 +13,7 @@ import torch
 from torch import nn
 
 from xffl.errors import ConfigError
-from xffl.training.metrics import (
-    WeightedSums,
-    compute_metrics,
-    metric_kinds,
-    prepare_metrics,
-    reduce_sums,
-    uncounted,
-)
+from xffl.training.metrics import WeightedSums, compute_metrics, metric_kinds, prepare_metrics, reduce_sums, uncounted
 from xffl.training.mixins.base import TrainerMixin, names_set_by
 
 __all__ = ["EvalMetricConfigMixin", "EvalMetricMixin", "MetricsConfig", "ValidationMixin"]

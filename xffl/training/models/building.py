@@ -172,8 +172,13 @@ class ModuleInitializer:
         :param module: A module of the model; its own tensors are whole.
         :raises ConfigError: if it is of another model.
         """
-        if id(module) in self._adapters:
-            _reset_adapter(self._adapters[id(module)], module)
+        if (adapter := self._adapters.get(id(module))) is not None:
+            # It begins as nothing: its first factor random, its second one zero, as in the paper on LoRA.
+            for parameter in module.parameters(recurse=False):
+                if "lora_A" in adapter.split("."):
+                    nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
+                else:
+                    nn.init.zeros_(parameter)
             return
         owner = self._owners.get(id(module))
         if owner is None:
@@ -236,15 +241,6 @@ class _Changes(TorchFunctionMode):
 
 def _own(module: nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-
-
-def _reset_adapter(name: str, module: nn.Module) -> None:
-    """Let an adapter begin as nothing: its first factor random, its second one zero, as in the paper on LoRA."""
-    for parameter in module.parameters(recurse=False):
-        if "lora_A" in name.split("."):
-            nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
-        else:
-            nn.init.zeros_(parameter)
 
 
 # Loss -----------------------------------------------------------------------------------------------------------------

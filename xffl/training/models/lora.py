@@ -22,7 +22,7 @@ from xffl.distributed.sharding import reshard
 from xffl.errors import ConfigError
 from xffl.parallel.spread import is_meta
 from xffl.training.models.tensors import bare_model, is_adapter, package
-from xffl.training.models.weights import ADVICE, NewFolder, whole
+from xffl.training.models.weights import ADVICE, new_folder, whole
 
 __all__ = ["adapter_state", "add_lora", "save_adapters"]
 
@@ -126,13 +126,13 @@ def save_adapters(model: nn.Module, folder: str | os.PathLike[str], state: Distr
 
     def write() -> None:
         tensors = adapter_state(model) if number == 0 else {}
-        if target.partial is not None:
-            package("safetensors.torch").save_file(tensors, target.partial / WRITTEN[0], metadata={"format": "pt"})
+        if target is not None:
+            package("safetensors.torch").save_file(tensors, target / WRITTEN[0], metadata={"format": "pt"})
             config = copy.deepcopy(_adapted(model).peft_config[ADAPTER])
             config.inference_mode = True  # what peft writes: loaded adapters are frozen unless asked otherwise
-            config.save_pretrained(target.partial)
+            config.save_pretrained(target)
 
-    with NewFolder(path, WRITTEN, is_writer=state.rank == 0) as target:
+    with new_folder(path, WRITTEN, is_writer=state.rank == 0) as target:
         run_collectively("writing adapters", write, path, ADVICE)
 
 

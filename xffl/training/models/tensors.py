@@ -17,7 +17,7 @@ from xffl.aggregation.engine.tensors import tensors_of, ties_of
 from xffl.checkpoint.format import this_cell
 from xffl.distributed.consistency import find_unequal_cells, run_on_all_ranks, sum_of_bits
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.sharding import reshard
+from xffl.distributed.sharding import local_tensor, reshard
 from xffl.errors import ConfigError
 from xffl.extras import optional_import
 from xffl.parallel.pipeline import PipelineModel
@@ -32,7 +32,6 @@ __all__ = [
     "file_tensors",
     "is_adapter",
     "local_indices",
-    "local_part",
     "package",
 ]
 
@@ -105,11 +104,6 @@ def adapted_layers(model: nn.Module) -> dict[int, Any]:
     return {id(layer.base_layer): layer for layer in layers}
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's elements of a plain tensor or a DTensor, as a view without gradient."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
 def local_indices(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return, for each dimension, the ascending indices of the elements that this rank holds; nothing moves."""
     if not isinstance(tensor, DTensor):
@@ -168,7 +162,7 @@ def _counts(tensor: torch.Tensor, is_first: bool) -> bool:
 
 def _checksum(tensor: torch.Tensor) -> int:
     """Add up the bits of this rank's elements, each times a factor for its place in the whole tensor."""
-    part, shape, indices = local_part(tensor), tuple(tensor.shape), local_indices(tensor)
+    part, shape, indices = local_tensor(tensor), tuple(tensor.shape), local_indices(tensor)
     if not part.numel():
         return 0
     if part.is_complex():  # as pairs

@@ -12,9 +12,9 @@ import copy
 import json
 import os
 import re
-import shutil
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from xffl.checkpoint.format import check_path, replace_folder, run_collectively, sync_all, temporary_path, this_cell
+from xffl.checkpoint.format import check_path, partial_folder, replace_folder, run_collectively, sync_all, this_cell
 from xffl.checks import shorten
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.sharding import reshard
+from xffl.distributed.sharding import local_tensor, reshard
 from xffl.errors import CheckpointError, ConfigError
 from xffl.training.models.tensors import (
     INDEX,
@@ -43,11 +43,10 @@ from xffl.training.models.tensors import (
     bare_model,
     file_tensors,
     is_adapter,
-    local_part,
     package,
 )
 
-__all__ = ["NewFolder", "load_weights", "read_weights", "save_pretrained", "whole"]
+__all__ = ["load_weights", "new_folder", "read_weights", "save_pretrained", "whole"]
 
 MOVED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Buffers that older files hold and that models calculate today; transformers leaves them aside, too."""
@@ -214,7 +213,7 @@ def _fill(model: nn.Module, reader: _Reader) -> None:
         for other in others:  # of tied tensors
             again = torch.empty_like(tensor)
             reader.read({other: again})
-            if not torch.equal(local_part(again), local_part(tensor)):
+            if not torch.equal(local_tensor(again), local_tensor(tensor)):
                 raise CheckpointError(
                     f"{first!r} and {other!r} are one tied tensor of the model but differ in {reader.folder}; set "
                     "tie_word_embeddings=False in its configuration"
@@ -253,51 +252,42 @@ def save_pretrained(
 
     def write() -> None:
         if number == 0:
-            _write(model, base, files, target.partial)
+            _write(model, base, files, target)
 
-    with NewFolder(path, WRITTEN, is_writer=state.rank == 0) as target:
+    with new_folder(path, WRITTEN, is_writer=state.rank == 0) as target:
         run_collectively("writing the model", write, path, ADVICE)
 
 
-class NewFolder:
-    """A folder that gets its name once all of it is written: by one rank, in steps that all take or fail together.
+@contextmanager
+def new_folder(path: Path, files: Sequence[str], *, is_writer: bool) -> Iterator[Path | None]:
+    """Yield a folder to write into, ``None`` on ranks that do not write; it gets its name once all of it is written.
 
-    A context manager; entering and leaving it is collective over the world. A folder of this name is replaced if it has
-    only files of these patterns.
+    Entering and leaving it is collective over the world: each step takes place or fails on all ranks. A folder of this
+    name is replaced if it has only files of these patterns.
     """
+    with ExitStack() as stack:
 
-    def __init__(self, path: Path, files: Sequence[str], *, is_writer: bool) -> None:
-        self._path, self._files = path, files
-        self.partial = temporary_path(path, "partial") if is_writer else None
-        """Where to write, ``None`` on the ranks that do not"""
-
-    def __enter__(self) -> NewFolder:
-        run_collectively("making a folder", self._begin, self._path, ADVICE)
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if kind is None:
-            run_collectively("naming the folder", self._publish, self._path, ADVICE)
-        elif self.partial is not None:
-            shutil.rmtree(self.partial, ignore_errors=True)
-
-    def _begin(self) -> None:
-        if self.partial is not None:
-            if self._path.exists() and not self._path.is_dir():
-                raise ConfigError(f"{self._path} is a file; give the name of a folder")
-            there = sorted(entry.name for entry in self._path.iterdir()) if self._path.exists() else []
-            if kept := [name for name in there if not any(fnmatch(name, pattern) for pattern in self._files)]:
+        def begin() -> Path | None:
+            if not is_writer:
+                return None
+            if path.exists() and not path.is_dir():
+                raise ConfigError(f"{path} is a file; give the name of a folder")
+            there = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
+            if kept := [name for name in there if not any(fnmatch(name, pattern) for pattern in files)]:
                 raise ConfigError(
-                    f"{self._path} holds {kept[0]!r}, which is not written here and would be lost; give another folder"
+                    f"{path} holds {kept[0]!r}, which is not written here and would be lost; give another folder"
                 )
-            if self.partial.exists():  # of a process that was killed
-                shutil.rmtree(self.partial)
-            self.partial.mkdir(parents=True)
+            return stack.enter_context(partial_folder(path))
 
-    def _publish(self) -> None:
-        if self.partial is not None:
-            sync_all(self.partial)
-            replace_folder(self._path)
+        partial = run_collectively("making a folder", begin, path, ADVICE)
+        yield partial
+
+        def publish() -> None:
+            if partial is not None:
+                sync_all(partial)
+                replace_folder(path)
+
+        run_collectively("naming the folder", publish, path, ADVICE)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
