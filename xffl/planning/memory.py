@@ -16,29 +16,13 @@ from xffl.checks import integer_fields, number, one_of
 from xffl.costs import layers_of_stages
 from xffl.errors import ConfigError
 
-__all__ = [
-    "MEMORY_ASSUMPTIONS",
-    "Amount",
-    "ModelSize",
-    "Share",
-    "TrainingSize",
-    "form_of",
-    "rank_memory",
-    "shards_of",
-    "share_of",
-    "total_bytes",
-]
+__all__ = ["MEMORY_ASSUMPTIONS", "Amount", "ModelSize", "Share", "TrainingSize", "rank_memory", "total_bytes"]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of an element by data type."""
+# Values that an optimizer keeps for each parameter; Adafactor keeps some for each row and column of a matrix.
 OPTIMIZERS = {"sgd": 0.0, "momentum": 1.0, "adamw": 2.0, "adafactor": math.nan}
-"""Values that an optimizer keeps for each parameter; Adafactor keeps some for each row and column of a matrix."""
-
-MASTER_BYTES = 4
-"""DeepSpeed updates a copy of the weights in float32."""
-
-LIVE_PARAMETERS = 1e9
-"""Parameters that DeepSpeed leaves whole with ZeRO 3, by default, at most."""
+MASTER_BYTES = 4  # DeepSpeed updates a copy of the weights in float32
+LIVE_PARAMETERS = 1e9  # parameters that DeepSpeed leaves whole with ZeRO 3, by default, at most
 
 MEMORY_ASSUMPTIONS = (
     "memory is that of the stage with most parameters, without activations, temporary tensors of operators, buffers of "
@@ -134,9 +118,8 @@ class TrainingSize:
     gradient_as_bucket_view: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("dtype", "param_dtype", "reduce_dtype"):
-            if name != "param_dtype" or self.param_dtype is not None:
-                one_of(name, getattr(self, name), DTYPE_BYTES)
+        for name in ("dtype", "reduce_dtype") + ("param_dtype",) * (self.param_dtype is not None):
+            one_of(name, getattr(self, name), DTYPE_BYTES)
         one_of("optimizer", self.optimizer, OPTIMIZERS)
         integer_fields(self, "batch", "sequence", "micro_batches", may_be_none=True)
 
@@ -184,6 +167,7 @@ class Share(NamedTuple):
 def form_of(axes: Mapping[str, int]) -> str:
     """Return how ranks hold the model or their stage, ``plain``, ``ddp`` or ``fsdp``, as :func:`xffl.shard` does."""
     replicas = axes.get("dp_replicate", 1)
+    # DDP knows nothing of parameters that are cut by tensor parallelism; FSDP with shards of one rank does.
     if shards_of(axes) > 1 or (axes.get("tp", 1) > 1 and replicas > 1):
         return "fsdp"
     return "ddp" if replicas > 1 else "plain"
