@@ -41,10 +41,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CommittedOptimizer", "FaultTolerantWorld"]
 
-CONNECT_S = 10.0
-"""How long groups wait for each other to connect, once they have agreed on who lives."""
-PLACES = 10_000
-"""Numbers that a replica group may have; the last stands for a group without one."""
+CONNECT_S = 10.0  # how long groups wait for each other to connect, once they have agreed on who lives
+PLACES = 10_000  # numbers that a replica group may have; the last stands for a group without one
 NOWHERE = PLACES - 1
 OVER_GROUPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG}
 

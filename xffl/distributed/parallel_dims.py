@@ -117,22 +117,16 @@ def make_cell_meshes(
     if min(topology.sizes) == max(topology.sizes):
         here = rank - first
         groups["federated"] = create(tuple(offset + here for offset in topology.offsets[:-1]), "xffl_all_cells")
-    cell_ranks = topology.federation(topology.cell_of(rank))
     # Parts of a mesh are meshes, too, and torch's caches may hold one of the same ranks of an earlier world.
     suffix = fresh_suffix("DistributedWorld", device_type)
-    world_mesh = DeviceMesh.from_group(
-        [groups[axis] for axis in AXES],
-        device_type,
-        mesh=torch.tensor(cell_ranks, device="cpu").view([dims.sizes[axis] for axis in AXES]),
-        mesh_dim_names=tuple(f"{axis}{suffix}" for axis in AXES),
-    )
-    stage = dims.peers(("dp_replicate", "cp", "dp_shard", "tp"), first)
-    model_mesh = DeviceMesh.from_group(
-        [groups[axis] for axis in MODEL_AXES],
-        device_type,
-        mesh=torch.tensor(stage, device="cpu").view([dims.size(axis) for axis in MODEL_AXES]),
-        mesh_dim_names=tuple(f"{axis}{suffix}" for axis in MODEL_AXES),
-    )
+
+    def mesh_of(axes: Sequence[str], ranks: tuple[int, ...]) -> DeviceMesh:
+        table = torch.tensor(ranks, device="cpu").view([dims.size(axis) for axis in axes])
+        names = tuple(f"{axis}{suffix}" for axis in axes)
+        return DeviceMesh.from_group([groups[axis] for axis in axes], device_type, mesh=table, mesh_dim_names=names)
+
+    world_mesh = mesh_of(AXES, topology.federation(topology.cell_of(rank)))
+    model_mesh = mesh_of(MODEL_AXES, dims.peers(("dp_replicate", "cp", "dp_shard", "tp"), first))
     # FSDP's and tensor parallelism's axes are taken from the model's mesh, which counts last.
     by_name: dict[str, DeviceMesh] = {}
     for axes, parent in ((AXES, world_mesh), (MODEL_AXES, model_mesh)):

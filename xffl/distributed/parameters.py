@@ -10,32 +10,20 @@ from typing import Any, Literal
 from xffl.checks import integer, integer_fields, number, one_of
 from xffl.errors import ConfigError
 
-__all__ = [
-    "AUTO",
-    "AXES",
-    "CommParameters",
-    "DeviceParameters",
-    "ElasticParameters",
-    "FaultToleranceParameters",
-    "MeshSizes",
-]
+__all__ = ["CommParameters", "DeviceParameters", "ElasticParameters", "FaultToleranceParameters", "MeshSizes"]
 
-AUTO: Literal["auto"] = "auto"
-"""As a size: what the others leave of the cell's ranks."""
+AUTO: Literal["auto"] = "auto"  # as a size: what the others leave of the cell's ranks
 
+# The axes of the mesh inside a cell, outermost first: pipeline stages, parts of a sequence, replicas, FSDP's shards,
+# parts of a layer.
 AXES = ("pp", "cp", "dp_replicate", "dp_shard", "tp")
-"""The axes of the mesh inside a cell, outermost first: pipeline stages, parts of a sequence, replicas, FSDP's shards,
-parts of a layer."""
-
+# Axes that count as one: ranks with data of their own; those that FSDP cuts a copy over; those whose losses differ.
 JOINED = {
     "dp": ("dp_replicate", "dp_shard"),
     "dp_shard_cp": ("cp", "dp_shard"),
     "dp_cp": ("cp", "dp_replicate", "dp_shard"),
 }
-"""Axes that count as one: ranks with data of their own; those that FSDP cuts a copy over; those whose losses differ."""
-
 AXES_OF: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in AXES} | JOINED
-"""Axes of a cell that a name stands for."""
 
 Size = int | Literal["auto"]
 

@@ -44,18 +44,12 @@ __all__ = ["ShardTransport", "digest", "give", "local", "take"]
 
 NONCE_BYTES = 32
 PROOF_BYTES = 32
-LONGEST_TEXT = 1 << 30
-"""Bytes of the text that says what follows; a longer one is refused."""
-START_S = 5.0
-"""How long a group waits for another one that it is to give its state to. One that was lost meanwhile never comes."""
-TRANSFER_S = 60.0
-"""How long a connection that has proven itself may stand still."""
-MOST_LINKS = 64
-"""Connections at a time; more are closed."""
-WHOLE = b"\1"
-"""Sent when all was sent before anybody stepped on, and when all has arrived."""
-SHAKE_S = 10.0
-"""How long a connection may take to prove that it knows the token."""
+LONGEST_TEXT = 1 << 30  # bytes of the text that says what follows; a longer one is refused
+START_S = 5.0  # how long a group waits for one that it is to give its state to, and that may be lost meanwhile
+TRANSFER_S = 60.0  # how long a connection that has proven itself may stand still
+MOST_LINKS = 64  # connections at a time; more are closed
+WHOLE = b"\1"  # sent when all was sent before anybody stepped on, and when all has arrived
+SHAKE_S = 10.0  # how long a connection may take to prove that it knows the token
 DTYPES = {
     str(dtype): dtype
     for dtype in vars(torch).values()

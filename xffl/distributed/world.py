@@ -42,6 +42,7 @@ from xffl.topology import Topology
 __all__ = ["DistributedWorld"]
 
 W = TypeVar("W", bound="DistributedWorld")
+Parameters = torch.Tensor | Iterable[torch.Tensor]
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 OPERATIONS = {
@@ -436,10 +437,7 @@ class DistributedWorld:
     # Gradients --------------------------------------------------------------------------------------------------------
 
     def get_total_norm(
-        self,
-        parameters: torch.Tensor | Iterable[torch.Tensor],
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
+        self, parameters: Parameters, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Return the norm of the gradients of the whole model, of all pipeline stages.
 
@@ -461,11 +459,7 @@ class DistributedWorld:
         return norm
 
     def clip_grad_norm(
-        self,
-        parameters: torch.Tensor | Iterable[torch.Tensor],
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
+        self, parameters: Parameters, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Scale the gradients of the whole model down to a norm above 0, and return the norm before.
 

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -24,17 +24,16 @@ from xffl.distributed.parameters import AXES, DeviceParameters
 from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, StateError
 from xffl.extras import optional_import
-from xffl.parallel.spread import SpreadOptions, check_model, is_meta, named_tensors, send_weights
+from xffl.parallel.pipeline import Loss
+from xffl.parallel.spread import Initializer, SpreadOptions, check_model, is_meta, named_tensors, send_weights
 from xffl.parallel.strategy import DistributedStrategy
 from xffl.parallel.zero_view import NO_ENGINE, UNREADY, Masters, find_masters, is_cut, mark
 
 __all__ = ["DeepSpeedStrategy", "EngineOptimizer", "ZeroModel"]
 
-NEED = ("deepspeed", "strategy 'deepspeed' needs DeepSpeed")
-"""The extra, and the message where the package is missing."""
-
+NEED = ("deepspeed", "strategy 'deepspeed' needs DeepSpeed")  # the extra, and the message where it is missing
+# Device parameters that are for other strategies.
 FOREIGN = ("cpu_offload", "compile", "fsdp_forward_prefetch", "activation_checkpointing", "reduce_dtype")
-"""Device parameters that are for other strategies."""
 
 
 class DeepSpeedStrategy(DistributedStrategy):
@@ -134,11 +133,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     # Training ---------------------------------------------------------------------------------------------------------
 
     def wrap_model(
-        self,
-        model: nn.Module,
-        *,
-        loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
-        init_weights: Callable[[nn.Module], object] | None = None,
+        self, model: nn.Module, *, loss: Loss | None = None, init_weights: Initializer | None = None
     ) -> nn.Module:
         """Give all ranks rank 0's weights, to be cut by :meth:`wrap_optimizer`; collective over the world."""
         with run_on_all_ranks("models given to wrap_model") as share:
@@ -314,19 +309,11 @@ class _CellBackend:
     def barrier(self, group: dist.ProcessGroup | None = None, async_op: bool = False, **named: Any) -> Any:
         return self.inner.barrier(group or self._cell, async_op, **named)
 
-    def broadcast(
-        self, tensor: torch.Tensor, src: int, group: dist.ProcessGroup | None = None, async_op: bool = False
-    ) -> Any:
+    def broadcast(self, tensor: Any, src: int, group: Any = None, async_op: bool = False) -> Any:
         source = dist.get_global_rank(self._cell, src) if group is None else src
         return self.inner.broadcast(tensor, source, group or self._cell, async_op)
 
-    def all_reduce(
-        self,
-        tensor: torch.Tensor,
-        op: Any = dist.ReduceOp.SUM,
-        group: dist.ProcessGroup | None = None,
-        async_op: bool = False,
-    ) -> Any:
+    def all_reduce(self, tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
         return self.inner.all_reduce(tensor, op, group or self._cell, async_op)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 from weakref import WeakSet
@@ -18,19 +18,11 @@ from xffl.distributed.sharding import alike, local_tensor, norms_of, sharded_par
 from xffl.errors import ConfigError, StateError
 from xffl.parallel.context_parallel import context_parallel, give_positions, split_sequence
 from xffl.parallel.deepspeed import DeepSpeedStrategy
-from xffl.parallel.pipeline import PipelineModel
-from xffl.parallel.spread import SpreadOptions, spread
+from xffl.parallel.pipeline import Loss, PipelineModel
+from xffl.parallel.spread import Initializer, SpreadOptions, spread
 from xffl.parallel.strategy import DistributedStrategy
 
-__all__ = [
-    "STRATEGIES",
-    "DDPStrategy",
-    "FSDPStrategy",
-    "HSDPStrategy",
-    "NativeStrategy",
-    "SingleGPUStrategy",
-    "SingleStrategy",
-]
+__all__ = ["STRATEGIES", "DDPStrategy", "FSDPStrategy", "HSDPStrategy", "NativeStrategy", "SingleStrategy"]
 
 
 class NativeStrategy(DistributedStrategy):
@@ -64,11 +56,7 @@ class NativeStrategy(DistributedStrategy):
             self._scale = LossScale(group=self.world.get_group("cell"), device=self.device)
 
     def wrap_model(
-        self,
-        model: nn.Module,
-        *,
-        loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
-        init_weights: Callable[[nn.Module], object] | None = None,
+        self, model: nn.Module, *, loss: Loss | None = None, init_weights: Initializer | None = None
     ) -> nn.Module:
         """Spread a model as :func:`xffl.parallel.spread.spread` does; collective over the world."""
         world, device_parameters = self.world, self.device_parameters
@@ -91,13 +79,9 @@ class NativeStrategy(DistributedStrategy):
             give_positions(spread_model, world.get_mesh("cp"), activation_parts=parts)
         if world.pp_enabled:
             assert loss is not None, "checked above"
-            spread_model = PipelineModel(
-                spread_model,
-                world.get_mesh("pp"),
-                loss,
-                micro_batches=device_parameters.pp_micro_batches or world.pp_size,
-                schedule=device_parameters.pp_schedule,
-            )
+            mesh, micro_batches = world.get_mesh("pp"), device_parameters.pp_micro_batches or world.pp_size
+            schedule = device_parameters.pp_schedule
+            spread_model = PipelineModel(spread_model, mesh, loss, micro_batches=micro_batches, schedule=schedule)
         self._losses[spread_model] = loss
         self._wrapped.setdefault(spread_model, WeakSet())
         return spread_model
@@ -224,8 +208,7 @@ STRATEGIES: dict[str, type[DistributedStrategy]] = {
 """The strategies by their names in configurations; users may add theirs."""
 
 
-GROWTH_STEPS = 2000
-"""Steps without an overflow after which the factor doubles, as in torch's ``GradScaler``."""
+GROWTH_STEPS = 2000  # without an overflow, after which the factor doubles, as in torch's GradScaler
 
 
 class LossScale:

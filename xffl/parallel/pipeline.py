@@ -22,6 +22,12 @@ from xffl.errors import ConfigError, StateError
 __all__ = ["PipelineModel", "Skip", "split_model"]
 
 
+Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+Tensors = tuple[torch.Tensor, ...]
+Arguments = dict[str, Any]
+Sizes = list[tuple[list[int], torch.dtype]]
+
+
 class PipelineModel(nn.Module):
     """Run a stage's module as one of a pipeline; its parameters keep their names.
 
@@ -42,13 +48,7 @@ class PipelineModel(nn.Module):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        mesh: DeviceMesh,
-        loss: Callable[[Any, torch.Tensor], torch.Tensor],
-        *,
-        micro_batches: int,
-        schedule: str = "1f1b",
+        self, module: nn.Module, mesh: DeviceMesh, loss: Loss, *, micro_batches: int, schedule: str = "1f1b"
     ) -> None:
         super().__init__()
         if mesh.ndim != 1:
@@ -65,7 +65,7 @@ class PipelineModel(nn.Module):
         self._device = torch.device(mesh.device_type)
         if self._device.type != "cpu":
             self._device = torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
-        self._known: dict[str, list[tuple[torch.Tensor, ...]]] = {}
+        self._known: dict[str, list[Tensors]] = {}
         self._made: tuple[str, Any, Any] | None = None
         self._losses: list[torch.Tensor] = []
         self._scale: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -131,10 +131,10 @@ class PipelineModel(nn.Module):
     def _run(
         self,
         mode: str,
-        inputs: tuple[torch.Tensor, ...],
+        inputs: Tensors,
         target: torch.Tensor | None,
-        named: dict[str, Any],
-        shared: dict[str, Any],
+        named: Arguments,
+        shared: Arguments,
         sync: bool = True,
     ) -> Any:
         """Run the schedule of a mode, made anew where the mode or the sizes are others than at the call before."""
@@ -176,9 +176,7 @@ class PipelineModel(nn.Module):
         stage.clear_runtime_states()
         return result
 
-    def _check_batch(
-        self, mode: str, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None, named: Mapping[str, Any]
-    ) -> None:
+    def _check_batch(self, mode: str, inputs: Tensors, target: torch.Tensor | None, named: Mapping[str, Any]) -> None:
         """Refuse, before anything moves, a batch that cannot be cut into equal parts."""
         sized: dict[str, Any] = {f"input {index}": tensor for index, tensor in enumerate(inputs)}
         if mode != "forward":
@@ -217,7 +215,7 @@ class PipelineModel(nn.Module):
 
     def _probe(
         self, inputs: list[torch.Tensor], target: torch.Tensor | None, arguments: dict[str, Any], key: str
-    ) -> list[tuple[torch.Tensor, ...]]:
+    ) -> list[Tensors]:
         """Return what each stage gets, found by a forward pass of one micro-batch; raise alike what a stage raises."""
         flows = [tuple(inputs)]
         for stage in range(self.stages):
@@ -227,13 +225,18 @@ class PipelineModel(nn.Module):
             sizes, fault = answer[0]
             if fault:
                 raise ConfigError(f"stage {stage} of {self.stages} fails on a batch of {key}: {fault}")
-            flows.append(_empty(sizes))
+            flows.append(
+                tuple(
+                    torch.empty(
+                        shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point or dtype.is_complex
+                    )
+                    for shape, dtype in sizes
+                )
+            )
         flows[0] = tuple(item.detach().to("meta") for item in inputs)  # sizes are kept, not the batch
         return flows
 
-    def _try(
-        self, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None, arguments: dict[str, Any]
-    ) -> tuple[list[tuple[list[int], torch.dtype]], str]:
+    def _try(self, inputs: Tensors, target: torch.Tensor | None, arguments: Arguments) -> tuple[Sizes, str]:
         """Run this stage once, without gradients, dropout or other traces; return its sizes and what failed."""
         module = self.module.module if isinstance(self.module, DistributedDataParallel) else self.module
         modes = {part: part.training for part in module.modules()}
@@ -287,7 +290,7 @@ def _stage_class() -> Any:
     class Stage(PipelineStage):
         shared: dict[str, Any]  # arguments of a call that are not cut
         sync: bool  # whether a call reduces the gradients
-        sizes: list[tuple[list[int], torch.dtype]]  # of what the next stage expects
+        sizes: Sizes  # of what the next stage expects
 
         def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
             """Run the module; what is sent on is contiguous and of the size that the next stage expects."""
@@ -302,7 +305,7 @@ def _stage_class() -> Any:
                 )
             return sent
 
-        def _validate_fwd_outputs(self, outputs: tuple[torch.Tensor, ...]) -> None:
+        def _validate_fwd_outputs(self, outputs: Tensors) -> None:
             """Keep torch 2.11 from comparing the last stage's output, too, which may be a DTensor."""
 
         def backward_maybe_with_nosync(
@@ -330,16 +333,8 @@ def _shape_text(value: Any) -> str:
     return type(value).__name__
 
 
-def _sizes_of(tensors: Sequence[torch.Tensor]) -> list[tuple[list[int], torch.dtype]]:
+def _sizes_of(tensors: Sequence[torch.Tensor]) -> Sizes:
     return [(list(tensor.shape), tensor.dtype) for tensor in tensors]
-
-
-def _empty(sizes: Sequence[tuple[list[int], torch.dtype]]) -> tuple[torch.Tensor, ...]:
-    """Make stand-ins of activations."""
-    return tuple(
-        torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point or dtype.is_complex)
-        for shape, dtype in sizes
-    )
 
 
 Container = nn.ModuleList | nn.ModuleDict | nn.Sequential

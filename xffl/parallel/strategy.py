@@ -28,6 +28,8 @@ from xffl.distributed.parameters import DeviceParameters
 from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, StateError
 from xffl.parallel.config import PRECISIONS, StrategyConfig, read_config
+from xffl.parallel.pipeline import Loss
+from xffl.parallel.spread import Initializer
 
 __all__ = ["DistributedStrategy", "to_device"]
 
@@ -66,30 +68,25 @@ class DistributedStrategy(ABC):
 
     def __init__(self, config: object = None) -> None:
         self.config: StrategyConfig = StrategyConfig() if config is None else read_config(config)
-        distributed = self.config.distributed
-        mesh = type(self)._preset() if distributed.device_parameters is None else distributed.device_parameters
+        asked = self.config.distributed
+        mesh = type(self)._preset() if asked.device_parameters is None else asked.device_parameters
         if (precision := self.config.training.mixed_precision) is not None:
             dtype = PRECISIONS[precision]
-            if distributed.device_parameters is not None and mesh.param_dtype not in ("float32", dtype):
+            if asked.device_parameters is not None and mesh.param_dtype not in ("float32", dtype):
                 raise ConfigError(
                     f"mixed_precision {precision!r} and param_dtype {mesh.param_dtype!r} differ; give one"
                 )
             mesh = dataclasses.replace(mesh, param_dtype=dtype)
         self.device_parameters = mesh
         self.world = DistributedWorld(
-            self.device_parameters,
-            distributed.federated,
-            backend=distributed.backend,
-            link_backend=distributed.link_backend,
-            device=distributed.device,
+            mesh, asked.federated, backend=asked.backend, link_backend=asked.link_backend, device=asked.device
         )
         self._accumulator = Accumulator(self._synchronize)
         self.has_taken_over = False
         """Whether the last batches ended because another replica group's state was taken over"""
         self.is_step_lost = False
         """Whether the last step was not taken, since another replica group was lost: its batches are to come again"""
-        self._losses: WeakKeyDictionary[nn.Module, Callable[[Any, torch.Tensor], torch.Tensor] | None]
-        self._losses = WeakKeyDictionary()  # what wrap_model was given for each model
+        self._losses: WeakKeyDictionary[nn.Module, Loss | None] = WeakKeyDictionary()  # what wrap_model was given
         self._wrapped: WeakKeyDictionary[nn.Module, WeakSet[torch.optim.Optimizer]] = WeakKeyDictionary()
         """What load_checkpoint may be called without: models that are still in use, and their optimizers."""
 
@@ -170,11 +167,7 @@ class DistributedStrategy(ABC):
 
     @abstractmethod
     def wrap_model(
-        self,
-        model: nn.Module,
-        *,
-        loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
-        init_weights: Callable[[nn.Module], object] | None = None,
+        self, model: nn.Module, *, loss: Loss | None = None, init_weights: Initializer | None = None
     ) -> nn.Module:
         """Spread a model over the ranks of each cell, all from the same weights; collective over the world.
 
