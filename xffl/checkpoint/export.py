@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,7 +86,7 @@ def consolidate_checkpoint(
     :raises CheckpointError: if the checkpoint cannot be trusted or has no such model.
     """
     with optional_import("safetensors", "consolidating needs safetensors"):
-        from safetensors.torch import save_file
+        import safetensors.torch  # noqa: F401 - used below
     target, configuration = _check_target(out, max_shard_bytes), _check_pretrained(pretrained)
     folder = locate_checkpoint(_find(check_path(path)))
     record = read_record(folder)
@@ -97,12 +97,11 @@ def consolidate_checkpoint(
     names = _names(folder, record, index, part)
     check_data(index)
     shards = _shards(index, names, max_shard_bytes)
-    ties = {
-        _short(tied, part): _short(first, part) for tied, first in index.ties.items() if tied.startswith(f"{part}/")
-    }
+    own_ties = [pair for pair in index.ties.items() if pair[0].startswith(f"{part}/")]
+    ties = {_short(tied, part): _short(first, part) for tied, first in own_ties}
     try:
         with partial_folder(target) as partial:
-            files = _write_shards(save_file, partial, index, shards, part, ties)
+            files = _write_shards(partial, index, shards, part, ties)
             for file in configuration:
                 shutil.copyfile(file, partial / file.name)
             sync_all(partial)
@@ -134,14 +133,11 @@ def _find(path: Path) -> Path:
 
 
 def _write_shards(
-    save_file: Callable[..., None],
-    folder: Path,
-    index: CellIndex,
-    shards: list[list[str]],
-    part: str,
-    ties: dict[str, str],
+    folder: Path, index: CellIndex, shards: list[list[str]], part: str, ties: dict[str, str]
 ) -> list[str]:
     """Write the files, and where there are several an index of which tensor is in which."""
+    from safetensors.torch import save_file
+
     files: list[str] = []
     places: dict[str, str] = {}
     for number, names in enumerate(shards):

@@ -12,6 +12,7 @@ import os
 import queue
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +33,6 @@ from xffl.checkpoint.contents import (
     check_rank_state,
     collect,
     collect_rank_state,
-    differing_names,
     find_buffers,
     write_rank_state,
 )
@@ -157,7 +157,10 @@ def prepare_save(
     contents, rank_state, buffers, digests = run_collectively("contents", take, target, PREVIOUS_STAYS, world=world)
 
     def set_apart() -> RankState:
-        apart = differing_names(gather_in_cell(digests, cell)) & buffers.keys()
+        kinds = Counter(
+            name for name, _ in {one for of_rank in gather_in_cell(digests, cell) for one in of_rank.items()}
+        )
+        apart = [name for name in buffers if kinds[name] > 1]
         return replace(rank_state, buffers={name: buffers[name].detach().to("cpu", copy=True) for name in apart})
 
     rank_state = run_collectively("buffers", set_apart, target, PREVIOUS_STAYS, world=world)
@@ -237,11 +240,9 @@ def _write(folder: Path, saving: PreparedSave) -> None:
     assert isinstance(values, dict)
     own_files = {name: entry for _, files, _ in by_rank for name, entry in files.items()}
     ties = {name: first for _, _, ties in by_rank for name, first in ties.items()}
-    planner = DefaultSavePlanner(
-        flatten_state_dict=False,
-        flatten_sharded_tensors=False,
-        dedup_save_to_lowest_rank=True,  # buffers that go together are of one rank, and one replica writes
-    )
+    # Buffers that go together are of one rank, and one replica writes.
+    once: dict[str, Any] = {"dedup_save_to_lowest_rank": True}
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False, **once)
     writer = CellWriter(folder, values, ties, own_files)
     if dist.is_initialized():
         save(dict(contents.tensors), storage_writer=writer, planner=planner, process_group=cell.group)
@@ -309,8 +310,7 @@ def _publish(saving: PreparedSave) -> None:
 
 # In the background ----------------------------------------------------------------------------------------------------
 
-GRACE_S = 30.0
-"""How long a process that ends without ``AsyncSaver.close`` still waits for what is being written."""
+GRACE_S = 30.0  # how long a process that ends without AsyncSaver.close still waits for what is being written
 
 
 class PendingSave:

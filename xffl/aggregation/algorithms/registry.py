@@ -13,6 +13,7 @@ import inspect
 import re
 from argparse import ArgumentError
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -24,21 +25,7 @@ from jsonargparse import ArgumentParser
 from xffl.checks import one_of
 from xffl.errors import ConfigError
 
-__all__ = [
-    "ENTRIES",
-    "KINDS",
-    "AlgorithmInfo",
-    "check_options",
-    "describe_options",
-    "entries",
-    "find",
-    "find_algorithm",
-    "load",
-    "locate",
-    "make",
-    "read_spec",
-    "resolve_algorithm",
-]
+__all__ = ["ENTRIES", "KINDS", "AlgorithmInfo", "entries", "find", "make", "read_spec", "resolve_algorithm"]
 
 KINDS: Mapping[str, str] = {
     "algorithm": "",
@@ -51,8 +38,8 @@ KINDS: Mapping[str, str] = {
 }
 """The kinds of entries, each with the class that what it makes is an instance of, where there is one."""
 
+# The kinds that an algorithm is put together from, and whose keywords they are.
 _SIDES = {"server": "aggregator", "combine": "aggregator", "privacy": "aggregator", "client": "scaling"}
-"""The kinds that an algorithm is put together from, and whose keywords they are."""
 _OPTIONAL = ("client", "privacy")  # those of which ``None`` means none
 
 
@@ -141,8 +128,10 @@ def check_options(
     what: str, target: Any, options: Mapping[str, Any], *, bound: Mapping[str, Any] | None = None, leading: int = 0
 ) -> dict[str, Any]:
     """Check options against the types that a class or function asks for; local."""
-    if not options and _asks_for_nothing(target, leading):
-        return {}  # as most aggregators are made; a parser takes tens of milliseconds
+    with suppress(TypeError, ValueError):  # what has no signature is the parser's to refuse
+        asked = [one for one in _options_of(target, leading) if one.default is one.empty]
+        if not options and not asked:
+            return {}  # as most aggregators are made; a parser takes tens of milliseconds
     _, names = _parser(what, target, set(), leading)
     unknown = [key for key in options if key not in names]
     if unknown:
@@ -164,22 +153,16 @@ def check_options(
     return {name: parsed[name] for name in options}
 
 
-def _asks_for_nothing(target: Any, leading: int) -> bool:
-    try:
-        parameters = [*inspect.signature(target).parameters.values()][leading:]
-    except (TypeError, ValueError):
-        return False  # the parser says so
-    return all(one.default is not one.empty or one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters)
-
-
 def describe_options(target: Any, *, leading: int = 0, preset: Mapping[str, Any] | None = None) -> str:
     """Write the options of a class or function, with types and defaults; local."""
-    options = []
-    for one in list(inspect.signature(target).parameters.values())[leading:]:
-        if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
-            default = (preset or {}).get(one.name, one.default)
-            options.append(str(one.replace(default=default)).replace("'", ""))
-    return ", ".join(options) or "none"
+    known = [one.replace(default=(preset or {}).get(one.name, one.default)) for one in _options_of(target, leading)]
+    return ", ".join(str(one).replace("'", "") for one in known) or "none"
+
+
+def _options_of(target: Any, leading: int) -> list[inspect.Parameter]:
+    """Return the named parameters of a class or function behind the first ones; local."""
+    parameters = [*inspect.signature(target).parameters.values()][leading:]
+    return [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
 
 
 def find_algorithm(spec: object) -> tuple[AlgorithmInfo, dict[str, Any]]:
@@ -223,7 +206,13 @@ def resolve_algorithm(spec: object) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _owner(name: str, key: str, parts: Mapping[str, Any], keywords: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the part of an algorithm that an option belongs to."""
-    takes = {kind: _options_of_part(kind, part) for kind, part in parts.items()}
+    takes: dict[str, list[str]] = {}
+    for kind, part in parts.items():
+        if isinstance(part, (str, Mapping)):
+            title, _ = read_spec(kind, part)
+            is_server = kind == "server"  # a class of torch.optim, called with parameters first
+            target, _ = locate(kind, title, home="torch.optim" if is_server else None)
+            takes[kind] = _parser(f"{kind} {title!r}", target, set(), int(is_server))[1]
     owners = [kind for kind, options in takes.items() if key in options]
     if len(owners) == 1:
         return owners[0]
@@ -233,15 +222,6 @@ def _owner(name: str, key: str, parts: Mapping[str, Any], keywords: Mapping[str,
     there = [*(word for words in keywords.values() for word in words), *_SIDES]
     there += [f"{option} ({kind})" for kind, options in takes.items() for option in options]
     raise ConfigError(f"algorithm {name!r} has no option {key}; there are: {', '.join(there)}")
-
-
-def _options_of_part(kind: str, part: object) -> list[str]:
-    if not isinstance(part, (str, Mapping)):
-        return []
-    name, _ = read_spec(kind, part)
-    is_server = kind == "server"  # a class of torch.optim, called with parameters first
-    target, _ = locate(kind, name, home="torch.optim" if is_server else None)
-    return _parser(f"{kind} {name!r}", target, set(), int(is_server))[1]
 
 
 def _plain(text: str) -> object:
@@ -339,6 +319,7 @@ _KAMP = "Kamp et al., 2018, arXiv 1807.03210"
 _LIN = "Lin et al., 2020, arXiv 1808.07217"
 
 _SGD = "torch.optim.SGD"
+_NESTEROV = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 _ADAPTIVE = "xffl.aggregation.algorithms.server.Adaptive"
 
 
@@ -360,10 +341,7 @@ _SERVERS = _parts(
     ("fedadagrad", _ADAPTIVE, "adaptive steps, squares summed up", _REDDI, _adaptive("adagrad", 0.0)),
     ("fedadam", _ADAPTIVE, "adaptive steps, squares averaged over time", _REDDI, _adaptive("adam", 0.9)),
     ("fedyogi", _ADAPTIVE, "adaptive steps, squares that change slowly", _REDDI, _adaptive("yogi", 0.9)),
-    (
-        *("diloco", _SGD, "Nesterov momentum on rare rounds, for language models", _DILOCO),
-        {"lr": 0.7, "momentum": 0.9, "nesterov": True},
-    ),
+    ("diloco", _SGD, "Nesterov momentum on rare rounds, for language models", _DILOCO, _NESTEROV),
 )
 
 _COMBINERS = _parts(
