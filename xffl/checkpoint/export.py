@@ -87,7 +87,10 @@ def consolidate_checkpoint(
     """
     with optional_import("safetensors", "consolidating needs safetensors"):
         import safetensors.torch  # noqa: F401 - used below
-    target, configuration = _check_target(out, max_shard_bytes), _check_pretrained(pretrained)
+    integer("max_shard_bytes", max_shard_bytes)
+    target, configuration = check_path(out), _check_pretrained(pretrained)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} exists already; give a folder that does not, or an empty one")
     folder = locate_checkpoint(_find(check_path(path)))
     record = read_record(folder)
     if part is None:
@@ -98,7 +101,7 @@ def consolidate_checkpoint(
     check_data(index)
     shards = _shards(index, names, max_shard_bytes)
     own_ties = [pair for pair in index.ties.items() if pair[0].startswith(f"{part}/")]
-    ties = {_short(tied, part): _short(first, part) for tied, first in own_ties}
+    ties = {tied.removeprefix(f"{part}/"): first.removeprefix(f"{part}/") for tied, first in own_ties}
     try:
         with partial_folder(target) as partial:
             files = _write_shards(partial, index, shards, part, ties)
@@ -142,7 +145,7 @@ def _write_shards(
     places: dict[str, str] = {}
     for number, names in enumerate(shards):
         file = f"{NAME}.safetensors" if len(shards) == 1 else f"{NAME}-{number + 1:05}-of-{len(shards):05}.safetensors"
-        tensors = {_short(name, part): read_tensor(index, name) for name in names}
+        tensors = {name.removeprefix(f"{part}/"): read_tensor(index, name) for name in names}
         save_file(tensors, folder / file, metadata={"format": "pt", **ties})
         places |= dict.fromkeys(tensors, file)
         files.append(file)
@@ -172,10 +175,6 @@ def _bytes(index: CellIndex, names: Iterable[str]) -> int:
     return sum(index.tensors[name].shape.numel() * index.tensors[name].dtype.itemsize for name in names)
 
 
-def _short(name: str, part: str) -> str:
-    return name.removeprefix(f"{part}/")
-
-
 def _names(folder: Path, record: Record, index: CellIndex, part: str) -> list[str]:
     """Return the tensors of a model, but for tied ones after the first."""
     if part not in record.parts:
@@ -202,14 +201,6 @@ def _check_cell(folder: Path, record: Record, cell: int | None) -> int:
             f"weights; name one with cell (--cell), 0 to {cells - 1}"
         )
     return 0
-
-
-def _check_target(out: str | os.PathLike[str], max_shard_bytes: int) -> Path:
-    integer("max_shard_bytes", max_shard_bytes)
-    target = check_path(out)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target} exists already; give a folder that does not, or an empty one")
-    return target
 
 
 def _check_pretrained(pretrained: str | os.PathLike[str] | None) -> list[Path]:

@@ -329,15 +329,7 @@ class PendingSave:
 
 
 class AsyncSaver:
-    """Save checkpoints while the training goes on.
-
-    .. code-block:: python
-
-       with AsyncSaver(state) as saver:
-           for step, batch in enumerate(loader):
-               train(batch)
-               if step % 1000 == 0:
-                   saver.save(f"step_{step}", {"model": model, "optimizer": optimizer}, values={"step": step})
+    """Save checkpoints while the training goes on, as in ``with AsyncSaver(state) as saver: saver.save(path, parts)``.
 
     :meth:`save` copies what this rank holds to the memory of the host, so it needs room for that once, and returns. A
     thread writes the copy and gives the checkpoint its name, over gloo groups of its own, which are made here:

@@ -48,23 +48,7 @@ OVER_GROUPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG}
 
 
 class FaultTolerantWorld(DistributedWorld):
-    """The ranks of one replica group, and what it does together with the other groups that live.
-
-    .. code-block:: python
-
-       with FaultTolerantWorld(DeviceParameters.FSDP(), FaultToleranceParameters(min_replica_size=1)) as world:
-           model = world.average_gradients(xffl.shard(build_model(), world.state))
-           optimizer = world.optimizer(torch.optim.AdamW(model.parameters()))
-           world.register("model", model)
-           world.register("optimizer", optimizer)
-           while steps_are_left():
-               for inputs, target in loader:
-                   if world.begin_step():       # who lives? a group that is behind takes the others' state over,
-                       break                    # that of the loader, too, and begins anew where it stands now
-                   optimizer.zero_grad()
-                   loss_of(model(inputs), target).backward()
-                   if optimizer.step():         # not taken where a group was lost on the way
-                       schedule.step()
+    """The ranks of one replica group, and what it does together with the other groups that live; see the manual's loop.
 
     Each group is a job of its own: ``XFFL_LIGHTHOUSE`` tells it where ``xffl lighthouse`` listens, ``XFFL_TOKEN`` or
     ``XFFL_TOKEN_FILE`` the run's token, and ``XFFL_ISLAND=1/4`` which group it is. All groups have the same number of

@@ -11,17 +11,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from xffl.checks import one_of
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import fresh_suffix
 from xffl.distributed.parameters import AXES, AXES_OF, MeshSizes
-from xffl.errors import ConfigError
 from xffl.topology import Topology
 
 __all__ = ["CellMeshes", "ParallelDims", "make_cell_meshes"]
 
+# The axes of the mesh that FSDP and tensor parallelism share; torch wants both to be parts of one mesh.
 MODEL_AXES = ("dp_replicate", "dp_shard_cp", "tp")
-"""The axes of the mesh that FSDP and tensor parallelism share; torch wants both to be parts of one mesh."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class ParallelDims:
 
 @dataclass(frozen=True)
 class CellMeshes:
-    """The meshes and groups of a rank, complete once made."""
+    """The meshes of one dimension and the groups of a rank, by name, and the meshes that they are parts of."""
 
     mesh: MeshSizes
     dims: ParallelDims
@@ -74,18 +72,6 @@ class CellMeshes:
     model_mesh: DeviceMesh
     by_name: dict[str, DeviceMesh]
     groups: dict[str, dist.ProcessGroup]
-
-    def group(self, name: str) -> dist.ProcessGroup:
-        """Return the group of a name."""
-        one_of("mesh", name, self.groups, hint="it needs cells of equal size" if name == "federated" else "")
-        return self.groups[name]
-
-    def get_mesh(self, name: str) -> DeviceMesh:
-        """Return the mesh of one dimension of a name; errors as :meth:`group`."""
-        self.group(name)
-        if name not in self.by_name:
-            raise ConfigError(f"mesh {name!r} is a group of ranks without coordinates; give one of {[*self.by_name]}")
-        return self.by_name[name]
 
 
 def make_cell_meshes(

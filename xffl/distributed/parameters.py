@@ -30,8 +30,7 @@ Size = int | Literal["auto"]
 DTYPES = ("float32", "bfloat16", "float16")
 SCHEDULES = ("1f1b", "gpipe")
 _CHOICES = {
-    "param_dtype": DTYPES,
-    "reduce_dtype": DTYPES,
+    **dict.fromkeys(("param_dtype", "reduce_dtype"), DTYPES),
     "activation_checkpointing": ("none", "selective", "full"),
     "pp_schedule": SCHEDULES,
 }
@@ -169,7 +168,16 @@ class DeviceParameters:
         integer_fields(self, "pp_micro_batches", hint="give at least 1", may_be_none=True)
         if not isinstance(self.comm, CommParameters):
             raise ConfigError(f"comm must be a CommParameters, which holds timeouts, got {self.comm!r}")
-        self._check_together()
+        if self.param_dtype == "float16" and self.pp != 1:
+            raise ConfigError("param_dtype 'float16' needs a gradient scaler, which no pipeline has; give 'bfloat16'")
+        if self.cpu_offload and self.dp_shard == 1 and self.cp == 1:
+            raise ConfigError("cpu_offload is FSDP's; give dp_shard more than one rank, or leave it out")
+        if self.reduce_dtype != "float32" and self.dp_shard == 1 and self.cp == 1:
+            raise ConfigError(f"reduce_dtype {self.reduce_dtype!r} is FSDP's; for DDP give a communication_hook")
+        if self.loss_parallel and self.tp == 1:
+            raise ConfigError("loss_parallel cuts logits over tp, which is 1; give tp, or leave it out")
+        if self.pp_micro_batches is not None and self.pp == 1:
+            raise ConfigError(f"pp_micro_batches {self.pp_micro_batches} are a pipeline's, but pp is 1; give pp")
 
     @classmethod
     def SINGLE_DEVICE(cls, **options: Any) -> DeviceParameters:
@@ -228,18 +236,6 @@ class DeviceParameters:
         if self.dp_replicate == 1:
             return "single" if is_one_device else "fsdp"
         return "ddp" if is_one_device else "hsdp"
-
-    def _check_together(self) -> None:
-        if self.param_dtype == "float16" and self.pp != 1:
-            raise ConfigError("param_dtype 'float16' needs a gradient scaler, which no pipeline has; give 'bfloat16'")
-        if self.cpu_offload and self.dp_shard == 1 and self.cp == 1:
-            raise ConfigError("cpu_offload is FSDP's; give dp_shard more than one rank, or leave it out")
-        if self.reduce_dtype != "float32" and self.dp_shard == 1 and self.cp == 1:
-            raise ConfigError(f"reduce_dtype {self.reduce_dtype!r} is FSDP's; for DDP give a communication_hook")
-        if self.loss_parallel and self.tp == 1:
-            raise ConfigError("loss_parallel cuts logits over tp, which is 1; give tp, or leave it out")
-        if self.pp_micro_batches is not None and self.pp == 1:
-            raise ConfigError(f"pp_micro_batches {self.pp_micro_batches} are a pipeline's, but pp is 1; give pp")
 
     def _misfit(self, cell: int, ranks: int, known: int, auto: str | None, *, is_alone: bool) -> str:
         shown = ", ".join(f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) != 1) or "all sizes 1"

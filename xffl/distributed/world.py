@@ -93,13 +93,8 @@ class DistributedWorld:
         self._state: DistributedState | None = None
         self._meshes: CellMeshes | None = None
         self._device: torch.device | None = None
-        self._asked: dict[str, Any] = {
-            "federated": federated,
-            "backend": backend,
-            "link_backend": link_backend,
-            "device": device,
-            "streams": streams,
-        }
+        self._asked: dict[str, Any] = {"federated": federated, "backend": backend, "link_backend": link_backend}
+        self._asked |= {"device": device, "streams": streams}
         self._is_joined_here = self._is_laid_here = False
         self._groups: list[dist.ProcessGroup] = []
 
@@ -116,12 +111,11 @@ class DistributedWorld:
             raise StateError("this world is set up already; call teardown() first, or make another")
         comm = self.device_parameters.comm
         if state is None:
-            state = setup_distributed_process_group(
-                **self._asked,
-                device_parameters=self.device_parameters,
-                timeout_s=comm.train_timeout_seconds,
-                join_timeout_s=comm.init_timeout_seconds,
-            )
+            limits: dict[str, Any] = {
+                "timeout_s": comm.train_timeout_seconds,
+                "join_timeout_s": comm.init_timeout_seconds,
+            }
+            state = setup_distributed_process_group(**self._asked, **limits, device_parameters=self.device_parameters)
             self._is_joined_here = True
         self._state, self._device = state, None
         try:
@@ -336,11 +330,16 @@ class DistributedWorld:
         """
         if name == "fsdp":
             return self._fsdp_mesh()
-        return self._made.get_mesh(name)
+        self.get_group(name)
+        if name not in (meshes := self._made.by_name):
+            raise ConfigError(f"mesh {name!r} is a group of ranks without coordinates; give one of {[*meshes]}")
+        return meshes[name]
 
     def get_group(self, name: str) -> dist.ProcessGroup:
         """Return the process group of ``world`` (all ranks), ``cell``, or a mesh by name; nothing moves."""
-        return self._made.group(name)
+        groups = self._made.groups
+        one_of("mesh", name, groups, hint="it needs cells of equal size" if name == "federated" else "")
+        return groups[name]
 
     @property
     def dp_mesh(self) -> DeviceMesh:
@@ -373,7 +372,7 @@ class DistributedWorld:
         one_of("op", op, OPERATIONS)
         if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
             raise ConfigError(f"a {tensor.dtype} tensor has no mean; give a floating-point one")
-        group = self._made.group(mesh)
+        group = self.get_group(mesh)
         result = _copy_to_move(tensor, group)
         dist.all_reduce(result, op=OPERATIONS[op], group=group)
         result = result.to(tensor.device)
@@ -384,7 +383,7 @@ class DistributedWorld:
 
         Collective over the mesh, as :meth:`all_reduce`; each rank receives the tensors of all others.
         """
-        group = self._made.group(mesh)
+        group = self.get_group(mesh)
         values = _movable(tensor).to(message_device(tensor.device, group)).contiguous()
         gathered = [torch.empty_like(values) for _ in range(group.size())]
         dist.all_gather(gathered, values, group=group)
@@ -401,7 +400,7 @@ class DistributedWorld:
         :return: The same values on all ranks.
         :raises ConfigError: if there is no such rank.
         """
-        group = self._made.group(mesh)
+        group = self.get_group(mesh)
         if not 0 <= src < group.size():
             raise ConfigError(f"src {src} is outside mesh {mesh!r} of {group.size()} ranks; count along the mesh")
         result = _copy_to_move(tensor, group)
@@ -410,7 +409,7 @@ class DistributedWorld:
 
     def barrier(self, mesh: str = "world") -> None:
         """Wait until all ranks of the mesh have come here; ``mesh`` as in :meth:`all_reduce`."""
-        barrier(self._made.group(mesh))
+        barrier(self.get_group(mesh))
 
     # Steps that several replica groups take together ------------------------------------------------------------------
 
@@ -453,7 +452,7 @@ class DistributedWorld:
         if not norm_type > 0:
             raise ConfigError(f"norm_type must be a number above 0, or inf, got {norm_type}")
         of_gradients = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        norm = total_norm(of_gradients, norm_type, self.dims, self._made.group("cell"), self.device)
+        norm = total_norm(of_gradients, norm_type, self.dims, self.get_group("cell"), self.device)
         if error_if_nonfinite and not math.isfinite(norm.item()):
             raise StateError(f"the gradients' norm is {norm.item()}; lower the learning rate, or look for what blew up")
         return norm

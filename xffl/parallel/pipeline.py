@@ -378,7 +378,20 @@ def split_model(model: nn.Module, stage: int, stages: int) -> nn.Module:
     stage_of = [index for index, count in enumerate(layers_of_stages(len(keys), stages)) for _ in range(count)]
     homes = {f"{name}.{key}": home for key, home in zip(keys, stage_of, strict=True)}
     homes |= _surroundings(model, name, stages)
-    _check_homes(model, homes, stages)
+    # Nothing would keep a parameter equal that lies on several stages.
+    seen: dict[int, tuple[str, int]] = {}
+    for where, parameter in model.named_parameters(remove_duplicate=False) if stages > 1 else ():
+        home = next((stage for part, stage in homes.items() if where.startswith(f"{part}.")), None)
+        if home is None:
+            raise ConfigError(
+                f"parameter {where!r} belongs to no stage; put it into a module beside the list of layers"
+            )
+        other, first = seen.setdefault(id(parameter), (where, home))
+        if first != home:
+            raise ConfigError(
+                f"{other!r} and {where!r} are one tied parameter, but lie on stages {first} and {home}; untie them "
+                "(tie_word_embeddings=False), or use no pipeline"
+            )
     for part, home in homes.items():
         if home != stage:
             parent, _, leaf = part.rpartition(".")
@@ -419,18 +432,3 @@ def _surroundings(model: nn.Module, name: str, stages: int) -> dict[str, int]:
             elif any(True for _ in module.parameters()) or not any(True for _ in module.buffers()):
                 homes[".".join([*path[:depth], leaf])] = home
     return homes
-
-
-def _check_homes(model: nn.Module, homes: Mapping[str, int], stages: int) -> None:
-    """Refuse a parameter that would lie on several stages, which nothing keeps equal."""
-    seen: dict[int, tuple[str, int]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False) if stages > 1 else ():
-        home = next((stage for part, stage in homes.items() if name.startswith(f"{part}.")), None)
-        if home is None:
-            raise ConfigError(f"parameter {name!r} belongs to no stage; put it into a module beside the list of layers")
-        other, where = seen.setdefault(id(parameter), (name, home))
-        if where != home:
-            raise ConfigError(
-                f"{other!r} and {name!r} are one tied parameter, but lie on stages {where} and {home}; untie them "
-                "(tie_word_embeddings=False), or use no pipeline"
-            )

@@ -39,18 +39,7 @@ Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None
 
 
 class DistributedStrategy(ABC):
-    """How a model is trained inside a cell; the script is the same for all of them.
-
-    .. code-block:: python
-
-       with DistributedStrategy.from_config(config) as strategy:
-           model = strategy.wrap_model(build_model(), loss=loss_of)
-           optimizer = strategy.wrap_optimizer(model, torch.optim.AdamW(model.parameters()))
-           for inputs, target in strategy.micro_batches(loader, model):
-               strategy.forward_backward(model, inputs, target=target)
-               if not strategy.is_accumulating_gradients:
-                   strategy.clip_grad_norm(model, 1.0)
-                   strategy.step(optimizer)
+    """How a model is trained inside a cell; the script, that of the manual's page on strategies, is the same for all.
 
     Where there is no pipeline, a script may compute its loss itself, inside :meth:`train_context`, and call
     :meth:`backward`.
