@@ -40,6 +40,5 @@ _HOMES = {
     "consolidate_checkpoint": "xffl.checkpoint.export",
     "load_checkpoint": "xffl.checkpoint.load",
 }
-"""Where the names live."""
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -137,7 +137,13 @@ def prepare_save(
         check_parts(parts)
         checks.one_of("after_round", after_round, (True, False))
         kept = check_rank_state(own)
-        return check_path(path), _plain_values(values), this_cell(state, groups), kept
+        target = check_path(path)
+        if values is not None and not isinstance(values, Mapping):
+            raise ConfigError(f"values is {type(values).__name__}; give a mapping such as {{'step': 100}}")
+        if wrong := [name for name in values or () if not isinstance(name, str)]:
+            raise ConfigError(f"values has the name {wrong[0]!r}; names are strings")
+        plain = {name: to_plain(value, f"values[{name!r}]") for name, value in (values or {}).items()}
+        return target, plain, this_cell(state, groups), kept
 
     def show(checked: tuple[Path, dict[str, Plain], Cell, Mapping[str, Stateful]]) -> str:
         target, plain, _, kept = checked
@@ -186,14 +192,6 @@ def write_checkpoint(saving: PreparedSave) -> None:
         if cell.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)  # it may fill the disk; what is left the next save removes
         raise
-
-
-def _plain_values(values: Mapping[str, Any] | None) -> dict[str, Plain]:
-    if values is not None and not isinstance(values, Mapping):
-        raise ConfigError(f"values is {type(values).__name__}; give a mapping such as {{'step': 100}}")
-    if wrong := [name for name in values or () if not isinstance(name, str)]:
-        raise ConfigError(f"values has the name {wrong[0]!r}; names are strings")
-    return {name: to_plain(value, f"values[{name!r}]") for name, value in (values or {}).items()}
 
 
 def _prepare(path: Path, cell: Cell) -> None:

@@ -40,6 +40,5 @@ _HOMES = {
     "cleanup_distributed_process_group": "xffl.distributed.session",
     "setup_distributed_process_group": "xffl.distributed.session",
 }
-"""Where the names live."""
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -47,18 +47,11 @@ class Work(Protocol):
 class CrossWorldGroup:
     """A gloo group over the ranks of several worlds, which all make it with the same name; collective over them.
 
-    A rank counts its peers as it counts the ranks of its own world, from ``first`` on: rank ``r`` of the group is
-    ``first + r``. Every wait ends after ``timeout_s``, which may be changed between messages, and that for a message
-    where the last ones were quick after ``quick_timeout_s``.
-
-    :param address: HOST:PORT of the store at which all meet.
-    :param name: What the group is called: no other of this store is, or was.
-    :param rank: This rank, from 0.
-    :param size: How many there are.
-    :param first: What the group's ranks are counted from.
-    :param connect_s: How long to wait for the others to come.
-    :param timeout_s: How long to wait for a message, at first.
-    :raises RuntimeError: if the others do not come.
+    They meet at the store of an address, HOST:PORT, and no other group of it is called, or was, as this one. A rank
+    counts its peers as it counts the ranks of its own world, from ``first`` on: rank ``r`` of the group is
+    ``first + r``. Raises RuntimeError where the others do not come within ``connect_s``. Every wait ends after
+    ``timeout_s``, which may be changed between messages, and that for a message where the last ones were quick after
+    ``quick_timeout_s``.
     """
 
     def __init__(

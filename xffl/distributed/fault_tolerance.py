@@ -450,21 +450,11 @@ class CommittedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, world: FaultTolerantWorld, wrapped: torch.optim.Optimizer) -> None:
         self._world, self.wrapped = world, wrapped  # all else, such as param_groups and state, is the wrapped one's
+        for name in ("add_param_group", "state_dict", "load_state_dict"):  # which the base class has, too
+            setattr(self, name, getattr(wrapped, name))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["wrapped"], name)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, as to any optimizer."""
-        self.wrapped.add_param_group(param_group)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return that of the optimizer that steps."""
-        return self.wrapped.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load into the optimizer that steps."""
-        self.wrapped.load_state_dict(state_dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begin a step of all groups; collective over the group."""

@@ -390,15 +390,9 @@ class DistributedWorld:
         return torch.stack(gathered).to(tensor.device)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0, mesh: str = "world") -> torch.Tensor:
-        """Give a tensor of one rank to the others.
+        """Return the tensor of one rank, ``src``, counted along the mesh, on all of them.
 
-        Collective over the ranks of the mesh.
-
-        :param tensor: The values on the rank that sends; elsewhere a tensor of the same shape and data type.
-        :param src: The rank that sends, counted along the mesh.
-        :param mesh: As in :meth:`all_reduce`.
-        :return: The same values on all ranks.
-        :raises ConfigError: if there is no such rank.
+        Collective over the mesh, as :meth:`all_reduce`; the others give a tensor of the same shape and data type.
         """
         group = self.get_group(mesh)
         if not 0 <= src < group.size():
@@ -541,8 +535,15 @@ class DistributedWorld:
                 with sources_named(sources):
                     sizes = Topology(state.topology.world_size, federated).sizes
             mesh = self.device_parameters.resolve(sizes)
-            if is_set_up:
-                _check_state(state.topology, sizes, mesh)
+            topology, shape = state.topology, None if mesh.cell_shape is None else tuple(mesh.cell_shape.items())
+            if is_set_up and topology.sizes != sizes:
+                raise ConfigError(f"the state has cells of {topology.sizes} ranks, not {sizes}; leave federated out")
+            if is_set_up and (topology.replica_size, topology.cell_shape) != (mesh.replica_size, shape):
+                raise ConfigError(
+                    f"the state has replicas of {topology.replica_size} ranks and cell shape {topology.cell_shape}, "
+                    f"the device parameters ask for {mesh.replica_size} and {shape}; set the state up with "
+                    "device_parameters"
+                )
         if not is_set_up:
             self._is_laid_here = True
             set_up_cells(state, federated, mesh.replica_size, mesh.cell_shape, asked=self._asked["federated"])
@@ -579,17 +580,6 @@ class DistributedWorld:
         assert model.mesh_dim_names is not None, "made with names"
         replicas, shards, _ = model.mesh_dim_names
         return model[replicas, shards] if self.dims.size("dp_replicate") > 1 else model[shards]
-
-
-def _check_state(topology: Topology, sizes: tuple[int, ...], mesh: MeshSizes) -> None:
-    if topology.sizes != sizes:
-        raise ConfigError(f"the state has cells of {topology.sizes} ranks, not {sizes}; leave federated out")
-    shape = None if mesh.cell_shape is None else tuple(mesh.cell_shape.items())
-    if topology.replica_size != mesh.replica_size or topology.cell_shape != shape:
-        raise ConfigError(
-            f"the state has replicas of {topology.replica_size} ranks and cell shape {topology.cell_shape}, the device "
-            f"parameters ask for {mesh.replica_size} and {shape}; set the state up with device_parameters"
-        )
 
 
 def _copy_to_move(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

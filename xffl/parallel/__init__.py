@@ -60,6 +60,5 @@ _HOMES = {
     "read_config": "xffl.parallel.config",
     "shard": "xffl.parallel.spread",
 }
-"""Where the names live."""
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -36,14 +36,11 @@ class NativeStrategy(DistributedStrategy):
         plainest = self.device_parameters.strategy
         if plainest not in self.kinds:
             raise ConfigError(f"strategy {self.name!r} does not do what the sizes ask for; give strategy={plainest!r}")
-        self._check_options()
         self._scale: LossScale | None = None
         self._is_in_context = False
-
-    def _check_options(self) -> None:
-        device_parameters, distributed = self.device_parameters, self.config.distributed
+        distributed = self.config.distributed
         for name in ("activation_checkpointing", "compile", "fsdp_forward_prefetch"):
-            if getattr(device_parameters, name) not in (False, "none") and not distributed.wrap:
+            if getattr(self.device_parameters, name) not in (False, "none") and not distributed.wrap:
                 raise ConfigError(f"{name} goes layer by layer, but distributed.wrap names no layer class; give some")
         if distributed.ddp.static_graph and self.config.training.gradient_accumulation > 1:
             raise ConfigError("DDP with static_graph=True does not accumulate over micro-batches; leave it out")

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from xffl.checks import integer, one_of
 from xffl.costs import layers_of_stages
+from xffl.distributed.consistency import check_consistent
 from xffl.distributed.parameters import SCHEDULES
 from xffl.distributed.sharding import reshard
 from xffl.errors import ConfigError, StateError
@@ -147,7 +148,12 @@ class PipelineModel(nn.Module):
         # What the sizes of the activations depend on.
         key = f"{_shape_text((first, aim, slices, shared))} autocast={autocast}"
         if key not in self._known:
-            self._compare([*first, aim, *slices.values(), *shared.values()], f"{mode} {key}")
+            tensors = [
+                one for one in (*first, aim, *slices.values(), *shared.values()) if isinstance(one, torch.Tensor)
+            ]
+            sums = [float(tensor.double().sum()) for tensor in tensors]
+            batch = f"{self.schedule} in {self.micro_batches} micro-batches, {mode} {key} sums={sums}"
+            check_consistent("batches", batch, describe=_different_batches, group=self._group)
             self._known[key] = self._probe(first, aim, slices | shared, key)
         if self._made is None or self._made[0] != f"{mode} {key}":
             from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
@@ -202,16 +208,6 @@ class PipelineModel(nn.Module):
     def _first_part(self, value: Any) -> Any:
         """Return the first micro-batch of a tensor, any other value as it is."""
         return value[: len(value) // self.micro_batches] if isinstance(value, torch.Tensor) else value
-
-    def _compare(self, values: list[Any], key: str) -> None:
-        """Raise on all stages where they do not have one pipeline and one batch; a gather of a line of text."""
-        sums = [float(value.double().sum()) for value in values if isinstance(value, torch.Tensor)]
-        batches: list[Any] = [None] * self.stages
-        own = f"{self.schedule} in {self.micro_batches} micro-batches, {key} sums={sums}"
-        dist.all_gather_object(batches, own, group=self._group)
-        if len(set(batches)) > 1:
-            text = "; ".join(f"stage {stage}: {batch}" for stage, batch in enumerate(batches))
-            raise ConfigError(f"the stages of a pipeline were given different batches: {text}; give all the same")
 
     def _probe(
         self, inputs: list[torch.Tensor], target: torch.Tensor | None, arguments: dict[str, Any], key: str
@@ -320,6 +316,11 @@ def _stage_class() -> Any:
                 super().perform_reduce_grad(grad_scale_factor)
 
     return Stage
+
+
+def _different_batches(batches: Mapping[int, str]) -> ConfigError:
+    text = "; ".join(f"stage {stage}: {batch}" for stage, batch in batches.items())
+    return ConfigError(f"the stages of a pipeline were given different batches: {text}; give all the same")
 
 
 def _shape_text(value: Any) -> str:

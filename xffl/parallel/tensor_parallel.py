@@ -13,6 +13,7 @@ Dropout draws from the rank's own generator: between blocks it needs equal seeds
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -330,6 +331,7 @@ def _join(owner: str, name: str) -> str:
     return f"{owner}.{name}" if owner else name
 
 
+@dataclass(eq=False, kw_only=True)
 class Replicated(ParallelStyle):
     """Let every rank hold a module's whole weights, as DTensors, and compute with them on what it has.
 
@@ -337,10 +339,8 @@ class Replicated(ParallelStyle):
     frozen ones frozen, and what goes in and comes out are plain tensors.
     """
 
-    def __init__(self, *, layout: Placement | None = None, output_layout: Placement | None = None) -> None:
-        super().__init__()
-        self.layout = layout or Replicate()
-        self.output_layout = output_layout
+    layout: Placement = field(default_factory=Replicate)
+    output_layout: Placement | None = None
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -356,6 +356,7 @@ class Replicated(ParallelStyle):
         return output.to_local()
 
 
+@dataclass(eq=False, kw_only=True)
 class GatheredInput(ParallelStyle):
     """Make a module's first input whole once for all projections that read it, and reduce its gradient once.
 
@@ -363,9 +364,7 @@ class GatheredInput(ParallelStyle):
     ``Replicate()``. torch's ``PrepareModuleInput`` has to know all arguments of the call.
     """
 
-    def __init__(self, *, layout: Placement) -> None:
-        super().__init__()
-        self.layout = layout
+    layout: Placement
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(partial(_take, device_mesh, self.layout, Replicate()), with_kwargs=True)

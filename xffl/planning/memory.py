@@ -233,13 +233,18 @@ def rank_memory(
         )
     kept = training.kept_bytes
     held, cut = share.whole / n, " / n" if n > 1 else ""
-    states, state_formula = _states(model, training, held)
+    per = OPTIMIZERS[training.optimizer]
+    states: float | None = held * per * kept
+    formula = f"U{cut} x {per:g} x {kept}" if per else "0"
+    if training.optimizer == "adafactor":
+        states = None if model.width is None else held * (2 / model.width) * kept
+        formula = f"U{cut} x 2 / width x {kept}"
     extra = model.first * (1 - 1 / axes.get("tp", 1)) if form != "fsdp" else 0.0
     whole = f" + (1 - 1/t) x embedding x {kept}" if extra else ""
     parts = [
         Amount("parameters", held * kept, f"U{cut} x {kept}"),
         Amount("gradients", (held + extra) * kept, f"U{cut} x {kept}{whole}"),
-        Amount("optimizer", states, state_formula.format(cut=cut)),
+        Amount("optimizer", states, formula),
         _gathered(form, share, training),
     ]
     if zero:
@@ -255,15 +260,6 @@ def total_bytes(parts: tuple[Amount, ...]) -> float | None:
     """Sum parts; ``None`` where one is not known."""
     counts = [part.bytes for part in parts]
     return None if None in counts else float(sum(count or 0.0 for count in counts))
-
-
-def _states(model: ModelSize, training: TrainingSize, held: float) -> tuple[float | None, str]:
-    kept = training.kept_bytes
-    if training.optimizer == "adafactor":
-        per = None if model.width is None else 2 / model.width
-        return None if per is None else held * per * kept, f"U{{cut}} x 2 / width x {kept}"
-    values = OPTIMIZERS[training.optimizer]
-    return held * values * kept, f"U{{cut}} x {values:g} x {kept}" if values else "0"
 
 
 def _gathered(form: str, share: Share, training: TrainingSize) -> Amount:

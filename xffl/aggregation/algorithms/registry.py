@@ -97,7 +97,13 @@ def read_spec(kind: str, spec: object) -> tuple[str, dict[str, Any]]:
         key, is_pair, value = (part.strip() for part in piece.partition("="))
         if not key or not is_pair or key in options:
             raise ConfigError(f"{kind} {spec!r} has no option=value in {piece!r}; write name:option=value,option=value")
-        options[key] = _parsed(value)
+        if value[:1] in ("(", "["):  # which the types' parser does not read
+            try:
+                options[key] = list(ast.literal_eval(value))
+            except (ValueError, SyntaxError, TypeError) as wrong:
+                raise ConfigError(f"{value!r} is not a list of values; write (1,2)") from wrong
+        else:
+            options[key] = value
     return name.strip(), options
 
 
@@ -266,16 +272,6 @@ def _parser(what: str, target: Any, left_out: set[str], leading: int) -> tuple[A
     return parser, names
 
 
-def _parsed(text: str) -> Any:
-    """Read brackets, which the types' parser does not; leave the rest to it."""
-    if text[:1] not in ("(", "["):
-        return text
-    try:
-        return list(ast.literal_eval(text))
-    except (ValueError, SyntaxError, TypeError) as wrong:
-        raise ConfigError(f"{text!r} is not a list of values; write (1,2)") from wrong
-
-
 def _shown(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={value!r}" for key, value in options.items())
 
@@ -323,75 +319,69 @@ _NESTEROV = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 _ADAPTIVE = "xffl.aggregation.algorithms.server.Adaptive"
 
 
-def _parts(kind: str, module: str, *rows: tuple[Any, ...]) -> dict[str, AlgorithmInfo]:
-    """Return the parts of a kind by name; a row has the name, the class or function, line, paper, and maybe options."""
-    return {name: AlgorithmInfo(kind, name, f"{module}{target}", *more) for name, target, *more in rows}
-
-
 def _adaptive(rule: str, beta1: float) -> dict[str, Any]:
     """Return the paper's betas and tau; it tunes the learning rate for each task, 0.1 is a start."""
     return {"lr": 0.1, "betas": (beta1, 0.99), "tau": 1e-3, "rule": rule}
 
 
-_SERVERS = _parts(
-    "server",
-    "",
-    ("sgd", _SGD, "a plain step towards the mean; lr 1 ends there", _REDDI, {"lr": 1.0}),
-    ("fedavgm", _SGD, "the mean with server momentum", _HSU, {"lr": 1.0, "momentum": 0.9}),
-    ("fedadagrad", _ADAPTIVE, "adaptive steps, squares summed up", _REDDI, _adaptive("adagrad", 0.0)),
-    ("fedadam", _ADAPTIVE, "adaptive steps, squares averaged over time", _REDDI, _adaptive("adam", 0.9)),
-    ("fedyogi", _ADAPTIVE, "adaptive steps, squares that change slowly", _REDDI, _adaptive("yogi", 0.9)),
-    ("diloco", _SGD, "Nesterov momentum on rare rounds, for language models", _DILOCO, _NESTEROV),
-)
-
-_COMBINERS = _parts(
-    "combine",
-    "xffl.aggregation.algorithms.combiners.",
-    ("mean", "Mean", "the weighted mean", _MCMAHAN),
-    ("fednova", "NormalizedMean", "the mean of updates divided by each cell's local steps", _WANG),
-    ("median", "CoordinateMedian", "the median of each coordinate", _YIN),
-    ("trimmed_mean", "TrimmedMean", "each coordinate's mean without its extremes", _YIN),
-    ("krum", "Krum", "the cell that is closest to its neighbours", _BLANCHARD),
-    ("multi_krum", "MultiKrum", "the mean of several cells that Krum prefers", _BLANCHARD),
-    ("geometric_median", "GeometricMedian", "the point of least summed distance to all cells", _PILLUTLA),
-    ("norm_clipping", "NormClipping", "the mean of updates cut to a greatest norm", _SUN),
-)
-
-_CLIENTS = _parts(
-    "client",
-    "xffl.aggregation.algorithms.clients.",
-    ("fedprox", "FedProx", "pull local steps to the global weights", _PROX),
-    ("scaffold", "Scaffold", "correct local gradients by control variates", _KARIMIREDDY),
-)
-
-_SCHEDULES = _parts(
-    "schedule",
-    "xffl.aggregation.algorithms.schedules.",
-    ("steps", "EverySteps", "a round after every n local steps", _MCMAHAN),
-    ("epochs", "EveryEpochs", "a round after every n passes over the data", _MCMAHAN),
-    ("seconds", "EverySeconds", "a round about every so many seconds", ""),
-    ("balanced", "Balanced", "more local steps in faster cells, so that all arrive at once", ""),
-    ("per_cell", "PerCell", "a fixed number of local steps for each cell", _WANG),
-    ("divergence", "Divergence", "rounds only where cells have moved apart", _KAMP),
-    ("warmup", "Warmup", "frequent rounds first, then another schedule", _LIN),
-)
-
-_PRIVACY = _parts(
-    "privacy",
-    "xffl.aggregation.privacy.",
-    ("dp_fedavg", "Privacy", "clip each cell's update and add noise", _PRIVATE),
-    ("secure_sum", "SecureSum", "sum masked values, so that no cell's own is seen", _BONAWITZ),
-)
-
-_PARTITIONS = _parts(
-    "partition",
-    "xffl.training.data.partition.",
-    ("iid", "iid", "shuffle and deal out evenly", _MCMAHAN),
-    ("dirichlet", "dirichlet", "each class over the cells by a Dirichlet", _YUROCHKIN),
-    ("shards", "shards", "sort by label, deal out a few shards to each", _MCMAHAN),
-    ("quantity", "quantity", "cells of very different size", _SILOS),
-    ("by_key", "by_key", "keep together what has one key: writer, hospital, site", ""),
-    ("inner_dirichlet", "inner_dirichlet", "label shares from a Dirichlet, at fixed sizes of cells", _ACAR),
+_ROOMS = {
+    "server": "",
+    "combine": "xffl.aggregation.algorithms.combiners.",
+    "client": "xffl.aggregation.algorithms.clients.",
+    "schedule": "xffl.aggregation.algorithms.schedules.",
+    "privacy": "xffl.aggregation.privacy.",
+    "partition": "xffl.training.data.partition.",
+}
+# The parts by kind: name, class or function, line, paper, and maybe options.
+_ROWS: dict[str, tuple[tuple[Any, ...], ...]] = {
+    "server": (
+        ("sgd", _SGD, "a plain step towards the mean; lr 1 ends there", _REDDI, {"lr": 1.0}),
+        ("fedavgm", _SGD, "the mean with server momentum", _HSU, {"lr": 1.0, "momentum": 0.9}),
+        ("fedadagrad", _ADAPTIVE, "adaptive steps, squares summed up", _REDDI, _adaptive("adagrad", 0.0)),
+        ("fedadam", _ADAPTIVE, "adaptive steps, squares averaged over time", _REDDI, _adaptive("adam", 0.9)),
+        ("fedyogi", _ADAPTIVE, "adaptive steps, squares that change slowly", _REDDI, _adaptive("yogi", 0.9)),
+        ("diloco", _SGD, "Nesterov momentum on rare rounds, for language models", _DILOCO, _NESTEROV),
+    ),
+    "combine": (
+        ("mean", "Mean", "the weighted mean", _MCMAHAN),
+        ("fednova", "NormalizedMean", "the mean of updates divided by each cell's local steps", _WANG),
+        ("median", "CoordinateMedian", "the median of each coordinate", _YIN),
+        ("trimmed_mean", "TrimmedMean", "each coordinate's mean without its extremes", _YIN),
+        ("krum", "Krum", "the cell that is closest to its neighbours", _BLANCHARD),
+        ("multi_krum", "MultiKrum", "the mean of several cells that Krum prefers", _BLANCHARD),
+        ("geometric_median", "GeometricMedian", "the point of least summed distance to all cells", _PILLUTLA),
+        ("norm_clipping", "NormClipping", "the mean of updates cut to a greatest norm", _SUN),
+    ),
+    "client": (
+        ("fedprox", "FedProx", "pull local steps to the global weights", _PROX),
+        ("scaffold", "Scaffold", "correct local gradients by control variates", _KARIMIREDDY),
+    ),
+    "schedule": (
+        ("steps", "EverySteps", "a round after every n local steps", _MCMAHAN),
+        ("epochs", "EveryEpochs", "a round after every n passes over the data", _MCMAHAN),
+        ("seconds", "EverySeconds", "a round about every so many seconds", ""),
+        ("balanced", "Balanced", "more local steps in faster cells, so that all arrive at once", ""),
+        ("per_cell", "PerCell", "a fixed number of local steps for each cell", _WANG),
+        ("divergence", "Divergence", "rounds only where cells have moved apart", _KAMP),
+        ("warmup", "Warmup", "frequent rounds first, then another schedule", _LIN),
+    ),
+    "privacy": (
+        ("dp_fedavg", "Privacy", "clip each cell's update and add noise", _PRIVATE),
+        ("secure_sum", "SecureSum", "sum masked values, so that no cell's own is seen", _BONAWITZ),
+    ),
+    "partition": (
+        ("iid", "iid", "shuffle and deal out evenly", _MCMAHAN),
+        ("dirichlet", "dirichlet", "each class over the cells by a Dirichlet", _YUROCHKIN),
+        ("shards", "shards", "sort by label, deal out a few shards to each", _MCMAHAN),
+        ("quantity", "quantity", "cells of very different size", _SILOS),
+        ("by_key", "by_key", "keep together what has one key: writer, hospital, site", ""),
+        ("inner_dirichlet", "inner_dirichlet", "label shares from a Dirichlet, at fixed sizes of cells", _ACAR),
+    ),
+}
+_PARTS = tuple(
+    AlgorithmInfo(kind, name, f"{_ROOMS[kind]}{target}", *more)
+    for kind, rows in _ROWS.items()
+    for name, target, *more in rows
 )
 
 
@@ -399,14 +389,15 @@ def _algorithm(name: str, line: str, paper: str, **keywords: Mapping[str, Any]) 
     return AlgorithmInfo("algorithm", name, "", line, paper, **keywords)
 
 
-def _of_part(part: AlgorithmInfo) -> AlgorithmInfo:
-    """Return the algorithm that has one part, of the same name, and nothing else."""
-    return _algorithm(part.name, part.line, part.paper, aggregator={part.kind: part.name})
+def _of_parts(kind: str, plain: str) -> list[AlgorithmInfo]:
+    """Return the algorithms that have one part of a kind, of the same name, and nothing else; all but the plain one."""
+    parts = [part for part in _PARTS if part.kind == kind and part.name != plain]
+    return [_algorithm(part.name, part.line, part.paper, aggregator={kind: part.name}) for part in parts]
 
 
 _ALGORITHMS = (
     _algorithm("fedavg", "the weighted mean of the cells, exactly", _MCMAHAN),
-    *(_of_part(part) for part in _SERVERS.values() if part.name != "sgd"),
+    *_of_parts("server", "sgd"),
     _algorithm(
         *("streaming_diloco", "DiLoCo in parts that cross while training goes on", _STREAMING),
         aggregator={"server": {"name": "diloco", "lr": 0.4}, "fragments": 3, "overlap": True},
@@ -414,13 +405,10 @@ _ALGORITHMS = (
     ),
     _algorithm("fedprox", "FedAvg with a pull to the global weights", _PROX, scaling={"client": "fedprox"}),
     _algorithm("scaffold", "FedAvg with corrected local gradients", _KARIMIREDDY, scaling={"client": "scaffold"}),
-    *(_of_part(part) for part in _COMBINERS.values() if part.name != "mean"),
+    *_of_parts("combine", "mean"),
     _algorithm("dp_fedavg", "FedAvg with clipped, noisy updates", _PRIVATE, aggregator={"privacy": "dp_fedavg"}),
     _algorithm("secure_sum", "FedAvg over masked values", _BONAWITZ, aggregator={"secure": True}),
 )
 
-ENTRIES: tuple[AlgorithmInfo, ...] = (
-    *_ALGORITHMS,
-    *(part for parts in (_SERVERS, _COMBINERS, _CLIENTS, _SCHEDULES, _PRIVACY, _PARTITIONS) for part in parts.values()),
-)
+ENTRIES: tuple[AlgorithmInfo, ...] = (*_ALGORITHMS, *_PARTS)
 """All entries, kind by kind."""
