@@ -209,21 +209,19 @@ class DeviceParameters:
         asked = {axis: getattr(self, axis) for axis in AXES}
         known = prod(size for size in asked.values() if size != AUTO)
         auto = next((axis for axis in AXES if asked[axis] == AUTO), None)
-        by_cell = [dict(asked) for _ in cell_sizes]
-        for cell, (sizes, ranks) in enumerate(zip(by_cell, cell_sizes, strict=True)):
+        for cell, ranks in enumerate(cell_sizes):
             if ranks % known or (auto is None and ranks != known):
                 raise ConfigError(self._misfit(cell, ranks, known, auto, is_alone=len(cell_sizes) == 1))
-            if auto is not None:
-                sizes[auto] = ranks // known
-        axes = {axis: by_cell[0][axis] if len({sizes[axis] for sizes in by_cell}) == 1 else -1 for axis in AXES}
-        varying = [axis for axis, size in axes.items() if size == -1]
+        rest = {ranks // known for ranks in cell_sizes}
+        auto_size = rest.pop() if len(rest) == 1 else -1
+        axes = {axis: auto_size if axis == auto else size for axis, size in asked.items()}
         is_data_parallel = all(axes[axis] == 1 for axis in ("pp", "cp", "tp"))
         is_one_replica = asked["dp_replicate"] == 1
         if is_data_parallel and is_one_replica:
             return MeshSizes(axes, None, None)
-        if varying not in ([], ["dp_replicate"]):
+        if auto not in (None, "dp_replicate") and auto_size == -1:
             raise ConfigError(
-                f"{varying[0]}='auto' gives cells of {tuple(cell_sizes)} ranks meshes that differ in more than their "
+                f"{auto}='auto' gives cells of {tuple(cell_sizes)} ranks meshes that differ in more than their "
                 "replicas; give its size and leave dp_replicate 'auto'"
             )
         replica = prod(size for axis, size in axes.items() if axis != "dp_replicate")

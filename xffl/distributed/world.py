@@ -384,7 +384,7 @@ class DistributedWorld:
         Collective over the mesh, as :meth:`all_reduce`; each rank receives the tensors of all others.
         """
         group = self.get_group(mesh)
-        values = _movable(tensor).to(message_device(tensor.device, group)).contiguous()
+        values = _copy_to_move(tensor, group)
         gathered = [torch.empty_like(values) for _ in range(group.size())]
         dist.all_gather(gathered, values, group=group)
         return torch.stack(gathered).to(tensor.device)
@@ -393,6 +393,7 @@ class DistributedWorld:
         """Return the tensor of one rank, ``src``, counted along the mesh, on all of them.
 
         Collective over the mesh, as :meth:`all_reduce`; the others give a tensor of the same shape and data type.
+        Raises ConfigError where there is no such rank.
         """
         group = self.get_group(mesh)
         if not 0 <= src < group.size():
@@ -583,15 +584,11 @@ class DistributedWorld:
 
 
 def _copy_to_move(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return a copy of a tensor where a group can move it; local."""
-    device, values = message_device(tensor.device, group), _movable(tensor)
-    is_here = device == tensor.device
-    return values.clone(memory_format=torch.contiguous_format) if is_here else values.to(device).contiguous()
-
-
-def _movable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that a backend can move, without gradient; local."""
+    """Return a copy of a tensor, without gradient, where a group can move it; local."""
     if isinstance(tensor, DTensor):
         raise ConfigError(f"a DTensor of {tensor.placements} is spread already; give its to_local() or full_tensor()")
     # A backend moves the memory as it is, and the flags of a conjugated or negated view stay behind.
-    return tensor.detach().resolve_conj().resolve_neg()
+    values = tensor.detach().resolve_conj().resolve_neg()
+    device = message_device(tensor.device, group)
+    is_here = device == tensor.device
+    return values.clone(memory_format=torch.contiguous_format) if is_here else values.to(device).contiguous()

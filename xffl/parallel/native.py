@@ -16,7 +16,7 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.parameters import DeviceParameters
 from xffl.distributed.sharding import alike, local_tensor, norms_of, sharded_parameters, values_of
 from xffl.errors import ConfigError, StateError
-from xffl.parallel.context_parallel import context_parallel, give_positions, split_sequence
+from xffl.parallel.context_parallel import context_parallel, give_positions
 from xffl.parallel.deepspeed import DeepSpeedStrategy
 from xffl.parallel.pipeline import Loss, PipelineModel
 from xffl.parallel.spread import Initializer, SpreadOptions, spread
@@ -102,10 +102,6 @@ class NativeStrategy(DistributedStrategy):
                 yield
         finally:
             self._is_in_context &= not is_outermost
-
-    def split_sequence(self, *tensors: torch.Tensor, dim: int = 1) -> tuple[torch.Tensor, ...]:
-        """Return this rank's parts of whole sequences, where ranks share them (``cp``); nothing moves."""
-        return split_sequence(tensors, self.world.get_mesh("cp"), dim) if self.world.cp_enabled else tensors
 
     def forward_backward(
         self, model: nn.Module, *inputs: torch.Tensor, target: torch.Tensor, share: float | None = None, **named: Any

@@ -28,6 +28,7 @@ from xffl.distributed.parameters import DeviceParameters
 from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, StateError
 from xffl.parallel.config import PRECISIONS, StrategyConfig, read_config
+from xffl.parallel.context_parallel import split_sequence
 from xffl.parallel.pipeline import Loss
 from xffl.parallel.spread import Initializer
 
@@ -244,8 +245,7 @@ class DistributedStrategy(ABC):
         :param dim: The dimension that is the sequence.
         :return: The parts, in the same order; without context parallelism what was given.
         """
-        del dim
-        return tensors
+        return split_sequence(tensors, self.world.get_mesh("cp"), dim) if self.world.cp_enabled else tensors
 
     def forward_backward(
         self, model: nn.Module, *inputs: torch.Tensor, target: torch.Tensor, share: float | None = None, **named: Any

@@ -73,9 +73,26 @@ def plan_for(
     # Modules that only compute projections of their input: not blocks with norms of their own.
     with_norms = {_parent(name) for name in names if _leaf(name) in NORMS}
     entered = {_parent(name) for name in names if _leaf(name) in COLUMNS} - with_norms - {""}
+    logits: Placement = Shard(-1) if loss_parallel else Replicate()
+    styles: dict[str, ParallelStyle] = {
+        **dict.fromkeys(COLUMNS, ColwiseParallel(input_layouts=stream)),
+        **dict.fromkeys(ROWS, RowwiseParallel(output_layouts=stream)),
+        **dict.fromkeys(NORMS, Replicated(layout=stream)),
+        # (batch, sequence, heads, width): each rank has some of the heads.
+        **dict.fromkeys(HEAD_NORMS, Replicated(layout=Shard(2))),
+        **dict.fromkeys(EMBEDDINGS, RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)),
+        **dict.fromkeys(POSITIONS, Replicated(output_layout=Shard(-2) if sequence_parallel else None)),
+        **dict.fromkeys(
+            HEADS, ColwiseParallel(input_layouts=stream, output_layouts=logits, use_local_output=not loss_parallel)
+        ),
+    }
     plan: dict[str, ParallelStyle] = {}
     for name, module in names.items():
-        style = _style_of(name, stream, loss_parallel, _parent(name) in entered)
+        style = styles.get(_leaf(name))
+        if _leaf(name) in COLUMNS and _parent(name) in entered:
+            style = ColwiseParallel(
+                input_layouts=Replicate()
+            )  # its input is made whole for all projections that read it
         if name in entered:
             plan[name] = GatheredInput(layout=stream)
         elif style is not None and any(True for _ in module.parameters(recurse=False)):
@@ -144,28 +161,6 @@ def apply_tensor_parallel(
     for attention, attribute, count in heads:
         setattr(attention, attribute, count)
     return model
-
-
-def _style_of(name: str, stream: Placement, loss_parallel: bool, is_entered: bool) -> ParallelStyle | None:
-    """Return the style of a layer by the last part of its name."""
-    leaf = _leaf(name)
-    if leaf in COLUMNS:
-        # A projection whose input was not made whole for all of them does it alone.
-        return ColwiseParallel(input_layouts=Replicate() if is_entered else stream)
-    if leaf in ROWS:
-        return RowwiseParallel(output_layouts=stream)
-    if leaf in NORMS:
-        return Replicated(layout=stream)
-    if leaf in HEAD_NORMS:
-        return Replicated(layout=Shard(2))  # (batch, sequence, heads, width): each rank has some of the heads
-    if leaf in EMBEDDINGS:
-        return RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
-    if leaf in POSITIONS:
-        return Replicated(output_layout=Shard(-2) if stream == Shard(1) else None)
-    if leaf in HEADS:
-        logits: Placement = Shard(-1) if loss_parallel else Replicate()
-        return ColwiseParallel(input_layouts=stream, output_layouts=logits, use_local_output=not loss_parallel)
-    return None
 
 
 def _check_pairs(names: Mapping[str, nn.Module], plan: Mapping[str, ParallelStyle]) -> None:

@@ -11,18 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from xffl.checks import integer, one_of
-from xffl.planning.figures import (
-    FRAME,
-    MUTED,
-    PALETTE,
-    checked_path,
-    colour_of,
-    draw_rectangle,
-    draw_text,
-    new_figure,
-    save,
-    tint,
-)
+from xffl.planning import figures
 from xffl.planning.text import MAX_COLUMNS, MAX_ROWS, counted, grid_lines, text_width
 
 if TYPE_CHECKING:
@@ -140,7 +129,7 @@ def mesh_figure(
     cells in the federation. Ranks of one colour belong to one stage of the pipeline. Of a large mesh a part is drawn,
     with notes of how much is left out. Raises ConfigError, too, where matplotlib is not installed.
     """
-    target = checked_path(path)
+    target = figures.checked_path(path)
     grid = Grid(axes, first_rank)
     rows = grid.rows if grid.rows <= MAX_ROWS else MAX_ROWS - 1
     columns = min(grid.columns, MAX_COLUMNS)
@@ -151,24 +140,24 @@ def mesh_figure(
     legend = {axis: MOVES[axis] for axis in grid.shown(MESH_AXES)} | ({"federated": OUTSIDE} if cells > 1 else {})
     height = bottom + 0.9 + LINE * len(legend)
     width = max(WIDTH_MIN, right + (STUB + 1.6 if cells > 1 else 0.3))
-    figure = new_figure((width + 2 * MARGIN) * INCHES, (height + 2 * MARGIN) * INCHES)
+    figure = figures.new_figure((width + 2 * MARGIN) * INCHES, (height + 2 * MARGIN) * INCHES)
     area = figure.add_axes((0.0, 0.0, 1.0, 1.0))
     area.set_xlim(-MARGIN, width + MARGIN)
     area.set_ylim(height + MARGIN, -MARGIN)
     area.set_axis_off()
-    draw_rectangle(area, 0.0, 0.0, right, bottom, "#F7F8FA", edgecolor=FRAME)
-    draw_text(area, 0.3, 0.55, f"cell {cell}", size=11, weight="bold")
-    draw_text(area, 0.3, 1.15, describe_mesh(axes), color=MUTED)
+    figures.draw_rectangle(area, 0.0, 0.0, right, bottom, "#F7F8FA", edgecolor=figures.FRAME)
+    figures.draw_text(area, 0.3, 0.55, f"cell {cell}", size=11, weight="bold")
+    figures.draw_text(area, 0.3, 1.15, describe_mesh(axes), color=figures.MUTED)
     _draw_ranks(area, grid, x, y)
     notes = [(grid.rows - rows, "more row"), (grid.columns - columns, "more column")]
     for line, (count, what) in enumerate([note for note in notes if note[0]]):
-        draw_text(area, 0.3, bottom - LINE * (line + 0.5), f"… {counted(count, what)}", color=MUTED)
+        figures.draw_text(area, 0.3, bottom - LINE * (line + 0.5), f"… {counted(count, what)}", color=figures.MUTED)
     if cells > 1:
         _draw_other_cells(area, right, bottom, cells)
     for line, (axis, meaning) in enumerate(legend.items()):
-        draw_text(area, 0.1, bottom + 0.8 + line * LINE, axis, weight="bold")
-        draw_text(area, 3.4, bottom + 0.8 + line * LINE, meaning)
-    save(figure, target)
+        figures.draw_text(area, 0.1, bottom + 0.8 + line * LINE, axis, weight="bold")
+        figures.draw_text(area, 3.4, bottom + 0.8 + line * LINE, meaning)
+    figures.save(figure, target)
 
 
 def _places(places: list[dict[str, int]], start: float) -> tuple[list[float], float]:
@@ -187,27 +176,27 @@ def _draw_ranks(area: Axes, grid: Grid, x: list[float], y: list[float]) -> None:
     heads = grid.shown(COLUMN_AXES)
     for line, axis in enumerate(heads):
         level = y[0] - LINE * (len(heads) - line) + 0.1
-        draw_text(area, 0.3, level, axis, size=8, color=MUTED)
+        figures.draw_text(area, 0.3, level, axis, size=8, color=figures.MUTED)
         for left, place in zip(x, grid.places(COLUMN_AXES), strict=False):
-            draw_text(area, left + 0.5, level, str(place[axis]), size=8, ha="center")
+            figures.draw_text(area, left + 0.5, level, str(place[axis]), size=8, ha="center")
     sides = grid.shown(ROW_AXES)
     for line, axis in enumerate(sides):
-        draw_text(area, 0.3 + 1.35 * line, HEAD - 0.45, axis.removeprefix("dp_"), size=8, color=MUTED)
+        figures.draw_text(area, 0.3 + 1.35 * line, HEAD - 0.45, axis.removeprefix("dp_"), size=8, color=figures.MUTED)
     for row, (top, at) in enumerate(zip(y, grid.places(ROW_AXES), strict=False)):
         for line, axis in enumerate(sides):
-            draw_text(area, 0.3 + 1.35 * line, top + 0.5, str(at[axis]), size=8)
+            figures.draw_text(area, 0.3 + 1.35 * line, top + 0.5, str(at[axis]), size=8)
         for column, left in enumerate(x):
-            colour = tint(colour_of(at.get("pp", 0)), 0.35)
-            draw_rectangle(area, left, top, 1.0, 1.0, colour, edgecolor="#8A949E")
-            draw_text(area, left + 0.5, top + 0.5, str(grid.rank(row, column)), ha="center")
+            colour = figures.tint(figures.colour_of(at.get("pp", 0)), 0.35)
+            figures.draw_rectangle(area, left, top, 1.0, 1.0, colour, edgecolor="#8A949E")
+            figures.draw_text(area, left + 0.5, top + 0.5, str(grid.rank(row, column)), ha="center")
 
 
 def _draw_other_cells(area: Axes, right: float, bottom: float, cells: int) -> None:
     """Draw a frame for the other cells, and the slow link to them."""
     left, middle = right + 1.4, bottom / 2
-    draw_rectangle(area, left, 0.0, STUB, bottom, "#F7F8FA", edgecolor=FRAME)
+    figures.draw_rectangle(area, left, 0.0, STUB, bottom, "#F7F8FA", edgecolor=figures.FRAME)
     others = "the\nother\ncell" if cells == 2 else f"{cells - 1}\nother\ncells"
-    draw_text(area, left + STUB / 2, middle, others, ha="center", color=MUTED)
-    style = {"arrowstyle": "<|-|>", "color": PALETTE[3], "linewidth": 1.8, "shrinkA": 0, "shrinkB": 0}
+    figures.draw_text(area, left + STUB / 2, middle, others, ha="center", color=figures.MUTED)
+    style = {"arrowstyle": "<|-|>", "color": figures.PALETTE[3], "linewidth": 1.8, "shrinkA": 0, "shrinkB": 0}
     area.annotate("", (left - 0.05, middle), (right + 0.05, middle), arrowprops=style, zorder=5)
-    draw_text(area, right + 0.7, middle - 0.75, "slow\nlink", size=8, color=MUTED, ha="center")
+    figures.draw_text(area, right + 0.7, middle - 0.75, "slow\nlink", size=8, color=figures.MUTED, ha="center")
