@@ -228,12 +228,12 @@ def own_runtime(device: torch.device) -> Runtime:
     )
 
 
-def gather_runtimes(state: DistributedState, own: Runtime | None = None) -> dict[Runtime, list[int]]:
+def gather_runtimes(state: DistributedState) -> dict[Runtime, list[int]]:
     """Return what the ranks run, with the ranks of each.
 
     Collective over the world: an all-reduce of 16 bytes, and only where ranks differ an all-gather of a few texts.
     """
-    own = own_runtime(compute_device(state)) if own is None else own
+    own = own_runtime(compute_device(state))
     if not dist.is_initialized():
         return {own: [0]}
     if _is_same_everywhere(own, None):

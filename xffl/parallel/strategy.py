@@ -219,7 +219,7 @@ class DistributedStrategy(ABC):
                     self._accumulator.enter(index, len(window), models)
                     yield self.to_device(batch)
         finally:
-            self._accumulator.close(models)
+            self._accumulator.enter(0, 1, models)  # what follows the batches is a window of its own
 
     @contextmanager
     def no_gradient_sync(self, *models: nn.Module) -> Iterator[None]:
@@ -430,12 +430,6 @@ class Accumulator:
         self.size = size
         if self.is_last != (index + 1 == size):
             self.set_last(not self.is_last, models)
-
-    def close(self, models: Iterable[nn.Module]) -> None:
-        """Leave the window, in its middle, too."""
-        self.size = 1
-        if not self.is_last:
-            self.set_last(True, models)
 
     def set_last(self, is_last: bool, models: Iterable[nn.Module]) -> None:
         """Say whether the next backward pass of the models synchronizes gradients."""
