@@ -111,9 +111,8 @@ class NativeStrategy(DistributedStrategy):
             return super().forward_backward(model, *inputs, target=target, share=share, **named)
         factor = self._accumulator.factor(share)
         with self.train_context():
-            return model.step(
-                *inputs, target=target, scale_loss=lambda loss: loss * factor, sync=self._accumulator.is_last, **named
-            ).detach()
+            named |= {"scale_loss": lambda loss: loss * factor, "sync": self._accumulator.is_last}
+            return model.step(*inputs, target=target, **named).detach()
 
     def _synchronize(self, model: nn.Module, is_last: bool) -> None:
         if isinstance(model, nn.parallel.DistributedDataParallel):

@@ -221,14 +221,8 @@ class PipelineModel(nn.Module):
             sizes, fault = answer[0]
             if fault:
                 raise ConfigError(f"stage {stage} of {self.stages} fails on a batch of {key}: {fault}")
-            flows.append(
-                tuple(
-                    torch.empty(
-                        shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point or dtype.is_complex
-                    )
-                    for shape, dtype in sizes
-                )
-            )
+            activations = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in sizes]
+            flows.append(tuple(one.requires_grad_(one.is_floating_point() or one.is_complex()) for one in activations))
         flows[0] = tuple(item.detach().to("meta") for item in inputs)  # sizes are kept, not the batch
         return flows
 

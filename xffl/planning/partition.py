@@ -244,22 +244,19 @@ def _label_step(field: float) -> int:
 
 def _draw_bars(axes: Axes, has: list[CellShare], height: float) -> None:
     """Draw the cells' sizes as bars, with numbers where these fit."""
-    most = max(1, max(one.samples for one in has))
-    axes.barh(
-        [cell + 0.5 for cell in range(len(has))],
-        [one.samples for one in has],
-        height=0.62 if height >= NUMBERS_HEIGHT else 1.0,
-        color=tint(PALETTE[0], 0.45),
-    )
+    samples, is_tall = [one.samples for one in has], height >= NUMBERS_HEIGHT
+    most = max(1, *samples)
+    places = [cell + 0.5 for cell in range(len(has))]
+    axes.barh(places, samples, height=0.62 if is_tall else 1.0, color=tint(PALETTE[0], 0.45))
     axes.set_ylim(len(has), 0)
     # Room for what stands behind the longest bar.
-    axes.set_xlim(0, most * (1.95 if height >= NUMBERS_HEIGHT else 1.05))
-    if height >= NUMBERS_HEIGHT:
+    axes.set_xlim(0, most * (1.95 if is_tall else 1.05))
+    if is_tall:
         for cell, one in enumerate(has):
             text = f" {one.samples:,} ({100 * one.share:.0f} %)"
             axes.text(one.samples, cell + 0.5, text, fontsize=9, color=INK, ha="left", va="center")
     axes.set_yticks([])
-    axes.set_xticks([] if height >= NUMBERS_HEIGHT else [0, most])
+    axes.set_xticks([] if is_tall else [0, most])
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.tick_params(colors=MUTED, length=0, labelsize=9)
     axes.set_xlabel("samples", color=INK, loc="left")
