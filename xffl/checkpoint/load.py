@@ -20,22 +20,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from xffl.checkpoint import contents
+from xffl.checkpoint import format as folders
 from xffl.checkpoint.contents import Contents, Part
-from xffl.checkpoint.format import (
-    Cell,
-    CellIndex,
-    CellReader,
-    Record,
-    check_data,
-    check_path,
-    gather_in_cell,
-    locate_checkpoint,
-    read_index,
-    read_record,
-    read_tensor,
-    run_collectively,
-    this_cell,
-)
+from xffl.checkpoint.format import Cell, CellIndex, CellReader, Record
 from xffl.checks import shorten
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import bytes_of, from_plain, load_optimizer, spread_whole, tensors_named
@@ -109,19 +96,19 @@ def load_checkpoint(
             if isinstance(names, str) or not all(isinstance(name, str) for name in names):
                 raise ConfigError(f"{knob} is {names!r}; give a list of names")
         kept = contents.check_rank_state(own)
-        return check_path(path), this_cell(state), kept
+        return folders.check_path(path), folders.this_cell(state), kept
 
     def show(checked: tuple[Path, Cell, Mapping[str, Stateful]]) -> str:
         target, _, kept = checked
         names = f"own={sorted(kept)} reset={sorted(set(reset))} local={sorted(set(local))}"
         return f"path={target} parts={sorted(parts)} {names}"
 
-    target, cell, kept = run_collectively("arguments", check, Path(str(path)), NOTHING_LOADED, show)
+    target, cell, kept = folders.run_collectively("arguments", check, Path(str(path)), NOTHING_LOADED, show)
 
     def on_all_ranks(what: str, act: Callable[[], T], advice: str = NOTHING_LOADED) -> T:
-        return run_collectively(what, act, target, advice)
+        return folders.run_collectively(what, act, target, advice)
 
-    folder, record, wanted = run_collectively(
+    folder, record, wanted = folders.run_collectively(
         "record", lambda: _record(target, parts, kept, reset, state.topology), target, NOTHING_LOADED, str
     )
     current = on_all_ranks("contents", lambda: contents.collect(parts))
@@ -153,8 +140,8 @@ def _record(
     target: Path, parts: Mapping[str, Part], own: Collection[str], reset: Collection[str], topology: Topology
 ) -> tuple[Path, Record, list[str]]:
     """Find the folder, read its record, check that it fits cells and parts, and name the rank state to load."""
-    folder, sizes = locate_checkpoint(target), topology.sizes
-    record = read_record(folder)
+    folder, sizes = folders.locate_checkpoint(target), topology.sizes
+    record = folders.read_record(folder)
     if len(record.cells) != len(sizes) and not record.after_round:
         raise CheckpointError(
             f"checkpoint {folder} is of {len(record.cells)} cells {record.cells}, this run has {len(sizes)} {sizes}; "
@@ -170,8 +157,8 @@ def _record(
 
 def _plan(folder: Path, record: Record, parts: Mapping[str, Part], cell: Cell, current: Contents) -> _LoadPlan:
     """Find a place for each tensor of the checkpoint that this rank wants, and compare."""
-    index = read_index(folder, record, cell.number % len(record.cells))
-    check_data(index, cell.place, cell.sizes[cell.number])
+    index = folders.read_index(folder, record, cell.number % len(record.cells))
+    folders.check_data(index, cell.place, cell.sizes[cell.number])
     plan = _LoadPlan(index)
     for name, part in parts.items():
         if isinstance(part, nn.Module):
@@ -255,7 +242,7 @@ def _device_of(tensor: torch.Tensor | None) -> torch.device:
 
 def _check_unused(plan: _LoadPlan, cell: Cell) -> None:
     """Refuse what no rank of the cell wants; collective over the cell. Stages of a pipeline want a part each."""
-    nobodys = set.intersection(*gather_in_cell(plan.unused, cell))
+    nobodys = set.intersection(*folders.gather_in_cell(plan.unused, cell))
     if nobodys:
         problems = shorten([f"{key!r} has no place here" for key in sorted(nobodys)], SHOWN, "; ")
         raise CheckpointError(f"checkpoint {plan.index.folder} does not fit: {problems}; {NOTHING_LOADED}")
@@ -264,7 +251,7 @@ def _check_unused(plan: _LoadPlan, cell: Cell) -> None:
 def _read_values(plan: _LoadPlan, buffers: Mapping[str, torch.Tensor]) -> None:
     """Read the modules' extra states into new tensors; local. Those of this rank alone count before the cell's."""
     tensors = {
-        name: (buffers[name] if name in buffers else read_tensor(plan.index, name)).to(device)
+        name: (buffers[name] if name in buffers else folders.read_tensor(plan.index, name)).to(device)
         for name, device in plan.devices.items()
     }
     for key in (key for keys in plan.models.values() for key in keys if key not in plan.targets):
@@ -339,17 +326,17 @@ def compare_cells(folder: Path, record: Record, names: Collection[str], local: C
     """Refuse a checkpoint whose cells hold different weights; collective over the cell."""
     # All ranks of the world share the tensors out; each reads whole ones, two at a time.
     # Stages of a pipeline know other names, and each name must have one rank that reads it.
-    mine = sorted(set().union(*gather_in_cell(set(names), cell)) - set(local))[cell.rank :: sum(cell.sizes)]
-    head = read_index(folder, record)
+    mine = sorted(set().union(*folders.gather_in_cell(set(names), cell)) - set(local))[cell.rank :: sum(cell.sizes)]
+    head = folders.read_index(folder, record)
     for number in range(1, len(record.cells)):
-        index = read_index(folder, record, number)
+        index = folders.read_index(folder, record, number)
         for name in mine:
             if name not in head.tensors:
                 continue  # a problem where the parts are compared
             # Bits are compared: equal NaNs are the same.
             is_same = name in index.tensors and head.tensors[name].shape == index.tensors[name].shape
             is_same = is_same and head.tensors[name].dtype == index.tensors[name].dtype
-            if not is_same or not torch.equal(*(bytes_of(read_tensor(one, name)) for one in (head, index))):
+            if not is_same or not torch.equal(*(bytes_of(folders.read_tensor(one, name)) for one in (head, index))):
                 places = sorted({chunk.relative_path for chunk in head.tensors[name].chunks})
                 raise CheckpointError(
                     f"checkpoint {folder} was saved as right after a round, but {name!r} is not the same in "
