@@ -30,15 +30,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -326,16 +320,16 @@ class CellWriter(FileSystemWriter):
         written.set_result([replace(piece, storage_data=(at, files[at.relative_path])) for piece, at in places])
         return written
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index; called on the cell's first rank when all have written."""
         places = {written.index: written.storage_data for by_rank in results for written in by_rank}
         files = self.files | {place.relative_path: entry for place, entry in places.values()}
         tensors = {}
         for name, tensor in metadata.state_dict_metadata.items():
-            assert isinstance(tensor, TensorStorageMetadata), "only tensors are given to torch"
+            assert isinstance(tensor, dcp.TensorStorageMetadata), "only tensors are given to torch"
             chunks = []
             for box in tensor.chunks:
-                place, _ = places[MetadataIndex(name, box.offsets)]
+                place, _ = places[dcp.MetadataIndex(name, box.offsets)]
                 chunks.append([list(box.offsets), list(box.sizes), place.relative_path, place.offset, place.length])
             dtype = str(tensor.properties.dtype).removeprefix("torch.")
             tensors[name] = {"dtype": dtype, "shape": list(tensor.size), "chunks": chunks}
@@ -349,14 +343,14 @@ class CellReader(FileSystemReader):
         super().__init__(index.folder)
         self.index = index
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         """Return the index in torch's form."""
-        metadata = Metadata(state_dict_metadata={}, storage_data={})
+        metadata = dcp.Metadata(state_dict_metadata={}, storage_data={})
         for name, tensor in self.index.tensors.items():
-            boxes = [ChunkStorageMetadata(torch.Size(one.offsets), torch.Size(one.sizes)) for one in tensor.chunks]
-            properties = TensorProperties(dtype=tensor.dtype)
-            metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, tensor.shape, boxes)
-            metadata.storage_data |= {MetadataIndex(name, chunk.offsets): chunk for chunk in tensor.chunks}
+            boxes = [dcp.ChunkStorageMetadata(torch.Size(one.offsets), torch.Size(one.sizes)) for one in tensor.chunks]
+            properties = dcp.TensorProperties(dtype=tensor.dtype)
+            metadata.state_dict_metadata[name] = dcp.TensorStorageMetadata(properties, tensor.shape, boxes)
+            metadata.storage_data |= {dcp.MetadataIndex(name, chunk.offsets): chunk for chunk in tensor.chunks}
         return metadata
 
 

@@ -150,9 +150,8 @@ def prepare_save(
     )
 
     def set_apart() -> RankState:
-        kinds = Counter(
-            name for name, _ in {one for of_rank in folders.gather_in_cell(digests, cell) for one in of_rank.items()}
-        )
+        pairs = {pair for of_rank in folders.gather_in_cell(digests, cell) for pair in of_rank.items()}
+        kinds = Counter(name for name, _ in pairs)  # how many different buffers of a name there are
         apart = [name for name in buffers if kinds[name] > 1]
         return replace(rank_state, buffers={name: buffers[name].detach().to("cpu", copy=True) for name in apart})
 

@@ -74,6 +74,7 @@ def plan_for(
     with_norms = {_parent(name) for name in names if _leaf(name) in NORMS}
     entered = {_parent(name) for name in names if _leaf(name) in COLUMNS} - with_norms - {""}
     logits: Placement = Shard(-1) if loss_parallel else Replicate()
+    head = ColwiseParallel(input_layouts=stream, output_layouts=logits, use_local_output=not loss_parallel)
     styles: dict[str, ParallelStyle] = {
         **dict.fromkeys(COLUMNS, ColwiseParallel(input_layouts=stream)),
         **dict.fromkeys(ROWS, RowwiseParallel(output_layouts=stream)),
@@ -82,9 +83,7 @@ def plan_for(
         **dict.fromkeys(HEAD_NORMS, Replicated(layout=Shard(2))),
         **dict.fromkeys(EMBEDDINGS, RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)),
         **dict.fromkeys(POSITIONS, Replicated(output_layout=Shard(-2) if sequence_parallel else None)),
-        **dict.fromkeys(
-            HEADS, ColwiseParallel(input_layouts=stream, output_layouts=logits, use_local_output=not loss_parallel)
-        ),
+        **dict.fromkeys(HEADS, head),
     }
     plan: dict[str, ParallelStyle] = {}
     for name, module in names.items():
