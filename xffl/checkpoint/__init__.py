@@ -33,12 +33,4 @@ __all__ = [
     "save_checkpoint",
 ]
 
-_HOMES = {
-    **dict.fromkeys(("AsyncSaver", "PendingSave", "save_checkpoint"), "xffl.checkpoint.save"),
-    **dict.fromkeys(("CheckpointManager", "auto_resume", "find_latest_checkpoint"), "xffl.checkpoint.manager"),
-    "RandomState": "xffl.checkpoint.contents",
-    "consolidate_checkpoint": "xffl.checkpoint.export",
-    "load_checkpoint": "xffl.checkpoint.load",
-}
-
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(__name__)

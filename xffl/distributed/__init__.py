@@ -13,7 +13,12 @@ from xffl.lazy import lazy_names
 if TYPE_CHECKING:
     from xffl.distributed.distributed_state import DistributedState
     from xffl.distributed.fault_tolerance import FaultTolerantWorld
-    from xffl.distributed.parameters import CommParameters, DeviceParameters, FaultToleranceParameters
+    from xffl.distributed.parameters import (
+        CommParameters,
+        DeviceParameters,
+        ElasticParameters,
+        FaultToleranceParameters,
+    )
     from xffl.distributed.session import cleanup_distributed_process_group, setup_distributed_process_group
     from xffl.distributed.world import DistributedWorld
 
@@ -29,16 +34,4 @@ __all__ = [
     "setup_distributed_process_group",
 ]
 
-_HOMES = {
-    **dict.fromkeys(
-        ("CommParameters", "DeviceParameters", "ElasticParameters", "FaultToleranceParameters"),
-        "xffl.distributed.parameters",
-    ),
-    "DistributedState": "xffl.distributed.distributed_state",
-    "DistributedWorld": "xffl.distributed.world",
-    "FaultTolerantWorld": "xffl.distributed.fault_tolerance",
-    "cleanup_distributed_process_group": "xffl.distributed.session",
-    "setup_distributed_process_group": "xffl.distributed.session",
-}
-
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(__name__)

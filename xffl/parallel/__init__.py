@@ -51,14 +51,4 @@ __all__ = [
 STRATEGIES: dict[str, type[DistributedStrategy]]
 """The strategies by name; made at its first use."""
 
-_HOMES = {
-    **dict.fromkeys(("DDPConfig", "DistributedConfig", "StrategyConfig", "TrainingConfig"), "xffl.parallel.config"),
-    **dict.fromkeys(("DDPStrategy", "FSDPStrategy", "HSDPStrategy", "NativeStrategy"), "xffl.parallel.native"),
-    **dict.fromkeys(("STRATEGIES", "SingleGPUStrategy", "SingleStrategy"), "xffl.parallel.native"),
-    "DeepSpeedStrategy": "xffl.parallel.deepspeed",
-    "DistributedStrategy": "xffl.parallel.strategy",
-    "read_config": "xffl.parallel.config",
-    "shard": "xffl.parallel.spread",
-}
-
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(__name__, STRATEGIES="xffl.parallel.native")

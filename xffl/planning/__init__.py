@@ -43,16 +43,4 @@ __all__ = [
     "topology_text",
 ]
 
-_NAMES = {
-    "xffl.costs": ("codec_bytes", "codec_ratio"),
-    "xffl.planning.bench": ("bench_figure", "bench_table"),
-    "xffl.planning.figures": ("topology_figure",),
-    "xffl.planning.forecast": ("Link", "forecast_data_parallel", "forecast_round"),
-    "xffl.planning.memory": ("ModelSize", "TrainingSize", "rank_memory"),
-    "xffl.planning.mesh": ("mesh_figure", "mesh_text"),
-    "xffl.planning.partition": ("partition_figure", "partition_table"),
-    "xffl.planning.text": ("topology_text",),
-    "xffl.planning.traffic": ("round_traffic", "step_traffic"),
-}
-
-__getattr__, __dir__ = lazy_names(__name__, {name: home for home, names in _NAMES.items() for name in names})
+__getattr__, __dir__ = lazy_names(__name__)
