@@ -54,13 +54,9 @@ class FaultTolerantWorld(DistributedWorld):
     ``XFFL_TOKEN_FILE`` the run's token, and ``XFFL_ISLAND=1/4`` which group it is. All groups have the same number of
     ranks and cut the model alike. Replicas are other groups, so a group has none inside (``dp_replicate=1``).
 
-    :param device_parameters: What is asked of the ranks of this group; or a world that is not set up, whose place this
-        one takes.
-    :param ft_params: What is asked of the groups; ``None`` means to be one, with the defaults.
-    :param backend: As for :class:`DistributedWorld`.
-    :param device: As for :class:`DistributedWorld`.
-    :raises ConfigError: if an argument is invalid.
-    :raises StateError: if the given world is set up.
+    The first argument is what is asked of the ranks of this group; or a world whose place this one takes, which must
+    not be set up. ``ft_params`` is what is asked of the groups; ``None`` means to be one, with the defaults. The others
+    are those of :class:`DistributedWorld`.
     """
 
     def __init__(

@@ -61,16 +61,8 @@ class DistributedWorld:
        with xffl.DistributedWorld(DeviceParameters.HSDP(dp_shard=4), federated=(8, 8)) as world:
            total = world.all_reduce(tensor, op="sum", mesh="dp")
 
-    All facts about ranks are those of :attr:`state`.
-
-    :param device_parameters: What is asked of the ranks inside a cell.
-    :param federated: Sizes of the federated groups, one size for equal ones, or a rule that finds them (``auto``,
-        ``hosts:REGEX``, ``file:PATH``); by default what ``XFFL_FEDERATED`` says, else no federation: the world is the
-        only cell.
-    :param backend: Communication backend; by default ``gloo``, and ``cpu:gloo,cuda:nccl`` on CUDA.
-    :param link_backend: Communication backend between federated groups, as :func:`xffl.session` takes it.
-    :param device: Device of this process; by default the GPU of its local rank where there are GPUs, else the CPU.
-    :param streams: CUDA streams for the groups of a round; 4 by default on CUDA.
+    All facts about ranks are those of :attr:`state`. The device parameters are what is asked of the ranks inside a
+    cell; the other arguments are those of :func:`xffl.session`. Without a federation the world is the only cell.
     """
 
     def __init__(
