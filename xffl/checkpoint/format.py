@@ -355,11 +355,7 @@ class CellReader(FileSystemReader):
 
 
 def write_index(
-    folder: Path,
-    files: dict[str, FileEntry],
-    tensors: dict[str, Any],
-    ties: dict[str, str],
-    values: Mapping[str, Plain],
+    folder: Path, files: dict[str, Any], tensors: dict[str, Any], ties: dict[str, str], values: Mapping[str, Plain]
 ) -> None:
     """Write the index of a cell's folder."""
     index = {"checksum": ALGORITHM, "files": files, "tensors": tensors, "ties": ties, "values": values}

@@ -74,19 +74,14 @@ def connect(groups: Iterable[Group | None], device: torch.device) -> None:
 
 
 T = TypeVar("T")
-Describe = Callable[[dict[int, str]], XfflError]
-Convert = Callable[[Exception], XfflError]
+Describe = Callable[[dict[int, str]], XfflError] | None
+Convert = Callable[[Exception], XfflError] | None
 
 SHOWN = 4  # different errors or values that a message writes out
 
 
 def check_consistent(
-    what: str,
-    value: str,
-    *,
-    error: XfflError | None = None,
-    describe: Describe | None = None,
-    group: Group | None = None,
+    what: str, value: str, *, error: XfflError | None = None, describe: Describe = None, group: Group | None = None
 ) -> None:
     """Return if all ranks were given the same and none has an error; raise the same error on all of them otherwise.
 
@@ -119,7 +114,7 @@ def _is_same_everywhere(own: object, group: Group | None) -> bool:
 
 @contextmanager
 def run_on_all_ranks(
-    what: str, *, convert: Convert | None = None, describe: Describe | None = None, group: Group | None = None
+    what: str, *, convert: Convert = None, describe: Describe = None, group: Group | None = None
 ) -> Iterator[Callable[[object], None]]:
     """Run a block that may fail on some ranks only, and leave it with the same error on all of them.
 
@@ -276,7 +271,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"rank {text}" if len(runs) == 1 and len(runs[0]) == 1 else f"ranks {text}"
 
 
-def _difference(gathered: list[tuple[str, str, tuple[str, str] | None]], describe: Describe | None) -> XfflError:
+def _difference(gathered: list[tuple[str, str, tuple[str, str] | None]], describe: Describe) -> XfflError:
     """Make the one error that all ranks raise of what they have gathered."""
     failures = {rank: failure for rank, (_, _, failure) in enumerate(gathered) if failure is not None}
     if failures:

@@ -74,12 +74,10 @@ class CellMeshes:
     groups: dict[str, dist.ProcessGroup]
 
 
-def make_cell_meshes(
-    create: Callable[[tuple[int, ...], str], dist.ProcessGroup],
-    mesh: MeshSizes,
-    state: DistributedState,
-    device_type: str,
-) -> CellMeshes:
+Create = Callable[[tuple[int, ...], str], dist.ProcessGroup]
+
+
+def make_cell_meshes(create: Create, mesh: MeshSizes, state: DistributedState, device_type: str) -> CellMeshes:
     """Make the groups and meshes of a rank; collective over the world.
 
     Every rank makes a group for each set of axes of which one has more than one rank anywhere, one of itself, and with

@@ -108,6 +108,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     def _build_ds_config(self) -> dict[str, Any]:
         """Write DeepSpeed's configuration; it finds out the number of ranks itself."""
         training, dtype = self.config.training, self.device_parameters.param_dtype
+        scaling = {"initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}
         zero: dict[str, Any] = {"stage": self._stage, "overlap_comm": False, "round_robin_gradients": False}
         if self.config.distributed.offload:
             zero["offload_optimizer"] = {"device": "cpu"}
@@ -118,12 +119,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
-            "fp16": {
-                "enabled": dtype == "float16",
-                "initial_scale_power": 16,
-                "loss_scale_window": 2000,
-                "hysteresis": 1,
-            },
+            "fp16": {"enabled": dtype == "float16", **scaling},
             "bf16": {"enabled": dtype == "bfloat16"},
             "steps_per_print": 2**62,
         }

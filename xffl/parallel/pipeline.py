@@ -25,7 +25,7 @@ __all__ = ["PipelineModel", "Skip", "split_model"]
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 Tensors = tuple[torch.Tensor, ...]
-Arguments = dict[str, Any]
+Named = dict[str, Any]
 Sizes = list[tuple[list[int], torch.dtype]]
 
 
@@ -130,13 +130,7 @@ class PipelineModel(nn.Module):
         return self.module.load_state_dict(state_dict, strict, assign)
 
     def _run(
-        self,
-        mode: str,
-        inputs: Tensors,
-        target: torch.Tensor | None,
-        named: Arguments,
-        shared: Arguments,
-        sync: bool = True,
+        self, mode: str, inputs: Tensors, target: torch.Tensor | None, named: Named, shared: Named, sync: bool = True
     ) -> Any:
         """Run the schedule of a mode, made anew where the mode or the sizes are others than at the call before."""
         self._check_batch(mode, inputs, target, named)
@@ -148,10 +142,8 @@ class PipelineModel(nn.Module):
         # What the sizes of the activations depend on.
         key = f"{_shape_text((first, aim, slices, shared))} autocast={autocast}"
         if key not in self._known:
-            tensors = [
-                one for one in (*first, aim, *slices.values(), *shared.values()) if isinstance(one, torch.Tensor)
-            ]
-            sums = [float(tensor.double().sum()) for tensor in tensors]
+            values = (*first, aim, *slices.values(), *shared.values())
+            sums = [float(value.double().sum()) for value in values if isinstance(value, torch.Tensor)]
             batch = f"{self.schedule} in {self.micro_batches} micro-batches, {mode} {key} sums={sums}"
             check_consistent("batches", batch, describe=_different_batches, group=self._group)
             self._known[key] = self._probe(first, aim, slices | shared, key)
@@ -226,7 +218,7 @@ class PipelineModel(nn.Module):
         flows[0] = tuple(item.detach().to("meta") for item in inputs)  # sizes are kept, not the batch
         return flows
 
-    def _try(self, inputs: Tensors, target: torch.Tensor | None, arguments: Arguments) -> tuple[Sizes, str]:
+    def _try(self, inputs: Tensors, target: torch.Tensor | None, arguments: Named) -> tuple[Sizes, str]:
         """Run this stage once, without gradients, dropout or other traces; return its sizes and what failed."""
         module = self.module.module if isinstance(self.module, DistributedDataParallel) else self.module
         modes = {part: part.training for part in module.modules()}

@@ -442,9 +442,7 @@ def to_device(batch: T, device: torch.device) -> T:
     # Copies from a GPU are not asynchronous: the CPU would read them before they are there.
     is_async = device.type == "cuda"
     moved: Any = batch
-    if isinstance(batch, torch.Tensor):
-        moved = batch.to(device, non_blocking=is_async)
-    elif isinstance(batch, PackedSequence):  # a named tuple whose sizes stay on the CPU
+    if isinstance(batch, (torch.Tensor, PackedSequence)):  # the latter is a named tuple whose sizes stay on the CPU
         moved = batch.to(device=device, non_blocking=is_async)  # type: ignore[call-arg]
     elif isinstance(batch, (list, tuple)):
         items = [to_device(item, device) for item in batch]
