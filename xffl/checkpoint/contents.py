@@ -35,12 +35,9 @@ Part = nn.Module | torch.optim.Optimizer | Stateful
 """What a checkpoint keeps: a model, an optimizer of models among the parts, or what has ``state_dict`` and
 ``load_state_dict`` (a scheduler, a sampler)."""
 
-UNNAMED = ("params", "param_names")
-"""Entries of a parameter group that list its parameters, which have other names here."""
-
+UNNAMED = ("params", "param_names")  # entries of a parameter group that list its parameters, which are named here
 EXTRA_STATE = "_extra_state"  # what torch calls a module's extra state in a state dict
-WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
-"""What torch calls a module inside its wrappers, which names leave out."""
+WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # what it calls a module inside its wrappers; names leave it out
 
 
 @dataclass
@@ -100,7 +97,12 @@ def collect(parts: Mapping[str, Part]) -> Contents:
         else:
             contents.values[name] = to_plain(part.state_dict(), name, contents.tensors)
     for name, tensor in contents.tensors.items():
-        _check_tensor(name, tensor)
+        if tensor.layout != torch.strided:
+            raise ConfigError(f"tensor {name!r} is {tensor.layout}; a checkpoint keeps strided ones, make it dense")
+        if tensor.is_meta:
+            raise ConfigError(f"tensor {name!r} is on the meta device and has no values; initialize the model first")
+        if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
+            raise ConfigError(f"tensor {name!r} is a partial sum; redistribute it before it is kept")
     for name in (name for name, part in parts.items() if isinstance(part, nn.Module)):
         for key in model_names(name, contents.tensors, contents.values):
             if key in contents.tensors and not is_extra_state(key) and is_overlapping(contents.tensors[key]):
@@ -173,22 +175,21 @@ def find_buffers(parts: Mapping[str, Part], contents: Contents) -> dict[str, tor
         if isinstance(part, nn.Module):
             # A state dict mixes buffers and parameters; its tensors share the memory of the parameters.
             plain = {p.data_ptr() for p in sharded_parameters(part).values() if type(p.detach()) is torch.Tensor}
-            buffers |= {
-                key: tensor
-                for key, tensor in contents.tensors.items()
-                if key.startswith(f"{name}/") and type(tensor) is torch.Tensor and tensor.data_ptr() not in plain
-            }
+            for key, tensor in contents.tensors.items():
+                if key.startswith(f"{name}/") and type(tensor) is torch.Tensor and tensor.data_ptr() not in plain:
+                    buffers[key] = tensor
     return buffers
 
 
 def parameter_names(name: str, optimizer: torch.optim.Optimizer, parts: Mapping[str, Part]) -> list[list[str]]:
     """Name an optimizer's parameters by the models that hold them, group by group."""
     names: dict[int, str] = {}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for home, model in parts.items():
         if not isinstance(model, nn.Module):
             continue
         wanted = set(map(id, sharded_parameters(model).values())) - names.keys()
-        own = [parameter for parameter in _parameters(optimizer) if id(parameter) in wanted]
+        own = [parameter for parameter in held if id(parameter) in wanted]
         if not own:
             continue
         # torch names what an optimizer holds, and fills one without state by stepping it: this one has a state and is
@@ -197,7 +198,7 @@ def parameter_names(name: str, optimizer: torch.optim.Optimizer, parts: Mapping[
         probe.state[own[0]] = {}
         groups: Any = get_optimizer_state_dict(model, probe)["param_groups"]
         names |= {id(parameter): f"{home}/{key}" for parameter, key in zip(own, groups[0]["params"], strict=True)}
-    for parameter in _parameters(optimizer):
+    for parameter in held:
         if id(parameter) not in names:
             raise ConfigError(
                 f"optimizer {name!r} holds a parameter of shape {tuple(parameter.shape)} that no model among the parts "
@@ -242,10 +243,6 @@ def _ties(state: Mapping[str, Any]) -> dict[str, str]:
     return ties
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _collect_optimizer(name: str, optimizer: torch.optim.Optimizer, names: list[list[str]], contents: Contents) -> None:
     state = optimizer.state_dict()
     flat = [member for members in names for member in members]
@@ -264,15 +261,6 @@ def _collect_optimizer(name: str, optimizer: torch.optim.Optimizer, names: list[
     for number, of_parameter in state["state"].items():
         key = f"{name}/state/{flat[number]}"
         contents.values[key] = to_plain(of_parameter, key, contents.tensors)
-
-
-def _check_tensor(name: str, tensor: torch.Tensor) -> None:
-    if tensor.layout != torch.strided:
-        raise ConfigError(f"tensor {name!r} is {tensor.layout}; a checkpoint keeps strided ones, make it dense")
-    if tensor.is_meta:
-        raise ConfigError(f"tensor {name!r} is on the meta device and has no values; initialize the model first")
-    if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
-        raise ConfigError(f"tensor {name!r} is a partial sum; redistribute it before it is kept")
 
 
 # What each rank keeps for itself --------------------------------------------------------------------------------------
@@ -316,15 +304,6 @@ def collect_rank_state(own: Mapping[str, Stateful]) -> RankState:
     check_readable(tensors)
     copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     return RankState(values, copies)
-
-
-def differing_names(digests: Sequence[Mapping[str, str]]) -> set[str]:
-    """Return the names of what differs between the ranks of a cell; pure."""
-    by_name: dict[str, set[str]] = {}
-    for of_rank in digests:
-        for name, digest in of_rank.items():
-            by_name.setdefault(name, set()).add(digest)
-    return {name for name, kinds in by_name.items() if len(kinds) > 1}
 
 
 def write_rank_state(folder: Path, place: int, own: RankState) -> dict[str, FileEntry]:

@@ -5,26 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from xffl.checkpoint import format as folders
 from xffl.checkpoint.contents import model_names
-from xffl.checkpoint.format import (
-    CellIndex,
-    Record,
-    check_data,
-    check_path,
-    find_record,
-    locate_checkpoint,
-    partial_folder,
-    read_index,
-    read_record,
-    read_tensor,
-    replace_folder,
-    sync_all,
-    write_text,
-)
+from xffl.checkpoint.format import CellIndex, Record
 from xffl.checkpoint.manager import find_latest_checkpoint
 from xffl.checks import integer
 from xffl.errors import CheckpointError, ConfigError
@@ -86,27 +73,29 @@ def consolidate_checkpoint(
     :raises CheckpointError: if the checkpoint cannot be trusted or has no such model.
     """
     with optional_import("safetensors", "consolidating needs safetensors"):
-        from safetensors.torch import save_file
-    target, configuration = _check_target(out, max_shard_bytes), _check_pretrained(pretrained)
-    folder = locate_checkpoint(_find(check_path(path)))
-    record = read_record(folder)
+        import safetensors.torch  # noqa: F401 - used below
+    integer("max_shard_bytes", max_shard_bytes)
+    target, configuration = folders.check_path(out), _check_pretrained(pretrained)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} exists already; give a folder that does not, or an empty one")
+    folder = folders.locate_checkpoint(_find(folders.check_path(path)))
+    record = folders.read_record(folder)
     if part is None:
         part = record.parts[0] if _GLOBAL in record.values else "model"
     number = _check_cell(folder, record, cell)
-    index = read_index(folder, record, number)
+    index = folders.read_index(folder, record, number)
     names = _names(folder, record, index, part)
-    check_data(index)
+    folders.check_data(index)
     shards = _shards(index, names, max_shard_bytes)
-    ties = {
-        _short(tied, part): _short(first, part) for tied, first in index.ties.items() if tied.startswith(f"{part}/")
-    }
+    own_ties = [pair for pair in index.ties.items() if pair[0].startswith(f"{part}/")]
+    ties = {tied.removeprefix(f"{part}/"): first.removeprefix(f"{part}/") for tied, first in own_ties}
     try:
-        with partial_folder(target) as partial:
-            files = _write_shards(save_file, partial, index, shards, part, ties)
+        with folders.partial_folder(target) as partial:
+            files = _write_shards(partial, index, shards, part, ties)
             for file in configuration:
                 shutil.copyfile(file, partial / file.name)
-            sync_all(partial)
-            replace_folder(target)
+            folders.sync_all(partial)
+            folders.replace_folder(target)
     except CheckpointError:
         raise
     except Exception as error:  # safetensors raises a KeyError where it has no name for a data type
@@ -119,14 +108,14 @@ def consolidate_checkpoint(
 
 def _find(path: Path) -> Path:
     """Return the checkpoint that a path stands for: itself, or the newest of the run whose folder it is."""
-    if find_record(path) is not None:
+    if folders.find_record(path) is not None:
         return path
     if (newest := find_latest_checkpoint(path)) is not None:
         return newest
     of_cells = [one for cell in path.glob("cell_*") if (one := find_latest_checkpoint(cell)) is not None]
 
     def rank(checkpoint: Path) -> tuple[int, bool, str]:
-        record = read_record(checkpoint)
+        record = folders.read_record(checkpoint)
         return int(record.values.get("round", -1)), record.after_round, record.saved_at
 
     known = [one for one in of_cells if rank(one)[0] >= 0]
@@ -134,19 +123,16 @@ def _find(path: Path) -> Path:
 
 
 def _write_shards(
-    save_file: Callable[..., None],
-    folder: Path,
-    index: CellIndex,
-    shards: list[list[str]],
-    part: str,
-    ties: dict[str, str],
+    folder: Path, index: CellIndex, shards: list[list[str]], part: str, ties: dict[str, str]
 ) -> list[str]:
     """Write the files, and where there are several an index of which tensor is in which."""
+    from safetensors.torch import save_file
+
     files: list[str] = []
     places: dict[str, str] = {}
     for number, names in enumerate(shards):
         file = f"{NAME}.safetensors" if len(shards) == 1 else f"{NAME}-{number + 1:05}-of-{len(shards):05}.safetensors"
-        tensors = {_short(name, part): read_tensor(index, name) for name in names}
+        tensors = {name.removeprefix(f"{part}/"): folders.read_tensor(index, name) for name in names}
         save_file(tensors, folder / file, metadata={"format": "pt", **ties})
         places |= dict.fromkeys(tensors, file)
         files.append(file)
@@ -154,7 +140,7 @@ def _write_shards(
         size = _bytes(index, (name for names in shards for name in names))
         index_text = json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=2)
         files.append(f"{NAME}.safetensors.index.json")
-        write_text(folder / files[-1], index_text + "\n")
+        folders.write_text(folder / files[-1], index_text + "\n")
     return files
 
 
@@ -174,10 +160,6 @@ def _shards(index: CellIndex, names: list[str], max_bytes: int) -> list[list[str
 
 def _bytes(index: CellIndex, names: Iterable[str]) -> int:
     return sum(index.tensors[name].shape.numel() * index.tensors[name].dtype.itemsize for name in names)
-
-
-def _short(name: str, part: str) -> str:
-    return name.removeprefix(f"{part}/")
 
 
 def _names(folder: Path, record: Record, index: CellIndex, part: str) -> list[str]:
@@ -206,14 +188,6 @@ def _check_cell(folder: Path, record: Record, cell: int | None) -> int:
             f"weights; name one with cell (--cell), 0 to {cells - 1}"
         )
     return 0
-
-
-def _check_target(out: str | os.PathLike[str], max_shard_bytes: int) -> Path:
-    integer("max_shard_bytes", max_shard_bytes)
-    target = check_path(out)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target} exists already; give a folder that does not, or an empty one")
-    return target
 
 
 def _check_pretrained(pretrained: str | os.PathLike[str] | None) -> list[Path]:

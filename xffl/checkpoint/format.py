@@ -30,15 +30,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -49,30 +43,11 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import Plain
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
 
-__all__ = [
-    "INDEX",
-    "Record",
-    "check_data",
-    "check_path",
-    "delete",
-    "find_record",
-    "locate_checkpoint",
-    "publish",
-    "read_index",
-    "read_record",
-    "replace_folder",
-    "run_collectively",
-    "sync",
-    "sync_all",
-    "temporary_path",
-    "this_cell",
-    "write_text",
-]
+__all__ = ["CellIndex", "Record", "check_path", "find_record", "locate_checkpoint", "read_index", "read_record"]
 
 LATEST = "latest"
 RECORD = "checkpoint.json"
-INDEX = "index.json"
-"""Name of the file that says where a cell's tensors are."""
+INDEX = "index.json"  # where a cell's tensors are
 FORMAT = "xffl checkpoint"
 VERSION = 2
 
@@ -261,7 +236,6 @@ def read_pointer(folder: Path) -> str | None:
 
 ALGORITHM = "sha256"  # name of the algorithm in the index of a cell
 BLOCK_BYTES = 1 << 20
-
 FileEntry = tuple[int, str]  # bytes and checksum of a file
 
 
@@ -340,27 +314,22 @@ class CellWriter(FileSystemWriter):
         if plan.items:
             pieces = super().write_data(plan, planner).wait()
             sync(self.folder)
-        names = {piece.storage_data.relative_path for piece in pieces}
-        files = {name: file_entry(self.folder / name) for name in names}
+        places = [(piece, piece.storage_data) for piece in pieces]
+        files = {name: file_entry(self.folder / name) for name in {place.relative_path for _, place in places}}
         written: Future[list[WriteResult]] = Future()
-        written.set_result(
-            [
-                replace(piece, storage_data=(piece.storage_data, files[piece.storage_data.relative_path]))
-                for piece in pieces
-            ]
-        )
+        written.set_result([replace(piece, storage_data=(at, files[at.relative_path])) for piece, at in places])
         return written
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index; called on the cell's first rank when all have written."""
         places = {written.index: written.storage_data for by_rank in results for written in by_rank}
         files = self.files | {place.relative_path: entry for place, entry in places.values()}
         tensors = {}
         for name, tensor in metadata.state_dict_metadata.items():
-            assert isinstance(tensor, TensorStorageMetadata), "only tensors are given to torch"
+            assert isinstance(tensor, dcp.TensorStorageMetadata), "only tensors are given to torch"
             chunks = []
             for box in tensor.chunks:
-                place, _ = places[MetadataIndex(name, box.offsets)]
+                place, _ = places[dcp.MetadataIndex(name, box.offsets)]
                 chunks.append([list(box.offsets), list(box.sizes), place.relative_path, place.offset, place.length])
             dtype = str(tensor.properties.dtype).removeprefix("torch.")
             tensors[name] = {"dtype": dtype, "shape": list(tensor.size), "chunks": chunks}
@@ -374,25 +343,19 @@ class CellReader(FileSystemReader):
         super().__init__(index.folder)
         self.index = index
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        r"""Return the index in torch's form."""
-        metadata = Metadata(state_dict_metadata={}, storage_data={})
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
+        """Return the index in torch's form."""
+        metadata = dcp.Metadata(state_dict_metadata={}, storage_data={})
         for name, tensor in self.index.tensors.items():
-            boxes = [
-                ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in tensor.chunks
-            ]
-            properties = TensorProperties(dtype=tensor.dtype)
-            metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, tensor.shape, boxes)
-            metadata.storage_data |= {MetadataIndex(name, chunk.offsets): chunk for chunk in tensor.chunks}
+            boxes = [dcp.ChunkStorageMetadata(torch.Size(one.offsets), torch.Size(one.sizes)) for one in tensor.chunks]
+            properties = dcp.TensorProperties(dtype=tensor.dtype)
+            metadata.state_dict_metadata[name] = dcp.TensorStorageMetadata(properties, tensor.shape, boxes)
+            metadata.storage_data |= {dcp.MetadataIndex(name, chunk.offsets): chunk for chunk in tensor.chunks}
         return metadata
 
 
 def write_index(
-    folder: Path,
-    files: Mapping[str, FileEntry],
-    tensors: Mapping[str, Any],
-    ties: Mapping[str, str],
-    values: Mapping[str, Plain],
+    folder: Path, files: dict[str, Any], tensors: dict[str, Any], ties: dict[str, str], values: Mapping[str, Plain]
 ) -> None:
     """Write the index of a cell's folder."""
     index = {"checksum": ALGORITHM, "files": files, "tensors": tensors, "ties": ties, "values": values}

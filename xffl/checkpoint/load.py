@@ -19,39 +19,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from xffl.checkpoint.contents import (
-    Contents,
-    Part,
-    check_parts,
-    check_rank_state,
-    collect,
-    describe_difference,
-    is_extra_state,
-    is_overlapping,
-    is_same_layout,
-    model_names,
-    modules_with_extra_state,
-    parameter_names,
-    read_rank_state,
-    saved_options,
-    select_rank_state,
-    trained_names,
-)
-from xffl.checkpoint.format import (
-    Cell,
-    CellIndex,
-    CellReader,
-    Record,
-    check_data,
-    check_path,
-    gather_in_cell,
-    locate_checkpoint,
-    read_index,
-    read_record,
-    read_tensor,
-    run_collectively,
-    this_cell,
-)
+from xffl.checkpoint import contents
+from xffl.checkpoint import format as folders
+from xffl.checkpoint.contents import Contents, Part
+from xffl.checkpoint.format import Cell, CellIndex, CellReader, Record
 from xffl.checks import shorten
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import bytes_of, from_plain, load_optimizer, spread_whole, tensors_named
@@ -120,35 +91,36 @@ def load_checkpoint(
     """
 
     def check() -> tuple[Path, Cell, Mapping[str, Stateful]]:
-        check_parts(parts)
+        contents.check_parts(parts)
         for knob, names in (("reset", reset), ("local", local)):
             if isinstance(names, str) or not all(isinstance(name, str) for name in names):
                 raise ConfigError(f"{knob} is {names!r}; give a list of names")
-        kept = check_rank_state(own)
-        return check_path(path), this_cell(state), kept
+        kept = contents.check_rank_state(own)
+        return folders.check_path(path), folders.this_cell(state), kept
 
     def show(checked: tuple[Path, Cell, Mapping[str, Stateful]]) -> str:
         target, _, kept = checked
         names = f"own={sorted(kept)} reset={sorted(set(reset))} local={sorted(set(local))}"
         return f"path={target} parts={sorted(parts)} {names}"
 
-    target, cell, kept = run_collectively("arguments", check, Path(str(path)), NOTHING_LOADED, show)
+    target, cell, kept = folders.run_collectively("arguments", check, Path(str(path)), NOTHING_LOADED, show)
 
     def on_all_ranks(what: str, act: Callable[[], T], advice: str = NOTHING_LOADED) -> T:
-        return run_collectively(what, act, target, advice)
+        return folders.run_collectively(what, act, target, advice)
 
-    folder, record, wanted = run_collectively(
+    folder, record, wanted = folders.run_collectively(
         "record", lambda: _record(target, parts, kept, reset, state.topology), target, NOTHING_LOADED, str
     )
-    current = on_all_ranks("contents", lambda: collect(parts))
+    current = on_all_ranks("contents", lambda: contents.collect(parts))
     if len(record.cells) != len(cell.sizes):
-        names = on_all_ranks("contents", lambda: trained_names(parts))
+        names = on_all_ranks("contents", lambda: contents.trained_names(parts))
         on_all_ranks("comparing cells", lambda: compare_cells(folder, record, names, local, cell))
     plan = on_all_ranks("comparing", lambda: _plan(folder, record, parts, cell, current))
     on_all_ranks("comparing", lambda: _check_unused(plan, cell))
-    is_same = is_same_layout(record, state.topology)
+    is_same = contents.is_same_layout(record, state.topology)
     rank_state, buffers = on_all_ranks(
-        "own state", lambda: read_rank_state(plan.index.folder, cell.place, plan.index.files, wanted, is_same=is_same)
+        "own state",
+        lambda: contents.read_rank_state(plan.index.folder, cell.place, plan.index.files, wanted, is_same=is_same),
     )
     on_all_ranks("reading extra states", lambda: _read_values(plan, buffers))
     # Extra states come before any weight is written: a module may refuse its own, and then all can be taken back.
@@ -168,31 +140,31 @@ def _record(
     target: Path, parts: Mapping[str, Part], own: Collection[str], reset: Collection[str], topology: Topology
 ) -> tuple[Path, Record, list[str]]:
     """Find the folder, read its record, check that it fits cells and parts, and name the rank state to load."""
-    folder, sizes = locate_checkpoint(target), topology.sizes
-    record = read_record(folder)
+    folder, sizes = folders.locate_checkpoint(target), topology.sizes
+    record = folders.read_record(folder)
     if len(record.cells) != len(sizes) and not record.after_round:
         raise CheckpointError(
             f"checkpoint {folder} is of {len(record.cells)} cells {record.cells}, this run has {len(sizes)} {sizes}; "
             f"each cell holds other weights, so start {len(record.cells)} cells (of any sizes), or save right after a "
             "round (after_round=True)"
         )
-    if difference := describe_difference(set(parts), set(record.parts)):
+    if difference := contents.describe_difference(set(parts), set(record.parts)):
         raise CheckpointError(
             f"checkpoint {folder} has the parts {sorted(record.parts)}: {difference}; give the parts that were saved"
         )
-    return folder, record, sorted(select_rank_state(folder, record, own, reset, topology))
+    return folder, record, sorted(contents.select_rank_state(folder, record, own, reset, topology))
 
 
 def _plan(folder: Path, record: Record, parts: Mapping[str, Part], cell: Cell, current: Contents) -> _LoadPlan:
     """Find a place for each tensor of the checkpoint that this rank wants, and compare."""
-    index = read_index(folder, record, cell.number % len(record.cells))
-    check_data(index, cell.place, cell.sizes[cell.number])
+    index = folders.read_index(folder, record, cell.number % len(record.cells))
+    folders.check_data(index, cell.place, cell.sizes[cell.number])
     plan = _LoadPlan(index)
     for name, part in parts.items():
         if isinstance(part, nn.Module):
             _want_model(name, current, plan)
         elif isinstance(part, torch.optim.Optimizer):
-            _want_optimizer(name, part, parameter_names(name, part, parts), current, plan)
+            _want_optimizer(name, part, contents.parameter_names(name, part, parts), current, plan)
         elif name in index.values:
             for key in tensors_named(index.values[name]):
                 plan.targets[key] = _target(index, key, current.tensors.get(key), None)
@@ -210,16 +182,16 @@ def _plan(folder: Path, record: Record, parts: Mapping[str, Part], cell: Cell, c
 def _want_model(name: str, current: Contents, plan: _LoadPlan) -> None:
     """Compare a model's tensors and values with those saved; an extra state is taken as it was, whatever is here."""
     index = plan.index
-    there = set(model_names(name, index.tensors, index.values))
-    plan.models[name] = model_names(name, current.tensors, current.values)
+    there = set(contents.model_names(name, index.tensors, index.values))
+    plan.models[name] = contents.model_names(name, current.tensors, current.values)
     for key in plan.models[name]:
         tensor, saved = current.tensors.get(key), index.tensors.get(key)
-        if key not in there or (not is_extra_state(key) and (tensor is None) != (saved is None)):
+        if key not in there or (not contents.is_extra_state(key) and (tensor is None) != (saved is None)):
             plan.problems.append(f"{key!r} is missing in it")
         elif key in index.values:
             for inner in tensors_named(index.values[key]):
                 plan.devices[inner] = _device_of(current.tensors.get(inner))
-        elif is_extra_state(key):
+        elif contents.is_extra_state(key):
             plan.devices[key] = _device_of(tensor)
         elif tensor is not None and saved is not None:
             if saved.shape != tensor.shape or saved.dtype != tensor.dtype:
@@ -235,7 +207,7 @@ def _want_optimizer(
 ) -> None:
     """Compare an optimizer's parameters with those saved, and find a place for the state of each."""
     index = plan.index
-    saved = saved_options(name, index.values)
+    saved = contents.saved_options(name, index.values)
     for group, members in zip(optimizer.param_groups, names, strict=True):
         options = {json.dumps(saved[member], sort_keys=True) for member in members if member in saved}
         if len(options) > 1:
@@ -254,7 +226,7 @@ def _target(index: CellIndex, key: str, now: torch.Tensor | None, parameter: tor
     saved = index.tensors.get(key)
     if saved is None:
         return torch.empty(0)  # _plan makes it a problem
-    if now is not None and now.shape == saved.shape and now.dtype == saved.dtype and not is_overlapping(now):
+    if now is not None and now.shape == saved.shape and now.dtype == saved.dtype and not contents.is_overlapping(now):
         return now
     if parameter is not None and parameter.shape == saved.shape and saved.shape:
         return torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False)
@@ -270,7 +242,7 @@ def _device_of(tensor: torch.Tensor | None) -> torch.device:
 
 def _check_unused(plan: _LoadPlan, cell: Cell) -> None:
     """Refuse what no rank of the cell wants; collective over the cell. Stages of a pipeline want a part each."""
-    nobodys = set.intersection(*gather_in_cell(plan.unused, cell))
+    nobodys = set.intersection(*folders.gather_in_cell(plan.unused, cell))
     if nobodys:
         problems = shorten([f"{key!r} has no place here" for key in sorted(nobodys)], SHOWN, "; ")
         raise CheckpointError(f"checkpoint {plan.index.folder} does not fit: {problems}; {NOTHING_LOADED}")
@@ -279,7 +251,7 @@ def _check_unused(plan: _LoadPlan, cell: Cell) -> None:
 def _read_values(plan: _LoadPlan, buffers: Mapping[str, torch.Tensor]) -> None:
     """Read the modules' extra states into new tensors; local. Those of this rank alone count before the cell's."""
     tensors = {
-        name: (buffers[name] if name in buffers else read_tensor(plan.index, name)).to(device)
+        name: (buffers[name] if name in buffers else folders.read_tensor(plan.index, name)).to(device)
         for name, device in plan.devices.items()
     }
     for key in (key for keys in plan.models.values() for key in keys if key not in plan.targets):
@@ -292,7 +264,7 @@ def _try_extra_states(
 ) -> None:
     """Give modules their extra states before any weight is written; ``undo`` gets what takes them back. Local."""
     for name, part in parts.items():
-        for key, module in modules_with_extra_state(name, part) if isinstance(part, nn.Module) else ():
+        for key, module in contents.modules_with_extra_state(name, part) if isinstance(part, nn.Module) else ():
             if key in plan.values:
                 had = {
                     one: current.tensors[one].clone()
@@ -325,7 +297,7 @@ def _apply(
             if isinstance(part, nn.Module):
                 set_model_state_dict(part, {key.removeprefix(f"{name}/"): held[key] for key in plan.models[name]})
             elif isinstance(part, torch.optim.Optimizer):
-                _apply_optimizer(name, part, parameter_names(name, part, parts), plan)
+                _apply_optimizer(name, part, contents.parameter_names(name, part, parts), plan)
             else:
                 part.load_state_dict(from_plain(plan.index.values[name], plan.targets))
         for name, saved in rank_state.items():
@@ -337,7 +309,7 @@ def _apply(
 def _apply_optimizer(name: str, optimizer: torch.optim.Optimizer, names: list[list[str]], plan: _LoadPlan) -> None:
     """Give an optimizer its state and options; an empty group keeps its options."""
     values = plan.index.values
-    options = saved_options(name, values)
+    options = contents.saved_options(name, values)
     groups = optimizer.state_dict()["param_groups"]
     for group, members in zip(groups, names, strict=True):
         if members:
@@ -354,17 +326,17 @@ def compare_cells(folder: Path, record: Record, names: Collection[str], local: C
     """Refuse a checkpoint whose cells hold different weights; collective over the cell."""
     # All ranks of the world share the tensors out; each reads whole ones, two at a time.
     # Stages of a pipeline know other names, and each name must have one rank that reads it.
-    mine = sorted(set().union(*gather_in_cell(set(names), cell)) - set(local))[cell.rank :: sum(cell.sizes)]
-    head = read_index(folder, record)
+    mine = sorted(set().union(*folders.gather_in_cell(set(names), cell)) - set(local))[cell.rank :: sum(cell.sizes)]
+    head = folders.read_index(folder, record)
     for number in range(1, len(record.cells)):
-        index = read_index(folder, record, number)
+        index = folders.read_index(folder, record, number)
         for name in mine:
             if name not in head.tensors:
                 continue  # a problem where the parts are compared
             # Bits are compared: equal NaNs are the same.
             is_same = name in index.tensors and head.tensors[name].shape == index.tensors[name].shape
             is_same = is_same and head.tensors[name].dtype == index.tensors[name].dtype
-            if not is_same or not torch.equal(*(bytes_of(read_tensor(one, name)) for one in (head, index))):
+            if not is_same or not torch.equal(*(bytes_of(folders.read_tensor(one, name)) for one in (head, index))):
                 places = sorted({chunk.relative_path for chunk in head.tensors[name].chunks})
                 raise CheckpointError(
                     f"checkpoint {folder} was saved as right after a round, but {name!r} is not the same in "

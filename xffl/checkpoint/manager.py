@@ -10,18 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from xffl.checkpoint.format import (
-    RECORD,
-    Record,
-    delete,
-    find_record,
-    read_pointer,
-    read_record,
-    remove_checkpoint,
-    run_collectively,
-    temporary_path,
-    write_pointer,
-)
+from xffl.checkpoint import format as folders
+from xffl.checkpoint.format import Record
 from xffl.checkpoint.save import PendingSave
 from xffl.checks import integer
 from xffl.errors import CheckpointError, ConfigError
@@ -69,7 +59,7 @@ class CheckpointManager:
         :raises CheckpointError: if the checkpoint could not be saved, or an old one not deleted.
         """
         advice = "give all ranks the same step"
-        path = run_collectively("step", lambda: self.path_of(step), self.output_dir, advice, str)
+        path = folders.run_collectively("step", lambda: self.path_of(step), self.output_dir, advice, str)
         self.rotate(path, strategy.save_checkpoint(path, **kwargs))
 
     def save_final(self, strategy: Any, **kwargs: Any) -> None:
@@ -95,27 +85,27 @@ class CheckpointManager:
         """Point to the new checkpoint and delete all but the newest; collective over the world, rank 0 does it."""
         advice = "see who may write there; the new checkpoint is whole"
         # Until all ranks are here some may still be saving, and the older checkpoints are all there is.
-        run_collectively("saving", lambda: None, self.output_dir, advice, world=world)
+        folders.run_collectively("saving", lambda: None, self.output_dir, advice, world=world)
 
         def rotate() -> None:
             if dist.is_initialized() and dist.get_rank() != 0:
                 return
             if saved is not None:
-                if find_record(saved) is None:
+                if folders.find_record(saved) is None:
                     raise CheckpointError(
                         f"{saved} is not there after it was saved, so nothing older was deleted; save_checkpoint must "
                         "write it, or return what AsyncSaver.save returned"
                     )
-                write_pointer(saved)  # before anything is deleted, which the pointer may still name
+                folders.write_pointer(saved)  # before anything is deleted, which the pointer may still name
             for left in self.output_dir.glob(".step_*.removed"):  # of a run that was killed here
-                delete(left)
+                folders.delete(left)
             by_step = sorted(_steps(self.output_dir).items(), reverse=True)
             for step, (folder, _) in by_step[self.keep_last :]:
                 is_kept = self.keep_every is not None and step % self.keep_every == 0
                 if not is_kept and (saved is None or folder.name != saved.name):
-                    remove_checkpoint(folder)
+                    folders.remove_checkpoint(folder)
 
-        run_collectively("deleting old ones", rotate, self.output_dir, advice, world=world)
+        folders.run_collectively("deleting old ones", rotate, self.output_dir, advice, world=world)
 
 
 def find_latest_checkpoint(experiment_dir: str | os.PathLike[str]) -> Path | None:
@@ -135,7 +125,7 @@ def find_latest_checkpoint(experiment_dir: str | os.PathLike[str]) -> Path | Non
     whole = {path.name: (path, record) for path, record in steps.values()}
     if final is not None:
         whole[FINAL] = (folder / FINAL, final)
-    pointed = whole.get(read_pointer(folder) or "")
+    pointed = whole.get(folders.read_pointer(folder) or "")
     if pointed is not None and all(record.saved_at <= pointed[1].saved_at for _, record in whole.values()):
         return pointed[0]
     latest = max(steps, default=None)
@@ -151,9 +141,9 @@ def check_checkpoints(experiment_dir: str | os.PathLike[str]) -> None:
     """Raise where a run has a checkpoint that cannot be read, which it would silently lose; reads files only."""
     folder = Path(experiment_dir) / FOLDER
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if re.fullmatch(rf"step_\d+|{FINAL}", path.name) and (path / RECORD).exists():
+        if re.fullmatch(rf"step_\d+|{FINAL}", path.name) and (path / folders.RECORD).exists():
             try:
-                read_record(path)
+                folders.read_record(path)
             except CheckpointError as error:
                 latest = find_latest_checkpoint(experiment_dir)
                 where = "begins anew" if latest is None else f"goes on from {latest.name}"
@@ -177,7 +167,7 @@ def auto_resume(config: Any, trainer: Any) -> bool:
         check_checkpoints(output_dir)
         return find_latest_checkpoint(output_dir)
 
-    latest = run_collectively("latest one", find, output_dir, advice, str)
+    latest = folders.run_collectively("latest one", find, output_dir, advice, str)
     if latest is None:
         return False
     LOG.info("resuming from %s", latest)
@@ -204,4 +194,6 @@ def _steps(folder: Path) -> dict[int, tuple[Path, Record]]:
 
 def _whole(path: Path) -> Record | None:
     """Read the record of a checkpoint that may be aside or missing."""
-    return find_record(path) or (None if path.exists() else find_record(temporary_path(path, "old")))
+    return folders.find_record(path) or (
+        None if path.exists() else folders.find_record(folders.temporary_path(path, "old"))
+    )

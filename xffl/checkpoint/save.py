@@ -12,6 +12,7 @@ import os
 import queue
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 
 from xffl import checks
+from xffl.checkpoint import format as folders
 from xffl.checkpoint.contents import (
     Contents,
     Part,
@@ -32,27 +34,10 @@ from xffl.checkpoint.contents import (
     check_rank_state,
     collect,
     collect_rank_state,
-    differing_names,
     find_buffers,
     write_rank_state,
 )
-from xffl.checkpoint.format import (
-    INDEX,
-    Cell,
-    CellWriter,
-    FileEntry,
-    Record,
-    check_path,
-    checksum,
-    delete,
-    find_record,
-    gather_in_cell,
-    locate_checkpoint,
-    publish,
-    run_collectively,
-    temporary_path,
-    this_cell,
-)
+from xffl.checkpoint.format import Cell, CellWriter, FileEntry, Record
 from xffl.distributed.consistency import barrier, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group, make_host_groups
@@ -137,7 +122,13 @@ def prepare_save(
         check_parts(parts)
         checks.one_of("after_round", after_round, (True, False))
         kept = check_rank_state(own)
-        return check_path(path), _plain_values(values), this_cell(state, groups), kept
+        target = folders.check_path(path)
+        if values is not None and not isinstance(values, Mapping):
+            raise ConfigError(f"values is {type(values).__name__}; give a mapping such as {{'step': 100}}")
+        if wrong := [name for name in values or () if not isinstance(name, str)]:
+            raise ConfigError(f"values has the name {wrong[0]!r}; names are strings")
+        plain = {name: to_plain(value, f"values[{name!r}]") for name, value in (values or {}).items()}
+        return target, plain, folders.this_cell(state, groups), kept
 
     def show(checked: tuple[Path, dict[str, Plain], Cell, Mapping[str, Stateful]]) -> str:
         target, plain, _, kept = checked
@@ -145,7 +136,7 @@ def prepare_save(
         return f"path={target} {names} after_round={after_round}"
 
     shown = Path(str(path))
-    target, plain, cell, kept = run_collectively("arguments", check, shown, PREVIOUS_STAYS, show, world=world)
+    target, plain, cell, kept = folders.run_collectively("arguments", check, shown, PREVIOUS_STAYS, show, world=world)
 
     def take() -> tuple[Contents, RankState, dict[str, torch.Tensor], dict[str, str]]:
         contents = collect(parts)
@@ -154,13 +145,17 @@ def prepare_save(
         digests = {name: hashlib.sha256(bytes_of(one.cpu()).numpy().data).hexdigest() for name, one in buffers.items()}
         return taken, collect_rank_state(kept), buffers, digests
 
-    contents, rank_state, buffers, digests = run_collectively("contents", take, target, PREVIOUS_STAYS, world=world)
+    contents, rank_state, buffers, digests = folders.run_collectively(
+        "contents", take, target, PREVIOUS_STAYS, world=world
+    )
 
     def set_apart() -> RankState:
-        apart = differing_names(gather_in_cell(digests, cell)) & buffers.keys()
+        pairs = {pair for of_rank in folders.gather_in_cell(digests, cell) for pair in of_rank.items()}
+        kinds = Counter(name for name, _ in pairs)  # how many different buffers of a name there are
+        apart = [name for name in buffers if kinds[name] > 1]
         return replace(rank_state, buffers={name: buffers[name].detach().to("cpu", copy=True) for name in apart})
 
-    rank_state = run_collectively("buffers", set_apart, target, PREVIOUS_STAYS, world=world)
+    rank_state = folders.run_collectively("buffers", set_apart, target, PREVIOUS_STAYS, world=world)
     names = tuple(sorted(parts))
     return PreparedSave(target, state.topology, cell, names, plain, after_round, contents, rank_state)
 
@@ -172,10 +167,10 @@ def write_checkpoint(saving: PreparedSave) -> None:
     target, cell = saving.target, saving.cell
 
     def on_all_ranks(what: str, act: Callable[[], None]) -> None:
-        run_collectively(what, act, target, PREVIOUS_STAYS, world=cell.world)
+        folders.run_collectively(what, act, target, PREVIOUS_STAYS, world=cell.world)
 
     on_all_ranks("preparing", lambda: _prepare(target, cell))
-    partial = temporary_path(target, "partial")
+    partial = folders.temporary_path(target, "partial")
     try:
         on_all_ranks("writing", lambda: _write(partial / f"cell_{cell.number}", saving))
         on_all_ranks("publishing", lambda: _publish(saving))
@@ -185,32 +180,24 @@ def write_checkpoint(saving: PreparedSave) -> None:
         raise
 
 
-def _plain_values(values: Mapping[str, Any] | None) -> dict[str, Plain]:
-    if values is not None and not isinstance(values, Mapping):
-        raise ConfigError(f"values is {type(values).__name__}; give a mapping such as {{'step': 100}}")
-    if wrong := [name for name in values or () if not isinstance(name, str)]:
-        raise ConfigError(f"values has the name {wrong[0]!r}; names are strings")
-    return {name: to_plain(value, f"values[{name!r}]") for name, value in (values or {}).items()}
-
-
 def _prepare(path: Path, cell: Cell) -> None:
     """Clear the way and make the folders to write into; rank 0 does it."""
     if cell.rank != 0:
         return
-    # A kill between the two renames of publish() left the checkpoint as .old only: it gets its name back before
+    # A kill between the two renames of folders.publish() left the checkpoint as .old only: it gets its name back before
     # anything else, so that this save, too, has a whole one to replace.
-    if (before := locate_checkpoint(path)) != path:
+    if (before := folders.locate_checkpoint(path)) != path:
         before.rename(path)
-    if path.exists() and find_record(path) is None and not (path.is_dir() and not any(path.iterdir())):
+    if path.exists() and folders.find_record(path) is None and not (path.is_dir() and not any(path.iterdir())):
         raise CheckpointError(
             f"{path} exists and is no checkpoint that could be replaced; remove it, or give another name"
         )
     # Nothing is deleted before the check above; these folders are of saves that were killed.
     path.parent.mkdir(parents=True, exist_ok=True)
-    for left in (temporary_path(path, "partial"), temporary_path(path, "removed")):
-        delete(left)
+    for left in (folders.temporary_path(path, "partial"), folders.temporary_path(path, "removed")):
+        folders.delete(left)
     for number in range(len(cell.sizes)):
-        (temporary_path(path, "partial") / f"cell_{number}").mkdir(parents=True)
+        (folders.temporary_path(path, "partial") / f"cell_{number}").mkdir(parents=True)
 
 
 def _write(folder: Path, saving: PreparedSave) -> None:
@@ -231,17 +218,15 @@ def _write(folder: Path, saving: PreparedSave) -> None:
     except Exception as error:  # noqa: BLE001 - whatever it is, the others must hear of it
         conflict = f"rank {cell.rank} cannot write what it keeps for itself: {type(error).__name__}: {error}"
     # Before torch's collectives, which a rank that raises alone would leave the others in.
-    by_rank = gather_in_cell((conflict, files, contents.ties), cell)
+    by_rank = folders.gather_in_cell((conflict, files, contents.ties), cell)
     if conflicts := [text for text, _, _ in by_rank if text is not None]:
         raise CheckpointError(conflicts[0])
     assert isinstance(values, dict)
     own_files = {name: entry for _, files, _ in by_rank for name, entry in files.items()}
     ties = {name: first for _, _, ties in by_rank for name, first in ties.items()}
-    planner = DefaultSavePlanner(
-        flatten_state_dict=False,
-        flatten_sharded_tensors=False,
-        dedup_save_to_lowest_rank=True,  # buffers that go together are of one rank, and one replica writes
-    )
+    # Buffers that go together are of one rank, and one replica writes.
+    once: dict[str, Any] = {"dedup_save_to_lowest_rank": True}
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False, **once)
     writer = CellWriter(folder, values, ties, own_files)
     if dist.is_initialized():
         save(dict(contents.tensors), storage_writer=writer, planner=planner, process_group=cell.group)
@@ -262,7 +247,7 @@ def _merge_in_cell(values: dict[str, Plain], cell: Cell) -> dict[str, Plain] | s
     """Put the values of the cell's ranks together on its first one, or return what contradicts; collective over it."""
     # Stages of a pipeline name different parameters, all other ranks the same: only the first rank with some values
     # sends them.
-    digests = gather_in_cell(hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest(), cell)
+    digests = folders.gather_in_cell(hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest(), cell)
     if len(set(digests)) == 1:
         return values
     place = dist.get_rank(cell.group)
@@ -287,12 +272,12 @@ def _publish(saving: PreparedSave) -> None:
         return
     topology, indexes = saving.topology, {}
     for number in range(topology.cells):
-        index = temporary_path(saving.target, "partial") / f"cell_{number}" / INDEX
+        index = folders.temporary_path(saving.target, "partial") / f"cell_{number}" / folders.INDEX
         if not index.is_file():
             raise CheckpointError(
                 f"rank 0 does not see {index}, which cell {number} has written; save where all ranks share the files"
             )
-        indexes[f"cell_{number}"] = checksum(index)
+        indexes[f"cell_{number}"] = folders.checksum(index)
     record = Record.now(
         world_size=topology.world_size,
         cells=topology.sizes,
@@ -304,13 +289,12 @@ def _publish(saving: PreparedSave) -> None:
         values=saving.values,
         indexes=indexes,
     )
-    publish(saving.target, record)
+    folders.publish(saving.target, record)
 
 
 # In the background ----------------------------------------------------------------------------------------------------
 
-GRACE_S = 30.0
-"""How long a process that ends without ``AsyncSaver.close`` still waits for what is being written."""
+GRACE_S = 30.0  # how long a process that ends without AsyncSaver.close still waits for what is being written
 
 
 class PendingSave:
@@ -329,15 +313,7 @@ class PendingSave:
 
 
 class AsyncSaver:
-    """Save checkpoints while the training goes on.
-
-    .. code-block:: python
-
-       with AsyncSaver(state) as saver:
-           for step, batch in enumerate(loader):
-               train(batch)
-               if step % 1000 == 0:
-                   saver.save(f"step_{step}", {"model": model, "optimizer": optimizer}, values={"step": step})
+    """Save checkpoints while the training goes on, as in ``with AsyncSaver(state) as saver: saver.save(path, parts)``.
 
     :meth:`save` copies what this rank holds to the memory of the host, so it needs room for that once, and returns. A
     thread writes the copy and gives the checkpoint its name, over gloo groups of its own, which are made here:
@@ -352,7 +328,7 @@ class AsyncSaver:
     def __init__(self, state: DistributedState, *, timeout_s: float = 1800.0) -> None:
         with run_on_all_ranks("arguments of AsyncSaver") as share:
             timeout_s = checks.number("timeout_s", timeout_s, above=0, below=1e6, hint="give seconds")
-            cell = this_cell(state)
+            cell = folders.this_cell(state)
             share(f"timeout_s={timeout_s}")
         self._state = state
         self._groups = make_host_groups(state.topology, cell.rank, timeout_s) if dist.is_initialized() else None

@@ -27,17 +27,13 @@ from xffl.cluster.network import limit_silence, open_sockets
 
 __all__ = ["CrossWorldGroup", "Group", "Work", "all_gather_json", "all_reduce", "broadcast", "group_rank", "group_size"]
 
-POISON_TAG = 7_900
-"""A tag that nobody sends with."""
+POISON_TAG = 7_900  # nobody sends with it
 PROOF_TAG = 7_901
 NONCE_BYTES = 32
-SILENT_S = 10
-"""Seconds in which the host at the other end of a connection has to answer."""
-WATCH_S = 0.2
-"""How often who waits for a message looks whether a connection is lost."""
-QUICK_S = 0.05
-QUICK_IN_A_ROW = 16
-"""Messages that came within so many seconds each, behind which the next one is waited for as a quick one."""
+SILENT_S = 10  # seconds in which the host at the other end of a connection has to answer
+WATCH_S = 0.2  # how often who waits for a message looks whether a connection is lost
+# Behind so many messages that came within so many seconds each, the next one is waited for as a quick one.
+QUICK_IN_A_ROW, QUICK_S = 16, 0.05
 INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 
@@ -51,18 +47,11 @@ class Work(Protocol):
 class CrossWorldGroup:
     """A gloo group over the ranks of several worlds, which all make it with the same name; collective over them.
 
-    A rank counts its peers as it counts the ranks of its own world, from ``first`` on: rank ``r`` of the group is
-    ``first + r``. Every wait ends after ``timeout_s``, which may be changed between messages, and that for a message
-    where the last ones were quick after ``quick_timeout_s``.
-
-    :param address: HOST:PORT of the store at which all meet.
-    :param name: What the group is called: no other of this store is, or was.
-    :param rank: This rank, from 0.
-    :param size: How many there are.
-    :param first: What the group's ranks are counted from.
-    :param connect_s: How long to wait for the others to come.
-    :param timeout_s: How long to wait for a message, at first.
-    :raises RuntimeError: if the others do not come.
+    They meet at the store of an address, HOST:PORT, and no other group of it is called, or was, as this one. A rank
+    counts its peers as it counts the ranks of its own world, from ``first`` on: rank ``r`` of the group is
+    ``first + r``. Raises RuntimeError where the others do not come within ``connect_s``. Every wait ends after
+    ``timeout_s``, which may be changed between messages, and that for a message where the last ones were quick after
+    ``quick_timeout_s``.
     """
 
     def __init__(
@@ -136,7 +125,7 @@ class CrossWorldGroup:
         """Reduce values in place."""
         options = dist.AllreduceOptions()
         options.reduceOp, options.timeout = op, timedelta(seconds=self.timeout_s)
-        _Limited(self._gloo.allreduce([values], options), self).wait()
+        self._gloo.allreduce([values], options).wait(timedelta(seconds=self.timeout_s))
 
     def all_gather(self, rows: list[torch.Tensor], values: torch.Tensor) -> None:
         """Gather the values of each rank."""
@@ -150,7 +139,7 @@ class CrossWorldGroup:
         """Replace values by those of a rank of the group."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = source, 0, timedelta(seconds=self.timeout_s)
-        _Limited(self._gloo.broadcast([values], options), self).wait()
+        self._gloo.broadcast([values], options).wait(timedelta(seconds=self.timeout_s))
 
     def unproven(self, token: bytes, timeout_s: float) -> list[int]:
         """Return the ranks that do not know a token, which is not sent; collective over the group.
@@ -192,16 +181,6 @@ class CrossWorldGroup:
             except RuntimeError:
                 continue  # as it should
             raise AssertionError("a receive that nobody sends to has ended well")
-
-
-class _Limited:
-    """Work that is waited for as long as its group says."""
-
-    def __init__(self, work: dist.Work, group: CrossWorldGroup) -> None:
-        self._work, self._group = work, group
-
-    def wait(self) -> Any:
-        return self._work.wait(timedelta(seconds=self._group.timeout_s))
 
 
 class _Message:

@@ -107,9 +107,10 @@ def connect(groups: Iterable[Group | None], device: torch.device) -> None:
 
 
 T = TypeVar("T")
+Describe = Callable[[dict[int, str]], XfflError] | None
+Convert = Callable[[Exception], XfflError] | None
 
-SHOWN = 4
-"""Different errors or values that a message writes out."""
+SHOWN = 4  # different errors or values that a message writes out
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -121,12 +122,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 
 
 def check_consistent(
-    what: str,
-    value: str,
-    *,
-    error: XfflError | None = None,
-    describe: Callable[[dict[int, str]], XfflError] | None = None,
-    group: Group | None = None,
+    what: str, value: str, *, error: XfflError | None = None, describe: Describe = None, group: Group | None = None
 ) -> None:
     """Return if all ranks were given the same and none has an error; raise the same error on all of them otherwise.
 
@@ -159,11 +155,7 @@ def _is_same_everywhere(own: object, group: Group | None) -> bool:
 
 @contextmanager
 def run_on_all_ranks(
-    what: str,
-    *,
-    convert: Callable[[Exception], XfflError] | None = None,
-    describe: Callable[[dict[int, str]], XfflError] | None = None,
-    group: Group | None = None,
+    what: str, *, convert: Convert = None, describe: Describe = None, group: Group | None = None
 ) -> Iterator[Callable[[object], None]]:
     """Run a block that may fail on some ranks only, and leave it with the same error on all of them.
 
@@ -184,12 +176,8 @@ def run_on_all_ranks(
     check_consistent(what, values[-1], error=error, describe=describe, group=group)
 
 
-CHECKSUM_RANGE = 2**40
-"""What the sums of ranks are taken modulo before they are added up, so that those of thousands stay in 64 bits."""
-
-PRIME = 1_000_003
-"""Steps of the factors that elements are multiplied by, so that two that change places change the sum."""
-
+CHECKSUM_RANGE = 2**40  # sums of ranks are taken modulo this before they are added up, so that thousands fit 64 bits
+PRIME = 1_000_003  # steps of the factors of elements, so that two that change places change the sum
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -229,7 +217,8 @@ def check_consistent_on_store(
     # compare_set() gives the value that stands in the store: the first rank's.
     ours = own_format()
     theirs = store.compare_set("format", "", ours).decode()
-    if _format_number(theirs) != _format_number(ours):  # whatever else is compared may be told in another way there
+    # Where the format's number is another one, whatever else is compared may be told in another way there.
+    if theirs.partition(" ")[0] != ours.partition(" ")[0]:
         error = ConfigError(format_refusal(f"rank {rank}", ours, "other ranks", theirs))
     if error is not None:  # this rank has no value to compare
         store.compare_set("error", "", json.dumps([type(error).__name__, f"{error} (first told by rank {rank})"]))
@@ -255,11 +244,6 @@ def check_consistent_on_store(
     raise _rebuild(*verdict)
 
 
-def _format_number(text: str) -> str:
-    """Return the number of an exchange format that :func:`xffl.cluster.runtimes.own_format` has written."""
-    return text.partition(" ")[0]
-
-
 def processor_of(device: torch.device) -> str:
     """Return the kind of a processor: the name of the GPU, or machine and vector units of the CPU; local."""
     if device.type == "cuda":
@@ -280,12 +264,12 @@ def own_runtime(device: torch.device) -> Runtime:
     )
 
 
-def gather_runtimes(state: DistributedState, own: Runtime | None = None) -> dict[Runtime, list[int]]:
+def gather_runtimes(state: DistributedState) -> dict[Runtime, list[int]]:
     """Return what the ranks run, with the ranks of each.
 
     Collective over the world: an all-reduce of 16 bytes, and only where ranks differ an all-gather of a few texts.
     """
-    own = own_runtime(compute_device(state)) if own is None else own
+    own = own_runtime(compute_device(state))
     if not dist.is_initialized():
         return {own: [0]}
     if _is_same_everywhere(own, None):
@@ -328,9 +312,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"rank {text}" if len(runs) == 1 and len(runs[0]) == 1 else f"ranks {text}"
 
 
-def _difference(
-    gathered: list[tuple[str, str, tuple[str, str] | None]], describe: Callable[[dict[int, str]], XfflError] | None
-) -> XfflError:
+def _difference(gathered: list[tuple[str, str, tuple[str, str] | None]], describe: Describe) -> XfflError:
     """Make the one error that all ranks raise of what they have gathered."""
     failures = {rank: failure for rank, (_, _, failure) in enumerate(gathered) if failure is not None}
     if failures:

@@ -41,44 +41,22 @@ if TYPE_CHECKING:
 
 __all__ = ["CommittedOptimizer", "FaultTolerantWorld"]
 
-CONNECT_S = 10.0
-"""How long groups wait for each other to connect, once they have agreed on who lives."""
-PLACES = 10_000
-"""Numbers that a replica group may have; the last stands for a group without one."""
+CONNECT_S = 10.0  # how long groups wait for each other to connect, once they have agreed on who lives
+PLACES = 10_000  # numbers that a replica group may have; the last stands for a group without one
 NOWHERE = PLACES - 1
 OVER_GROUPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG}
 
 
 class FaultTolerantWorld(DistributedWorld):
-    """The ranks of one replica group, and what it does together with the other groups that live.
-
-    .. code-block:: python
-
-       with FaultTolerantWorld(DeviceParameters.FSDP(), FaultToleranceParameters(min_replica_size=1)) as world:
-           model = world.average_gradients(xffl.shard(build_model(), world.state))
-           optimizer = world.optimizer(torch.optim.AdamW(model.parameters()))
-           world.register("model", model)
-           world.register("optimizer", optimizer)
-           while steps_are_left():
-               for inputs, target in loader:
-                   if world.begin_step():       # who lives? a group that is behind takes the others' state over,
-                       break                    # that of the loader, too, and begins anew where it stands now
-                   optimizer.zero_grad()
-                   loss_of(model(inputs), target).backward()
-                   if optimizer.step():         # not taken where a group was lost on the way
-                       schedule.step()
+    """The ranks of one replica group, and what it does together with the other groups that live; see the manual's loop.
 
     Each group is a job of its own: ``XFFL_LIGHTHOUSE`` tells it where ``xffl lighthouse`` listens, ``XFFL_TOKEN`` or
     ``XFFL_TOKEN_FILE`` the run's token, and ``XFFL_ISLAND=1/4`` which group it is. All groups have the same number of
     ranks and cut the model alike. Replicas are other groups, so a group has none inside (``dp_replicate=1``).
 
-    :param device_parameters: What is asked of the ranks of this group; or a world that is not set up, whose place this
-        one takes.
-    :param ft_params: What is asked of the groups; ``None`` means to be one, with the defaults.
-    :param backend: As for :class:`DistributedWorld`.
-    :param device: As for :class:`DistributedWorld`.
-    :raises ConfigError: if an argument is invalid.
-    :raises StateError: if the given world is set up.
+    The first argument is what is asked of the ranks of this group; or a world whose place this one takes, which must
+    not be set up. ``ft_params`` is what is asked of the groups; ``None`` means to be one, with the defaults. The others
+    are those of :class:`DistributedWorld`.
     """
 
     def __init__(
@@ -468,21 +446,11 @@ class CommittedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, world: FaultTolerantWorld, wrapped: torch.optim.Optimizer) -> None:
         self._world, self.wrapped = world, wrapped  # all else, such as param_groups and state, is the wrapped one's
+        for name in ("add_param_group", "state_dict", "load_state_dict"):  # which the base class has, too
+            setattr(self, name, getattr(wrapped, name))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["wrapped"], name)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, as to any optimizer."""
-        self.wrapped.add_param_group(param_group)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return that of the optimizer that steps."""
-        return self.wrapped.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load into the optimizer that steps."""
-        self.wrapped.load_state_dict(state_dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begin a step of all groups; collective over the group."""

@@ -11,17 +11,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from xffl.checks import one_of
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import fresh_suffix
 from xffl.distributed.parameters import AXES, AXES_OF, MeshSizes
-from xffl.errors import ConfigError
 from xffl.topology import Topology
 
 __all__ = ["CellMeshes", "ParallelDims", "make_cell_meshes"]
 
+# The axes of the mesh that FSDP and tensor parallelism share; torch wants both to be parts of one mesh.
 MODEL_AXES = ("dp_replicate", "dp_shard_cp", "tp")
-"""The axes of the mesh that FSDP and tensor parallelism share; torch wants both to be parts of one mesh."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class ParallelDims:
 
 @dataclass(frozen=True)
 class CellMeshes:
-    """The meshes and groups of a rank, complete once made."""
+    """The meshes of one dimension and the groups of a rank, by name, and the meshes that they are parts of."""
 
     mesh: MeshSizes
     dims: ParallelDims
@@ -75,25 +73,11 @@ class CellMeshes:
     by_name: dict[str, DeviceMesh]
     groups: dict[str, dist.ProcessGroup]
 
-    def group(self, name: str) -> dist.ProcessGroup:
-        """Return the group of a name."""
-        one_of("mesh", name, self.groups, hint="it needs cells of equal size" if name == "federated" else "")
-        return self.groups[name]
 
-    def get_mesh(self, name: str) -> DeviceMesh:
-        """Return the mesh of one dimension of a name; errors as :meth:`group`."""
-        self.group(name)
-        if name not in self.by_name:
-            raise ConfigError(f"mesh {name!r} is a group of ranks without coordinates; give one of {[*self.by_name]}")
-        return self.by_name[name]
+Create = Callable[[tuple[int, ...], str], dist.ProcessGroup]
 
 
-def make_cell_meshes(
-    create: Callable[[tuple[int, ...], str], dist.ProcessGroup],
-    mesh: MeshSizes,
-    state: DistributedState,
-    device_type: str,
-) -> CellMeshes:
+def make_cell_meshes(create: Create, mesh: MeshSizes, state: DistributedState, device_type: str) -> CellMeshes:
     """Make the groups and meshes of a rank; collective over the world.
 
     Every rank makes a group for each set of axes of which one has more than one rank anywhere, one of itself, and with
@@ -117,22 +101,16 @@ def make_cell_meshes(
     if min(topology.sizes) == max(topology.sizes):
         here = rank - first
         groups["federated"] = create(tuple(offset + here for offset in topology.offsets[:-1]), "xffl_all_cells")
-    cell_ranks = topology.federation(topology.cell_of(rank))
     # Parts of a mesh are meshes, too, and torch's caches may hold one of the same ranks of an earlier world.
     suffix = fresh_suffix("DistributedWorld", device_type)
-    world_mesh = DeviceMesh.from_group(
-        [groups[axis] for axis in AXES],
-        device_type,
-        mesh=torch.tensor(cell_ranks, device="cpu").view([dims.sizes[axis] for axis in AXES]),
-        mesh_dim_names=tuple(f"{axis}{suffix}" for axis in AXES),
-    )
-    stage = dims.peers(("dp_replicate", "cp", "dp_shard", "tp"), first)
-    model_mesh = DeviceMesh.from_group(
-        [groups[axis] for axis in MODEL_AXES],
-        device_type,
-        mesh=torch.tensor(stage, device="cpu").view([dims.size(axis) for axis in MODEL_AXES]),
-        mesh_dim_names=tuple(f"{axis}{suffix}" for axis in MODEL_AXES),
-    )
+
+    def mesh_of(axes: Sequence[str], ranks: tuple[int, ...]) -> DeviceMesh:
+        table = torch.tensor(ranks, device="cpu").view([dims.size(axis) for axis in axes])
+        names = tuple(f"{axis}{suffix}" for axis in axes)
+        return DeviceMesh.from_group([groups[axis] for axis in axes], device_type, mesh=table, mesh_dim_names=names)
+
+    world_mesh = mesh_of(AXES, topology.federation(topology.cell_of(rank)))
+    model_mesh = mesh_of(MODEL_AXES, dims.peers(("dp_replicate", "cp", "dp_shard", "tp"), first))
     # FSDP's and tensor parallelism's axes are taken from the model's mesh, which counts last.
     by_name: dict[str, DeviceMesh] = {}
     for axes, parent in ((AXES, world_mesh), (MODEL_AXES, model_mesh)):

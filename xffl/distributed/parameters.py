@@ -10,40 +10,27 @@ from typing import Any, Literal
 from xffl.checks import integer, integer_fields, number, one_of
 from xffl.errors import ConfigError
 
-__all__ = [
-    "AUTO",
-    "AXES",
-    "CommParameters",
-    "DeviceParameters",
-    "ElasticParameters",
-    "FaultToleranceParameters",
-    "MeshSizes",
-]
+__all__ = ["CommParameters", "DeviceParameters", "ElasticParameters", "FaultToleranceParameters", "MeshSizes"]
 
-AUTO: Literal["auto"] = "auto"
-"""As a size: what the others leave of the cell's ranks."""
+AUTO: Literal["auto"] = "auto"  # as a size: what the others leave of the cell's ranks
 
+# The axes of the mesh inside a cell, outermost first: pipeline stages, parts of a sequence, replicas, FSDP's shards,
+# parts of a layer.
 AXES = ("pp", "cp", "dp_replicate", "dp_shard", "tp")
-"""The axes of the mesh inside a cell, outermost first: pipeline stages, parts of a sequence, replicas, FSDP's shards,
-parts of a layer."""
-
+# Axes that count as one: ranks with data of their own; those that FSDP cuts a copy over; those whose losses differ.
 JOINED = {
     "dp": ("dp_replicate", "dp_shard"),
     "dp_shard_cp": ("cp", "dp_shard"),
     "dp_cp": ("cp", "dp_replicate", "dp_shard"),
 }
-"""Axes that count as one: ranks with data of their own; those that FSDP cuts a copy over; those whose losses differ."""
-
 AXES_OF: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in AXES} | JOINED
-"""Axes of a cell that a name stands for."""
 
 Size = int | Literal["auto"]
 
 DTYPES = ("float32", "bfloat16", "float16")
 SCHEDULES = ("1f1b", "gpipe")
 _CHOICES = {
-    "param_dtype": DTYPES,
-    "reduce_dtype": DTYPES,
+    **dict.fromkeys(("param_dtype", "reduce_dtype"), DTYPES),
     "activation_checkpointing": ("none", "selective", "full"),
     "pp_schedule": SCHEDULES,
 }
@@ -181,7 +168,16 @@ class DeviceParameters:
         integer_fields(self, "pp_micro_batches", hint="give at least 1", may_be_none=True)
         if not isinstance(self.comm, CommParameters):
             raise ConfigError(f"comm must be a CommParameters, which holds timeouts, got {self.comm!r}")
-        self._check_together()
+        if self.param_dtype == "float16" and self.pp != 1:
+            raise ConfigError("param_dtype 'float16' needs a gradient scaler, which no pipeline has; give 'bfloat16'")
+        if self.cpu_offload and self.dp_shard == 1 and self.cp == 1:
+            raise ConfigError("cpu_offload is FSDP's; give dp_shard more than one rank, or leave it out")
+        if self.reduce_dtype != "float32" and self.dp_shard == 1 and self.cp == 1:
+            raise ConfigError(f"reduce_dtype {self.reduce_dtype!r} is FSDP's; for DDP give a communication_hook")
+        if self.loss_parallel and self.tp == 1:
+            raise ConfigError("loss_parallel cuts logits over tp, which is 1; give tp, or leave it out")
+        if self.pp_micro_batches is not None and self.pp == 1:
+            raise ConfigError(f"pp_micro_batches {self.pp_micro_batches} are a pipeline's, but pp is 1; give pp")
 
     @classmethod
     def SINGLE_DEVICE(cls, **options: Any) -> DeviceParameters:
@@ -213,21 +209,19 @@ class DeviceParameters:
         asked = {axis: getattr(self, axis) for axis in AXES}
         known = prod(size for size in asked.values() if size != AUTO)
         auto = next((axis for axis in AXES if asked[axis] == AUTO), None)
-        by_cell = [dict(asked) for _ in cell_sizes]
-        for cell, (sizes, ranks) in enumerate(zip(by_cell, cell_sizes, strict=True)):
+        for cell, ranks in enumerate(cell_sizes):
             if ranks % known or (auto is None and ranks != known):
                 raise ConfigError(self._misfit(cell, ranks, known, auto, is_alone=len(cell_sizes) == 1))
-            if auto is not None:
-                sizes[auto] = ranks // known
-        axes = {axis: by_cell[0][axis] if len({sizes[axis] for sizes in by_cell}) == 1 else -1 for axis in AXES}
-        varying = [axis for axis, size in axes.items() if size == -1]
+        rest = {ranks // known for ranks in cell_sizes}
+        auto_size = rest.pop() if len(rest) == 1 else -1
+        axes = {axis: auto_size if axis == auto else size for axis, size in asked.items()}
         is_data_parallel = all(axes[axis] == 1 for axis in ("pp", "cp", "tp"))
         is_one_replica = asked["dp_replicate"] == 1
         if is_data_parallel and is_one_replica:
             return MeshSizes(axes, None, None)
-        if varying not in ([], ["dp_replicate"]):
+        if auto not in (None, "dp_replicate") and auto_size == -1:
             raise ConfigError(
-                f"{varying[0]}='auto' gives cells of {tuple(cell_sizes)} ranks meshes that differ in more than their "
+                f"{auto}='auto' gives cells of {tuple(cell_sizes)} ranks meshes that differ in more than their "
                 "replicas; give its size and leave dp_replicate 'auto'"
             )
         replica = prod(size for axis, size in axes.items() if axis != "dp_replicate")
@@ -240,18 +234,6 @@ class DeviceParameters:
         if self.dp_replicate == 1:
             return "single" if is_one_device else "fsdp"
         return "ddp" if is_one_device else "hsdp"
-
-    def _check_together(self) -> None:
-        if self.param_dtype == "float16" and self.pp != 1:
-            raise ConfigError("param_dtype 'float16' needs a gradient scaler, which no pipeline has; give 'bfloat16'")
-        if self.cpu_offload and self.dp_shard == 1 and self.cp == 1:
-            raise ConfigError("cpu_offload is FSDP's; give dp_shard more than one rank, or leave it out")
-        if self.reduce_dtype != "float32" and self.dp_shard == 1 and self.cp == 1:
-            raise ConfigError(f"reduce_dtype {self.reduce_dtype!r} is FSDP's; for DDP give a communication_hook")
-        if self.loss_parallel and self.tp == 1:
-            raise ConfigError("loss_parallel cuts logits over tp, which is 1; give tp, or leave it out")
-        if self.pp_micro_batches is not None and self.pp == 1:
-            raise ConfigError(f"pp_micro_batches {self.pp_micro_batches} are a pipeline's, but pp is 1; give pp")
 
     def _misfit(self, cell: int, ranks: int, known: int, auto: str | None, *, is_alone: bool) -> str:
         shown = ", ".join(f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) != 1) or "all sizes 1"

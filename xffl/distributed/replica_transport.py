@@ -27,35 +27,19 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from xffl.distributed.sharding import (
-    bytes_of,
-    from_plain,
-    load_optimizer,
-    local_tensor,
-    reshard,
-    sharded_parameters,
-    spread_as,
-    spread_whole,
-    to_plain,
-)
+from xffl.distributed import sharding
 from xffl.errors import CheckpointError, ConfigError, LaunchError, XfflError
 
 __all__ = ["ShardTransport", "digest", "give", "local", "take"]
 
 NONCE_BYTES = 32
 PROOF_BYTES = 32
-LONGEST_TEXT = 1 << 30
-"""Bytes of the text that says what follows; a longer one is refused."""
-START_S = 5.0
-"""How long a group waits for another one that it is to give its state to. One that was lost meanwhile never comes."""
-TRANSFER_S = 60.0
-"""How long a connection that has proven itself may stand still."""
-MOST_LINKS = 64
-"""Connections at a time; more are closed."""
-WHOLE = b"\1"
-"""Sent when all was sent before anybody stepped on, and when all has arrived."""
-SHAKE_S = 10.0
-"""How long a connection may take to prove that it knows the token."""
+LONGEST_TEXT = 1 << 30  # bytes of the text that says what follows; a longer one is refused
+START_S = 5.0  # how long a group waits for one that it is to give its state to, and that may be lost meanwhile
+TRANSFER_S = 60.0  # how long a connection that has proven itself may stand still
+MOST_LINKS = 64  # connections at a time; more are closed
+WHOLE = b"\1"  # sent when all was sent before anybody stepped on, and when all has arrived
+SHAKE_S = 10.0  # how long a connection may take to prove that it knows the token
 DTYPES = {
     str(dtype): dtype
     for dtype in vars(torch).values()
@@ -110,7 +94,7 @@ class ShardTransport:
     ) -> None:
         """Let the ranks of other groups fetch this rank's state, and wait until they have it."""
         tensors: dict[str, torch.Tensor] = {}
-        plain = to_plain(state_dict, "state", tensors)
+        plain = sharding.to_plain(state_dict, "state", tensors)
         table = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
         text = json.dumps({"step": step, "plain": plain, "tensors": table}).encode()
         offer = _Offer(step, text, list(tensors.values()), len(dst_ranks))
@@ -146,7 +130,7 @@ class ShardTransport:
                     raise CheckpointError(f"{metadata} announces {length} bytes of text; nothing was read")
                 content = json.loads(_read(link, length))
                 tensors = {name: _read_tensor(link, dtype, shape) for name, dtype, shape in content["tensors"]}
-                state = from_plain(content["plain"], tensors)
+                state = sharding.from_plain(content["plain"], tensors)
                 if _read(link, 1) != WHOLE:
                     raise ValueError("it does not end as it should")
                 link.sendall(WHOLE)
@@ -218,7 +202,7 @@ class ShardTransport:
         """Send a state; tell whether all of it is what was offered."""
         link.sendall(struct.pack("!Q", len(offer.text)) + offer.text)
         for tensor in offer.tensors:
-            data = bytes_of(tensor.cpu()).numpy().data
+            data = sharding.bytes_of(tensor.cpu()).numpy().data
             for start in range(0, len(data), 1 << 22):
                 link.sendall(data[start : start + (1 << 22)])
                 with self._changed:
@@ -263,7 +247,7 @@ def _read_tensor(link: socket.socket, dtype: str, shape: list[int]) -> torch.Ten
 def take(part: Any) -> Any:
     """Return a part's state as tensors of this rank and plain values; nothing is copied."""
     if isinstance(part, nn.Module):
-        reshard(part)
+        sharding.reshard(part)
         return {name: local(value) for name, value in part.state_dict().items()}
     return _cut(part.state_dict())
 
@@ -278,13 +262,13 @@ def give(name: str, part: Any, saved: Any) -> None:
             number: {key: _spread(value, parameters[number]) for key, value in values.items()}
             for number, values in saved["state"].items()
         }
-        load_optimizer(part, {"state": state, "param_groups": saved["param_groups"]})
+        sharding.load_optimizer(part, {"state": state, "param_groups": saved["param_groups"]})
     else:
         part.load_state_dict(_spread_like(saved, part.state_dict(), name))
 
 
 def _give_model(name: str, model: nn.Module, saved: Mapping[str, Any]) -> None:
-    reshard(model)
+    sharding.reshard(model)
     own = model.state_dict()
     different = sorted(own.keys() ^ saved.keys())
     if different:
@@ -309,7 +293,7 @@ def _give_model(name: str, model: nn.Module, saved: Mapping[str, Any]) -> None:
 
 def local(value: Any) -> Any:
     """Return this rank's part of a tensor, without gradient; other values as they are."""
-    return local_tensor(value).detach() if isinstance(value, torch.Tensor) else value
+    return sharding.local_tensor(value).detach() if isinstance(value, torch.Tensor) else value
 
 
 def _cut(value: Any) -> Any:
@@ -330,7 +314,7 @@ def _spread_like(value: Any, like: Any, where: str) -> Any:
     if _is_cut(value):
         if not isinstance(like, DTensor) or local(like).shape != value["cut"].shape:
             raise ConfigError(f"{where} is spread in another replica group and not alike here; start all alike")
-        return spread_as(value["cut"].to(local(like).device), like)
+        return sharding.spread_as(value["cut"].to(local(like).device), like)
     if isinstance(value, dict):
         known = like if isinstance(like, Mapping) else {}
         return {key: _spread_like(one, known.get(key), f"{where}/{key}") for key, one in value.items()}
@@ -347,12 +331,12 @@ def digest(part: Any) -> int:
     whole = hashlib.blake2b(digest_size=5)
     tensors: dict[str, torch.Tensor] = {}
     if isinstance(part, nn.Module):
-        tensors = {name: local(one) for name, one in sharded_parameters(part).items()}
+        tensors = {name: local(one) for name, one in sharding.sharded_parameters(part).items()}
     else:
-        whole.update(json.dumps(to_plain(take(part), "", tensors), sort_keys=True).encode())
+        whole.update(json.dumps(sharding.to_plain(take(part), "", tensors), sort_keys=True).encode())
     sums = []
     for tensor in tensors.values():
-        data = bytes_of(tensor)
+        data = sharding.bytes_of(tensor)
         end = len(data) // 4 * 4
         words, rest = data[:end], data[end:]
         if data.storage_offset() % 4:  # only aligned memory can be viewed as int32
@@ -369,4 +353,4 @@ def _spread(value: Any, parameter: torch.Tensor) -> Any:
     assert isinstance(parameter, DTensor), "cut alike in all groups, or the model was refused"
     values = value["cut"].to(parameter.device)
     is_alike = tuple(value["shape"]) == tuple(parameter.shape)
-    return spread_as(values, parameter) if is_alike else spread_whole(values, parameter)
+    return sharding.spread_as(values, parameter) if is_alike else sharding.spread_whole(values, parameter)

@@ -25,24 +25,7 @@ from xffl.errors import ConfigError
 if TYPE_CHECKING:
     from xffl.distributed.parallel_dims import ParallelDims
 
-__all__ = [
-    "Plain",
-    "alike",
-    "bytes_of",
-    "from_bytes",
-    "from_plain",
-    "load_optimizer",
-    "local_tensor",
-    "norms_of",
-    "reshard",
-    "sharded_parameters",
-    "spread_as",
-    "spread_whole",
-    "tensors_named",
-    "to_plain",
-    "total_norm",
-    "values_of",
-]
+__all__ = ["Plain", "bytes_of", "from_bytes", "from_plain", "local_tensor", "sharded_parameters", "to_plain"]
 
 
 def reshard(model: nn.Module) -> None:
@@ -95,13 +78,13 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any])
                     optimizer.state[parameters[number]][key] = value.to(device=cast.device)
 
 
+# Axes of a cell that a dimension of a state's own meshes stands for.
 AXES_OF_STATE = {"shard": tuple(axis for axis in AXES if axis != "dp_replicate"), "replica": ("dp_replicate",)}
-"""Axes of a cell that a dimension of a state's own meshes stands for."""
 
 
 def total_norm(
     gradients: Iterable[torch.Tensor],
-    norm_type: float,
+    order: float,
     dims: ParallelDims,
     cell: dist.ProcessGroup,
     device: torch.device,
@@ -112,17 +95,17 @@ def total_norm(
     """
     held = [_whole(gradient) for gradient in gradients]
     local = [values_of(gradient) for gradient in held]
-    if math.isinf(norm_type):
-        largest = norms_of([part for part in local if part.numel()], norm_type, device)
+    if math.isinf(order):
+        largest = norms_of([part for part in local if part.numel()], order, device)
         own = largest.max() if len(largest) else largest.sum()
         # gloo's maximum skips NaN, so a flag for it goes beside the value.
         both = torch.stack([own.isnan().to(own), own.nan_to_num(0.0, posinf=torch.inf)])
         dist.all_reduce(both, op=dist.ReduceOp.MAX, group=cell)
         return both[1].where(both[0] == 0, torch.nan).float()
     counted = [part for part, gradient in zip(local, held, strict=True) if _counts_here(gradient, dims)]
-    total = (norms_of(counted, norm_type, device) ** norm_type).sum()
+    total = (norms_of(counted, order, device) ** order).sum()
     dist.all_reduce(total, group=cell)
-    return (total ** (1.0 / norm_type)).float()
+    return (total ** (1.0 / order)).float()
 
 
 def norms_of(parts: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
@@ -191,8 +174,8 @@ def from_bytes(data: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> 
 Plain = None | bool | int | float | str | list[Any] | dict[str, Any]
 """What JSON can hold."""
 
+# The only keys of a JSON object that stands for something that JSON does not have.
 TAGS = ("__tensor__", "__tuple__", "__pairs__", "__counter__", "__float__")
-"""The only keys of a JSON object that stands for something that JSON does not have."""
 
 
 def to_plain(value: Any, path: str, tensors: dict[str, torch.Tensor] | None = None) -> Plain:

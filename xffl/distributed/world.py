@@ -42,6 +42,7 @@ from xffl.topology import Topology
 __all__ = ["DistributedWorld"]
 
 W = TypeVar("W", bound="DistributedWorld")
+Parameters = torch.Tensor | Iterable[torch.Tensor]
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 OPERATIONS = {
@@ -60,16 +61,8 @@ class DistributedWorld:
        with xffl.DistributedWorld(DeviceParameters.HSDP(dp_shard=4), federated=(8, 8)) as world:
            total = world.all_reduce(tensor, op="sum", mesh="dp")
 
-    All facts about ranks are those of :attr:`state`.
-
-    :param device_parameters: What is asked of the ranks inside a cell.
-    :param federated: Sizes of the federated groups, one size for equal ones, or a rule that finds them (``auto``,
-        ``hosts:REGEX``, ``file:PATH``); by default what ``XFFL_FEDERATED`` says, else no federation: the world is the
-        only cell.
-    :param backend: Communication backend; by default ``gloo``, and ``cpu:gloo,cuda:nccl`` on CUDA.
-    :param link_backend: Communication backend between federated groups, as :func:`xffl.session` takes it.
-    :param device: Device of this process; by default the GPU of its local rank where there are GPUs, else the CPU.
-    :param streams: CUDA streams for the groups of a round; 4 by default on CUDA.
+    All facts about ranks are those of :attr:`state`. The device parameters are what is asked of the ranks inside a
+    cell; the other arguments are those of :func:`xffl.session`. Without a federation the world is the only cell.
     """
 
     def __init__(
@@ -92,13 +85,8 @@ class DistributedWorld:
         self._state: DistributedState | None = None
         self._meshes: CellMeshes | None = None
         self._device: torch.device | None = None
-        self._asked: dict[str, Any] = {
-            "federated": federated,
-            "backend": backend,
-            "link_backend": link_backend,
-            "device": device,
-            "streams": streams,
-        }
+        self._asked: dict[str, Any] = {"federated": federated, "backend": backend, "link_backend": link_backend}
+        self._asked |= {"device": device, "streams": streams}
         self._is_joined_here = self._is_laid_here = False
         self._groups: list[dist.ProcessGroup] = []
 
@@ -115,12 +103,11 @@ class DistributedWorld:
             raise StateError("this world is set up already; call teardown() first, or make another")
         comm = self.device_parameters.comm
         if state is None:
-            state = setup_distributed_process_group(
-                **self._asked,
-                device_parameters=self.device_parameters,
-                timeout_s=comm.train_timeout_seconds,
-                join_timeout_s=comm.init_timeout_seconds,
-            )
+            limits: dict[str, Any] = {
+                "timeout_s": comm.train_timeout_seconds,
+                "join_timeout_s": comm.init_timeout_seconds,
+            }
+            state = setup_distributed_process_group(**self._asked, **limits, device_parameters=self.device_parameters)
             self._is_joined_here = True
         self._state, self._device = state, None
         try:
@@ -335,11 +322,16 @@ class DistributedWorld:
         """
         if name == "fsdp":
             return self._fsdp_mesh()
-        return self._made.get_mesh(name)
+        self.get_group(name)
+        if name not in (meshes := self._made.by_name):
+            raise ConfigError(f"mesh {name!r} is a group of ranks without coordinates; give one of {[*meshes]}")
+        return meshes[name]
 
     def get_group(self, name: str) -> dist.ProcessGroup:
         """Return the process group of ``world`` (all ranks), ``cell``, or a mesh by name; nothing moves."""
-        return self._made.group(name)
+        groups = self._made.groups
+        one_of("mesh", name, groups, hint="it needs cells of equal size" if name == "federated" else "")
+        return groups[name]
 
     @property
     def dp_mesh(self) -> DeviceMesh:
@@ -372,7 +364,7 @@ class DistributedWorld:
         one_of("op", op, OPERATIONS)
         if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
             raise ConfigError(f"a {tensor.dtype} tensor has no mean; give a floating-point one")
-        group = self._made.group(mesh)
+        group = self.get_group(mesh)
         result = _copy_to_move(tensor, group)
         dist.all_reduce(result, op=OPERATIONS[op], group=group)
         result = result.to(tensor.device)
@@ -383,24 +375,19 @@ class DistributedWorld:
 
         Collective over the mesh, as :meth:`all_reduce`; each rank receives the tensors of all others.
         """
-        group = self._made.group(mesh)
-        values = _movable(tensor).to(message_device(tensor.device, group)).contiguous()
+        group = self.get_group(mesh)
+        values = _copy_to_move(tensor, group)
         gathered = [torch.empty_like(values) for _ in range(group.size())]
         dist.all_gather(gathered, values, group=group)
         return torch.stack(gathered).to(tensor.device)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0, mesh: str = "world") -> torch.Tensor:
-        """Give a tensor of one rank to the others.
+        """Return the tensor of one rank, ``src``, counted along the mesh, on all of them.
 
-        Collective over the ranks of the mesh.
-
-        :param tensor: The values on the rank that sends; elsewhere a tensor of the same shape and data type.
-        :param src: The rank that sends, counted along the mesh.
-        :param mesh: As in :meth:`all_reduce`.
-        :return: The same values on all ranks.
-        :raises ConfigError: if there is no such rank.
+        Collective over the mesh, as :meth:`all_reduce`; the others give a tensor of the same shape and data type.
+        Raises ConfigError where there is no such rank.
         """
-        group = self._made.group(mesh)
+        group = self.get_group(mesh)
         if not 0 <= src < group.size():
             raise ConfigError(f"src {src} is outside mesh {mesh!r} of {group.size()} ranks; count along the mesh")
         result = _copy_to_move(tensor, group)
@@ -409,7 +396,7 @@ class DistributedWorld:
 
     def barrier(self, mesh: str = "world") -> None:
         """Wait until all ranks of the mesh have come here; ``mesh`` as in :meth:`all_reduce`."""
-        barrier(self._made.group(mesh))
+        barrier(self.get_group(mesh))
 
     # Steps that several replica groups take together ------------------------------------------------------------------
 
@@ -436,10 +423,7 @@ class DistributedWorld:
     # Gradients --------------------------------------------------------------------------------------------------------
 
     def get_total_norm(
-        self,
-        parameters: torch.Tensor | Iterable[torch.Tensor],
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
+        self, parameters: Parameters, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Return the norm of the gradients of the whole model, of all pipeline stages.
 
@@ -456,17 +440,13 @@ class DistributedWorld:
             raise ConfigError(f"norm_type must be a number above 0, or inf, got {norm_type}")
         several = [parameters] if isinstance(parameters, torch.Tensor) else parameters
         gradients = [parameter.grad for parameter in several if parameter.grad is not None]
-        norm = total_norm(gradients, norm_type, self.dims, self._made.group("cell"), self.device)
+        norm = total_norm(gradients, norm_type, self.dims, self.get_group("cell"), self.device)
         if error_if_nonfinite and not math.isfinite(norm.item()):
             raise StateError(f"the gradients' norm is {norm.item()}; lower the learning rate, or look for what blew up")
         return norm
 
     def clip_grad_norm(
-        self,
-        parameters: torch.Tensor | Iterable[torch.Tensor],
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
+        self, parameters: Parameters, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Scale the gradients of the whole model down to a norm above 0, and return the norm before.
 
@@ -549,8 +529,15 @@ class DistributedWorld:
                 with sources_named(sources):
                     sizes = Topology(state.topology.world_size, federated).sizes
             mesh = self.device_parameters.resolve(sizes)
-            if is_set_up:
-                _check_state(state.topology, sizes, mesh)
+            topology, shape = state.topology, None if mesh.cell_shape is None else tuple(mesh.cell_shape.items())
+            if is_set_up and topology.sizes != sizes:
+                raise ConfigError(f"the state has cells of {topology.sizes} ranks, not {sizes}; leave federated out")
+            if is_set_up and (topology.replica_size, topology.cell_shape) != (mesh.replica_size, shape):
+                raise ConfigError(
+                    f"the state has replicas of {topology.replica_size} ranks and cell shape {topology.cell_shape}, "
+                    f"the device parameters ask for {mesh.replica_size} and {shape}; set the state up with "
+                    "device_parameters"
+                )
         if not is_set_up:
             self._is_laid_here = True
             set_up_cells(state, federated, mesh.replica_size, mesh.cell_shape, asked=self._asked["federated"])
@@ -589,27 +576,12 @@ class DistributedWorld:
         return model[replicas, shards] if self.dims.size("dp_replicate") > 1 else model[shards]
 
 
-def _check_state(topology: Topology, sizes: tuple[int, ...], mesh: MeshSizes) -> None:
-    if topology.sizes != sizes:
-        raise ConfigError(f"the state has cells of {topology.sizes} ranks, not {sizes}; leave federated out")
-    shape = None if mesh.cell_shape is None else tuple(mesh.cell_shape.items())
-    if topology.replica_size != mesh.replica_size or topology.cell_shape != shape:
-        raise ConfigError(
-            f"the state has replicas of {topology.replica_size} ranks and cell shape {topology.cell_shape}, the device "
-            f"parameters ask for {mesh.replica_size} and {shape}; set the state up with device_parameters"
-        )
-
-
 def _copy_to_move(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return a copy of a tensor where a group can move it; local."""
-    device, values = message_device(tensor.device, group), _movable(tensor)
-    is_here = device == tensor.device
-    return values.clone(memory_format=torch.contiguous_format) if is_here else values.to(device).contiguous()
-
-
-def _movable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that a backend can move, without gradient; local."""
+    """Return a copy of a tensor, without gradient, where a group can move it; local."""
     if isinstance(tensor, DTensor):
         raise ConfigError(f"a DTensor of {tensor.placements} is spread already; give its to_local() or full_tensor()")
     # A backend moves the memory as it is, and the flags of a conjugated or negated view stay behind.
-    return tensor.detach().resolve_conj().resolve_neg()
+    values = tensor.detach().resolve_conj().resolve_neg()
+    device = message_device(tensor.device, group)
+    is_here = device == tensor.device
+    return values.clone(memory_format=torch.contiguous_format) if is_here else values.to(device).contiguous()

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -24,17 +24,16 @@ from xffl.distributed.parameters import AXES, DeviceParameters
 from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, StateError
 from xffl.extras import optional_import
-from xffl.parallel.spread import SpreadOptions, check_model, is_meta, named_tensors, send_weights
+from xffl.parallel.pipeline import Loss
+from xffl.parallel.spread import Initializer, SpreadOptions, check_model, is_meta, named_tensors, send_weights
 from xffl.parallel.strategy import DistributedStrategy
 from xffl.parallel.zero_view import NO_ENGINE, UNREADY, Masters, find_masters, is_cut, mark
 
 __all__ = ["DeepSpeedStrategy", "EngineOptimizer", "ZeroModel"]
 
-NEED = ("deepspeed", "strategy 'deepspeed' needs DeepSpeed")
-"""The extra, and the message where the package is missing."""
-
+NEED = ("deepspeed", "strategy 'deepspeed' needs DeepSpeed")  # the extra, and the message where it is missing
+# Device parameters that are for other strategies.
 FOREIGN = ("cpu_offload", "compile", "fsdp_forward_prefetch", "activation_checkpointing", "reduce_dtype")
-"""Device parameters that are for other strategies."""
 
 
 class DeepSpeedStrategy(DistributedStrategy):
@@ -57,8 +56,6 @@ class DeepSpeedStrategy(DistributedStrategy):
     overflowed counts as a local step in :class:`xffl.FederatedScaling`.
 
     Source: Rajbhandari et al., ZeRO, 2020 (arXiv:1910.02054).
-
-    :param config: As for :class:`DistributedStrategy`.
     """
 
     name = "deepspeed"
@@ -111,6 +108,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     def _build_ds_config(self) -> dict[str, Any]:
         """Write DeepSpeed's configuration; it finds out the number of ranks itself."""
         training, dtype = self.config.training, self.device_parameters.param_dtype
+        scaling = {"initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}
         zero: dict[str, Any] = {"stage": self._stage, "overlap_comm": False, "round_robin_gradients": False}
         if self.config.distributed.offload:
             zero["offload_optimizer"] = {"device": "cpu"}
@@ -121,12 +119,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
-            "fp16": {
-                "enabled": dtype == "float16",
-                "initial_scale_power": 16,
-                "loss_scale_window": 2000,
-                "hysteresis": 1,
-            },
+            "fp16": {"enabled": dtype == "float16", **scaling},
             "bf16": {"enabled": dtype == "bfloat16"},
             "steps_per_print": 2**62,
         }
@@ -134,11 +127,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     # Training ---------------------------------------------------------------------------------------------------------
 
     def wrap_model(
-        self,
-        model: nn.Module,
-        *,
-        loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
-        init_weights: Callable[[nn.Module], object] | None = None,
+        self, model: nn.Module, *, loss: Loss | None = None, init_weights: Initializer | None = None
     ) -> nn.Module:
         """Give all ranks rank 0's weights, to be cut by :meth:`wrap_optimizer`; collective over the world."""
         with run_on_all_ranks("models given to wrap_model") as share:
@@ -314,19 +303,11 @@ class _CellBackend:
     def barrier(self, group: dist.ProcessGroup | None = None, async_op: bool = False, **named: Any) -> Any:
         return self.inner.barrier(group or self._cell, async_op, **named)
 
-    def broadcast(
-        self, tensor: torch.Tensor, src: int, group: dist.ProcessGroup | None = None, async_op: bool = False
-    ) -> Any:
+    def broadcast(self, tensor: Any, src: int, group: Any = None, async_op: bool = False) -> Any:
         source = dist.get_global_rank(self._cell, src) if group is None else src
         return self.inner.broadcast(tensor, source, group or self._cell, async_op)
 
-    def all_reduce(
-        self,
-        tensor: torch.Tensor,
-        op: Any = dist.ReduceOp.SUM,
-        group: dist.ProcessGroup | None = None,
-        async_op: bool = False,
-    ) -> Any:
+    def all_reduce(self, tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
         return self.inner.all_reduce(tensor, op, group or self._cell, async_op)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 from weakref import WeakSet
@@ -16,21 +16,13 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.parameters import DeviceParameters
 from xffl.distributed.sharding import alike, local_tensor, norms_of, sharded_parameters, values_of
 from xffl.errors import ConfigError, StateError
-from xffl.parallel.context_parallel import context_parallel, give_positions, split_sequence
+from xffl.parallel.context_parallel import context_parallel, give_positions
 from xffl.parallel.deepspeed import DeepSpeedStrategy
-from xffl.parallel.pipeline import PipelineModel
-from xffl.parallel.spread import SpreadOptions, spread
+from xffl.parallel.pipeline import Loss, PipelineModel
+from xffl.parallel.spread import Initializer, SpreadOptions, spread
 from xffl.parallel.strategy import DistributedStrategy
 
-__all__ = [
-    "STRATEGIES",
-    "DDPStrategy",
-    "FSDPStrategy",
-    "HSDPStrategy",
-    "NativeStrategy",
-    "SingleGPUStrategy",
-    "SingleStrategy",
-]
+__all__ = ["STRATEGIES", "DDPStrategy", "FSDPStrategy", "HSDPStrategy", "NativeStrategy", "SingleStrategy"]
 
 
 class NativeStrategy(DistributedStrategy):
@@ -44,14 +36,11 @@ class NativeStrategy(DistributedStrategy):
         plainest = self.device_parameters.strategy
         if plainest not in self.kinds:
             raise ConfigError(f"strategy {self.name!r} does not do what the sizes ask for; give strategy={plainest!r}")
-        self._check_options()
         self._scale: LossScale | None = None
         self._is_in_context = False
-
-    def _check_options(self) -> None:
-        device_parameters, distributed = self.device_parameters, self.config.distributed
+        distributed = self.config.distributed
         for name in ("activation_checkpointing", "compile", "fsdp_forward_prefetch"):
-            if getattr(device_parameters, name) not in (False, "none") and not distributed.wrap:
+            if getattr(self.device_parameters, name) not in (False, "none") and not distributed.wrap:
                 raise ConfigError(f"{name} goes layer by layer, but distributed.wrap names no layer class; give some")
         if distributed.ddp.static_graph and self.config.training.gradient_accumulation > 1:
             raise ConfigError("DDP with static_graph=True does not accumulate over micro-batches; leave it out")
@@ -64,11 +53,7 @@ class NativeStrategy(DistributedStrategy):
             self._scale = LossScale(group=self.world.get_group("cell"), device=self.device)
 
     def wrap_model(
-        self,
-        model: nn.Module,
-        *,
-        loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
-        init_weights: Callable[[nn.Module], object] | None = None,
+        self, model: nn.Module, *, loss: Loss | None = None, init_weights: Initializer | None = None
     ) -> nn.Module:
         """Spread a model as :func:`xffl.parallel.spread.spread` does; collective over the world."""
         world, device_parameters = self.world, self.device_parameters
@@ -91,13 +76,9 @@ class NativeStrategy(DistributedStrategy):
             give_positions(spread_model, world.get_mesh("cp"), activation_parts=parts)
         if world.pp_enabled:
             assert loss is not None, "checked above"
-            spread_model = PipelineModel(
-                spread_model,
-                world.get_mesh("pp"),
-                loss,
-                micro_batches=device_parameters.pp_micro_batches or world.pp_size,
-                schedule=device_parameters.pp_schedule,
-            )
+            mesh, micro_batches = world.get_mesh("pp"), device_parameters.pp_micro_batches or world.pp_size
+            schedule = device_parameters.pp_schedule
+            spread_model = PipelineModel(spread_model, mesh, loss, micro_batches=micro_batches, schedule=schedule)
         self._losses[spread_model] = loss
         self._wrapped.setdefault(spread_model, WeakSet())
         return spread_model
@@ -122,10 +103,6 @@ class NativeStrategy(DistributedStrategy):
         finally:
             self._is_in_context &= not is_outermost
 
-    def split_sequence(self, *tensors: torch.Tensor, dim: int = 1) -> tuple[torch.Tensor, ...]:
-        """Return this rank's parts of whole sequences, where ranks share them (``cp``); nothing moves."""
-        return split_sequence(tensors, self.world.get_mesh("cp"), dim) if self.world.cp_enabled else tensors
-
     def forward_backward(
         self, model: nn.Module, *inputs: torch.Tensor, target: torch.Tensor, share: float | None = None, **named: Any
     ) -> torch.Tensor:
@@ -134,9 +111,8 @@ class NativeStrategy(DistributedStrategy):
             return super().forward_backward(model, *inputs, target=target, share=share, **named)
         factor = self._accumulator.factor(share)
         with self.train_context():
-            return model.step(
-                *inputs, target=target, scale_loss=lambda loss: loss * factor, sync=self._accumulator.is_last, **named
-            ).detach()
+            named |= {"scale_loss": lambda loss: loss * factor, "sync": self._accumulator.is_last}
+            return model.step(*inputs, target=target, **named).detach()
 
     def _synchronize(self, model: nn.Module, is_last: bool) -> None:
         if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -224,8 +200,7 @@ STRATEGIES: dict[str, type[DistributedStrategy]] = {
 """The strategies by their names in configurations; users may add theirs."""
 
 
-GROWTH_STEPS = 2000
-"""Steps without an overflow after which the factor doubles, as in torch's ``GradScaler``."""
+GROWTH_STEPS = 2000  # without an overflow, after which the factor doubles, as in torch's GradScaler
 
 
 class LossScale:

@@ -15,11 +15,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from xffl.checks import integer, one_of
 from xffl.costs import layers_of_stages
+from xffl.distributed.consistency import check_consistent
 from xffl.distributed.parameters import SCHEDULES
 from xffl.distributed.sharding import reshard
 from xffl.errors import ConfigError, StateError
 
 __all__ = ["PipelineModel", "Skip", "split_model"]
+
+
+Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+Tensors = tuple[torch.Tensor, ...]
+Named = dict[str, Any]
+Sizes = list[tuple[list[int], torch.dtype]]
 
 
 class PipelineModel(nn.Module):
@@ -42,13 +49,7 @@ class PipelineModel(nn.Module):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        mesh: DeviceMesh,
-        loss: Callable[[Any, torch.Tensor], torch.Tensor],
-        *,
-        micro_batches: int,
-        schedule: str = "1f1b",
+        self, module: nn.Module, mesh: DeviceMesh, loss: Loss, *, micro_batches: int, schedule: str = "1f1b"
     ) -> None:
         super().__init__()
         if mesh.ndim != 1:
@@ -65,7 +66,7 @@ class PipelineModel(nn.Module):
         self._device = torch.device(mesh.device_type)
         if self._device.type != "cpu":
             self._device = torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
-        self._known: dict[str, list[tuple[torch.Tensor, ...]]] = {}
+        self._known: dict[str, list[Tensors]] = {}
         self._made: tuple[str, Any, Any] | None = None
         self._losses: list[torch.Tensor] = []
         self._scale: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -129,13 +130,7 @@ class PipelineModel(nn.Module):
         return self.module.load_state_dict(state_dict, strict, assign)
 
     def _run(
-        self,
-        mode: str,
-        inputs: tuple[torch.Tensor, ...],
-        target: torch.Tensor | None,
-        named: dict[str, Any],
-        shared: dict[str, Any],
-        sync: bool = True,
+        self, mode: str, inputs: Tensors, target: torch.Tensor | None, named: Named, shared: Named, sync: bool = True
     ) -> Any:
         """Run the schedule of a mode, made anew where the mode or the sizes are others than at the call before."""
         self._check_batch(mode, inputs, target, named)
@@ -147,7 +142,10 @@ class PipelineModel(nn.Module):
         # What the sizes of the activations depend on.
         key = f"{_shape_text((first, aim, slices, shared))} autocast={autocast}"
         if key not in self._known:
-            self._compare([*first, aim, *slices.values(), *shared.values()], f"{mode} {key}")
+            values = (*first, aim, *slices.values(), *shared.values())
+            sums = [float(value.double().sum()) for value in values if isinstance(value, torch.Tensor)]
+            batch = f"{self.schedule} in {self.micro_batches} micro-batches, {mode} {key} sums={sums}"
+            check_consistent("batches", batch, describe=_different_batches, group=self._group)
             self._known[key] = self._probe(first, aim, slices | shared, key)
         if self._made is None or self._made[0] != f"{mode} {key}":
             from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
@@ -176,9 +174,7 @@ class PipelineModel(nn.Module):
         stage.clear_runtime_states()
         return result
 
-    def _check_batch(
-        self, mode: str, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None, named: Mapping[str, Any]
-    ) -> None:
+    def _check_batch(self, mode: str, inputs: Tensors, target: torch.Tensor | None, named: Mapping[str, Any]) -> None:
         """Refuse, before anything moves, a batch that cannot be cut into equal parts."""
         sized: dict[str, Any] = {f"input {index}": tensor for index, tensor in enumerate(inputs)}
         if mode != "forward":
@@ -205,19 +201,9 @@ class PipelineModel(nn.Module):
         """Return the first micro-batch of a tensor, any other value as it is."""
         return value[: len(value) // self.micro_batches] if isinstance(value, torch.Tensor) else value
 
-    def _compare(self, values: list[Any], key: str) -> None:
-        """Raise on all stages where they do not have one pipeline and one batch; a gather of a line of text."""
-        sums = [float(value.double().sum()) for value in values if isinstance(value, torch.Tensor)]
-        batches: list[Any] = [None] * self.stages
-        own = f"{self.schedule} in {self.micro_batches} micro-batches, {key} sums={sums}"
-        dist.all_gather_object(batches, own, group=self._group)
-        if len(set(batches)) > 1:
-            text = "; ".join(f"stage {stage}: {batch}" for stage, batch in enumerate(batches))
-            raise ConfigError(f"the stages of a pipeline were given different batches: {text}; give all the same")
-
     def _probe(
         self, inputs: list[torch.Tensor], target: torch.Tensor | None, arguments: dict[str, Any], key: str
-    ) -> list[tuple[torch.Tensor, ...]]:
+    ) -> list[Tensors]:
         """Return what each stage gets, found by a forward pass of one micro-batch; raise alike what a stage raises."""
         flows = [tuple(inputs)]
         for stage in range(self.stages):
@@ -227,13 +213,12 @@ class PipelineModel(nn.Module):
             sizes, fault = answer[0]
             if fault:
                 raise ConfigError(f"stage {stage} of {self.stages} fails on a batch of {key}: {fault}")
-            flows.append(_empty(sizes))
+            activations = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in sizes]
+            flows.append(tuple(one.requires_grad_(one.is_floating_point() or one.is_complex()) for one in activations))
         flows[0] = tuple(item.detach().to("meta") for item in inputs)  # sizes are kept, not the batch
         return flows
 
-    def _try(
-        self, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None, arguments: dict[str, Any]
-    ) -> tuple[list[tuple[list[int], torch.dtype]], str]:
+    def _try(self, inputs: Tensors, target: torch.Tensor | None, arguments: Named) -> tuple[Sizes, str]:
         """Run this stage once, without gradients, dropout or other traces; return its sizes and what failed."""
         module = self.module.module if isinstance(self.module, DistributedDataParallel) else self.module
         modes = {part: part.training for part in module.modules()}
@@ -287,7 +272,7 @@ def _stage_class() -> Any:
     class Stage(PipelineStage):
         shared: dict[str, Any]  # arguments of a call that are not cut
         sync: bool  # whether a call reduces the gradients
-        sizes: list[tuple[list[int], torch.dtype]]  # of what the next stage expects
+        sizes: Sizes  # of what the next stage expects
 
         def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
             """Run the module; what is sent on is contiguous and of the size that the next stage expects."""
@@ -302,7 +287,7 @@ def _stage_class() -> Any:
                 )
             return sent
 
-        def _validate_fwd_outputs(self, outputs: tuple[torch.Tensor, ...]) -> None:
+        def _validate_fwd_outputs(self, outputs: Tensors) -> None:
             """Keep torch 2.11 from comparing the last stage's output, too, which may be a DTensor."""
 
         def backward_maybe_with_nosync(
@@ -319,6 +304,11 @@ def _stage_class() -> Any:
     return Stage
 
 
+def _different_batches(batches: Mapping[int, str]) -> ConfigError:
+    text = "; ".join(f"stage {stage}: {batch}" for stage, batch in batches.items())
+    return ConfigError(f"the stages of a pipeline were given different batches: {text}; give all the same")
+
+
 def _shape_text(value: Any) -> str:
     """Write sizes and types instead of values."""
     if isinstance(value, torch.Tensor):
@@ -330,16 +320,8 @@ def _shape_text(value: Any) -> str:
     return type(value).__name__
 
 
-def _sizes_of(tensors: Sequence[torch.Tensor]) -> list[tuple[list[int], torch.dtype]]:
+def _sizes_of(tensors: Sequence[torch.Tensor]) -> Sizes:
     return [(list(tensor.shape), tensor.dtype) for tensor in tensors]
-
-
-def _empty(sizes: Sequence[tuple[list[int], torch.dtype]]) -> tuple[torch.Tensor, ...]:
-    """Make stand-ins of activations."""
-    return tuple(
-        torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point or dtype.is_complex)
-        for shape, dtype in sizes
-    )
 
 
 Container = nn.ModuleList | nn.ModuleDict | nn.Sequential
@@ -383,7 +365,20 @@ def split_model(model: nn.Module, stage: int, stages: int) -> nn.Module:
     stage_of = [index for index, count in enumerate(layers_of_stages(len(keys), stages)) for _ in range(count)]
     homes = {f"{name}.{key}": home for key, home in zip(keys, stage_of, strict=True)}
     homes |= _surroundings(model, name, stages)
-    _check_homes(model, homes, stages)
+    # Nothing would keep a parameter equal that lies on several stages.
+    seen: dict[int, tuple[str, int]] = {}
+    for where, parameter in model.named_parameters(remove_duplicate=False) if stages > 1 else ():
+        home = next((stage for part, stage in homes.items() if where.startswith(f"{part}.")), None)
+        if home is None:
+            raise ConfigError(
+                f"parameter {where!r} belongs to no stage; put it into a module beside the list of layers"
+            )
+        other, first = seen.setdefault(id(parameter), (where, home))
+        if first != home:
+            raise ConfigError(
+                f"{other!r} and {where!r} are one tied parameter, but lie on stages {first} and {home}; untie them "
+                "(tie_word_embeddings=False), or use no pipeline"
+            )
     for part, home in homes.items():
         if home != stage:
             parent, _, leaf = part.rpartition(".")
@@ -424,18 +419,3 @@ def _surroundings(model: nn.Module, name: str, stages: int) -> dict[str, int]:
             elif any(True for _ in module.parameters()) or not any(True for _ in module.buffers()):
                 homes[".".join([*path[:depth], leaf])] = home
     return homes
-
-
-def _check_homes(model: nn.Module, homes: Mapping[str, int], stages: int) -> None:
-    """Refuse a parameter that would lie on several stages, which nothing keeps equal."""
-    seen: dict[int, tuple[str, int]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False) if stages > 1 else ():
-        home = next((stage for part, stage in homes.items() if name.startswith(f"{part}.")), None)
-        if home is None:
-            raise ConfigError(f"parameter {name!r} belongs to no stage; put it into a module beside the list of layers")
-        other, where = seen.setdefault(id(parameter), (name, home))
-        if where != home:
-            raise ConfigError(
-                f"{other!r} and {name!r} are one tied parameter, but lie on stages {where} and {home}; untie them "
-                "(tie_word_embeddings=False), or use no pipeline"
-            )

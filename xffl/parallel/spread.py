@@ -38,24 +38,20 @@ from xffl.errors import ConfigError, StateError, XfflError
 from xffl.parallel.config import DDPConfig, read_ddp
 from xffl.parallel.pipeline import split_model
 from xffl.parallel.tensor_parallel import apply_tensor_parallel
+from xffl.planning.memory import form_of
 
 __all__ = ["SpreadOptions", "check_model", "is_meta", "named_tensors", "send_weights", "shard", "spread"]
 
 Initializer = Callable[[nn.Module], object]
+aten = torch.ops.aten
 
+# What selective checkpointing keeps: what takes longest to compute again.
 SAVED_OPERATORS = [
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.bmm.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_dot_product_cudnn_attention.default),
+    *(aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_flash_attention.default),
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
 ]
-"""What selective checkpointing keeps: what takes longest to compute again."""
-
-BROADCAST_BYTES = 32 * 2**20
-"""How much of a model is sent at a time."""
+BROADCAST_BYTES = 32 * 2**20  # how much of a model is sent at a time
 
 
 def shard(
@@ -126,12 +122,8 @@ def spread(
     if world is not None and world.pp_enabled:
         model = split_model(model, world.pp_rank, world.pp_size)
     if world is not None and world.tp_enabled:
-        model = apply_tensor_parallel(
-            model,
-            world.get_mesh("tp"),
-            sequence_parallel=options.parameters.sequence_parallel,
-            loss_parallel=options.parameters.loss_parallel,
-        )
+        sequence, loss = options.parameters.sequence_parallel, options.parameters.loss_parallel
+        model = apply_tensor_parallel(model, world.get_mesh("tp"), sequence_parallel=sequence, loss_parallel=loss)
     form = _form(state, world, state.topology.cell_of(dist.get_rank()))
     for module in model.modules():
         # SyncBatchNorm would compare batches of the world, across the slow link in every step; here those of a cell.
@@ -208,7 +200,12 @@ def check_model(
                 f"tensor {name!r} is a conjugate or negated view, which DDP cannot send; resolve_conj().resolve_neg()"
             )
     units = _units(model, wrap)
-    _check_ties(model, units)
+    # FSDP2 gives each of its units a copy of its own of a parameter that wrap parts.
+    homes: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        other = homes.setdefault(id(parameter), name)
+        if units[other] != units[name]:
+            raise ConfigError(f"{other!r} and {name!r} are one tied parameter, which wrap parts; wrap both or neither")
     if "fsdp" in forms:
         known_units = {name: unit for name, unit in units.items() if unit or not is_staged}
         _check_for_fsdp(model, wrap, known_units, is_meta=is_meta)
@@ -258,15 +255,6 @@ def _check_for_fsdp(
                 f"parameter {f'{name}.weight'.lstrip('.')!r} gets sparse gradients, which FSDP cannot reduce; build "
                 f"{type(module).__name__} without sparse=True, or freeze it"
             )
-
-
-def _check_ties(model: nn.Module, units: Mapping[str, int]) -> None:
-    """Refuse to cut one parameter in two: FSDP2 gives each of its units a copy of its own."""
-    homes: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        other = homes.setdefault(id(parameter), name)
-        if units[other] != units[name]:
-            raise ConfigError(f"{other!r} and {name!r} are one tied parameter, which wrap parts; wrap both or neither")
 
 
 def _units(model: nn.Module, wrap: tuple[type[nn.Module], ...]) -> dict[str, int]:
@@ -334,12 +322,7 @@ def _form(state: DistributedState, world: DistributedWorld | None, cell: int) ->
         if state.topology.sizes[cell] == 1:
             return "plain"
         return "ddp" if state.topology.replica_size == 1 else "fsdp"
-    dims = world.dims_of_cell(cell)
-    replicas = dims.size("dp_replicate")
-    # DDP knows nothing of parameters that are cut by tensor parallelism; FSDP with shards of one rank does.
-    if dims.size("dp_shard_cp") > 1 or (dims.size("tp") > 1 and replicas > 1):
-        return "fsdp"
-    return "ddp" if replicas > 1 else "plain"
+    return form_of(world.dims_of_cell(cell).sizes)
 
 
 def _prepare_layers(model: nn.Module, options: SpreadOptions) -> None:

@@ -28,6 +28,9 @@ from xffl.distributed.parameters import DeviceParameters
 from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, StateError
 from xffl.parallel.config import PRECISIONS, StrategyConfig, read_config
+from xffl.parallel.context_parallel import split_sequence
+from xffl.parallel.pipeline import Loss
+from xffl.parallel.spread import Initializer
 
 __all__ = ["DistributedStrategy", "to_device"]
 
@@ -37,18 +40,7 @@ Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None
 
 
 class DistributedStrategy(ABC):
-    """How a model is trained inside a cell; the script is the same for all of them.
-
-    .. code-block:: python
-
-       with DistributedStrategy.from_config(config) as strategy:
-           model = strategy.wrap_model(build_model(), loss=loss_of)
-           optimizer = strategy.wrap_optimizer(model, torch.optim.AdamW(model.parameters()))
-           for inputs, target in strategy.micro_batches(loader, model):
-               strategy.forward_backward(model, inputs, target=target)
-               if not strategy.is_accumulating_gradients:
-                   strategy.clip_grad_norm(model, 1.0)
-                   strategy.step(optimizer)
+    """How a model is trained inside a cell; the script, that of the manual's page on strategies, is the same for all.
 
     Where there is no pipeline, a script may compute its loss itself, inside :meth:`train_context`, and call
     :meth:`backward`.
@@ -66,30 +58,25 @@ class DistributedStrategy(ABC):
 
     def __init__(self, config: object = None) -> None:
         self.config: StrategyConfig = StrategyConfig() if config is None else read_config(config)
-        distributed = self.config.distributed
-        mesh = type(self)._preset() if distributed.device_parameters is None else distributed.device_parameters
+        asked = self.config.distributed
+        mesh = type(self)._preset() if asked.device_parameters is None else asked.device_parameters
         if (precision := self.config.training.mixed_precision) is not None:
             dtype = PRECISIONS[precision]
-            if distributed.device_parameters is not None and mesh.param_dtype not in ("float32", dtype):
+            if asked.device_parameters is not None and mesh.param_dtype not in ("float32", dtype):
                 raise ConfigError(
                     f"mixed_precision {precision!r} and param_dtype {mesh.param_dtype!r} differ; give one"
                 )
             mesh = dataclasses.replace(mesh, param_dtype=dtype)
         self.device_parameters = mesh
         self.world = DistributedWorld(
-            self.device_parameters,
-            distributed.federated,
-            backend=distributed.backend,
-            link_backend=distributed.link_backend,
-            device=distributed.device,
+            mesh, asked.federated, backend=asked.backend, link_backend=asked.link_backend, device=asked.device
         )
         self._accumulator = Accumulator(self._synchronize)
         self.has_taken_over = False
         """Whether the last batches ended because another replica group's state was taken over"""
         self.is_step_lost = False
         """Whether the last step was not taken, since another replica group was lost: its batches are to come again"""
-        self._losses: WeakKeyDictionary[nn.Module, Callable[[Any, torch.Tensor], torch.Tensor] | None]
-        self._losses = WeakKeyDictionary()  # what wrap_model was given for each model
+        self._losses: WeakKeyDictionary[nn.Module, Loss | None] = WeakKeyDictionary()  # what wrap_model was given
         self._wrapped: WeakKeyDictionary[nn.Module, WeakSet[torch.optim.Optimizer]] = WeakKeyDictionary()
         """What load_checkpoint may be called without: models that are still in use, and their optimizers."""
 
@@ -170,11 +157,7 @@ class DistributedStrategy(ABC):
 
     @abstractmethod
     def wrap_model(
-        self,
-        model: nn.Module,
-        *,
-        loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
-        init_weights: Callable[[nn.Module], object] | None = None,
+        self, model: nn.Module, *, loss: Loss | None = None, init_weights: Initializer | None = None
     ) -> nn.Module:
         """Spread a model over the ranks of each cell, all from the same weights; collective over the world.
 
@@ -236,7 +219,7 @@ class DistributedStrategy(ABC):
                     self._accumulator.enter(index, len(window), models)
                     yield self.to_device(batch)
         finally:
-            self._accumulator.close(models)
+            self._accumulator.enter(0, 1, models)  # what follows the batches is a window of its own
 
     @contextmanager
     def no_gradient_sync(self, *models: nn.Module) -> Iterator[None]:
@@ -262,8 +245,7 @@ class DistributedStrategy(ABC):
         :param dim: The dimension that is the sequence.
         :return: The parts, in the same order; without context parallelism what was given.
         """
-        del dim
-        return tensors
+        return split_sequence(tensors, self.world.get_mesh("cp"), dim) if self.world.cp_enabled else tensors
 
     def forward_backward(
         self, model: nn.Module, *inputs: torch.Tensor, target: torch.Tensor, share: float | None = None, **named: Any
@@ -348,18 +330,11 @@ class DistributedStrategy(ABC):
         saver: Callable[..., T] | None = None,
         **values: Any,
     ) -> T | None:
-        r"""Write a checkpoint, each rank its part; collective over the world.
+        """Write a checkpoint, as :func:`xffl.checkpoint.save_checkpoint`; collective over the world.
 
-        :param path: Folder of the checkpoint, on a file system that all ranks see.
-        :param model: What :meth:`wrap_model` returned, or several by name.
-        :param optimizer: Its optimizer, or several by name.
-        :param others: Other parts by name, the same on all ranks of a cell: schedulers, samplers.
-        :param own: What each rank keeps for itself, by name: random numbers, the state of rounds.
-        :param after_round: Whether all cells hold the weights of a round, without a step since.
-        :param saver: What writes, such as ``AsyncSaver.save``; by default :func:`xffl.checkpoint.save_checkpoint`.
-        :param \**values: Plain numbers, texts, lists and mappings to keep beside.
-        :return: What the saver has returned.
-        :raises CheckpointError: if it could not be written; on all ranks.
+        The parts are what :meth:`wrap_model` returned and its optimizer, or several of them by name, and ``others`` by
+        name: schedulers, samplers. Other keywords are plain ``values`` to keep beside. A ``saver``, such as
+        ``AsyncSaver.save``, writes in the function's place, and what it returns is returned.
         """
         parts = self._all_parts(model, optimizer, others)
         if saver is not None:
@@ -378,22 +353,12 @@ class DistributedStrategy(ABC):
         reset: Collection[str] = (),
         local: Collection[str] = (),
     ) -> dict[str, Any]:
-        """Read a checkpoint into a model and an optimizer, however they are spread now; collective over the world.
+        """Read a checkpoint, as :func:`xffl.checkpoint.load_checkpoint`, and return the values that were kept beside.
 
-        :param path: Folder of the checkpoint.
-        :param model: What :meth:`wrap_model` returned, or several by name. ``None`` for the only model that it was
-            called with, together with what :meth:`wrap_optimizer` returned for it, if it was called.
-        :param optimizer: Its optimizer, or several by name.
-        :param others: As in :meth:`save_checkpoint`.
-        :param own: As in :meth:`save_checkpoint`.
-        :param reset: Names among ``own`` that stay as they are: in another layout, where they cannot be loaded; ``*``
-            for all.
-        :param local: Names of trained tensors (``model/head.weight``) that rounds leave to each cell: they may differ
-            between cells where another number of cells loads them.
-        :return: The values that were kept beside.
-        :raises StateError: if no model is given and none was wrapped; on all ranks.
-        :raises ConfigError: if no model is given and several were wrapped; on all ranks.
-        :raises CheckpointError: if it cannot be read or does not fit; on all ranks.
+        Collective over the world, with parts as for :meth:`save_checkpoint`, however they are spread now. Without a
+        model it is the only one that :meth:`wrap_model` was called with, together with what :meth:`wrap_optimizer`
+        returned for it, if it was called. Raises StateError, on all ranks, where none was wrapped, and ConfigError
+        where several were.
         """
         if model is None:
             model, optimizer = self._only_model(optimizer)
@@ -449,12 +414,6 @@ class Accumulator:
         if self.is_last != (index + 1 == size):
             self.set_last(not self.is_last, models)
 
-    def close(self, models: Iterable[nn.Module]) -> None:
-        """Leave the window, in its middle, too."""
-        self.size = 1
-        if not self.is_last:
-            self.set_last(True, models)
-
     def set_last(self, is_last: bool, models: Iterable[nn.Module]) -> None:
         """Say whether the next backward pass of the models synchronizes gradients."""
         self.is_last = is_last  # also where there is no model
@@ -483,9 +442,7 @@ def to_device(batch: T, device: torch.device) -> T:
     # Copies from a GPU are not asynchronous: the CPU would read them before they are there.
     is_async = device.type == "cuda"
     moved: Any = batch
-    if isinstance(batch, torch.Tensor):
-        moved = batch.to(device, non_blocking=is_async)
-    elif isinstance(batch, PackedSequence):  # a named tuple whose sizes stay on the CPU
+    if isinstance(batch, (torch.Tensor, PackedSequence)):  # the latter is a named tuple whose sizes stay on the CPU
         moved = batch.to(device=device, non_blocking=is_async)  # type: ignore[call-arg]
     elif isinstance(batch, (list, tuple)):
         items = [to_device(item, device) for item in batch]

@@ -13,6 +13,7 @@ Dropout draws from the rank's own generator: between blocks it needs equal seeds
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -72,9 +73,25 @@ def plan_for(
     # Modules that only compute projections of their input: not blocks with norms of their own.
     with_norms = {_parent(name) for name in names if _leaf(name) in NORMS}
     entered = {_parent(name) for name in names if _leaf(name) in COLUMNS} - with_norms - {""}
+    logits: Placement = Shard(-1) if loss_parallel else Replicate()
+    head = ColwiseParallel(input_layouts=stream, output_layouts=logits, use_local_output=not loss_parallel)
+    styles: dict[str, ParallelStyle] = {
+        **dict.fromkeys(COLUMNS, ColwiseParallel(input_layouts=stream)),
+        **dict.fromkeys(ROWS, RowwiseParallel(output_layouts=stream)),
+        **dict.fromkeys(NORMS, Replicated(layout=stream)),
+        # (batch, sequence, heads, width): each rank has some of the heads.
+        **dict.fromkeys(HEAD_NORMS, Replicated(layout=Shard(2))),
+        **dict.fromkeys(EMBEDDINGS, RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)),
+        **dict.fromkeys(POSITIONS, Replicated(output_layout=Shard(-2) if sequence_parallel else None)),
+        **dict.fromkeys(HEADS, head),
+    }
     plan: dict[str, ParallelStyle] = {}
     for name, module in names.items():
-        style = _style_of(name, stream, loss_parallel, _parent(name) in entered)
+        style = styles.get(_leaf(name))
+        if _leaf(name) in COLUMNS and _parent(name) in entered:
+            style = ColwiseParallel(
+                input_layouts=Replicate()
+            )  # its input is made whole for all projections that read it
         if name in entered:
             plan[name] = GatheredInput(layout=stream)
         elif style is not None and any(True for _ in module.parameters(recurse=False)):
@@ -105,14 +122,10 @@ def apply_tensor_parallel(
     gets those of the whole sequence where a call leaves them out. A model that makes masks from the length of its
     embedded tokens needs ``sequence_parallel=False``.
 
-    :param model: The model, not yet spread.
-    :param mesh: A mesh of one dimension.
-    :param plan: Styles by name of a module or pattern (``fnmatch``, such as ``layers.*.mlp.up_proj``) in place of
-        :func:`plan_for`; of several that match a module the last one counts. All parameters need a style.
-    :param sequence_parallel: As for :func:`plan_for`; only without a plan.
-    :param loss_parallel: As for :func:`plan_for`; only without a plan.
-    :return: The same model.
-    :raises ConfigError: if the model, the mesh or the plan do not fit each other; nothing is changed then.
+    A ``plan`` of styles by name of a module or pattern (``fnmatch``, such as ``layers.*.mlp.up_proj``) takes the place
+    of that of :func:`plan_for` with the other options; of several that match a module the last one counts. All
+    parameters need a style. Where model, mesh (of one dimension) and plan do not fit each other, ConfigError is raised
+    and nothing changed; else the same model is returned.
     """
     check_mesh(mesh, "tensor")
     if spread := [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]:
@@ -143,28 +156,6 @@ def apply_tensor_parallel(
     for attention, attribute, count in heads:
         setattr(attention, attribute, count)
     return model
-
-
-def _style_of(name: str, stream: Placement, loss_parallel: bool, is_entered: bool) -> ParallelStyle | None:
-    """Return the style of a layer by the last part of its name."""
-    leaf = _leaf(name)
-    if leaf in COLUMNS:
-        # A projection whose input was not made whole for all of them does it alone.
-        return ColwiseParallel(input_layouts=Replicate() if is_entered else stream)
-    if leaf in ROWS:
-        return RowwiseParallel(output_layouts=stream)
-    if leaf in NORMS:
-        return Replicated(layout=stream)
-    if leaf in HEAD_NORMS:
-        return Replicated(layout=Shard(2))  # (batch, sequence, heads, width): each rank has some of the heads
-    if leaf in EMBEDDINGS:
-        return RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
-    if leaf in POSITIONS:
-        return Replicated(output_layout=Shard(-2) if stream == Shard(1) else None)
-    if leaf in HEADS:
-        logits: Placement = Shard(-1) if loss_parallel else Replicate()
-        return ColwiseParallel(input_layouts=stream, output_layouts=logits, use_local_output=not loss_parallel)
-    return None
 
 
 def _check_pairs(names: Mapping[str, nn.Module], plan: Mapping[str, ParallelStyle]) -> None:
@@ -330,6 +321,7 @@ def _join(owner: str, name: str) -> str:
     return f"{owner}.{name}" if owner else name
 
 
+@dataclass(eq=False, kw_only=True)
 class Replicated(ParallelStyle):
     """Let every rank hold a module's whole weights, as DTensors, and compute with them on what it has.
 
@@ -337,10 +329,8 @@ class Replicated(ParallelStyle):
     frozen ones frozen, and what goes in and comes out are plain tensors.
     """
 
-    def __init__(self, *, layout: Placement | None = None, output_layout: Placement | None = None) -> None:
-        super().__init__()
-        self.layout = layout or Replicate()
-        self.output_layout = output_layout
+    layout: Placement = field(default_factory=Replicate)
+    output_layout: Placement | None = None
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -356,6 +346,7 @@ class Replicated(ParallelStyle):
         return output.to_local()
 
 
+@dataclass(eq=False, kw_only=True)
 class GatheredInput(ParallelStyle):
     """Make a module's first input whole once for all projections that read it, and reduce its gradient once.
 
@@ -363,9 +354,7 @@ class GatheredInput(ParallelStyle):
     ``Replicate()``. torch's ``PrepareModuleInput`` has to know all arguments of the call.
     """
 
-    def __init__(self, *, layout: Placement) -> None:
-        super().__init__()
-        self.layout = layout
+    layout: Placement
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(partial(_take, device_mesh, self.layout, Replicate()), with_kwargs=True)

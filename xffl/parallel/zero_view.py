@@ -23,16 +23,14 @@ from torch.distributed.tensor import DTensor, Shard
 from xffl.distributed.sharding import local_tensor
 from xffl.errors import ConfigError, StateError
 
-__all__ = ["NO_ENGINE", "UNREADY", "Masters", "find_masters", "is_cut", "mark"]
+__all__ = ["Masters", "find_masters", "is_cut", "mark"]
 
 MARK = "_xffl_zero"
-UNREADY = "unready"
-"""The mark of a model that ZeRO is to cut, so that nobody uses it before."""
+UNREADY = "unready"  # the mark of a model that ZeRO is to cut, so that nobody uses it before
 NO_ENGINE = (
     "DeepSpeed has no optimizer yet; call optimizer = strategy.wrap_optimizer(model, optimizer) before the model is "
     "used"
 )
-"""The message where the engine is not made yet."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from xffl.errors import ConfigError
 from xffl.planning.figures import INK, MUTED, PALETTE, checked_path, new_figure, plain_axes, save
-from xffl.planning.partition import write_table
+from xffl.planning.partition import new_table, plain_console, write_table
 from xffl.planning.text import bytes_text, describe_world
 from xffl.topology import Topology
 
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["bench_figure", "bench_table"]
 
-PLAIN_WIDTH = 160
-"""Columns where there is no terminal: nothing is cut."""
+PLAIN_WIDTH = 160  # columns where there is no terminal: nothing is cut
 OVERVIEW_NOTES = (
     "ratio: to the all-reduce over the world of the same bytes",
     "across, home: bytes that the busiest rank sends to other cells and to its own, where they are known",
@@ -33,12 +32,10 @@ PHASES = ("vote", "pack", "encode", "post", "across", "combine", "home", "commit
 KINDS = ("ring", "all-reduce", "round")
 NEEDED = ("kind", "name", "payload_bytes", "seconds", "samples", "ratio")
 WIDTH = 8.6
-BAR, HEAD, FOOT = 0.3, 0.42, 0.55
-"""Inches: of a bar, and above and below those of a panel."""
+BAR, HEAD, FOOT = 0.3, 0.42, 0.55  # inches: of a bar, and above and below those of a panel
 TITLE = 0.4
 LEFT, RIGHT = 2.1, 0.25
-VALUES = 1.45
-"""Room for what stands behind the longest bar, as a multiple of it."""
+VALUES = 1.45  # room for what stands behind the longest bar, as a multiple of it
 
 
 def bench_table(record: Mapping[str, Any], file: TextIO) -> None:
@@ -49,9 +46,7 @@ def bench_table(record: Mapping[str, Any], file: TextIO) -> None:
     :param record: What :func:`xffl.aggregation.bench.measure` returns, or what ``bench.json`` holds.
     :param file: Where to write.
     """
-    from rich.console import Console
-
-    console = Console(file=file, width=None if file.isatty() else PLAIN_WIDTH, highlight=False, markup=False)
+    console = plain_console(file, PLAIN_WIDTH)
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     console.print(_title(record), style="bold")
     for host in record["hosts"]:
@@ -83,7 +78,7 @@ def _title(record: Mapping[str, Any]) -> str:
 
 def _overview(rows: Sequence[Mapping[str, Any]]) -> Table:
     """List all rows by kind: time, rate, ratio and bytes."""
-    table = _table(("kind", "what", "ranks", "ms", "GB/s", "ratio", "across", "home"), left=2)
+    table = new_table(("kind", "what", "ranks", "ms", "GB/s", "ratio", "across", "home"), left=2)
     for row in rows:
         milliseconds = 1e3 * row["seconds"]
         table.add_row(
@@ -102,7 +97,7 @@ def _overview(rows: Sequence[Mapping[str, Any]]) -> Table:
 def _phases(rounds: Sequence[Mapping[str, Any]]) -> Table:
     """List the phases of each round, and what its codec leaves out."""
     names = [name for name in PHASES if any(name in row["phases"] for row in rounds)]
-    table = _table(("round", *names, "hidden", "error"), left=1)
+    table = new_table(("round", *names, "hidden", "error"), left=1)
     for row in rounds:
         table.add_row(
             row["name"],
@@ -113,25 +108,14 @@ def _phases(rounds: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _table(heads: Sequence[str], *, left: int) -> Table:
-    """Return an empty table whose first ``left`` columns are words."""
-    from rich.table import Table
-
-    table = Table(header_style="bold")
-    for index, head in enumerate(heads):
-        table.add_column(head, justify="left" if index < left else "right", no_wrap=True)
-    return table
-
-
 def bench_figure(record: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Draw the times of a record of ``xffl bench`` as horizontal bars, grouped by kind, one panel for each payload.
 
     Local. A bar is the median; a thin line goes from the fastest sample to the slowest. A dotted line marks the
     all-reduce over the world, which all are compared with.
 
-    :param record: What :func:`xffl.aggregation.bench.measure` returns, or what ``bench.json`` holds.
-    :param path: Where to write; ``.svg`` or ``.png``.
-    :raises ConfigError: if there is no row, one lacks a field, the suffix is another, or matplotlib is missing.
+    The record is that of :func:`bench_table`, the path where to write, ``.svg`` or ``.png``. Raises ConfigError if
+    there is no row, one lacks a field, the suffix is another, or matplotlib is missing.
     """
     target = checked_path(path)
     rows: list[Mapping[str, Any]] = list(record["rows"])

@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from xffl.errors import ConfigError
 from xffl.extras import optional_import
@@ -22,6 +22,7 @@ from xffl.planning.text import (
     describe_ranks,
     describe_world,
     exchange_pieces,
+    piece_name,
 )
 from xffl.topology import Topology
 
@@ -29,35 +30,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = [
-    "FRAME",
-    "GRID",
-    "INK",
-    "MUTED",
-    "PALETTE",
-    "checked_path",
-    "colour_of",
-    "draw_rectangle",
-    "draw_text",
-    "new_figure",
-    "plain_axes",
-    "save",
-    "tint",
-    "topology_figure",
-]
+__all__ = ["PALETTE", "checked_path", "colour_of", "new_figure", "plain_axes", "save", "tint", "topology_figure"]
 
 SUFFIXES = (".png", ".svg")
-"""Formats that are written."""
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C6D00", "#999999")
 """Colours that colour-blind readers can tell apart (Okabe and Ito 2008, their yellow and black exchanged)."""
-INK = "#1B1F24"
-"""Colour of text and outlines."""
-MUTED = "#626B75"
-"""Colour of what stands back."""
-FRAME = "#B4BCC5"
-"""Colour of frames and axes."""
+INK = "#1B1F24"  # text and outlines
+MUTED = "#626B75"  # what stands back
+FRAME = "#B4BCC5"  # frames and axes
 GRID = "#E1E5EA"
-"""Colour of grids."""
+TEXT: dict[str, Any] = {"size": 9, "color": INK, "weight": "normal", "va": "center", "zorder": 6}
 
 
 def checked_path(path: str | os.PathLike[str]) -> Path:
@@ -107,44 +89,27 @@ def plain_axes(axes: Axes, grid: str = "") -> None:
     axes.spines["bottom"].set_color(FRAME)
 
 
-def draw_text(
-    axes: Axes,
-    x: float,
-    y: float,
-    text: str,
-    *,
-    size: float = 9,
-    colour: str = INK,
-    weight: str = "normal",
-    align: str = "left",
-) -> None:
-    """Write a text into axes, centred on its height; ``align`` says which part of it stands at ``x``."""
-    axes.text(x, y, text, fontsize=size, color=colour, fontweight=weight, ha=align, va="center", zorder=6)
+def draw_text(axes: Axes, x: float, y: float, text: str, **style: Any) -> None:
+    """Write a text into axes, centred on its height; the style is matplotlib's."""
+    axes.text(x, y, text, **{**TEXT, **style})
 
 
 def draw_rectangle(
-    axes: Axes,
-    x: float,
-    y: float,
-    width: float,
-    height: float,
-    fill: str,
-    *,
-    edge: str = "none",
-    line: float = 0.8,
-    rounding: float = 0.0,
+    axes: Axes, x: float, y: float, width: float, height: float, fill: str, rounding: float = 0.0, **style: Any
 ) -> None:
-    """Draw a rectangle into axes, also with round corners."""
+    """Draw a rectangle into axes, also with round corners; the style is matplotlib's."""
     from matplotlib.patches import FancyBboxPatch
 
-    style = f"round,pad=0,rounding_size={rounding}" if rounding else "square,pad=0"
-    axes.add_patch(
-        FancyBboxPatch((x, y), width, height, boxstyle=style, facecolor=fill, edgecolor=edge, linewidth=line, zorder=2)
-    )
+    box = f"round,pad=0,rounding_size={rounding}" if rounding else "square,pad=0"
+    style = {"edgecolor": "none", "linewidth": 0.8, **style}
+    axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=box, facecolor=fill, zorder=2, **style))
 
 
 # The topology: how much of a world is drawn.
 MAX_CELLS, MAX_ROWS, MAX_COLUMNS, MAX_PIECES = 4, 4, 8, 8
+
+RANK: dict[str, Any] = {"edgecolor": "#8A949E"}
+SENDER: dict[str, Any] = {"edgecolor": INK, "linewidth": 2.2}
 
 # Lengths are in units of a square's side; y grows downwards.
 INCHES = 0.52
@@ -158,8 +123,7 @@ NOTE = 2.6
 RAIL = 0.62
 LEGEND_LINE = 0.72
 MARGIN = 0.45
-WIDTH_MIN = 12.0
-"""Room for the legend."""
+WIDTH_MIN = 12.0  # room for the legend
 
 
 @dataclass(frozen=True)
@@ -215,7 +179,11 @@ def topology_figure(topology: Topology, path: str | os.PathLike[str]) -> None:
     :raises ConfigError: if the suffix is another, or matplotlib is not installed.
     """
     target = checked_path(path)
-    panels = _panels(topology)
+    panels: list[_Panel] = []
+    left = 0.0
+    for cell in range(topology.cells if topology.cells <= MAX_CELLS else MAX_CELLS - 1):
+        panels.append(_Panel(topology, cell, left))
+        left += panels[-1].width + PANEL_GAP
     pieces = list(islice(exchange_pieces(topology), MAX_PIECES))
     hidden_pieces = count_pieces(topology) - len(pieces)
     hidden_cells = topology.cells - len(panels)
@@ -234,57 +202,46 @@ def topology_figure(topology: Topology, path: str | os.PathLike[str]) -> None:
     draw_text(axes, 0.0, 0.35, describe_world(topology), size=12, weight="bold")
     if rail_rows:
         draw_rectangle(axes, 0.0, rails, span, rail_rows * RAIL, "#E9EDF1", rounding=0.2)
-        draw_text(axes, 0.15, rails - 0.3, "slow link between cells", colour=MUTED)
+        draw_text(axes, 0.15, rails - 0.3, "slow link between cells", color=MUTED)
     for panel in panels:
         _draw_panel(axes, panel, pieces, bottom)
     if hidden_cells:
         note = f"… {hidden_cells}\nmore\n{'cell' if hidden_cells == 1 else 'cells'}"
-        draw_text(axes, span - NOTE / 2, (TITLE + bottom) / 2, note, size=10, colour=MUTED, align="center")
+        draw_text(axes, span - NOTE / 2, (TITLE + bottom) / 2, note, size=10, color=MUTED, ha="center")
     for index, piece in enumerate(pieces if rail_rows else ()):
         level = rails + (index + 0.5) * RAIL
-        name = f"shard {index}" if topology.is_cut_alike else f"{piece.start} to {piece.stop}"
-        draw_text(axes, 0.25, level, name)
+        draw_text(axes, 0.25, level, piece_name(topology, index, piece))
         last = _draw_rail(axes, panels, pieces, index, level)
         if hidden_cells:
             _line(axes, [last, span - 0.3], [level, level], colour_of(index), dotted=True)
     if rail_rows and hidden_pieces:
         kind = "more shard" if topology.is_cut_alike else "more piece"
-        draw_text(axes, 0.25, rails + (len(pieces) + 0.5) * RAIL, f"… {counted(hidden_pieces, kind)}", colour=MUTED)
+        draw_text(axes, 0.25, rails + (len(pieces) + 0.5) * RAIL, f"… {counted(hidden_pieces, kind)}", color=MUTED)
     _draw_legend(axes, topology, legend)
     save(figure, target)
-
-
-def _panels(topology: Topology) -> list[_Panel]:
-    """Place as many cells as are drawn, from left to right."""
-    panels: list[_Panel] = []
-    left = 0.0
-    for cell in range(topology.cells if topology.cells <= MAX_CELLS else MAX_CELLS - 1):
-        panels.append(_Panel(topology, cell, left))
-        left += panels[-1].width + PANEL_GAP
-    return panels
 
 
 def _draw_panel(axes: Axes, panel: _Panel, pieces: list[Piece], bottom: float) -> None:
     """Draw a cell: its frame, headings, ranks, and what is left out of it."""
     topology, cell, left = panel.topology, panel.cell, panel.left + 0.3
     height = bottom - TITLE + 0.2
-    draw_rectangle(axes, panel.left, TITLE - 0.2, panel.width, height, "#F7F8FA", edge=FRAME, rounding=0.2)
+    draw_rectangle(axes, panel.left, TITLE - 0.2, panel.width, height, "#F7F8FA", edgecolor=FRAME, rounding=0.2)
     draw_text(axes, left, TITLE + 0.25, f"cell {cell}", size=11, weight="bold")
     shape = f"{describe_ranks(topology, cell)}: {describe_cell(topology, cell)}"
-    draw_text(axes, left, TITLE + 0.85, shape, colour=MUTED)
+    draw_text(axes, left, TITLE + 0.85, shape, color=MUTED)
     for column in range(panel.columns):
-        draw_text(axes, panel.x(column) + 0.5, panel.y(0) - 0.4, f"shard {column}", size=8, align="center")
+        draw_text(axes, panel.x(column) + 0.5, panel.y(0) - 0.4, f"shard {column}", size=8, ha="center")
     for row in range(panel.rows):
         draw_text(axes, left, panel.y(row) + 0.5, f"replica {row}", size=8)
         for column in range(panel.columns):
             _draw_rank(axes, panel, row, column, pieces)
     if panel.hidden_rows:
         note = f"… {counted(panel.hidden_rows, 'more replica')}"
-        draw_text(axes, left, panel.y(panel.rows) + 0.1, note, colour=MUTED)
+        draw_text(axes, left, panel.y(panel.rows) + 0.1, note, color=MUTED)
     if panel.hidden_columns:
         middle = (panel.y(0) + panel.y(panel.rows) - GAP) / 2
         note = f"… {panel.hidden_columns}\nmore\nshards"
-        draw_text(axes, panel.x(panel.columns) + NOTE / 2 - 0.3, middle, note, colour=MUTED, align="center")
+        draw_text(axes, panel.x(panel.columns) + NOTE / 2 - 0.3, middle, note, color=MUTED, ha="center")
 
 
 def _draw_rank(axes: Axes, panel: _Panel, row: int, column: int, pieces: list[Piece]) -> None:
@@ -299,8 +256,8 @@ def _draw_rank(axes: Axes, panel: _Panel, row: int, column: int, pieces: list[Pi
         if piece.shard(topology, cell) == column:
             start, stop = (float(edge * shards) - column for edge in (piece.start, piece.stop))
             draw_rectangle(axes, x + start, y, stop - start, 1.0, tint(colour_of(index), 0.7 if is_sender else 0.3))
-    draw_rectangle(axes, x, y, 1.0, 1.0, "none", edge=INK if is_sender else "#8A949E", line=2.2 if is_sender else 0.8)
-    draw_text(axes, x + 0.5, y + 0.5, str(rank), size=10, weight="bold" if is_sender else "normal", align="center")
+    draw_rectangle(axes, x, y, 1.0, 1.0, "none", **(SENDER if is_sender else RANK))
+    draw_text(axes, x + 0.5, y + 0.5, str(rank), size=10, weight="bold" if is_sender else "normal", ha="center")
     if topology.cells > 1 and row < sender_row:
         _arrow(axes, x + 0.5, y + 1 + GAP - 0.06, y + 1 + 0.06)
     elif topology.cells > 1 and row > sender_row:
@@ -350,10 +307,9 @@ def _draw_legend(axes: Axes, topology: Topology, top: float) -> None:
     """Explain the marks, one to a line."""
     for index, (mark, meaning) in enumerate(_legend_lines(topology).items()):
         y = top + index * LEGEND_LINE
-        if mark == "rank":
-            draw_rectangle(axes, 0.1, y - 0.22, 0.44, 0.44, tint(colour_of(0), 0.3), edge="#8A949E")
-        elif mark == "sender":
-            draw_rectangle(axes, 0.1, y - 0.22, 0.44, 0.44, tint(colour_of(0), 0.7), edge=INK, line=2.2)
+        if mark in ("rank", "sender"):
+            strength, style = (0.3, RANK) if mark == "rank" else (0.7, SENDER)
+            draw_rectangle(axes, 0.1, y - 0.22, 0.44, 0.44, tint(colour_of(0), strength), **style)
         elif mark == "rail":
             ends = [0.05, 0.6]
             _line(axes, ends, [y, y], colour_of(0), line=2.4)

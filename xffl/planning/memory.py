@@ -16,29 +16,13 @@ from xffl.checks import integer_fields, number, one_of
 from xffl.costs import layers_of_stages
 from xffl.errors import ConfigError
 
-__all__ = [
-    "MEMORY_ASSUMPTIONS",
-    "Amount",
-    "ModelSize",
-    "Share",
-    "TrainingSize",
-    "form_of",
-    "rank_memory",
-    "shards_of",
-    "share_of",
-    "total_bytes",
-]
+__all__ = ["MEMORY_ASSUMPTIONS", "Amount", "ModelSize", "Share", "TrainingSize", "rank_memory", "total_bytes"]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of an element by data type."""
+# Values that an optimizer keeps for each parameter; Adafactor keeps some for each row and column of a matrix.
 OPTIMIZERS = {"sgd": 0.0, "momentum": 1.0, "adamw": 2.0, "adafactor": math.nan}
-"""Values that an optimizer keeps for each parameter; Adafactor keeps some for each row and column of a matrix."""
-
-MASTER_BYTES = 4
-"""DeepSpeed updates a copy of the weights in float32."""
-
-LIVE_PARAMETERS = 1e9
-"""Parameters that DeepSpeed leaves whole with ZeRO 3, by default, at most."""
+MASTER_BYTES = 4  # DeepSpeed updates a copy of the weights in float32
+LIVE_PARAMETERS = 1e9  # parameters that DeepSpeed leaves whole with ZeRO 3, by default, at most
 
 MEMORY_ASSUMPTIONS = (
     "memory is that of the stage with most parameters, without activations, temporary tensors of operators, buffers of "
@@ -134,9 +118,8 @@ class TrainingSize:
     gradient_as_bucket_view: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("dtype", "param_dtype", "reduce_dtype"):
-            if name != "param_dtype" or self.param_dtype is not None:
-                one_of(name, getattr(self, name), DTYPE_BYTES)
+        for name in ("dtype", "reduce_dtype") + ("param_dtype",) * (self.param_dtype is not None):
+            one_of(name, getattr(self, name), DTYPE_BYTES)
         one_of("optimizer", self.optimizer, OPTIMIZERS)
         integer_fields(self, "batch", "sequence", "micro_batches", may_be_none=True)
 
@@ -184,6 +167,7 @@ class Share(NamedTuple):
 def form_of(axes: Mapping[str, int]) -> str:
     """Return how ranks hold the model or their stage, ``plain``, ``ddp`` or ``fsdp``, as :func:`xffl.shard` does."""
     replicas = axes.get("dp_replicate", 1)
+    # DDP knows nothing of parameters that are cut by tensor parallelism; FSDP with shards of one rank does.
     if shards_of(axes) > 1 or (axes.get("tp", 1) > 1 and replicas > 1):
         return "fsdp"
     return "ddp" if replicas > 1 else "plain"
@@ -249,13 +233,18 @@ def rank_memory(
         )
     kept = training.kept_bytes
     held, cut = share.whole / n, " / n" if n > 1 else ""
-    states, state_formula = _states(model, training, held)
+    per = OPTIMIZERS[training.optimizer]
+    states: float | None = held * per * kept
+    formula = f"U{cut} x {per:g} x {kept}" if per else "0"
+    if training.optimizer == "adafactor":
+        states = None if model.width is None else held * (2 / model.width) * kept
+        formula = f"U{cut} x 2 / width x {kept}"
     extra = model.first * (1 - 1 / axes.get("tp", 1)) if form != "fsdp" else 0.0
     whole = f" + (1 - 1/t) x embedding x {kept}" if extra else ""
     parts = [
         Amount("parameters", held * kept, f"U{cut} x {kept}"),
         Amount("gradients", (held + extra) * kept, f"U{cut} x {kept}{whole}"),
-        Amount("optimizer", states, state_formula.format(cut=cut)),
+        Amount("optimizer", states, formula),
         _gathered(form, share, training),
     ]
     if zero:
@@ -271,15 +260,6 @@ def total_bytes(parts: tuple[Amount, ...]) -> float | None:
     """Sum parts; ``None`` where one is not known."""
     counts = [part.bytes for part in parts]
     return None if None in counts else float(sum(count or 0.0 for count in counts))
-
-
-def _states(model: ModelSize, training: TrainingSize, held: float) -> tuple[float | None, str]:
-    kept = training.kept_bytes
-    if training.optimizer == "adafactor":
-        per = None if model.width is None else 2 / model.width
-        return None if per is None else held * per * kept, f"U{{cut}} x 2 / width x {kept}"
-    values = OPTIMIZERS[training.optimizer]
-    return held * values * kept, f"U{{cut}} x {values:g} x {kept}" if values else "0"
 
 
 def _gathered(form: str, share: Share, training: TrainingSize) -> Amount:

@@ -11,31 +11,15 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from xffl.checks import integer, one_of
-from xffl.planning.figures import (
-    FRAME,
-    MUTED,
-    PALETTE,
-    checked_path,
-    colour_of,
-    draw_rectangle,
-    draw_text,
-    new_figure,
-    save,
-    tint,
-)
-from xffl.planning.text import counted, text_width
+from xffl.planning import figures
+from xffl.planning.text import MAX_COLUMNS, MAX_ROWS, counted, grid_lines, text_width
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = ["MESH_AXES", "MOVES", "Grid", "describe_mesh", "mesh_figure", "mesh_text"]
 
-ROW_AXES = ("pp", "cp", "dp_replicate")
-"""Axes that a drawing runs downwards, the outer ones first."""
-
-COLUMN_AXES = ("dp_shard", "tp")
-"""Axes that a drawing runs across."""
-
+ROW_AXES, COLUMN_AXES = ("pp", "cp", "dp_replicate"), ("dp_shard", "tp")  # that a drawing runs downwards, and across
 MESH_AXES = ROW_AXES + COLUMN_AXES
 """All axes, in the order in which ranks are counted: the last one fastest."""
 
@@ -48,25 +32,16 @@ MOVES = {
 }
 """What ranks along an axis share, and what moves between them."""
 
-MAX_ROWS = 8
-"""Rows that are drawn; of more, one less and a note."""
-
-MAX_COLUMNS = 16
-"""Columns that are drawn."""
-
 # Lengths are in units of a square's side; y grows downwards.
 INCHES = 0.46
 GAP = 0.22
-GROUP_GAP = 0.5
-"""Between shards, and between stages, parts of sequences and replicas that differ in an outer axis."""
+GROUP_GAP = 0.5  # between shards, and between stages, parts of sequences and replicas that differ in an outer axis
 LABELS = 4.6
 HEAD = 2.5
 LINE = 0.66
 MARGIN = 0.4
-STUB = 2.4
-"""Width of the frame that stands for the other cells."""
-WIDTH_MIN = 15.5
-"""Room for the legend."""
+STUB = 2.4  # width of the frame that stands for the other cells
+WIDTH_MIN = 15.5  # room for the legend
 
 OUTSIDE = "cells: every so many steps a round averages the parts that ranks at the same place hold"
 
@@ -137,25 +112,12 @@ def mesh_text(axes: Mapping[str, int], *, first_rank: int = 0, cell: int = 0, wi
         " ".join(f"{names.get(axis, axis)} {at}" for axis, at in place.items()) or "rank"
         for place in grid.places(ROW_AXES)
     ]
-    rows = grid.rows if grid.rows <= MAX_ROWS else MAX_ROWS - 1
-    heads = grid.shown(COLUMN_AXES)
-    indent = max([len(label) for label in labels[:rows]] + [len(axis) for axis in heads])
+    places = grid.places(COLUMN_AXES)
+    heads = {axis: [place[axis] for place in places] for axis in grid.shown(COLUMN_AXES)}
     wide = 2 + max(len(str(grid.rank(grid.rows - 1, grid.columns - 1))), len(str(grid.columns)))
-    fit = min(MAX_COLUMNS, (width - 2 - indent - len(" ...")) // wide)
-    columns = grid.columns if grid.columns <= fit else max(1, fit)
-    more = " ..." if columns < grid.columns else ""
     lines = textwrap.wrap(f"Mesh of cell {cell}: {describe_mesh(axes)}", width, subsequent_indent="  ")
-    for axis in heads:
-        numbers = [place[axis] for place in grid.places(COLUMN_AXES)[:columns]]
-        lines.append("  " + axis.ljust(indent) + "".join(str(number).rjust(wide) for number in numbers) + more)
-    for row in range(rows):
-        ranks = "".join(f"{grid.rank(row, column)}".rjust(wide) for column in range(columns))
-        lines.append("  " + labels[row].ljust(indent) + ranks + more)
-    if rows < grid.rows:
-        lines.append(f"  ... {counted(grid.rows - rows, 'more row')}")
-    if columns < grid.columns:
-        lines.append(f"  ... {counted(grid.columns - columns, 'more column')}")
-    return "\n".join(lines)
+    ranks = grid_lines(heads, labels, grid.columns, grid.rank, wide=wide, room=width - 2, nouns=("row", "column"))
+    return "\n".join([*lines, *(f"  {line}" for line in ranks)])
 
 
 def mesh_figure(
@@ -163,17 +125,11 @@ def mesh_figure(
 ) -> None:
     """Draw the mesh inside a cell into a file, and what moves along each axis.
 
-    Local. Ranks of one colour belong to one stage of the pipeline. Of a large mesh a part is drawn, with notes of how
-    much is left out.
-
-    :param axes: Ranks along the axes.
-    :param path: Where to write; ``.svg`` or ``.png``.
-    :param cells: Number of cells in the federation.
-    :param first_rank: The cell's first rank.
-    :param cell: The cell's number.
-    :raises ConfigError: if an axis is unknown or has no rank, the suffix is another, or matplotlib is not installed.
+    Local, with the arguments and errors of :func:`mesh_text`, where to write (``.svg`` or ``.png``), and the number of
+    cells in the federation. Ranks of one colour belong to one stage of the pipeline. Of a large mesh a part is drawn,
+    with notes of how much is left out. Raises ConfigError, too, where matplotlib is not installed.
     """
-    target = checked_path(path)
+    target = figures.checked_path(path)
     grid = Grid(axes, first_rank)
     rows = grid.rows if grid.rows <= MAX_ROWS else MAX_ROWS - 1
     columns = min(grid.columns, MAX_COLUMNS)
@@ -181,30 +137,27 @@ def mesh_figure(
     y, bottom = _places(grid.places(ROW_AXES)[:rows], HEAD + LINE * len(grid.shown(COLUMN_AXES)))
     bottom += LINE * ((rows < grid.rows) + (columns < grid.columns))
     right = max(right, LABELS + 4.0)
-    legend = [axis for axis in MESH_AXES if grid.size(axis) > 1]
-    height = bottom + 0.9 + LINE * (len(legend) + (cells > 1))
+    legend = {axis: MOVES[axis] for axis in grid.shown(MESH_AXES)} | ({"federated": OUTSIDE} if cells > 1 else {})
+    height = bottom + 0.9 + LINE * len(legend)
     width = max(WIDTH_MIN, right + (STUB + 1.6 if cells > 1 else 0.3))
-    figure = new_figure((width + 2 * MARGIN) * INCHES, (height + 2 * MARGIN) * INCHES)
+    figure = figures.new_figure((width + 2 * MARGIN) * INCHES, (height + 2 * MARGIN) * INCHES)
     area = figure.add_axes((0.0, 0.0, 1.0, 1.0))
     area.set_xlim(-MARGIN, width + MARGIN)
     area.set_ylim(height + MARGIN, -MARGIN)
     area.set_axis_off()
-    draw_rectangle(area, 0.0, 0.0, right, bottom, "#F7F8FA", edge=FRAME)
-    draw_text(area, 0.3, 0.55, f"cell {cell}", size=11, weight="bold")
-    draw_text(area, 0.3, 1.15, describe_mesh(axes), colour=MUTED)
+    figures.draw_rectangle(area, 0.0, 0.0, right, bottom, "#F7F8FA", edgecolor=figures.FRAME)
+    figures.draw_text(area, 0.3, 0.55, f"cell {cell}", size=11, weight="bold")
+    figures.draw_text(area, 0.3, 1.15, describe_mesh(axes), color=figures.MUTED)
     _draw_ranks(area, grid, x, y)
     notes = [(grid.rows - rows, "more row"), (grid.columns - columns, "more column")]
     for line, (count, what) in enumerate([note for note in notes if note[0]]):
-        draw_text(area, 0.3, bottom - LINE * (line + 0.5), f"… {counted(count, what)}", colour=MUTED)
+        figures.draw_text(area, 0.3, bottom - LINE * (line + 0.5), f"… {counted(count, what)}", color=figures.MUTED)
     if cells > 1:
         _draw_other_cells(area, right, bottom, cells)
-    for line, axis in enumerate(legend):
-        draw_text(area, 0.1, bottom + 0.8 + line * LINE, axis, weight="bold")
-        draw_text(area, 3.4, bottom + 0.8 + line * LINE, MOVES[axis])
-    if cells > 1:
-        draw_text(area, 0.1, bottom + 0.8 + len(legend) * LINE, "federated", weight="bold")
-        draw_text(area, 3.4, bottom + 0.8 + len(legend) * LINE, OUTSIDE)
-    save(figure, target)
+    for line, (axis, meaning) in enumerate(legend.items()):
+        figures.draw_text(area, 0.1, bottom + 0.8 + line * LINE, axis, weight="bold")
+        figures.draw_text(area, 3.4, bottom + 0.8 + line * LINE, meaning)
+    figures.save(figure, target)
 
 
 def _places(places: list[dict[str, int]], start: float) -> tuple[list[float], float]:
@@ -223,27 +176,27 @@ def _draw_ranks(area: Axes, grid: Grid, x: list[float], y: list[float]) -> None:
     heads = grid.shown(COLUMN_AXES)
     for line, axis in enumerate(heads):
         level = y[0] - LINE * (len(heads) - line) + 0.1
-        draw_text(area, 0.3, level, axis, size=8, colour=MUTED)
+        figures.draw_text(area, 0.3, level, axis, size=8, color=figures.MUTED)
         for left, place in zip(x, grid.places(COLUMN_AXES), strict=False):
-            draw_text(area, left + 0.5, level, str(place[axis]), size=8, align="center")
+            figures.draw_text(area, left + 0.5, level, str(place[axis]), size=8, ha="center")
     sides = grid.shown(ROW_AXES)
     for line, axis in enumerate(sides):
-        draw_text(area, 0.3 + 1.35 * line, HEAD - 0.45, axis.removeprefix("dp_"), size=8, colour=MUTED)
+        figures.draw_text(area, 0.3 + 1.35 * line, HEAD - 0.45, axis.removeprefix("dp_"), size=8, color=figures.MUTED)
     for row, (top, at) in enumerate(zip(y, grid.places(ROW_AXES), strict=False)):
         for line, axis in enumerate(sides):
-            draw_text(area, 0.3 + 1.35 * line, top + 0.5, str(at[axis]), size=8)
+            figures.draw_text(area, 0.3 + 1.35 * line, top + 0.5, str(at[axis]), size=8)
         for column, left in enumerate(x):
-            colour = tint(colour_of(at.get("pp", 0)), 0.35)
-            draw_rectangle(area, left, top, 1.0, 1.0, colour, edge="#8A949E")
-            draw_text(area, left + 0.5, top + 0.5, str(grid.rank(row, column)), align="center")
+            colour = figures.tint(figures.colour_of(at.get("pp", 0)), 0.35)
+            figures.draw_rectangle(area, left, top, 1.0, 1.0, colour, edgecolor="#8A949E")
+            figures.draw_text(area, left + 0.5, top + 0.5, str(grid.rank(row, column)), ha="center")
 
 
 def _draw_other_cells(area: Axes, right: float, bottom: float, cells: int) -> None:
     """Draw a frame for the other cells, and the slow link to them."""
     left, middle = right + 1.4, bottom / 2
-    draw_rectangle(area, left, 0.0, STUB, bottom, "#F7F8FA", edge=FRAME)
+    figures.draw_rectangle(area, left, 0.0, STUB, bottom, "#F7F8FA", edgecolor=figures.FRAME)
     others = "the\nother\ncell" if cells == 2 else f"{cells - 1}\nother\ncells"
-    draw_text(area, left + STUB / 2, middle, others, align="center", colour=MUTED)
-    style = {"arrowstyle": "<|-|>", "color": PALETTE[3], "linewidth": 1.8, "shrinkA": 0, "shrinkB": 0}
+    figures.draw_text(area, left + STUB / 2, middle, others, ha="center", color=figures.MUTED)
+    style = {"arrowstyle": "<|-|>", "color": figures.PALETTE[3], "linewidth": 1.8, "shrinkA": 0, "shrinkB": 0}
     area.annotate("", (left - 0.05, middle), (right + 0.05, middle), arrowprops=style, zorder=5)
-    draw_text(area, right + 0.7, middle - 0.75, "slow\nlink", size=8, colour=MUTED, align="center")
+    figures.draw_text(area, right + 0.7, middle - 0.75, "slow\nlink", size=8, color=figures.MUTED, ha="center")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from xffl.errors import ConfigError
 from xffl.planning.figures import FRAME, GRID, INK, MUTED, PALETTE, checked_path, new_figure, save, tint
@@ -15,12 +15,10 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["CellShare", "cell_shares", "partition_figure", "partition_table", "write_table"]
+__all__ = ["CellShare", "cell_shares", "partition_figure", "partition_table"]
 
-PLAIN_WIDTH = 120
-"""Columns where there is no terminal."""
-MAX_CELLS = 32
-"""Rows of the table; of more cells, the last rows are left out."""
+PLAIN_WIDTH = 120  # columns where there is no terminal
+MAX_CELLS = 32  # rows of the table; of more cells, the last rows are left out
 NOTE = "skew: how far the cell's mixture of classes is from that of all cells, 0 (the same) to 1 (nothing in common)"
 
 # Inches.
@@ -29,12 +27,9 @@ MAP_MIN, MAP_MAX = 1.7, 9.0
 BARS = 1.9
 HEAD, FOOT = 0.9, 0.52
 GAP, RIGHT, EDGE = 0.16, 0.15, 0.18
-LETTER, TITLE_LETTER = 0.078, 0.112
-"""Width of a letter of the labels, and of the title."""
-NUMBERS_WIDTH, NUMBERS_HEIGHT = 0.36, 0.2
-"""Smallest field that has room for its number."""
-LABEL_STEP = 0.2
-"""Least distance of two labels of an axis."""
+LETTER, TITLE_LETTER = 0.078, 0.112  # width of a letter of the labels, and of the title
+NUMBERS_WIDTH, NUMBERS_HEIGHT = 0.36, 0.2  # the smallest field that has room for its number
+LABEL_STEP = 0.2  # least distance of two labels of an axis
 
 
 class CellShare(NamedTuple):
@@ -59,10 +54,8 @@ def partition_table(counts: Sequence[Sequence[int]], file: TextIO, *, classes: S
     :param classes: Names of the classes; ``None`` numbers them from 0.
     :raises ConfigError: if the counts are not such a table, or the names are not one for each class.
     """
-    from rich.console import Console
-
     rows, names = _checked(counts, classes)
-    console = Console(file=file, width=None if file.isatty() else PLAIN_WIDTH, highlight=False, markup=False)
+    console = plain_console(file, PLAIN_WIDTH)
     shown = _fitting_classes(rows, names, console.width)
     write_table(console, _table(rows, names[:shown]))
     notes = [NOTE]
@@ -72,6 +65,23 @@ def partition_table(counts: Sequence[Sequence[int]], file: TextIO, *, classes: S
         left_out = len(names) - shown
         notes.append(f"... {left_out} more class{'' if left_out == 1 else 'es'}: {names[shown]} to {names[-1]}")
     console.print("\n".join(notes), style="dim")
+
+
+def plain_console(file: TextIO, width: int) -> Console:
+    """Return a console of rich that writes what it gets, in a width where the file is no terminal."""
+    from rich.console import Console
+
+    return Console(file=file, width=None if file.isatty() else width, highlight=False, markup=False)
+
+
+def new_table(heads: Sequence[str], *, left: int = 0) -> Table:
+    """Return an empty table whose first ``left`` columns are words, the others numbers."""
+    from rich.table import Table
+
+    table = Table(header_style="bold")
+    for index, head in enumerate(heads):
+        table.add_column(head, justify="left" if index < left else "right", no_wrap=True)
+    return table
 
 
 def write_table(console: Console, table: Table) -> None:
@@ -128,19 +138,12 @@ def _fitting_classes(rows: list[list[int]], names: list[str], width: int) -> int
 
 def _table(rows: list[list[int]], names: list[str]) -> Table:
     """Return the table: a row for each cell, and one for all."""
-    from rich.table import Table
-
-    table = Table(header_style="bold")
-    for head in ("cell", "samples", "share", "classes", "skew"):
-        table.add_column(head, justify="right", no_wrap=True)
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
+    table = new_table(["cell", "samples", "share", "classes", "skew", *names])
     for cell, (row, has) in enumerate(list(zip(rows, cell_shares(rows), strict=True))[:MAX_CELLS]):
         # An empty field is easier to find than a 0.
         entries = (str(count or "") for count in row[: len(names)])
-        table.add_row(
-            str(cell), str(has.samples), f"{100 * has.share:.1f} %", str(has.classes), f"{has.skew:.2f}", *entries
-        )
+        facts = (str(cell), str(has.samples), f"{100 * has.share:.1f} %", str(has.classes), f"{has.skew:.2f}")
+        table.add_row(*facts, *entries)
     if len(rows) > MAX_CELLS:
         table.add_row("...")
     totals = [sum(column) for column in zip(*rows, strict=True)]
@@ -158,15 +161,10 @@ def partition_figure(
 ) -> None:
     """Draw the number of samples of each class in each cell into a file.
 
-    Local. A row is a cell, a column a class; a field is the darker the more samples it has. Bars on the right are the
-    cells' sizes. Fields that are large enough show their numbers.
-
-    :param counts: Samples of each class in each cell, (cells, classes): ``partition.table(labels)``.
-    :param path: Where to write; ``.svg`` or ``.png``.
-    :param classes: Names of the classes; ``None`` numbers them from 0.
-    :param title: What the figure shows, such as ``partition.method``.
-    :raises ConfigError: if the counts are not such a table, the names are not one for each class, the suffix is
-        another, or matplotlib is not installed.
+    Local, with the arguments and errors of :func:`partition_table`, where to write (``.svg`` or ``.png``), and a title,
+    such as ``partition.method``. A row is a cell, a column a class; a field is the darker the more samples it has. Bars
+    on the right are the cells' sizes. Fields that are large enough show their numbers. Raises ConfigError, too, where
+    matplotlib is not installed.
     """
     target = checked_path(path)
     rows, names = _checked(counts, classes)
@@ -209,16 +207,10 @@ def _draw_map(
     shades = LinearSegmentedColormap.from_list("counts", tints).with_extremes(under="white")
     edges_x, edges_y = range(len(names) + 1), range(len(rows) + 1)
     is_large = field[0] >= NUMBERS_WIDTH and field[1] >= NUMBERS_HEIGHT
-    axes.pcolormesh(
-        edges_x,
-        edges_y,
-        rows,
-        cmap=shades,
-        vmin=1e-9,
-        vmax=most,
-        edgecolors=GRID if is_large else "face",
-        linewidth=0.8 if is_large else 0.1,
+    grid: dict[str, Any] = (
+        {"edgecolors": GRID, "linewidth": 0.8} if is_large else {"edgecolors": "face", "linewidth": 0.1}
     )
+    axes.pcolormesh(edges_x, edges_y, rows, cmap=shades, vmin=1e-9, vmax=most, **grid)
     axes.set_xlim(0, len(names))
     axes.set_ylim(len(rows), 0)
     letters = max(len(str(most)), 1)
@@ -252,22 +244,19 @@ def _label_step(field: float) -> int:
 
 def _draw_bars(axes: Axes, has: list[CellShare], height: float) -> None:
     """Draw the cells' sizes as bars, with numbers where these fit."""
-    most = max(1, max(one.samples for one in has))
-    axes.barh(
-        [cell + 0.5 for cell in range(len(has))],
-        [one.samples for one in has],
-        height=0.62 if height >= NUMBERS_HEIGHT else 1.0,
-        color=tint(PALETTE[0], 0.45),
-    )
+    samples, is_tall = [one.samples for one in has], height >= NUMBERS_HEIGHT
+    most = max(1, *samples)
+    places = [cell + 0.5 for cell in range(len(has))]
+    axes.barh(places, samples, height=0.62 if is_tall else 1.0, color=tint(PALETTE[0], 0.45))
     axes.set_ylim(len(has), 0)
     # Room for what stands behind the longest bar.
-    axes.set_xlim(0, most * (1.95 if height >= NUMBERS_HEIGHT else 1.05))
-    if height >= NUMBERS_HEIGHT:
+    axes.set_xlim(0, most * (1.95 if is_tall else 1.05))
+    if is_tall:
         for cell, one in enumerate(has):
             text = f" {one.samples:,} ({100 * one.share:.0f} %)"
             axes.text(one.samples, cell + 0.5, text, fontsize=9, color=INK, ha="left", va="center")
     axes.set_yticks([])
-    axes.set_xticks([] if height >= NUMBERS_HEIGHT else [0, most])
+    axes.set_xticks([] if is_tall else [0, most])
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.tick_params(colors=MUTED, length=0, labelsize=9)
     axes.set_xlabel("samples", color=INK, loc="left")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import islice
 from typing import NamedTuple
@@ -13,22 +13,9 @@ from typing import NamedTuple
 from xffl.errors import ConfigError
 from xffl.topology import Topology
 
-__all__ = [
-    "Piece",
-    "bytes_text",
-    "count_pieces",
-    "counted",
-    "describe_cell",
-    "describe_ranks",
-    "describe_world",
-    "exchange_pieces",
-    "text_width",
-    "topology_text",
-]
+__all__ = ["Piece", "bytes_text", "counted", "describe_world", "exchange_pieces", "topology_text"]
 
-MAX_CELLS = 8
-"""Cells that are drawn in full; of more, only :data:`FEW_CELLS` are."""
-FEW_CELLS = 3
+MAX_CELLS, FEW_CELLS = 8, 3  # cells that are drawn in full, and how many are of more
 MAX_ROWS = 8
 MAX_COLUMNS = 16
 MIN_WIDTH = 40
@@ -75,6 +62,11 @@ def count_pieces(topology: Topology) -> int:
 def _shard_counts(topology: Topology) -> list[int]:
     """Return the different numbers of shards that cells cut the model into."""
     return sorted(set(topology.sizes)) if topology.replica_size is None else [topology.replica_size]
+
+
+def piece_name(topology: Topology, index: int, piece: Piece) -> str:
+    """Name a piece: by its shard where all cells cut the model alike."""
+    return f"shard {index}" if topology.is_cut_alike else f"{piece.start} to {piece.stop}"
 
 
 def topology_text(topology: Topology, width: int | None = None) -> str:
@@ -161,25 +153,16 @@ def _cell_block(topology: Topology, cell: int, width: int) -> list[str]:
     """Draw one cell as a box: a row for each replica, a column for each shard."""
     replicas, shards = topology.replicas(cell), topology.shards(cell)
     last = topology.offsets[cell + 1] - 1
-    rows = replicas if replicas <= MAX_ROWS else MAX_ROWS - 1
-    column_width = max(len(str(last)) + 2, len(str(shards - 1)) + 1) + 1
-    labels = max(len("shard"), len(f"replica {rows - 1}"))
-    fit = min(MAX_COLUMNS, (width - 4 - labels - len(" ...")) // column_width)
-    columns = shards if shards <= fit else max(1, fit)
-    more = " ..." if columns < shards else ""
-    body = [describe_cell(topology, cell)]
-    body.append("shard".ljust(labels) + "".join(f"{shard} ".rjust(column_width) for shard in range(columns)) + more)
-    for replica in range(rows):
-        marks = ""
-        for shard in range(columns):
-            rank = topology.rank_of(cell, replica, shard)
-            is_sender = topology.cells > 1 and rank == topology.sender(cell, shard)
-            marks += (f"[{rank}]" if is_sender else f"{rank} ").rjust(column_width)
-        body.append(f"replica {replica}".ljust(labels) + marks + more)
-    if rows < replicas:
-        body.append(f"... {counted(replicas - rows, 'more replica')}")
-    if columns < shards:
-        body.append(f"... {counted(shards - columns, 'more shard')}")
+
+    def mark(replica: int, shard: int) -> str:
+        rank = topology.rank_of(cell, replica, shard)
+        return f"[{rank}]" if topology.cells > 1 and rank == topology.sender(cell, shard) else f"{rank} "
+
+    heads = {"shard": [f"{shard} " for shard in range(shards)]}
+    labels = [f"replica {replica}" for replica in range(replicas)]
+    wide = max(len(str(last)) + 2, len(str(shards - 1)) + 1) + 1
+    grid = grid_lines(heads, labels, shards, mark, wide=wide, room=width - 4, nouns=("replica", "shard"))
+    body = [describe_cell(topology, cell), *grid]
     title = f"cell {cell}: {describe_ranks(topology, cell)}"
     inner = min(width - 4, max(len(title) + 2, *map(len, body)))
     return [
@@ -187,6 +170,32 @@ def _cell_block(topology: Topology, cell: int, width: int) -> list[str]:
         *(f"| {line[:inner].ljust(inner)} |" for line in body),
         "+" + "-" * (inner + 2) + "+",
     ]
+
+
+def grid_lines(
+    heads: Mapping[str, Sequence[object]],
+    labels: Sequence[str],
+    columns: int,
+    mark: Callable[[int, int], object],
+    *,
+    wide: int,
+    room: int,
+    nouns: tuple[str, str],
+) -> list[str]:
+    """Write marks in rows and columns of a width, below heads, as far as they fit, and how much is left out."""
+    rows = len(labels) if len(labels) <= MAX_ROWS else MAX_ROWS - 1
+    indent = max(map(len, [*labels[:rows], *heads]))
+    fit = min(MAX_COLUMNS, (room - indent - len(" ...")) // wide)
+    shown = columns if columns <= fit else max(1, fit)
+    more = " ..." if shown < columns else ""
+    table = [*heads.items(), *((labels[row], [mark(row, column) for column in range(shown)]) for row in range(rows))]
+    lines = [
+        label.ljust(indent) + "".join(str(one).rjust(wide) for one in line[:shown]) + more for label, line in table
+    ]
+    for left_out, noun in zip((len(labels) - rows, columns - shown), nouns, strict=True):
+        if left_out:
+            lines.append(f"... {counted(left_out, f'more {noun}')}")
+    return lines
 
 
 def _side_by_side(blocks: Sequence[Sequence[str]], width: int) -> list[str]:
@@ -211,19 +220,18 @@ def _exchange_lines(topology: Topology, width: int) -> list[str]:
     count = count_pieces(topology)
     shown = count if count <= MAX_ROWS else MAX_ROWS - 1
     pieces = list(islice(exchange_pieces(topology), shown))
-    if topology.is_cut_alike:
-        text = "Between cells, over the slow link, the senders of each shard exchange it:"
-        names, kind = [f"shard {shard}" for shard in range(shown)], "shard"
-    else:
+    kind, text = "shard", "Between cells, over the slow link, the senders of each shard exchange it:"
+    if not topology.is_cut_alike:
+        kind = "piece"
         text = (
             "Between cells, over the slow link, senders exchange what their shards have in common (the cells cut the "
             "model differently; shares of the model):"
         )
-        names, kind = [f"{piece.start} to {piece.stop}" for piece in pieces], "piece"
-    lines = _wrap(text, width)
+    names = [piece_name(topology, index, piece) for index, piece in enumerate(pieces)]
     labels = max(map(len, names))
-    for name, piece in zip(names, pieces, strict=True):
-        lines.append(_owners_line(topology, f"{INDENT}{name.ljust(labels)}  ", piece, width))
+    starts = [f"{INDENT}{name.ljust(labels)}  " for name in names]
+    lines = _wrap(text, width)
+    lines += [_owners_line(topology, start, piece, width) for start, piece in zip(starts, pieces, strict=True)]
     if shown < count:
         lines.append(f"{INDENT}... {counted(count - shown, f'more {kind}')}")
     return lines

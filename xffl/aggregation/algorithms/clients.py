@@ -287,10 +287,10 @@ class Scaffold(Client):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the weights of the last round, the control variates, and the learning rates since."""
-        tensors = {
-            what: {name: one.clone() for name, one in by_name.items()} for what, by_name in self._lasting().items()
-        }
-        return {**tensors, "reach": {name: self._reach[one] for name, one in self._parameters.items()}}
+        state: dict[str, Any] = {}
+        for what, by_name in self._lasting().items():
+            state[what] = {name: one.clone() for name, one in by_name.items()}
+        return {**state, "reach": {name: self._reach[one] for name, one in self._parameters.items()}}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -27,8 +27,6 @@ __all__ = [
     "NormalizedMean",
     "TrimmedMean",
     "WeightedCombiner",
-    "reduced",
-    "total_of",
 ]
 
 
@@ -150,9 +148,8 @@ class NormalizedMean(WeightedCombiner):
         # Against the fewest steps no number leaves its range, and equal ones leave the weights as they are.
         least = min(seen.steps[index] for index in contributing)
         shares = reduced(seen.weights)
-        ratios = [
-            steps / least if weight > 0.0 else 1.0 for weight, steps in zip(seen.weights, seen.steps, strict=True)
-        ]
+        cells = zip(seen.weights, seen.steps, strict=True)
+        ratios = [steps / least if weight > 0.0 else 1.0 for weight, steps in cells]
         slowed = tuple(share / ratio for share, ratio in zip(shares, ratios, strict=True))
         total = math.fsum(shares)
         # The scale is sum(p_c * tau / a_c): unlike a mean's weights the updates' factors do not add up to 1.
@@ -161,7 +158,6 @@ class NormalizedMean(WeightedCombiner):
 
 
 FAR = 1e300  # squared distance beyond which sums of some leave the range of a 64-bit float
-
 SETTLED = 1e-12  # relative change of all weights below which the geometric median has been found
 
 
@@ -374,10 +370,8 @@ class NormClipping(WeightedCombiner):
         assert seen.norms is not None, "needs_norms asks for them"
         # g + s (sum(w f x) / sum(w f) - g) with s = sum(w f) / sum(w) is the mean of the updates f (x - g).
         own = reduced(seen.weights)
-        clipped = tuple(
-            weight * (self.clip / norm if norm > self.clip else 1.0)
-            for weight, norm in zip(own, seen.norms, strict=True)
-        )
+        factors = [self.clip / norm if norm > self.clip else 1.0 for norm in seen.norms]
+        clipped = tuple(weight * factor for weight, factor in zip(own, factors, strict=True))
         return AggregationWeights(clipped, math.fsum(clipped) / math.fsum(own))
 
 
@@ -435,9 +429,8 @@ def _products(distances: tuple[tuple[float, ...], ...], weights: list[float]) ->
 
     Seen from there honest cells are short, and the rounding of one that is 1e38 off does not reach the cell itself.
     """
-    sums = [
-        math.fsum(weight * math.sqrt(square) for weight, square in zip(weights, row, strict=True)) for row in distances
-    ]
+    lengths = [[math.sqrt(square) for square in row] for row in distances]
+    sums = [math.fsum(weight * length for weight, length in zip(weights, row, strict=True)) for row in lengths]
     away = distances[sums.index(min(sums))]
     return [
         [0.5 * (away[cell] + (away[other] - square)) for other, square in enumerate(row)]

@@ -13,6 +13,7 @@ import inspect
 import re
 from argparse import ArgumentError
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -24,21 +25,7 @@ from jsonargparse import ArgumentParser
 from xffl.checks import one_of
 from xffl.errors import ConfigError
 
-__all__ = [
-    "ENTRIES",
-    "KINDS",
-    "AlgorithmInfo",
-    "check_options",
-    "describe_options",
-    "entries",
-    "find",
-    "find_algorithm",
-    "load",
-    "locate",
-    "make",
-    "read_spec",
-    "resolve_algorithm",
-]
+__all__ = ["ENTRIES", "KINDS", "AlgorithmInfo", "entries", "find", "make", "read_spec", "resolve_algorithm"]
 
 KINDS: Mapping[str, str] = {
     "algorithm": "",
@@ -51,8 +38,8 @@ KINDS: Mapping[str, str] = {
 }
 """The kinds of entries, each with the class that what it makes is an instance of, where there is one."""
 
+# The kinds that an algorithm is put together from, and whose keywords they are.
 _SIDES = {"server": "aggregator", "combine": "aggregator", "privacy": "aggregator", "client": "scaling"}
-"""The kinds that an algorithm is put together from, and whose keywords they are."""
 _OPTIONAL = ("client", "privacy")  # those of which ``None`` means none
 
 
@@ -110,7 +97,13 @@ def read_spec(kind: str, spec: object) -> tuple[str, dict[str, Any]]:
         key, is_pair, value = (part.strip() for part in piece.partition("="))
         if not key or not is_pair or key in options:
             raise ConfigError(f"{kind} {spec!r} has no option=value in {piece!r}; write name:option=value,option=value")
-        options[key] = _parsed(value)
+        if value[:1] in ("(", "["):  # which the types' parser does not read
+            try:
+                options[key] = list(ast.literal_eval(value))
+            except (ValueError, SyntaxError, TypeError) as wrong:
+                raise ConfigError(f"{value!r} is not a list of values; write (1,2)") from wrong
+        else:
+            options[key] = value
     return name.strip(), options
 
 
@@ -141,8 +134,10 @@ def check_options(
     what: str, target: Any, options: Mapping[str, Any], *, bound: Mapping[str, Any] | None = None, leading: int = 0
 ) -> dict[str, Any]:
     """Check options against the types that a class or function asks for; local."""
-    if not options and _asks_for_nothing(target, leading):
-        return {}  # as most aggregators are made; a parser takes tens of milliseconds
+    with suppress(TypeError, ValueError):  # what has no signature is the parser's to refuse
+        asked = [one for one in _options_of(target, leading) if one.default is one.empty]
+        if not options and not asked:
+            return {}  # as most aggregators are made; a parser takes tens of milliseconds
     _, names = _parser(what, target, set(), leading)
     unknown = [key for key in options if key not in names]
     if unknown:
@@ -164,22 +159,16 @@ def check_options(
     return {name: parsed[name] for name in options}
 
 
-def _asks_for_nothing(target: Any, leading: int) -> bool:
-    try:
-        parameters = [*inspect.signature(target).parameters.values()][leading:]
-    except (TypeError, ValueError):
-        return False  # the parser says so
-    return all(one.default is not one.empty or one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters)
-
-
 def describe_options(target: Any, *, leading: int = 0, preset: Mapping[str, Any] | None = None) -> str:
     """Write the options of a class or function, with types and defaults; local."""
-    options = []
-    for one in list(inspect.signature(target).parameters.values())[leading:]:
-        if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
-            default = (preset or {}).get(one.name, one.default)
-            options.append(str(one.replace(default=default)).replace("'", ""))
-    return ", ".join(options) or "none"
+    known = [one.replace(default=(preset or {}).get(one.name, one.default)) for one in _options_of(target, leading)]
+    return ", ".join(str(one).replace("'", "") for one in known) or "none"
+
+
+def _options_of(target: Any, leading: int) -> list[inspect.Parameter]:
+    """Return the named parameters of a class or function behind the first ones; local."""
+    parameters = [*inspect.signature(target).parameters.values()][leading:]
+    return [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
 
 
 def find_algorithm(spec: object) -> tuple[AlgorithmInfo, dict[str, Any]]:
@@ -223,7 +212,13 @@ def resolve_algorithm(spec: object) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _owner(name: str, key: str, parts: Mapping[str, Any], keywords: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the part of an algorithm that an option belongs to."""
-    takes = {kind: _options_of_part(kind, part) for kind, part in parts.items()}
+    takes: dict[str, list[str]] = {}
+    for kind, part in parts.items():
+        if isinstance(part, (str, Mapping)):
+            title, _ = read_spec(kind, part)
+            is_server = kind == "server"  # a class of torch.optim, called with parameters first
+            target, _ = locate(kind, title, home="torch.optim" if is_server else None)
+            takes[kind] = _parser(f"{kind} {title!r}", target, set(), int(is_server))[1]
     owners = [kind for kind, options in takes.items() if key in options]
     if len(owners) == 1:
         return owners[0]
@@ -233,15 +228,6 @@ def _owner(name: str, key: str, parts: Mapping[str, Any], keywords: Mapping[str,
     there = [*(word for words in keywords.values() for word in words), *_SIDES]
     there += [f"{option} ({kind})" for kind, options in takes.items() for option in options]
     raise ConfigError(f"algorithm {name!r} has no option {key}; there are: {', '.join(there)}")
-
-
-def _options_of_part(kind: str, part: object) -> list[str]:
-    if not isinstance(part, (str, Mapping)):
-        return []
-    name, _ = read_spec(kind, part)
-    is_server = kind == "server"  # a class of torch.optim, called with parameters first
-    target, _ = locate(kind, name, home="torch.optim" if is_server else None)
-    return _parser(f"{kind} {name!r}", target, set(), int(is_server))[1]
 
 
 def _plain(text: str) -> object:
@@ -284,16 +270,6 @@ def _parser(what: str, target: Any, left_out: set[str], leading: int) -> tuple[A
             f"{what}: the options of {target!r} cannot be read ({wrong}); give a class or function"
         ) from wrong
     return parser, names
-
-
-def _parsed(text: str) -> Any:
-    """Read brackets, which the types' parser does not; leave the rest to it."""
-    if text[:1] not in ("(", "["):
-        return text
-    try:
-        return list(ast.literal_eval(text))
-    except (ValueError, SyntaxError, TypeError) as wrong:
-        raise ConfigError(f"{text!r} is not a list of values; write (1,2)") from wrong
 
 
 def _shown(options: Mapping[str, Any]) -> str:
@@ -339,12 +315,8 @@ _KAMP = "Kamp et al., 2018, arXiv 1807.03210"
 _LIN = "Lin et al., 2020, arXiv 1808.07217"
 
 _SGD = "torch.optim.SGD"
+_NESTEROV = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 _ADAPTIVE = "xffl.aggregation.algorithms.server.Adaptive"
-
-
-def _parts(kind: str, module: str, *rows: tuple[Any, ...]) -> dict[str, AlgorithmInfo]:
-    """Return the parts of a kind by name; a row has the name, the class or function, line, paper, and maybe options."""
-    return {name: AlgorithmInfo(kind, name, f"{module}{target}", *more) for name, target, *more in rows}
 
 
 def _adaptive(rule: str, beta1: float) -> dict[str, Any]:
@@ -352,68 +324,64 @@ def _adaptive(rule: str, beta1: float) -> dict[str, Any]:
     return {"lr": 0.1, "betas": (beta1, 0.99), "tau": 1e-3, "rule": rule}
 
 
-_SERVERS = _parts(
-    "server",
-    "",
-    ("sgd", _SGD, "a plain step towards the mean; lr 1 ends there", _REDDI, {"lr": 1.0}),
-    ("fedavgm", _SGD, "the mean with server momentum", _HSU, {"lr": 1.0, "momentum": 0.9}),
-    ("fedadagrad", _ADAPTIVE, "adaptive steps, squares summed up", _REDDI, _adaptive("adagrad", 0.0)),
-    ("fedadam", _ADAPTIVE, "adaptive steps, squares averaged over time", _REDDI, _adaptive("adam", 0.9)),
-    ("fedyogi", _ADAPTIVE, "adaptive steps, squares that change slowly", _REDDI, _adaptive("yogi", 0.9)),
-    (
-        *("diloco", _SGD, "Nesterov momentum on rare rounds, for language models", _DILOCO),
-        {"lr": 0.7, "momentum": 0.9, "nesterov": True},
+_ROOMS = {
+    "server": "",
+    "combine": "xffl.aggregation.algorithms.combiners.",
+    "client": "xffl.aggregation.algorithms.clients.",
+    "schedule": "xffl.aggregation.algorithms.schedules.",
+    "privacy": "xffl.aggregation.privacy.",
+    "partition": "xffl.training.data.partition.",
+}
+# The parts by kind: name, class or function, line, paper, and maybe options.
+_ROWS: dict[str, tuple[tuple[Any, ...], ...]] = {
+    "server": (
+        ("sgd", _SGD, "a plain step towards the mean; lr 1 ends there", _REDDI, {"lr": 1.0}),
+        ("fedavgm", _SGD, "the mean with server momentum", _HSU, {"lr": 1.0, "momentum": 0.9}),
+        ("fedadagrad", _ADAPTIVE, "adaptive steps, squares summed up", _REDDI, _adaptive("adagrad", 0.0)),
+        ("fedadam", _ADAPTIVE, "adaptive steps, squares averaged over time", _REDDI, _adaptive("adam", 0.9)),
+        ("fedyogi", _ADAPTIVE, "adaptive steps, squares that change slowly", _REDDI, _adaptive("yogi", 0.9)),
+        ("diloco", _SGD, "Nesterov momentum on rare rounds, for language models", _DILOCO, _NESTEROV),
     ),
-)
-
-_COMBINERS = _parts(
-    "combine",
-    "xffl.aggregation.algorithms.combiners.",
-    ("mean", "Mean", "the weighted mean", _MCMAHAN),
-    ("fednova", "NormalizedMean", "the mean of updates divided by each cell's local steps", _WANG),
-    ("median", "CoordinateMedian", "the median of each coordinate", _YIN),
-    ("trimmed_mean", "TrimmedMean", "each coordinate's mean without its extremes", _YIN),
-    ("krum", "Krum", "the cell that is closest to its neighbours", _BLANCHARD),
-    ("multi_krum", "MultiKrum", "the mean of several cells that Krum prefers", _BLANCHARD),
-    ("geometric_median", "GeometricMedian", "the point of least summed distance to all cells", _PILLUTLA),
-    ("norm_clipping", "NormClipping", "the mean of updates cut to a greatest norm", _SUN),
-)
-
-_CLIENTS = _parts(
-    "client",
-    "xffl.aggregation.algorithms.clients.",
-    ("fedprox", "FedProx", "pull local steps to the global weights", _PROX),
-    ("scaffold", "Scaffold", "correct local gradients by control variates", _KARIMIREDDY),
-)
-
-_SCHEDULES = _parts(
-    "schedule",
-    "xffl.aggregation.algorithms.schedules.",
-    ("steps", "EverySteps", "a round after every n local steps", _MCMAHAN),
-    ("epochs", "EveryEpochs", "a round after every n passes over the data", _MCMAHAN),
-    ("seconds", "EverySeconds", "a round about every so many seconds", ""),
-    ("balanced", "Balanced", "more local steps in faster cells, so that all arrive at once", ""),
-    ("per_cell", "PerCell", "a fixed number of local steps for each cell", _WANG),
-    ("divergence", "Divergence", "rounds only where cells have moved apart", _KAMP),
-    ("warmup", "Warmup", "frequent rounds first, then another schedule", _LIN),
-)
-
-_PRIVACY = _parts(
-    "privacy",
-    "xffl.aggregation.privacy.",
-    ("dp_fedavg", "Privacy", "clip each cell's update and add noise", _PRIVATE),
-    ("secure_sum", "SecureSum", "sum masked values, so that no cell's own is seen", _BONAWITZ),
-)
-
-_PARTITIONS = _parts(
-    "partition",
-    "xffl.training.data.partition.",
-    ("iid", "iid", "shuffle and deal out evenly", _MCMAHAN),
-    ("dirichlet", "dirichlet", "each class over the cells by a Dirichlet", _YUROCHKIN),
-    ("shards", "shards", "sort by label, deal out a few shards to each", _MCMAHAN),
-    ("quantity", "quantity", "cells of very different size", _SILOS),
-    ("by_key", "by_key", "keep together what has one key: writer, hospital, site", ""),
-    ("inner_dirichlet", "inner_dirichlet", "label shares from a Dirichlet, at fixed sizes of cells", _ACAR),
+    "combine": (
+        ("mean", "Mean", "the weighted mean", _MCMAHAN),
+        ("fednova", "NormalizedMean", "the mean of updates divided by each cell's local steps", _WANG),
+        ("median", "CoordinateMedian", "the median of each coordinate", _YIN),
+        ("trimmed_mean", "TrimmedMean", "each coordinate's mean without its extremes", _YIN),
+        ("krum", "Krum", "the cell that is closest to its neighbours", _BLANCHARD),
+        ("multi_krum", "MultiKrum", "the mean of several cells that Krum prefers", _BLANCHARD),
+        ("geometric_median", "GeometricMedian", "the point of least summed distance to all cells", _PILLUTLA),
+        ("norm_clipping", "NormClipping", "the mean of updates cut to a greatest norm", _SUN),
+    ),
+    "client": (
+        ("fedprox", "FedProx", "pull local steps to the global weights", _PROX),
+        ("scaffold", "Scaffold", "correct local gradients by control variates", _KARIMIREDDY),
+    ),
+    "schedule": (
+        ("steps", "EverySteps", "a round after every n local steps", _MCMAHAN),
+        ("epochs", "EveryEpochs", "a round after every n passes over the data", _MCMAHAN),
+        ("seconds", "EverySeconds", "a round about every so many seconds", ""),
+        ("balanced", "Balanced", "more local steps in faster cells, so that all arrive at once", ""),
+        ("per_cell", "PerCell", "a fixed number of local steps for each cell", _WANG),
+        ("divergence", "Divergence", "rounds only where cells have moved apart", _KAMP),
+        ("warmup", "Warmup", "frequent rounds first, then another schedule", _LIN),
+    ),
+    "privacy": (
+        ("dp_fedavg", "Privacy", "clip each cell's update and add noise", _PRIVATE),
+        ("secure_sum", "SecureSum", "sum masked values, so that no cell's own is seen", _BONAWITZ),
+    ),
+    "partition": (
+        ("iid", "iid", "shuffle and deal out evenly", _MCMAHAN),
+        ("dirichlet", "dirichlet", "each class over the cells by a Dirichlet", _YUROCHKIN),
+        ("shards", "shards", "sort by label, deal out a few shards to each", _MCMAHAN),
+        ("quantity", "quantity", "cells of very different size", _SILOS),
+        ("by_key", "by_key", "keep together what has one key: writer, hospital, site", ""),
+        ("inner_dirichlet", "inner_dirichlet", "label shares from a Dirichlet, at fixed sizes of cells", _ACAR),
+    ),
+}
+_PARTS = tuple(
+    AlgorithmInfo(kind, name, f"{_ROOMS[kind]}{target}", *more)
+    for kind, rows in _ROWS.items()
+    for name, target, *more in rows
 )
 
 
@@ -421,14 +389,15 @@ def _algorithm(name: str, line: str, paper: str, **keywords: Mapping[str, Any]) 
     return AlgorithmInfo("algorithm", name, "", line, paper, **keywords)
 
 
-def _of_part(part: AlgorithmInfo) -> AlgorithmInfo:
-    """Return the algorithm that has one part, of the same name, and nothing else."""
-    return _algorithm(part.name, part.line, part.paper, aggregator={part.kind: part.name})
+def _of_parts(kind: str, plain: str) -> list[AlgorithmInfo]:
+    """Return the algorithms that have one part of a kind, of the same name, and nothing else; all but the plain one."""
+    parts = [part for part in _PARTS if part.kind == kind and part.name != plain]
+    return [_algorithm(part.name, part.line, part.paper, aggregator={kind: part.name}) for part in parts]
 
 
 _ALGORITHMS = (
     _algorithm("fedavg", "the weighted mean of the cells, exactly", _MCMAHAN),
-    *(_of_part(part) for part in _SERVERS.values() if part.name != "sgd"),
+    *_of_parts("server", "sgd"),
     _algorithm(
         *("streaming_diloco", "DiLoCo in parts that cross while training goes on", _STREAMING),
         aggregator={"server": {"name": "diloco", "lr": 0.4}, "fragments": 3, "overlap": True},
@@ -436,13 +405,10 @@ _ALGORITHMS = (
     ),
     _algorithm("fedprox", "FedAvg with a pull to the global weights", _PROX, scaling={"client": "fedprox"}),
     _algorithm("scaffold", "FedAvg with corrected local gradients", _KARIMIREDDY, scaling={"client": "scaffold"}),
-    *(_of_part(part) for part in _COMBINERS.values() if part.name != "mean"),
+    *_of_parts("combine", "mean"),
     _algorithm("dp_fedavg", "FedAvg with clipped, noisy updates", _PRIVATE, aggregator={"privacy": "dp_fedavg"}),
     _algorithm("secure_sum", "FedAvg over masked values", _BONAWITZ, aggregator={"secure": True}),
 )
 
-ENTRIES: tuple[AlgorithmInfo, ...] = (
-    *_ALGORITHMS,
-    *(part for parts in (_SERVERS, _COMBINERS, _CLIENTS, _SCHEDULES, _PRIVACY, _PARTITIONS) for part in parts.values()),
-)
+ENTRIES: tuple[AlgorithmInfo, ...] = (*_ALGORITHMS, *_PARTS)
 """All entries, kind by kind."""

@@ -17,17 +17,7 @@ from xffl.aggregation.report import RoundReport
 from xffl.checks import integer, integer_fields, number
 from xffl.errors import ConfigError
 
-__all__ = [
-    "Balanced",
-    "Divergence",
-    "EveryEpochs",
-    "EverySeconds",
-    "EverySteps",
-    "PerCell",
-    "Schedule",
-    "Warmup",
-    "schedule_of",
-]
+__all__ = ["Balanced", "Divergence", "EveryEpochs", "EverySeconds", "EverySteps", "PerCell", "Schedule", "Warmup"]
 
 
 class Schedule(ABC):

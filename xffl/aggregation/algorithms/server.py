@@ -69,7 +69,14 @@ class ServerOptimizer:
         if not callable(self.factory):
             raise ConfigError(f"server must be a name, a mapping, a class or a function, got {self.factory!r}")
         if self.device is not None:
-            object.__setattr__(self, "device", _device(self.device))
+            try:
+                torch.empty(0, device=self.device)
+            except (AssertionError, RuntimeError, TypeError) as wrong:  # torch asserts that it was built for a device
+                reason = " ".join(str(wrong).split())
+                raise ConfigError(
+                    f"device {self.device!r} of the server is not here ({reason}); give cpu or another"
+                ) from wrong
+            object.__setattr__(self, "device", torch.device(self.device))  # without a number: each rank's current one
         text, kept = self._try_out()
         object.__setattr__(self, "_text", text)
         object.__setattr__(self, "kept_names", kept)
@@ -197,15 +204,6 @@ def _schedule_of(spec: object) -> Schedule | None:
     name, options = read_spec("schedule of the server", spec)
     factory, _ = locate("schedule of the server", name, home="torch.optim.lr_scheduler")
     return partial(factory, **check_options(f"schedule {name!r} of the server", factory, options, leading=1))
-
-
-def _device(device: str | torch.device) -> torch.device:
-    try:
-        torch.empty(0, device=device)
-        return torch.device(device)  # without a number it stays the current one of each rank
-    except (AssertionError, RuntimeError, TypeError) as wrong:  # torch asserts that it was built for a device
-        reason = " ".join(str(wrong).split())
-        raise ConfigError(f"device {device!r} of the server is not here ({reason}); give cpu or another") from wrong
 
 
 def _refusal(title: str, why: str) -> str:
