@@ -403,10 +403,10 @@ class Examination:
             found += compare_clocks(self._clocks) if next(iter(self._hosts)) in self._clocks else []
         found += [replace(probe.check_threads(peer.ranks), host=name) for name, peer in self._hosts.items()]
         units, cells = self._place_units(list(probes))
-        runtimes = {name: describe_runtime(told["versions"], told["torch"]) for name, told in probes.items()}
+        runtimes = {name: describe_runtime(told["versions"], told.get("torch", {})) for name, told in probes.items()}
         found += [*compare_runtimes(runtimes, self._cells), *cells]
         if self.request.elastic is None:  # else cells have gloo between them
-            found += compare_links(units, {name: told["nccl"] for name, told in probes.items()})
+            found += compare_links(units, {name: told.get("nccl") for name, told in probes.items()})
         found += self._meet(probes, units, with_names=machines > 1)
         if self.request.elastic is not None:
             found += compare_runs(self.request.elastic, {name: told["run"] for name, told in probes.items()})
