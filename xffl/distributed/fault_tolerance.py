@@ -48,15 +48,35 @@ OVER_GROUPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG}
 
 
 class FaultTolerantWorld(DistributedWorld):
-    """The ranks of one replica group, and what it does together with the other groups that live; see the manual's loop.
+    """The ranks of one replica group, and what it does together with the other groups that live.
+
+    .. code-block:: python
+
+       with FaultTolerantWorld(DeviceParameters.FSDP(), FaultToleranceParameters(min_replica_size=1)) as world:
+           model = world.average_gradients(xffl.shard(build_model(), world.state))
+           optimizer = world.optimizer(torch.optim.AdamW(model.parameters()))
+           world.register("model", model)
+           world.register("optimizer", optimizer)
+           while steps_are_left():
+               for inputs, target in loader:
+                   if world.begin_step():       # who lives? a group that is behind takes the others' state over,
+                       break                    # that of the loader, too, and begins anew where it stands now
+                   optimizer.zero_grad()
+                   loss_of(model(inputs), target).backward()
+                   if optimizer.step():         # not taken where a group was lost on the way
+                       schedule.step()
 
     Each group is a job of its own: ``XFFL_LIGHTHOUSE`` tells it where ``xffl lighthouse`` listens, ``XFFL_TOKEN`` or
     ``XFFL_TOKEN_FILE`` the run's token, and ``XFFL_ISLAND=1/4`` which group it is. All groups have the same number of
     ranks and cut the model alike. Replicas are other groups, so a group has none inside (``dp_replicate=1``).
 
-    The first argument is what is asked of the ranks of this group; or a world whose place this one takes, which must
-    not be set up. ``ft_params`` is what is asked of the groups; ``None`` means to be one, with the defaults. The others
-    are those of :class:`DistributedWorld`.
+    :param device_parameters: What is asked of the ranks of this group; or a world that is not set up, whose place this
+        one takes.
+    :param ft_params: What is asked of the groups; ``None`` means to be one, with the defaults.
+    :param backend: As for :class:`DistributedWorld`.
+    :param device: As for :class:`DistributedWorld`.
+    :raises ConfigError: if an argument is invalid.
+    :raises StateError: if the given world is set up.
     """
 
     def __init__(

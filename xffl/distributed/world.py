@@ -61,8 +61,16 @@ class DistributedWorld:
        with xffl.DistributedWorld(DeviceParameters.HSDP(dp_shard=4), federated=(8, 8)) as world:
            total = world.all_reduce(tensor, op="sum", mesh="dp")
 
-    All facts about ranks are those of :attr:`state`. The device parameters are what is asked of the ranks inside a
-    cell; the other arguments are those of :func:`xffl.session`. Without a federation the world is the only cell.
+    All facts about ranks are those of :attr:`state`.
+
+    :param device_parameters: What is asked of the ranks inside a cell.
+    :param federated: Sizes of the federated groups, one size for equal ones, or a rule that finds them (``auto``,
+        ``hosts:REGEX``, ``file:PATH``); by default what ``XFFL_FEDERATED`` says, else no federation: the world is the
+        only cell.
+    :param backend: Communication backend; by default ``gloo``, and ``cpu:gloo,cuda:nccl`` on CUDA.
+    :param link_backend: Communication backend between federated groups, as :func:`xffl.session` takes it.
+    :param device: Device of this process; by default the GPU of its local rank where there are GPUs, else the CPU.
+    :param streams: CUDA streams for the groups of a round; 4 by default on CUDA.
     """
 
     def __init__(
@@ -382,10 +390,15 @@ class DistributedWorld:
         return torch.stack(gathered).to(tensor.device)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0, mesh: str = "world") -> torch.Tensor:
-        """Return the tensor of one rank, ``src``, counted along the mesh, on all of them.
+        """Give a tensor of one rank to the others.
 
-        Collective over the mesh, as :meth:`all_reduce`; the others give a tensor of the same shape and data type.
-        Raises ConfigError where there is no such rank.
+        Collective over the ranks of the mesh.
+
+        :param tensor: The values on the rank that sends; elsewhere a tensor of the same shape and data type.
+        :param src: The rank that sends, counted along the mesh.
+        :param mesh: As in :meth:`all_reduce`.
+        :return: The same values on all ranks.
+        :raises ConfigError: if there is no such rank.
         """
         group = self.get_group(mesh)
         if not 0 <= src < group.size():

@@ -56,6 +56,8 @@ class DeepSpeedStrategy(DistributedStrategy):
     overflowed counts as a local step in :class:`xffl.FederatedScaling`.
 
     Source: Rajbhandari et al., ZeRO, 2020 (arXiv:1910.02054).
+
+    :param config: As for :class:`DistributedStrategy`.
     """
 
     name = "deepspeed"

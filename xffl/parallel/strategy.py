@@ -40,7 +40,18 @@ Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None
 
 
 class DistributedStrategy(ABC):
-    """How a model is trained inside a cell; the script, that of the manual's page on strategies, is the same for all.
+    """How a model is trained inside a cell; the script is the same for all of them.
+
+    .. code-block:: python
+
+       with DistributedStrategy.from_config(config) as strategy:
+           model = strategy.wrap_model(build_model(), loss=loss_of)
+           optimizer = strategy.wrap_optimizer(model, torch.optim.AdamW(model.parameters()))
+           for inputs, target in strategy.micro_batches(loader, model):
+               strategy.forward_backward(model, inputs, target=target)
+               if not strategy.is_accumulating_gradients:
+                   strategy.clip_grad_norm(model, 1.0)
+                   strategy.step(optimizer)
 
     Where there is no pipeline, a script may compute its loss itself, inside :meth:`train_context`, and call
     :meth:`backward`.
@@ -330,11 +341,18 @@ class DistributedStrategy(ABC):
         saver: Callable[..., T] | None = None,
         **values: Any,
     ) -> T | None:
-        """Write a checkpoint, as :func:`xffl.checkpoint.save_checkpoint`; collective over the world.
+        r"""Write a checkpoint, each rank its part; collective over the world.
 
-        The parts are what :meth:`wrap_model` returned and its optimizer, or several of them by name, and ``others`` by
-        name: schedulers, samplers. Other keywords are plain ``values`` to keep beside. A ``saver``, such as
-        ``AsyncSaver.save``, writes in the function's place, and what it returns is returned.
+        :param path: Folder of the checkpoint, on a file system that all ranks see.
+        :param model: What :meth:`wrap_model` returned, or several by name.
+        :param optimizer: Its optimizer, or several by name.
+        :param others: Other parts by name, the same on all ranks of a cell: schedulers, samplers.
+        :param own: What each rank keeps for itself, by name: random numbers, the state of rounds.
+        :param after_round: Whether all cells hold the weights of a round, without a step since.
+        :param saver: What writes, such as ``AsyncSaver.save``; by default :func:`xffl.checkpoint.save_checkpoint`.
+        :param \**values: Plain numbers, texts, lists and mappings to keep beside.
+        :return: What the saver has returned.
+        :raises CheckpointError: if it could not be written; on all ranks.
         """
         parts = self._all_parts(model, optimizer, others)
         if saver is not None:
@@ -353,12 +371,22 @@ class DistributedStrategy(ABC):
         reset: Collection[str] = (),
         local: Collection[str] = (),
     ) -> dict[str, Any]:
-        """Read a checkpoint, as :func:`xffl.checkpoint.load_checkpoint`, and return the values that were kept beside.
+        """Read a checkpoint into a model and an optimizer, however they are spread now; collective over the world.
 
-        Collective over the world, with parts as for :meth:`save_checkpoint`, however they are spread now. Without a
-        model it is the only one that :meth:`wrap_model` was called with, together with what :meth:`wrap_optimizer`
-        returned for it, if it was called. Raises StateError, on all ranks, where none was wrapped, and ConfigError
-        where several were.
+        :param path: Folder of the checkpoint.
+        :param model: What :meth:`wrap_model` returned, or several by name. ``None`` for the only model that it was
+            called with, together with what :meth:`wrap_optimizer` returned for it, if it was called.
+        :param optimizer: Its optimizer, or several by name.
+        :param others: As in :meth:`save_checkpoint`.
+        :param own: As in :meth:`save_checkpoint`.
+        :param reset: Names among ``own`` that stay as they are: in another layout, where they cannot be loaded; ``*``
+            for all.
+        :param local: Names of trained tensors (``model/head.weight``) that rounds leave to each cell: they may differ
+            between cells where another number of cells loads them.
+        :return: The values that were kept beside.
+        :raises StateError: if no model is given and none was wrapped; on all ranks.
+        :raises ConfigError: if no model is given and several were wrapped; on all ranks.
+        :raises CheckpointError: if it cannot be read or does not fit; on all ranks.
         """
         if model is None:
             model, optimizer = self._only_model(optimizer)

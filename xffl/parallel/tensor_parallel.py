@@ -122,10 +122,14 @@ def apply_tensor_parallel(
     gets those of the whole sequence where a call leaves them out. A model that makes masks from the length of its
     embedded tokens needs ``sequence_parallel=False``.
 
-    A ``plan`` of styles by name of a module or pattern (``fnmatch``, such as ``layers.*.mlp.up_proj``) takes the place
-    of that of :func:`plan_for` with the other options; of several that match a module the last one counts. All
-    parameters need a style. Where model, mesh (of one dimension) and plan do not fit each other, ConfigError is raised
-    and nothing changed; else the same model is returned.
+    :param model: The model, not yet spread.
+    :param mesh: A mesh of one dimension.
+    :param plan: Styles by name of a module or pattern (``fnmatch``, such as ``layers.*.mlp.up_proj``) in place of
+        :func:`plan_for`; of several that match a module the last one counts. All parameters need a style.
+    :param sequence_parallel: As for :func:`plan_for`; only without a plan.
+    :param loss_parallel: As for :func:`plan_for`; only without a plan.
+    :return: The same model.
+    :raises ConfigError: if the model, the mesh or the plan do not fit each other; nothing is changed then.
     """
     check_mesh(mesh, "tensor")
     if spread := [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]:

@@ -114,8 +114,9 @@ def bench_figure(record: Mapping[str, Any], path: str | os.PathLike[str]) -> Non
     Local. A bar is the median; a thin line goes from the fastest sample to the slowest. A dotted line marks the
     all-reduce over the world, which all are compared with.
 
-    The record is that of :func:`bench_table`, the path where to write, ``.svg`` or ``.png``. Raises ConfigError if
-    there is no row, one lacks a field, the suffix is another, or matplotlib is missing.
+    :param record: What :func:`xffl.aggregation.bench.measure` returns, or what ``bench.json`` holds.
+    :param path: Where to write; ``.svg`` or ``.png``.
+    :raises ConfigError: if there is no row, one lacks a field, the suffix is another, or matplotlib is missing.
     """
     target = checked_path(path)
     rows: list[Mapping[str, Any]] = list(record["rows"])

@@ -125,9 +125,15 @@ def mesh_figure(
 ) -> None:
     """Draw the mesh inside a cell into a file, and what moves along each axis.
 
-    Local, with the arguments and errors of :func:`mesh_text`, where to write (``.svg`` or ``.png``), and the number of
-    cells in the federation. Ranks of one colour belong to one stage of the pipeline. Of a large mesh a part is drawn,
-    with notes of how much is left out. Raises ConfigError, too, where matplotlib is not installed.
+    Local. Ranks of one colour belong to one stage of the pipeline. Of a large mesh a part is drawn, with notes of how
+    much is left out.
+
+    :param axes: Ranks along the axes.
+    :param path: Where to write; ``.svg`` or ``.png``.
+    :param cells: Number of cells in the federation.
+    :param first_rank: The cell's first rank.
+    :param cell: The cell's number.
+    :raises ConfigError: if an axis is unknown or has no rank, the suffix is another, or matplotlib is not installed.
     """
     target = figures.checked_path(path)
     grid = Grid(axes, first_rank)

@@ -161,10 +161,15 @@ def partition_figure(
 ) -> None:
     """Draw the number of samples of each class in each cell into a file.
 
-    Local, with the arguments and errors of :func:`partition_table`, where to write (``.svg`` or ``.png``), and a title,
-    such as ``partition.method``. A row is a cell, a column a class; a field is the darker the more samples it has. Bars
-    on the right are the cells' sizes. Fields that are large enough show their numbers. Raises ConfigError, too, where
-    matplotlib is not installed.
+    Local. A row is a cell, a column a class; a field is the darker the more samples it has. Bars on the right are the
+    cells' sizes. Fields that are large enough show their numbers.
+
+    :param counts: Samples of each class in each cell, (cells, classes): ``partition.table(labels)``.
+    :param path: Where to write; ``.svg`` or ``.png``.
+    :param classes: Names of the classes; ``None`` numbers them from 0.
+    :param title: What the figure shows, such as ``partition.method``.
+    :raises ConfigError: if the counts are not such a table, the names are not one for each class, the suffix is
+        another, or matplotlib is not installed.
     """
     target = checked_path(path)
     rows, names = _checked(counts, classes)
