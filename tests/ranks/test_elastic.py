@@ -392,9 +392,12 @@ def test_a_stranger_may_tell_the_lighthouse_anything(lighthouse: str) -> None:
         quorum_retries=0,
     )
 
+    seen = threading.Event()
+
     def come() -> None:
         asked = {"timeout": 30 * second, "address": "", "store_address": "", "step": 0, "world_size": 1}
-        torchft.LighthouseClient(lighthouse, second).quorum(replica_id="x", data={"proof": "\u00e9"}, **asked)
+        while not seen.is_set():
+            torchft.LighthouseClient(lighthouse, second).quorum(replica_id="x", data={"proof": "\u00e9"}, **asked)
 
     stranger = threading.Thread(target=come)
     stranger.start()
@@ -406,8 +409,9 @@ def test_a_stranger_may_tell_the_lighthouse_anything(lighthouse: str) -> None:
             assert meeting is None or [one.cell for one in meeting.records] == [0]
         assert meeting.unproven == ("x",)
     finally:
-        stranger.join()
+        seen.set()
         place.leave()
+        stranger.join()
         heart.shutdown()
 
 

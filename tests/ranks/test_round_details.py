@@ -23,8 +23,8 @@ from tests.rounds import agreed_contexts
 from tests.worlds import run_world
 from xffl.aggregation import compression as feedback
 from xffl.aggregation.engine import consensus, transport
-from xffl.aggregation.engine import exchange as late
 from xffl.aggregation.engine import groups as routes
+from xffl.aggregation.engine import pairwise_swap as late
 from xffl.aggregation.engine.consensus import RoundInput
 from xffl.aggregation.engine.groups import start_moves
 from xffl.aggregation.hierarchical import Level, Levels

@@ -27,7 +27,7 @@ from tests.ranks.test_round import (
     weightings,
 )
 from tests.worlds import run_world
-from xffl.aggregation.engine import exchange as late
+from xffl.aggregation.engine import pairwise_swap as late
 from xffl.aggregation.engine import transport
 from xffl.aggregation.engine.exchange import RoundRun
 from xffl.aggregation.engine.groups import Move, start_moves

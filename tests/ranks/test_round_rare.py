@@ -21,7 +21,7 @@ from tests.ranks.test_round_edges import everyones, linear, shaken
 from tests.rounds import replace_exchange
 from tests.worlds import run_world
 from xffl.aggregation.engine import buffers as pool
-from xffl.aggregation.engine import exchange as late
+from xffl.aggregation.engine import pairwise_swap as late
 from xffl.aggregation.engine import transport
 from xffl.aggregation.engine.groups import Move, start_moves
 from xffl.aggregation.engine.plan import RoundContext

@@ -16,7 +16,7 @@ from torch import nn
 import xffl
 from tests.ranks.test_round import digests, make_state
 from tests.worlds import WorldError, run_world
-from xffl.aggregation.engine import exchange, transport
+from xffl.aggregation.engine import cell, transport
 from xffl.aggregation.engine import finite as looks
 from xffl.aggregation.engine.groups import MergeMode, RoundStatus, VotePhase, all_gather_status
 from xffl.cluster.network import Timeouts
@@ -228,7 +228,7 @@ def local_failure(rank: int, world_size: int, options: dict[str, Any], where: st
     # Buffers are looked at before the round is opened.
     model = xffl.shard(nn.Linear(6, 8) if where == "looks" else net(), state)
     aggregator = xffl.Aggregator(model, state, bucket_bytes=64, **options)
-    module: Any = {"crossing": transport, "looks": looks, "home": exchange}[where]
+    module: Any = {"crossing": transport, "looks": looks, "home": cell}[where]
     name = "sum_of_squares" if where == "looks" else "weighted_mean"
     if rank == 2:  # others at home wait for what it carries
         whole = getattr(module, name)

@@ -30,7 +30,7 @@ from xffl.aggregation.engine.consensus import (
 )
 from xffl.aggregation.engine.exchange import Exchange, RoundRun
 from xffl.aggregation.engine.global_model import GlobalModel, check_start, choose_server_step
-from xffl.aggregation.engine.global_state import join_owned, share_global_model
+from xffl.aggregation.engine.global_state import load_memory, share_global_model
 from xffl.aggregation.engine.groups import MergeMode, RoundScope, RoundStatus, select_groups
 from xffl.aggregation.engine.plan import digest, plan_groups, plan_transfers
 from xffl.aggregation.engine.tensors import (
@@ -450,9 +450,7 @@ class Aggregator:
         """
         self.discard()
         self._coordinator.reconnect()
-        state = join_owned(self._exchange, state, self._check_saved)
-        for key, part in self._memory.items():
-            part.load_state_dict(state[key])
+        load_memory(self._exchange, state, self._memory, self._check_saved)
         self.rounds = int(state["rounds"])
         self._inconsistent_count = count_inconsistent(self.model)
 

@@ -21,7 +21,7 @@ from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.faults import inject
 from xffl.errors import CheckpointError
 
-__all__ = ["join_owned", "share_global_model"]
+__all__ = ["load_memory", "share_global_model"]
 
 
 @torch.no_grad()
@@ -65,24 +65,36 @@ def share_global_model(exchange: Exchange, state: Mapping[str, Any], source: int
 
 
 @torch.no_grad()
-def join_owned(
-    exchange: Exchange, state: Mapping[str, Any], check: Callable[[Mapping[str, Any]], None]
-) -> Mapping[str, Any]:
-    """Check an aggregator's state, and put together what each rank has saved of what it owned, if that is so.
+def load_memory(
+    exchange: Exchange,
+    state: Mapping[str, Any],
+    memory: Mapping[str, Any],
+    check: Callable[[Mapping[str, Any]], None],
+) -> None:
+    """Load an aggregator's state into the parts of its memory, by their keys.
 
-    Collective over the scope where there is a global model. It is returned as where every rank steps. A copy of this
-    rank's shard goes to each other cell, once for each table. Owners may have been others, and elements saved by
-    several ranks. Raises what ``check`` raises, and CheckpointError where elements are missing; on all ranks.
+    Collective over the scope where there is a global model: what each rank has saved of what it owned is put together,
+    and for that a copy of this rank's shard goes to each other cell, once for each table. Owners may have been others,
+    and elements saved by several ranks. Raises what ``check`` and the parts raise, and CheckpointError where elements
+    are missing; on all ranks where it is collective.
     """
-    if exchange.global_model is None:
+
+    def load(given: Mapping[str, Any]) -> None:
+        for key, part in memory.items():
+            part.load_state_dict(given[key])
+
+    model, world = exchange.global_model, exchange.round_groups.world
+    if model is None:
         check(state)
-        return state
-    with run_on_all_ranks("what the ranks have saved", group=exchange.round_groups.world) as share:
+        load(state)
+        return
+    with run_on_all_ranks("what the ranks have saved", group=world) as share:
         check(state)
         share("by owners" if "owned" in state["agreed"] else "by all ranks")
-    if "owned" not in state["agreed"]:
-        return state
-    return {**state, "agreed": _joined(exchange, exchange.global_model, state["agreed"])}
+    if "owned" in state["agreed"]:
+        state = {**state, "agreed": _joined(exchange, model, state["agreed"])}
+    with run_on_all_ranks("what the ranks have saved", group=world):
+        load(state)
 
 
 def _joined(exchange: Exchange, model: GlobalModel, state: Mapping[str, Any]) -> dict[str, Any]:
