@@ -11,9 +11,10 @@ from unittest import mock
 import xffl
 from xffl.aggregation.engine.exchange import RoundRun
 from xffl.aggregation.engine.plan import RoundContext
+from xffl.aggregation.hierarchical import Levels
 from xffl.aggregation.options import Options
 
-__all__ = ["agreed_contexts", "options_of", "replace_exchange"]
+__all__ = ["agreed_contexts", "make_rounds", "options_of", "replace_exchange"]
 
 
 def replace_exchange(aggregator: xffl.Aggregator, instead: Callable[[Callable[[], RoundContext]], Any]) -> None:
@@ -60,3 +61,22 @@ def options_of(**asked: Any) -> Options:
         "server_step": "auto",
     }
     return Options.of(**{**usual, **asked})
+
+
+def make_rounds(
+    aggregator: xffl.Aggregator | Levels,
+    step: Callable[[], None],
+    count: int,
+    weight: float | None,
+    behind: float | bool,
+) -> None:
+    """Make rounds with a step before each, and one behind it where it is delayed (with an ``alpha``, if a number)."""
+    for _ in range(count):
+        step()
+        if behind:
+            under_way = aggregator.aggregate_async(weight, alpha=behind if isinstance(behind, float) else None)
+            step()
+            under_way.merge()
+        else:
+            aggregator.aggregate(weight)
+    aggregator.close()

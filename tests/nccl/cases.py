@@ -17,6 +17,7 @@ from tests.nccl.gpus import BACKEND, guard, pretended_gpu
 from tests.nccl.traces import Record
 from tests.ports import free_port
 from tests.ranks.test_strategies import CASES, configure
+from tests.rounds import make_rounds
 from tests.worlds import be_launched, run_world
 from xffl.aggregation.hierarchical import Level, Levels
 from xffl.distributed.distributed_state import DistributedState
@@ -120,15 +121,7 @@ def _make_rounds(
         for parameter in shared.parameters():
             parameter.mul_(0.9)
 
-    for _ in range(count):
-        step()
-        if behind:
-            under_way = aggregator.aggregate_async(weight, alpha=behind if isinstance(behind, float) else None)
-            step()
-            under_way.merge()
-        else:
-            aggregator.aggregate(weight)
-    aggregator.close()
+    make_rounds(aggregator, step, count, weight, behind)
 
 
 def training(

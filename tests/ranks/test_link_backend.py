@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import xffl
 from tests.ports import free_port
+from tests.rounds import make_rounds
 from tests.worlds import be_launched, fake_world, run_world
 from xffl.aggregation.engine.buffers import HostCopies
 from xffl.aggregation.engine.groups import RoundScope
@@ -99,15 +100,7 @@ def bytes_after(state: DistributedState, *, count: int = 2, behind: float | bool
             buffer.add_(1 + dist.get_rank())
 
     weight = None if "privacy" in options else 1.0 + dist.get_rank()
-    for _ in range(count):
-        step()
-        if behind:
-            under_way = aggregator.aggregate_async(weight, alpha=behind if isinstance(behind, float) else None)
-            step()
-            under_way.merge()
-        else:
-            aggregator.aggregate(weight)
-    aggregator.close()
+    make_rounds(aggregator, step, count, weight, behind)
     values = [value.to_local() if isinstance(value, DTensor) else value for value in model.state_dict().values()]
     return b"".join(value.numpy().tobytes() for value in values)
 

@@ -222,8 +222,9 @@ def setup_distributed_process_group(
     request: _Request | None = None
     try:
         if error is None:
-            asked = (backend, device, federated, hsdp, streams, levels, device_parameters, link_backend)
-            request = _request(place, *asked)
+            request = _request(
+                place, backend, device, federated, hsdp, streams, levels, device_parameters, link_backend
+            )
     except XfflError as wrong:
         error = wrong
     check_consistent_on_store(meeting, place.rank, place.world_size, str(request), error, join_timeout_s)

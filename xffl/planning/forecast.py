@@ -211,22 +211,30 @@ def forecast_round(
         pcie,
         is_copied=delay > 0,
     )
-    exchanges = [_exchange(route, topology.shards(cell), topology.replicas(cell), model, most) for cell in kinds]
+    return _forecast(route, topology, model, hidden_s=delay * step_s, computing_s=every * step_s)
+
+
+def _forecast(route: _Route, topology: Topology, model: float, *, hidden_s: float, computing_s: float) -> RoundForecast:
+    """Forecast a round of so many bytes of the model, of which local steps hide some seconds."""
+    most, kinds = max(topology.replica_counts), [topology.sizes.index(size) for size in {*topology.sizes}]
+    exchanges = [
+        _exchange(route, topology.shards(cell), topology.replicas(cell), model, most) for cell in sorted(kinds)
+    ]
     longest = max(exchanges, key=lambda exchange: exchange.seconds)
-    votes = 2 * _vote_seconds(topology, link, home, is_asked=is_asked)
+    votes = 2 * _vote_seconds(topology, route.link, route.home, is_asked=route.is_asked)
     seconds, phases = votes + longest.seconds, {"vote": votes, **longest.phases}
     always = phases["pack"] + phases["commit"]
-    exposed = always + max(0.0, seconds - always - delay * step_s)
+    exposed = always + max(0.0, seconds - always - hidden_s)
     return RoundForecast(
-        form=form,
+        form=route.form,
         seconds=seconds,
         phases=phases,
         busy=longest.busy,
         exposed=exposed,
-        utilization=every * step_s / (every * step_s + exposed),
+        utilization=computing_s / (computing_s + exposed),
         buckets=longest.buckets,
         bytes_across_per_cell=route.crossing(model),
-        bytes_across=route.crossing(model) * cells,
+        bytes_across=route.crossing(model) * route.cells,
         bytes_home=sum(count - 1 for count in topology.replica_counts) * model,
     )
 

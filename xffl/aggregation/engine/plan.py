@@ -408,6 +408,15 @@ class GroupTransfer:
         return [[part.stop - part.start for part in self.parts(bucket)] for bucket in self.buckets]
 
 
+def _depth_of(buckets: Sequence[Bucket], dtype: torch.dtype, turns: int, cells: int, form: str) -> int:
+    """Return how many of its own buckets a sender has under way."""
+    # Small tensors are packed, and each bucket of them under way takes a buffer more.
+    if sum(len(bucket.pieces) > 1 for bucket in buckets) > IN_FLIGHT:
+        return IN_FLIGHT
+    largest = max((bucket.stop - bucket.start for bucket in buckets), default=0) * dtype.itemsize
+    return pipeline_depth(largest, len(buckets) / turns, cells, form)
+
+
 def plan_transfers(
     groups: Sequence[BucketGroup],
     topology: Topology,
@@ -442,10 +451,7 @@ def plan_transfers(
         taken = "two_hop" if is_owned else "all_gather"  # what is taken from one cell needs no combining
         if group.rule == "average" and not deferred_mean and not is_owned:
             taken = form_of(group.numel * dtype.itemsize, topology.cells, form, is_exact=codec is None)
-        # Small tensors are packed, and each bucket of them under way takes a buffer more.
-        is_packed = sum(len(bucket.pieces) > 1 for bucket in buckets) > IN_FLIGHT
-        largest = max((bucket.stop - bucket.start for bucket in buckets), default=0) * dtype.itemsize
-        depth = IN_FLIGHT if is_packed else pipeline_depth(largest, len(buckets) / turns, topology.cells, taken)
+        depth = _depth_of(buckets, dtype, turns, topology.cells, taken)
         reduce_scatter = taken == "two_hop"
         takes_turns = reduce_scatter and topology.cells == 2 and codec is None and not round_groups.multi_rail
         # NCCL works off what is posted on a group bucket by bucket, so each bucket has to use both directions there.
