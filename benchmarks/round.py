@@ -40,7 +40,7 @@ from torch.distributed.tensor import DTensor
 import xffl
 from xffl.aggregation.engine.buffers import _bytes_of, _copy
 from xffl.aggregation.engine.groups import start_moves
-from xffl.cluster.hardware import resident_bytes
+from xffl.cluster.hosts import resident_bytes
 
 KINDS = {"atomic": True, "in-place": False}
 MIB = 2**20

@@ -429,7 +429,7 @@ def test_a_cell_with_another_token_is_refused_alone(lighthouse: str) -> None:
 def mixed_member(rank: int, world: int, plan: Plan, formats: dict[int, int], torches: dict[int, str]) -> Any:
     """Be the only rank of a cell that runs another xffl or torch; return what it has written, and seen or raised."""
     if rank in formats:
-        for module in ("xffl.elastic.roster", "xffl.cluster.runtimes"):
+        for module in ("xffl.elastic.roster", "xffl.cluster.hosts"):
             sys.modules[module].EXCHANGE_FORMAT = formats[rank]  # type: ignore[attr-defined]
         to_plain = CellRecord.to_plain
         CellRecord.to_plain = lambda one: to_plain(one) | {"format": formats[rank]}  # type: ignore[method-assign]

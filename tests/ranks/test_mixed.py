@@ -21,7 +21,7 @@ from tests.worlds import be_launched, run_world
 from xffl.aggregation.exports import export_cell
 from xffl.aggregation.mean import weighted_mean
 from xffl.cli.main import main
-from xffl.cluster.runtimes import Runtime, runtime_table
+from xffl.cluster.hosts import Runtime, runtime_table
 from xffl.distributed.consistency import holders_text, own_runtime
 from xffl.training.run_directory import RunDirectory
 
@@ -31,7 +31,7 @@ ADVICE = "run versions of xffl that have one exchange format in all cells"
 
 def of_another_format(rank: int, world_size: int, port: int) -> str:
     if rank == 2:
-        sys.modules["xffl.cluster.runtimes"].EXCHANGE_FORMAT = 2
+        sys.modules["xffl.cluster.hosts"].EXCHANGE_FORMAT = 2
     be_launched(rank, world_size, port)
     with pytest.raises(xffl.ConfigError) as raised, xffl.session(federated=2):
         raise AssertionError("the ranks have met")
@@ -51,7 +51,7 @@ def test_another_exchange_format_is_refused_on_all_ranks_before_they_join() -> N
 
 def of_another_patch(rank: int, world_size: int, port: int) -> str:
     if rank == 1:
-        for module in ("xffl.cluster.runtimes", "xffl.distributed.consistency"):
+        for module in ("xffl.cluster.hosts", "xffl.distributed.consistency"):
             sys.modules[module].__version__ = "0.1.99"
     be_launched(rank, world_size, port)
     err = io.StringIO()

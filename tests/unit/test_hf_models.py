@@ -18,7 +18,7 @@ from xffl.errors import CheckpointError, ConfigError
 from xffl.extras import install_command
 from xffl.parallel.spread import materialize
 from xffl.training import models
-from xffl.training.models.tensors import local_indices
+from xffl.training.models.weights import local_indices
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from xffl.cluster.lives import CellLives
+from xffl.cluster.launch.failure import CellLives
 
 LEADER = """
 import os, sys
-from xffl.cluster.lives import CellLives
+from xffl.cluster.launch.failure import CellLives
 lives = CellLives(sys.argv[1])
 assert not lives.living()
 lives.begin(sys.argv[2])

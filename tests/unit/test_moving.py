@@ -13,7 +13,7 @@ import torch
 
 from xffl.distributed.sharding import bytes_of, from_bytes
 from xffl.parallel.strategy import to_device
-from xffl.training.models.tensors import _checksum
+from xffl.training.models.weights import _checksum
 
 META = torch.device("meta")
 CPU = torch.device("cpu")

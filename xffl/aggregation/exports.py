@@ -27,7 +27,7 @@ from xffl.checkpoint.load import load_checkpoint
 from xffl.checkpoint.save import save_checkpoint
 from xffl.checks import integer
 from xffl.cluster.environment import read_over_files
-from xffl.cluster.runtimes import format_refusal
+from xffl.cluster.hosts import format_refusal
 from xffl.costs import EXCHANGE_FORMAT
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState

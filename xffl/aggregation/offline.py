@@ -23,8 +23,8 @@ import torch
 from xffl.aggregation.algorithms.combiners import Combiner, Coordinatewise
 from xffl.aggregation.algorithms.registry import make
 from xffl.aggregation.algorithms.server import ServerOptimizer, asked_of, options_of, server_of
+from xffl.aggregation.engine.buffers import sum_of_squares
 from xffl.aggregation.engine.exchange import weigh_cells
-from xffl.aggregation.engine.finite import sum_of_squares
 from xffl.aggregation.engine.plan import RoundContext
 from xffl.aggregation.exports import CELL_FOLDER, PART, RoundPlan, check_combiner, compare, is_written, read_told
 from xffl.aggregation.mean import combined, weighted_mean, wide_type

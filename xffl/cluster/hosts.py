@@ -1,30 +1,59 @@
-"""Hosts: lists of names as SLURM writes them, and addresses that other hosts can reach. No process talks to another."""
+"""Hosts: names and addresses, hardware and GPUs, and the runtimes of their ranks. No process talks to another.
+
+A federation may be mixed: processors, torch, CUDA, NCCL, xffl and Python may differ. Only the number of the exchange
+format (:data:`xffl.costs.EXCHANGE_FORMAT`) must be the same.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import os
+import platform
 import re
 import shutil
 import socket
 import struct
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import astuple, dataclass, fields
 from itertools import product
 from pathlib import Path
+from typing import TypeVar
 
-from xffl.errors import LaunchError
+from xffl import __version__
+from xffl.checks import group
+from xffl.costs import EXCHANGE_FORMAT
+from xffl.errors import ConfigError, LaunchError
 
 __all__ = [
+    "Runtime",
+    "describe_host",
+    "differing_columns",
     "expand_counts",
     "expand_hosts",
+    "format_refusal",
+    "group_by_runtime",
     "host_identity",
     "interface_address",
     "node_address",
+    "own_format",
+    "pick_gpu",
     "reachable_address",
+    "resident_bytes",
     "resolve",
+    "return_large_blocks",
     "route_address",
+    "runtime_table",
 ]
 
+T = TypeVar("T")
+
+HEADS = {"cuda": "CUDA", "nccl": "NCCL", "python": "Python"}  # heads of columns that are not written as the field
+_CPUINFO = Path("/proc/cpuinfo")
+_STATUS = Path("/proc/self/status")
+_M_MMAP_THRESHOLD = -3  # the parameter's number in glibc's malloc.h
+_LARGE_BYTES = 2**20
 _SIOCGIFADDR = 0x8915  # Linux: ask a socket for the IPv4 address of an interface
 _SCONTROL_S = 60
 
@@ -135,3 +164,110 @@ def resolve(name: str) -> tuple[str, ...]:
     except (OSError, UnicodeError):
         return ()
     return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def describe_host() -> dict[str, str | int | float]:
+    """Describe this host by ``host``, ``machine``, ``cpu``, ``cores``, ``memory_gib`` and ``system``; local."""
+    return {
+        "host": socket.gethostname(),
+        "machine": platform.machine(),
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count() or 1,
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
+def resident_bytes(name: str) -> int:
+    """Return how much memory this process has in use, as Linux counts it; local."""
+    for line in _STATUS.read_text().splitlines() if _STATUS.exists() else ():
+        if line.startswith(f"{name}:"):
+            return 1024 * int(line.split()[1])
+    raise ConfigError(f"{_STATUS} does not tell {name} of this process; give VmRSS or VmHWM, on Linux")
+
+
+def _cpu_model() -> str:
+    """Return the processor's name; ARM and systems without /proc do not tell it."""
+    if _CPUINFO.exists():
+        for line in _CPUINFO.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def pick_gpu(local_rank: int, local_size: int, visible: int, environ: Mapping[str, str] = os.environ) -> int:
+    """Return the index of the GPU for a rank: its own where all are visible, the only one where a launcher bound it."""
+    if visible >= local_size:
+        return local_rank
+    is_bound = any(
+        environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+    )
+    if visible == 1 and is_bound:
+        return 0
+    hint = "start one process for each GPU, or give device='cpu'"
+    raise LaunchError(f"{local_size} processes run on this node, but this one sees {visible} GPUs; {hint}")
+
+
+def return_large_blocks() -> bool:
+    """Let this process give blocks of 1 MiB and more back to the system as soon as they are freed; tell if it is set.
+
+    glibc keeps freed blocks of up to 32 MiB in its heaps, one for each thread, once a block of that size was freed.
+    FSDP on the CPU gathers and frees every layer twice in a step, from two threads, so that heaps with gaps would come
+    to hold more than the whole model. What is paid is fresh memory at each gathering. A user who has set
+    ``MALLOC_MMAP_THRESHOLD_`` has decided already; other C libraries than glibc are left alone.
+    """
+    if "MALLOC_MMAP_THRESHOLD_" in os.environ:
+        return False
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "gnu_get_libc_version"):
+        return False
+    return bool(library.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES))
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What a rank runs; an empty text where that is not known."""
+
+    processor: str = ""  # name of the GPU, or machine and vector units of the CPU
+    torch: str = ""
+    cuda: str = ""  # CUDA or ROCm that torch was built with, or "none"
+    nccl: str = ""  # NCCL or RCCL, or "none"
+    xffl: str = ""
+    python: str = ""
+
+
+def own_format() -> str:
+    """Return this xffl's exchange format as messages show it."""
+    return f"{EXCHANGE_FORMAT} (xffl {__version__})"
+
+
+def format_refusal(who: str, theirs: str, others: str = "this process", ours: str | None = None) -> str:
+    """Return the line that tells why who has another exchange format is refused."""
+    return (
+        f"the exchange format of {who} is {theirs}, that of {others} is {own_format() if ours is None else ours}; run "
+        "versions of xffl that have one exchange format in all cells"
+    )
+
+
+def group_by_runtime(named: Iterable[tuple[T, Runtime]]) -> dict[Runtime, list[T]]:
+    """Return who has which runtime, in the order given."""
+    return group((runtime, name) for name, runtime in named)
+
+
+def differing_columns(runtimes: Iterable[Runtime]) -> list[str]:
+    """Return the names of the fields in which runtimes differ; what is not known of one does not count."""
+    columns = zip(*map(astuple, runtimes), strict=True)
+    named = zip((field.name for field in fields(Runtime)), columns, strict=False)
+    return [name for name, values in named if len({*values} - {""}) > 1]
+
+
+def runtime_table(rows: Sequence[tuple[str, Runtime]], head: str = "cells") -> list[str]:
+    """Return the lines of a table: for each row its name, and the columns that differ; none where all are alike."""
+    names = differing_columns(runtime for _, runtime in rows)
+    if not names:
+        return []
+    table = [[head, *(HEADS.get(name, name) for name in names)]]
+    table += [[label, *(getattr(runtime, name) or "unknown" for name in names)] for label, runtime in rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]

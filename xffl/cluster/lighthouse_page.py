@@ -6,20 +6,29 @@ depends on what stands in it is in :func:`parse_page`.
 
 from __future__ import annotations
 
+import hmac
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from html.parser import HTMLParser
 from http.client import HTTPConnection, HTTPException
+from typing import Any
 from urllib.parse import urlsplit
 
 from xffl.checks import group
+from xffl.cluster.environment import prove_token, run_token
+from xffl.cluster.network import connection_error
 from xffl.errors import LaunchError
 
-__all__ = ["CellStatus", "LighthouseStatus", "parse_page", "read_lighthouse"]
+__all__ = ["CellStatus", "LighthouseStatus", "parse_page", "read_lighthouse", "visit_run"]
 
+_CONNECT_S = 5.0
 _LARGEST = 2**24
+_THREADS = 16
 _LIFE = re.compile(r"(\d+)\.[0-9a-f]+")
+Stores = dict[str, Any]
+"""What is known of the stores of cells, by life."""
 
 
 @dataclass(frozen=True)
@@ -152,3 +161,57 @@ def _current(lives: Iterable[CellStatus]) -> tuple[CellStatus, ...]:
 
 def _integer(text: str | None) -> int | None:
     return int(text) if text is not None and text.isdecimal() else None
+
+
+def visit_run(
+    url: str, timeout_s: float, environ: Mapping[str, str], read_proofs: Callable[[Stores], Stores] | None
+) -> Stores:
+    """Return what this host sees of the run at a lighthouse: the ``cells`` that it knows, or the ``error``.
+
+    For each cell that is heard of and has told the address of its store, ``stores`` has why that cannot be reached, or
+    ``None``. Where there is torch, by which ``read_proofs`` reads the stores, ``tokens`` has how the cell's token
+    compares with that of this host; neither is sent.
+    """
+    try:
+        status = read_lighthouse(url, timeout_s)
+    except LaunchError as error:
+        return {"error": str(error)}
+    places = {cell.life: cell.store for cell in status.cells if cell.store and not cell.is_lost}
+
+    def try_store(place: str) -> str | None:
+        host, _, port = place.rpartition(":")
+        return connection_error(host, port, min(_CONNECT_S, timeout_s))
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        stores = dict(zip(places, pool.map(try_store, places.values()), strict=True))
+    seen: dict[str, Any] = {
+        "cells": [asdict(cell) for cell in status.cells],
+        "meeting": status.meeting,
+        "stores": stores,
+    }
+    if read_proofs is None:
+        return seen
+    try:
+        token = run_token(environ)
+    except LaunchError as error:
+        return {**seen, "token_error": str(error)}
+    told = read_proofs({life: place for life, place in places.items() if stores[life] is None})
+    stores |= {life: answer["error"] for life, answer in told.items() if "error" in answer}
+    proofs = {life: str(answer["proof"]) for life, answer in told.items() if "proof" in answer}
+    return {**seen, "tokens": {life: _verdict(proof, life, token) for life, proof in proofs.items()}}
+
+
+def _verdict(proof: str, life: str, token: bytes) -> str:
+    """Compare the token of which a cell has put a proof into its store with this host's."""
+    nonce, _, told = proof.partition(" ")
+
+    def is_of(one: bytes) -> bool:
+        return hmac.compare_digest(prove_token(one, life, nonce).partition(" ")[2].encode(), told.encode())
+
+    if not told:
+        return "no proof"
+    if is_of(token):
+        return "same" if token else "none"
+    if not token:
+        return "none here"
+    return "none there" if is_of(b"") else "differs"

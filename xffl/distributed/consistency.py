@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from xffl import __version__, errors
-from xffl.cluster.runtimes import Runtime, format_refusal, group_by_runtime, own_format, runtime_table
+from xffl.cluster.hosts import Runtime, format_refusal, group_by_runtime, own_format, runtime_table
 from xffl.distributed.collectives import CrossWorldGroup, Group, all_gather_json, all_reduce
 from xffl.distributed.sharding import bytes_of
 from xffl.errors import ConfigError, LaunchError, XfflError

@@ -32,7 +32,7 @@ from xffl.cluster.environment import (
     sources_named,
     use_interface,
 )
-from xffl.cluster.hardware import pick_gpu
+from xffl.cluster.hosts import pick_gpu
 from xffl.cluster.launch.failure import note_failure
 from xffl.cluster.network import Timeouts, control_address
 from xffl.cluster.slurm.allocation import Host, own_host

@@ -23,7 +23,7 @@ from xffl.distributed.parameters import AXES, AXES_OF
 from xffl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from xffl.distributed.parallel_dims import ParallelDims
+    from xffl.distributed.groups import ParallelDims
 
 __all__ = ["Plain", "bytes_of", "from_bytes", "from_plain", "local_tensor", "sharded_parameters", "to_plain"]
 

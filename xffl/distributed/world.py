@@ -24,8 +24,7 @@ from xffl.cluster.environment import complete_federation, sources_named
 from xffl.cluster.launch.failure import note_failure
 from xffl.distributed.consistency import barrier, compute_device, message_device, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.groups import destroy_group
-from xffl.distributed.parallel_dims import CellMeshes, ParallelDims, make_cell_meshes
+from xffl.distributed.groups import CellMeshes, ParallelDims, destroy_group, make_cell_meshes
 from xffl.distributed.parameters import AXES, DTYPES, JOINED, DeviceParameters, MeshSizes
 from xffl.distributed.session import (
     cleanup_distributed_process_group,
@@ -122,7 +121,7 @@ class DistributedWorld:
             if self._is_joined_here:
                 take_elastic_cell(state)
             mesh = self._mesh_of(state)
-            self._meshes = make_cell_meshes(self._create, mesh, state, self.device.type)
+            self._meshes = make_cell_meshes(self._create, mesh, state.topology, state.federation, self.device.type)
         except BaseException as error:
             note_failure(error)  # before the others lose this rank, so that it counts as the first to fail
             self.teardown(synchronize=False)

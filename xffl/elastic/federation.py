@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from xffl.cluster.environment import PROOF_KEY, bind_address, prove_token, resolve_lighthouse, run_token
-from xffl.cluster.lives import lives_of_run
+from xffl.cluster.hosts import Runtime, group_by_runtime
+from xffl.cluster.launch.failure import lives_of_run
 from xffl.cluster.network import CELL_HEARTBEAT_TIMEOUT_S
-from xffl.cluster.runtimes import Runtime, group_by_runtime
 from xffl.distributed.collectives import CrossWorldGroup
 from xffl.distributed.consistency import (
     compute_device,

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from xffl.cluster.runtimes import Runtime, format_refusal
+from xffl.cluster.hosts import Runtime, format_refusal
 from xffl.costs import EXCHANGE_FORMAT
 from xffl.errors import ConfigError
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from xffl.cluster.hardware import return_large_blocks
+from xffl.cluster.hosts import return_large_blocks
 from xffl.distributed.consistency import (
     compute_device,
     connect,

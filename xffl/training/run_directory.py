@@ -40,7 +40,7 @@ import torch.distributed as dist
 
 from xffl import __version__
 from xffl.checkpoint.manager import check_checkpoints
-from xffl.cluster.hardware import describe_host
+from xffl.cluster.hosts import describe_host
 from xffl.costs import EXCHANGE_FORMAT
 from xffl.distributed.consistency import gather_objects, gather_runtimes, holders_text, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState

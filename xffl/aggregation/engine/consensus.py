@@ -23,8 +23,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from xffl.aggregation.algorithms.combiners import total_of
+from xffl.aggregation.engine.buffers import FiniteReport
 from xffl.aggregation.engine.exchange import Exchange, RoundRun
-from xffl.aggregation.engine.finite import FiniteReport
 from xffl.aggregation.engine.groups import MergeMode, RoundScope, RoundStatus, VotePhase, all_gather_status
 from xffl.aggregation.engine.plan import RoundContext
 from xffl.aggregation.options import Options

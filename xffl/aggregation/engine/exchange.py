@@ -36,9 +36,17 @@ import torch.distributed as dist
 
 from xffl.aggregation.algorithms.combiners import CellStats, Combiner, WeightedCombiner, total_of
 from xffl.aggregation.compression import ResidualStore
-from xffl.aggregation.engine.buffers import Layout, ModelCopy, Pool, RoundBuffers, StagingBuffers, aligned
+from xffl.aggregation.engine.buffers import (
+    FiniteCheck,
+    FiniteReport,
+    Layout,
+    ModelCopy,
+    Pool,
+    RoundBuffers,
+    StagingBuffers,
+    aligned,
+)
 from xffl.aggregation.engine.cell import HOME_LAG, BucketMemory, mean_in_cell, reserve_cell_rows, share_in_cell
-from xffl.aggregation.engine.finite import FiniteCheck, FiniteReport
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.pairwise_swap import PairwiseSwap
 from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from xffl.aggregation.engine.buffers import Layout, RoundBuffers, StagingBuffers
-from xffl.aggregation.engine.finite import FiniteCheck
+from xffl.aggregation.engine.buffers import FiniteCheck, Layout, RoundBuffers, StagingBuffers
 from xffl.aggregation.engine.groups import start_moves
 from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.engine.transport import TAG, CrossCellTransport, Link

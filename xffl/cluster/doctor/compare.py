@@ -15,9 +15,9 @@ from xffl.cluster.cells import sizes_of_ranks
 from xffl.cluster.doctor import probe
 from xffl.cluster.doctor.lines import Line, Message
 from xffl.cluster.doctor.probe import ERROR, OK, WARNING, Finding, Request
+from xffl.cluster.hosts import Runtime, group_by_runtime, runtime_table
 from xffl.cluster.lighthouse_page import CellStatus
 from xffl.cluster.network import SLURM_PORTS, ephemeral_ports
-from xffl.cluster.runtimes import Runtime, group_by_runtime, runtime_table
 from xffl.cluster.slurm.allocation import Host
 from xffl.errors import XfflError
 from xffl.topology import Topology

@@ -23,11 +23,10 @@ from pathlib import Path
 from xffl.cluster.environment import bind_address, read_address, restarts_of
 from xffl.cluster.hosts import node_address, reachable_address
 from xffl.cluster.launch.affinity import Share
-from xffl.cluster.launch.failure import ExitCode, caught_signals, code_of_signal, read_failure
+from xffl.cluster.launch.failure import CellLives, ExitCode, caught_signals, code_of_signal, read_failure
 from xffl.cluster.launch.job_layout import JobLayout
 from xffl.cluster.launch.launch import held_port
 from xffl.cluster.launch.runner import RankJob, die_with_parent
-from xffl.cluster.lives import CellLives
 from xffl.cluster.network import CELL_HEARTBEAT_TIMEOUT_S, connection_error, control_address
 from xffl.cluster.slurm.allocation import Host, own_host
 from xffl.errors import ConfigError, LaunchError

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from xffl.training.models.building import ModuleInitializer, causal_lm, causal_lm_loss, count_targets, layer_classes
 from xffl.training.models.lora import adapter_state, add_lora, save_adapters
-from xffl.training.models.tensors import agree_on_base
-from xffl.training.models.weights import load_weights, save_pretrained
+from xffl.training.models.weights import agree_on_base, load_weights, save_pretrained
 
 __all__ = [
     "ModuleInitializer",

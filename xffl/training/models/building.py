@@ -16,8 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from xffl.errors import ConfigError
-from xffl.training.models.tensors import INDEX, SINGLE, bare_model, is_adapter, package
-from xffl.training.models.weights import read_weights
+from xffl.training.models.weights import INDEX, SINGLE, bare_model, is_adapter, package, read_weights
 
 __all__ = ["ModuleInitializer", "causal_lm", "causal_lm_loss", "count_targets", "layer_classes"]
 

@@ -21,8 +21,7 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import reshard
 from xffl.errors import ConfigError
 from xffl.parallel.spread import is_meta
-from xffl.training.models.tensors import bare_model, is_adapter, package
-from xffl.training.models.weights import ADVICE, new_folder, whole
+from xffl.training.models.weights import ADVICE, bare_model, is_adapter, new_folder, package, whole
 
 __all__ = ["adapter_state", "add_lora", "save_adapters"]
 
@@ -46,7 +45,7 @@ def add_lora(
 
     The output stays as it is at first, since one of the two factors is zero. A round moves the factors alone: frozen
     parameters are ``local`` to a cell, so all cells have to stand on the same base model
-    (:func:`xffl.training.models.tensors.agree_on_base`). On the meta device give ``wrap_model`` a
+    (:func:`xffl.training.models.weights.agree_on_base`). On the meta device give ``wrap_model`` a
     :class:`~xffl.training.models.building.ModuleInitializer` of what this returns.
 
     :param model: A model of transformers; it is changed in place.
