@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -248,3 +249,80 @@ def test_a_cell_that_comes_back_goes_on_in_its_data(tmp_path: Path) -> None:
     recorded = (tmp_path / "runs/digits/cell_1/metrics/cell_0.jsonl").read_text().splitlines()
     steps = [one["step"] for one in map(json.loads, recorded) if "train/loss" in one["values"]]
     assert steps == sorted(set(steps)) and {*range(1, counted + 1)} <= {*steps}
+
+
+WAITING_TRAINER = """
+import time
+from tests.tasks import TaskTrainer
+
+class Trainer(TaskTrainer):
+    def training_step(self, batch, batch_idx):
+        time.sleep(0.05)
+        return super().training_step(batch, batch_idx)
+"""
+
+
+def test_two_of_three_cells_that_leave_in_order_go_on_when_they_are_back(tmp_path: Path) -> None:
+    """Though the lighthouse leaves with them, and the third, which has not come yet, could have gone on with one.
+
+    A cell that waits for others leaves at once, too.
+    """
+    (tmp_path / "train.py").write_text(WAITING_TRAINER)
+    (tmp_path / "run.yaml").write_text(
+        "trainer: train.Trainer\n"
+        "training: {epochs: 1000, batch_size: 10}\n"
+        "federation: {every: 2}\n"
+        "experiment: {name: digits}\n"
+    )
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "XFFL_TOKEN": "0" * 64}
+    command = [sys.executable, "-m", "xffl", "exec", f"--elastic=file:{tmp_path}/lighthouse", "--processes=1"]
+
+    def start(cell: int) -> subprocess.Popen[bytes]:
+        with (tmp_path / f"log_{cell}").open("ab") as log:
+            return subprocess.Popen(
+                [*command, f"--cell={cell}/3", "run.yaml"], env=environ, cwd=tmp_path, stdout=log, stderr=log
+            )
+
+    def logs() -> str:
+        return "\n".join(log.read_text() for log in sorted(tmp_path.glob("log_*")))
+
+    def await_true(what: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 90
+        while not what():
+            assert time.monotonic() < deadline, logs()
+            time.sleep(0.2)
+
+    def rounds() -> list[int]:
+        file = tmp_path / "runs/digits/cell_0/rounds/cell_0.jsonl"
+        text = file.read_text() if file.exists() else ""
+        return [json.loads(line)["round"] for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    def await_rounds() -> None:
+        before = max(rounds(), default=0)
+        await_true(lambda: max(rounds(), default=0) >= before + 3)
+
+    def leave(job: subprocess.Popen[bytes]) -> None:
+        job.send_signal(signal.SIGUSR2)
+        assert job.wait(30) == 75
+
+    jobs = [start(0)]
+    try:
+        await_true((tmp_path / "lighthouse").exists)
+        jobs.append(start(1))
+        await_rounds()
+        leave(jobs[0])
+        jobs[0] = start(0)
+        await_rounds()
+        leave(jobs[0])
+        await_true(lambda: "needs 2 of 3 cells, and cell 1 met" in logs())
+        leave(jobs[1])
+        jobs[:] = start(0), start(1)
+        await_rounds()
+        for job in jobs:
+            leave(job)
+    finally:
+        for job in jobs:
+            job.kill()
+            job.wait()
+    assert "may hold a later model" not in logs()
+    assert len({*rounds()}) == len(rounds())

@@ -107,6 +107,22 @@ def test_who_has_been_in_all_meetings_knows_that_nobody_went_on_without_it() -> 
     assert again(7, 8, same_lighthouse=False) == told
 
 
+def test_the_next_life_of_a_cell_votes_for_one_that_has_ended_in_order() -> None:
+    version = agreed(4, 0, 1)
+    told = "cell 2 may hold a later model than round 4; it is waited for"
+    here = record(1, version)
+    # Cell 0, with which the lighthouse went, is back.
+    assert meet(record(0, version, number=1), here).refusal == told
+    assert not meet(record(0, version, number=1, inherited=(life(0),)), here).refusal
+    # Both are back.
+    again = [record(cell, version, number=1, inherited=(life(cell),)) for cell in (0, 1)]
+    assert not meet(*again).refusal
+    assert meet(replace(again[0], inherited=()), again[1]).refusal == told
+    # Of a version that is not the one they go on from it says nothing.
+    older = record(0, agreed(3, 0, 1), number=1, inherited=(life(0),))
+    assert meet(older, here).refusal == told
+
+
 def test_an_old_checkpoint_does_not_outvote_who_may_be_alive() -> None:
     old = agreed(4, 0, 1, 2)
     assert "cell 2 may hold a later model" in meet(record(0, old, number=1), record(1, old, number=1)).refusal
@@ -206,6 +222,7 @@ class Job:
     living: tuple[str, ...] | None = None  # what it has seen when it asked, and waits since
     met: int = 0  # the number of the last meeting that it was in
     lighthouses: tuple[int, int] = (-1, -1)  # which has formed the epoch of its version, and of its doubt
+    inherited: tuple[Version, tuple[str, ...]] = (START, ())  # a version, and lives that have left it their votes
 
 
 class Federation(RuleBasedStateMachine):
@@ -222,6 +239,7 @@ class Federation(RuleBasedStateMachine):
         self.lives = [0] * cells
         self.saved: dict[int, tuple[Version, frozenset[str]]] = {}
         self.contents: dict[Version, frozenset[str]] = {}
+        self.votes: dict[int, tuple[Version, tuple[str, ...]]] = {}
         for cell in range(max(1, cells - late)):
             self.start(cell, False)
 
@@ -237,6 +255,7 @@ class Federation(RuleBasedStateMachine):
         if uses_checkpoint and cell in self.saved:
             version, model = self.saved[cell]
         self.jobs[cell] = Job(own, number, Standing(version), model)
+        self.jobs[cell].inherited = self.votes.pop(cell, (START, ()))
 
     @rule(cell=st.integers(0, 4), fate=st.sampled_from(["dies", "is started again", "is started from a checkpoint"]))
     def fail(self, cell: int, fate: str) -> None:
@@ -244,6 +263,22 @@ class Federation(RuleBasedStateMachine):
         self.jobs.pop(cell, None)
         if fate != "dies":
             self.start(cell, fate == "is started from a checkpoint")
+
+    @precondition(lambda self: self.jobs)
+    @rule(cell=st.integers(0, 4), comes_back=st.booleans())
+    def leave(self, cell: int, comes_back: bool) -> None:
+        """Let a cell end in order, between rounds: what it has saved has its vote, once."""
+        cell %= self.cells
+        job = self.jobs.get(cell)
+        if job is None or job.standing.doubt is not None:
+            return
+        self.save(cell)
+        version, lives = job.inherited
+        lives = (job.life, *(lives if version == job.standing.version else ()))
+        self.votes[cell] = job.standing.version, tuple(one for one in lives if one in job.standing.version.voters)
+        self.jobs.pop(cell)
+        if comes_back:
+            self.start(cell, True)
 
     @precondition(lambda self: len(self.saved) > 1)
     @rule()
@@ -305,6 +340,7 @@ class Federation(RuleBasedStateMachine):
                 job.restarts,
                 version=job.standing.version,
                 doubt=job.standing.doubt,
+                inherited=job.inherited[1] if job.inherited[0] == job.standing.version else (),
                 looks=job.looks,
                 living=self.living() if job.living is None else job.living,
                 met=job.met,
@@ -360,7 +396,9 @@ class Federation(RuleBasedStateMachine):
                 job.kept = frozenset() if cell in epoch.behind else job.kept
                 for other, alive in self.jobs.items():
                     holds = alive.standing.version
-                    is_old = not alive.has_begun and holds.created < epoch.base.created  # from a checkpoint
+                    base = epoch.base
+                    # From a checkpoint; where runs were begun anew, the one with more rounds goes on.
+                    is_old = not alive.has_begun and (holds.round, holds.created) < (base.round, base.created)
                     assert alive.model <= result or not holds.is_agreed or is_old, (
                         f"a round leaves out what cell {other} holds"
                     )

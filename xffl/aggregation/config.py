@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -19,11 +19,22 @@ from xffl.aggregation.hierarchical import Levels, read_levels
 from xffl.aggregation.options import check_merge
 from xffl.aggregation.report import RoundReport
 from xffl.checks import integer, one_of
+from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import sharded_parameters
 from xffl.errors import ConfigError
 from xffl.parallel.zero_view import is_cut
 
-__all__ = ["RoundArguments", "RoundConfig", "check_stepped", "parse_round_config", "validate_round_config"]
+if TYPE_CHECKING:
+    from xffl.aggregation.exports import FileRound
+
+__all__ = [
+    "RoundArguments",
+    "RoundConfig",
+    "check_stepped",
+    "file_round",
+    "parse_round_config",
+    "validate_round_config",
+]
 
 
 @dataclass(frozen=True)
@@ -224,3 +235,19 @@ def _parse_delay(delay: object, schedule: Schedule) -> int:
     """Return the delay, which must end before the next round is due."""
     most = schedule.every - 1 if isinstance(schedule, EverySteps) else None
     return integer("delay", delay, 0, most, hint="give local steps, fewer than every")
+
+
+def file_round(model: nn.Module, state: DistributedState, config: RoundConfig, asked: RoundArguments) -> FileRound:
+    """Return what a job that is one cell gives to a round over files."""
+    if config.client is not None or config.delay or not isinstance(asked.aggregator, Mapping | None):
+        raise ConfigError(
+            f"this job is one cell by itself, whose rounds go over files, but client is {config.client}, delay "
+            f"{config.delay} and aggregator {asked.aggregator!r}; give keywords for the aggregator, and leave the "
+            "others out"
+        )
+    # Rounds over files read and write checkpoints, which rounds over a network do without.
+    from xffl.aggregation.exports import FileRound, RoundPlan
+
+    options = dict(asked.aggregator or {})
+    policies = options.pop("policies", None)
+    return FileRound(model, state, RoundPlan(asked.algorithm, options), policies)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -160,15 +161,15 @@ class ElasticAggregator:
         if self._aggregator is not None:
             self._aggregator.check()
 
-    def join(self, prepare: Callable[[], None] | None = None) -> None:
+    def join(self, prepare: Callable[[], None] | None = None, *, is_stopping: Callable[[], bool] | None = None) -> None:
         """Take over the model of the cells that are there, or give them this one's; collective over the cell.
 
         The cells that begin a federation take the model of the lowest of them. A cell that comes late waits until the
-        others make their next round. ``prepare`` is called before each try.
+        others make their next round. ``prepare`` is called before each try. Raises MeetingLeft where ``is_stopping``.
         """
         is_agreed = self._federation.standing.version.is_agreed
         while True:
-            if self.open() is not None:
+            if self.open(is_stopping=is_stopping) is not None:
                 return
             try:
                 self.participate(RoundInput(is_absent=is_agreed, prepare=prepare))
@@ -176,12 +177,20 @@ class ElasticAggregator:
             except RoundBroken:
                 continue  # with those that are left
 
-    def open(self, *, is_finished: bool = False, told: Mapping[str, Any] | None = None) -> RoundReport | None:
+    def open(
+        self,
+        *,
+        is_finished: bool = False,
+        told: Mapping[str, Any] | None = None,
+        is_stopping: Callable[[], bool] | None = None,
+    ) -> RoundReport | None:
         """Meet the other cells for a round; collective over the cell. One try to make it has to follow.
 
         Returns the report of the round before where this cell was in doubt of it, and it was taken; it stands then.
         ``is_finished`` says that this cell leaves after the round; ``told`` are plain values that all members learn by
-        the round's report, the same on all ranks of the cell. Raises RoundError where the others do not come.
+        the round's report, the same on all ranks of the cell. ``is_stopping`` is asked on the cell's first rank
+        while others are waited for. Raises MeetingLeft where it says so: there is no round then, and the model is as it
+        was; RoundError where the others do not come.
         """
         if self.is_closed:
             raise StateError("this aggregator is closed; make another one")
@@ -192,7 +201,8 @@ class ElasticAggregator:
         start_round(self.rounds + 1)
         inject("meet")
         text = json.dumps(told) if told else ""
-        self._epoch, self._is_leaving = self._federation.meet(is_finished=is_finished, told=text), is_finished
+        self._epoch = self._federation.meet(is_finished=is_finished, told=text, is_stopping=is_stopping)
+        self._is_leaving = is_finished
         self.has_taken_over = False
         doubted, self._doubted = self._doubted, None
         if not self._federation.standing.settle(self._epoch, self._federation.cell):
@@ -462,6 +472,13 @@ class ElasticAggregator:
             self._aggregator = None
         self._doubted = None
         self._federation.standing.refuse()
+
+    def inherit_vote(self, file: Path) -> None:
+        """Take over what :meth:`close` has written in the life of this cell before this one, and will write; local.
+
+        Call it before joining, with a path in the cell's own folder.
+        """
+        self._federation.inherit_vote(file)
 
     def close(self) -> None:
         """Leave the other cells, which go on; local."""

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from xffl.aggregation.aggregator import Aggregator, PendingRound, check_given
 from xffl.aggregation.algorithms.clients import Client, check_step, set_up
 from xffl.aggregation.algorithms.schedules import Schedule
-from xffl.aggregation.config import RoundArguments, RoundConfig, check_stepped, parse_round_config
+from xffl.aggregation.config import RoundArguments, RoundConfig, check_stepped, file_round, parse_round_config
 from xffl.aggregation.contributions import (
     ContributionTracker,
     NormalizedSteps,
@@ -32,6 +32,7 @@ from xffl.aggregation.hierarchical import Levels
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
+from xffl.elastic.federation import MeetingLeft
 from xffl.errors import CheckpointError, ConfigError, RoundError, StateError, XfflError
 
 if TYPE_CHECKING:
@@ -96,7 +97,8 @@ class FederatedScaling:
     ``meetings`` are the rounds and checks that this rank has entered, ``before_final_rounds`` is called before it
     enters another one when it has finished. Delayed rounds start before the next step where ``defer_start`` is set. In
     an elastic federation ``tell`` is called before each round, on all ranks with the same result: plain values that all
-    cells of the round learn by its report (``told``).
+    cells of the round learn by its report (``told``). While other cells are waited for, ``is_stopping`` is asked on the
+    cell's first rank: if it is true there is no round, and MeetingLeft is raised where this cell has not joined yet.
     """
 
     def __init__(
@@ -126,7 +128,7 @@ class FederatedScaling:
             config = parse_round_config(model, optimizers, asked, cells=topology.cells, weight=weight)
             tell(f"{config}, weighed={weight is not None}")
             if state.lone_cell is not None and state.elastic is None:
-                self._over_files = _file_round(model, state, config, asked)
+                self._over_files = file_round(model, state, config, asked)
         is_alone = state.topology.cells == 1 and not state.is_federated_scaling_setup() and state.lone_cell is None
         if is_alone and state.rank == 0:
             print(NO_CELLS, file=sys.stderr, flush=True)  # a federation of one cell was reported at its set-up
@@ -143,6 +145,7 @@ class FederatedScaling:
         self._report: RoundReport | None = None
         self.before_final_rounds: Callable[[], None] | None = None
         self.tell: Callable[[], Mapping[str, Any]] | None = None
+        self.is_stopping: Callable[[], bool] | None = None
         self.meetings, self.local_steps, self.defer_start = 0, 0, False
         self._weight_taken = 0.0
         self._has_joined = True
@@ -165,6 +168,10 @@ class FederatedScaling:
         if self._aggregator is None:
             raise StateError("the aggregator is made on entering the with block; enter it first")
         return self._aggregator
+
+    @property
+    def _elastic(self) -> Any:  # an ElasticAggregator, whose module is not imported here
+        return self.aggregator
 
     @property
     def steps_left(self) -> int:
@@ -203,7 +210,8 @@ class FederatedScaling:
         self._note_start()
         self._is_entered = True
         # Hooks stay outside of a step that is compiled.
-        join, before, after = map(torch.compiler.disable, (self._join_first, self._before_step, self._after_step))
+        hooks = (lambda *unused: self.join(), self._before_step, self._after_step)
+        join, before, after = map(torch.compiler.disable, hooks)
         for optimizer in self._optimizers:
             self._handles += [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
         if self._state.elastic is not None:
@@ -257,9 +265,6 @@ class FederatedScaling:
             if failure is not None:
                 raise failure
 
-    def _join_first(self, *unused: Any) -> None:
-        self.join()
-
     def join(self) -> None:
         """Take over the model of an elastic federation, unless this was done since the block was entered or resumed.
 
@@ -269,10 +274,15 @@ class FederatedScaling:
             return
         self._has_joined = True
         self.meetings += 1
-        elastic: Any = self.aggregator
         client = self._config.client
-        with self._step_timer.paused():
-            elastic.join(None if client is None else client.before_round)
+        try:
+            with self._step_timer.paused():
+                self._elastic.join(None if client is None else client.before_round, is_stopping=self.is_stopping)
+        except MeetingLeft:
+            self._has_joined = False
+            if self.before_final_rounds is not None:
+                self.before_final_rounds()
+            raise
         if client is not None:
             client.after_round(is_dropped=False)
         self._forget_replaced()
@@ -439,9 +449,8 @@ class FederatedScaling:
 
     def _next_target(self, rounds: int) -> int:
         """Return how many local steps this cell makes until the next round; with rounds over files there is none."""
-        if self._over_files is not None:
-            return sys.maxsize
-        return self._config.local_steps(rounds, self._cell, self._report)
+        has_none = self._over_files is not None
+        return sys.maxsize if has_none else self._config.local_steps(rounds, self._cell, self._report)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         outer = enclosing_calls()
@@ -522,7 +531,12 @@ class FederatedScaling:
         if self._state.elastic is None:
             report = self.aggregator.participate(given, least_divergence=least)
         else:
-            report = self._elastic_round(given, is_finishing=is_finishing, gives_up=gives_up, least_divergence=least)
+            try:
+                report = self._elastic_round(
+                    given, is_finishing=is_finishing, gives_up=gives_up, least_divergence=least
+                )
+            except MeetingLeft:
+                return False  # its steps wait for the next round, also in a checkpoint
         # After the round: one that raises has taken nothing. Cells that may be lost learn then which part it was of.
         snapshot = self._tracker.snapshot(fragment if report is None else report.fragment)
         if report is None:
@@ -547,30 +561,35 @@ class FederatedScaling:
         self, given: RoundInput, *, is_finishing: bool, gives_up: bool, least_divergence: float | None
     ) -> RoundReport | None:
         """Make a round of an elastic federation, with the cells that are there, until one is taken."""
-        elastic: Any = self.aggregator
         while True:
-            self._take_up(elastic.open(is_finished=given.is_finished, told=self.tell and self.tell()))
+            self._take_up(self._meet(is_finished=given.is_finished))
             # The round before may only now be known to be taken: its steps have counted.
             given = self._round_input(is_finishing=is_finishing, gives_up=gives_up)
             try:
-                report: RoundReport | None = elastic.participate(given, least_divergence=least_divergence)
+                report: RoundReport | None = self._elastic.participate(given, least_divergence=least_divergence)
                 return report
             except RoundBroken:
-                self._put_back(self._tracker.snapshot(elastic.next_fragment))
+                self._put_back(self._tracker.snapshot(self._elastic.next_fragment))
 
     def _open_elastic(self) -> bool:
         """Meet the other cells for a delayed round; tell whether there is none, since this cell only catches up."""
-        elastic: Any = self.aggregator
-        self._take_up(elastic.open(told=self.tell and self.tell()))
-        if not elastic.is_behind:
+        try:
+            self._take_up(self._meet())
+        except MeetingLeft:
+            return True
+        if not self._elastic.is_behind:
             return False
         try:
-            report = elastic.participate(RoundInput(is_absent=True))
+            report = self._elastic.participate(RoundInput(is_absent=True))
         except RoundBroken:
-            self._put_back(self._tracker.snapshot(elastic.next_fragment))
+            self._put_back(self._tracker.snapshot(self._elastic.next_fragment))
         else:
             self._finish_round(self._tracker.snapshot(report.fragment), report)
         return True
+
+    def _meet(self, *, is_finished: bool = False) -> Any:
+        told = self.tell and self.tell()
+        return self._elastic.open(is_finished=is_finished, told=told, is_stopping=self.is_stopping)
 
     def _take_up(self, report: RoundReport | None) -> None:
         """End a doubt: the round before was taken, as its report says, or there was none."""
@@ -583,8 +602,7 @@ class FederatedScaling:
 
     def _put_back(self, snapshot: Snapshot) -> None:
         """Let steps wait for the next round that the last one has not taken, or keep them as long as it is in doubt."""
-        elastic: Any = self.aggregator
-        if elastic.is_in_doubt:
+        if self._elastic.is_in_doubt:
             self._doubted = snapshot
         else:
             self._tracker.rollback(snapshot)
@@ -680,19 +698,3 @@ class _DelayedRound:
             aggregator.discard()  # waits; interrupted, the round is still under way
             self._tracker.rollback(snapshot)
             self._under_way = None
-
-
-def _file_round(model: nn.Module, state: DistributedState, config: RoundConfig, asked: RoundArguments) -> FileRound:
-    """Return what a job that is one cell gives to a round over files."""
-    if config.client is not None or config.delay or not isinstance(asked.aggregator, Mapping | None):
-        raise ConfigError(
-            f"this job is one cell by itself, whose rounds go over files, but client is {config.client}, delay "
-            f"{config.delay} and aggregator {asked.aggregator!r}; give keywords for the aggregator, and leave the "
-            "others out"
-        )
-    # Rounds over files read and write checkpoints, which rounds over a network do without.
-    from xffl.aggregation.exports import FileRound, RoundPlan
-
-    options = dict(asked.aggregator or {})
-    policies = options.pop("policies", None)
-    return FileRound(model, state, RoundPlan(asked.algorithm, options), policies)

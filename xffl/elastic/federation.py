@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import socket
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +37,7 @@ from xffl.elastic.roster import CellRecord, Epoch, Standing, cells_text, check_a
 from xffl.errors import ConfigError, LaunchError, RoundError, StateError
 from xffl.topology import Topology
 
-__all__ = ["ElasticFederation", "RoundEnd"]
+__all__ = ["ElasticFederation", "MeetingLeft", "RoundEnd"]
 
 SLICE_S = 10.0
 """How often the leader tells the ranks of its cell that it still waits, so that none of them runs out of time."""
@@ -44,6 +47,10 @@ CONNECT_S = 10.0
 """How long the ranks of an epoch wait for each other to connect: all of them have just met."""
 MOST_TRIES = 5
 """Rounds that break, one behind the other, with the same members: they cannot reach each other then."""
+
+
+class MeetingLeft(Exception):
+    """This cell was asked to stop while it waited for other cells, and waits no longer; on all of its ranks."""
 
 
 class RoundEnd(IntEnum):
@@ -83,6 +90,9 @@ class ElasticFederation:
         self._group: CrossWorldGroup | None = None
         self._group_name = ""
         self._members: tuple[str, ...] = ()
+        self._vote: Path | None = None
+        self._inherited: tuple[str, tuple[str, ...]] = ("", ())  # a lineage, and earlier lives that ended with it
+        self._may_have_agreed = False  # this life has entered a round of which it does not know the end
         self._message_s = asked.message_timeout_s
         self._failures = 0
         self._said = ""
@@ -126,29 +136,38 @@ class ElasticFederation:
             if told[0]:
                 return
 
-    def meet(self, *, is_finished: bool = False, told: str = "") -> Epoch:
+    def meet(
+        self, *, is_finished: bool = False, told: str = "", is_stopping: Callable[[], bool] | None = None
+    ) -> Epoch:
         """Wait until cells have met that may make a round, and end this cell's doubt by what they have told.
 
         :param is_finished: Whether this cell leaves after the round.
         :param told: What all others learn of this cell, as JSON.
+        :param is_stopping: Asked on the cell's first rank whether the cell is to stop; it waits for nobody then, unless
+            it is in doubt.
         :return: The epoch.
         :raises RoundError: if no round came about in time.
+        :raises MeetingLeft: if the cell is to stop.
         """
         deadline = time.monotonic() + self._asked.meeting_timeout_s
         looks = 0
         while True:
-            epoch = self._ask(looks, deadline, is_finished=is_finished, told=told)
+            epoch = self._ask(looks, deadline, is_stopping, is_finished=is_finished, told=told)
             if epoch is not None and not epoch.refusal:
                 return epoch
             looks += epoch is not None and epoch.looks_again
 
-    def _ask(self, looks: int, deadline: float, **own: Any) -> Epoch | None:
+    def _ask(self, looks: int, deadline: float, is_stopping: Callable[[], bool] | None, **own: Any) -> Epoch | None:
         """Have the leader ask, and tell its answer to all ranks of the cell; ``None`` where there is none yet."""
-        told: list[Epoch | RoundError | ConfigError | None] = [None]
+        told: list[Epoch | RoundError | ConfigError | MeetingLeft | None] = [None]
+
+        def is_left() -> bool:
+            return is_stopping is not None and self.standing.doubt is None and is_stopping()
+
         if self._lighthouse is not None:
             try:
                 within_s = max(0.1, min(SLICE_S, deadline - time.monotonic()))
-                told[0] = epoch = self._ask_lighthouse(self._lighthouse, looks, within_s, **own)
+                told[0] = epoch = self._ask_lighthouse(self._lighthouse, looks, within_s, is_left, **own)
                 if epoch is not None and epoch.refusal:
                     self._say(epoch.refusal)
                     time.sleep(CELL_HEARTBEAT_TIMEOUT_S if epoch.looks_again else 0.5)
@@ -157,7 +176,9 @@ class ElasticFederation:
             except ConfigError as error:
                 told[0] = error
             is_waiting = told[0] is None or (isinstance(told[0], Epoch) and bool(told[0].refusal))
-            if is_waiting and time.monotonic() > deadline:
+            if is_waiting and is_left():
+                told[0] = MeetingLeft()
+            elif is_waiting and time.monotonic() > deadline:
                 told[0] = RoundError(
                     f"cell {self.cell} found no cells for a round within {self._asked.meeting_timeout_s:g} s: "
                     f"{self._said or 'cells that live have not come to it'}"
@@ -168,10 +189,12 @@ class ElasticFederation:
             raise answer
         return answer
 
-    def _ask_lighthouse(self, lighthouse: Lighthouse, looks: int, within_s: float, **own: Any) -> Epoch | None:
+    def _ask_lighthouse(
+        self, lighthouse: Lighthouse, looks: int, within_s: float, is_left: Callable[[], bool], **own: Any
+    ) -> Epoch | None:
         is_agreed = self.standing.version.is_agreed
         ended = {} if self._lives is None else self._lives.ended_cells()
-        meeting = lighthouse.meet(replace(self._record(looks, ended), **own), within_s)
+        meeting = lighthouse.meet(replace(self._record(looks, ended), **own), within_s, is_left)
         if meeting is None:
             return None
         # Those that make rounds already go on; what comes to them, or would begin a run with others, ends.
@@ -211,11 +234,16 @@ class ElasticFederation:
             standing.doubt,
             self._group_name,
             tuple(sorted({*standing.left, *ended})),
+            self._inherited_votes(),
             looks=looks,
             living=None if self._lives is None else self._lives.living(),
             total_weight=standing.total_weight,
             runtime=self._runtime,
         )
+
+    def _inherited_votes(self) -> tuple[str, ...]:
+        lineage, lives = self._inherited
+        return lives if lineage == self.standing.version.lineage else ()
 
     def _warn_of(self, meeting: Meeting, epoch: Epoch) -> None:
         for stranger in epoch.strangers:
@@ -258,6 +286,7 @@ class ElasticFederation:
         self._said = ""
         if epoch.lives != self._members:
             self._members, self._failures = epoch.lives, 0
+        self._may_have_agreed = True
         if epoch.keeps_group and self._group is not None:
             return Place(topology, first, self._group, False)
         self.drop()
@@ -322,6 +351,7 @@ class ElasticFederation:
         else:
             most = RoundEnd.REFUSED if most is RoundEnd.REFUSED else RoundEnd.BROKEN
             self.standing.refuse()
+        self._may_have_agreed = most is RoundEnd.IN_DOUBT
         if least < RoundEnd.TAKEN and (most is not RoundEnd.REFUSED):
             self.drop()
         if most in (RoundEnd.BROKEN, RoundEnd.IN_DOUBT):
@@ -354,6 +384,34 @@ class ElasticFederation:
         self.drop()
         if self._lighthouse is not None:
             self._lighthouse.leave()
+            self._leave_vote()
+
+    def inherit_vote(self, file: Path) -> None:
+        """Take what the life of this cell before has left in a file, and leave it there for the next one; local.
+
+        Where a life ends between rounds it has agreed on nothing behind its version, and the next life of its cell may
+        vote in its place: else the others would wait for who may have gone on with it. A vote is read once.
+        """
+        if self._lighthouse is None:
+            return
+        self._vote = file
+        with suppress(OSError, ValueError, KeyError, TypeError):  # without a vote the others are waited for
+            told = json.loads(file.read_text())
+            file.unlink()
+            self._inherited = str(told["lineage"]), tuple(map(str, told["lives"]))
+
+    def _leave_vote(self) -> None:
+        """Write this life's vote, and those that it has inherited and not used, for the next life of its cell."""
+        version = self.standing.version
+        if self._vote is None or not version.is_agreed or self._may_have_agreed:
+            return
+        lives = [life for life in (self.life, *self._inherited_votes()) if life in version.voters]
+        if not lives:
+            return
+        beside = self._vote.with_name(f".{self._vote.name}.partial")
+        with suppress(OSError):
+            beside.write_text(json.dumps({"lineage": version.lineage, "lives": lives}) + "\n")
+            beside.replace(self._vote)
 
 
 def _cell_text(life: str) -> str:

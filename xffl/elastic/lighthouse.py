@@ -21,7 +21,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -96,8 +96,8 @@ class Lighthouse:
         if place.startswith("file:"):
             threading.Thread(target=self._follow, name="xffl-lighthouse", daemon=True).start()
 
-    def meet(self, record: CellRecord, within_s: float) -> Meeting | None:
-        """Ask who else wants a round, and wait for the answer; ``None`` where there is none yet.
+    def meet(self, record: CellRecord, within_s: float, is_left: Callable[[], bool] = lambda: False) -> Meeting | None:
+        """Ask who else wants a round, and wait for the answer; ``None`` where there is none yet, or ``is_left``.
 
         The next call goes on waiting for it; it may have another record only where this one has returned a meeting.
         Raises LaunchError where the lighthouse does not answer.
@@ -113,6 +113,8 @@ class Lighthouse:
             except queue.Empty:
                 if self._asked_at not in (None, self._url):
                     self._answers = None  # another lighthouse has taken the place of the one that was asked
+                if is_left():
+                    return None
                 if time.monotonic() < deadline:
                     continue
                 if self._trouble is None:

@@ -13,6 +13,7 @@ voters
     the lowest cell, by all of these cells in whatever life where one has been in all meetings since, or by all known
     cells: so no two parts of a federation go on from one version without each other's knowledge. Where each cell sees
     which lives of all cells have not ended (they are on one machine), those that live go on however few they are.
+    A life that ends in order leaves its vote to the next life of its cell: it has agreed on nothing later.
 doubt
     What a cell is in that has said yes to a round and could not learn whether all have. It holds both models: that of
     before, and what the round has made. Where a cell that was there has refused the round, nobody has taken it. Else
@@ -70,6 +71,9 @@ class CellRecord:
     doubt: Version | None = None  # what it holds too, if the round in doubt was taken
     group: str = ""  # the name of the process group that it still has, whole
     left: tuple[int, ...] = ()  # cells that have finished and left
+    inherited: tuple[
+        str, ...
+    ] = ()  # earlier lives of its cell that have ended with its version, and left it their votes
     is_finished: bool = False  # it leaves after the next round
     looks: int = 0  # how often it has asked since its last round and found somebody missing
     same_lighthouse: bool = False  # the lighthouse is the one that formed the epoch of its version, and of its doubt
@@ -101,6 +105,7 @@ class CellRecord:
                     "version": Version.from_plain(plain["version"]),
                     "doubt": None if doubt is None else Version.from_plain(doubt),
                     "left": tuple(plain["left"]),
+                    "inherited": tuple(plain["inherited"]),
                     "living": None if plain["living"] is None else tuple(plain["living"]),
                     "runtime": Runtime(**plain["runtime"]),
                 }
@@ -171,6 +176,12 @@ class Epoch:
     def left(self) -> tuple[int, ...]:
         """Return the cells that have left before this epoch."""
         return tuple(sorted({cell for member in self.members for cell in member.left} - {*self.cells}))
+
+    @property
+    def votes(self) -> frozenset[str]:
+        """Return the lives whose votes are here: those of its members, and what holders of its base have inherited."""
+        left = (life for member in self.members if member.version == self.base for life in member.inherited)
+        return frozenset((*self.lives, *left))
 
     @property
     def next_left(self) -> tuple[int, ...]:
@@ -295,9 +306,9 @@ def _refusal(epoch: Epoch, least: int | None, number: int) -> str:
         return f"no cell here holds an agreed model, and {cells_text(absent)} may; it is waited for"
     # Those whose lives have ended may have gone on, if they were half of the voters, with any cell that is not here.
     voters = sorted((life for life in epoch.base.voters if cell_of(life) not in epoch.left), key=cell_of)
-    here = [life for life in voters if life in epoch.lives]
+    here = [life for life in voters if life in epoch.votes]
     # Of two halves the one with the lowest cell goes on; of two cells each, or the loss of one would end the run.
-    is_half = 2 * len(here) == len(voters) and (known == 2 or voters[0] in here)
+    is_half = 2 * len(here) == len(voters) and (known == 2 or (bool(here) and here[0] == voters[0]))
     # Nor have they where one of the last round has been in all meetings since: one without it has a number of its own.
     has_seen_all = any(
         member.life in here and member.version == epoch.base and member.same_lighthouse and number - member.met <= 1

@@ -28,6 +28,7 @@ from xffl.checkpoint.manager import CheckpointManager
 from xffl.cluster.launch.failure import ExitCode, note_failure
 from xffl.distributed.consistency import barrier, check_consistent, gather_objects, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
+from xffl.elastic.federation import MeetingLeft
 from xffl.errors import LaunchError, StateError
 from xffl.training.callbacks.checkpoint import CheckpointCallback
 from xffl.training.callbacks.progress import ProgressCallback, ending_line, name_of
@@ -123,6 +124,12 @@ class StopConsensus:
         self._thread.start()
 
     # The training's side
+
+    @property
+    def stop_point(self) -> StopPoint | None:
+        """Where all ranks stop, once this is decided."""
+        with self._changed:
+            return self._stop_point
 
     def proceed(self, step: int, rounds: int) -> StopPoint | None:
         """Say how far this rank goes now, unless it is decided where to stop; wait while the ranks decide.
@@ -338,6 +345,10 @@ class Preemption:
         """Who asked, once this rank has come to where all stop; ``None`` before."""
         return None if self._reached is None else self._reached.reason
 
+    def is_stopping(self) -> bool:
+        """Tell whether it is decided where to stop, which may be behind the step that is being made; local."""
+        return self._consensus is not None and self._consensus.stop_point is not None
+
     def follow(self, rounds: FederatedScaling, save: Callable[[], None]) -> None:
         """Take rounds into account, from now on; local, before the first step, on all ranks.
 
@@ -349,6 +360,7 @@ class Preemption:
         self._local_steps, self._rounds_foreseen = rounds.local_steps, rounds.meetings + 1
         if self.signals:
             rounds.before_final_rounds = self._before_final_rounds
+            rounds.is_stopping = self.is_stopping
 
     def is_due(self, step: int) -> bool:
         """Tell whether to stop here, where nothing of a step is open; local.
@@ -511,6 +523,17 @@ class PreemptionMixin(StateMixin, ValidationMixin):
         if (rounds := self.find_rounds()) is not None:
             self.preemption.follow(rounds, self._save_and_tell)
         self.leave_if_due()
+
+    def take_place(self) -> bool:
+        """Join the other cells of an elastic run, or leave where that is asked for while they are waited for."""
+        if (rounds := self.find_rounds()) is not None:
+            rounds.is_stopping = self.preemption.is_stopping
+        try:
+            return super().take_place()
+        except MeetingLeft:
+            self._first_step = self.global_step
+            self.leave_if_due()
+            raise
 
     def leave_if_due(self) -> None:
         """Save and raise :class:`PreemptedExit`, where this is due after the step that was made.
