@@ -179,8 +179,8 @@ class FederatedScaling:
         counts for its part of the model. A cell of an elastic federation that takes the model over takes this, too.
         With levels only the rounds of this facility's lowest one are known.
         """
-        rounds: Any = self._aggregator  # None where they go over files
-        is_elastic = self._state.elastic is not None
+        rounds: Any = self._aggregator  # None where they go over files, and before the with block
+        is_elastic = self._state.elastic is not None and rounds is not None
         return float(rounds.total_weight) if is_elastic else self._weight_taken / getattr(rounds, "fragments", 1)
 
     @property
