@@ -375,7 +375,7 @@ class FederatedScaling:
             )
         if self._over_files is None:
             self.aggregator.load_state_dict(state["aggregator"])  # drops a round under way
-        self._has_joined = False
+        self._has_joined, self._doubted = False, None
         self._delayed = _DelayedRound(self._config, self._tracker)
         if client is not None:
             client.load_state_dict(state["client"])
