@@ -199,6 +199,7 @@ def member(rank: int, world: int, plan: Plan) -> Told:
         keywords: dict[str, Any] = {"every": 2, "weight": weight} | plan.keywords | {"client": client}
         scaling = xffl.FederatedScaling(model, optimizer, state, on_round=on_round, aggregator=plan.options, **keywords)
         generator = torch.Generator().manual_seed(rank)
+        assert scaling.total_weight == 0.0
         with scaling:
             if plan.checkpoints and not plan.saves:
                 weights, rounds = torch.load(f"{plan.checkpoints}/{cell}.pt", weights_only=False)

@@ -52,7 +52,7 @@ def weighted(state: xffl.DistributedState, aggregator: xffl.Aggregator) -> xffl.
 
 
 def rounds(state: xffl.DistributedState, count: int, **options: Any) -> tuple[nn.Module, xffl.Aggregator, Any]:
-    model = build(state)
+    model, report = build(state), None
     aggregator = xffl.Aggregator(model, state, **options)
     for number in range(count):
         moved(model, state, number)
@@ -385,6 +385,12 @@ def wrong_states(rank: int, world_size: int) -> None:
     ):
         with pytest.raises(xffl.CheckpointError, match=reason):
             again.load_state_dict(given)
+    # Before its first step a server keeps nothing for each element, so that there is less to put together.
+    for other in (rounds(state, 0, server="fedadam", server_step=step)[1] for step in ("owner", "everywhere")):
+        with pytest.raises(
+            xffl.CheckpointError, match="rank 0: by owners, after round 2; rank 1: by .* after round 0;"
+        ):
+            again.load_state_dict(other.state_dict() if rank == 1 else saved)
     with pytest.raises(xffl.CheckpointError, match="7 fragments"):  # where another one has a file that is damaged
         again.load_state_dict({**saved, "fragments": 7} if rank == 1 else saved)
     again.load_state_dict(saved)

@@ -404,16 +404,17 @@ class ElasticAggregator:
         given = ""
         if self._federation.cell == epoch.first:
             given = _encode({"agreed": model.plain_state(), "privacy": self._privacy})
-        texts = [text for text in all_gather_json(given, torch.device("cpu"), scope.cross_world) if text]
-        # A rank that holds nothing of the model has no optimizer either.
-        told = max(map(_decode, texts), key=lambda one: len(one["agreed"]["optimizers"]))
-        state: dict[str, Any] = told["agreed"]
+        texts = all_gather_json(given, torch.device("cpu"), scope.cross_world)
+        told = [_decode(text) for text in texts if text]
+        # A rank that holds nothing of a fragment has no optimizer for it; others of its cell have.
+        optimizers = {part: one for each in told for part, one in each["agreed"]["optimizers"].items()}
+        state: dict[str, Any] = {"model": {}, "optimizers": optimizers}
         if self._federation.cell in epoch.behind:
-            own = {part: one for part, one in state["optimizers"].items() if part in model.fragments}
+            own = {part: one for part, one in optimizers.items() if part in model.fragments}
             model.load_plain_state({"optimizers": own})
         source, *targets = map(epoch.index_of, (epoch.first, *epoch.behind))
         aggregator.share_global_model(state, source, targets)
-        spent: dict[str, Any] | None = told["privacy"]
+        spent: dict[str, Any] | None = told[0]["privacy"]
         return spent
 
     def _agreed(self) -> dict[str, Any]:
@@ -468,9 +469,8 @@ class ElasticAggregator:
         if self.under_way is not None:
             self.under_way.discard()
             self.under_way = None
-            self._federation.drop()
-            self._aggregator = None
-        self._doubted = None
+        self._federation.drop()  # the next round's aggregator goes on from what is loaded, and is brought up anew
+        self._aggregator = self._doubted = None
         self._federation.standing.refuse()
 
     def inherit_vote(self, file: Path) -> None:

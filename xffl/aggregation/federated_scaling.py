@@ -186,8 +186,8 @@ class FederatedScaling:
         counts for its part of the model. A cell of an elastic federation that takes the model over takes this, too.
         With levels only the rounds of this facility's lowest one are known.
         """
-        rounds: Any = self._aggregator  # None where they go over files
-        is_elastic = self._state.elastic is not None
+        rounds: Any = self._aggregator  # None where they go over files, and before the with block
+        is_elastic = self._state.elastic is not None and rounds is not None
         return float(rounds.total_weight) if is_elastic else self._weight_taken / getattr(rounds, "fragments", 1)
 
     @property
@@ -385,7 +385,7 @@ class FederatedScaling:
             )
         if self._over_files is None:
             self.aggregator.load_state_dict(state["aggregator"])  # drops a round under way
-        self._has_joined = False
+        self._has_joined, self._doubted = False, None
         self._delayed = _DelayedRound(self._config, self._tracker)
         if client is not None:
             client.load_state_dict(state["client"])

@@ -63,6 +63,8 @@ class ServerOptimizer:
     device: str | torch.device | None = None
     kept_names: tuple[str, ...] = field(init=False, repr=False, compare=False)
     """What the optimizer keeps for each element, by the names in its state."""
+    number_names: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    """What it keeps as one number for all elements."""
     _text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -77,9 +79,8 @@ class ServerOptimizer:
                     f"device {self.device!r} of the server is not here ({reason}); give cpu or another"
                 ) from wrong
             object.__setattr__(self, "device", torch.device(self.device))  # without a number: each rank's current one
-        text, kept = self._try_out()
-        object.__setattr__(self, "_text", text)
-        object.__setattr__(self, "kept_names", kept)
+        for name, value in zip(("_text", "kept_names", "number_names"), self._try_out(), strict=True):
+            object.__setattr__(self, name, value)
 
     def __str__(self) -> str:
         return self._text
@@ -100,10 +101,10 @@ class ServerOptimizer:
             raise ConfigError(f"schedule {_title(self.schedule)} must make an LRScheduler, but makes {made!r}")
         return made
 
-    def _try_out(self) -> tuple[str, tuple[str, ...]]:
+    def _try_out(self) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
         """Step a few numbers as one tensor, as two ranks' pieces, and as two pieces that take turns.
 
-        Returns what was made, as text, and the names of what it keeps for each element.
+        Returns what was made, as text, and the names of what it keeps for each element, and for all of them.
         """
         title = _title(self.factory)
         for parent in inspect.getmro(self.factory) if inspect.isclass(self.factory) else ():
@@ -112,7 +113,7 @@ class ServerOptimizer:
         # Uneven, so that means and norms of the pieces differ from those of the whole.
         start = torch.tensor([3.0, -0.5, 0.02, 7.0, -1.0, 0.3, 40.0], dtype=torch.float64, device="cpu")
         try:
-            [whole], text, kept = self._probe([start])
+            [whole], text, state = self._probe([start])
             pieces = torch.cat([piece for part in (start[:2], start[2:]) for piece in self._probe([part])[0]])
             in_turn = torch.cat(self._probe([start[:2], start[2:]])[0])
         except XfflError:
@@ -127,9 +128,10 @@ class ServerOptimizer:
             raise ConfigError(
                 _refusal(title, "it is stepped once for each bucket, and keeps more than what is in its state")
             )
-        return text, kept
+        kept = {name for name, one in state.items() if getattr(one, "shape", None) == start.shape}
+        return text, tuple(sorted(kept)), tuple(sorted(state.keys() - kept))
 
-    def _probe(self, pieces: list[torch.Tensor]) -> tuple[list[torch.Tensor], str, tuple[str, ...]]:
+    def _probe(self, pieces: list[torch.Tensor]) -> tuple[list[torch.Tensor], str, dict[str, Any]]:
         """Make some steps of pieces of one tensor that take turns; return them, what was made, and what it keeps."""
         pieces = [piece.clone() for piece in pieces]
         tensor = torch.cat(pieces)
@@ -157,8 +159,7 @@ class ServerOptimizer:
         # A schedule may be any function; its first rates tell more than the data that it holds.
         text += "" if schedule is None else f", first rates {_plain(rates)}"
         text += "" if self.device is None else f", on {torch.device(self.device).type}"
-        kept = [name for name, one in states[0].items() if getattr(one, "shape", None) == pieces[0].shape]
-        return pieces, text, tuple(sorted(kept))
+        return pieces, text, states[0]
 
 
 def server_of(spec: object) -> ServerOptimizer | None:

@@ -86,8 +86,10 @@ class GlobalModel:
             for transfer in self._transfers
             if self.is_owned and keeps_agreed and transfer.is_sender
         }
+        self._sizes = {number: len(values) for number, values in self._values.items()}
         self._own_step: _OwnStep | None = None
-        self._kept = () if server is None or not self.has_owners else server.kept_names
+        self._kept = () if server is None else server.kept_names
+        self._numbers = () if server is None else server.number_names
         self._spare: dict[tuple[int, str], torch.Tensor] = {}
         """Where owners prepare a step, by transfer and what the optimizer keeps there; the values have no name."""
         self._landing: dict[int, torch.Tensor] = {}
@@ -202,12 +204,18 @@ class GlobalModel:
     def prepare_step(self, fragment: int, means: Mapping[int, torch.Tensor], scale: float) -> None:
         """Take the step of what this rank owns, in the means; it counts once :meth:`commit_step` is called; local."""
         self._own_step = None  # of a round that was not taken
-        values, *kept = (self._spares(fragment, name) for name in ("", *self._kept))
-        states = {number: {name: one[number] for name, one in zip(self._kept, kept, strict=True)} for number in values}
-        new = _OwnStep(fragment, values, states, {})
+        new = _OwnStep(fragment, self._spares(fragment, ""), {}, {})
         for transfer, bucket, stepped in self._advance(means, scale, new):
             part = transfer.parts(bucket)[transfer.cell]
             means[transfer.number][bucket.start + part.start : bucket.start + part.stop].copy_(stepped)
+        for number, state in new.states.items() if not self.is_owned else ():
+            for name, value in state.items():
+                if self._is_of_elements(name, value, number) and value is not self._spare.get((number, name)):
+                    raise StateError(
+                        f"the server's optimizer keeps {name!r} ({value.dtype}) for each element, and owners hand "
+                        f"out what it kept when it was tried out: {', '.join(self._kept) or 'nothing'}, in fp32 or "
+                        "fp64; let it keep all from its first steps on, or give server_step='everywhere'"
+                    )
         self._own_step = new
 
     def handed_out(self, fragment: int) -> Iterator[Mapping[int, torch.Tensor] | None]:
@@ -241,12 +249,14 @@ class GlobalModel:
                 means[number].copy_(step.values[number])
             elif number in self._agreed:
                 self._agreed[number].copy_(means[number])
+            held, free = ({"": one.values[number], **one.states.get(number, {})} for one in (step, before))
             for name in ("", *self._kept):
-                free = before.values[number] if not name else before.states.get(number, {}).get(name)
-                if free is None or self._is_in_turn:  # of parts in turn, only one is prepared at a time
+                if held.get(name) is not self._spare[number, name]:
+                    continue  # the optimizer does not keep it yet
+                if name not in free or self._is_in_turn:  # of parts in turn, only one is prepared at a time
                     del self._spare[number, name]
                 else:
-                    self._spare[number, name] = free
+                    self._spare[number, name] = free[name]
 
     def _spares(self, fragment: int, name: str) -> dict[int, torch.Tensor]:
         return {transfer.number: self._spare[transfer.number, name] for transfer in self._of(fragment)}
@@ -313,7 +323,7 @@ class GlobalModel:
         self, old: _OwnStep, new: _OwnStep, number: int, values: torch.Tensor, gradient: torch.Tensor, start: int
     ) -> None:
         """Step values, which begin at an element of a transfer's tensor, and what the optimizer keeps for them."""
-        optimizer, kept, numel = self._optimizers[new.fragment], self._values[number], len(new.values[number])
+        optimizer, kept = self._optimizers[new.fragment], self._values[number]
         group, before, after = optimizer.param_groups[0], old.states.get(number, {}), new.states.setdefault(number, {})
         for cut, options in _cuts(optimizer, values):
             piece = slice(start + cut.start, start + cut.stop)
@@ -321,23 +331,37 @@ class GlobalModel:
             group.update({key: _copied(one) for key, one in old.options.items()} | options)
             optimizer.state.pop(kept, None)
             for key, value in before.items():
-                if not _is_of_elements(value, numel):
+                if not self._is_of_elements(key, value, number):
                     optimizer.state[kept][key] = _copied(value)
                     continue
                 if key not in after:
-                    after[key] = torch.empty_like(value)
+                    after[key] = self._room(number, key, value)
                 optimizer.state[kept][key] = _moved(value, after[key], piece)
             optimizer.step()
             group.update({key: old.options[key] for key in options})
             kept.grad = None
             for key, value in optimizer.state.get(kept, {}).items():
-                if not _is_of_elements(value, len(kept)):
+                if not self._is_of_elements(key, value, number, len(kept)):
                     after[key] = value
                     continue
                 if key not in after:
-                    after[key] = value.new_empty(numel)
+                    after[key] = self._room(number, key, value)
                 if (part := after[key][piece]).data_ptr() != value.data_ptr():
                     part.copy_(value)
+
+    def _room(self, number: int, name: str, like: torch.Tensor) -> torch.Tensor:
+        """Return memory for what the optimizer keeps for each element of a transfer, in the type of ``like``."""
+        spare = self._spare.get((number, name))
+        return spare if spare is not None and spare.dtype == like.dtype else like.new_empty(self._sizes[number])
+
+    def _is_of_elements(self, name: str, value: object, number: int, numel: int | None = None) -> bool:
+        """Tell whether the optimizer keeps a value for each element of a transfer, or of ``numel`` of its elements.
+
+        Of one element the shape does not tell; the server's name for it does.
+        """
+        numel = self._sizes[number] if numel is None else numel
+        is_alike = isinstance(value, torch.Tensor) and value.shape == (numel,)
+        return is_alike and (numel != 1 or name not in self._numbers)
 
     def _step_schedule(self, fragment: int) -> None:
         if fragment in self._schedules:
@@ -392,10 +416,10 @@ class GlobalModel:
         """Return :meth:`state_dict` without the tensors that are cut over ranks."""
         optimizers: dict[int, dict[str, Any]] = {}
         for fragment, optimizer in self._optimizers.items():
-            values = self._values[self._of(fragment)[0].number]
-            kept = optimizer.state.get(values, {})
+            number = self._of(fragment)[0].number
+            kept = optimizer.state.get(self._values[number], {})
             # What it keeps for each element, and not as a number for all.
-            of_elements = {key for key, value in kept.items() if _is_of_elements(value, len(values))}
+            of_elements = {key for key, value in kept.items() if self._is_of_elements(key, value, number)}
             schedule = self._schedules.get(fragment)
             optimizers[fragment] = {
                 "elements": {key: {} for key in sorted(of_elements)},
@@ -590,11 +614,6 @@ def _cuts(optimizer: Optimizer, values: torch.Tensor) -> list[tuple[slice, dict[
     vectors = numel - numel % VECTORS
     cuts = [(slice(0, vectors), {"fused": True}), (slice(vectors, numel), {})]
     return [cut for cut in cuts if cut[0].stop > cut[0].start] or cuts[1:]
-
-
-def _is_of_elements(value: object, numel: int) -> bool:
-    """Tell whether an optimizer keeps a value for each of so many elements, and not one for all."""
-    return isinstance(value, torch.Tensor) and value.shape == (numel,)
 
 
 def _whole(transfer: GroupTransfer) -> list[tuple[Bucket, slice]]:

@@ -88,13 +88,24 @@ def load_memory(
         check(state)
         load(state)
         return
-    with run_on_all_ranks("what the ranks have saved", group=world) as share:
+    with run_on_all_ranks("what the ranks have saved", describe=_describe_difference, group=world) as share:
         check(state)
-        share("by owners" if "owned" in state["agreed"] else "by all ranks")
+        share(f"by {'owners' if 'owned' in state['agreed'] else 'all ranks'}, after round {state['rounds']}")
     if "owned" in state["agreed"]:
         state = {**state, "agreed": _joined(exchange, model, state["agreed"])}
     with run_on_all_ranks("what the ranks have saved", group=world):
         load(state)
+
+
+def _describe_difference(told: Mapping[int, str]) -> CheckpointError:
+    """Name one rank for each kind of state that ranks have been given."""
+    ranks: dict[str, int] = {}
+    for rank, text in sorted(told.items()):
+        ranks.setdefault(text, rank)
+    shown = "; ".join(f"rank {rank}: {text}" for text, rank in ranks.items())
+    return CheckpointError(
+        f"the ranks' states are not of one checkpoint: saved {shown}; load those of one on all ranks"
+    )
 
 
 def _joined(exchange: Exchange, model: GlobalModel, state: Mapping[str, Any]) -> dict[str, Any]:

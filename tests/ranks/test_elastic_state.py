@@ -1,0 +1,114 @@
+"""States of elastic federations: loaded in the middle of a run, and brought to cells whose stages hold parts of it."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+
+import torch
+from torch import nn
+
+import xffl
+from tests.ports import free_port
+from tests.ranks.test_elastic import digest, lighthouse, pytestmark  # noqa: F401 - fixtures and marks of this module
+from tests.ranks.test_round import make_state
+from tests.worlds import be_launched, run_world
+from xffl.aggregation.contributions import Snapshot
+from xffl.aggregation.elastic import ElasticAggregator
+from xffl.aggregation.engine.consensus import RoundBroken, RoundInput
+from xffl.distributed import ElasticParameters
+from xffl.distributed.parameters import DeviceParameters
+
+
+def play(model: nn.Module, rounds: ElasticAggregator, cell: int, until: int) -> None:
+    """Make rounds between steps of the cell's own."""
+    while rounds.rounds < until:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.9).add_(0.1 * (1 + cell) + 0.01 * rounds.rounds)
+        rounds.open()
+        with suppress(RoundBroken):  # where the other cell has left
+            rounds.participate(RoundInput(1.0))
+
+
+def going_back(rank: int, world: int, url: str, ports: tuple[int, ...]) -> list[str]:
+    """Go on twice from one state: at once, and once more when rounds have been made behind it."""
+    be_launched(0, 1, ports[rank])
+    os.environ["XFFL_TOKEN"] = "the run's"
+    elastic = ElasticParameters(lighthouse=url)
+    with xffl.session(cell=rank, cells=world, elastic=elastic, timeout_s=60) as state:
+        torch.manual_seed(0)
+        model = xffl.shard(nn.Linear(5, 3), state)
+        rounds = ElasticAggregator(model, state, server="fedavgm:lr=0.5")
+        rounds.join()
+        play(model, rounds, rank, 3)
+        weights, saved = {name: one.clone() for name, one in model.state_dict().items()}, rounds.state_dict()
+        ends = []
+        for _ in range(2):
+            play(model, rounds, rank, 6)
+            ends.append(digest(model))
+            model.load_state_dict(weights)
+            rounds.load_state_dict(saved)
+        rounds.close()
+    return ends
+
+
+def test_a_state_that_is_loaded_in_the_middle_of_a_run_counts(lighthouse: str) -> None:  # noqa: F811
+    told = run_world(2, going_back, lighthouse, (free_port(), free_port()), init=False)
+    assert told[0] == told[1]
+    assert told[0][0] == told[0][1]
+
+
+def doubting(rank: int, world: int) -> None:
+    """Load a state while a round is in doubt, of which the loaded one knows nothing."""
+    model = nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with xffl.FederatedScaling(model, optimizer, make_state(rank, (1,), None), every=100) as scaling:
+        optimizer.step()
+        saved = scaling.state_dict()
+        scaling._doubted = Snapshot(fragment=0, steps=7, effort=7.0, amount=7.0, is_changed=True)
+        assert scaling.state_dict()["ledger"]["steps"] == [8]
+        scaling.load_state_dict(saved)
+        assert scaling.state_dict()["ledger"] == saved["ledger"]
+
+
+def test_a_state_that_is_loaded_ends_a_doubt() -> None:
+    run_world(1, doubting)
+
+
+class Stage(nn.Module):
+    """A stage of a pipeline, of which each holds one parameter, that is, one fragment."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        self.register_parameter("ab"[stage], nn.Parameter(torch.linspace(-1, 1, 7 - stage)))
+
+
+def in_stages(rank: int, world: int, url: str, ports: tuple[int, ...]) -> dict[int, str]:
+    """Be a stage of a cell, the second of which loses all that it has, and comes again."""
+    cell, stage = divmod(rank, 2)
+    be_launched(stage, 2, ports[cell])
+    os.environ["XFFL_TOKEN"] = "the run's"
+    shape, elastic, told = DeviceParameters(pp=2), ElasticParameters(lighthouse=url), {}
+    with xffl.session(cell=cell, cells=2, device_parameters=shape, elastic=elastic, timeout_s=60) as state:
+        for until in (4, 30) if cell else (30,):
+            model = Stage(stage)
+            rounds = ElasticAggregator(model, state, server="fedadam:lr=0.1", fragments=2)
+            rounds.join()
+            told.clear()
+            while rounds.rounds < until:
+                agreed = rounds.state_dict()["agreed"]
+                told[rounds.rounds] = repr((agreed["model"], agreed["optimizers"]))
+                play(model, rounds, cell, rounds.rounds + 1)
+                time.sleep(0.05)
+            rounds.close()
+    return told
+
+
+def test_a_late_cell_takes_over_servers_of_fragments_that_different_stages_hold(lighthouse: str) -> None:  # noqa: F811
+    told = run_world(4, in_stages, lighthouse, (free_port(), free_port()), init=False)
+    for stage in (0, 1):
+        early, late = told[stage], told[2 + stage]
+        assert 4 <= min(late) < 25
+        assert {number: early[number] for number in late} == late
