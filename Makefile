@@ -61,7 +61,7 @@ lint: $(INSTALLED) ## check style, types, imports and docstrings
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/pydoclint --config=pydoclint.toml xffl
 
-format: $(INSTALLED) ## put the code into the house format
+format: $(INSTALLED) ## format the code, and fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -69,19 +69,19 @@ docs: $(DOCS)/.installed ## build docs/_build/html; a warning is an error
 	$(DOCS)/bin/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	@echo docs/_build/html/index.html
 
-matrix: ## try each PyTorch and Python that is promised (an hour; ROWS="torch-2.11" for some), for the table in docs/install.rst
+matrix: ## test each supported PyTorch and Python (an hour; ROWS="torch-2.11" for some), for the table in docs/install.rst
 	$(PYTHON) tests/matrix.py $(ROWS)
 
-# Without .venv, which takes a network: with the Python that has PyTorch, and what `make wheels` has brought along.
+# Without .venv, which needs a network: uses the Python that has PyTorch, and the packages of `make wheels`.
 gpu: ## run the tests marked gpu on a machine without a network (docs/install.rst)
 	test -z "$(wildcard wheels/*.whl)" || $(PYTHON) -m pip install --quiet --no-index --no-deps --upgrade --target .gpu $(wildcard wheels/*.whl)
 	PYTHONPATH=.gpu $(PYTHON) -m pytest -m gpu -q -p no:cacheprovider $(GPU_TESTS)
 
-wheels: $(INSTALLED) ## gather into wheels/ what a machine with a GPU may lack, to be carried there
+wheels: $(INSTALLED) ## download into wheels/ the packages that a machine with a GPU may lack, to be copied there
 	$(BIN)/python -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 -c constraints.txt -d wheels \
 	jsonargparse cryptography cffi pycparser
 
-nccl: $(INSTALLED) ## hold all strategies and rounds against NCCL's rules, without a GPU (a quarter of an hour; docs/nccl.rst)
+nccl: $(INSTALLED) ## check all strategies and rounds against NCCL's rules, without a GPU (a quarter of an hour; docs/nccl.rst)
 	NCCL_ALL=1 $(BIN)/python -m pytest -q tests/ranks/test_nccl.py
 
 bench: $(INSTALLED) ## time rounds against raw collectives; writes runs/bench/

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -473,6 +474,13 @@ def test_drift_is_that_of_whole_weights(tmp_path: Path) -> None:
         assert by_rounds["relative"] == pytest.approx(measured["relative"], rel=1e-4)
         assert not by_rounds["cosine"]
     assert told[0]["copies"][0] == told[1]["copies"][0] != told[2]["copies"][0]
+    # Rounds record how far all cells had moved, weighted as they were averaged.
+    records = [json.loads(line) for line in (tmp_path / "norms/rounds/cell_0.jsonl").read_text().splitlines()]
+    both = list(zip(told[0]["norms"][0]["norm"], told[2]["norms"][0]["norm"], strict=False))
+    assert len(both) >= 3 and len(records) >= len(both)
+    for record, norms in zip(records, both, strict=False):
+        squares = sum(weight * norm**2 for weight, norm in zip(record["weights"], norms, strict=True))
+        assert record["divergence"] == {"rms": pytest.approx(math.sqrt(squares / sum(record["weights"])), rel=1e-9)}
 
 
 class Planted(Callback):

@@ -278,24 +278,6 @@ def unlike_processors(rank: int, world_size: int) -> None:
         served.aggregate()
 
 
-def broken_vote(rank: int, world_size: int) -> None:
-    """A vote that breaks off is remembered."""
-    state = make_state(rank, (1, 1), None)
-    aggregator = xffl.Aggregator(linear(), state)
-    gather = consensus.all_gather_status
-
-    def fail(*args: Any) -> None:
-        raise RuntimeError("the link is down")
-
-    consensus.all_gather_status = fail  # type: ignore[assignment]
-    with pytest.raises(xffl.RoundError, match="could not be opened.*the link is down"):
-        aggregator.aggregate()
-    consensus.all_gather_status = gather
-    assert not aggregator.can_go_on
-    with pytest.raises(xffl.StateError, match="cut off"):
-        aggregator.aggregate()
-
-
 def interrupted_in_place(rank: int, world_size: int) -> None:
     """What is interrupted while it writes into the model has torn it."""
     state = make_state(rank, (1, 1), None)
@@ -469,7 +451,7 @@ def connected(rank: int, world_size: int) -> None:
         *((2, case) for case in (failed_code, fragments_start_exact, measured, counted_apart, few_packed)),
         (2, merged_by_size),
         *((2, case) for case in (moved_meanwhile, counters, rounded_once, told_of_a_delay)),
-        *((2, case) for case in (unlike_processors, broken_vote, interrupted_in_place, other_start)),
+        *((2, case) for case in (unlike_processors, interrupted_in_place, other_start)),
         (3, masks_apart),
         *((4, case) for case in (home_bytes, slowest_rank, levels_tell, rails_of_little, connected)),
         *((4, case) for case in (norms_of_a_delay, found_by_one_shard)),

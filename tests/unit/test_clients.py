@@ -137,6 +137,7 @@ def test_clients_leave_sparse_gradients_sparse(kind: type[torch.optim.Optimizer]
         for is_sparse in (True, False) if kind is not torch.optim.SparseAdam else (True,):
             torch.manual_seed(0)
             table = nn.Embedding(5, 2, sparse=is_sparse)
+            start = table.weight.detach().clone()
             optimizer = kind(table.parameters(), lr=0.25)
             client = make()
             client.setup({"weight": table.weight}, [optimizer])
@@ -154,6 +155,8 @@ def test_clients_leave_sparse_gradients_sparse(kind: type[torch.optim.Optimizer]
             found.append(table.weight.detach().clone())
         for other in found[1:]:
             torch.testing.assert_close(found[0], other)
+        if kind is torch.optim.SparseAdam:
+            assert found[0][[0, 3]].equal(start[[0, 3]]) and not (found[0] == start)[[1, 2, 4]].any()
 
 
 def test_fedprox_without_a_pull_leaves_every_bit() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence, Sized
@@ -471,12 +472,21 @@ class BaseTrainer(PreemptionMixin, LoggerMixin):
             self._bytes_across += report.bytes_across
             if not report.is_skipped:
                 self.rounds, self.steps_since_round = report.round, 0
-            self.log_round(report)
+            self.log_round(report, divergence=_divergence_of(report))
             is_due = every is not None and report.round % every == 0 and not report.is_skipped
             if is_due and self.val_dataloader is not None:
                 self.measured_rounds = report.round
                 self.perform_validation_epoch(over="federation")
         return reports
+
+
+def _divergence_of(report: RoundReport) -> dict[str, float] | None:
+    """Return how far the cells were from their last common model, as a schedule by divergence sees it."""
+    total = math.fsum(report.weights)
+    if report.update_norms is None or total == 0.0:
+        return None
+    squares = math.fsum(weight * norm * norm for weight, norm in zip(report.weights, report.update_norms, strict=True))
+    return {"rms": math.sqrt(squares / total)}
 
 
 def _check_same(text: str, state: Mapping[str, Any]) -> None:
