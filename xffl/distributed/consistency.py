@@ -155,12 +155,18 @@ def _is_same_everywhere(own: object, group: Group | None) -> bool:
 
 @contextmanager
 def run_on_all_ranks(
-    what: str, *, convert: Convert = None, describe: Describe = None, group: Group | None = None
+    what: str,
+    *,
+    convert: Convert = None,
+    kinds: tuple[type[Exception], ...] = (Exception,),
+    describe: Describe = None,
+    group: Group | None = None,
 ) -> Iterator[Callable[[object], None]]:
     """Run a block that may fail on some ranks only, and leave it with the same error on all of them.
 
     Collective over the world, as :func:`check_consistent`, which ends the block: the block itself may not use a group
-    that a rank with an error has left. It gets a function that takes what the ranks must have in common.
+    that a rank with an error has left. It gets a function that takes what the ranks must have in common. ``convert``
+    makes errors of xffl of those of ``kinds``.
     """
     values = [""]
     error: XfflError | None = None
@@ -168,7 +174,7 @@ def run_on_all_ranks(
         yield lambda value: values.append(str(value))
     except XfflError as wrong:
         error = wrong
-    except Exception as wrong:  # whatever it is, the other ranks must hear of it
+    except kinds as wrong:  # whatever it is, the other ranks must hear of it
         if convert is None:
             raise
         error = convert(wrong)

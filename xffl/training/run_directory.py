@@ -28,7 +28,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, is_dataclass
 from datetime import datetime, timezone
 from importlib import metadata
@@ -303,17 +303,10 @@ def _keeper(file: Path, step: int | None, most: int | None) -> Callable[[int, st
     return is_kept
 
 
-@contextmanager
-def on_all_ranks(what: str) -> Iterator[Callable[[object], None]]:
+def on_all_ranks(what: str) -> AbstractContextManager[Callable[[object], None]]:
     """Run a block that writes into the folder, and fail on all ranks where it fails on one; collective."""
-
-    def convert(wrong: Exception) -> XfflError:
-        if not isinstance(wrong, OSError):
-            raise wrong
-        return ConfigError(f"experiment.output_dir cannot be written: {wrong}; give another one")
-
-    with run_on_all_ranks(what, convert=convert) as share:
-        yield share
+    wrong = "experiment.output_dir cannot be written: {}; give another one"
+    return run_on_all_ranks(what, convert=lambda error: ConfigError(wrong.format(error)), kinds=(OSError,))
 
 
 def _write(path: Path, text: str) -> None:

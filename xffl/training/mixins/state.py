@@ -168,13 +168,10 @@ class StateMixin(TrainerMixin):
             return False
         told: list[Mapping[str, Any] | None] = [None]
         file = Path(self.config.experiment.output_dir) / PLACE
-
-        def convert(wrong: Exception) -> CheckpointError:
-            return CheckpointError(
-                f"{file} cannot be read ({wrong}); remove it, and the cell starts from its checkpoint"
-            )
-
-        with run_on_all_ranks("places in the data", convert=convert):
+        advice = "remove it, and the cell starts from its checkpoint"
+        with run_on_all_ranks(
+            "places in the data", convert=lambda error: CheckpointError(f"{file} cannot be read ({error}); {advice}")
+        ):
             if self.state.rank == 0 and file.exists():
                 told[0] = torch.load(file, weights_only=True)
         dist.broadcast_object_list(told, src=0)
