@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from xffl.checks import group
+from xffl.checks import group, write_whole
 from xffl.errors import ConfigError
 from xffl.extras import optional_import
 from xffl.planning.figures import PALETTE, save, topology_figure
@@ -140,10 +140,7 @@ def write_report(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[
         ],
     )
     target = folder / "report.html"
-    # Readers never see half a page.
-    draft = folder / f".{target.name}.{os.getpid()}"
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(target)
+    write_whole(target, text)
     return Report(target, pictures, found)
 
 

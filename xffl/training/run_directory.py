@@ -40,6 +40,7 @@ import torch.distributed as dist
 
 from xffl import __version__
 from xffl.checkpoint.manager import check_checkpoints
+from xffl.checks import flattened, write_whole
 from xffl.cluster.hosts import describe_host
 from xffl.costs import EXCHANGE_FORMAT
 from xffl.distributed.consistency import gather_objects, gather_runtimes, holders_text, run_on_all_ranks
@@ -251,7 +252,7 @@ class RunDirectory:
     def _write_about(self, before: Mapping[str, Any] | None) -> None:
         """Write what the run is; ``before`` is its environment so far, where it goes on."""
         plain, origins, place = self._about
-        _write(self.path / "config.yaml", write_yaml(plain))
+        write_whole(self.path / "config.yaml", write_yaml(plain))
         above = {
             ".".join(words[:deep]) for words in (name.split(".") for name in origins) for deep in range(len(words))
         }
@@ -279,17 +280,6 @@ def plain_config(config: Any) -> dict[str, Any]:
     return plain
 
 
-def flattened(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested mappings by their dotted names, of which an empty mapping is one; local."""
-    values: dict[str, Any] = {}
-    for name, value in plain.items():
-        if isinstance(value, Mapping) and value:
-            values |= flattened(value, f"{prefix}{name}.")
-        else:
-            values[f"{prefix}{name}"] = value
-    return values
-
-
 def _keeper(file: Path, step: int | None, most: int | None) -> Callable[[int, str], bool]:
     """Return which lines of a file of records stay."""
     is_csv = file.suffix == ".csv"
@@ -309,15 +299,8 @@ def on_all_ranks(what: str) -> AbstractContextManager[Callable[[object], None]]:
     return run_on_all_ranks(what, convert=lambda error: ConfigError(wrong.format(error)), kinds=(OSError,))
 
 
-def _write(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    beside = path.with_name(f".{path.name}.partial")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
-
-
 def _write_json(path: Path, value: Any) -> None:
-    _write(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+    write_whole(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
