@@ -1,4 +1,4 @@
-"""Checks of arguments that every room makes."""
+"""Checks of arguments that every room makes, and what is as small and as common."""
 
 from __future__ import annotations
 
@@ -6,12 +6,27 @@ import difflib
 import math
 import numbers
 import operator
-from collections.abc import Iterable
-from typing import Any, TypeVar
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, TypeVar
 
 from xffl.errors import ConfigError, XfflError
 
-__all__ = ["closest", "group", "index_of", "integer", "integer_fields", "number", "one_of", "shorten"]
+__all__ = [
+    "closest",
+    "flattened",
+    "group",
+    "index_of",
+    "integer",
+    "integer_fields",
+    "number",
+    "one_of",
+    "shorten",
+    "write_whole",
+    "written_whole",
+]
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -109,6 +124,39 @@ def group(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
     for key, value in pairs:
         groups.setdefault(key, []).append(value)
     return groups
+
+
+def flattened(plain: Mapping[Any, Any], prefix: str = "", depth: int = 20) -> dict[str, Any]:
+    """Return the values of nested mappings by their dotted names, of which an empty mapping is one.
+
+    What is nested deeper is a value, too: YAML can nest a mapping in itself.
+    """
+    values: dict[str, Any] = {}
+    for name, value in plain.items():
+        if isinstance(value, Mapping) and value and depth:
+            values |= flattened(value, f"{prefix}{name}.", depth - 1)
+        else:
+            values[f"{prefix}{name}"] = value
+    return values
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[IO[bytes]]:
+    """Write a file whole or not at all, whoever else writes it: readers never see half of it."""
+    beside = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
+    try:
+        with beside.open("wb") as file:
+            yield file
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text so."""
+    with written_whole(path) as file:
+        file.write(text.encode())
 
 
 def index_of(value: Any) -> int | None:

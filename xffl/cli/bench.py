@@ -12,7 +12,7 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 
 from xffl.cli import execute
-from xffl.cli.main import HelpFormatter
+from xffl.cli.main import command_parser
 from xffl.cluster.environment import detect_environment, parse_sizes
 from xffl.cluster.launch.launchers import LAUNCHERS
 from xffl.errors import ConfigError
@@ -35,11 +35,10 @@ _PASSED_ON = ("megabytes", "repeats", "warmup", "device", "backend", "link_backe
 
 def build_parser() -> ArgumentParser:
     """Return the parser of the command's options."""
-    parser = ArgumentParser(
-        description="Time a ring, all-reduces over each kind of group, and a round with each form and codec, on "
-        "these ranks; all relative to one flat all-reduce over the world.",
-        epilog=_EXAMPLES,
-        formatter_class=HelpFormatter,
+    parser = command_parser(
+        "Time a ring, all-reduces over each kind of group, and a round with each form and codec, on these ranks; all "
+        "relative to one flat all-reduce over the world.",
+        _EXAMPLES,
     )
     parser.add_argument("--processes", type=int, metavar="N", help="processes to start on this machine")
     parser.add_argument("--federated", type=str, metavar="SIZES", help="ranks of each cell (2,2), or of all cells (2)")

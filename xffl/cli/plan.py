@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from jsonargparse import ArgumentParser, Namespace
 
 from xffl.checks import number
-from xffl.cli.main import HelpFormatter
+from xffl.cli.main import command_parser
 from xffl.cluster.cells import Arrangement, Federation, arrange, lone_cell, parse_federation
 from xffl.cluster.environment import complete_federation, sources_named
 from xffl.cluster.slurm.allocation import (
@@ -103,11 +103,10 @@ _NEEDED = ("params", "link_gbps", "link_ms", "step_s", "every")
 
 def build_parser() -> ArgumentParser:
     """Return the parser of the command's options."""
-    parser = ArgumentParser(
-        description="Draw a federation, count the traffic of a round and forecast its time, for any world, without "
-        "starting anything.",
-        epilog=_EXAMPLES,
-        formatter_class=HelpFormatter,
+    parser = command_parser(
+        "Draw a federation, count the traffic of a round and forecast its time, for any world, without starting "
+        "anything.",
+        _EXAMPLES,
     )
     parser.add_argument(
         "--federated",
@@ -528,10 +527,12 @@ def _describe_cell(options: Namespace, topology: Topology) -> dict[str, Any] | N
     asked += [name for name in ("strategy", "keep_gathered", "loss_parallel") if options[name]]
     if not asked:
         return None
+    from xffl.distributed.parameters import DeviceParameters
+
     cell = topology.sizes.index(min(topology.sizes))
     axes = _axes(options, topology, cell)
     told = {"cell": cell, "ranks": topology.sizes[cell], "axes": axes, "first_rank": topology.offsets[cell]}
-    told |= {"strategy": options.strategy or _strategy_of(axes), "zero_stage": _zero(options)}
+    told |= {"strategy": options.strategy or DeviceParameters(**axes).strategy, "zero_stage": _zero(options)}
     told |= dict.fromkeys(("memory", "total_bytes", "traffic", "strategies", "assumptions"))
     if options.params is not None:
         return told | _counted(options, topology, axes)
@@ -659,7 +660,7 @@ def _parse_mesh(text: str, axes: tuple[str, ...]) -> dict[str, Any]:
     return sizes
 
 
-def _axes(options: Namespace, topology: Topology, cell: int) -> dict[str, int]:
+def _axes(options: Namespace, topology: Topology, cell: int) -> dict[str, Any]:
     """Return the ranks along each axis in a cell."""
     from xffl.distributed.parameters import AXES
 
@@ -669,13 +670,6 @@ def _axes(options: Namespace, topology: Topology, cell: int) -> dict[str, int]:
     else:
         axes["dp_shard"] = topology.shards(cell)
     return axes | {"dp_replicate": topology.replicas(cell)}
-
-
-def _strategy_of(axes: dict[str, int]) -> str:
-    is_cut = any(size > 1 for axis, size in axes.items() if axis != "dp_replicate")
-    if axes["dp_replicate"] > 1:
-        return "hsdp" if is_cut else "ddp"
-    return "fsdp" if is_cut else "single"
 
 
 def _zero(options: Namespace) -> int:

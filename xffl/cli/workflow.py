@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from xffl.checks import integer
+from xffl.checks import integer, write_whole
 from xffl.cli.main import HelpFormatter, command_parser
 from xffl.errors import CheckpointError, ConfigError
 from xffl.workflow.documents import Facility, Workflow, parse_facilities, write_workflow
@@ -157,8 +156,5 @@ def _record(options: Namespace) -> None:
     told = json.loads(Path(options.metrics).read_text())
     folder = Path(options.results) / "metrics"
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"round_{told['round']}.json"
-    aside = target.with_name(f".{target.name}.{os.getpid()}")
-    aside.write_text(json.dumps(told, indent=1) + "\n")
-    aside.replace(target)
+    write_whole(folder / f"round_{told['round']}.json", json.dumps(told, indent=1) + "\n")
     print(f"round {told['round']}: " + ", ".join(f"{name} {value:.4g}" for name, value in told["metrics"].items()))

@@ -6,7 +6,7 @@ import hashlib
 import json
 import platform
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
 from datetime import timedelta
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from xffl import __version__, errors
+from xffl.checks import group
 from xffl.cluster.hosts import Runtime, format_refusal, group_by_runtime, own_format, runtime_table
 from xffl.distributed.collectives import CrossWorldGroup, Group, all_gather_json, all_reduce
 from xffl.distributed.sharding import bytes_of
@@ -101,9 +102,9 @@ def connect(groups: Iterable[Group | None], device: torch.device) -> None:
     NCCL connects a group in its first call, in which all its ranks must take part: where some send and others do not,
     that call would wait for ever.
     """
-    for group in dict.fromkeys(groups) if device.type != "cpu" else ():
-        if group is not None:
-            all_reduce(torch.zeros(1, device=device), group=group)
+    for one in dict.fromkeys(groups) if device.type != "cpu" else ():
+        if one is not None:
+            all_reduce(torch.zeros(1, device=device), group=one)
 
 
 T = TypeVar("T")
@@ -155,12 +156,18 @@ def _is_same_everywhere(own: object, group: Group | None) -> bool:
 
 @contextmanager
 def run_on_all_ranks(
-    what: str, *, convert: Convert = None, describe: Describe = None, group: Group | None = None
+    what: str,
+    *,
+    convert: Convert = None,
+    kinds: tuple[type[Exception], ...] = (Exception,),
+    describe: Describe = None,
+    group: Group | None = None,
 ) -> Iterator[Callable[[object], None]]:
     """Run a block that may fail on some ranks only, and leave it with the same error on all of them.
 
     Collective over the world, as :func:`check_consistent`, which ends the block: the block itself may not use a group
-    that a rank with an error has left. It gets a function that takes what the ranks must have in common.
+    that a rank with an error has left. It gets a function that takes what the ranks must have in common. ``convert``
+    makes errors of xffl of those of ``kinds``.
     """
     values = [""]
     error: XfflError | None = None
@@ -168,7 +175,7 @@ def run_on_all_ranks(
         yield lambda value: values.append(str(value))
     except XfflError as wrong:
         error = wrong
-    except Exception as wrong:  # whatever it is, the other ranks must hear of it
+    except kinds as wrong:  # whatever it is, the other ranks must hear of it
         if convert is None:
             raise
         error = convert(wrong)
@@ -314,9 +321,9 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 def _difference(gathered: list[tuple[str, str, tuple[str, str] | None]], describe: Describe) -> XfflError:
     """Make the one error that all ranks raise of what they have gathered."""
-    failures = {rank: failure for rank, (_, _, failure) in enumerate(gathered) if failure is not None}
+    failures = group((failure, rank) for rank, (_, _, failure) in enumerate(gathered) if failure is not None)
     if failures:
-        ((name, text), ranks), *others = _ranks_by_value(failures)
+        ((name, text), ranks), *others = failures.items()
         texts = [f"{text} ({ranks_text(ranks)} of {len(gathered)})"]
         texts += [f"{ranks_text(where)}: {other}" for (_, other), where in others[: SHOWN - 1]]
         more = [f"and {len(others) + 1 - SHOWN} other errors"] if len(others) >= SHOWN else []
@@ -325,20 +332,12 @@ def _difference(gathered: list[tuple[str, str, tuple[str, str] | None]], describ
     values = {rank: value if len(calls) == 1 else f"{what}: {value}" for rank, (what, value, _) in enumerate(gathered)}
     if describe is not None and len(calls) == 1:
         return describe(values)
-    by_value = _ranks_by_value(values)
-    shown = "; ".join(f"{ranks_text(ranks)}: {value}" for value, ranks in by_value[:SHOWN])
+    by_value = group((value, rank) for rank, value in values.items())
+    shown = "; ".join(f"{ranks_text(ranks)}: {value}" for value, ranks in list(by_value.items())[:SHOWN])
     if len(by_value) > SHOWN:
         shown += f"; and {len(by_value) - SHOWN} other values"
     what = calls.pop() if len(calls) == 1 else "calls"
     return ConfigError(f"ranks were given different {what}: {shown}; give all ranks the same")
-
-
-def _ranks_by_value(values: Mapping[int, T]) -> list[tuple[T, list[int]]]:
-    """Return each value with the ranks that have it, the first rank's value first."""
-    ranks: dict[T, list[int]] = {}
-    for rank, value in values.items():
-        ranks.setdefault(value, []).append(rank)
-    return list(ranks.items())
 
 
 def _rebuild(name: str, text: str) -> XfflError:

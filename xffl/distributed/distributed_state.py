@@ -35,7 +35,7 @@ from xffl.distributed.groups import (
     with_host_side,
 )
 from xffl.distributed.parameters import ElasticParameters
-from xffl.errors import ConfigError, StateError, TopologyError, XfflError
+from xffl.errors import ConfigError, StateError, TopologyError
 from xffl.topology import Topology
 
 __all__ = ["DEFAULT_TIMEOUT_S", "DistributedState", "create_device_mesh", "logger"]
@@ -654,13 +654,9 @@ def _comparison(what: str) -> AbstractContextManager[Callable[[object], None]]:
 
     An argument of a kind that no check expects is a :class:`ConfigError`, too.
     """
-
-    def unreadable(wrong: Exception) -> XfflError:
-        if not isinstance(wrong, (TypeError, ValueError)):
-            raise wrong
-        return ConfigError(f"{what} cannot be read: {wrong}")
-
-    return run_on_all_ranks(what, convert=unreadable)
+    return run_on_all_ranks(
+        what, convert=lambda wrong: ConfigError(f"{what} cannot be read: {wrong}"), kinds=(TypeError, ValueError)
+    )
 
 
 def _world() -> dist.ProcessGroup | None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
-from xffl.checks import index_of, number
+from xffl.checks import group, index_of, number
 from xffl.cluster.cells import Federation, check_federation, parse_cell, sizes_of_ranks
 from xffl.cluster.environment import (
     ProcessEnvironment,
@@ -546,9 +546,7 @@ def _check_gpus(device: torch.device, cells: Topology | None = None) -> None:
         return
     gpus: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
     dist.all_gather_object(gpus, (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)))
-    ranks_of: dict[tuple[str, str, int], list[int]] = {}
-    for rank, gpu in enumerate(gpus):
-        ranks_of.setdefault((*gpu, 0 if cells is None else cells.cell_of(rank)), []).append(rank)
+    ranks_of = group(((*gpu, 0 if cells is None else cells.cell_of(rank)), rank) for rank, gpu in enumerate(gpus))
     for (host, *_), sharing in ranks_of.items():
         if len(sharing) > 1:
             raise ConfigError(

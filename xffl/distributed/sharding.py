@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
+from xffl.checks import group
 from xffl.distributed.parameters import AXES, AXES_OF
 from xffl.errors import ConfigError
 
@@ -117,12 +118,9 @@ def norms_of(parts: Sequence[torch.Tensor], norm_type: float, device: torch.devi
     return torch.cat(norms)
 
 
-def alike(parts: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield the tensors of each device and data type, which one kernel can work on; local."""
-    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for part in parts:
-        by_kind.setdefault((part.device, part.dtype), []).append(part)
-    yield from by_kind.values()
+def alike(parts: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    """Return the tensors of each device and data type, which one kernel can work on; local."""
+    return group(((part.device, part.dtype), part) for part in parts).values()
 
 
 def values_of(gradient: torch.Tensor) -> torch.Tensor:

@@ -533,7 +533,13 @@ class DistributedWorld:
     def _mesh_of(self, state: DistributedState) -> MeshSizes:
         """Fit the device parameters to a state, which is set up by them where it is not yet."""
         is_set_up = state.is_fsdp_setup() or state.is_hsdp_setup()
-        federated, sources = self._sizes_of(state, is_set_up=is_set_up)
+        sources: tuple[str, ...] = ()
+        with run_on_all_ranks("federated sizes") as share:  # a rule is compared before it counts
+            asked = check_federation(self._asked["federated"], "federated sizes")
+            if asked is None and not is_set_up:
+                asked, _, sources = complete_federation(None, 0)  # replicas are the mesh's
+            share(repr(asked))
+        federated = find_sizes(asked, state.node_rank)
         with run_on_all_ranks("device parameters") as share:
             share(f"{self.device_parameters}, federated={federated}")
             sizes = state.topology.sizes
@@ -554,19 +560,6 @@ class DistributedWorld:
             self._is_laid_here = True
             set_up_cells(state, federated, mesh.replica_size, mesh.cell_shape, asked=self._asked["federated"])
         return mesh
-
-    def _sizes_of(
-        self, state: DistributedState, *, is_set_up: bool
-    ) -> tuple[int | tuple[int, ...] | None, tuple[str, ...]]:
-        """Return the federated sizes that are asked for, and by which variable; a rule is compared before it counts."""
-        federated: Federation | None = self._asked["federated"]
-        sources: tuple[str, ...] = ()
-        with run_on_all_ranks("federated sizes") as share:
-            federated = check_federation(federated, "federated sizes")
-            if federated is None and not is_set_up:
-                federated, _, sources = complete_federation(None, 0)  # replicas are the mesh's
-            share(repr(federated))
-        return find_sizes(federated, state.node_rank), sources
 
     def _create(self, ranks: tuple[int, ...], group_desc: str) -> dist.ProcessGroup:
         """Make a group that goes with this world."""

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
-from xffl.checks import closest, shorten
+from xffl.checks import closest, group, shorten
 from xffl.errors import ConfigError
 from xffl.parallel.context_parallel import check_mesh, fill_positions, find_positions
 
@@ -259,10 +259,11 @@ def _count(sources: list[Any], names: tuple[str, ...]) -> int | None:
 
 def _tied(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> list[list[tuple[str, str]]]:
     """Return the places (module, name) of each parameter that has several, which the plan must cut alike."""
-    places: dict[int, list[tuple[str, str]]] = {}
-    for owner, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            places.setdefault(id(parameter), []).append((owner, name))
+    places = group(
+        (id(parameter), (owner, name))
+        for owner, module in model.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+    )
     tied = [shared for shared in places.values() if len(shared) > 1]
     for shared in tied:
         cuts = {}

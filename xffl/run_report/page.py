@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from xffl.checks import group, write_whole
 from xffl.errors import ConfigError
 from xffl.extras import optional_import
 from xffl.planning.figures import PALETTE, save, topology_figure
@@ -139,10 +140,7 @@ def write_report(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[
         ],
     )
     target = folder / "report.html"
-    # Readers never see half a page.
-    draft = folder / f".{target.name}.{os.getpid()}"
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(target)
+    write_whole(target, text)
     return Report(target, pictures, found)
 
 
@@ -245,10 +243,7 @@ def draw_pictures(runs: Sequence[Run], folder: Path) -> tuple[list[Picture], lis
 
 def _group(runs: Sequence[Run], value_of: Callable[[Run], T | None]) -> list[tuple[T, str]]:
     """Return the different values that runs have, each with the words that name its runs where there are several."""
-    groups: dict[T, list[str]] = {}
-    for run in runs:
-        if (value := value_of(run)) is not None:
-            groups.setdefault(value, []).append(run.name)
+    groups = group((value, run.name) for run in runs if (value := value_of(run)) is not None)
     return [(value, f" of {', '.join(names)}" if len(runs) > 1 else "") for value, names in groups.items()]
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from xffl.checks import shorten
+from xffl.checks import flattened, shorten
 from xffl.errors import ConfigError, TopologyError
 from xffl.topology import Topology
 
@@ -45,7 +45,6 @@ MARKS = (*(f"{name}.json" for name in FILES), "metrics", "rounds")
 """A folder with one of these is a run. A configuration alone is no mark: projects have one, too."""
 EXPOSED_PHASES = ("pack", "commit", "wait")
 """Phases of a delayed round in which training stands still; the others run behind local steps."""
-MAX_DEPTH = 20
 LONG_PAUSE_S = 60.0
 T = TypeVar("T")
 
@@ -223,7 +222,7 @@ def read_run(folder: str | os.PathLike[str], name: str | None = None) -> Run:
         topology=_make(_topology, topology, notes, "topology.json does not describe a federation"),
         is_federated=topology.get("federated") is True,
         partition=_make(_partition, partition, notes, "partition.json does not describe a partition"),
-        configuration=_flatten(_load(path / "config.yaml", yaml.safe_load, notes)),
+        configuration=flattened(_load(path / "config.yaml", yaml.safe_load, notes)),
         origins={str(key): str(value) for key, value in files["origins"].items()},
         environment=files["environment"],
         checkpoints=tuple(sorted(name for name in saved if not name.startswith("."))),
@@ -464,18 +463,6 @@ def _partition(content: dict[str, Any]) -> Partition:
     if not labels or any(len(row) != len(labels) for row in counts) or min(map(min, counts)) < 0:
         raise ValueError("counts are not one of 0 or more for each label")
     return Partition(labels, counts)
-
-
-def _flatten(tree: dict[Any, Any], prefix: str = "", depth: int = 0) -> dict[str, Any]:
-    """Name the leaves of nested mappings with dots; YAML can nest a mapping in itself."""
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict) and value and depth < MAX_DEPTH:
-            leaves |= _flatten(value, f"{name}.", depth + 1)
-        else:
-            leaves[name] = value
-    return leaves
 
 
 def _timestamp(text: object) -> float | None:

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from xffl.checks import write_whole
 from xffl.errors import ConfigError
 from xffl.extras import optional_import
 
@@ -175,11 +176,8 @@ def cut_lines(path: Path, is_kept: Callable[[int, str], bool]) -> None:
                 "experiment.output_dir"
             ) from error
     after = b"".join(lines_kept)
-    if after == before:
-        return
-    beside = path.with_name(f".{path.name}.partial")
-    beside.write_bytes(after)
-    beside.replace(path)
+    if after != before:
+        write_whole(path, after.decode())
 
 
 def plain_values(value: Any) -> Any:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from xffl.checks import one_of
+from xffl.checks import group, one_of
 from xffl.distributed.consistency import compute_device, gather_objects, message_device, ranks_text
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import bytes_of, from_bytes
@@ -261,10 +261,7 @@ def _head(names: tuple[str, ...]) -> list[float]:
 
 def _agreed_names(mine: tuple[str, ...], by_rank: list[tuple[str, ...]], ranks: tuple[int, ...]) -> tuple[str, ...]:
     """Return the names that those have who have any; raise the same error on all ranks where they differ."""
-    by_names: dict[tuple[str, ...], list[int]] = {}
-    for rank, names in zip(ranks, by_rank, strict=True):
-        if names:
-            by_names.setdefault(names, []).append(rank)
+    by_names = group((names, rank) for rank, names in zip(ranks, by_rank, strict=True) if names)
     if len(by_names) > 1:
         common = set.intersection(*map(set, by_names))
         shown = "; ".join(
@@ -389,9 +386,7 @@ def _check(described: list[_Description], metrics: Mapping[str, nn.Module], rank
     for rank, description in zip(ranks, described, strict=True):
         if description.error is not None:
             raise ConfigError(f"{description.error} (rank {rank})")
-    alike: dict[str, list[int]] = {}
-    for rank, description in zip(ranks, described, strict=True):
-        alike.setdefault(", ".join(description.names), []).append(rank)
+    alike = group((", ".join(one.names), rank) for rank, one in zip(ranks, described, strict=True))
     if len(alike) > 1:
         shown = "; ".join(f"{ranks_text(who)}: {names or 'none'}" for names, who in list(alike.items())[:4])
         raise ConfigError(f"ranks have different metrics: {shown}; make the same in configure_metrics on all ranks")

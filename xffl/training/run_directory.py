@@ -28,7 +28,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, is_dataclass
 from datetime import datetime, timezone
 from importlib import metadata
@@ -40,6 +40,7 @@ import torch.distributed as dist
 
 from xffl import __version__
 from xffl.checkpoint.manager import check_checkpoints
+from xffl.checks import flattened, write_whole
 from xffl.cluster.hosts import describe_host
 from xffl.costs import EXCHANGE_FORMAT
 from xffl.distributed.consistency import gather_objects, gather_runtimes, holders_text, run_on_all_ranks
@@ -251,7 +252,7 @@ class RunDirectory:
     def _write_about(self, before: Mapping[str, Any] | None) -> None:
         """Write what the run is; ``before`` is its environment so far, where it goes on."""
         plain, origins, place = self._about
-        _write(self.path / "config.yaml", write_yaml(plain))
+        write_whole(self.path / "config.yaml", write_yaml(plain))
         above = {
             ".".join(words[:deep]) for words in (name.split(".") for name in origins) for deep in range(len(words))
         }
@@ -279,17 +280,6 @@ def plain_config(config: Any) -> dict[str, Any]:
     return plain
 
 
-def flattened(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested mappings by their dotted names, of which an empty mapping is one; local."""
-    values: dict[str, Any] = {}
-    for name, value in plain.items():
-        if isinstance(value, Mapping) and value:
-            values |= flattened(value, f"{prefix}{name}.")
-        else:
-            values[f"{prefix}{name}"] = value
-    return values
-
-
 def _keeper(file: Path, step: int | None, most: int | None) -> Callable[[int, str], bool]:
     """Return which lines of a file of records stay."""
     is_csv = file.suffix == ".csv"
@@ -303,28 +293,14 @@ def _keeper(file: Path, step: int | None, most: int | None) -> Callable[[int, st
     return is_kept
 
 
-@contextmanager
-def on_all_ranks(what: str) -> Iterator[Callable[[object], None]]:
+def on_all_ranks(what: str) -> AbstractContextManager[Callable[[object], None]]:
     """Run a block that writes into the folder, and fail on all ranks where it fails on one; collective."""
-
-    def convert(wrong: Exception) -> XfflError:
-        if not isinstance(wrong, OSError):
-            raise wrong
-        return ConfigError(f"experiment.output_dir cannot be written: {wrong}; give another one")
-
-    with run_on_all_ranks(what, convert=convert) as share:
-        yield share
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    beside = path.with_name(f".{path.name}.partial")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+    wrong = "experiment.output_dir cannot be written: {}; give another one"
+    return run_on_all_ranks(what, convert=lambda error: ConfigError(wrong.format(error)), kinds=(OSError,))
 
 
 def _write_json(path: Path, value: Any) -> None:
-    _write(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+    write_whole(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import xffl
+from xffl.checks import write_whole
 from xffl.cluster.cells import Federation
 from xffl.cluster.doctor.lines import Line, Message, Program
 from xffl.cluster.environment import PROOF_KEY
@@ -597,8 +598,8 @@ def visit_folder(path: str, token: str, host: int, hosts: int, patience_s: float
     try:
         if host == 0:
             own.mkdir()
-            _replace(own / "turning", "a" * _PAGE)
-            _replace(own / "seen", token)
+            write_whole(own / "turning", "a" * _PAGE)
+            write_whole(own / "seen", token)
         while _read(own / "seen") != token:
             if time.monotonic() - started > patience_s:
                 missing = "what rank 0's host writes is not seen" if folder.is_dir() else "is not there"
@@ -607,13 +608,13 @@ def visit_folder(path: str, token: str, host: int, hosts: int, patience_s: float
         answer["seen_s"] = time.monotonic() - started
         for turn in range(FOLDER_TURNS):
             if host == 0:
-                _replace(own / "turning", "ab"[turn % 2] * _PAGE)
+                write_whole(own / "turning", "ab"[turn % 2] * _PAGE)
             text = _read(own / "turning")
             answer["torn"] += text is not None and (len(text) != _PAGE or len(set(text)) != 1)
             time.sleep(0.002)
         answer["free"] = shutil.disk_usage(folder).free
         if host != 0:
-            _replace(own / f"host-{host}", token)
+            write_whole(own / f"host-{host}", token)
         deadline = time.monotonic() + patience_s
         while absent := [other for other in absent if _read(own / f"host-{other}") != token]:
             if time.monotonic() > deadline:
@@ -633,12 +634,6 @@ def _file_system(path: Path) -> str:
     with suppress(OSError):
         kinds = dict(line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines())
     return next((kinds[str(folder)] for folder in (full, *full.parents) if str(folder) in kinds), "unknown")
-
-
-def _replace(path: Path, text: str) -> None:
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text)
-    os.replace(part, path)
 
 
 def _read(path: Path) -> str | None:

@@ -7,7 +7,6 @@ go on; nothing here waits for a cell to be there.
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+from xffl.checks import write_whole
 from xffl.cluster.environment import bind_address, read_address, restarts_of
 from xffl.cluster.hosts import node_address, reachable_address
 from xffl.cluster.launch.affinity import Share
@@ -322,7 +322,7 @@ class SharedLighthouse:
             self._end(own)
             self._heard_at = time.monotonic()
         elif _answers(own.address):
-            self._write(own.address)
+            write_whole(self._file, f"http://{own.address}\n")
             self._is_named = True
             print(f"xffl: this job runs the lighthouse, at http://{own.address}", file=sys.stderr)
 
@@ -331,11 +331,6 @@ class SharedLighthouse:
             return self._file.read_text(errors="replace").strip().removeprefix("http://")
         except FileNotFoundError:
             return ""
-
-    def _write(self, address: str) -> None:
-        hidden = self._file.with_name(f".{self._file.name}.{secrets.token_hex(4)}")
-        hidden.write_text(f"http://{address}\n")
-        hidden.replace(self._file)  # nobody reads half of it
 
     def _end(self, own: LighthouseProcess) -> None:
         own.stop()

@@ -20,6 +20,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import IO
 
+from xffl.checks import write_whole
 from xffl.errors import XfflError
 
 __all__ = [
@@ -124,9 +125,7 @@ def describe_failure(error: BaseException, *, skip: Container[str] = ()) -> Fail
 
 def record_failure(record: FailureRecord, folder: str, rank: int) -> None:
     """Write what ended this rank where the launcher finds it."""
-    file = _file(folder, rank)
-    file.with_suffix(".new").write_text(json.dumps(asdict(record)))
-    file.with_suffix(".new").replace(file)  # whole, or not at all: the rank may be killed meanwhile
+    write_whole(_file(folder, rank), json.dumps(asdict(record)))  # the rank may be killed meanwhile
 
 
 def read_failure(folder: str, rank: int) -> FailureRecord | None:

@@ -15,7 +15,6 @@ import heapq
 import math
 import numbers
 import os
-import tempfile
 import zipfile
 from bisect import bisect_left
 from collections.abc import Sequence, Sized
@@ -27,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from xffl.checks import integer, number, shorten
+from xffl.checks import integer, number, shorten, written_whole
 from xffl.errors import CheckpointError, ConfigError
 from xffl.training.data.rng import ORDER, PROPORTIONS, REPAIR, Draws, Floats, Indices, portions
 
@@ -124,22 +123,15 @@ class Partition:
 
         :param path: Where to write, such as ``parts.npz``; its folder exists.
         """
-        target = Path(path)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                np.savez_compressed(
-                    file,
-                    samples=np.array(self.samples, dtype="<i8"),
-                    sizes=np.array(self.sizes, dtype="<i8"),
-                    indices=np.concatenate(self.parts).astype("<i8"),
-                    method=np.array(self.method),
-                    digest=np.array(self.digest),
-                )
-            os.replace(temporary, target)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        with written_whole(Path(path)) as file:
+            np.savez_compressed(
+                file,
+                samples=np.array(self.samples, dtype="<i8"),
+                sizes=np.array(self.sizes, dtype="<i8"),
+                indices=np.concatenate(self.parts).astype("<i8"),
+                method=np.array(self.method),
+                digest=np.array(self.digest),
+            )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Partition:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from xffl.checks import integer, one_of
+from xffl.checks import integer, one_of, written_whole
 from xffl.errors import ConfigError
 from xffl.training.data.rng import Indices
 
@@ -385,28 +385,22 @@ def write_tokens(
     dtype = np.dtype("<u2" if size <= 1 << 16 else "<u4")
     tail = [] if end is None else [integer("end", end, 0)]
     count = 0
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            _write_header(file, dtype, 0)
-            for number, document in enumerate(documents):
-                ids = np.concatenate((_checked(np.asarray(document)).astype(np.int64), tail)).astype(np.int64)
-                if len(ids) and not 0 <= ids.min() <= ids.max() < size:
-                    raise ConfigError(
-                        f"document {number} has tokens {ids.min()} to {ids.max()}, but the vocabulary has {size}; give "
-                        "the vocabulary_size of the tokenizer that made them"
-                    )
-                file.write(ids.astype(dtype).tobytes())
-                count += len(ids)
-            file.seek(0)
-            _write_header(file, dtype, count)
-            file.flush()
-            os.fsync(file.fileno())
+    with written_whole(target) as file:
+        _write_header(file, dtype, 0)
+        for number, document in enumerate(documents):
+            ids = np.concatenate((_checked(np.asarray(document)).astype(np.int64), tail)).astype(np.int64)
+            if len(ids) and not 0 <= ids.min() <= ids.max() < size:
+                raise ConfigError(
+                    f"document {number} has tokens {ids.min()} to {ids.max()}, but the vocabulary has {size}; give "
+                    "the vocabulary_size of the tokenizer that made them"
+                )
+            file.write(ids.astype(dtype).tobytes())
+            count += len(ids)
+        file.seek(0)
+        _write_header(file, dtype, count)
+        file.flush()
+        os.fsync(file.fileno())
         _about(target).unlink(missing_ok=True)  # a kill must not leave what tells of the tokens before
-        os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
     _about(target).write_text(json.dumps({"vocabulary_size": size, "end": end, "tokens": count}) + "\n")
     return count
 

@@ -14,7 +14,7 @@ import torch
 from xffl.aggregation.report import RoundReport
 from xffl.checks import one_of
 from xffl.distributed.consistency import run_on_all_ranks
-from xffl.errors import ConfigError, StateError, XfflError
+from xffl.errors import ConfigError, StateError
 from xffl.training.loggers import (
     CSVLogger,
     FileLogger,
@@ -138,11 +138,8 @@ class LoggerMixin(TrainerMixin):
         self._scalars = WeightedSums(self.device)
         self._loggers: dict[str, list[Logger]] = {}
         self._rounds_file: LineFile | None = None
-
-        def convert(wrong: Exception) -> XfflError:
-            return ConfigError(f"loggers could not be made: {type(wrong).__name__}: {wrong}; see configure_loggers")
-
-        with run_on_all_ranks("loggers", convert=convert):
+        wrong = "loggers could not be made: {}: {}; see configure_loggers"
+        with run_on_all_ranks("loggers", convert=lambda one: ConfigError(wrong.format(type(one).__name__, one))):
             self._open_loggers()
         super().setup()
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from xffl.checkpoint.contents import RandomState
+from xffl.checks import written_whole
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.errors import CheckpointError
 from xffl.training.mixins.base import StatePart, TrainerMixin
@@ -169,13 +170,10 @@ class StateMixin(TrainerMixin):
             return False
         told: list[Mapping[str, Any] | None] = [None]
         file = Path(self.config.experiment.output_dir) / PLACE
-
-        def convert(wrong: Exception) -> CheckpointError:
-            return CheckpointError(
-                f"{file} cannot be read ({wrong}); remove it, and the cell starts from its checkpoint"
-            )
-
-        with run_on_all_ranks("places in the data", convert=convert):
+        advice = "remove it, and the cell starts from its checkpoint"
+        with run_on_all_ranks(
+            "places in the data", convert=lambda error: CheckpointError(f"{file} cannot be read ({error}); {advice}")
+        ):
             if self.state.rank == 0 and file.exists():
                 told[0] = torch.load(file, weights_only=True)
         dist.broadcast_object_list(told, src=0)
@@ -190,10 +188,8 @@ class StateMixin(TrainerMixin):
         """
         if self.state.elastic is None or self.state.rank != 0:
             return
-        file = self.run_directory.path / PLACE
-        beside = file.with_name(f".{file.name}.partial")
-        torch.save({name: part.state_dict() for name, part in self.checkpoint_parts().items()}, beside)
-        beside.replace(file)
+        with written_whole(self.run_directory.path / PLACE) as file:
+            torch.save({name: part.state_dict() for name, part in self.checkpoint_parts().items()}, file)
 
     def take_place(self) -> bool:
         """Join the other cells, and go on where the last round has left this cell, if they hold a model that has it.
