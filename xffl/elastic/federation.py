@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from xffl.checks import write_whole
 from xffl.cluster.environment import PROOF_KEY, bind_address, prove_token, resolve_lighthouse, run_token
 from xffl.cluster.hosts import Runtime, group_by_runtime
 from xffl.cluster.launch.failure import lives_of_run
@@ -408,10 +409,8 @@ class ElasticFederation:
         lives = [life for life in (self.life, *self._inherited_votes()) if life in version.voters]
         if not lives:
             return
-        beside = self._vote.with_name(f".{self._vote.name}.partial")
-        with suppress(OSError):
-            beside.write_text(json.dumps({"lineage": version.lineage, "lives": lives}) + "\n")
-            beside.replace(self._vote)
+        with suppress(OSError):  # then the others wait for who may hold a later model
+            write_whole(self._vote, json.dumps({"lineage": version.lineage, "lives": lives}) + "\n")
 
 
 def _cell_text(life: str) -> str:
