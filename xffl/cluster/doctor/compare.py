@@ -320,7 +320,7 @@ def compare_runs(url: str, views: Mapping[str, Message]) -> list[Finding]:
     heard = Counter(cell.cell for cell in cells if not cell.is_lost and cell.cell is not None)
     twice = [number for number, jobs in heard.items() if jobs > 1]
     if twice:
-        text = f"two jobs each of {_cells(map(str, twice))}"
+        text = f"two jobs run as {_cells(map(str, twice))}"
         found.append(Finding("heartbeats", WARNING, text, "cells make no round meanwhile: end one of the two jobs"))
     return [*found, *_judge_stores(views), *_judge_tokens(views)]
 
