@@ -37,6 +37,7 @@ from xffl.aggregation.algorithms.server import ServerOptimizer
 from xffl.cluster.lighthouse_page import read_lighthouse
 from xffl.distributed import ElasticParameters
 from xffl.distributed.faults import PHASES, Fault
+from xffl.elastic import federation
 from xffl.elastic.federation import ElasticFederation
 from xffl.elastic.lighthouse import Lighthouse, coordination
 from xffl.elastic.roster import CellRecord, Version
@@ -69,6 +70,7 @@ class Plan:
     keywords: dict[str, Any] = field(default_factory=dict)  # of FederatedScaling
     biases: dict[int, float] = field(default_factory=dict)  # what a cell gives to the last round
     tokens: dict[int, str] = field(default_factory=dict)  # of cells that know another one than the run's
+    doubles: dict[int, int] = field(default_factory=dict)  # cells that say they are another one
     is_unlike: bool = False  # each rank computes a little different from all others
     hsdp: int | None = None
 
@@ -145,8 +147,10 @@ def member(rank: int, world: int, plan: Plan) -> Told:
     told, used = Told(cell), 0
     elastic = ElasticParameters(lighthouse=plan.url, **plan.parameters)
     unlike = mock.patch.object(aggregator, "arithmetic_of", return_value=float(os.getpid()))
+    number, cells = plan.doubles.get(cell, cell), len(plan.sizes) - len(plan.doubles)
     with (
-        xffl.session(cell=cell, cells=len(plan.sizes), hsdp=plan.hsdp, elastic=elastic, timeout_s=60) as state,
+        xffl.session(cell=number, cells=cells, hsdp=plan.hsdp, elastic=elastic, timeout_s=60) as state,
+        mock.patch.object(federation, "DOUBLE_S", 2.0),
         unlike if plan.is_unlike else contextlib.nullcontext(),
     ):
         (Path(plan.folder) / str(rank)).write_text(str(os.getpid()))
@@ -425,6 +429,16 @@ def test_a_cell_with_another_token_is_refused_alone(lighthouse: str) -> None:
     assert "runs with another token than this cell 2" in text
     for one in told:
         assert one.cells[ROUNDS] == (0, 1)
+
+
+def test_of_two_jobs_with_one_number_the_one_that_came_late_ends(lighthouse: str) -> None:
+    failures.clear()
+    told = run(lighthouse, (1, 1, 1), mortal=(2,), late=(2,), doubles={2: 1}, rounds=60, step_s=0.03)
+    assert [one.cell for one in told] == [0, 1]
+    check_alike(told)
+    [text] = failures
+    assert "ConfigError: another job is cell 1 of this run already" in text
+    assert told[0].cells[60] == (0, 1)
 
 
 def mixed_member(rank: int, world: int, plan: Plan, formats: dict[int, int], torches: dict[int, str]) -> Any:
@@ -836,7 +850,7 @@ def test_a_cell_that_finds_no_others_says_what_it_waits_for(lighthouse: str) -> 
         Plan(lighthouse, (1,), (free_port(),), parameters={"meeting_timeout_s": 2.0}),
         init=False,
     )
-    assert text == "cell 0 found no cells for a round within 2 s: a round needs 2 of 3 cells, and cell 0 met"
+    assert text == "cell 0 found no cells for a round within 2 s: a round needs 2 of 3 cells, but only cell 0 came"
     gone = f"http://127.0.0.1:{free_port()}"
     [text] = run_world(
         1, wait_for_a_lighthouse, Plan(gone, (1,), (free_port(),), parameters={"meeting_timeout_s": 8.0}), init=False

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tests.ports import free_port
 from tests.tasks import TaskConfig, TaskTrainer, whole_weights
 from tests.worlds import be_launched, run_world
 from xffl.checkpoint import consolidate_checkpoint
+from xffl.checkpoint.format import read_record, record_text
 from xffl.training import Callback, ExperimentConfig, FederationConfig, TrainingParameters
 from xffl.training.callbacks import CheckpointCallback, EarlyStoppingCallback
 
@@ -88,15 +90,20 @@ def test_a_trainer_is_a_cell(lighthouse: str, tmp_path: Path) -> None:
     assert [value["cell"] for value in values] == [0, 1]
     assert values[0]["round"] == values[1]["round"] > 3 and values[0]["lineage"] == values[1]["lineage"] != ""
     # Another cell has gone on alone for a while.
-    record = tmp_path / "cell_1/checkpoints/final/checkpoint.json"
-    later = json.loads(record.read_text())
-    later["values"]["round"] += 1
-    record.write_text(json.dumps(later))
+    folder = tmp_path / "cell_1/checkpoints/final"
+    record = read_record(folder)
+    later = replace(record, values=values[1] | {"round": values[1]["round"] + 1})
+    (folder / "checkpoint.json").write_text(record_text(later))
     done = consolidate_checkpoint(tmp_path, tmp_path / "model")
+    assert done.cell == 1
     from safetensors.torch import load_file
 
     found = load_file(done.folder / "model.safetensors")
     assert {name: found[name].tolist() for name in found} == {name: weights[name].tolist() for name in found}
+    # And so has the other one, without it: neither is the model of the run.
+    (folder / "checkpoint.json").write_text(record_text(replace(record, values=values[1] | {"lineage": "another"})))
+    with pytest.raises(xffl.ConfigError, match=r"several models of .*/cell_0/.*/final, .*/cell_1/.*/final"):
+        consolidate_checkpoint(tmp_path, tmp_path / "another")
 
 
 class NotNumberTrainer(TaskTrainer):
@@ -314,7 +321,7 @@ def test_two_of_three_cells_that_leave_in_order_go_on_when_they_are_back(tmp_pat
         jobs[0] = start(0)
         await_rounds()
         leave(jobs[0])
-        await_true(lambda: "needs 2 of 3 cells, and cell 1 met" in logs())
+        await_true(lambda: "needs 2 of 3 cells, but only cell 1 came" in logs())
         leave(jobs[1])
         jobs[:] = start(0), start(1)
         await_rounds()

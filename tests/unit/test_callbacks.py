@@ -546,7 +546,7 @@ def test_progress_of_an_elastic_cell_names_it_and_who_took_part() -> None:
     callback.post_fit(trainer)
     _, line = callback.file.getvalue().splitlines()
     assert line.startswith("demo cell 2  epoch 1/2  step 0/100  finished  ")
-    assert "cells 4 known, 3 there, 2 averaged" in line
+    assert "cells 4 known, 3 alive, 2 averaged" in line
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 
 from tests.ports import free_port
 from xffl.cli.main import main
+from xffl.cluster.doctor.compare import compare_runs
 from xffl.cluster.environment import prove_token, resolve_lighthouse, run_token
 from xffl.cluster.lighthouse_page import CellStatus, parse_page
 from xffl.errors import LaunchError
@@ -198,3 +200,12 @@ def test_a_proof_of_a_token_holds_for_one_life_and_one_token() -> None:
     assert proof not in (prove_token(b"secret", "0.0b", nonce), prove_token(b"other", "0.0a", nonce))
     assert nonce != prove_token(b"secret", "0.0a").partition(" ")[0]
     assert (run_token({}), run_token({"XFFL_TOKEN": "secret"})) == (b"", b"secret")
+
+
+def test_the_doctor_warns_of_two_jobs_with_one_cell_number() -> None:
+    cells = [
+        asdict(CellStatus(f"{cell}.{life}", cell, 0.1, is_lost=False)) for cell, life in ((0, "a"), (1, "a"), (1, "b"))
+    ]
+    view = {"cells": cells, "meeting": 1, "stores": {}}
+    [warning] = [one for one in compare_runs("http://a:1", {"a": view}) if one.status == "warning"]
+    assert (warning.check, warning.text) == ("heartbeats", "two jobs run as cell 1")

@@ -49,13 +49,15 @@ def test_a_new_cell_takes_over_what_the_others_hold() -> None:
 
 def test_cells_without_the_runs_model_wait_for_one_that_may_hold_it() -> None:
     epoch = meet(record(1, number=1), record(2, number=1))
-    assert epoch.refusal == "no cell here holds an agreed model, and cell 0 may; it is waited for"
+    assert epoch.refusal == "no cell here holds an agreed model, and cell 0 may; see that it runs"
+    told = "a run begins with more than half of its cells, but only cell 1 came"
+    assert meet(record(1, cells=2)).refusal == told
     assert not meet(record(1), record(2)).refusal  # in their first lives more than half: cell 0 has begun nothing
     assert not meet(record(0, number=1), record(1, number=1), record(2, number=1)).refusal  # nobody else could
 
 
 def test_a_minority_makes_no_round() -> None:
-    assert meet(record(0, agreed(4, 0, 1, 2))).refusal == "a round needs 2 of 3 cells, and cell 0 met"
+    assert meet(record(0, agreed(4, 0, 1, 2))).refusal == "a round needs 2 of 3 cells, but only cell 0 came"
     assert [least_cells(cells) for cells in (1, 2, 3, 4, 5)] == [1, 1, 2, 3, 3]
 
 
@@ -69,12 +71,12 @@ def test_of_two_halves_the_one_with_the_lowest_cell_goes_on() -> None:
     first, second = ([record(cell, version, cells=5) for cell in half] for half in ((0, 1), (2, 3)))
     joiner = record(4, cells=5)
     assert not meet(*first, joiner).refusal
-    assert meet(*second, joiner).refusal == "cells 0, 1 may hold a later model than round 4; it is waited for"
+    assert meet(*second, joiner).refusal == "cells 0, 1 may hold a later model than round 4; see that they run"
     # Their lives of then have ended; one alone may have gone on with the other before it did.
     again = [record(cell, number=1, cells=5) for cell in (0, 1)]
-    assert meet(*second, joiner, again[0]).refusal == "cell 1 may hold a later model than round 4; it is waited for"
+    assert meet(*second, joiner, again[0]).refusal == "cell 1 may hold a later model than round 4; see that it runs"
     # And with one that has never met these.
-    assert meet(*second, *again).refusal == "cell 4 may hold a later model than round 4; it is waited for"
+    assert meet(*second, *again).refusal == "cell 4 may hold a later model than round 4; see that it runs"
     assert not meet(*second, *again, joiner).refusal
 
 
@@ -87,11 +89,11 @@ def test_cells_that_see_which_lives_have_ended_go_on_however_few_they_are() -> N
     assert not form_epoch([one(2, 2, 3), one(3, 2, 3)], 1000).refusal  # nor do they look again
     assert not form_epoch([one(3, 3)], 1000).refusal
     assert not meet(one(3, 3), record(1, cells=4, number=1, living=(life(3),))).refusal
-    assert meet(one(2, 2, 3), one(3, 1, 2, 3)).refusal == "a round needs 3 of 4 cells, and cells 2, 3 met"
+    assert meet(one(2, 2, 3), one(3, 1, 2, 3)).refusal == "a round needs 3 of 4 cells, but only cells 2, 3 came"
     assert meet(one(2, 2, 3), record(3, version, cells=4)).refusal  # is on another machine, and sees nothing
-    assert form_epoch([one(3, 3)], 1000, least=2).refusal == "a round needs 2 of 4 cells, and cell 3 met"
+    assert form_epoch([one(3, 3)], 1000, least=2).refusal == "a round needs 2 of 4 cells, but only cell 3 came"
     # Nobody holds a model yet: a run begins with more than half.
-    assert meet(record(3, cells=4, living=())).refusal == "a round needs 3 of 4 cells, and cell 3 met"
+    assert meet(record(3, cells=4, living=())).refusal == "a round needs 3 of 4 cells, but only cell 3 came"
 
 
 def test_who_has_been_in_all_meetings_knows_that_nobody_went_on_without_it() -> None:
@@ -101,7 +103,7 @@ def test_who_has_been_in_all_meetings_knows_that_nobody_went_on_without_it() -> 
         own = record(1, version, met=met, **{"same_lighthouse": True, **more})
         return form_epoch([record(0, number=1), own], 1000, number, looks=0).refusal
 
-    told = "cell 2 may hold a later model than round 4; it is waited for"
+    told = "cell 2 may hold a later model than round 4; see that it runs"
     assert not again(7, 8)  # cell 2 has not come yet
     assert again(7, 9) == told  # cell 0 may have made a round with it
     assert again(7, 8, same_lighthouse=False) == told
@@ -109,7 +111,7 @@ def test_who_has_been_in_all_meetings_knows_that_nobody_went_on_without_it() -> 
 
 def test_the_next_life_of_a_cell_votes_for_one_that_has_ended_in_order() -> None:
     version = agreed(4, 0, 1)
-    told = "cell 2 may hold a later model than round 4; it is waited for"
+    told = "cell 2 may hold a later model than round 4; see that it runs"
     here = record(1, version)
     # Cell 0, with which the lighthouse went, is back.
     assert meet(record(0, version, number=1), here).refusal == told
@@ -184,7 +186,7 @@ def test_a_group_is_kept_by_just_its_members() -> None:
 def test_records_travel_as_text_and_must_go_together() -> None:
     one = record(1, agreed(4, 0, 1), doubt=agreed(5, 0, 1), left=(2,), group="5.17/2", living=(life(1),))
     assert CellRecord.from_plain(one.to_plain()) == one
-    with pytest.raises(ConfigError, match=r"different values of cells \(cell 0: 3, cell 1: 4\)"):
+    with pytest.raises(ConfigError, match=r"different numbers of cells \(cell 0: 3, cell 1: 4\)"):
         meet(record(0), record(1, cells=4))
     with pytest.raises(ConfigError, match="cell 1 has told what this xffl does not know"):
         CellRecord.from_plain({**one.to_plain(), "new": 1})

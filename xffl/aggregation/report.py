@@ -99,7 +99,7 @@ class ElasticRoundReport(RoundReport):
 
     @property
     def cell_counts(self) -> tuple[int, int, int]:
-        """How many cells are known, were there, and were averaged."""
+        """How many cells are known, are alive (took part), and were averaged."""
         return len(self.weights), len(self.cells), sum(weight > 0 for weight in self.weights)
 
 

@@ -36,6 +36,7 @@ class Consolidated:
 
     folder: Path
     cell: int
+    """Whose weights it has; of a checkpoint of an elastic run, the cell that saved it"""
     tensors: int
     size_bytes: int
     files: tuple[str, ...]
@@ -69,7 +70,8 @@ def consolidate_checkpoint(
     :param pretrained: A folder with ``config.json``, which is copied with the files of the tokenizer, so that
         ``from_pretrained`` reads the result.
     :return: What was written.
-    :raises ConfigError: if an argument is invalid, or safetensors is not installed.
+    :raises ConfigError: if an argument is invalid, safetensors is not installed, or cells of an elastic run have made
+        as many rounds without each other.
     :raises CheckpointError: if the checkpoint cannot be trusted or has no such model.
     """
     with optional_import("safetensors", "consolidating needs safetensors"):
@@ -103,7 +105,9 @@ def consolidate_checkpoint(
             f"{target} cannot be written: {type(error).__name__}: {error}; see that there is space, and that "
             "safetensors knows the tensors' data types"
         ) from error
-    return Consolidated(target, number, len(names), _bytes(index, names), tuple(files), ties)
+    lone = record.values.get("cell") if len(record.cells) == 1 else None
+    shown = number if lone is None else int(lone)
+    return Consolidated(target, shown, len(names), _bytes(index, names), tuple(files), ties)
 
 
 def _find(path: Path) -> Path:
@@ -119,7 +123,14 @@ def _find(path: Path) -> Path:
         return int(record.values.get("round", -1)), record.after_round, record.saved_at
 
     known = [one for one in of_cells if rank(one)[0] >= 0]
-    return max(known, key=rank, default=path)
+    found = max(known, key=rank, default=path)
+    most = [one for one in known if rank(one)[:2] == rank(found)[:2]]
+    if rank(found)[1] and len({folders.read_record(one).values.get("lineage") for one in most}) > 1:
+        raise ConfigError(
+            f"{path} has several models of {rank(found)[0]} rounds, since its cells made rounds without each other; "
+            f"give one of {', '.join(sorted(map(str, most)))}"
+        )
+    return found
 
 
 def _write_shards(

@@ -46,6 +46,8 @@ FILE_S = 0.5
 """Seconds between two looks for the file that names the lighthouse."""
 CONNECT_S = 10.0
 """How long the ranks of an epoch wait for each other to connect: all of them have just met."""
+DOUBLE_S = 30.0
+"""How long a job waits for another one with the same cell to end: one that was just stopped may need its grace time."""
 MOST_TRIES = 5
 """Rounds that break, one behind the other, with the same members: they cannot reach each other then."""
 
@@ -98,6 +100,7 @@ class ElasticFederation:
         self._failures = 0
         self._said = ""
         self._warned: set[str] = set()
+        self._doubled_since: float | None = None
         self._lighthouse: Lighthouse | None = None
         self._lives = lives_of_run()
         if asked.lighthouse.startswith("file:"):
@@ -211,6 +214,7 @@ class ElasticFederation:
         epoch = form_epoch(meeting.records, meeting.created, meeting.number, least=self._asked.least_cells)
         if self.life not in epoch.lives:
             check_alike((*epoch.members, *epoch.strangers))
+        self._check_double(epoch)
         finished = [cell for cell, code in ended.items() if code == 0]
         if finished and not epoch.base.is_agreed:
             raise ConfigError(
@@ -219,6 +223,21 @@ class ElasticFederation:
             )
         self._warn_of(meeting, epoch)
         return epoch
+
+    def _check_double(self, epoch: Epoch) -> None:
+        """Raise ConfigError where another job has been the same cell for a while, and is the one that goes on."""
+        own = [member for member in epoch.members if member.cell == self.cell]
+        stays = max(own, key=lambda one: (one.life in epoch.base.voters, one.restarts, one.life), default=None)
+        if stays is None or stays.life == self.life:
+            self._doubled_since = None
+            return
+        if self._doubled_since is None:
+            self._doubled_since = time.monotonic()
+        elif time.monotonic() > self._doubled_since + DOUBLE_S:
+            raise ConfigError(
+                f"another job is cell {self.cell} of this run already (its store is at {stays.address}); end that one, "
+                "or give this one another number (--cell)"
+            )
 
     def _record(self, looks: int, ended: Collection[int]) -> CellRecord:
         """Return what this cell tells the others; ``ended`` are the cells that are known not to start again."""
@@ -248,7 +267,7 @@ class ElasticFederation:
 
     def _warn_of(self, meeting: Meeting, epoch: Epoch) -> None:
         for stranger in epoch.strangers:
-            self._warn(f"cell {stranger.cell} has come with other settings, and is left out")
+            self._warn(f"cell {stranger.cell} has another number of cells, or replica size, and is left out")
         for error in meeting.unread:
             self._warn(f"{error}; it is left out")
         for life in meeting.unproven:

@@ -119,7 +119,9 @@ class Lighthouse:
                     continue
                 if self._trouble is None:
                     return None
-                raise LaunchError(f"the lighthouse {self._place} does not answer ({self._trouble})") from None
+                is_fixed = not self._place.startswith("file:")
+                hint = "; see that it runs, and that this host reaches it" if is_fixed else ""
+                raise LaunchError(f"the lighthouse {self._place} does not answer ({self._trouble}){hint}") from None
             self._answers = None
             if not isinstance(answer, Exception):
                 self._trouble = None
@@ -275,4 +277,5 @@ def coordination() -> ModuleType:
 def _text(error: Exception) -> str:
     if isinstance(error, LaunchError):  # there is no file that names it
         return str(error)
-    return str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+    # What comes after a semicolon is torchft's advice.
+    return str(error).splitlines()[0].partition(";")[0][:120] if str(error) else type(error).__name__

@@ -255,11 +255,14 @@ def _split(records: Sequence[CellRecord]) -> tuple[tuple[CellRecord, ...], tuple
 
 def check_alike(members: Sequence[CellRecord]) -> None:
     """Raise ConfigError where cells were started for different federations."""
-    for what in ("cells", "replica_size"):
+    for what, text, option in (
+        ("cells", "numbers of cells", "--cell NUMBER/CELLS"),
+        ("replica_size", "replica sizes", "--hsdp"),
+    ):
         told = {getattr(member, what): member.cell for member in reversed(members)}
         if len(told) > 1:
             shown = ", ".join(f"cell {cell}: {value}" for value, cell in sorted(told.items(), key=lambda one: one[1]))
-            raise ConfigError(f"the cells were given different values of {what} ({shown}); give all the same")
+            raise ConfigError(f"the cells were given different {text} ({shown}); give all the same ({option})")
 
 
 def _resolve(member: CellRecord, members: Sequence[CellRecord]) -> CellRecord:
@@ -289,21 +292,25 @@ def _refusal(epoch: Epoch, least: int | None, number: int) -> str:
     known = epoch.members[0].cells
     twice = [cell for cell, count in Counter(epoch.cells).items() if count > 1]
     if twice:
-        return f"{cells_text(twice)} is there twice: a job of it that has ended may still be known, or two are running"
+        verb = "is" if len(twice) == 1 else "are"
+        return f"{cells_text(twice)} {verb} there twice; if two jobs have the same number (--cell), end one of them"
     if len(epoch.members) + len(epoch.left) >= known:
         return ""  # whoever could hold a later model is here
     needed = 1 if least is None and epoch.has_all_holders else least_cells(known) if least is None else least
     if len(epoch.members) < min(needed, known - len(epoch.left)):
-        return f"a round needs {needed} of {known} cells, and {cells_text(epoch.cells)} met"
+        return f"a round needs {needed} of {known} cells, but only {cells_text(epoch.cells)} came"
     if epoch.has_all_holders:
         return ""
     absent = sorted({*range(known)} - {*epoch.cells, *epoch.left})
+    hint = "see that it runs" if len(absent) == 1 else "see that they run"
     if not epoch.base.is_agreed:
         # Where cells have lost what they held, another one may hold the run's model: none of these is to define it.
         fresh = [member for member in epoch.members if member.restarts == 0]
         if 2 * len(fresh) > known:
             return ""
-        return f"no cell here holds an agreed model, and {cells_text(absent)} may; it is waited for"
+        if len(fresh) == len(epoch.members):
+            return f"a run begins with more than half of its cells, but only {cells_text(epoch.cells)} came"
+        return f"no cell here holds an agreed model, and {cells_text(absent)} may; {hint}"
     # Those whose lives have ended may have gone on, if they were half of the voters, with any cell that is not here.
     voters = sorted((life for life in epoch.base.voters if cell_of(life) not in epoch.left), key=cell_of)
     here = [life for life in voters if life in epoch.votes]
@@ -316,7 +323,7 @@ def _refusal(epoch: Epoch, least: int | None, number: int) -> str:
     )
     if 2 * len(here) > len(voters) or is_half or (has_seen_all and not _missing(epoch)):
         return ""
-    return f"{cells_text(absent)} may hold a later model than round {epoch.base.round}; it is waited for"
+    return f"{cells_text(absent)} may hold a later model than round {epoch.base.round}; {hint}"
 
 
 def cells_text(cells: Sequence[int]) -> str:

@@ -317,6 +317,11 @@ def compare_runs(url: str, views: Mapping[str, Message]) -> list[Finding]:
     text = f"none of {shorten(lost)}" if lost else f"those of {_cells(cell.life for cell in cells)} arrive"
     advice = "see the output of its job: it has finished or failed, is stopped, or is cut off from the lighthouse"
     found.append(Finding("heartbeats", WARNING if lost else OK, text, advice))
+    heard = Counter(cell.cell for cell in cells if not cell.is_lost and cell.cell is not None)
+    twice = [number for number, jobs in heard.items() if jobs > 1]
+    if twice:
+        text = f"two jobs run as {_cells(map(str, twice))}"
+        found.append(Finding("heartbeats", WARNING, text, "cells make no round meanwhile: end one of the two jobs"))
     return [*found, *_judge_stores(views), *_judge_tokens(views)]
 
 

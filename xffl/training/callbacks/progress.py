@@ -165,7 +165,7 @@ class ProgressCallback(Callback):
         if self._run is not None:
             self._run.sent += report.bytes_across
             if isinstance(report, ElasticRoundReport):
-                self._run.cells = "cells {} known, {} there, {} averaged".format(*report.cell_counts)
+                self._run.cells = "cells {} known, {} alive, {} averaged".format(*report.cell_counts)
             self._show(trainer)
 
     def pre_val_epoch(self, trainer: BaseTrainer) -> None:
