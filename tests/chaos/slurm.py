@@ -1,11 +1,11 @@
 """Train in three cells that are batch jobs of a real SLURM, which requeues one, preempts one, and starts one late.
 
-    sudo python -m tests.chaos.slurm [--late-s 600] [--times 3] [--rounds 125] [--seeds 3] [--out FILE]
+    sudo python -m tests.chaos.slurm [--late-s 600] [--times 3] [--rounds 40] [--seeds 3] [--out FILE]
 
 Hosts are network namespaces (``tests/cluster/net``) on two sides of a link of 200 Mbit/s and 10 ms, with SLURM over
 them. The digits and the language model that ``xffl init`` writes train at the same time, each by ``xffl submit
---elastic``, for as many samples of all cells together as so many rounds of twelve steps of each have. Steps wait, so
-that two cores do not decide. Of each run cell 0, whose job has the lighthouse, is requeued, cell 1 gets SIGUSR2 as
+--elastic``, for as many samples of all cells together as so many rounds of twelve steps of each have; with 40 they train
+on about as many as these projects do by default. Steps wait, so that two cores do not decide. Of each run cell 0, whose job has the lighthouse, is requeued, cell 1 gets SIGUSR2 as
 before a time limit, and cell 2 is released so many seconds after the others, and requeued later. Then both train with
 several seeds without faults, in one ``xffl exec --elastic``.
 
@@ -185,7 +185,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--late-s", type=float, default=600.0)
     parser.add_argument("--times", type=float, default=3.0, help="how many times as long the steps of a cell take")
-    parser.add_argument("--rounds", type=int, default=125)
+    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
