@@ -4,10 +4,10 @@
 
 Hosts are network namespaces (``tests/cluster/net``) on two sides of a link of 200 Mbit/s and 10 ms, with SLURM over
 them. The digits and the language model that ``xffl init`` writes train at the same time, each by ``xffl submit
---elastic``, for as many samples of all cells together as so many rounds of twelve steps of each have; with 40 they train
-on about as many as these projects do by default. Steps wait, so that two cores do not decide. Of each run cell 0, whose job has the lighthouse, is requeued, cell 1 gets SIGUSR2 as
-before a time limit, and cell 2 is released so many seconds after the others, and requeued later. Then both train with
-several seeds without faults, in one ``xffl exec --elastic``.
+--elastic``, for as many samples of all cells together as so many rounds of twelve steps of each have: with 40 for about
+as many as these projects have by default. Steps wait, so that two cores do not decide. Of each run cell 0, whose job has
+the lighthouse, is requeued, cell 1 gets SIGUSR2 as before a time limit, and cell 2 is released so many seconds after
+the others, and requeued later. Then both train with several seeds without faults, in one ``xffl exec --elastic``.
 
 Printed is, for each task, the held-out loss as the mean over the models of the last eight rounds (that of one model
 moves by as much as the seeds differ), the same of the seeds, to how many rounds each cell has contributed, and in
