@@ -5,7 +5,7 @@
 Hosts are network namespaces (``tests/cluster/net``) on two sides of a link of 200 Mbit/s and 10 ms, with SLURM over
 them. The digits and the language model that ``xffl init`` writes train at the same time, each by ``xffl submit
 --elastic``, for as many samples of all cells together as so many rounds of twelve steps of each have: with 40 for about
-as many as these projects have by default. Steps wait, so that two cores do not decide. Of each run cell 0, whose job has
+as many as these have by default. Steps wait, so that two cores do not decide. Of each run cell 0, whose job has
 the lighthouse, is requeued, cell 1 gets SIGUSR2 as before a time limit, and cell 2 is released so many seconds after
 the others, and requeued later. Then both train with several seeds without faults, in one ``xffl exec --elastic``.
 
