@@ -21,7 +21,7 @@ from xffl.distributed.sharding import local_tensor
 from xffl.errors import XfflError
 from xffl.parallel import DistributedConfig, DistributedStrategy, StrategyConfig
 from xffl.training import models
-from xffl.training.models import tensors
+from xffl.training.models import weights
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -125,7 +125,7 @@ def read_and_train(rank: int, name: str, folder: Path) -> dict[str, Any]:
     strategy = set_up(rank, mesh, kind, federated, model)
     read = count_read()
     model = spread(strategy, model, folder / source)
-    held = sum(local_tensor(one.tensor).numel() for one in tensors.file_tensors(model))
+    held = sum(local_tensor(one.tensor).numel() for one in weights.file_tensors(model))
     # Made before any forward pass, which leaves FSDP2's outermost unit gathered.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     told: dict[str, Any] = {"read": read(), "held": held, "logits": logits_of(model, batch(0))}
@@ -189,7 +189,7 @@ def train_adapters(rank: int, folder: Path, name: str) -> dict[str, Any]:
     models.save_pretrained(model, folder / f"merged, {name}", strategy.state)
     if cell == 1:  # somebody touches the base of one cell
         with torch.no_grad():
-            inner = tensors.bare_model(model)
+            inner = weights.bare_model(model)
             local_tensor(inner.get_parameter("base_model.model.model.norm.weight")).mul_(2)
     told["touched"] = error_of(lambda: models.agree_on_base(model, strategy.state))
     strategy.teardown()

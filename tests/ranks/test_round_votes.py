@@ -16,8 +16,8 @@ from torch import nn
 import xffl
 from tests.ranks.test_round import digests, make_state
 from tests.worlds import WorldError, run_world
+from xffl.aggregation.engine import buffers as looks
 from xffl.aggregation.engine import cell, transport
-from xffl.aggregation.engine import finite as looks
 from xffl.aggregation.engine.groups import MergeMode, RoundStatus, VotePhase, all_gather_status
 from xffl.cluster.network import Timeouts
 from xffl.distributed.distributed_state import DistributedState

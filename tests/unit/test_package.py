@@ -32,7 +32,6 @@ MODULES = sorted(
 WITHOUT_TORCH = (
     "errors",
     "extras",
-    "lazy",
     "checks",
     "topology",
     "costs",
