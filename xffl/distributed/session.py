@@ -194,9 +194,8 @@ def setup_distributed_process_group(
 
     The first six arguments say where this process stands (rank of ``world_size``, then on its node, then the number of
     the node), ``master_addr`` and ``master_port`` where rank 0 listens, and ``join_timeout_s`` how long to wait for all
-    ranks to come, by default ``timeout_s``. The others are those of :func:`xffl.session
-    <xffl.distributed.session.session>`. Raises :class:`~xffl.errors.StateError` where torch.distributed is initialized
-    already, :class:`~xffl.errors.LaunchError` where the processes cannot be found or joined.
+    ranks to come, by default ``timeout_s``. The others are those of :func:`session`. Raises StateError where
+    torch.distributed is initialized already, LaunchError where the processes cannot be found or joined.
     """
     if dist.is_initialized():
         raise StateError("torch.distributed is initialized already; fill a DistributedState with its setters instead")
@@ -221,10 +220,9 @@ def setup_distributed_process_group(
     meeting = _meet(place, join_timeout_s, is_own_address=master_addr is not None or master_port is not None)
     request: _Request | None = None
     try:
-        if error is None:
-            request = _request(
-                place, backend, device, federated, hsdp, streams, levels, device_parameters, link_backend
-            )
+        if error is not None:
+            raise error
+        request = _request(place, backend, device, federated, hsdp, streams, levels, device_parameters, link_backend)
     except XfflError as wrong:
         error = wrong
     check_consistent_on_store(meeting, place.rank, place.world_size, str(request), error, join_timeout_s)

@@ -422,8 +422,8 @@ class ElasticFederation:
 
     def _leave_vote(self) -> None:
         """Write this life's vote, and those that it has inherited and not used, for the next life of its cell."""
-        version = self.standing.version
-        if self._vote is None or not version.is_agreed or self._may_have_agreed:
+        version, latest = self.standing.version, self.standing.latest
+        if self._vote is None or not version.is_agreed or self._may_have_agreed or latest not in (None, version):
             return
         lives = [life for life in (self.life, *self._inherited_votes()) if life in version.voters]
         if not lives:

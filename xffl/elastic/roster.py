@@ -71,9 +71,7 @@ class CellRecord:
     doubt: Version | None = None  # what it holds too, if the round in doubt was taken
     group: str = ""  # the name of the process group that it still has, whole
     left: tuple[int, ...] = ()  # cells that have finished and left
-    inherited: tuple[
-        str, ...
-    ] = ()  # earlier lives of its cell that have ended with its version, and left it their votes
+    inherited: tuple[str, ...] = ()  # lives of its cell that have ended with its version, and left it their votes
     is_finished: bool = False  # it leaves after the next round
     looks: int = 0  # how often it has asked since its last round and found somebody missing
     same_lighthouse: bool = False  # the lighthouse is the one that formed the epoch of its version, and of its doubt
@@ -340,13 +338,15 @@ class Standing:
 
     version: Version = field(default_factory=Version)
     doubt: Version | None = None
+    latest: Version | None = None  # on which this life has agreed last; a state that was loaded since may hold another
     left: tuple[int, ...] = ()
     total_weight: float = 0.0
     _doubted_left: tuple[int, ...] = ()
 
     def take(self, epoch: Epoch) -> None:
         """Note that the round was taken."""
-        self.version, self.doubt, self.left = epoch.next_version, None, epoch.next_left
+        self.version = self.latest = epoch.next_version
+        self.doubt, self.left = None, epoch.next_left
 
     def refuse(self) -> None:
         """Note that nobody has taken the round."""
@@ -362,6 +362,7 @@ class Standing:
             return None
         is_taken = epoch.members[epoch.index_of(cell)].version == self.doubt
         if is_taken:
-            self.version, self.left = self.doubt, self._doubted_left
+            self.version = self.latest = self.doubt
+            self.left = self._doubted_left
         self.doubt = None
         return is_taken
