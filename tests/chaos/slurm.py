@@ -1,19 +1,21 @@
 """Train in three cells that are batch jobs of a real SLURM, which requeues one, preempts one, and starts one late.
 
-    sudo python -m tests.chaos.slurm [--late-s 600] [--times 3] [--rounds 40] [--seeds 3] [--out FILE]
+    sudo python -m tests.chaos.slurm [--late-s 600] [--times 3] [--rounds 40] [--runs 1] [--seeds 3] [--out FILE]
 
 Hosts are network namespaces (``tests/cluster/net``) on two sides of a link of 200 Mbit/s and 10 ms, with SLURM over
 them. The digits and the language model that ``xffl init`` writes train at the same time, each by ``xffl submit
 --elastic``, for as many samples of all cells together as so many rounds of twelve steps of each have: with 40 for about
-as many as these have by default. Steps wait, so that two cores do not decide. Of each run cell 0, whose job has
-the lighthouse, is requeued, cell 1 gets SIGUSR2 as before a time limit, and cell 2 is released so many seconds after
-the others, and requeued later. Then both train with several seeds without faults, in one ``xffl exec --elastic``.
+as many as these have by default. Steps wait, so that two cores do not decide. Cells 0 and 2 are on one side of the
+link, cell 1 on the other. Of each run cell 0, whose job has the lighthouse, is requeued, cell 1 gets SIGUSR2 as before
+a time limit, and cell 2 is released so many seconds after the others, and requeued later. With ``--runs`` several runs
+of each task, with the seeds 0, 1 and so on, go through this at the same time. Then both tasks train with several seeds
+without faults, in one ``xffl exec --elastic``.
 
-Printed is, for each task, the held-out loss as the mean over the models of the last eight rounds (that of one model
-moves by as much as the seeds differ), the same of the seeds, to how many rounds each cell has contributed, and in
-which lives. The exit code is 1 if a job does not end well, the cells end in different rounds, rounds of one number have
-two models, or a loss is above those of the seeds. The seeds' 95 % prediction interval is printed beside: another seed
-is above the highest of five once in six times.
+Printed is, for each run, the held-out loss as the mean over the models of the last eight rounds (that of one model
+moves by as much as the seeds differ), to how many rounds each cell has contributed, and in which lives; for each task
+the losses with and without faults, and their differences where the seed is the same. The exit code is 1 if a job does
+not end well, cells of a run end in different rounds or on one side of the link, rounds of one number have two models,
+or a loss is above all those without faults.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import time
 from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from tests.chaos.curve import lines
@@ -82,7 +84,7 @@ def make(project: Path, task: str, rounds: int, **more: object) -> list[str]:
 def sum_up(project: Path) -> dict[str, Any]:
     """Return the loss at the end, what each cell has contributed, and whether models of one name are equal."""
     digests, contributed, lives = defaultdict(set), [], []
-    last = []
+    last, hosts = [], []
     for cell in range(CELLS):
         told = [line.split() for line in (project / f"rounds.{cell}").read_text().splitlines()]
         for _, number, digest, *_ in told:
@@ -90,6 +92,8 @@ def sum_up(project: Path) -> dict[str, Any]:
         contributed.append(sum(float(weights[cell]) > 0 for _, _, _, *weights in told))
         lives.append(sorted({int(life) for life, *_ in told}))
         last.append(int(told[-1][1]))
+        environment_file = project / "runs" / "run" / f"cell_{cell}" / "environment.json"
+        hosts += [host["host"] for host in json.loads(environment_file.read_text())["hosts"]]
     told = lines(project / "runs" / "run" / "cell_0" / "metrics" / "federation.jsonl")
     measured = [line["values"] for line in told if "val/loss" in line["values"]][-LAST:]
     return {
@@ -98,6 +102,7 @@ def sum_up(project: Path) -> dict[str, Any]:
         "last": [round(values["val/loss"], 4) for values in measured],
         "contributed": contributed,
         "lives": lives,
+        "hosts": hosts,
         "unequal": sum(len(found) > 1 for found in digests.values()),
         "project": str(project),
     }
@@ -128,44 +133,43 @@ class Cluster:
         return dict(line.split()[:2] for line in told.splitlines())
 
 
-def run(folder: Path, late_s: float, rounds: int, times: float) -> dict[str, dict[str, Any]]:
-    """Train both tasks as jobs of SLURM."""
+def run(folder: Path, late_s: float, rounds: int, times: float, runs: int) -> dict[str, list[dict[str, Any]]]:
+    """Train both tasks as jobs of SLURM, with so many seeds each."""
     step_s = late_s * times / (EVERY * rounds)
-    results = {}
+    projects = {(task, seed): folder / f"{task}_slurm_{seed}" for task in TASKS for seed in range(runs)}
     with ExitStack() as stack:
-        hosts = stack.enter_context(two_hosts_up(environment(), folder / "net", 3))
+        hosts = stack.enter_context(two_hosts_up(environment(), folder / "net", runs))
         short = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ms-")))
-        cluster = Cluster(hosts, stack.enter_context(slurm_over(hosts, short / "slurm", 3)))
-        jobs: dict[str, list[str]] = {}
-        for task in TASKS:
-            project = folder / task
-            words = make(project, task, rounds)
+        cluster = Cluster(hosts, stack.enter_context(slurm_over(hosts, short / "slurm", runs)))
+        jobs: list[list[str]] = []
+        for (task, seed), project in projects.items():
+            words = make(project, task, rounds, **{"experiment.seed": seed})
             command = [sys.executable, "-m", "xffl", "submit", "config.yaml", "--elastic", f"--cells={CELLS}"]
             command += ["--no-follow", "--federated=1", "--slurm.extra=[--hold]", *words]
-            jobs[task] = cluster.call(*command, cwd=project, STEP_S=str(step_s)).split()
+            places = [[f"--cell={cell}", f"--slurm.nodelist={'ab'[cell % 2]}{seed + 1}"] for cell in range(CELLS)]
+            told = [cluster.call(*command, *place, cwd=project, STEP_S=str(step_s)) for place in places]
+            jobs.append([number.strip() for number in told])
         begun = time.monotonic()
         plan = [(0.0, 0, "release"), (0.0, 1, "release"), (late_s, 2, "release")]
         plan += [(0.25 * late_s, 0, "requeue"), (0.5 * late_s, 1, "preempt"), (1.15 * late_s, 2, "requeue")]
         for at, cell, what in sorted(plan):
             time.sleep(max(0.0, begun + at - time.monotonic()))
-            for task, own in jobs.items():
+            for own in jobs:
                 if what == "preempt":
                     cluster.call("scancel", "--signal=USR2", own[cell])
                 else:
                     cluster.call("scontrol", what, own[cell])
-                print(f"{time.monotonic() - begun:.0f} s: {what} cell {cell} of {task}", flush=True)
+            print(f"{time.monotonic() - begun:.0f} s: {what} cell {cell}", flush=True)
         deadline = begun + (times + 3) * late_s + 300
-        numbers = {number for own in jobs.values() for number in own}
         while any(state in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING") for state in cluster.states().values()):
             if time.monotonic() > deadline:
                 raise SystemExit(f"the jobs did not end: {cluster.states()}; see {folder}")
             time.sleep(1)
-        states = {number: state for number, state in cluster.states().items() if number in numbers}
-        for task in TASKS:
-            results[task] = sum_up(folder / task) | {
-                "seconds": round(time.monotonic() - begun),
-                "states": [states.get(number, "COMPLETED") for number in jobs[task]],
-            }
+        seconds, states = round(time.monotonic() - begun), cluster.states()
+        results: dict[str, list[dict[str, Any]]] = {task: [] for task in TASKS}
+        for ((task, seed), project), own in zip(projects.items(), jobs, strict=True):
+            ended = [states.get(number, "COMPLETED") for number in own]
+            results[task].append(sum_up(project) | {"seed": seed, "seconds": seconds, "states": ended})
     return results
 
 
@@ -182,10 +186,10 @@ def run_without(folder: Path, task: str, rounds: int, seed: int) -> dict[str, An
     return sum_up(project) | {"seed": seed}
 
 
-def prediction_limit(values: list[float]) -> float:
-    """Return the upper end of the 95 % prediction interval of one more value, for values of a normal distribution."""
-    quantile = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}[len(values)]  # Student's t
-    return fmean(values) + quantile * stdev(values) * (1 + 1 / len(values)) ** 0.5
+def is_well(found: dict[str, Any]) -> bool:
+    """Return whether all jobs of a run ended well, in one round, and on both sides of the link, with one lineage."""
+    sides = {host[0] for host in found["hosts"]}
+    return {*found["states"]} == {"COMPLETED"} and not found["unequal"] and len({*found["rounds"]}) == 1 < len(sides)
 
 
 def main() -> int:
@@ -193,24 +197,23 @@ def main() -> int:
     parser.add_argument("--late-s", type=float, default=600.0)
     parser.add_argument("--times", type=float, default=3.0, help="how many times as long the steps of a cell take")
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--runs", type=int, default=1, help="runs of each task with faults")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each task without")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
-    results: dict[str, Any] = {"with": run(folder, args.late_s, args.rounds, args.times), "without": {}}
+    results: dict[str, Any] = {"with": run(folder, args.late_s, args.rounds, args.times, args.runs), "without": {}}
     is_missed = False
-    for task, found in results["with"].items():
-        print(json.dumps({"task": task, **found}), flush=True)
+    for task, runs in results["with"].items():
+        for found in runs:
+            print(json.dumps({"task": task, **found}), flush=True)
+            is_missed |= not is_well(found)
         seeds = [run_without(folder, task, args.rounds, seed) for seed in range(args.seeds)]
         results["without"][task] = seeds
-        losses = [one["values"]["val/loss"] for one in seeds]
-        print(f"{task}: {found['values']['val/loss']}; without faults {losses}", flush=True)
-        is_missed |= any(state != "COMPLETED" for state in found["states"]) or found["unequal"] > 0
-        is_missed |= len({*found["rounds"]}) > 1
-        if len(losses) > 1:
-            most = prediction_limit(losses)
-            print(f"{task}: the seeds' 95 % prediction interval ends at {most:.4f}", flush=True)
-        is_missed |= bool(losses) and found["values"]["val/loss"] > max(losses)
+        faulty, clean = ([one["values"]["val/loss"] for one in those] for those in (runs, seeds))
+        print(f"{task}: {faulty}; without faults {clean}", flush=True)
+        print(f"{task}: differences {[round(a - b, 4) for a, b in zip(faulty, clean, strict=False)]}", flush=True)
+        is_missed |= bool(clean) and max(faulty) > max(clean)
     if args.out is not None:
         args.out.write_text(json.dumps(results, indent=1) + "\n")
     return int(is_missed)

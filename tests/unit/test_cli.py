@@ -501,6 +501,7 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
         ("exec --elastic --federated 2,2 s.py", "exec --elastic --federated 2,2", "s.py"),
         ("exec --elastic http://a:1 s.py b:1", "exec --elastic http://a:1", "s.py b:1"),
         ("exec --elastic a:1 --cell 0/2 s.py", "exec --elastic a:1 --cell 0/2", "s.py"),
+        ("exec --elastic 10.0.0.1 --cell 0/2 s.py", "exec --elastic 10.0.0.1 --cell 0/2", "s.py"),
         ("exec --elastic file:a/b s.py", "exec --elastic file:a/b", "s.py"),
         ("exec --elastic=a:1 s.py", "exec --elastic=a:1", "s.py"),
         ("exec --processes", "exec --processes", ""),

@@ -86,6 +86,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(xffl.__file__).parents[1]))
     monkeypatch.setenv("XFFL_SSH", f"sh {tmp_path}/ssh")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")  # nobody knows hosts a and b
     stand_in(RUN)
     Path("script.py").write_text(END)
     return tmp_path
@@ -193,7 +194,7 @@ def test_ranks_have_their_grace_when_the_connection_ends() -> None:
     job = {
         "cwd": os.getcwd(), "command": ["script.py"], "environ": {}, "path": str(Path(xffl.__file__).parents[1]),
         "version": xffl.__version__, "python": sys.version.split()[0], "grace_s": LAST_S, "silence_s": LAST_S,
-        "world_size": 1, "host": "a", "first": 0, "slots": 1, "node_rank": 0, "nodes": 1,
+        "world_size": 1, "host": "a", "first": 0, "slots": 1, "node_rank": 0, "nodes": 1, "meet": "127.0.0.1",
     }  # fmt: skip
     with subprocess.Popen(
         ["sh", "-c", ssh_command(HOSTS[0], {})[-1]], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -218,6 +219,13 @@ def test_no_ssh(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("XFFL_SSH", words)
         with pytest.raises(LaunchError, match=f"ssh to host a cannot be started: .*{reason}.* HINT: XFFL_SSH names"):
             launch()
+
+
+def test_a_first_host_that_the_others_do_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR")
+    hosts = (Host("known-to-ssh.invalid", 1), Host("b", 1))
+    with pytest.raises(LaunchError, match=r"host .*: it does not know the first host's name 'known-to-ssh.invalid'"):
+        launch(hosts=hosts)
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,9 @@ class _Job:
     def connect(self, told: Mapping[str, Any]) -> None:
         """Reach every host, and start the ranks once all have answered."""
         hosts, first = self._layout.hosts, 0
+        # An address of ssh may name a user, or be known to ssh's configuration alone.
+        meet = os.environ.get("MASTER_ADDR") or (hosts[0].address or hosts[0].name).rpartition("@")[2]
+        meet = "127.0.0.1" if len(hosts) == 1 else meet
         wanted = _FILES_PER_HOST * len(hosts) + _FILES_BESIDES
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -231,15 +234,11 @@ class _Job:
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         for number, host in enumerate(hosts):
             place = {"host": host.name, "first": first, "slots": host.slots, "node_rank": number, "nodes": len(hosts)}
-            self._connections.append(HostConnection(number, host, {**told, **place}, self._events))
+            self._connections.append(HostConnection(number, host, {**told, **place, "meet": meet}, self._events))
             first += host.slots
         port = self._wait_for_answers()
         if self._watch.stopped_by is None:
-            host = self._layout.hosts[0]
-            # An address of ssh may name a user, or be known to ssh's configuration alone.
-            address = os.environ.get("MASTER_ADDR") or (host.address or host.name).rpartition("@")[2]
-            address = "127.0.0.1" if len(self._connections) == 1 else address
-            self._send({"start": {"MASTER_ADDR": address, "MASTER_PORT": os.environ.get("MASTER_PORT", str(port))}})
+            self._send({"start": {"MASTER_ADDR": meet, "MASTER_PORT": os.environ.get("MASTER_PORT", str(port))}})
 
     def wait(self) -> RankFailure | int:
         """Show what the ranks print until the last has ended, and tell how the job ended."""

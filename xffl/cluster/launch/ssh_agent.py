@@ -78,8 +78,11 @@ def refusal(job: Mapping[str, Any]) -> str | None:
 
     try:
         check_script(job["command"][0], "it must be there on every host")
+        socket.getaddrinfo(job["meet"], None)
     except LaunchError as lack:
         return str(lack)
+    except (OSError, UnicodeError):
+        return f"it does not know the first host's name {job['meet']!r}; set MASTER_ADDR to an address of that host"
     return None
 
 
