@@ -1,14 +1,14 @@
 """Train in three cells that are batch jobs of a real SLURM, which requeues one, preempts one, and starts one late.
 
-    sudo python -m tests.chaos.slurm [--late-s 600] [--times 3] [--rounds 40] [--runs 1] [--seeds 3] [--out FILE]
+    sudo python -m tests.chaos.slurm [--late-s 600] [--times 3] [--rounds 40] [--faulty 0] [--seeds 3] [--out FILE]
 
 Hosts are network namespaces (``tests/cluster/net``) on two sides of a link of 200 Mbit/s and 10 ms, with SLURM over
 them. The digits and the language model that ``xffl init`` writes train at the same time, each by ``xffl submit
 --elastic``, for as many samples of all cells together as so many rounds of twelve steps of each have: with 40 for about
 as many as these have by default. Steps wait, so that two cores do not decide. Cells 0 and 2 are on one side of the
 link, cell 1 on the other. Of each run cell 0, whose job has the lighthouse, is requeued, cell 1 gets SIGUSR2 as before
-a time limit, and cell 2 is released so many seconds after the others, and requeued later. With ``--runs`` several runs
-of each task, with the seeds 0, 1 and so on, go through this at the same time. Then both tasks train with several seeds
+a time limit, and cell 2 is released so many seconds after the others, and requeued later. Runs of each task with
+several seeds (``--faulty 0 1 2``) go through this at the same time. Then both tasks train with the seeds 0, 1 and so on
 without faults, in one ``xffl exec --elastic``.
 
 Printed is, for each run, the held-out loss as the mean over the models of the last eight rounds (that of one model
@@ -133,20 +133,21 @@ class Cluster:
         return dict(line.split()[:2] for line in told.splitlines())
 
 
-def run(folder: Path, late_s: float, rounds: int, times: float, runs: int) -> dict[str, list[dict[str, Any]]]:
-    """Train both tasks as jobs of SLURM, with so many seeds each."""
+def run(folder: Path, late_s: float, rounds: int, times: float, seeds: list[int]) -> dict[str, list[dict[str, Any]]]:
+    """Train both tasks as jobs of SLURM, with each seed."""
     step_s = late_s * times / (EVERY * rounds)
-    projects = {(task, seed): folder / f"{task}_slurm_{seed}" for task in TASKS for seed in range(runs)}
+    projects = {(task, seed): folder / f"{task}_slurm_{seed}" for task in TASKS for seed in seeds}
     with ExitStack() as stack:
-        hosts = stack.enter_context(two_hosts_up(environment(), folder / "net", runs))
+        hosts = stack.enter_context(two_hosts_up(environment(), folder / "net", len(seeds)))
         short = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ms-")))
-        cluster = Cluster(hosts, stack.enter_context(slurm_over(hosts, short / "slurm", runs)))
+        cluster = Cluster(hosts, stack.enter_context(slurm_over(hosts, short / "slurm", len(seeds))))
         jobs: list[list[str]] = []
         for (task, seed), project in projects.items():
             words = make(project, task, rounds, **{"experiment.seed": seed})
             command = [sys.executable, "-m", "xffl", "submit", "config.yaml", "--elastic", f"--cells={CELLS}"]
             command += ["--no-follow", "--federated=1", "--slurm.extra=[--hold]", *words]
-            places = [[f"--cell={cell}", f"--slurm.nodelist={'ab'[cell % 2]}{seed + 1}"] for cell in range(CELLS)]
+            nodes = [f"{side}{seeds.index(seed) + 1}" for side in "aba"]
+            places = [[f"--cell={cell}", f"--slurm.nodelist={node}"] for cell, node in enumerate(nodes)]
             told = [cluster.call(*command, *place, cwd=project, STEP_S=str(step_s)) for place in places]
             jobs.append([number.strip() for number in told])
         begun = time.monotonic()
@@ -197,12 +198,12 @@ def main() -> int:
     parser.add_argument("--late-s", type=float, default=600.0)
     parser.add_argument("--times", type=float, default=3.0, help="how many times as long the steps of a cell take")
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--runs", type=int, default=1, help="runs of each task with faults")
+    parser.add_argument("--faulty", type=int, nargs="+", default=[0], help="seeds of the runs with faults")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each task without")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
-    results: dict[str, Any] = {"with": run(folder, args.late_s, args.rounds, args.times, args.runs), "without": {}}
+    results: dict[str, Any] = {"with": run(folder, args.late_s, args.rounds, args.times, args.faulty), "without": {}}
     is_missed = False
     for task, runs in results["with"].items():
         for found in runs:
@@ -212,7 +213,8 @@ def main() -> int:
         results["without"][task] = seeds
         faulty, clean = ([one["values"]["val/loss"] for one in those] for those in (runs, seeds))
         print(f"{task}: {faulty}; without faults {clean}", flush=True)
-        print(f"{task}: differences {[round(a - b, 4) for a, b in zip(faulty, clean, strict=False)]}", flush=True)
+        pairs = [(loss, clean[seed]) for loss, seed in zip(faulty, args.faulty, strict=True) if seed < len(clean)]
+        print(f"{task}: differences {[round(loss - other, 4) for loss, other in pairs]}", flush=True)
         is_missed |= bool(clean) and max(faulty) > max(clean)
     if args.out is not None:
         args.out.write_text(json.dumps(results, indent=1) + "\n")
