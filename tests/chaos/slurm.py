@@ -38,6 +38,7 @@ from tests.chaos.storm import environment
 from tests.cluster.hosts import Hosts, slurm_over, two_hosts_up
 
 CELLS, EVERY, BATCH, LAST = 3, 12, 8, 8
+UNDER_WAY = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING")
 TASKS = {"digits": "DigitsTrainer", "language_model": "LanguageTrainer"}
 TRAINER = """
 import hashlib
@@ -162,14 +163,16 @@ def run(folder: Path, late_s: float, rounds: int, times: float, seeds: list[int]
                     cluster.call("scontrol", what, own[cell])
             print(f"{time.monotonic() - begun:.0f} s: {what} cell {cell}", flush=True)
         deadline = begun + (times + 3) * late_s + 300
-        while any(state in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING") for state in cluster.states().values()):
+        states = cluster.states()
+        while any(state in UNDER_WAY for state in states.values()):
             if time.monotonic() > deadline:
-                raise SystemExit(f"the jobs did not end: {cluster.states()}; see {folder}")
+                raise SystemExit(f"the jobs did not end: {states}; see {folder}")
             time.sleep(1)
-        seconds, states = round(time.monotonic() - begun), cluster.states()
+            states |= cluster.states()  # SLURM forgets a job some minutes after its end
+        seconds = round(time.monotonic() - begun)
         results: dict[str, list[dict[str, Any]]] = {task: [] for task in TASKS}
         for ((task, seed), project), own in zip(projects.items(), jobs, strict=True):
-            ended = [states.get(number, "COMPLETED") for number in own]
+            ended = [states[number] for number in own]
             results[task].append(sum_up(project) | {"seed": seed, "seconds": seconds, "states": ended})
     return results
 

@@ -192,10 +192,9 @@ def setup_distributed_process_group(
     different software or processors, which is allowed, rank 0 writes a table of it to standard error. A rule that finds
     cells on the machine (see :func:`xffl.cluster.cells.parse_federation`) is resolved once they have joined.
 
-    The first six arguments say where this process stands (rank of ``world_size``, then on its node, then the number of
-    the node), ``master_addr`` and ``master_port`` where rank 0 listens, and ``join_timeout_s`` how long to wait for all
-    ranks to come, by default ``timeout_s``. The others are those of :func:`session`. Raises StateError where
-    torch.distributed is initialized already, LaunchError where the processes cannot be found or joined.
+    The first six arguments say where this process stands in the world, on its node, and among the nodes; rank 0 listens
+    at ``master_addr`` and ``master_port``, and ranks are waited for ``join_timeout_s`` (else ``timeout_s``). For the
+    others, see :func:`session`. Raises StateError if torch.distributed is set up already, LaunchError if joining fails.
     """
     if dist.is_initialized():
         raise StateError("torch.distributed is initialized already; fill a DistributedState with its setters instead")
