@@ -153,7 +153,7 @@ def run(folder: Path, late_s: float, rounds: int, times: float, seeds: list[int]
             jobs.append([number.strip() for number in told])
         begun = time.monotonic()
         plan = [(0.0, 0, "release"), (0.0, 1, "release"), (late_s, 2, "release")]
-        plan += [(0.25 * late_s, 0, "requeue"), (0.5 * late_s, 1, "preempt"), (1.15 * late_s, 2, "requeue")]
+        plan += [(0.25 * late_s, 0, "requeue"), (0.5 * late_s, 1, "preempt"), (1.5 * late_s, 2, "requeue")]
         for at, cell, what in sorted(plan):
             time.sleep(max(0.0, begun + at - time.monotonic()))
             for own in jobs:

@@ -148,6 +148,7 @@ def train(
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9)
         for name, part in (("model", model), ("optimizer", optimizer), ("schedule", schedule)):
             world.register(name, part)
+        held_out = torch.randn(1024, 16, generator=torch.Generator().manual_seed(0))
         gap, before, participants = 0.0, 0.0, set()
         while not (manager.current_step() >= last and world.dp_size == sizes):
             step = manager.current_step()
@@ -179,7 +180,7 @@ def train(
             "weights": digest(whole),
             "moments": digest(moments),
             "rate": schedule.get_last_lr(),
-            "loss": F.mse_loss(model(inputs), inputs[:, :1].tanh()).item(),
+            "loss": F.mse_loss(model(held_out), held_out[:, :1].tanh()).item(),
         }
 
 
@@ -196,7 +197,7 @@ def test_a_group_is_killed_and_comes_back(form: str, lighthouse: Lighthouse) -> 
         assert len({str(one[what]) for one in told}) == 1, (what, told)
     assert HEARTBEAT_S - 1 < told[0]["gap"] < HEARTBEAT_S + 3  # the bound: 8 s
     assert told[0]["sizes"] == {ranks, 2 * ranks}
-    assert max(one["loss"] for one in told) < 0.1
+    assert max(one["loss"] for one in told) < 0.05  # 200 steps in one process: 0.022, with a deviation of 0.0015
 
 
 def test_kills_at_random_and_a_lighthouse_that_is_gone_for_a_while() -> None:
