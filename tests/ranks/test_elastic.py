@@ -63,6 +63,7 @@ class Plan:
     steps: dict[int, int] = field(default_factory=dict)  # steps that a cell makes in all, instead of rounds
     parameters: dict[str, Any] = field(default_factory=dict)
     step_s: float = 0.01
+    pauses: dict[int, float] = field(default_factory=dict)  # seconds that each step of a cell takes longer
     widths: dict[int, int] = field(default_factory=dict)  # of a cell's own model
     saves: dict[int, int] = field(default_factory=dict)  # the round after which a cell saves, where it goes on from
     checkpoints: str = ""
@@ -94,10 +95,9 @@ class Told:
     steps: int = 0
 
 
-def start_lighthouse(port: int) -> Any:
-    return coordination().LighthouseServer(
-        bind=f"127.0.0.1:{port}", min_replicas=1, join_timeout_ms=20000, quorum_tick_ms=100, heartbeat_timeout_ms=2000
-    )
+def start_lighthouse(port: int, join_s: float = 20.0) -> Any:
+    times = {"join_timeout_ms": round(1000 * join_s), "heartbeat_timeout_ms": 2000, "quorum_tick_ms": 100}
+    return coordination().LighthouseServer(bind=f"127.0.0.1:{port}", min_replicas=1, **times)
 
 
 @pytest.fixture
@@ -214,7 +214,7 @@ def member(rank: int, world: int, plan: Plan) -> Told:
                 told.steps += 1
                 optimizer.step()
                 optimizer.zero_grad()
-                time.sleep(plan.step_s)
+                time.sleep(plan.step_s + plan.pauses.get(cell, 0.0))
                 if scaling.is_under_way:
                     with pytest.raises(xffl.StateError):
                         scaling.state_dict()
@@ -348,6 +348,21 @@ def test_a_late_cell_of_another_size_takes_over_the_model_and_the_server(lightho
     if "fragments" in options and "server_step" not in options:
         norms = before.norms[first]
         assert norms is not None and min(norms) > 0
+
+
+def test_a_cell_that_has_waited_for_long_cuts_no_slower_one() -> None:
+    """The lighthouse waits for cells that live, but counts from when the first one asked: here, the late one."""
+    server = start_lighthouse(0, join_s=1.5)
+    try:
+        url = f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
+        told = run(url, (1, 1, 1), late=(2,), rounds=7, step_s=1.0, pauses={1: 0.15})
+    finally:
+        server.shutdown()
+    check_alike(told)
+    assert len(told) == 3
+    for one in told:
+        assert one.weights[7] == (2.0, 2.0, 2.0)
+        assert sum(weights[one.cell] for weights in one.weights.values()) == one.steps
 
 
 def test_a_late_cell_takes_all_of_it_from_another_one_where_the_giving_cell_is_lost(lighthouse: str) -> None:
@@ -856,6 +871,45 @@ def test_a_cell_that_finds_no_others_says_what_it_waits_for(lighthouse: str) -> 
         1, wait_for_a_lighthouse, Plan(gone, (1,), (free_port(),), parameters={"meeting_timeout_s": 8.0}), init=False
     )
     assert text.startswith(f"cell 0 found no cells for a round within 8 s: the lighthouse {gone} does not answer")
+
+
+def ends(rank: int, ranks: int, url: str, case: str) -> str:
+    """Be the only cell that is left, and leave: without others for a round, or with a model that no round takes."""
+    be_launched(rank, ranks, free_port())
+    os.environ["XFFL_TOKEN"] = "the run's"
+    elastic = ElasticParameters(lighthouse=url, meeting_timeout_s=1.0)
+    with xffl.session(cell=0, cells=3 if case == "alone" else 2, elastic=elastic) as state:
+        model = xffl.shard(nn.Linear(2, 2), state)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaling = xffl.FederatedScaling(model, optimizer, state, every=100)
+        with pytest.raises(xffl.RoundError) as caught, scaling:
+            if case == "not finite":
+                life = scaling.aggregator._federation.life
+                scaling.aggregator._federation.standing.version = Version(1, 1, "of the run", (life,))
+                model(torch.zeros(1, 2)).sum().backward()
+                optimizer.step()
+                with torch.no_grad():
+                    model.weight.fill_(float("nan"))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [("alone", "cell 0 found no cells for a round within 1 s: a round needs 2 of 3 cells"), ("not finite", "not finite in")],
+)
+def test_a_cell_whose_last_round_cannot_be_made_ends(lighthouse: str, case: str, told: str) -> None:
+    [text] = run_world(1, ends, lighthouse, case, init=False, timeout_s=30)
+    assert told in text
+
+
+def test_a_cell_that_starts_again_knows_who_has_finished(lighthouse: str, tmp_path: Path) -> None:
+    """Cell 1 has left; cell 0 goes on alone, saves, and starts again from that."""
+    run(lighthouse, (1, 1), steps={1: 6}, rounds=8, saves={0: 8}, checkpoints=str(tmp_path))
+    (tmp_path / "again").mkdir()
+    waits = {"meeting_timeout_s": 5.0, "restarts": 1}
+    plan = Plan(lighthouse, (1, 1), (free_port(),) * 2, str(tmp_path / "again"), 10, parameters=waits)
+    [told] = run_world(1, member, replace(plan, checkpoints=str(tmp_path)), init=False, timeout_s=60)
+    assert told.cells[10] == (0,) and told.weights[10] == (2.0, 0.0)
 
 
 def test_what_a_fault_may_be() -> None:

@@ -146,6 +146,10 @@ def test_a_lighthouse_that_has_formed_the_last_round_is_asked_once() -> None:
     version, older = agreed(4, 0, 1, 2), agreed(3, 0, 1, 2)
     here = [record(0, version), record(1, version, same_lighthouse=True)]
     assert not form_epoch(here, 1000).refusal
+    # Nor does it look for anybody, where a newcomer has asked long before.
+    comer = [*(replace(one, cells=4) for one in here), record(3, cells=4)]
+    assert form_epoch(comer, 1000).refusal == "cell 2 may still come"
+    assert not form_epoch([replace(one, looks=1) for one in comer], 1000).refusal
     # Of an older round it says nothing.
     assert form_epoch([record(0, version), record(1, older, same_lighthouse=True)], 1000).looks_again
 

@@ -107,6 +107,7 @@ class ElasticAggregator:
         """Whether the last round has replaced this cell's model, whatever steps it had made."""
         self._epoch: Epoch | None = None
         self._is_leaving = False
+        self._has_others = True
         self._tries, self._opened_at = 0, 0.0
         self._exchange_s = 0.0
 
@@ -153,8 +154,8 @@ class ElasticAggregator:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether another round may follow a rejected one."""
-        return self._aggregator is None or not self._aggregator.is_torn
+        """Whether another round may follow a rejected one: the model is whole, and there are cells for it."""
+        return self._has_others and (self._aggregator is None or not self._aggregator.is_torn)
 
     def check(self) -> None:
         """Raise while the model is inconsistent; local."""
@@ -201,7 +202,9 @@ class ElasticAggregator:
         start_round(self.rounds + 1)
         inject("meet")
         text = json.dumps(told) if told else ""
+        self._has_others = False
         self._epoch = self._federation.meet(is_finished=is_finished, told=text, is_stopping=is_stopping)
+        self._has_others = True
         self._is_leaving = is_finished
         self.has_taken_over = False
         doubted, self._doubted = self._doubted, None
@@ -304,7 +307,9 @@ class ElasticAggregator:
         aggregator = self._aggregator
         if aggregator is not None and aggregator.accountant is not None:
             self._privacy = aggregator.accountant.state_dict()
+        self._has_others = False
         agreed = federation.agree_on_end(end, epoch)
+        self._has_others = not (agreed is RoundEnd.REFUSED and all(member.is_finished for member in epoch.members))
         if agreed in (RoundEnd.BROKEN, RoundEnd.IN_DOUBT):
             self._aggregator = None
             if agreed is RoundEnd.IN_DOUBT:
@@ -493,14 +498,20 @@ class ElasticAggregator:
         """
         if self.under_way is not None:
             raise StateError("a round of this aggregator is under way; merge it before saving")
-        version, last = self._federation.standing.version, self._last
+        standing, last = self._federation.standing, self._last
+        version = standing.version
         memory = {} if self._privacy is None else {"privacy": self._privacy}
         if (isinstance(last, Mapping) and "agreed" in last) or (isinstance(last, Aggregator) and last.global_model):
             memory["agreed"] = self._agreed()
         return {
             "rounds": version.round,
-            "elastic": {"created": version.created, "lineage": version.lineage, "voters": list(version.voters)},
-            "total_weight": self._federation.standing.total_weight,
+            "elastic": {
+                "created": version.created,
+                "lineage": version.lineage,
+                "voters": list(version.voters),
+                "left": list(standing.left),
+            },
+            "total_weight": standing.total_weight,
             **memory,
         }
 
@@ -511,9 +522,10 @@ class ElasticAggregator:
                 "the state is that of a federation that is not elastic; resume it as it was, or load the model alone"
             )
         self.discard()
-        plain = {"round": state["rounds"], **state["elastic"]}
-        self._federation.standing.version = Version.from_plain(plain)
-        self._federation.standing.total_weight = float(state.get("total_weight", 0.0))  # older states do not tell
+        plain, standing = {"round": state["rounds"], **state["elastic"]}, self._federation.standing
+        standing.version = Version.from_plain(plain)
+        standing.left = tuple(plain.get("left", ()))  # older states do not tell, nor the weight
+        standing.total_weight = float(state.get("total_weight", 0.0))
         self._last, self._privacy = dict(state), state.get("privacy")
 
 

@@ -15,6 +15,7 @@ from xffl.errors import ConfigError, LaunchError
 
 __all__ = [
     "CELL_HEARTBEAT_TIMEOUT_S",
+    "CELL_JOIN_TIMEOUT_S",
     "SLURM_PORTS",
     "Interface",
     "Timeouts",
@@ -32,6 +33,8 @@ SLURM_PORTS = (20000, 31999)
 CELL_HEARTBEAT_TIMEOUT_S = 2
 """Seconds without a heartbeat after which a cell of an elastic federation counts as lost; cells look again for one that
 they miss after as long."""
+CELL_JOIN_TIMEOUT_S = 20
+"""Seconds that a cell which is late for a round, but lives, is waited for."""
 
 _CONNECT_S = 30.0
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")

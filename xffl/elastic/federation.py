@@ -23,7 +23,7 @@ from xffl.checks import write_whole
 from xffl.cluster.environment import PROOF_KEY, bind_address, prove_token, resolve_lighthouse, run_token
 from xffl.cluster.hosts import Runtime, group_by_runtime
 from xffl.cluster.launch.failure import lives_of_run
-from xffl.cluster.network import CELL_HEARTBEAT_TIMEOUT_S
+from xffl.cluster.network import CELL_HEARTBEAT_TIMEOUT_S, CELL_JOIN_TIMEOUT_S
 from xffl.distributed.collectives import CrossWorldGroup
 from xffl.distributed.consistency import (
     compute_device,
@@ -93,6 +93,7 @@ class ElasticFederation:
         self._group: CrossWorldGroup | None = None
         self._group_name = ""
         self._members: tuple[str, ...] = ()
+        self._addresses: dict[int, str] = {}  # of the stores of the cells that met last
         self._vote: Path | None = None
         self._inherited: tuple[str, tuple[str, ...]] = ("", ())  # a lineage, and earlier lives that ended with it
         self._may_have_agreed = False  # this life has entered a round of which it does not know the end
@@ -153,13 +154,15 @@ class ElasticFederation:
         :raises RoundError: if no round came about in time.
         :raises MeetingLeft: if the cell is to stop.
         """
-        deadline = time.monotonic() + self._asked.meeting_timeout_s
+        begun = time.monotonic()
+        deadline = begun + self._asked.meeting_timeout_s
         looks = 0
         while True:
             epoch = self._ask(looks, deadline, is_stopping, is_finished=is_finished, told=told)
             if epoch is not None and not epoch.refusal:
                 return epoch
-            looks += epoch is not None and epoch.looks_again
+            if epoch is not None and epoch.looks_again:
+                looks += not self._is_late(epoch.missing) or time.monotonic() > begun + CELL_JOIN_TIMEOUT_S
 
     def _ask(self, looks: int, deadline: float, is_stopping: Callable[[], bool] | None, **own: Any) -> Epoch | None:
         """Have the leader ask, and tell its answer to all ranks of the cell; ``None`` where there is none yet."""
@@ -174,7 +177,8 @@ class ElasticFederation:
                 told[0] = epoch = self._ask_lighthouse(self._lighthouse, looks, within_s, is_left, **own)
                 if epoch is not None and epoch.refusal:
                     self._say(epoch.refusal)
-                    time.sleep(CELL_HEARTBEAT_TIMEOUT_S if epoch.looks_again else 0.5)
+                    is_new_lighthouse = epoch.looks_again and not epoch.has_same_lighthouse
+                    time.sleep(CELL_HEARTBEAT_TIMEOUT_S if is_new_lighthouse else 0.5)
             except LaunchError as error:
                 self._say(str(error))
             except ConfigError as error:
@@ -304,6 +308,7 @@ class ElasticFederation:
         topology = Topology(sum(sizes), sizes, self._state.topology.replica_size, self._state.topology.cell_shape)
         first = -topology.offsets[epoch.index_of(self.cell)]
         self._said = ""
+        self._addresses = {member.cell: member.address for member in epoch.members}
         if epoch.lives != self._members:
             self._members, self._failures = epoch.lives, 0
         self._may_have_agreed = True
@@ -339,14 +344,15 @@ class ElasticFederation:
         seconds. Without this the others would wait :data:`CONNECT_S` for it.
         """
         for member in epoch.members:
-            host, _, port = member.address.rpartition(":")
-            try:
-                socket.create_connection((host, int(port)), CELL_HEARTBEAT_TIMEOUT_S).close()
-            except ConnectionRefusedError:
+            # What else fails: ranks may reach each other on other ways, or find out that they do not.
+            if isinstance(_knock(member.address), ConnectionRefusedError):
                 return f"cell {member.cell} was lost after it had met: nothing listens at {member.address}"
-            except OSError:
-                continue  # ranks may reach each other on other ways, or find out that they do not
         return ""
+
+    def _is_late(self, missing: Collection[int]) -> bool:
+        """Return whether one of the cells that are missing still answers as in the last round; on the leader."""
+        places = [address for cell, address in self._addresses.items() if cell in missing]
+        return self._lighthouse is not None and any(_knock(place) is None for place in places)
 
     def agree_on_end(self, end: RoundEnd, epoch: Epoch) -> RoundEnd:
         """Draw the cell's conclusion of how a round ended on its ranks, and note it in the standing.
@@ -430,6 +436,16 @@ class ElasticFederation:
             return
         with suppress(OSError):  # then the others wait for who may hold a later model
             write_whole(self._vote, json.dumps({"lineage": version.lineage, "lives": lives}) + "\n")
+
+
+def _knock(place: str) -> OSError | None:
+    """Return what keeps this host from the store at HOST:PORT, if anything does."""
+    host, _, port = place.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), CELL_HEARTBEAT_TIMEOUT_S).close()
+    except OSError as error:
+        return error
+    return None
 
 
 def _cell_text(life: str) -> str:

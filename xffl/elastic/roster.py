@@ -176,6 +176,19 @@ class Epoch:
         return tuple(sorted({cell for member in self.members for cell in member.left} - {*self.cells}))
 
     @property
+    def has_same_lighthouse(self) -> bool:
+        """Return whether the lighthouse is known to be the one that has formed the last round."""
+        return any(member.same_lighthouse and member.version == self.base for member in self.members)
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Return the cells of the last round that may be alive, and are not here; of one that begins, all others."""
+        if not self.base.is_agreed:
+            return tuple(sorted({*range(self.members[0].cells)} - {*self.cells}))
+        # A life has ended where another one of its cell is here.
+        return tuple(sorted(cell for cell in map(cell_of, self.base.voters) if cell not in (*self.cells, *self.left)))
+
+    @property
     def votes(self) -> frozenset[str]:
         """Return the lives whose votes are here: those of its members, and what holders of its base have inherited."""
         left = (life for member in self.members if member.version == self.base for life in member.inherited)
@@ -217,7 +230,7 @@ def form_epoch(
     :param least: How many cells a round needs; by default :func:`least_cells` of those that are known, or all that
         live, where that is known.
     :param looks: How often the cells meet again before they go on without one that was there in the last round, where
-        the lighthouse may be another one since.
+        the lighthouse may be another one since, or one is here that was not.
     :return: The epoch, with a refusal where these cells must not make a round.
     :raises ConfigError: if the records do not go together, and it is not just newcomers that were started otherwise.
     """
@@ -234,11 +247,12 @@ def form_epoch(
     epoch = Epoch(created, resolved, base, first, behind, keeps_group, strangers=strangers)
     refusal = _refusal(epoch, least, number)
     # The lighthouse of the last round has heard who is missing now, and no longer does. One that was started since may
-    # only not have heard it yet.
-    if epoch.has_all_holders or any(member.same_lighthouse and member.version == base for member in resolved):
+    # only not have heard it yet; and where one has asked long before the others, it has waited for nobody who is late.
+    is_old = epoch.has_same_lighthouse and all(member.life in base.voters for member in resolved)
+    if epoch.has_all_holders or is_old:
         looks = 0
-    if not refusal and (missing := _missing(epoch)) and min(member.looks for member in members) < looks:
-        return replace(epoch, refusal=f"{cells_text(missing)} may still come", looks_again=True)
+    if not refusal and epoch.missing and min(member.looks for member in members) < looks:
+        return replace(epoch, refusal=f"{cells_text(epoch.missing)} may still come", looks_again=True)
     return replace(epoch, refusal=refusal)
 
 
@@ -277,14 +291,6 @@ def _resolve(member: CellRecord, members: Sequence[CellRecord]) -> CellRecord:
     return replace(member, version=member.version if is_refused else doubt, doubt=None)
 
 
-def _missing(epoch: Epoch) -> list[int]:
-    """Return the cells of the last round that may be alive, and are not here; of one that begins, all others."""
-    if not epoch.base.is_agreed:
-        return sorted({*range(epoch.members[0].cells)} - {*epoch.cells})
-    # A life has ended where another one of its cell is here.
-    return sorted(cell for cell in map(cell_of, epoch.base.voters) if cell not in (*epoch.cells, *epoch.left))
-
-
 def _refusal(epoch: Epoch, least: int | None, number: int) -> str:
     """Return why the members must not make a round, or nothing."""
     known = epoch.members[0].cells
@@ -319,7 +325,7 @@ def _refusal(epoch: Epoch, least: int | None, number: int) -> str:
         member.life in here and member.version == epoch.base and member.same_lighthouse and number - member.met <= 1
         for member in epoch.members
     )
-    if 2 * len(here) > len(voters) or is_half or (has_seen_all and not _missing(epoch)):
+    if 2 * len(here) > len(voters) or is_half or (has_seen_all and not epoch.missing):
         return ""
     return f"{cells_text(absent)} may hold a later model than round {epoch.base.round}; {hint}"
 

@@ -27,7 +27,7 @@ from xffl.cluster.launch.failure import CellLives, ExitCode, caught_signals, cod
 from xffl.cluster.launch.job_layout import JobLayout
 from xffl.cluster.launch.launch import held_port
 from xffl.cluster.launch.runner import RankJob, die_with_parent
-from xffl.cluster.network import CELL_HEARTBEAT_TIMEOUT_S, connection_error, control_address
+from xffl.cluster.network import CELL_HEARTBEAT_TIMEOUT_S, CELL_JOIN_TIMEOUT_S, connection_error, control_address
 from xffl.cluster.slurm.allocation import Host, own_host
 from xffl.errors import ConfigError, LaunchError
 from xffl.extras import optional_import
@@ -41,7 +41,6 @@ _SILENCE_S = 10.0  # after so long without an answer from a lighthouse in anothe
 _ANSWER_S = 1.0
 # An address of no host (RFC 5737): where its name does not tell this host's own, the way there does.
 _FAR = "198.51.100.1"
-_JOIN_S = 20  # how long a cell that is late for a round, but lives, is waited for
 _IN_VAIN = ("ConfigError:", "TopologyError:")
 """What a rank fails with that would fail the same way again; other errors of xffl's own may be another cell's doing."""
 
@@ -225,7 +224,7 @@ class LighthouseProcess:
 
     def _start(self) -> None:
         self._started_at = time.monotonic()
-        times = ("--heartbeat-timeout", str(CELL_HEARTBEAT_TIMEOUT_S), "--join-timeout", str(_JOIN_S))
+        times = ("--heartbeat-timeout", str(CELL_HEARTBEAT_TIMEOUT_S), "--join-timeout", str(CELL_JOIN_TIMEOUT_S))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "xffl", "lighthouse", "--bind", self.address, *times],
             stdin=subprocess.DEVNULL,
