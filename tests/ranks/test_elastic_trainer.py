@@ -104,6 +104,23 @@ def test_a_trainer_is_a_cell(lighthouse: str, tmp_path: Path) -> None:
     (folder / "checkpoint.json").write_text(record_text(replace(record, values=values[1] | {"lineage": "another"})))
     with pytest.raises(xffl.ConfigError, match=r"several models of .*/cell_0/.*/final, .*/cell_1/.*/final"):
         consolidate_checkpoint(tmp_path, tmp_path / "another")
+    # A cell's number settles it; so it does for the cell's own folder, which has no other.
+    taken = [consolidate_checkpoint(tmp_path, tmp_path / f"of_{cell}", cell=cell).cell for cell in (0, 1)]
+    assert taken == [0, 1]
+    assert consolidate_checkpoint(folder, tmp_path / "own", cell=1).cell == 1
+    with pytest.raises(xffl.CheckpointError, match=rf"no checkpoint in {tmp_path}/cell_2.*cell_0, cell_1"):
+        consolidate_checkpoint(tmp_path, tmp_path / "none", cell=2)
+    # The folders of cells whose rounds go over files have no number in their checkpoints.
+    unnumbered = {name: value for name, value in values[1].items() if name not in ("cell", "round", "lineage")}
+    (folder / "checkpoint.json").write_text(record_text(replace(record, values=unnumbered)))
+    assert consolidate_checkpoint(tmp_path, tmp_path / "over_files", cell=1).cell == 1
+    # A checkpoint has folders of its cells, too: one that is damaged is no run.
+    (folder / "checkpoint.json").write_text("damaged")
+    with pytest.raises(xffl.CheckpointError, match="is damaged"):
+        consolidate_checkpoint(folder, tmp_path / "none", cell=0)
+    (tmp_path / "cell_2/slurm").mkdir(parents=True)
+    with pytest.raises(xffl.CheckpointError, match=rf"no checkpoint in {tmp_path}/cell_2"):
+        consolidate_checkpoint(tmp_path, tmp_path / "none", cell=2)
 
 
 class NotNumberTrainer(TaskTrainer):

@@ -237,6 +237,27 @@ def test_older_runs_and_cells_that_are_elsewhere(tmp_path: Path, capsys: pytest.
     assert page.row("rounds") == ["none"] and "no rounds were recorded" in page.text and "cell 1, 2" in page.text
 
 
+def test_a_cell_whose_job_is_queued_is_absent(tmp_path: Path) -> None:
+    """Its folder has the files of its job, and is given with those of the others, as by ``runs/demo/cell_*``."""
+    pytest.importorskip("matplotlib")
+    cells = write_cells(tmp_path / "demo", (1, 2))
+    queued = write(tmp_path / "demo" / "cell_0", {"slurm/7.sbatch": ""})
+    (whole,) = read_runs([tmp_path / "demo"])
+    (run,) = read_runs([queued, *cells])
+    assert (run.folder, run.name, [*run.parts]) == (tmp_path / "demo", "demo", [1, 2])
+    assert run.notes == whole.notes and "no folder of cell 0" in run.notes
+    assert write_report([queued, *cells]).page == tmp_path / "demo" / "pictures" / "report.html"
+    # Of two cells that were asked for one is there: that is still the run, not the cell.
+    (run,) = read_runs([queued, cells[0]])
+    assert (run.folder, [*run.parts]) == (tmp_path / "demo", [1])
+    # By itself, or beside another run, it is no run; nor is any other folder without a record.
+    elsewhere = write_cells(tmp_path / "other", (0, 1))
+    other = write(tmp_path / "demo" / "notes", {"slurm/7.sbatch": ""})
+    for folders in ([queued], [queued, *elsewhere], [*cells, other], [*cells, tmp_path / "demo" / "cell_7"]):
+        with pytest.raises(ConfigError, match="is not a "):
+            read_runs(folders)
+
+
 def test_elastic_runs_are_compared(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     write_cells(tmp_path / "one")

@@ -66,6 +66,7 @@ def consolidate_checkpoint(
     :param part: The model's name among the parts; by default ``model``, and of what ``xffl aggregate`` has made the
         only one, which holds what rounds move.
     :param cell: Whose weights to take; needed with several cells, unless the checkpoint was saved right after a round.
+        Of an elastic run's folder it selects the newest checkpoint of that cell.
     :param max_shard_bytes: Bytes of tensors in a file at most; a larger tensor has a file of its own.
     :param pretrained: A folder with ``config.json``, which is copied with the files of the tokenizer, so that
         ``from_pretrained`` reads the result.
@@ -80,11 +81,13 @@ def consolidate_checkpoint(
     target, configuration = folders.check_path(out), _check_pretrained(pretrained)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists already; give a folder that does not, or an empty one")
-    folder = folders.locate_checkpoint(_find(folders.check_path(path)))
+    place = folders.check_path(path)
+    of_cell = None if cell is None else _find_of_cell(place, integer("cell (--cell)", cell, 0))
+    folder = folders.locate_checkpoint(of_cell or _find(place))
     record = folders.read_record(folder)
     if part is None:
         part = record.parts[0] if _GLOBAL in record.values else "model"
-    number = _check_cell(folder, record, cell)
+    number = _check_cell(folder, record, cell if of_cell is None else None)
     index = folders.read_index(folder, record, number)
     names = _names(folder, record, index, part)
     folders.check_data(index)
@@ -106,7 +109,7 @@ def consolidate_checkpoint(
             "safetensors knows the tensors' data types"
         ) from error
     lone = record.values.get("cell") if len(record.cells) == 1 else None
-    shown = number if lone is None else int(lone)
+    shown = cell if of_cell is not None and cell is not None else number if lone is None else int(lone)
     return Consolidated(target, shown, len(names), _bytes(index, names), tuple(files), ties)
 
 
@@ -131,6 +134,19 @@ def _find(path: Path) -> Path:
             f"give one of {', '.join(sorted(map(str, most)))}"
         )
     return found
+
+
+def _find_of_cell(path: Path, cell: int) -> Path | None:
+    """Return the newest checkpoint of a cell in the folder of an elastic run; ``None`` for any other folder."""
+    runs = [one for one in sorted(path.glob("cell_*")) if one.is_dir() and not (one / folders.INDEX).exists()]
+    if not runs or find_latest_checkpoint(path) is not None:
+        return None
+    newest = find_latest_checkpoint(own := path / f"cell_{cell}")
+    if newest is None:
+        others = [one.name for one in runs if find_latest_checkpoint(one) is not None]
+        where = f"{path} has those of {', '.join(others)}" if others else f"nor in any other folder of {path}"
+        raise CheckpointError(f"there is no checkpoint in {own}; {where}")
+    return newest
 
 
 def _write_shards(
@@ -192,6 +208,8 @@ def _names(folder: Path, record: Record, index: CellIndex, part: str) -> list[st
 def _check_cell(folder: Path, record: Record, cell: int | None) -> int:
     cells = len(record.cells)
     if cell is not None:
+        if cells == 1 and cell == record.values.get("cell"):  # of an elastic run, by its number there
+            return 0
         return integer(f"cell of checkpoint {folder}", cell, 0, cells - 1)
     if cells > 1 and not record.after_round:
         raise ConfigError(

@@ -104,7 +104,10 @@ def _parse_consolidate() -> ArgumentParser:
     parser.add_argument("out", type=str, metavar="OUT", help="folder to create")
     part = "name of the model among the checkpoint's parts (default: model)"
     parser.add_argument("--part", type=str, metavar="NAME", help=part)
-    cell = "take the weights of this cell; required if cells differ (the checkpoint was not saved after a round)"
+    cell = (
+        "take the weights of this cell; required if cells differ (the checkpoint was not saved after a round); of an "
+        "elastic run's folder, the newest checkpoint in cell_N (default: that of the cell with the most rounds)"
+    )
     parser.add_argument("--cell", type=int, metavar="N", help=cell)
     size = "maximum size of a file, in bytes of tensors"
     parser.add_argument("--max-shard-bytes", type=float, default=5e9, metavar="BYTES", help=size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -187,7 +188,12 @@ def find_runs(folders: Sequence[str | os.PathLike[str]]) -> list[RunPlace]:
     whole: set[Path] = set()
     seen: set[Path] = set()
     by_parent: dict[Path, RunPlace] = {}
-    for folder in map(Path, folders):
+    given = [*map(Path, folders)]
+    queued = _queued_cells(given)
+    whole |= {path.resolve().parent for path in queued}
+    for folder in given:
+        if folder in queued:
+            continue
         inside = [] if is_run(folder) or not folder.is_dir() else sorted(filter(is_run, folder.iterdir()))
         is_whole = bool(inside) and all(elastic_place(one) is not None for one in inside)
         for path in inside if is_whole else [folder]:
@@ -212,6 +218,19 @@ def find_runs(folders: Sequence[str | os.PathLike[str]]) -> list[RunPlace]:
         if len(place.cells) == 1 and place.folder.resolve() not in whole
         else place
         for place in places
+    ]
+
+
+def _queued_cells(folders: Sequence[Path]) -> list[Path]:
+    """Return the folders of cells that have written no record yet, beside those of other cells of their run."""
+    parents = {path.resolve().parent for path in folders if is_run(path) and elastic_place(path) is not None}
+    return [
+        path
+        for path in folders
+        if re.fullmatch(r"cell_\d+", path.resolve().name)
+        and path.is_dir()
+        and not is_run(path)
+        and path.resolve().parent in parents
     ]
 
 

@@ -105,7 +105,7 @@ class EarlyStoppingCallback(Callback):
     for a round; one that decides to stop tells the others so at its last round, and they stop, too.
 
     ``over="cell"``: each cell decides by its own validations. A cell that stops early keeps answering the others'
-    rounds with the weight 0, until all have finished.
+    rounds with the weight 0, until all have finished. In an elastic run it leaves, and the others go on without it.
 
     A value that is not a number counts as not better; with ``stops_at_nonfinite`` it stops training at once. The best
     value and the patience used up are kept in checkpoints. A run that had stopped stays so when it is started again,
