@@ -34,13 +34,15 @@ from tests.worlds import be_launched, run_world
 from xffl.aggregation import aggregator
 from xffl.aggregation.algorithms.clients import Scaffold, local
 from xffl.aggregation.algorithms.server import ServerOptimizer
+from xffl.aggregation.elastic import ElasticAggregator
+from xffl.aggregation.engine.consensus import RoundInput
 from xffl.cluster.lighthouse_page import read_lighthouse
-from xffl.distributed import ElasticParameters
+from xffl.distributed import ElasticParameters, faults
 from xffl.distributed.faults import PHASES, Fault
 from xffl.elastic import federation
 from xffl.elastic.federation import ElasticFederation
 from xffl.elastic.lighthouse import Lighthouse, coordination
-from xffl.elastic.roster import CellRecord, Version
+from xffl.elastic.roster import CellRecord, Epoch, Version
 
 pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="needs the extra elastic")
 
@@ -847,6 +849,146 @@ def test_after_an_outage_of_all_cells_the_newest_checkpoint_counts(lighthouse: s
         assert min(one.digests) == 8  # that of cell 1 was taken over in the seventh
         assert one.weights[8] == (2.0, 2.0)
     assert saved[1].digests[6] not in (told[0].digests[8], saved[1].digests[4])
+
+
+HANDED_OVER: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "finished": {},  # all leave in the round
+    "nothing trained": {"norms": True},  # nor in the first round of all, which is none of agreed models
+    "momentum": {"server": SERVERS["momentum"], "overlap": True},  # as behind local steps
+    "fragments": OPTIONS["fragments"],
+    "owners": {"server": SERVERS["fedadam"], "server_step": "owner"},
+    "codec": {"codec": "int8", "form": "two_hop"},
+    "privacy": {"privacy": {"name": "dp_fedavg", "clip": 0.1, "noise": 0.5}},
+}
+
+
+@dataclass
+class Life:
+    """What a rank has seen in one life of its cell: models by round, and what goes with them."""
+
+    started: str  # with this model
+    digests: dict[int, str] = field(default_factory=dict)
+    agreed: dict[int, str] = field(default_factory=dict)
+    spent: dict[int, Any] = field(default_factory=dict)  # what privacy has cost
+    weights: list[tuple[float, ...]] = field(default_factory=list)
+    total_weight: float = 0.0
+
+
+def live(name: str, cell: int, state: Any, saved: dict[int, Any]) -> Life:
+    """Be a cell that trains to the third round and saves each; after an outage, to the fifth one."""
+    is_back = bool(saved)
+    torch.manual_seed(10 * is_back + cell)
+    norm = [] if name == "privacy" else [nn.BatchNorm1d(7)]
+    model = xffl.shard(nn.Sequential(nn.Linear(5, 7), *norm, nn.Linear(7, 3)), state)
+    rounds, life = ElasticAggregator(model, state, **HANDED_OVER[name]), Life(digest(model))
+    if is_back and cell:
+        weights, before = saved[4 - cell]
+        model.load_state_dict(weights)
+        rounds.load_state_dict(before)
+
+    def note(report: Any = None) -> None:
+        kept = rounds.state_dict()
+        life.digests[rounds.rounds], life.agreed[rounds.rounds] = digest(model), digest_of_agreed(kept)
+        life.spent[rounds.rounds], life.total_weight = kept.get("privacy"), rounds.total_weight
+        life.weights += [] if report is None else [report.weights]
+        saved[rounds.rounds] = {key: one.clone() for key, one in model.state_dict().items()}, kept
+
+    if name == ("finished" if is_back else "nothing trained"):
+        rounds.open(is_finished=is_back)
+        note(rounds.participate(RoundInput(is_absent=True)))
+    else:
+        rounds.join()
+        note()
+    while rounds.rounds < (3 if not is_back else 4 if name == "finished" else 5):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.9).add_(0.1 * (1 + cell) + 0.01 * rounds.rounds)
+        rounds.open()
+        note(rounds.participate(RoundInput()))
+    rounds.close()
+    return life
+
+
+def come_back(rank: int, world: int, plan: Plan, names: list[str]) -> dict[str, list[Life]]:
+    """Be a cell that ends with all others, and comes back without a checkpoint, with an old one, or with the newest."""
+    cell = next(cell for cell, _ in enumerate(plan.sizes) if rank < sum(plan.sizes[: cell + 1]))
+    be_launched(rank - sum(plan.sizes[:cell]), plan.sizes[cell], plan.ports[cell])
+    os.environ["XFFL_TOKEN"] = "the run's"
+    told: dict[str, list[Life]] = {}
+    with xffl.session(cell=cell, cells=len(plan.sizes), hsdp=plan.hsdp, elastic=plan.url, timeout_s=60) as state:
+        for name in names:
+            saved: dict[int, Any] = {}
+            told[name] = [live(name, cell, state, saved) for _ in range(2)]
+    return told
+
+
+@pytest.mark.parametrize(
+    ("sizes", "hsdp", "names"),
+    [
+        ((1, 1), None, ["plain", "nothing trained"]),  # they swap
+        ((2, 2, 2), 1, ["owners", "momentum"]),
+        ((2, 2, 1), None, ["fragments", "codec"]),
+        ((2, 2, 1), None, ["finished", "privacy"]),
+    ],
+)
+def test_where_no_cell_has_anything_to_give_those_behind_take_the_model_over(
+    lighthouse: str, sizes: tuple[int, ...], hsdp: int | None, names: list[str]
+) -> None:
+    """After an outage of all cells: the lowest has no checkpoint, another one an older one."""
+    plan = Plan(lighthouse, sizes, tuple(free_port() for _ in sizes), hsdp=hsdp)
+    told = run_world(sum(sizes), come_back, plan, names, init=False, timeout_s=100)
+    for name in names:
+        first, second = ([one[name][number] for one in told] for number in range(2))
+        kinds = ("agreed",) if name == "fragments" else ("agreed", "digests")  # of parts in turn only one is alike
+        trained, last = first[0].digests[3], max(second[0].digests)
+        assert trained not in (first[0].digests[2], second[0].started)
+        for kind, number in ((kind, number) for kind in kinds for number in (1, 2, 3)):
+            assert len({getattr(one, kind)[number] for one in first}) == 1, (name, kind, number)
+        for kind in kinds:
+            # The server has made no step.
+            assert {getattr(one, kind)[4] for one in second} == {getattr(first[0], kind)[3]}, (name, kind)
+            assert len({getattr(one, kind)[last] for one in second}) == 1, (name, kind)
+        for one in second:
+            assert one.spent[4] == first[0].spent[3]
+            assert one.total_weight == first[0].total_weight + len(sizes) * (last - 4) / (
+                3 if name == "fragments" else 1
+            )
+        if name == "nothing trained":
+            assert {one.digests[1] for one in first} == {first[0].started}
+        if name in ("finished", "nothing trained"):
+            assert [one.weights[0] for one in (second if name == "finished" else first)] == [(0.0,) * len(sizes)] * len(
+                told
+            )
+
+
+def lose_a_voter(rank: int, world: int, plan: Plan) -> Told:
+    """Be one of three cells; cell 1 is killed in the second vote of cell 2's first round, which has told cell 0."""
+    enter = ElasticFederation.enter
+
+    def entering(self: ElasticFederation, epoch: Epoch) -> Any:
+        if rank == 1 and 2 in epoch.cells and epoch.base.is_agreed:
+            faults._fault = Fault("half", 1, signal.SIGKILL, now=99)
+        return enter(self, epoch)
+
+    with mock.patch.object(ElasticFederation, "enter", entering):
+        return member(rank, world, plan)
+
+
+def test_a_cell_that_comes_in_a_round_in_doubt_takes_part_in_the_next_one(lighthouse: str) -> None:
+    """The others have met it for that, and would wait for it."""
+    with tempfile.TemporaryDirectory() as folder:
+        plan = Plan(lighthouse, (1, 1, 1), tuple(free_port() for _ in range(3)), folder, late=(2,), rounds=60)
+        plan.step_s = 0.02
+        told = run_world(3, lose_a_voter, plan, init=False, timeout_s=100, mortal=(1,))
+    survivors = [one for one in told if isinstance(one, Told)]
+    assert [one.cell for one in survivors] == [0, 2]
+    check_alike(survivors)
+    for one in survivors:
+        assert one.cells[60] == (0, 2)
+        assert max(one.seconds.values()) < 8.0  # to connect to a cell that is not there takes ten
+    assert max(survivors[0].tries.values()) <= 2
+    assert survivors[0].cells[min(survivors[1].cells) - 2] == (0, 1, 2)  # that was in doubt
 
 
 def wait_for_a_lighthouse(rank: int, world: int, plan: Plan) -> str:

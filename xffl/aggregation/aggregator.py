@@ -318,7 +318,7 @@ class Aggregator:
             seconds=seconds,
             attempt=0 if masker is None else masker.next_attempt,
         )
-        return PreparedRound(status, profile, run, error)
+        return PreparedRound(status, profile, run, error, given.source)
 
     def aggregate_async(
         self,

@@ -168,15 +168,16 @@ class ElasticAggregator:
         The cells that begin a federation take the model of the lowest of them. A cell that comes late waits until the
         others make their next round. ``prepare`` is called before each try. Raises MeetingLeft where ``is_stopping``.
         """
-        is_agreed = self._federation.standing.version.is_agreed
+        is_agreed, has_taken_over = self._federation.standing.version.is_agreed, False
         while True:
-            if self.open(is_stopping=is_stopping) is not None:
-                return
+            if self.open(is_stopping=is_stopping) is not None:  # the others wait for this round, too
+                is_agreed, prepare, has_taken_over = True, None, has_taken_over or self.has_taken_over
             try:
                 self.participate(RoundInput(is_absent=is_agreed, prepare=prepare))
-                return
             except RoundBroken:
                 continue  # with those that are left
+            self.has_taken_over = self.has_taken_over or has_taken_over
+            return
 
     def open(
         self,
@@ -220,12 +221,14 @@ class ElasticAggregator:
         """Try to make a round with the cells that :meth:`open` has met; collective over the cell.
 
         Returns ``None`` where all of these cells have finished and none had anything to give. Below
-        ``least_divergence`` nothing moves, as for an Aggregator, unless a cell is there that has to catch up. Raises
+        ``least_divergence`` nothing moves, as for an Aggregator, unless a cell is there that has to catch up. Where one
+        is and no cell contributes, all take over the model of the lowest cell that is not behind. Raises
         RoundBroken where the round is to be tried again, and RoundError where it was refused by a reason that lies in a
         model or an option, as :meth:`xffl.Aggregator.participate`, or where the cells cannot reach each other.
         """
         is_absent, epoch = given.is_absent or self.is_behind, self._opened()
-        given = replace(given, is_absent=is_absent, is_finished=self._is_leaving)
+        source = epoch.index_of(epoch.first) if epoch.behind else None
+        given = replace(given, is_absent=is_absent, is_finished=self._is_leaving, source=source)
         least = None if epoch.behind else least_divergence
         return self._conclude(epoch, lambda: self._begin(epoch).participate(given, least_divergence=least))
 
@@ -338,15 +341,17 @@ class ElasticAggregator:
     def _note_taken(self, aggregator: Aggregator, epoch: Epoch, report: RoundReport | None) -> None:
         """Keep what the next round goes on from."""
         self._last = aggregator
-        self.has_taken_over = self._federation.cell in epoch.behind
-        standing = self._federation.standing
-        if self.has_taken_over or epoch.total_weight > standing.total_weight:
+        is_behind, standing = self._federation.cell in epoch.behind, self._federation.standing
+        if is_behind or epoch.total_weight > standing.total_weight:
             standing.total_weight = epoch.total_weight
         if report is not None and epoch.base.is_agreed:  # the first round takes a model over, and no step in
             standing.total_weight += report.weight_taken
-        if self.has_taken_over and self.fragments > 1 and epoch.base.is_agreed:
+        if is_behind and self.fragments > 1 and epoch.base.is_agreed:
             assert aggregator.global_model is not None, "kept with fragments"
             aggregator.global_model.write()
+        # Where no cell has contributed the model of one has replaced that of all.
+        is_replaced = report is not None and not any(report.weights) and self.fragments == 1
+        self.has_taken_over = is_behind or (bool(epoch.behind) and is_replaced)
 
     def _enter(self, epoch: Epoch) -> Aggregator:
         """Join the ranks of an epoch, and compare models with those that are new."""

@@ -146,6 +146,7 @@ class RoundInput:
     steps: float = 1.0  # effective local steps of this cell since the last round, for combiners that ask for it
     seconds: float = 0.0  # seconds of a local step here, told to all in the report; 0 where nobody has measured
     prepare: Callable[[], None] | None = None  # called before the model is read; what it raises is told to all ranks
+    source: int | None = None  # the same on all ranks: the cell whose model all take over if nobody contributes
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,7 @@ class PreparedRound:
     profile: RoundProfile
     run: RoundRun | None
     error: XfflError | None = None
+    source: int | None = None  # see RoundInput
 
 
 @dataclass(frozen=True)
@@ -279,18 +281,23 @@ class RoundCoordinator:
         """Vote, exchange, and vote on what came of it; the new values then wait to be committed.
 
         Collective over the world. Where the root mean square of the updates' norms is below ``least_divergence``, the
-        same on all ranks, nothing moves. Returns ``None`` where all ranks have finished and none had anything to give.
-        Raises on all ranks ConfigError, if the weights are invalid, and RoundError, if the round does not take place;
-        all keep their weights then. TornError: ranks may hold different weights now.
+        same on all ranks, nothing moves. Where no cell contributes, all take over the model of the ``source``, if one
+        is given, which is no step of a server. Without one returns ``None`` where all ranks have finished and none had
+        anything to give. Raises on all ranks ConfigError, if the weights are invalid, and RoundError, if the round does
+        not take place; all keep their weights then. TornError: ranks may hold different weights now.
         """
         self.release()
         statuses = self._prepare(prepared)
         run = prepared.run
         assert run is not None, "a rank without one has failed, which its status says"
         weights = cell_weights(statuses, self._topology)
-        if self.all_finished and not any(weights):
+        is_over, is_empty = self.all_finished and not any(weights), all(other.is_absent for other in statuses)
+        if prepared.source is not None and (is_over or is_empty):
+            context = RoundContext(weights, prepared.source, prepared.status.round, source=prepared.source)
+            return self._agree(Outcome(run, context, is_last=self.all_finished))
+        if is_over:
             return None
-        if all(other.is_absent for other in statuses):
+        if is_empty:
             return Outcome(run, RoundContext(weights, 0, prepared.status.round), is_empty=True)
         if not any(weights):
             raise ConfigError(f"the weights of all cells are 0 {weights}; a round needs at least one positive weight")
@@ -305,6 +312,7 @@ class RoundCoordinator:
             dropped,
             self.all_finished,
             nonfinite=self._share_nonfinite(dropped, run.findings.nonfinite) if dropped else {},
+            unfit=frozenset(bad),
             step_seconds=by_cell([other.seconds for other in statuses], self._topology, max),
         )
         if least_divergence is not None and not self.all_finished:
@@ -313,12 +321,16 @@ class RoundCoordinator:
             if math.sqrt(total_of(squares) / math.fsum(context.weights)) < least_divergence:
                 return replace(outcome, is_skipped=True)
         self._check_possible(context, statuses)
+        return self._agree(outcome)
+
+    def _agree(self, outcome: Outcome) -> Outcome:
+        """Exchange, and vote on it; keep the round where it is in doubt."""
         try:
-            context, unfit = self._commit(run, context)
+            context, unfit = self._commit(outcome.run, outcome.context)
         except RoundInDoubt as doubt:
-            self._doubted = replace(outcome, context=doubt.context, unfit=frozenset(bad))
+            self._doubted = replace(outcome, context=doubt.context)
             raise
-        return replace(outcome, context=context, unfit=frozenset(bad | unfit))
+        return replace(outcome, context=context, unfit=outcome.unfit | unfit)
 
     def resolve(self) -> Outcome:
         """Return the round that is in doubt, now that it is known to be taken; local."""

@@ -265,6 +265,9 @@ class RoundRun:
         how long it took, and what failed here.
         """
         exchange = self._exchange
+        if context.source is not None:
+            self._hand_over(context, context.source)
+            return context
         if not exchange.compares_models:
             context = weigh_cells(context, exchange.combiner)
         if exchange.masker is not None:
@@ -293,10 +296,11 @@ class RoundRun:
         with self.profile.phase("commit"):
             if is_merged or self._buffers.copy is not ModelCopy.NONE:
                 self._layout.look_up()  # local steps may have moved tensors since
-            stepped = set()
+            stepped, is_step = set(), context.source is None  # else what was agreed on last has come to all cells
             if exchange.global_model is not None and exchange.has_owners:
-                exchange.global_model.commit_step(self.fragment, results)
-            elif exchange.global_model is not None:
+                if is_step:
+                    exchange.global_model.commit_step(self.fragment, results)
+            elif exchange.global_model is not None and (is_step or not exchange.global_model.has_optimizer):
                 for transfer, bucket, new in exchange.global_model.step(self.fragment, results, context.scale):
                     stepped.add(transfer.number)
                     if exchange.residuals is not None and transfer.number in stages:
@@ -366,6 +370,31 @@ class RoundRun:
             yield from transport.exchange(transfer, bucket, memory.values, memory.out)
         elif transfer.cell_group is not None:  # in step with the rank that does
             yield self._link.pause(transfer)
+        if transfer.cell_group is not None:
+            yield from share_in_cell(self._link, self.profile, transfer, bucket, memory.out, memory.result)
+        self._write(transfer, bucket, memory)
+
+    def _hand_over(self, context: RoundContext, source: int) -> None:
+        """Bring one cell's model to all others: nothing is clipped, combined or stepped."""
+        targets = {*range(self._link.cells)} - {source}
+        transport = CrossCellTransport(self._link, context, self.profile, is_encoding=False, targets=targets)
+        self._transports = [transport]
+        self._run_pipeline(context, partial(self._pass_on, transport))
+
+    def _pass_on(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
+        """Bring one bucket from the source to all others, and round inside this cell."""
+        is_source, model = self._link.cell == transport.context.source, self._exchange.global_model
+        memory = self._read(transfer, bucket) if is_source else self._acquire(transfer, bucket)
+        values = memory.values
+        plain = replace(transfer, reduce_scatter=False, codec=None)  # as it is, in one hop
+        with self.profile.capture_failure("pack"):
+            self._link.host_copies.settle(bucket)  # before anything arrives there
+            if is_source and model is not None and transfer.group.is_stepped:
+                values = model.written(transfer, bucket)  # without steps since: these are not clipped
+        if transfer.is_sent_here(bucket):
+            yield from transport.share(plain, bucket, values, memory.out)
+        elif transfer.cell_group is not None:  # in step with the rank that does
+            yield self._link.pause(plain)
         if transfer.cell_group is not None:
             yield from share_in_cell(self._link, self.profile, transfer, bucket, memory.out, memory.result)
         self._write(transfer, bucket, memory)

@@ -41,7 +41,7 @@ def share_global_model(exchange: Exchange, state: Mapping[str, Any], source: int
     def way(transfer: GroupTransfer, bucket: Bucket, kept: torch.Tensor) -> Iterator[int]:
         values = kept.to(exchange.device)  # as it is, unless the server works on a device of its own
         if transfer.is_sent_here(bucket):
-            yield from transport.share(transfer, bucket, values)
+            yield from transport.share(transfer, bucket, values, values)
         elif is_receiving:  # in step with the rank that does
             yield link.pause(transfer)
         if is_receiving and transfer.cell_group is not None:

@@ -106,7 +106,7 @@ class PairwiseSwap:
         waits = self._layout.shares_memory
         for transfer in transfers:
             sources = context.source_cells(transfer.group)
-            counts = [context.counts[cell] for cell in sources]
+            counts = [context.counts[cell] for cell in sources] if context.source is None else [1.0]
             is_fused = context.is_fused and transfer.number not in self._large
             for bucket, stage in zip(transfer.buckets, self._staging.stages_of(transfer), strict=True):
                 values, lent = round_buffers.acquire_values(transfer, bucket)

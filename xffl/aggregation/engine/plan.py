@@ -304,6 +304,7 @@ class RoundContext:
     counts: tuple[float, ...] = ()  # what each cell's values count for, once a combiner has looked at all of this
     scale: float = 1.0  # what the way from the last agreed model to the combined one is multiplied by
     attempt: int = 0  # number of the masks of a secure sum
+    source: int | None = None  # the cell whose model all take over, where no cell contributes
 
     def share(self, cell: int) -> float:
         """Return what a cell's values count for, of all."""
@@ -318,7 +319,7 @@ class RoundContext:
         """Return the cells whose values a group needs, in order."""
         if group.rule == "first":
             return (self.first,)
-        return self.cells
+        return self.cells if self.source is None else (self.source,)
 
 
 @dataclass(frozen=True)

@@ -132,10 +132,10 @@ class CrossCellTransport:
 
     All forms and encodings take the same steps, in :meth:`exchange`; what is sent, what arrives, and what is made of it
     is up to one of the classes below: :class:`ExactValues`, :class:`MaskedValues`, :class:`EncodedSteps`, and for
-    combiners that compare whole models :class:`GatheredValues` and :class:`GatheredSteps`; and for what is kept beside
-    the model :class:`SharedValues`. In the all-gather form each cell combines all of a bucket, in the reduce-scatter
-    form one part of it (:meth:`GroupTransfer.parts`), whose result a second hop sends to all cells. Where owners step
-    their parts in between, the two hops are :meth:`reduce` and :meth:`hand_out`.
+    combiners that compare whole models :class:`GatheredValues` and :class:`GatheredSteps`; and for what one cell hands
+    over :class:`SharedValues`. In the all-gather form each cell combines all of a bucket, in the reduce-scatter form
+    one part of it (:meth:`GroupTransfer.parts`), whose result a second hop sends to all cells. Where owners step their
+    parts in between, the two hops are :meth:`reduce` and :meth:`hand_out`.
     """
 
     def __init__(
@@ -165,9 +165,9 @@ class CrossCellTransport:
         kind = EncodedSteps if self.is_encoded(transfer) else masked
         return self._exchange(kind(self, transfer, bucket, values, out))
 
-    def share(self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor) -> Iterator[int]:
-        """Send values of a bucket that are kept beside the model from the only source to the targets."""
-        return self._exchange(SharedValues(self, transfer, bucket, values, values))
+    def share(self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor, out: torch.Tensor) -> Iterator[int]:
+        """Send values of a bucket from the only source to the targets; both have them in ``out`` then."""
+        return self._exchange(SharedValues(self, transfer, bucket, values, out))
 
     def reduce(self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor, out: torch.Tensor) -> Iterator[int]:
         """Exchange a bucket like :meth:`exchange`, as far as this cell's part of the result."""
@@ -509,15 +509,18 @@ class GatheredValues(ExactValues):
 
 
 class SharedValues(ExactValues):
-    """Values beside the model that one cell has and some others take over, each where it keeps them."""
+    """Values that one cell has and some others take over as they are."""
 
     def _prepare(self) -> None:
         targets = self.transport.targets
         self.send = dict.fromkeys(targets, self.values) if self.is_source else {}
-        self.receive = dict.fromkeys(self.arriving, self.values) if self.here in targets else {}
+        self.receive = dict.fromkeys(self.arriving, self.out) if self.here in targets else {}
 
     def combine(self) -> None:
-        """Leave what has arrived where it is."""
+        """Leave what has arrived where it is; what was sent goes there, too."""
+        if self.is_source and self.out is not self.values:
+            with self.transport.profile.capture_failure("combine"):
+                self.out.copy_(self.values)
 
 
 class GatheredSteps(EncodedSteps):
