@@ -31,11 +31,12 @@ from torch.optim.lr_scheduler import StepLR
 import xffl
 from tests.ports import free_port
 from tests.worlds import be_launched, run_world
-from xffl.aggregation import aggregator
+from xffl.aggregation import aggregator, elastic
 from xffl.aggregation.algorithms.clients import Scaffold, local
 from xffl.aggregation.algorithms.server import ServerOptimizer
 from xffl.aggregation.elastic import ElasticAggregator
 from xffl.aggregation.engine.consensus import RoundInput
+from xffl.aggregation.engine.transport import CrossCellTransport
 from xffl.cluster.lighthouse_page import read_lighthouse
 from xffl.distributed import ElasticParameters, faults
 from xffl.distributed.faults import PHASES, Fault
@@ -385,6 +386,30 @@ def test_a_late_cell_takes_all_of_it_from_another_one_where_the_giving_cell_is_l
         assert one.cells[60] == (1, 2, 3)
     survivor = told[0]
     assert sum(weights[1] for weights in survivor.weights.values()) == survivor.steps * 2
+
+
+def be_on_a_slow_link(rank: int, world: int, plan: Plan) -> Told:
+    """Be one of three cells; each bucket of what a late one takes over needs a tenth of what a message may take."""
+    share = CrossCellTransport.share
+
+    def slowly(self: CrossCellTransport, *args: Any) -> Iterator[int]:
+        time.sleep(0.1)
+        yield from share(self, *args)
+
+    with mock.patch.object(elastic, "LEAST_TIMEOUT_S", 1.0), mock.patch.object(CrossCellTransport, "share", slowly):
+        return member(rank, world, plan)
+
+
+def test_a_late_cell_that_takes_over_for_long_breaks_no_round(lighthouse: str) -> None:
+    """Longer than a message may take, as where rounds move little of a model; the third cell waits meanwhile."""
+    options = {"server": SERVERS["momentum"], "bucket_bytes": 16}
+    with tempfile.TemporaryDirectory() as folder:
+        plan = Plan(lighthouse, (1, 1, 1), tuple(free_port() for _ in range(3)), folder, late=(2,), options=options)
+        plan.rounds, plan.step_s = 24, 0.05
+        told = run_world(3, be_on_a_slow_link, plan, init=False, timeout_s=100)
+    check_alike(told)
+    assert max(tries for one in told for tries in one.tries.values()) == 1
+    assert told[0].weights[24] == (2.0, 2.0, 2.0)
 
 
 def test_a_late_cell_with_another_model_is_refused_alone(lighthouse: str) -> None:

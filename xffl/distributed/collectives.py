@@ -85,15 +85,17 @@ class CrossWorldGroup:
         """
         begun = time.monotonic()
         is_quick = self._quick >= QUICK_IN_A_ROW
-        answer = work.wait(timedelta(seconds=self.quick_timeout_s)) if is_quick else self._wait_apart(work)
+        answer = (
+            work.wait(timedelta(seconds=self.quick_timeout_s)) if is_quick else self._wait_apart(work, self.timeout_s)
+        )
         if is_received:
             self._quick = self._quick + 1 if time.monotonic() - begun < QUICK_S else 0
         return answer
 
-    def _wait_apart(self, work: dist.Work) -> Any:
+    def _wait_apart(self, work: dist.Work, timeout_s: float) -> Any:
         """Have another thread wait, and see meanwhile whether a connection is lost."""
         result: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._waits.put((work, timedelta(seconds=self.timeout_s), result))
+        self._waits.put((work, timedelta(seconds=timeout_s), result))
         while True:
             try:
                 answer = result.get(timeout=WATCH_S)
@@ -126,6 +128,12 @@ class CrossWorldGroup:
         options = dist.AllreduceOptions()
         options.reduceOp, options.timeout = op, timedelta(seconds=self.timeout_s)
         self._gloo.allreduce([values], options).wait(timedelta(seconds=self.timeout_s))
+
+    def barrier(self, messages: int) -> None:
+        """Wait until all ranks are here, of which one may first send so many messages, each as long as one may take."""
+        options, within_s = dist.AllreduceOptions(), self.timeout_s * (1 + messages)
+        options.timeout = timedelta(seconds=within_s)
+        self._wait_apart(self._gloo.allreduce([torch.zeros(1)], options), within_s)
 
     def all_gather(self, rows: list[torch.Tensor], values: torch.Tensor) -> None:
         """Gather the values of each rank."""

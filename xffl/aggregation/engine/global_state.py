@@ -16,7 +16,7 @@ from xffl.aggregation.engine.groups import start_moves
 from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.engine.transport import TAG, CrossCellTransport
 from xffl.aggregation.report import RoundProfile
-from xffl.distributed.collectives import all_reduce
+from xffl.distributed.collectives import CrossWorldGroup
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.faults import inject
 from xffl.errors import CheckpointError
@@ -29,11 +29,13 @@ def share_global_model(exchange: Exchange, state: Mapping[str, Any], source: int
     """Bring what a cell keeps beside the model to others, which have memory for it, in whatever cut each has.
 
     Collective over cells that are worlds of their own. ``state`` is the plain state of the global model of ``source``.
-    Table by table, straight from where one keeps it to where the other one does; all wait for the end of each, so that
-    nobody waits for the next vote longer than messages may take. Raises RuntimeError where a rank was lost.
+    Table by table, straight from where one keeps it to where the other one does; all wait for the end of each, also
+    those that neither send nor receive, which may take as long as all of its messages: cells that send less in a round
+    would take a late one for a lost one else. Raises RuntimeError where a rank was lost.
     """
     link, profile, global_model = exchange.link, RoundProfile(exchange.device), exchange.global_model
-    assert global_model is not None, "shared where there is one"
+    world = exchange.round_groups.world
+    assert global_model is not None and isinstance(world, CrossWorldGroup), "shared where there is one, across worlds"
     weights = tuple(float(cell == source) for cell in range(link.cells))
     transport = CrossCellTransport(link, RoundContext(weights, source), profile, is_encoding=False, targets=targets)
     is_concerned, is_receiving = link.cell in (source, *targets), link.cell in targets
@@ -61,7 +63,9 @@ def share_global_model(exchange: Exchange, state: Mapping[str, Any], source: int
             pipeline.drain()
         if profile.failure is not None:
             raise profile.failure
-        all_reduce(torch.zeros(1), group=exchange.round_groups.world)
+        # Another cell may have as many messages on one rank as this one on all.
+        messages = sum(len(transfer.buckets) for transfer in plain if transfer.number in table)
+        world.barrier(messages * link.sizes[link.cell])
 
 
 @torch.no_grad()
