@@ -13,9 +13,11 @@ without faults, in one ``xffl exec --elastic``.
 
 Printed is, for each run, the held-out loss as the mean over the models of the last eight rounds (that of one model
 moves by as much as the seeds differ), to how many rounds each cell has contributed, and in which lives; for each task
-the losses with and without faults, and their differences where the seed is the same. The exit code is 1 if a job does
-not end well, cells of a run end in different rounds or on one side of the link, rounds of one number have two models,
-or a loss is above all those without faults.
+the losses with faults, and by how much they differ from those without where the seed is the same. Runs end with the
+first round after so many samples, some with almost a round more than others, which counts: so those without faults are
+compared at as many samples as the run had, between their last two rounds. The exit code is 1 if a job does not end
+well, cells of a run end in different rounds or on one side of the link, rounds of one number have two models, or a loss
+is above all those without faults.
 """
 
 from __future__ import annotations
@@ -85,22 +87,27 @@ def make(project: Path, task: str, rounds: int, **more: object) -> list[str]:
 def sum_up(project: Path) -> dict[str, Any]:
     """Return the loss at the end, what each cell has contributed, and whether models of one name are equal."""
     digests, contributed, lives = defaultdict(set), [], []
-    last, hosts = [], []
+    last, hosts, samples = [], [], dict[int, float]()
     for cell in range(CELLS):
         told = [line.split() for line in (project / f"rounds.{cell}").read_text().splitlines()]
-        for _, number, digest, *_ in told:
+        for _, number, digest, *weights in told:
             digests[number].add(digest)
+            samples[int(number)] = sum(map(float, weights))
         contributed.append(sum(float(weights[cell]) > 0 for _, _, _, *weights in told))
         lives.append(sorted({int(life) for life, *_ in told}))
         last.append(int(told[-1][1]))
         environment_file = project / "runs" / "run" / f"cell_{cell}" / "environment.json"
         hosts += [host["host"] for host in json.loads(environment_file.read_text())["hosts"]]
     told = lines(project / "runs" / "run" / "cell_0" / "metrics" / "federation.jsonl")
+    losses = [line["values"]["val/loss"] for line in told if "val/loss" in line["values"]]
     measured = [line["values"] for line in told if "val/loss" in line["values"]][-LAST:]
+    total = sum(samples.values())
     return {
         "rounds": last,
         "values": {name: round(fmean(values[name] for values in measured), 4) for name in measured[-1]},
         "last": [round(values["val/loss"], 4) for values in measured],
+        "samples": [total - samples[max(samples)], total],
+        "before": round(fmean(losses[-LAST - 1 : -1]), 4),
         "contributed": contributed,
         "lives": lives,
         "hosts": hosts,
@@ -190,6 +197,13 @@ def run_without(folder: Path, task: str, rounds: int, seed: int) -> dict[str, An
     return sum_up(project) | {"seed": seed}
 
 
+def loss_at(found: dict[str, Any], samples: float) -> float:
+    """Return the loss of a run after so many samples of all cells, from those of its last round and the one before."""
+    (earlier, later), before = found["samples"], found["before"]
+    at_end: float = found["values"]["val/loss"]
+    return round(float(before + (at_end - before) * (samples - earlier) / (later - earlier)), 4)
+
+
 def is_well(found: dict[str, Any]) -> bool:
     """Return whether all jobs of a run ended well, in one round, and on both sides of the link, with one lineage."""
     sides = {host[0] for host in found["hosts"]}
@@ -214,11 +228,13 @@ def main() -> int:
             is_missed |= not is_well(found)
         seeds = [run_without(folder, task, args.rounds, seed) for seed in range(args.seeds)]
         results["without"][task] = seeds
-        faulty, clean = ([one["values"]["val/loss"] for one in those] for those in (runs, seeds))
-        print(f"{task}: {faulty}; without faults {clean}", flush=True)
-        pairs = [(loss, clean[seed]) for loss, seed in zip(faulty, args.faulty, strict=True) if seed < len(clean)]
-        print(f"{task}: differences {[round(loss - other, 4) for loss, other in pairs]}", flush=True)
-        is_missed |= bool(clean) and max(faulty) > max(clean)
+        for found in runs:
+            loss, samples = found["values"]["val/loss"], found["samples"][-1]
+            clean = [loss_at(one, samples) for one in seeds]
+            pair = clean[found["seed"]] if found["seed"] < len(clean) else None
+            difference = None if pair is None else round(loss - pair, 4)
+            print(f"{task}, seed {found['seed']}: {loss}; without faults {clean}, difference {difference}", flush=True)
+            is_missed |= bool(clean) and loss > max(clean)
     if args.out is not None:
         args.out.write_text(json.dumps(results, indent=1) + "\n")
     return int(is_missed)
