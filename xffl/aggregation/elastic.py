@@ -107,6 +107,7 @@ class ElasticAggregator:
         """Whether the last round has replaced this cell's model, whatever steps it had made."""
         self._epoch: Epoch | None = None
         self._is_leaving = False
+        # Another round may follow: cells have met for the last one, all know how it ended, and not all have finished.
         self._has_others = True
         self._tries, self._opened_at = 0, 0.0
         self._exchange_s = 0.0

@@ -85,9 +85,8 @@ class CrossWorldGroup:
         """
         begun = time.monotonic()
         is_quick = self._quick >= QUICK_IN_A_ROW
-        answer = (
-            work.wait(timedelta(seconds=self.quick_timeout_s)) if is_quick else self._wait_apart(work, self.timeout_s)
-        )
+        quick = timedelta(seconds=self.quick_timeout_s)
+        answer = work.wait(quick) if is_quick else self._wait_apart(work, self.timeout_s)
         if is_received:
             self._quick = self._quick + 1 if time.monotonic() - begun < QUICK_S else 0
         return answer

@@ -188,9 +188,8 @@ def setup_distributed_process_group(
     Collective over the world: every rank calls it once. Arguments beat the environment (torchrun, MPI, SLURM;
     ``XFFL_FEDERATED`` and ``XFFL_HSDP``); without a launcher the world is this one process, which needs no port. With
     federated sizes federated scaling is set up, else with a replica size HSDP over the world, else FSDP over the world.
-    The ranks compare what they were asked for as soon as they meet, so that all raise the same error. Where they run
-    different software or processors, which is allowed, rank 0 writes a table of it to standard error. A rule that finds
-    cells on the machine (see :func:`xffl.cluster.cells.parse_federation`) is resolved once they have joined.
+    The ranks compare what they were asked for as soon as they meet, so that all raise the same error, and resolve rules
+    that find cells (:func:`xffl.cluster.cells.parse_federation`). Rank 0 lists software and processors that differ.
 
     The first six arguments say where this process stands in the world, on its node, and among the nodes; rank 0 listens
     at ``master_addr`` and ``master_port``, and ranks are waited for ``join_timeout_s`` (else ``timeout_s``). For the
