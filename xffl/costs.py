@@ -59,8 +59,8 @@ STATUS_BYTES = 128
 EXCHANGE_FORMAT = 1
 """Number of the format of all that cells give each other: votes, values, records of elastic cells, and exports.
 
-Raise it with each change after which one side would read otherwise what the other has written (docs/round.rst, "Format
-of an exchange").
+Raise it with each change after which one side would read otherwise what the other has written
+(docs/round_formats.rst, "Format of an exchange").
 """
 
 CODECS: dict[str, dict[str, tuple[str, ...]]] = {

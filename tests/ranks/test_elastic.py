@@ -526,7 +526,8 @@ def test_what_differs_between_cells_is_told_once(lighthouse: str) -> None:
     found = run_mixed(lighthouse, {}, {1: "2.11.0"})
     lines = (written.splitlines(keepends=True) for written, _ in found)
     assert ["".join(line for line in written if "waits" not in line) for written in lines] == [
-        "xffl: what the cells run differs, which is allowed (docs: The round, What may differ between cells):\n"
+        "xffl: what the cells run differs, which is allowed "
+        "(docs: Versions and formats, What may differ between cells):\n"
         "xffl:   cells       torch\n"
         f"xffl:   cells 0, 2  {torch.__version__}\n"
         "xffl:   cell 1      2.11.0\n",

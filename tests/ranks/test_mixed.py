@@ -126,7 +126,8 @@ def test_what_differs_is_told_once_as_a_table_and_all_ranks_have_the_mean_to_the
     ours = torch.__version__
     told, runtimes = run_mixed(tmp_path, {2: "2.11.0+cu126", 3: "2.11.0+cu126", 5: "2.12.1"})
     assert told == [
-        "xffl: what the cells run differs, which is allowed (docs: The round, What may differ between cells):\n"
+        "xffl: what the cells run differs, which is allowed "
+        "(docs: Versions and formats, What may differ between cells):\n"
         "xffl:   cells           torch\n"
         f"xffl:   cell 0, rank 4  {ours}\n"
         "xffl:   cell 1          2.11.0+cu126\n"

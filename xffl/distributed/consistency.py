@@ -288,7 +288,8 @@ def gather_runtimes(state: DistributedState) -> dict[Runtime, list[int]]:
 def tell_runtimes(rows: Sequence[tuple[str, Runtime]]) -> None:
     """Write the table of what the cells run, where something differs; local."""
     if lines := runtime_table(rows):
-        title = "what the cells run differs, which is allowed (docs: The round, What may differ between cells):"
+        where = "docs: Versions and formats, What may differ between cells"
+        title = f"what the cells run differs, which is allowed ({where}):"
         text = "\n".join(f"xffl: {line}" for line in (title, *(f"  {line}" for line in lines)))
         print(text, file=sys.stderr, flush=True)
 

@@ -257,8 +257,8 @@ def compare_pairs(
             failed[pair] = wrong[0]
         else:
             rates[pair] = max(half["mib"] / half["seconds"] for half in halves)
-    advice = "set XFFL_IFNAME to the interface that joins the hosts (docs: Network); see the lines on interface, names "
-    advice += "and ports"
+    advice = "set XFFL_IFNAME to the interface that joins the hosts (docs: Network and threads); see the lines on "
+    advice += "interface, names and ports"
     findings = [Finding("all-reduce", ERROR, text, advice) for text in _by_unit(units, failed)]
     slow = {pair: f"{rate:.1f} MiB/s" for pair, rate in rates.items() if rate < _SLOW_MIB_S}
     hint = "see that XFFL_IFNAME names the fastest interface; on a slow link use a codec and rounds far apart"
@@ -294,7 +294,7 @@ def compare_links(units: Sequence[tuple[str, str]], nccl: Mapping[str, str | Non
     if len(by_library) < 2:
         return []
     text = "; ".join(f"{shorten(names, 3)}: {library}" for library, names in by_library.items())
-    advice = "use link_backend=gloo between cells, and one library inside each (docs: Network)"
+    advice = "use link_backend=gloo between cells, and one library inside each (docs: Network and threads)"
     return [Finding("links", WARNING, f"GPUs do not speak one NCCL: {text}", advice)]
 
 

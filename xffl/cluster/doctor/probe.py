@@ -428,7 +428,7 @@ def check_torch(told: Mapping[str, Any], gpus: int, environ: Mapping[str, str]) 
         if tuple(told["nccl"]) >= _SHARED_BY_NCCL:
             text += " or NCCL_MULTI_RANK_GPU_ENABLE=1"
         if environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-            advice = "leave CUDA_DEVICE_MAX_CONNECTIONS out, or set 8 or more (docs: Network)"
+            advice = "leave CUDA_DEVICE_MAX_CONNECTIONS out, or set 8 or more (docs: Network and threads)"
             text += "; CUDA_DEVICE_MAX_CONNECTIONS=1: rounds behind local steps are refused"
             return Finding("torch", WARNING, text, advice)
     if told["import_s"] > _SLOW_IMPORT_S:
