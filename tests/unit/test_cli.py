@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from xffl.cli.execute import split_command
-from xffl.cli.main import main
+from xffl.cli.main import COMMANDS, main
 from xffl.cluster.launch.failure import (
     FailureRecord,
     RankFailure,
@@ -42,6 +42,26 @@ def xffl(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, *words], capture_output=True, text=True, timeout=60, check=False
     )
+
+
+@pytest.mark.parametrize(
+    ("command", "successors"),
+    [
+        ("config", ("xffl init", "xffl workflow init")),
+        ("run", ("xffl workflow init", "xffl submit")),
+        ("simulate", ("xffl exec",)),
+    ],
+)
+def test_commands_of_the_upstream_project_name_what_took_over(command: str, successors: tuple[str, ...]) -> None:
+    for words in ([command], [command, "-ppn", "4", "training.py"]):
+        ran = xffl(*words)
+        assert ran.returncode == 2
+        assert ran.stdout == ""
+        assert len(ran.stderr.splitlines()) == 1
+        assert "alpha-unito/xffl" in ran.stderr
+        for successor in successors:
+            assert successor in ran.stderr
+            assert successor.split()[1] in COMMANDS
 
 
 def test_plan_draws_without_torch() -> None:
