@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import io
-import sys
-from contextlib import contextmanager, redirect_stderr
-from collections.abc import Callable, Iterator
+import itertools
+import os
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.distributed.checkpoint as dcp
+import torch.distributed.nn
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DistributedSampler
 
 import xffl
 from tests.ranks.test_state import new_state
 from tests.worlds import run_world
-from xffl.distributed import DistributedState, waits
+from xffl.distributed import waits
 
 
 class _Told(io.StringIO):
@@ -66,3 +73,109 @@ def test_a_rank_that_waits_in_a_call_of_all_ranks_names_it():
         assert f"rank 0 has waited 0.05 s in {call} at {__file__}:" in text, text
         assert "every rank must make this call" in text
     assert second == [""] * len(calls)
+
+
+ALIAS = dist.all_reduce  # as "from torch.distributed import all_reduce" at the top of a script
+
+
+def _collectives_of_a_script(folder: str) -> list[tuple[str, Callable[[], Any]]]:
+    """Calls over the default group, each with the words of its report."""
+    size = dist.get_world_size()
+    x = torch.ones(2)
+    rows = [torch.zeros(2) for _ in range(size)]
+    is_first = dist.get_rank() == 0
+    world = dist.group.WORLD
+    mesh = init_device_mesh("cpu", (size,))
+    numbers = itertools.count()
+    return [
+        ("calls all_reduce over", lambda: dist.all_reduce(x)),
+        ("calls all_reduce over", lambda: ALIAS(x)),
+        ("calls all_reduce over", lambda: dist.all_reduce(x, dist.ReduceOp.SUM, world)),
+        ("calls all_reduce over", lambda: dist.all_reduce(x, group=world, async_op=True).wait()),
+        ("calls broadcast over", lambda: dist.broadcast(x, src=0)),
+        ("calls reduce over", lambda: dist.reduce(x, dst=0)),
+        ("calls gather over", lambda: dist.gather(x, rows if is_first else None)),
+        ("calls scatter over", lambda: dist.scatter(x, rows if is_first else None)),
+        ("calls all_gather over", lambda: dist.all_gather(rows, x)),
+        ("calls all_gather_into_tensor over", lambda: dist.all_gather_into_tensor(torch.zeros(2 * size), x)),
+        ("calls all_to_all_single over", lambda: dist.all_to_all_single(torch.zeros(size), torch.ones(size))),
+        ("calls barrier over", dist_barrier_of_script),
+        ("calls monitored_barrier over", lambda: dist.monitored_barrier()),
+        ("calls broadcast_object_list over", lambda: dist.broadcast_object_list([1], src=0)),
+        ("calls all_gather_object over", lambda: dist.all_gather_object([None] * size, 1)),
+        ("calls gather_object over", lambda: dist.gather_object(1, [None] * size if is_first else None)),
+        ("calls scatter_object_list over", lambda: dist.scatter_object_list([None], [1] * size if is_first else None)),
+        ("calls all_reduce over", lambda: functional.all_reduce(x, "sum", mesh)),
+        ("calls all_reduce over", lambda: functional.all_reduce(x, "sum", (mesh, 0))),
+        ("calls all_reduce over", lambda: functional.all_reduce(x, "sum", [*range(size)])),
+        ("calls all_reduce over", lambda: dist.nn.functional.all_reduce(x)),
+        ("makes a DistributedSampler for", lambda: DistributedSampler(range(8))),  # type: ignore[arg-type]
+        ("over the default group", lambda: dcp.save({"x": x}, checkpoint_id=f"{folder}/{next(numbers)}")),
+    ]
+
+
+def dist_barrier_of_script() -> None:
+    dist.barrier()
+
+
+def _said(call: Callable[[], Any]) -> str:
+    told = io.StringIO()
+    with redirect_stderr(told):
+        call()
+    return told.getvalue()
+
+
+def over_the_world(rank: int, world_size: int, folder: str) -> list[tuple[str, str]]:
+    os.environ["XFFL_CHECK_WORLD"] = "1"
+    originals = [dist.all_reduce, functional.all_reduce, DistributedSampler.__init__, dist.broadcast_object_list]
+    state = new_state(rank, world_size)
+    state.set_federated_scaling((2, 1))
+    model = nn.Linear(2, 2)
+    pairs = []
+    for words, call in _collectives_of_a_script(folder):
+        pairs.append((words, _said(call)))
+        again = _said(call)
+        assert again == "", f"once a place: {words}: {again}"
+
+    def own() -> None:
+        dist.all_reduce(torch.ones(2), group=state.federation)
+        dist.all_gather_object([None] * dist.get_world_size(state.federation), 1, group=state.federation)
+        DistributedSampler(range(8), num_replicas=2, rank=0)  # type: ignore[arg-type]
+        spread = xffl.shard(model, state)
+        spread(torch.ones(1, 2)).sum().backward()
+        optimizer = torch.optim.SGD(spread.parameters(), lr=0.1)
+        with xffl.FederatedScaling(spread, optimizer, state, every=1):
+            optimizer.step()
+        xffl.Aggregator(spread, state).aggregate()
+
+    pairs.append(("", _said(own)))
+    state.unset_federated_scaling()
+    assert originals == [
+        dist.all_reduce,
+        functional.all_reduce,
+        DistributedSampler.__init__,
+        dist.broadcast_object_list,
+    ]
+    assert ALIAS is dist.all_reduce
+    pairs.append(("", _said(lambda: dist.all_reduce(torch.ones(1)))))
+    os.environ["XFFL_CHECK_WORLD"] = "0"
+    state.set_federated_scaling((2, 1))
+    pairs.append(("", _said(lambda: dist.all_reduce(torch.ones(1)))))
+    state.unset_federated_scaling()
+    os.environ["XFFL_CHECK_WORLD"] = "1" if rank else "yes"
+    try:
+        state.set_federated_scaling((2, 1))
+    except xffl.errors.ConfigError as error:
+        pairs.append(("XFFL_CHECK_WORLD is 'yes'", str(error)))
+    return pairs
+
+
+def test_collectives_of_the_script_over_all_cells_are_reported(tmp_path: Path) -> None:
+    first, *others = run_world(3, over_the_world, str(tmp_path / "saved"))
+    for words, said in first:
+        assert words in said and bool(words) == bool(said), (words, said)
+        assert said.count("xffl: ") == said.count(f"xffl: {__file__}:") == int(" the default group, " in said)
+    assert "XFFL_CHECK_WORLD is 'yes'" in first[-1][1]
+    for said in others:
+        assert not any("xffl: " in text for _, text in said[:-1])  # one rank reports
+        assert said[-1] == first[-1]
