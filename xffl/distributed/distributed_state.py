@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from xffl.checks import integer, one_of, shorten
 from xffl.cluster.environment import checks_world
 from xffl.cluster.network import Timeouts
+from xffl.distributed.activity import RunActivity
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.groups import (
     ALL_KINDS,
@@ -141,6 +142,7 @@ class DistributedState:
     _link_backend: dist.Backend | None = field(default=None, init=False, repr=False)
     _timeouts: Timeouts = field(default=Timeouts.within(DEFAULT_TIMEOUT_S), init=False, repr=False, compare=False)
     """Timeouts of the world and its groups: a vote on the world outlives a stuck exchange."""
+    _activity: RunActivity = field(default_factory=RunActivity, init=False, repr=False, compare=False)
 
     def __str__(self) -> str:
         """Write the fields that are set as a table of two columns."""
@@ -160,6 +162,11 @@ class DistributedState:
     def link_backend(self) -> dist.Backend | None:
         """Backend of what crosses cells, the world too; ``None`` where it is :attr:`backend`."""
         return self._link_backend
+
+    @property
+    def activity(self) -> RunActivity:
+        """What the run has done with its federation, for the lines at the end of a session."""
+        return self._activity
 
     @property
     def handle_count(self) -> int:

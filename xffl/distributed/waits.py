@@ -56,8 +56,8 @@ class NamedWait:
         where = "" if caller.place is None else f" at {caller.place}"
         call = f"a call that compares {self._what}" if caller.call is None else caller.call
         print(
-            f"xffl: rank {self._rank} has waited {seconds:g} s in {call}{where} for others of {self._size} ranks: every "
-            "rank must make this call. If some never do, make it on all; until the timeout this rank waits on",
+            f"xffl: rank {self._rank} has waited {seconds:g} s in {call}{where} for others of {self._size} ranks: "
+            "every rank must make this call. If some never do, make it on all; until the timeout this rank waits on",
             file=sys.stderr,
             flush=True,
         )

@@ -131,10 +131,10 @@ def _collectives() -> Iterator[Collective]:
     for module, names in modules:
         for name in names:
             function = vars(module).get(name)
-            is_public = not name.startswith(("_", "get_")) and name not in _NO_COLLECTIVES
-            if is_public and type(function) is FunctionType and function.__module__ == module.__name__:
-                if "group" in inspect.signature(function).parameters:
-                    yield function
+            if name.startswith(("_", "get_")) or name in _NO_COLLECTIVES or type(function) is not FunctionType:
+                continue
+            if function.__module__ == module.__name__ and "group" in inspect.signature(function).parameters:
+                yield function
 
 
 def _replace(functions: dict[int, Collective]) -> None:
