@@ -71,6 +71,7 @@ def is_said(line: str, expected: str) -> bool:
         ("algorithms", 3, 3),
         ("privacy", 1, 1),
         ("data", 1, 0),
+        ("port_fsdp2", 2, 2),
     ],
 )
 def test_scripts_print_what_the_page_says(page: str, count: int, checked: int, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from xffl.cli.execute import split_command
-from xffl.cli.main import main
+from xffl.cli.main import COMMANDS, main
 from xffl.cluster.launch.failure import (
     FailureRecord,
     RankFailure,
@@ -42,6 +42,26 @@ def xffl(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, *words], capture_output=True, text=True, timeout=60, check=False
     )
+
+
+@pytest.mark.parametrize(
+    ("command", "successors"),
+    [
+        ("config", ("xffl init", "xffl workflow init")),
+        ("run", ("xffl workflow init", "xffl submit")),
+        ("simulate", ("xffl exec",)),
+    ],
+)
+def test_commands_of_the_upstream_project_name_what_took_over(command: str, successors: tuple[str, ...]) -> None:
+    for words in ([command], [command, "-ppn", "4", "training.py"]):
+        ran = xffl(*words)
+        assert ran.returncode == 2
+        assert ran.stdout == ""
+        assert len(ran.stderr.splitlines()) == 1
+        assert "alpha-unito/xffl" in ran.stderr
+        for successor in successors:
+            assert successor in ran.stderr
+            assert successor.split()[1] in COMMANDS
 
 
 def test_plan_draws_without_torch() -> None:
@@ -75,8 +95,9 @@ def test_the_forecasts_of_the_page_on_rounds_are_those_of_its_commands() -> None
     block = re.search(r"^   xffl (plan .*)$", section, re.MULTILINE)
     assert block is not None
     told = xffl(*block[1].split()).stdout
-    shown = re.search(r"::\n\n((?:   .*\n)+)", section[block.end() :])
-    assert shown is not None and textwrap.dedent(shown[1]) in told
+    shown = re.search(r"::\n\n((?:   .*\n|\n)+)", section[block.end() :])
+    assert shown is not None
+    assert told.endswith("\n" + textwrap.dedent(shown[1]).strip() + "\n")
     racks, link = (f"plan {' '.join(words.split())}" for words in re.findall(r"``(--federated [^`]+)``", section))
     bases = {"two facilities": block[1], "four racks": racks, "long fast link": link}
     rows = re.findall(r"   \* - (.+)\n     - (.+ m?s)\n     - (.+ m?s)\n     - (.+ %)\n", section)
@@ -147,7 +168,7 @@ INSIDE = (
 
 
 def test_plan_tells_of_the_inside_of_a_cell_without_torch() -> None:
-    ran = xffl(*INSIDE.split())
+    ran = xffl(*INSIDE.split(), "--assumptions")
     assert ran.returncode == 0, ran.stderr
     lines = [line.split() for line in ran.stdout.splitlines()]
     assert ["Mesh", "of", "cell", "0:", "pp", "2", "x", "dp_shard", "2", "x", "tp", "2"] in lines

@@ -14,11 +14,14 @@ import pytest
 from xffl.cluster import hosts
 from xffl.cluster.environment import (
     ProcessEnvironment,
+    accept_cells,
+    checks_world,
     detect_environment,
     elastic_cell,
     parse_lighthouse,
     parse_sizes,
     requested_federation,
+    requested_settings,
     restarts_of,
     use_interface,
 )
@@ -512,3 +515,39 @@ def test_elastic_cell_and_its_restarts() -> None:
     for text in ("-1", "two"):
         with pytest.raises(LaunchError, match=f"XFFL_RESTARTS must be an integer of 0 or more, got '{text}'"):
             restarts_of({"XFFL_RESTARTS": text})
+
+
+@pytest.mark.parametrize(
+    ("environ", "asked", "is_said"),
+    [
+        ({}, None, True),
+        ({}, (1, 1), False),
+        ({"XFFL_FEDERATED": "1,1"}, None, False),
+        ({"XFFL_CELL": "0/2"}, None, False),
+    ],
+)
+def test_sizes_in_the_variable_of_the_upstream_project_are_told(
+    environ: dict[str, str],
+    asked: tuple[int, ...] | None,
+    is_said: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("XFFL_FEDERATED", "XFFL_CELL"):
+        monkeypatch.delenv(name, raising=False)
+    for name, text in {"XFFL_FEDERATED_LOCAL_WORLD_SIZE": "1,1", **environ}.items():
+        monkeypatch.setenv(name, text)
+    accept_cells(asked, 2, 2, None)
+    told = capfd.readouterr().err
+    assert ("set XFFL_FEDERATED=1,1" in told) == is_said
+    assert told.count("\n") == int(is_said)
+    accept_cells(asked, 2, 2, None, is_speaker=False)
+    assert capfd.readouterr().err == ""
+    assert "XFFL_FEDERATED_LOCAL_WORLD_SIZE" not in requested_settings()  # no key of a configuration
+
+
+def test_check_world_is_on_or_off() -> None:
+    assert [checks_world({"XFFL_CHECK_WORLD": text}) for text in ("", "0", " 1 ")] == [False, False, True]
+    assert not checks_world({})
+    with pytest.raises(ConfigError, match="XFFL_CHECK_WORLD is 'yes'; give 1 .* or 0"):
+        checks_world({"XFFL_CHECK_WORLD": "yes"})

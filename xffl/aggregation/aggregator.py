@@ -187,6 +187,7 @@ class Aggregator:
         self._exchange = _make_exchange(scope, self._options, self._manifest, axes, replica_tensors)
         self._round_groups = self._exchange.round_groups
         self._coordinator = RoundCoordinator(self._exchange, scope, self._options)
+        self._activity = scope.state.activity
         self._marks: list[torch.cuda.Event] = []  # for all rounds' profiles
         self._stream = _stream_of(scope)  # that rounds work on
 
@@ -535,6 +536,7 @@ class Aggregator:
                     ) from error
             self.rounds += 1
             self._coordinator.release()
+        self._activity.note_round()
         return outcome.report(time.perf_counter() - start)
 
     def _write(self, outcome: Outcome, *, is_merged: bool, alpha: float | None) -> None:

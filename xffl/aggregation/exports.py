@@ -174,6 +174,7 @@ def export_cell(
     values["weight"] = 1.0 if own_weight is None else sum(one for one in weights if one is not None)
     values["tensors"] = _describe_tensors(manifest)
     save_checkpoint(path, {PART: _MovingTensors(manifest, is_export=True)}, state, values={"export": values})
+    state.activity.note_round()
 
 
 def load_global(

@@ -151,6 +151,7 @@ class FederatedScaling:
         self._has_joined = True
         self._doubted: Snapshot | None = None  # what a round of an elastic federation has taken in, if it was taken
         self._reset_counters()
+        self._entry = state.activity.expect_entry(self) if state.rank == 0 else None
 
     def _reset_counters(self) -> None:
         self._tracker = ContributionTracker(1 if self._aggregator is None else self._aggregator.fragments)
@@ -198,6 +199,8 @@ class FederatedScaling:
     def __enter__(self) -> FederatedScaling:
         if self._is_entered:
             raise StateError("this FederatedScaling is already entered; make one for each with block")
+        if self._entry is not None:
+            self._entry.detach()
         with run_on_all_ranks("optimizers"):
             if self._optimizers:  # parameters may have been replaced since this was made; from here on rounds notice
                 check_stepped(self._model, self._optimizers)
@@ -215,6 +218,7 @@ class FederatedScaling:
         for optimizer in self._optimizers:
             self._handles += [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
         if self._state.elastic is not None:
+            self._state.activity.note_round()  # a cell that comes and goes may be in none, which is no mistake
             # Before the first pass and not here, since a resumed run loads what it holds in the block.
             self._has_joined = False
             self._handles.append(self._model.register_forward_pre_hook(join, prepend=True))

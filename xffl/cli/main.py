@@ -14,6 +14,7 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
 from xffl import __version__
 from xffl.checks import one_of
+from xffl.cli.upstream import refuse_upstream_command
 from xffl.cluster.launch.failure import ExitCode
 from xffl.errors import XfflError
 
@@ -79,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return ExitCode.REFUSED
         if words[0] not in COMMANDS:
             if not words[0].startswith("-"):
+                refuse_upstream_command(words[0])
                 one_of("command", words[0], tuple(COMMANDS))
             build_parser().parse_args(words)  # shows the help or the version, or says what is wrong
             return ExitCode.OK

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -31,12 +31,14 @@ from xffl.cluster.slurm.allocation import (
     with_switches,
 )
 from xffl.errors import ConfigError, LaunchError
-from xffl.planning.text import bytes_text, counted
+from xffl.planning.text import bytes_text, counted, seconds_text
 from xffl.topology import Topology
 
 if TYPE_CHECKING:
     from xffl.distributed.parameters import DeviceParameters
+    from xffl.planning.forecast import RoundForecast, StepForecast
     from xffl.planning.memory import ModelSize, TrainingSize
+    from xffl.planning.summary import CellMemory, PlanSummary
 
 __all__ = ["build_parser", "run"]
 
@@ -129,6 +131,7 @@ def build_parser() -> ArgumentParser:
         "--pcie-gbps", type=float, metavar="GBPS", help="rate between a GPU and its host, with gloo (default: 200)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--assumptions", action="store_true", help="also list what the numbers rest on, as JSON does")
     parser.add_argument(
         "--simulate", action="store_true", help="forecast the time of a round and the share of time left for training"
     )
@@ -166,6 +169,7 @@ def run(options: Namespace) -> int:
     """Print the plan."""
     from xffl.planning import TrainingSize, round_traffic, topology_text
     from xffl.planning.mesh import MOVES, mesh_text
+    from xffl.planning.summary import summary_lines
 
     for name in ("params", "bytes_per_param", "link_gbps", "pcie_gbps", *(name for name, *_ in _NUMBERS)):
         if options[name] is not None:
@@ -182,7 +186,8 @@ def run(options: Namespace) -> int:
         print(lone_cell(federated, topology.world_size), file=sys.stderr)
     pcie_gbps = _pcie(options)
     inside = _describe_cell(options, topology)
-    forecast = _simulate(options, topology, pcie_gbps) if _is_simulated(options) else None
+    forecaster = _Forecaster(options, topology, pcie_gbps) if _is_simulated(options) else None
+    forecast = None if forecaster is None else _simulate(options, forecaster)
     traffic = None
     if options.params is not None:
         traffic = round_traffic(
@@ -203,12 +208,18 @@ def run(options: Namespace) -> int:
         axes = inside["axes"]
         print(f"\n{mesh_text(axes, first_rank=inside['first_rank'], cell=inside['cell'])}")
         print("".join(f"  {axis:<12}  {told}\n" for axis, told in MOVES.items() if axes[axis] > 1), end="")
+    parts = []
     if traffic is not None:
-        print("\n".join(_traffic_lines(traffic)))
+        parts.append((_traffic_lines(traffic), traffic["assumptions"]))
     if forecast is not None:
-        print("\n".join(_forecast_lines(forecast)))
+        parts.append((_forecast_lines(forecast), forecast["assumptions"]))
     if inside is not None and inside["memory"] is not None:
-        print("\n".join([*_memory_lines(inside), *_assumption_lines(inside["assumptions"])]))
+        parts.append((_memory_lines(inside), inside["assumptions"]))
+    for lines, assumptions in parts:
+        print("\n".join([*lines, *(_assumption_lines(assumptions) if options.assumptions else ())]))
+    memory = None if options.params is None else _cell_memory(options, topology, inside)
+    summary = _summarize(options, topology, traffic, memory, forecaster)
+    print("\n".join(["", *summary_lines(summary)]))
     return 0
 
 
@@ -246,45 +257,125 @@ def _is_simulated(options: Namespace) -> bool:
     return False
 
 
-def _simulate(options: Namespace, topology: Topology, pcie_gbps: float | None) -> dict[str, Any]:
-    """Forecast rounds and plain data parallelism with the options' numbers."""
-    from xffl.planning import Link, codec_ratio, forecast_data_parallel, forecast_round
+class _Forecaster:
+    """Forecasts of rounds, and of plain data parallelism, with the options' numbers."""
+
+    def __init__(self, options: Namespace, topology: Topology, pcie_gbps: float | None) -> None:
+        from xffl.planning import Link, codec_ratio
+
+        self._topology = topology
+        self.codec: str = "none" if options.codec is None else options.codec
+        self._common: dict[str, Any] = {
+            "parameters": options.params,
+            "bytes_per_parameter": options.bytes_per_param,
+            "link": Link(options.link_gbps, options.link_ms / 1e3),
+            "home": Link(
+                200.0 if options.home_gbps is None else options.home_gbps,
+                (5.0 if options.home_us is None else options.home_us) / 1e6,
+            ),
+            "step_s": options.step_s,
+            "own_links": options.own_links,
+        }
+        asked = {name: options[name] for name in ("fragments", "delay", "form", "backend", "memory_gbps")}
+        if options.link_backend == "nccl":
+            asked["backend"] = "nccl"
+        asked["bucket_bytes"] = None if options.bucket_mib is None else round(options.bucket_mib * 2**20)
+        self._of_rounds: dict[str, Any] = {
+            "every": options.every,
+            "rails": options.rails,
+            "atomic": not options.in_place,
+            "pcie_gbps": pcie_gbps,
+            "codec_ratio": None if self.codec == "none" else codec_ratio(self.codec, options.bytes_per_param),
+            **{name: value for name, value in asked.items() if value is not None},
+        }
+
+    def round(self, **changes: Any) -> RoundForecast:
+        """Forecast a round, with changed keywords of ``forecast_round``."""
+        from xffl.planning import forecast_round
+
+        return forecast_round(self._topology, **{**self._common, **self._of_rounds, **changes})
+
+    def data_parallel(self) -> StepForecast:
+        """Forecast a data-parallel step."""
+        from xffl.planning import forecast_data_parallel
+
+        return forecast_data_parallel(self._topology, **self._common)
+
+
+def _simulate(options: Namespace, forecaster: _Forecaster) -> dict[str, Any]:
+    """Forecast rounds and plain data parallelism, for people and for JSON."""
     from xffl.planning.forecast import ASSUMPTIONS
 
-    asked = {name: options[name] for name in ("fragments", "delay", "form", "backend", "memory_gbps")}
-    if options.link_backend == "nccl":
-        asked["backend"] = "nccl"
-    asked["bucket_bytes"] = None if options.bucket_mib is None else round(options.bucket_mib * 2**20)
-    codec = "none" if options.codec is None else options.codec
-    common = {
-        "parameters": options.params,
-        "bytes_per_parameter": options.bytes_per_param,
-        "link": Link(options.link_gbps, options.link_ms / 1e3),
-        "home": Link(
-            200.0 if options.home_gbps is None else options.home_gbps,
-            (5.0 if options.home_us is None else options.home_us) / 1e6,
-        ),
-        "step_s": options.step_s,
-        "own_links": options.own_links,
-    }
-    round_ = forecast_round(
-        topology,
-        **common,
-        every=options.every,
-        rails=options.rails,
-        atomic=not options.in_place,
-        pcie_gbps=pcie_gbps,
-        codec_ratio=None if codec == "none" else codec_ratio(codec, options.bytes_per_param),
-        **{name: value for name, value in asked.items() if value is not None},
-    )
     return {
         "every": options.every,
         "step_s": options.step_s,
-        "codec": codec,
-        "round": asdict(round_),
-        "data_parallel": asdict(forecast_data_parallel(topology, **common)),
+        "codec": forecaster.codec,
+        "round": asdict(forecaster.round()),
+        "data_parallel": asdict(forecaster.data_parallel()),
         "assumptions": list(ASSUMPTIONS),
     }
+
+
+def _summarize(
+    options: Namespace,
+    topology: Topology,
+    traffic: dict[str, Any] | None,
+    memory: CellMemory | None,
+    forecaster: _Forecaster | None,
+) -> PlanSummary:
+    """Gather what the end of the plan tells."""
+    from xffl.planning.summary import PlanSummary, RoundOptions
+
+    if forecaster is None:
+        return PlanSummary(topology=topology, traffic=traffic, memory=memory)
+    round_options = RoundOptions(
+        every=options.every,
+        step_s=options.step_s,
+        delay=options.delay or 0,
+        bytes_per_parameter=options.bytes_per_param,
+        bucket_bytes=None if options.bucket_mib is None else round(options.bucket_mib * 2**20),
+        has_codec=forecaster.codec != "none",
+        can_use_rails=options.own_links and not options.rails and max(topology.replica_counts) > 1,
+        atomic=not options.in_place,
+        forecast=forecaster.round,
+    )
+    return PlanSummary(
+        topology=topology,
+        traffic=traffic,
+        round=forecaster.round(),
+        options=round_options,
+        data_parallel=forecaster.data_parallel().utilization,
+        memory=memory,
+    )
+
+
+def _cell_memory(options: Namespace, topology: Topology, inside: dict[str, Any] | None) -> CellMemory:
+    """Count what a rank of the smallest cell holds, and what it would hold with FSDP over all of the cell."""
+    from xffl.distributed.parameters import DeviceParameters
+    from xffl.planning.memory import rank_memory, total_bytes
+    from xffl.planning.summary import CellMemory
+    from xffl.planning.traffic import step_traffic
+
+    axes = _axes(options, topology, topology.sizes.index(min(topology.sizes)))
+    zero = _zero(options)
+    model, training, rounds = _training_sizes(options, topology)
+    parts = rank_memory(axes, model, training, zero=zero, **rounds)
+    if inside is None:  # nothing has said which layers there are, and so how much is gathered at a time
+        parts = tuple(part for part in parts if part.what != "gathered")
+    ranks = prod(axes.values())
+    with_fsdp = None
+    if ranks > 1 and training.optimizer != "adafactor":
+        with_fsdp = total_bytes(rank_memory({"dp_shard": ranks}, model, training, **rounds))
+    return CellMemory(
+        strategy=options.strategy or DeviceParameters(**axes).strategy,
+        dtype=training.dtype,
+        optimizer=training.optimizer,
+        total=total_bytes(parts),
+        with_fsdp=with_fsdp,
+        sent=None if inside is None else total_bytes(step_traffic(axes, model, training, zero=zero)),
+        is_wrapped=options.layers is not None,
+        is_requested=inside is not None,
+    )
 
 
 def _fit(
@@ -343,7 +434,7 @@ def _traffic_lines(traffic: dict[str, Any]) -> list[str]:
         told = f"{gathered} with all-gather, {hopped} with two-hop, {home} inside the cell"
         lines.append(f"  a sender in a cell of {kind['ranks']}: {told}")
     lines += _pcie_lines(traffic["pcie"]) if "pcie" in traffic else []
-    return lines + _assumption_lines(traffic["assumptions"])
+    return lines
 
 
 def _pcie_lines(pcie: dict[str, Any]) -> list[str]:
@@ -355,7 +446,7 @@ def _pcie_lines(pcie: dict[str, Any]) -> list[str]:
         for role in ("sender", "replica"):
             if (copies := kind[role]) is not None:
                 out, back = (bytes_text(copies[name]) for name in ("bytes_to_host", "bytes_to_gpu"))
-                took = _seconds(copies["seconds"])
+                took = seconds_text(copies["seconds"])
                 lines.append(f"  a {role} in a cell of {kind['ranks']}: {out} to the host, {back} to the GPU; {took}")
     return lines
 
@@ -364,10 +455,10 @@ def _forecast_lines(forecast: dict[str, Any]) -> list[str]:
     round_, plain = forecast["round"], forecast["data_parallel"]
     form = round_["form"].replace("_", "-")
     lines = ["", f"Forecast of a round every {forecast['every']} steps of {forecast['step_s']:g} s:"]
-    lines.append(f"  takes       {_seconds(round_['seconds'])} ({form}, codec {forecast['codec']}), of which")
-    lines += [f"    {phase:<7}   {_seconds(round_['phases'][phase]):<8}  {told}" for phase, told in _PHASES]
+    lines.append(f"  takes       {seconds_text(round_['seconds'])} ({form}, codec {forecast['codec']}), of which")
+    lines += [f"    {phase:<7}   {seconds_text(round_['phases'][phase]):<8}  {told}" for phase, told in _PHASES]
     sent = bytes_text(round_["bytes_across_per_cell"])
-    lines.append(f"  exposes     {_seconds(round_['exposed'])}; each cell sends {sent}")
+    lines.append(f"  exposes     {seconds_text(round_['exposed'])}; each cell sends {sent}")
     lines.append(f"  training    {100 * round_['utilization']:.1f} % of the time")
     if round_["phases"]["stall"] > 0.05 * round_["phases"]["across"]:
         lines.append(
@@ -375,9 +466,11 @@ def _forecast_lines(forecast: dict[str, Any]) -> list[str]:
         )
     lines.append("Data parallelism over all ranks instead, gradients in every step:")
     sent = bytes_text(plain["bytes_across_per_cell"])
-    lines.append(f"  exposes     {_seconds(plain['exposed'])} of {_seconds(plain['seconds'])}; each cell sends {sent}")
+    lines.append(
+        f"  exposes     {seconds_text(plain['exposed'])} of {seconds_text(plain['seconds'])}; each cell sends {sent}"
+    )
     lines.append(f"  training    {100 * plain['utilization']:.1f} % of the time")
-    return lines + _assumption_lines(forecast["assumptions"])
+    return lines
 
 
 def _assumption_lines(assumptions: Sequence[str]) -> list[str]:
@@ -387,12 +480,6 @@ def _assumption_lines(assumptions: Sequence[str]) -> list[str]:
     for assumption in assumptions:
         lines += textwrap.wrap(assumption, width, initial_indent="  - ", subsequent_indent="    ")
     return lines
-
-
-def _seconds(seconds: float) -> str:
-    if 0 < seconds < 1:
-        return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} us"
-    return f"{seconds:.4g} s"
 
 
 # Hosts: which cell each is in, the order of their ranks, and where replicas stand -------------------------------------
@@ -559,10 +646,16 @@ def _memory_lines(inside: dict[str, Any]) -> list[str]:
     return found
 
 
-def _counted(options: Namespace, topology: Topology, axes: dict[str, int]) -> dict[str, Any]:
-    """Count bytes, with what the options say of the model and the training."""
-    from xffl.planning.memory import MEMORY_ASSUMPTIONS, ModelSize, TrainingSize, rank_memory, total_bytes
-    from xffl.planning.traffic import TRAFFIC_ASSUMPTIONS, step_traffic
+class _TrainingSizes(NamedTuple):
+    """What the options say of the model, the training and its rounds, as far as memory depends on it."""
+
+    model: ModelSize
+    training: TrainingSize
+    rounds: dict[str, bool]
+
+
+def _training_sizes(options: Namespace, topology: Topology) -> _TrainingSizes:
+    from xffl.planning.memory import ModelSize, TrainingSize
 
     sizes = ("layers", "width", "kv_width", "vocabulary")
     model = ModelSize(parameters=options.params, **{name: options[name] for name in sizes})
@@ -577,6 +670,15 @@ def _counted(options: Namespace, topology: Topology, axes: dict[str, int]) -> di
         "atomic": not options.in_place,
         "codec": options.codec not in (None, "none"),
     }
+    return _TrainingSizes(model, training, rounds)
+
+
+def _counted(options: Namespace, topology: Topology, axes: dict[str, int]) -> dict[str, Any]:
+    """Count bytes, with what the options say of the model and the training."""
+    from xffl.planning.memory import MEMORY_ASSUMPTIONS, rank_memory, total_bytes
+    from xffl.planning.traffic import TRAFFIC_ASSUMPTIONS, step_traffic
+
+    model, training, rounds = _training_sizes(options, topology)
     zero = _zero(options)
     memory = rank_memory(axes, model, training, zero=zero, **rounds)
     return {

@@ -34,6 +34,7 @@ __all__ = [
     "ProcessEnvironment",
     "accept_cells",
     "bind_address",
+    "checks_world",
     "complete_federation",
     "detect_environment",
     "elastic_cell",
@@ -289,20 +290,51 @@ def required_cells(environ: Mapping[str, str] = os.environ) -> int | None:
 def accept_cells(
     asked: Federation | None, cells: int, world_size: int, required: int | None, *, is_speaker: bool = True
 ) -> None:
-    """Refuse fewer cells than are required, and say it in a line where a federation turns out to be one cell."""
+    """Refuse fewer cells than are required, and say it in a line where a federation turns out to be one cell.
+
+    A line is said, too, where sizes are only given by the variable that alpha-unito/xffl reads them from.
+    """
     check_cells(cells, required, asked)
+    if asked is None and is_speaker and (line := _foreign_sizes()) is not None:
+        print(line, file=sys.stderr, flush=True)
     # To ranks that xffl exec starts it has said so already.
     if asked is not None and cells == 1 and is_speaker and os.environ.get("XFFL_LAUNCHED_CELLS") != "1":
         print(lone_cell(asked, world_size), file=sys.stderr, flush=True)
 
 
+_FOREIGN_SIZES = "XFFL_FEDERATED_LOCAL_WORLD_SIZE"
+"""What alpha-unito/xffl reads the sizes of cells from."""
+
+
+def _foreign_sizes(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the line for sizes that nothing reads; ``None`` without any, and in a job that is one of several cells."""
+    text = environ.get(_FOREIGN_SIZES, "").strip()
+    if not text or environ.get("XFFL_FEDERATED", "").strip() or environ.get("XFFL_CELL", "").strip():
+        return None
+    return (
+        f"xffl: {_FOREIGN_SIZES}={text} has no effect: alpha-unito/xffl reads the sizes of cells from it, this package "
+        f"from XFFL_FEDERATED; set XFFL_FEDERATED={text}"
+    )
+
+
+def checks_world(environ: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether collectives of the script over all cells are to be reported, as ``XFFL_CHECK_WORLD=1`` says."""
+    text = environ.get("XFFL_CHECK_WORLD", "").strip()
+    if text not in ("", "0", "1"):
+        raise ConfigError(
+            f"XFFL_CHECK_WORLD is {text!r}; give 1 to have collectives of the script over all cells reported, or 0"
+        )
+    return text == "1"
+
+
 _OWN = (
-    *("XFFL_BIND", "XFFL_CELL", "XFFL_CONTROL_IFNAME", "XFFL_EXPORT", "XFFL_FEDERATED", "XFFL_FROM", "XFFL_HOST"),
+    *("XFFL_BIND", "XFFL_CELL", "XFFL_CHECK_WORLD", "XFFL_CONTROL_IFNAME", "XFFL_EXPORT", "XFFL_FEDERATED"),
+    *(_FOREIGN_SIZES, "XFFL_FROM", "XFFL_HOST"),
     *("XFFL_HSDP", "XFFL_IFNAME", "XFFL_ISLAND", "XFFL_LAUNCHED_CELLS", "XFFL_LIGHTHOUSE", "XFFL_LIVES", "XFFL_PYTHON"),
     *("XFFL_REQUIRE_CELLS", "XFFL_RESOLVED", "XFFL_RESTARTS", "XFFL_SCHED", "XFFL_SRUN", "XFFL_SSH", "XFFL_TEMPLATES"),
     *("XFFL_TOKEN", "XFFL_TOKEN_FILE"),
 )
-"""Variables that this package reads; all other ``XFFL_`` ones may be for configurations."""
+"""Variables that this package knows; all other ``XFFL_`` ones may be for configurations."""
 
 
 def requested_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:

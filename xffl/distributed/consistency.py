@@ -20,8 +20,15 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from xffl import __version__, errors
 from xffl.checks import group
 from xffl.cluster.hosts import Runtime, format_refusal, group_by_runtime, own_format, runtime_table
-from xffl.distributed.collectives import CrossWorldGroup, Group, all_gather_json, all_reduce
+from xffl.distributed.collectives import (
+    CrossWorldGroup,
+    Group,
+    all_gather_json,
+    all_reduce,
+    group_size,
+)
 from xffl.distributed.sharding import bytes_of
+from xffl.distributed.waits import NamedWait
 from xffl.errors import ConfigError, LaunchError, XfflError
 
 if TYPE_CHECKING:
@@ -136,11 +143,13 @@ def check_consistent(
         return
     own = (what, value, None) if error is None else (what, "", (type(error).__name__, str(error)))
     # The call's name is part of what is compared, so that ranks in different calls notice it, too.
-    if _is_same_everywhere(own, group):
+    with NamedWait(what, dist.get_rank(), group_size(group)):
+        is_same = _is_same_everywhere(own, group)
+        told = [] if is_same else all_gather_json(own, control_device(group), group)
+    if is_same:
         if error is not None:
             raise error
         return
-    told = all_gather_json(own, control_device(group), group)
     raise _difference([(what, value, None if wrong is None else tuple(wrong)) for what, value, wrong in told], describe)
 
 

@@ -20,7 +20,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from xffl.checks import integer, one_of, shorten
+from xffl.cluster.environment import checks_world
 from xffl.cluster.network import Timeouts
+from xffl.distributed.activity import RunActivity
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.groups import (
     ALL_KINDS,
@@ -35,6 +37,7 @@ from xffl.distributed.groups import (
     with_host_side,
 )
 from xffl.distributed.parameters import ElasticParameters
+from xffl.distributed.world_check import WorldCheck
 from xffl.errors import ConfigError, StateError, TopologyError
 from xffl.topology import Topology
 
@@ -112,7 +115,9 @@ class DistributedState:
     """The rank from which to receive the averaged parameters (Broadcast), ``None`` on senders"""
     federated_group: tuple[dist.ProcessGroup, ...] | None = None
     """Process groups, one for each stream, of the ranks that hold the same shard across federated groups; ``None`` on
-    ranks that send nothing"""
+    ranks that send nothing. Unequal federated groups without HSDP cut the model differently, so that no two of their
+    ranks hold the same shard: all ranks of the world are in one group there, and averaging over it would mix the shards
+    of one federated group. :class:`xffl.Aggregator` averages federated groups of any sizes"""
     replica_group: tuple[dist.ProcessGroup, ...] | None = None
     """Process groups, one for each stream, of the ranks that hold the same shard inside the federated group"""
     federation: dist.ProcessGroup | None = None
@@ -137,6 +142,7 @@ class DistributedState:
     _link_backend: dist.Backend | None = field(default=None, init=False, repr=False)
     _timeouts: Timeouts = field(default=Timeouts.within(DEFAULT_TIMEOUT_S), init=False, repr=False, compare=False)
     """Timeouts of the world and its groups: a vote on the world outlives a stuck exchange."""
+    _activity: RunActivity = field(default_factory=RunActivity, init=False, repr=False, compare=False)
 
     def __str__(self) -> str:
         """Write the fields that are set as a table of two columns."""
@@ -156,6 +162,11 @@ class DistributedState:
     def link_backend(self) -> dist.Backend | None:
         """Backend of what crosses cells, the world too; ``None`` where it is :attr:`backend`."""
         return self._link_backend
+
+    @property
+    def activity(self) -> RunActivity:
+        """What the run has done with its federation, for the lines at the end of a session."""
+        return self._activity
 
     @property
     def handle_count(self) -> int:
@@ -490,7 +501,8 @@ class DistributedState:
             topology = Topology(self._place()[1], federated_group_size, hsdp, cell_shape)
             replicas = f"hsdp={topology.replica_size}{_shape_text(topology)}"
             share(f"federated sizes {topology.sizes}, {replicas}, {self.handle_count} streams")
-        with setup_transaction(self, "set_federated_scaling"):
+            is_checked = checks_world() and topology.cells > 1
+        with setup_transaction(self, "set_federated_scaling") as setup:
             self._topology = topology
             if topology.replica_size is not None:
                 self._partial_hsdp_setup(topology.replica_size)
@@ -498,6 +510,8 @@ class DistributedState:
                 self._set_symmetric_federated_scaling(topology.sizes)
             else:
                 self._set_asymmetric_federated_scaling(topology.sizes)
+        if is_checked:
+            setup.world_check = WorldCheck(topology.cells, is_speaker=self.rank == 0)
 
     def _set_symmetric_federated_scaling(self, federated_group_size: tuple[int, ...] | int) -> None:
         """Create the process groups of federated groups of one size: a step of :meth:`set_federated_scaling`."""
@@ -603,6 +617,8 @@ class Setup:
     groups: list[dist.ProcessGroup] = field(default_factory=list)
     is_open: bool = True
     """Whether the set-up is still being made; its steps belong to it."""
+    world_check: WorldCheck | None = None
+    """What reports collectives over all cells, where this is asked for"""
 
     def destroy(self) -> None:
         """Destroy the groups, newest first. Nothing moves; groups of a world that is gone went with it."""
@@ -612,15 +628,17 @@ class Setup:
 
 
 @contextmanager
-def setup_transaction(state: DistributedState, call: str) -> Iterator[None]:
+def setup_transaction(state: DistributedState, call: str) -> Iterator[Setup]:
     """Put a set-up on top of a state while the block fills its fields; within another set-up, be a step of that.
+
+    The block gets the set-up.
 
     Collective over the world: all ranks have it, or all raise the same error and are as they were. Where making a group
     failed (a network that broke, not an argument), its half may stay behind in the store: make a new world then.
     """
     setups = state._setups
     if setups and setups[-1].is_open:
-        yield
+        yield setups[-1]
         return
     setup = Setup(call, {name: getattr(state, name) for name in _SETUP_FIELDS}, _world())
     for name in _SETUP_FIELDS:
@@ -632,7 +650,7 @@ def setup_transaction(state: DistributedState, call: str) -> Iterator[None]:
             f"outcomes of {call}",
             convert=lambda wrong: StateError(f"{call} could not make its process groups: {wrong}"),
         ) as share:
-            yield
+            yield setup
             share("done")
         setup.is_open = False
     except BaseException:
@@ -645,6 +663,8 @@ def rollback(state: DistributedState, *, destroys: bool = True) -> None:
     setup = state._setups.pop()
     for name, value in setup.before.items():
         setattr(state, name, value)
+    if setup.world_check is not None:
+        setup.world_check.remove()
     if destroys:  # NCCL waits until all that a group carries has ended; a rank that leaves by itself must not
         setup.destroy()
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from xffl.errors import ConfigError
 from xffl.topology import Topology
 
-__all__ = ["Piece", "bytes_text", "counted", "describe_world", "exchange_pieces", "topology_text"]
+__all__ = ["Piece", "bytes_text", "counted", "describe_world", "exchange_pieces", "seconds_text", "topology_text"]
 
 MAX_CELLS, FEW_CELLS = 8, 3  # cells that are drawn in full, and how many are of more
 MAX_ROWS = 8
@@ -147,6 +147,13 @@ def bytes_text(count: float) -> str:
         power += 1
     scaled = count / 1000**power
     return f"{scaled:,.0f} {units[power]}" if abs(scaled) >= 1000 else f"{scaled:.3g} {units[power]}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Write seconds with three or four digits and a unit, such as ``32.09 s`` or ``10 ms``."""
+    if 0 < seconds < 1:
+        return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} us"
+    return f"{seconds:.4g} s"
 
 
 def _cell_block(topology: Topology, cell: int, width: int) -> list[str]:
