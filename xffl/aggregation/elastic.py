@@ -42,7 +42,7 @@ Only who is stopped or hangs holds the others up for as long: a host that is gon
 QUICK_PATIENCE = 5.0
 """The same where messages take less than a twentieth of a second each."""
 
-FOUNDING = ("policies", "bucket_bytes", "nonfinite", "form", "rails")
+FOUNDING = ("policies", "bucket_bytes", "nonfinite", "form", "rails", "gradients_reduced_by_caller")
 """Options of the first round of a federation, which takes one cell's model over and is no step of a server."""
 
 
