@@ -38,7 +38,7 @@ def train(
     cells = state.topology.cells
     parts = noniid.deal(data.labels, cells, "noniid", seed)
     batch_size = noniid.BATCH_SIZE * noniid.CELLS // cells
-    sampler = CellBatchSampler(parts, state.topology, state.rank, batch_size=batch_size, seed=seed)
+    sampler = CellBatchSampler(parts, state, batch_size=batch_size, seed=seed)
     model = noniid.initialize(seed)
     # Without momentum: SCAFFOLD's theory is that of plain steps, and so all have them.
     optimizer = torch.optim.SGD(model.parameters(), lr=trial.lr)

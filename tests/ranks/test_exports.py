@@ -417,9 +417,9 @@ def scripted(
         torch.manual_seed(1)
         model = xffl.shard(Mixed(torch.float32), state, wrap=[nn.Linear])
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        dealt, place = state.data_place
+        place = state.data_place.rank
         kept = f"{named.get('XFFL_EXPORT', '')[:-1]}{rank}.pt"
-        count = 100 * (dealt.cell_of(place) + 1)
+        count = 100 * (state.cell + 1)
         with xffl.FederatedScaling(
             model, optimizer, state, every=2, weight=lambda: float(count), algorithm=algorithm
         ) as scaling:
@@ -466,7 +466,8 @@ def test_what_a_job_of_one_cell_cannot_be(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(ConfigError, match=told), xffl.session(**asked):
             pass
     with xffl.session(cell=1, cells=2) as state:
-        assert state.lone_cell == (1, (1, 1)) and state.data_place[1] == 1
+        assert state.lone_cell == (1, (1, 1)) and state.data_place.rank == 1
+        assert (state.cell, state.cells, state.cell_rank, state.cell_size, state.federated_rank) == (1, 2, 0, 1, None)
         model = xffl.shard(nn.Linear(2, 2), state)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for asked, told in (

@@ -94,7 +94,7 @@ def by_hand(rank: int, world_size: int, config: TaskConfig, batch_size: int) -> 
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate)
     images, labels = (one[HELD_OUT : HELD_OUT + config.samples] for one in digits())
     loader = CellLoader(
-        TensorDataset(images, labels), trainer.state.topology, rank, batch_size=batch_size, seed=config.experiment.seed
+        TensorDataset(images, labels), trainer.state, batch_size=batch_size, seed=config.experiment.seed
     )
     for epoch in range(config.training.epochs):
         batches = list(loader)

@@ -124,8 +124,8 @@ class FederatedScaling:
         ) as tell:
             check_given(model, state)
             asked = RoundArguments(every, aggregator, delay, alpha, client, algorithm)
-            topology, place = state.data_place
-            config = parse_round_config(model, optimizers, asked, cells=topology.cells, weight=weight)
+            cell, cells = state.cell, state.cells
+            config = parse_round_config(model, optimizers, asked, cells=cells, weight=weight)
             tell(f"{config}, weighed={weight is not None}")
             if state.lone_cell is not None and state.elastic is None:
                 self._over_files = file_round(model, state, config, asked)
@@ -135,7 +135,7 @@ class FederatedScaling:
         self._config: RoundConfig = config
         self._optimizers, self._weight, self._on_round = config.optimizers, weight, on_round
         self._model, self._state = model, state
-        self._cell = topology.cell_of(place)
+        self._cell = cell
         self._is_own = isinstance(aggregator, Mapping | None)
         self._aggregator: Aggregator | Levels | ElasticAggregator | None = None
         if not isinstance(aggregator, Mapping | None):

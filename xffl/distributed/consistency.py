@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import platform
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from xffl import __version__, errors
 from xffl.checks import group
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = [
     "barrier",
     "check_consistent",
+    "clone_store",
     "compute_device",
     "connect",
     "control_device",
@@ -114,6 +116,7 @@ def connect(groups: Iterable[Group | None], device: torch.device) -> None:
             all_reduce(torch.zeros(1, device=device), group=one)
 
 
+LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 Describe = Callable[[dict[int, str]], XfflError] | None
 Convert = Callable[[Exception], XfflError] | None
@@ -258,6 +261,32 @@ def check_consistent_on_store(
     if rank == 0:  # the store may live in this process, which must not end before all ranks have read
         store.wait(["all_read"], timedelta(seconds=timeout_s))
     raise _rebuild(*verdict)
+
+
+def clone_store(otherwise: str) -> Store:
+    """Return a connection of its own to the store of the world: no other thread's calls wait for those over it; local.
+
+    :param otherwise: What the caller's user may do where there is none.
+    :return: The store; where torch.distributed is not initialized, one of this process.
+    :raises LaunchError: if no second connection can be opened.
+    """
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is None:
+        return HashStore()
+    store = world.get_group_store()
+    try:
+        clone: Store = store.clone()  # type: ignore[attr-defined]
+        return clone
+    except RuntimeError as lost:
+        # A store written in Python (the fake one, or a user's) has no clone, and no connection that a call would keep
+        # busy. Torch says so by this text alone.
+        if "pure virtual function" in str(lost):
+            LOG.debug("the store of the world cannot be cloned: one connection is shared with everything else")
+            return store
+        raise LaunchError(
+            f"no second connection to the store of the world could be opened ({lost}); see that rank 0 can be reached, "
+            f"or {otherwise}"
+        ) from lost
 
 
 def processor_of(device: torch.device) -> str:

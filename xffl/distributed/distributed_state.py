@@ -39,7 +39,7 @@ from xffl.distributed.groups import (
 from xffl.distributed.parameters import ElasticParameters
 from xffl.distributed.world_check import WorldCheck
 from xffl.errors import ConfigError, StateError, TopologyError
-from xffl.topology import Topology
+from xffl.topology import REPLICATE_AXIS, DataPlace, Topology
 
 __all__ = ["DEFAULT_TIMEOUT_S", "DistributedState", "create_device_mesh", "logger"]
 
@@ -137,6 +137,8 @@ class DistributedState:
     """What stands behind the fields of the set-up."""
     _lone_cell: tuple[int, tuple[int, ...]] | None = field(default=None, init=False, repr=False)
     _elastic: ElasticParameters | None = field(default=None, init=False, repr=False)
+    _data_place: DataPlace | None = field(default=None, init=False, repr=False)
+    """What :func:`set_data_place` was given"""
     _setups: list[Setup] = field(default_factory=list, init=False, repr=False, compare=False)
     """Set-ups, oldest first; the newest is the one that shows."""
     _link_backend: dist.Backend | None = field(default=None, init=False, repr=False)
@@ -192,20 +194,67 @@ class DistributedState:
         return self._elastic
 
     @property
-    def data_place(self) -> tuple[Topology, int]:
-        """The ranks that samples are dealt out to, and this rank's number among them; needs ``set_global``.
+    def data_place(self) -> DataPlace:
+        """The cells that samples are dealt out to, and this rank's number among their ranks; needs ``set_global``.
 
         Where this job is one cell of several that are jobs of their own, those of all jobs, as they would be in one.
+        Loaders, samplers and streams take the state, and ask for this.
+
+        :raises StateError: if the state does not know its rank and world yet.
         """
         rank = self._place()[0]
+        job = DataPlace(self.topology, rank)
+        if self._data_place is not None:
+            return self._data_place
         if self._lone_cell is None:
-            return self.topology, rank
+            return job
         cell, sizes = self._lone_cell
         replica = self.topology.replica_size  # other cells may have another layout
         if replica is not None and any(size % replica for size in sizes):
             replica = None
-        dealt = Topology(sum(sizes), sizes, replica, self.topology.cell_shape)
-        return dealt, dealt.offsets[cell] + rank
+        shape = self.topology.cell_shape
+        if shape is not None:  # cells of other sizes have other numbers of replicas
+            shape = tuple((name, -1 if name == REPLICATE_AXIS else size) for name, size in dict(shape).items())
+        dealt = Topology(sum(sizes), sizes, replica, shape)
+        return DataPlace(dealt, dealt.offsets[cell] + rank, job)
+
+    @property
+    def cell(self) -> int:
+        """The number of this rank's cell among all cells of the federation; needs ``set_global``.
+
+        Valid in one process (0), in one job with and without federation, and where each cell is a job of its own, over
+        files or in an elastic federation. There ``federated_rank`` is ``None``, and :attr:`topology` has this job's
+        ranks only.
+
+        :raises StateError: if the state does not know its rank and world yet.
+        """
+        return self.data_place.cell
+
+    @property
+    def cells(self) -> int:
+        """How many cells the federation has, this one among them, also where they are jobs of their own.
+
+        In an elastic federation as many as there may be.
+
+        :raises StateError: if the state does not know its rank and world yet.
+        """
+        return self.data_place.cells
+
+    @property
+    def cell_rank(self) -> int:
+        """This rank's number among the ranks of its cell.
+
+        :raises StateError: if the state does not know its rank and world yet.
+        """
+        return self.data_place.cell_rank
+
+    @property
+    def cell_size(self) -> int:
+        """How many ranks this rank's cell has.
+
+        :raises StateError: if the state does not know its rank and world yet.
+        """
+        return self.data_place.cell_size
 
     def is_node_setup(self) -> bool:
         """Return whether the local compute node information is set up."""
@@ -788,6 +837,17 @@ def _shape_text(topology: Topology) -> str:
 def _replica_size(hsdp: object) -> int:
     hint = "give the ranks that hold one copy of the model"
     return integer("replica size (hsdp)", hsdp, hint=hint, error=TopologyError)
+
+
+def set_data_place(state: DistributedState, place: DataPlace | None) -> None:
+    """Say where a rank's data lies, in place of what follows from the state; local.
+
+    A world of replica groups does so: they are jobs of their own, which share the samples of one cell.
+
+    :param state: The rank's state.
+    :param place: The place among all ranks that samples are dealt out to; ``None`` takes it back.
+    """
+    state._data_place = place
 
 
 def create_device_mesh(mesh_shape: tuple[int, ...]) -> torch.Tensor:

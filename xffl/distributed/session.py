@@ -24,7 +24,6 @@ from xffl.cluster.environment import (
     accept_cells,
     complete_federation,
     detect_environment,
-    elastic_cell,
     parse_lighthouse,
     read_over_files,
     required_cells,
@@ -65,7 +64,7 @@ __all__ = [
     "cleanup_distributed_process_group",
     "session",
     "setup_distributed_process_group",
-    "take_elastic_cell",
+    "take_cell",
 ]
 
 _check_seconds = partial(number, "timeout_s", above=0, below=1e9, hint="give seconds, such as 600")
@@ -408,9 +407,9 @@ def _read_elastic(elastic: str | ElasticParameters | None, lone_cell: object) ->
     return ElasticParameters(lighthouse=parse_lighthouse(what, text), restarts=restarts_of())
 
 
-def take_elastic_cell(state: DistributedState) -> None:
-    """Let a world that was joined without a session be the cell of an elastic federation that its environment says."""
-    if (lone_cell := elastic_cell()) is not None:
+def take_cell(state: DistributedState) -> None:
+    """Let a world that was joined without a session be the cell of several jobs that its environment says."""
+    if (lone_cell := _read_cell(None, None)) is not None:
         _take_cell(state, lone_cell, _read_elastic(None, lone_cell))
 
 

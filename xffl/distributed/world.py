@@ -31,7 +31,7 @@ from xffl.distributed.session import (
     find_sizes,
     set_up_cells,
     setup_distributed_process_group,
-    take_elastic_cell,
+    take_cell,
     waits_when_destroyed,
 )
 from xffl.distributed.sharding import local_tensor, total_norm
@@ -119,7 +119,7 @@ class DistributedWorld:
         self._state, self._device = state, None
         try:
             if self._is_joined_here:
-                take_elastic_cell(state)
+                take_cell(state)
             mesh = self._mesh_of(state)
             self._meshes = make_cell_meshes(self._create, mesh, state.topology, state.federation, self.device.type)
         except BaseException as error:
@@ -285,7 +285,7 @@ class DistributedWorld:
             one_of("axis", axis, (*AXES, *JOINED, "federated"))
         if not axes:
             return seed
-        cell = self.state.topology.cell_of(self.rank) if self.lone_cell is None else self.lone_cell
+        cell = self.state.cell if self.lone_cell is None else self.lone_cell
         place = [(axis, cell if axis == "federated" else self.dims.rank(axis)) for axis in sorted(axes)]
         digest = hashlib.blake2b(repr((seed, place)).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") >> 1

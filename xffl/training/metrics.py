@@ -28,7 +28,7 @@ from xffl.distributed.sharding import bytes_of, from_bytes
 from xffl.errors import ConfigError
 from xffl.extras import optional_import
 from xffl.topology import Topology
-from xffl.training.data.sampler import place_along
+from xffl.training.data.place import place_along
 
 if TYPE_CHECKING:
     from torchmetrics import Metric

@@ -22,8 +22,10 @@ from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.checkpoint.format import write_text
 from xffl.checks import index_of, integer_fields, one_of
 from xffl.cluster.cells import parse_cell
+from xffl.distributed.distributed_state import set_data_place
 from xffl.distributed.sharding import sharded_parameters
 from xffl.errors import ConfigError, StateError
+from xffl.topology import DataPlace, Topology
 from xffl.training.mixins.base import StatePart
 from xffl.training.mixins.validation import ValidationMixin
 
@@ -182,12 +184,21 @@ class FederatedMixin(ValidationMixin):
         lone = self.lone_cell()
         if lone is not None:
             self.world.lone_cell = lone[0]
+            if self.state.lone_cell is None:
+                set_data_place(self.state, self._place_in(lone[0], lone[1]))
         elif self.state.lone_cell is not None:
             raise ConfigError(
                 "XFFL_CELL is set, but not federation.cell; start with xffl exec, which gives it to the configuration, "
                 "or unset it"
             )
         super().configure()
+
+    def _place_in(self, cell: int, sizes: tuple[int, ...]) -> DataPlace:
+        """Return this rank's place among the ranks of all cells, which get what they would get in one job."""
+        mesh = self.world.device_parameters.resolve(sizes)
+        dealt = Topology(sum(sizes), sizes, mesh.replica_size, mesh.cell_shape)
+        job = DataPlace(self.state.topology, self.world.rank)
+        return DataPlace(dealt, dealt.offsets[cell] + self.world.rank, job)
 
     def lone_cell(self) -> tuple[int, tuple[int, ...]] | None:
         """Return which cell this job is, and the ranks of all cells, as ``federation.cell`` says.
