@@ -20,10 +20,11 @@ import pytest
 import torch
 import yaml
 
+from xffl.cluster.hosts import host_identity
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError
 from xffl.topology import Topology
-from xffl.training import run_directory
+from xffl.training import run_lock as run_lock_module
 from xffl.training.loggers import CSVLogger, JSONLinesLogger, LineFile
 from xffl.training.run_directory import RunDirectory, flattened, plain_config, run_lock
 
@@ -257,7 +258,7 @@ def hold(folder: Path, end: Connection) -> None:
 def test_one_job_at_a_time_writes_into_a_folder(
     tmp_path: Path, state: DistributedState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_directory, "LOCK_WAIT_S", 0.3)
+    monkeypatch.setattr(run_lock_module, "LOCK_WAIT_S", 0.3)
     forking = multiprocessing.get_context("fork")  # a process that need not import torch anew
 
     def other_job() -> tuple[Any, str]:
@@ -285,23 +286,80 @@ def test_one_job_at_a_time_writes_into_a_folder(
         job.join()
 
 
-def test_where_a_file_system_has_no_locks_nothing_is_locked(
+def test_where_a_file_system_has_no_locks_a_file_takes_their_place(
     tmp_path: Path, state: DistributedState, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO)
-
     def refuse(file: object, operation: int) -> None:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
-    for number in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-        RunDirectory.open(tmp_path / str(number), state, Config()).close()
-        assert (tmp_path / str(number) / "config.yaml").exists()
-        assert (tmp_path / str(number) / ".lock").read_text() == ""
-        assert f"{tmp_path / str(number)} has no locks: nothing keeps another job out" in caplog.text
+    numbers = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, 524, errno.EBADF, errno.EINVAL)
+    for number in numbers:
+        folder = tmp_path / str(number)
+        opened = RunDirectory.open(folder, state, Config())
+        owner = json.loads((folder / ".lock.owner").read_text())
+        assert owner["process"] == os.getpid() and owner["host"] == host_identity() and owner["started"] > 0
+        opened.close()
+        assert (folder / "config.yaml").exists() and not list(folder.glob(".lock.owner*"))
+    assert caplog.text.count("on a file system without locks") == len(numbers)
     number = errno.EIO  # no answer about locks at all
     with pytest.raises(ConfigError, match="cannot be written: .*Input/output error"):
         RunDirectory.open(tmp_path / "broken", state, Config())
+
+
+@pytest.fixture
+def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all locks be refused, and nobody wait long."""
+
+    def refuse(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    monkeypatch.setattr(run_lock_module, "LOCK_WAIT_S", 0.3)
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_the_file_in_place_of_a_lock_keeps_out_who_lives(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    forking = multiprocessing.get_context("fork")
+    here, there = forking.Pipe()
+    holder = forking.Process(target=hold, args=(tmp_path, there))
+    holder.start()
+    assert here.poll(60) and here.recv() == "held"
+    file = tmp_path / ".lock.owner"
+    text = file.read_text()
+    with (
+        pytest.raises(ConfigError, match=rf"is in use by process {holder.pid} on .*; wait .*, delete {file}"),
+        run_lock(tmp_path),
+    ):
+        pass
+    assert file.read_text() == text
+    holder.kill()
+    holder.join()
+    with run_lock(tmp_path):
+        assert json.loads(file.read_text())["process"] == os.getpid()
+    assert not list(tmp_path.glob(".lock.owner*"))
+    assert f"was held by process {holder.pid} on" in caplog.text and "which has ended: it is taken over" in caplog.text
+
+    # A number that has come again is another process; of another host nobody can tell, and of half a file neither.
+    owner = json.loads(text)
+    file.write_text(json.dumps(owner | {"process": os.getpid()}))
+    with run_lock(tmp_path):
+        assert json.loads(file.read_text())["started"] != owner["started"]
+    for left in (json.dumps(owner | {"host": "elsewhere/boot"}), json.dumps(owner | {"namespace": 1}), "", "{"):
+        file.write_text(left)
+        with pytest.raises(ConfigError, match=rf"delete {file}"), run_lock(tmp_path):
+            pass
+        assert file.read_text() == left
+    file.unlink()
+    with run_lock(tmp_path):
+        file.write_text(left)  # of who has deleted the file, as the message says, and made his own
+    assert file.read_text() == left
+
+
+def test_a_lock_that_is_no_file_is_refused(tmp_path: Path, state: DistributedState) -> None:
+    os.mkfifo(tmp_path / ".lock")
+    with pytest.raises(ConfigError, match=r"no regular file; remove .*/\.lock"):
+        RunDirectory.open(tmp_path, state, Config())
 
 
 def test_a_checkpoint_that_cannot_be_read_is_not_passed_over(tmp_path: Path, state: DistributedState) -> None:

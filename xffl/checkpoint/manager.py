@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from xffl.checkpoint import format as folders
+from xffl.checkpoint.damage import check_damage, warn_of_damage, warn_of_lost
 from xffl.checkpoint.format import Record
 from xffl.checkpoint.save import PendingSave
 from xffl.checks import integer
@@ -120,6 +121,7 @@ def find_latest_checkpoint(experiment_dir: str | os.PathLike[str]) -> Path | Non
     :return: The checkpoint's folder, or ``None`` where there is none.
     """
     folder = Path(experiment_dir) / FOLDER
+    warn_of_damage(folder)
     steps = _steps(folder)
     final = _whole(folder / FINAL)
     whole = {path.name: (path, record) for path, record in steps.values()}
@@ -138,10 +140,11 @@ def find_latest_checkpoint(experiment_dir: str | os.PathLike[str]) -> Path | Non
 
 
 def check_checkpoints(experiment_dir: str | os.PathLike[str]) -> None:
-    """Raise where a run has a checkpoint that cannot be read, which it would silently lose; reads files only."""
+    """Raise where a run has lost a checkpoint, or cannot read one, and would silently go back; reads files only."""
     folder = Path(experiment_dir) / FOLDER
+    check_damage(folder, lambda: find_latest_checkpoint(experiment_dir))
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if re.fullmatch(rf"step_\d+|{FINAL}", path.name) and (path / folders.RECORD).exists():
+        if re.fullmatch(rf"step_\d+|{FINAL}|best", path.name) and (path / folders.RECORD).exists():
             try:
                 folders.read_record(path)
             except CheckpointError as error:
@@ -170,6 +173,7 @@ def auto_resume(config: Any, trainer: Any) -> bool:
     latest = folders.run_collectively("latest one", find, output_dir, advice, str)
     if latest is None:
         return False
+    warn_of_lost(output_dir / FOLDER, latest)
     LOG.info("resuming from %s", latest)
     try:
         trainer.load_checkpoint(latest)
