@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import enum
 import errno
 import fcntl
@@ -354,6 +355,44 @@ def test_the_file_in_place_of_a_lock_keeps_out_who_lives(tmp_path: Path, caplog:
     with run_lock(tmp_path):
         file.write_text(left)  # of who has deleted the file, as the message says, and made his own
     assert file.read_text() == left
+
+
+def test_torn_records_and_names_of_several_lines_do_not_stop_a_resume(
+    tmp_path: Path, state: DistributedState, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = RunDirectory.open(tmp_path, state, Config())
+    written = []
+    for kind in (JSONLinesLogger, CSVLogger):
+        logger = kind(tmp_path, "cell_0")
+        for step in (1, 2, 3):
+            logger.log({"two\nlines": float(step), "y": 0.5}, step=step, epoch=0, samples=0, time_s=0.5)
+        logger.close()
+    names = ("metrics/cell_0.jsonl", "metrics/cell_0.csv")
+    for name in names:
+        lines = (tmp_path / name).read_bytes().split(b"\n")
+        # As a power cut leaves it: blocks that were not written, and half of a line, in the middle and at the end.
+        (tmp_path / name).write_bytes(
+            b"\n".join([*lines[:2], b"\0" * 30, b"", b'0.5,1,"to', *lines[2:-1], b'{"time": 0.5, "st'])
+        )
+        written.append(lines)
+    # Of an xffl that wrote a name with a line break in quotes.
+    old = tmp_path / "metrics" / "federation.csv"
+    old.write_text('time,step,epoch,samples,name,value\n0.5,1,0,0,"a\nb",1.0\n0.5,3,0,0,"a\n1,2,b",3.0\n')
+    folder.cut_after(2, None)
+    json_lines, csv_lines = ((tmp_path / name).read_bytes().split(b"\n") for name in names)
+    assert json_lines == [*written[0][:2], b""] and csv_lines == [*written[1][:5], b""]
+    assert [row["name"] for row in csv.DictReader((tmp_path / names[1]).open())] == ["two\\nlines", "y"] * 2
+    assert old.read_text() == 'time,step,epoch,samples,name,value\n0.5,1,0,0,"a\nb",1.0\n'
+    assert (
+        "cell_0.jsonl: lines 3, 4, 5 are no record and left out" in caplog.text and "cell_0.csv: lines" in caplog.text
+    )
+    # What a logger of one's own wrote is not touched.
+    own = tmp_path / "metrics" / "notes.csv"
+    own.write_text("a,b\nnothing of ours\n")
+    with pytest.raises(ConfigError, match=r"notes.csv, line 2 is not a record"):
+        folder.cut_after(2, None)
+    assert own.read_text() == "a,b\nnothing of ours\n"
+    folder.close()
 
 
 def test_a_lock_that_is_no_file_is_refused(tmp_path: Path, state: DistributedState) -> None:

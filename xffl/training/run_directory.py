@@ -17,6 +17,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import logging
 import os
@@ -46,7 +48,7 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError, XfflError
 from xffl.files import make_folders, read_text, write_whole
 from xffl.training.config.settings import load_text, to_plain, write_yaml
-from xffl.training.loggers import cut_lines
+from xffl.training.loggers import HEADER, cut_lines
 from xffl.training.run_lock import run_lock
 
 __all__ = ["RunDirectory", "flattened", "on_all_ranks", "plain_config", "rank_log", "run_lock"]
@@ -280,14 +282,26 @@ def plain_config(config: Any) -> dict[str, Any]:
 def _keeper(file: Path, step: int | None, most: int | None) -> Callable[[int, str], bool]:
     """Return which lines of a file of records stay."""
     is_csv = file.suffix == ".csv"
+    fields = HEADER.count(",") + 1 if OWN_RECORDS.fullmatch(file.name) else None
 
     def is_kept(place: int, line: str) -> bool:
         if is_csv and place == 0:
             return True
-        at = int(line.split(",", 2)[1] if is_csv else json.loads(line)["step"])
+        at = _step_of_row(line, fields) if is_csv else int(json.loads(line)["step"])
         return step is not None and at <= step and (most is None or place < most)
 
     return is_kept
+
+
+def _step_of_row(line: str, fields: int | None) -> int:
+    """Return the step of a record of a CSV file, which must have so many fields."""
+    try:
+        row = next(csv.reader(io.StringIO(line, newline="")), [])
+    except csv.Error as error:  # Python 3.10 reads no zero bytes
+        raise ValueError(str(error)) from error
+    if fields is not None and len(row) != fields:
+        raise ValueError(f"it has {len(row)} fields in place of {fields}")
+    return int(row[1])
 
 
 def on_all_ranks(what: str) -> AbstractContextManager[Callable[[object], None]]:
