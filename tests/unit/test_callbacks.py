@@ -566,6 +566,7 @@ def test_progress_of_an_elastic_cell_names_it_and_who_took_part() -> None:
             "3 cells  val/loss 2 to 2.5  1 round  sent 0 bytes between cells  took",
         ),
         ({"validations": [{f"val/{number}": 1.0 for number in range(7)}]}, "val/3 1  3 more values  took"),
+        ({"validations": [{"val/two\nlines": 1.0}]}, "demo  finished  val/two lines 1  took"),
         ({"validations": [{"val/loss": math.nan}], "rounds": 0}, "demo  finished  val/loss nan  0 rounds  took"),
         (
             {"seconds": 3671.2, "folder": "runs/a b"},

@@ -33,6 +33,7 @@ WITHOUT_TORCH = (
     "errors",
     "extras",
     "checks",
+    "files",
     "topology",
     "costs",
     "cluster",

@@ -42,12 +42,12 @@ from xffl.checkpoint.format import (
     publish,
     read_again_if_replaced,
     read_index,
-    sync,
     write_index,
 )
 from xffl.costs import EXCHANGE_FORMAT
 from xffl.distributed.sharding import Plain, from_plain, to_plain
 from xffl.errors import CheckpointError, ConfigError
+from xffl.files import naming_errors, sync
 
 __all__ = ["Box", "OfflineServer", "PieceReader", "PieceWriter", "Round", "aggregate_exports", "boxes"]
 
@@ -163,7 +163,8 @@ class PieceWriter:
         buffer = io.BytesIO()
         torch.save(values.view(box[1]), buffer)
         data = buffer.getbuffer()
-        self._file.write(data)
+        with naming_errors(self._home / DATA):
+            self._file.write(data)
         self._sum.update(data)
         dtype = str(values.dtype).removeprefix("torch.")
         entry = self._tensors.setdefault(name, {"dtype": dtype, "shape": list(shape), "chunks": []})
@@ -172,7 +173,8 @@ class PieceWriter:
 
     def publish(self, part: str, own_values: Mapping[str, Plain], values: Mapping[str, Plain]) -> None:
         """Write the index, with a part's own values, and the record; then give the folder its name."""
-        self._file.close()
+        with naming_errors(self._home / DATA):
+            self._file.close()
         sync(self._home / DATA)
         write_index(self._home, {DATA: (self._size, self._sum.hexdigest())}, self._tensors, {}, own_values)
         record = Record.now(

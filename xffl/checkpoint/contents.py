@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from xffl.checkpoint.format import CellIndex, FileEntry, Record, file_entry, sync
 from xffl.distributed.sharding import Plain, from_plain, local_tensor, sharded_parameters, tensors_named, to_plain
 from xffl.errors import CheckpointError, ConfigError
+from xffl.files import naming_errors
 from xffl.topology import Topology
 
 __all__ = ["Part", "RandomState"]
@@ -312,7 +313,7 @@ def write_rank_state(folder: Path, place: int, own: RankState) -> dict[str, File
         return {}
     file = folder / f"own_{place}.pt"
     content = {"values": json.dumps(own.values, allow_nan=False), "tensors": own.tensors, "buffers": own.buffers}
-    with file.open("wb") as stream:
+    with naming_errors(file), file.open("wb") as stream:
         torch.save(content, stream)
     sync(file)
     return {file.name: file_entry(file)}

@@ -16,6 +16,7 @@ from xffl.checkpoint.manager import find_latest_checkpoint
 from xffl.checks import integer
 from xffl.errors import CheckpointError, ConfigError, ReplacedError
 from xffl.extras import optional_import
+from xffl.files import naming_errors
 
 __all__ = ["Consolidated", "consolidate_checkpoint"]
 
@@ -195,7 +196,8 @@ def _write_shards(
     for number, names in enumerate(shards):
         file = f"{NAME}.safetensors" if len(shards) == 1 else f"{NAME}-{number + 1:05}-of-{len(shards):05}.safetensors"
         tensors = {name.removeprefix(f"{part}/"): folders.read_tensor(index, name) for name in names}
-        save_file(tensors, folder / file, metadata={"format": "pt", **ties})
+        with naming_errors(folder / file):
+            save_file(tensors, folder / file, metadata={"format": "pt", **ties})
         places |= dict.fromkeys(tensors, file)
         files.append(file)
     if len(shards) > 1:

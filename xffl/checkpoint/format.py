@@ -44,6 +44,7 @@ from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import Plain
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
+from xffl.files import find_os_error, make_folders, naming_errors, read_text, sealed_json, sync
 
 __all__ = [
     "CellIndex",
@@ -163,7 +164,7 @@ def _read_record(source: OpenCheckpoint) -> Record:
             f"{file} has format version {version!r}, this xffl reads versions {' and '.join(map(str, READS))}; load it "
             f"with the xffl that wrote it ({fields.get('xffl')})"
         )
-    if raw != _sealed(fields):
+    if raw != sealed_json(fields):
         raise CheckpointError(f"{file} is not as it was written (its checksum differs); load another checkpoint")
     try:
         own = {name: value for name, value in fields.items() if name not in ("format", "version", "sha256")}
@@ -179,29 +180,14 @@ def _read_record(source: OpenCheckpoint) -> Record:
 
 def record_text(record: Record) -> str:
     """Return what the record's file holds: JSON, and the checksum of all of it but the checksum."""
-    return _sealed({"format": FORMAT, "version": VERSION, **asdict(record)})
-
-
-def _sealed(fields: Mapping[str, Any]) -> str:
-    """Write the fields as JSON, with the SHA-256 of what the JSON of all others is."""
-    body = {name: value for name, value in fields.items() if name != "sha256"}
-    digest = hashlib.sha256(json.dumps(body, indent=1).encode()).hexdigest()
-    return json.dumps({**body, "sha256": digest}, indent=1) + "\n"
+    return sealed_json({"format": FORMAT, "version": VERSION, **asdict(record)})
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a file so that it survives a power cut."""
-    path.write_text(text, encoding="utf-8")
+    with naming_errors(path):
+        path.write_text(text, encoding="utf-8")
     sync(path)
-
-
-def sync(path: Path) -> None:
-    """Make what a file holds, or the names in a folder, survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def sync_all(folder: Path) -> None:
@@ -217,7 +203,8 @@ def partial_folder(target: Path) -> Iterator[Path]:
     """Yield an empty folder to write into; what is left of it is removed where the block fails."""
     partial = temporary_path(target, "partial")
     clear_leftovers(target)
-    partial.mkdir(parents=True)
+    make_folders(partial.parent)
+    partial.mkdir()
     try:
         yield partial
     except BaseException:
@@ -289,7 +276,7 @@ def write_pointer(path: Path) -> None:
 def read_pointer(folder: Path) -> str | None:
     """Return the name in the file ``latest``, which may be of nothing that is there."""
     try:
-        return (folder / LATEST).read_text(encoding="utf-8").strip()
+        return read_text(folder / LATEST).strip()
     except (OSError, ValueError):
         return None
 
@@ -397,7 +384,8 @@ class CellWriter(FileSystemWriter):
         """Write this rank's file and read it back for its checksum; a rank with nothing to write makes none."""
         pieces: list[WriteResult] = []
         if plan.items:
-            pieces = super().write_data(plan, planner).wait()
+            with naming_errors(self.folder):  # before torch pickles it, which loses what lies behind it
+                pieces = super().write_data(plan, planner).wait()
             sync(self.folder)
         places = [(piece, piece.storage_data) for piece in pieces]
         files = {name: file_entry(self.folder / name) for name in {place.relative_path for _, place in places}}
@@ -613,4 +601,6 @@ def _reason(error: BaseException) -> str:
         return f"rank {rank} of the cell: {_reason(first)}"
     if isinstance(error, pickle.UnpicklingError):  # torch's own text advises to run what the file holds
         return "a file holds something else than a tensor"
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    hidden = find_os_error(error)
+    behind = "" if hidden is None or hidden is error else f" ({hidden})"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{behind}"

@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from xffl.checkpoint import format as folders
+from xffl.checkpoint.damage import check_damage, warn_of_damage, warn_of_lost
 from xffl.checkpoint.format import Record
 from xffl.checkpoint.opened import TRIES
 from xffl.checkpoint.removal import sweep
@@ -142,6 +143,7 @@ def find_latest_checkpoint(experiment_dir: str | os.PathLike[str]) -> Path | Non
     :return: The checkpoint's folder, or ``None`` where there is none.
     """
     folder = Path(experiment_dir) / FOLDER
+    warn_of_damage(folder)
     steps = _steps(folder)
     records = {one.path: one.record for one in steps}
     if (final := folders.find_record(folder / FINAL)) is not None:
@@ -168,10 +170,11 @@ def _find_latest_uncounted(folder: Path, steps: list[_Saved], records: Mapping[P
 
 
 def check_checkpoints(experiment_dir: str | os.PathLike[str]) -> None:
-    """Raise where a run has a checkpoint that cannot be read, which it would silently lose; reads files only."""
+    """Raise where a run has lost a checkpoint, or cannot read one, and would silently go back; reads files only."""
     folder = Path(experiment_dir) / FOLDER
+    check_damage(folder, lambda: find_latest_checkpoint(experiment_dir))
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if re.fullmatch(rf"step_\d+|{FINAL}", path.name) and (path / folders.RECORD).exists():
+        if re.fullmatch(rf"step_\d+|{FINAL}|best", path.name) and (path / folders.RECORD).exists():
             try:
                 folders.read_record(path)
             except CheckpointError as error:
@@ -203,6 +206,7 @@ def auto_resume(config: Any, trainer: Any) -> bool:
     latest = folders.run_collectively("latest one", find, output_dir, advice, str)
     if latest is None:
         return False
+    warn_of_lost(output_dir / FOLDER, latest)
     LOG.info("resuming from %s", latest)
     try:
         trainer.load_checkpoint(latest)

@@ -43,6 +43,7 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group, make_host_groups
 from xffl.distributed.sharding import Plain, bytes_of, to_plain
 from xffl.errors import CheckpointError, ConfigError, StateError
+from xffl.files import make_folders
 from xffl.topology import Topology
 
 __all__ = ["AsyncSaver", "PendingSave", "save_checkpoint"]
@@ -193,7 +194,7 @@ def _prepare(path: Path, cell: Cell) -> None:
             f"{path} exists and is no checkpoint that could be replaced; remove it, or give another name"
         )
     # Nothing is deleted before the check above; these folders are of saves that were killed.
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folders(path.parent)
     folders.clear_leftovers(path)
     for number in range(len(cell.sizes)):
         (folders.temporary_path(path, "partial") / f"cell_{number}").mkdir(parents=True)

@@ -10,9 +10,10 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from xffl.checks import integer, write_whole
+from xffl.checks import integer
 from xffl.cli.main import HelpFormatter, command_parser
 from xffl.errors import ConfigError
+from xffl.files import make_folders, write_whole
 from xffl.workflow.documents import Facility, Workflow, parse_facilities, write_workflow
 
 __all__ = ["build_parser", "run"]
@@ -150,6 +151,6 @@ def _begin(options: Namespace) -> None:
 def _record(options: Namespace) -> None:
     told = json.loads(Path(options.metrics).read_text())
     folder = Path(options.results) / "metrics"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folders(folder)
     write_whole(folder / f"round_{told['round']}.json", json.dumps(told, indent=1) + "\n")
     print(f"round {told['round']}: " + ", ".join(f"{name} {value:.4g}" for name, value in told["metrics"].items()))

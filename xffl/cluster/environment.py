@@ -15,7 +15,7 @@ import socket
 import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -27,6 +27,7 @@ from xffl.cluster.hosts import interface_address, route_address
 from xffl.cluster.launch.launchers import LAUNCHERS, Fields, honour_master, read_number
 from xffl.cluster.network import control_address
 from xffl.errors import ConfigError, LaunchError, TopologyError
+from xffl.files import make_folders, naming_errors, read_bytes, read_text, sync
 
 __all__ = [
     "PROOF_KEY",
@@ -463,7 +464,7 @@ def token_of(environ: Mapping[str, str] = os.environ) -> bytes:
         )
     try:
         mode = os.stat(name).st_mode
-        token = Path(name).read_text().strip()
+        token = read_text(Path(name)).strip()
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(f"XFFL_TOKEN_FILE {name!r} cannot be read ({error}); give the file of the token") from error
     if stat.S_IMODE(mode) & 0o077:
@@ -490,15 +491,49 @@ def prove_token(token: bytes, life: str, nonce: str | None = None) -> str:
 
 
 def make_token_file(path: Path) -> None:
-    """Write a new token into a file that its owner alone may read; one that is there already stays."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(os.urandom(32).hex() + "\n")
-    except FileExistsError:
+    """Write a new token into a file that its owner alone may read; one that is there already stays.
+
+    An empty file, which a kill or a full disk may have left, is replaced.
+    """
+    if os.path.lexists(path) and not _is_empty(path):
         token_of({"XFFL_TOKEN_FILE": str(path)})
+        return
+    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        make_folders(path.parent)
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file, naming_errors(path):
+            file.write(os.urandom(32).hex() + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        if not _take_name(new, path):  # another process was faster
+            token_of({"XFFL_TOKEN_FILE": str(path)})
+        sync(path.parent)
     except OSError as error:
         raise LaunchError(f"the token's file {path} cannot be written ({error}); give another") from error
+    finally:
+        with suppress(OSError):
+            new.unlink(missing_ok=True)
+
+
+def _is_empty(path: Path) -> bool:
+    """Tell whether a file has nothing in it but white space."""
+    try:
+        return not read_bytes(path).strip()
+    except OSError:  # token_of says what is wrong with it
+        return False
+
+
+def _take_name(new: Path, path: Path) -> bool:
+    """Give a finished file its name, and tell whether that was free, or that of an empty file."""
+    try:
+        os.link(new, path)  # refused where there is one, in one step
+    except FileExistsError:
+        if not _is_empty(path):
+            return False
+        new.replace(path)
+    except OSError:  # a file system without links
+        new.replace(path)
+    return True
 
 
 def bind_address(lighthouse: str, environ: Mapping[str, str] = os.environ) -> str:

@@ -292,7 +292,8 @@ def ending_line(
     for metric in metrics[:SHOWN_VALUES]:
         shown = {f"{values[metric]:.4g}": values[metric] for values in validations if metric in values}
         low, high = (pick(sorted(shown.items()), key=lambda item: item[1])[0] for pick in (min, max))
-        facts.append(f"{metric} {low}" if low == high else f"{metric} {low} to {high}")
+        shown_name = " ".join(metric.split())  # a line break would make two lines of the last one
+        facts.append(f"{shown_name} {low}" if low == high else f"{shown_name} {low} to {high}")
     if len(metrics) > SHOWN_VALUES:
         facts.append(f"{len(metrics) - SHOWN_VALUES} more values")
     if rounds is not None:

@@ -26,8 +26,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from xffl.checks import integer, number, shorten, written_whole
+from xffl.checks import integer, number, shorten
 from xffl.errors import CheckpointError, ConfigError
+from xffl.files import written_whole
 from xffl.training.data.place import Cells, count_cells
 from xffl.training.data.rng import ORDER, PROPORTIONS, REPAIR, Draws, Floats, Indices, portions
 

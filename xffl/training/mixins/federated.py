@@ -19,12 +19,12 @@ from xffl.aggregation.engine.tensors import Manifest
 from xffl.aggregation.exports import RoundPlan, agreed_global, export_cell, load_agreed_global
 from xffl.aggregation.federated_scaling import FederatedScaling
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
-from xffl.checkpoint.format import write_text
 from xffl.checks import index_of, integer_fields, one_of
 from xffl.cluster.cells import parse_cell
 from xffl.distributed.distributed_state import set_data_place
 from xffl.distributed.sharding import sharded_parameters
 from xffl.errors import ConfigError, StateError
+from xffl.files import make_folders, write_whole
 from xffl.topology import DataPlace, Topology
 from xffl.training.mixins.base import StatePart
 from xffl.training.mixins.validation import ValidationMixin
@@ -271,9 +271,8 @@ class FederatedMixin(ValidationMixin):
             raise ConfigError("the model is to be measured, but the trainer has no validation loader; give it one")
         values = {"round": self._global_round, "start": self._global_digest, "metrics": self.perform_validation_epoch()}
         if self.state.rank == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(path.with_name(f".{path.name}"), json.dumps(values, indent=1) + "\n")
-            path.with_name(f".{path.name}").replace(path)
+            make_folders(path.parent)
+            write_whole(path, json.dumps(values, indent=1) + "\n")
 
     def _round_number(self, asked: FederationConfig) -> int:
         """Return which round this job is for."""

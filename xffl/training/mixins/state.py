@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from xffl.checkpoint.contents import RandomState
-from xffl.checks import written_whole
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.errors import CheckpointError
+from xffl.files import read_sealed, write_sealed
 from xffl.training.mixins.base import StatePart, TrainerMixin
 
 __all__ = ["StateMixin"]
@@ -175,7 +176,7 @@ class StateMixin(TrainerMixin):
             "places in the data", convert=lambda error: CheckpointError(f"{file} cannot be read ({error}); {advice}")
         ):
             if self.state.rank == 0 and file.exists():
-                told[0] = torch.load(file, weights_only=True)
+                told[0] = torch.load(io.BytesIO(read_sealed(file)), weights_only=True)
         dist.broadcast_object_list(told, src=0)
         self._place = told[0]
         return self._place is not None
@@ -188,8 +189,9 @@ class StateMixin(TrainerMixin):
         """
         if self.state.elastic is None or self.state.rank != 0:
             return
-        with written_whole(self.run_directory.path / PLACE) as file:
-            torch.save({name: part.state_dict() for name, part in self.checkpoint_parts().items()}, file)
+        buffer = io.BytesIO()
+        torch.save({name: part.state_dict() for name, part in self.checkpoint_parts().items()}, buffer)
+        write_sealed(self.run_directory.path / PLACE, buffer.getvalue())
 
     def take_place(self) -> bool:
         """Join the other cells, and go on where the last round has left this cell, if they hold a model that has it.

@@ -41,6 +41,7 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import local_tensor, reshard
 from xffl.errors import CheckpointError, ConfigError
 from xffl.extras import optional_import
+from xffl.files import naming_errors, write_whole
 from xffl.parallel.pipeline import PipelineModel
 
 __all__ = [
@@ -385,7 +386,8 @@ def _write(model: nn.Module, base: Any, files: _Files, folder: Path | None) -> N
                 whole_tensors[name] = values.cpu().contiguous()
         if folder is not None and failed is None:
             try:
-                package("safetensors.torch").save_file(whole_tensors, folder / file, metadata={"format": "pt"})
+                with naming_errors(folder / file):
+                    package("safetensors.torch").save_file(whole_tensors, folder / file, metadata={"format": "pt"})
             except Exception as error:  # noqa: BLE001 - raised later: the others gather with this rank
                 failed = error
     if failed is not None:
@@ -396,7 +398,7 @@ def _write(model: nn.Module, base: Any, files: _Files, folder: Path | None) -> N
         where = {name: file for file, tensors in files.items() for name in tensors}
         total = sum(one.tensor.numel() * one.tensor.itemsize for tensors in files.values() for one in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_whole(folder / INDEX, json.dumps(index, indent=2) + "\n")
     config = copy.deepcopy(base.config)
     config.use_cache = True  # causal_lm has switched it off for training
     # FSDP2 has put another class in front of the model's.
