@@ -15,6 +15,7 @@ from torch import nn
 
 import xffl
 from tests.ranks.test_round import digests, make_state
+from tests.rounds import aggregator_of
 from tests.worlds import WorldError, run_world
 from xffl.aggregation.engine import buffers as looks
 from xffl.aggregation.engine import cell, transport
@@ -54,7 +55,7 @@ def check_alike(told: str, *parts: str) -> None:
 def nonfinite(rank: int, world_size: int) -> None:
     state = make_state(rank, (2, 1), 1)
     model = net()
-    aggregator = xffl.Aggregator(model, state)
+    aggregator = aggregator_of(model, state)
     for value in (float("nan"), float("inf"), float("-inf")):
         saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         if rank == 2:
@@ -112,7 +113,7 @@ WEIGHTS: list[tuple[str, Callable[[int], Any], tuple[str, ...]]] = [
 def weights(rank: int, world_size: int) -> None:
     state = make_state(rank, (2, 1), None)
     model = net()
-    aggregator = xffl.Aggregator(model, state)
+    aggregator = aggregator_of(model, state)
     before = digests(model)
     for _, weight, parts in WEIGHTS:
         told = raised(lambda weight=weight: aggregator.aggregate(weight(rank)))  # type: ignore[misc]
@@ -262,7 +263,7 @@ def cannot_pack(rank: int, world_size: int) -> None:
     """A rank that fails before anything moves: all learn why, and nothing is torn, atomic or not."""
     state = make_state(rank, (2, 1), 1)
     model = net()
-    aggregator = xffl.Aggregator(model, state, atomic=False)
+    aggregator = aggregator_of(model, state, atomic=False)
     before = digests(model)
     if rank == 1:
         kept, model[0].weight = model[0].weight, nn.Parameter(torch.zeros(2, 2))

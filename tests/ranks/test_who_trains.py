@@ -7,7 +7,7 @@ import copy
 import io
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -23,6 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 import xffl
 from tests.rounds import aggregator_of
 from tests.worlds import run_world
+from xffl.aggregation.elastic import ElasticAggregator
+from xffl.aggregation.engine.coverage import check_lone_cell
 from xffl.aggregation.hierarchical import Level, Levels
 from xffl.distributed.gradients import find_reduction, mark_reduced
 
@@ -176,6 +178,10 @@ def shards_without_replicas(state: xffl.DistributedState) -> nn.Module:
     return fully_shard(net(), mesh=state.hsdp_mesh["shard"])
 
 
+def shards_over_replicas(state: xffl.DistributedState) -> nn.Module:
+    return fully_shard(net(), mesh=init_device_mesh("cpu", (4,)))
+
+
 def replicas_without_shards(state: xffl.DistributedState) -> nn.Module:
     assert state.replica_group is not None
     return DistributedDataParallel(net(), process_group=state.replica_group[0])
@@ -195,6 +201,7 @@ def cut_by_layers(state: xffl.DistributedState) -> nn.Module:
 
 REPLICAS: dict[Callable[[xffl.DistributedState], nn.Module], tuple[str, ...]] = {
     shards_without_replicas: ("'backbone.0.weight'", "DTensor", "2 of the 4 ranks"),
+    shards_over_replicas: ("'backbone.0.bias'", "part 0 of 4", "shard 0 of 2"),
     replicas_without_shards: ("'backbone.0.weight'", "2 of the 4 ranks"),
     cut_by_layers: ("'backbone.0.weight'", "DTensor", "2 of the 4 ranks"),
 }
@@ -327,6 +334,36 @@ def stages_and_replicas(rank: int, world_size: int) -> None:
 
 def test_stages_are_reduced_over_who_holds_them() -> None:
     run_world(4, stages_and_replicas)
+
+
+def jobs_of_one_cell(rank: int, world_size: int) -> None:
+    """Where a job is one cell, which meets others later or over files, its model is checked before."""
+    state = make_state(rank, federated_group_size=(4,), cell_shape={"pp": 2, "dp_replicate": 2})
+    assert state.replica_group is not None
+    check = partial(check_lone_cell, state=state)
+    check(DistributedDataParallel(stage(state), process_group=state.replica_group[0]), is_reduced_by_caller=False)
+    check(stage(state), is_reduced_by_caller=True)
+    told = raised(lambda: check(stage(state), is_reduced_by_caller=False))
+    assert "ConfigError" in told and "plain tensor" in told, told
+    with pytest.raises(xffl.ConfigError, match=r"by a hook over ranks \[7\] .* rank"):
+        mark_reduced(net(), [7], by="a hook")
+    state.unset_federated_scaling()
+    for kind in ("elastic", "files"):
+        alone = make_state(rank, federated_group_size=(4,))
+        alone._lone_cell = (0, (4, 4))
+        model = net()
+        if kind == "elastic":
+            told = raised(lambda alone=alone, model=model: ElasticAggregator(model, alone))  # type: ignore[misc]
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            scaling = xffl.FederatedScaling(model, optimizer, alone, every=1)
+            told = raised(scaling.__enter__)
+        assert "ConfigError: parameter 'backbone.0.weight' is a plain tensor" in told, told
+        alone.unset_federated_scaling()
+
+
+def test_jobs_that_are_one_cell_are_checked_before_they_meet_others() -> None:
+    run_world(4, jobs_of_one_cell)
 
 
 # First rounds ---------------------------------------------------------------------------------------------------------

@@ -19,12 +19,13 @@ from torch.distributed.tensor import DTensor
 
 from xffl.aggregation.engine.tensors import tensors_of
 from xffl.checks import shorten
-from xffl.distributed.consistency import ranks_text
+from xffl.distributed.consistency import gather_objects, ranks_text, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.gradients import find_reduction
+from xffl.distributed.sharding import reshard
 from xffl.errors import ConfigError
 
-__all__ = ["check_gradients"]
+__all__ = ["check_gradients", "check_lone_cell"]
 
 REMEDY = (
     "spread the whole model by xffl.shard(model, state), or wrap it by DistributedDataParallel(model, "
@@ -75,6 +76,22 @@ def check_gradients(
         needed = cell if holders_of is None else frozenset(holders_of(name))
         if (reached := _count_reached(reductions, needed)) < len(needed):
             raise ConfigError(_uncovered(name, tensor, reductions, reached, len(needed)))
+
+
+def check_lone_cell(model: nn.Module, state: DistributedState, *, is_reduced_by_caller: bool) -> None:
+    """Check a model as :func:`check_gradients` does, in a job that is one cell; collective over the world.
+
+    It gathers the names of each rank's tensors, once.
+    """
+    with run_on_all_ranks("models"):
+        reshard(model)
+        names = [name for name, *_ in tensors_of(model)]
+    holders: dict[str, list[int]] = {}
+    for rank, held in enumerate(gather_objects(names)):
+        for name in held:
+            holders.setdefault(name, []).append(rank)
+    with run_on_all_ranks("models"):
+        check_gradients(model, state, is_reduced_by_caller=is_reduced_by_caller, holders_of=lambda name: holders[name])
 
 
 def _ddp_reductions(model: nn.Module) -> Mapping[int, list[Reduction]]:
