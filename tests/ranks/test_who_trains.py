@@ -119,6 +119,16 @@ def unfrozen_after_ddp(state: xffl.DistributedState) -> nn.Module:
     return spread
 
 
+def refrozen_after_ddp(state: xffl.DistributedState) -> nn.Module:
+    """As many train as before, and others."""
+    model = net()
+    model.head.requires_grad_(False)
+    spread = DistributedDataParallel(model, process_group=state.federation)
+    model.requires_grad_(True)
+    model.backbone.requires_grad_(False)
+    return spread
+
+
 def ignored_by_ddp(state: xffl.DistributedState) -> nn.Module:
     model = net()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["head.weight"])
@@ -162,6 +172,7 @@ TWO_CELLS: dict[Callable[[xffl.DistributedState], nn.Module], tuple[str, ...]] =
     hsdp_over_the_world: ("'backbone.0.weight'", "ranks 0-3", "cells 0, 1"),
     added_after_ddp: ("'extra.weight'",),
     unfrozen_after_ddp: ("'head.weight'", "unfrozen"),
+    refrozen_after_ddp: ("'head.weight'", "unfrozen"),
     ignored_by_ddp: ("'head.weight'", "plain tensor"),
     ddp_of_one_rank: ("'backbone.0.weight'", "1 of the 2 ranks"),
     module_replaced_after_shard: ("'head.weight'", "plain tensor"),
@@ -270,6 +281,12 @@ def right(rank: int, world_size: int) -> None:
     state = make_state(rank, federated_group_size=(2, 2))
     frozen = net().requires_grad_(False)
     frozen.head.requires_grad_(True)
+    delayed = net()
+    late = [("head.weight", delayed.head.weight)]
+    options: dict[str, Any] = {
+        "delay_all_reduce_named_params": late,
+        "param_to_hook_all_reduce": delayed.backbone[0].weight,
+    }
     nested: Any = net()
     nested.backbone = DistributedDataParallel(nested.backbone, process_group=state.federation)
     nested.head = DistributedDataParallel(nested.head, process_group=state.federation)
@@ -286,9 +303,10 @@ def right(rank: int, world_size: int) -> None:
         net().requires_grad_(False),
         torch.compile(xffl.shard(net(), state)),
         DistributedDataParallel(frozen, process_group=state.federation),
+        DistributedDataParallel(delayed, process_group=state.federation, **options),
     ):
         assert xffl.Aggregator(model, state, policies={"*": "average"}).aggregate().round == 1  # type: ignore[arg-type]
-    options = {"gradients_reduced_by_caller": True}
+    options = {"gradients_reduced_by_caller": True}  # what the caller answers for
     assert Levels(net(), state, [Level(), Level(groups=(2,))], **options).aggregate().round == 1
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
