@@ -19,8 +19,8 @@ from tests.rounds import aggregator_of
 from tests.worlds import run_world
 
 
-def layers() -> nn.Sequential:
-    torch.manual_seed(dist.get_rank())
+def layers(seed: int | None = None) -> nn.Sequential:
+    torch.manual_seed(dist.get_rank() if seed is None else seed)
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
 
@@ -54,7 +54,7 @@ def changed_models(rank: int, world_size: int) -> None:
 def odd_buffers(rank: int, world_size: int) -> None:
     """What is taken from the first cell stays of one piece, and may hold what no mean could."""
     state = make_state(rank, (2, 1), None)
-    model = layers()
+    model = layers(state.topology.cell_of(rank))
     model.register_buffer("order", torch.randperm(8))
     model.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
     check_alike(raised(aggregator_of(model, state).aggregate), "RoundError", "'mask'", "'first' or 'local'")
@@ -163,7 +163,10 @@ def tears(rank: int, world_size: int) -> None:
 def inference(rank: int, world_size: int) -> None:
     """A first round inside inference mode spoils no later one."""
     state = make_state(rank, (2, 1), 1)
-    for model in (layers(), nn.BatchNorm1d(3)):  # the mean of buffers is taken at home first
+    for model in (
+        layers(state.topology.cell_of(rank)),
+        nn.BatchNorm1d(3),
+    ):  # the mean of buffers is taken at home first
         aggregator = aggregator_of(model, state)
         with torch.inference_mode():
             assert aggregator.aggregate().round == 1

@@ -7,7 +7,7 @@ import copy
 import io
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -23,8 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 import xffl
 from tests.rounds import aggregator_of
 from tests.worlds import run_world
+from xffl.aggregation.elastic import ElasticAggregator
+from xffl.aggregation.engine.coverage import check_lone_cell
 from xffl.aggregation.hierarchical import Level, Levels
 from xffl.distributed.gradients import find_reduction, mark_reduced
+from xffl.distributed.sharding import local_tensor
 
 NONE = "nothing was raised"
 
@@ -36,7 +39,8 @@ class Net(nn.Module):
         self.head = nn.Linear(8, 2)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.head(self.backbone(inputs))
+        outputs: torch.Tensor = self.head(self.backbone(inputs))
+        return outputs
 
 
 def net() -> Net:
@@ -81,8 +85,9 @@ def part_fully_sharded(state: xffl.DistributedState) -> nn.Module:
 
 
 def part_in_ddp(state: xffl.DistributedState) -> nn.Module:
-    model: Any = net()
-    model.backbone = DistributedDataParallel(model.backbone, process_group=state.federation)
+    model = net()
+    backbone: Any = DistributedDataParallel(model.backbone, process_group=state.federation)
+    model.backbone = backbone
     return model
 
 
@@ -92,15 +97,19 @@ def ddp_over_the_world(state: xffl.DistributedState) -> nn.Module:
 
 def ddp_over_pairs_of_cells(state: xffl.DistributedState) -> nn.Module:
     groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
-    return DistributedDataParallel(net(), process_group=groups[state.rank % 2])
+    return DistributedDataParallel(net(), process_group=groups[dist.get_rank() % 2])
 
 
 def fsdp_over_the_world(state: xffl.DistributedState) -> nn.Module:
-    return fully_shard(net())
+    model = net()
+    fully_shard(model)
+    return model
 
 
 def hsdp_over_the_world(state: xffl.DistributedState) -> nn.Module:
-    return fully_shard(net(), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "cut")))
+    model = net()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "cut")))
+    return model
 
 
 def added_after_ddp(state: xffl.DistributedState) -> nn.Module:
@@ -117,15 +126,26 @@ def unfrozen_after_ddp(state: xffl.DistributedState) -> nn.Module:
     return spread
 
 
+def refrozen_after_ddp(state: xffl.DistributedState) -> nn.Module:
+    """As many train as before, and others."""
+    model = net()
+    model.head.requires_grad_(False)
+    spread = DistributedDataParallel(model, process_group=state.federation)
+    model.requires_grad_(True)
+    model.backbone.requires_grad_(False)
+    return spread
+
+
 def ignored_by_ddp(state: xffl.DistributedState) -> nn.Module:
     model = net()
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["head.weight"])
+    ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    ignore(model, ["head.weight"])
     return DistributedDataParallel(model, process_group=state.federation)
 
 
 def ddp_of_one_rank(state: xffl.DistributedState) -> nn.Module:
     groups = [dist.new_group([rank]) for rank in range(4)]
-    return DistributedDataParallel(net(), process_group=groups[state.rank or 0])
+    return DistributedDataParallel(net(), process_group=groups[dist.get_rank()])
 
 
 def module_replaced_after_shard(state: xffl.DistributedState) -> nn.Module:
@@ -160,6 +180,7 @@ TWO_CELLS: dict[Callable[[xffl.DistributedState], nn.Module], tuple[str, ...]] =
     hsdp_over_the_world: ("'backbone.0.weight'", "ranks 0-3", "cells 0, 1"),
     added_after_ddp: ("'extra.weight'",),
     unfrozen_after_ddp: ("'head.weight'", "unfrozen"),
+    refrozen_after_ddp: ("'head.weight'", "unfrozen"),
     ignored_by_ddp: ("'head.weight'", "plain tensor"),
     ddp_of_one_rank: ("'backbone.0.weight'", "1 of the 2 ranks"),
     module_replaced_after_shard: ("'head.weight'", "plain tensor"),
@@ -173,7 +194,15 @@ TWO_CELLS: dict[Callable[[xffl.DistributedState], nn.Module], tuple[str, ...]] =
 
 def shards_without_replicas(state: xffl.DistributedState) -> nn.Module:
     assert state.hsdp_mesh is not None
-    return fully_shard(net(), mesh=state.hsdp_mesh["shard"])
+    model = net()
+    fully_shard(model, mesh=state.hsdp_mesh["shard"])
+    return model
+
+
+def shards_over_replicas(state: xffl.DistributedState) -> nn.Module:
+    model = net()
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    return model
 
 
 def replicas_without_shards(state: xffl.DistributedState) -> nn.Module:
@@ -195,6 +224,7 @@ def cut_by_layers(state: xffl.DistributedState) -> nn.Module:
 
 REPLICAS: dict[Callable[[xffl.DistributedState], nn.Module], tuple[str, ...]] = {
     shards_without_replicas: ("'backbone.0.weight'", "DTensor", "2 of the 4 ranks"),
+    shards_over_replicas: ("'backbone.0.bias'", "part 0 of 4", "shard 0 of 2"),
     replicas_without_shards: ("'backbone.0.weight'", "2 of the 4 ranks"),
     cut_by_layers: ("'backbone.0.weight'", "DTensor", "2 of the 4 ranks"),
 }
@@ -203,8 +233,7 @@ REPLICAS: dict[Callable[[xffl.DistributedState], nn.Module], tuple[str, ...]] = 
 def stage(state: xffl.DistributedState) -> nn.Module:
     """One of two stages, which two ranks hold."""
     model = net()
-    kept = model.head if state.rank >= 2 else model.backbone
-    return nn.ModuleDict({"head" if state.rank >= 2 else "backbone": kept})
+    return nn.ModuleDict({"head": model.head} if dist.get_rank() >= 2 else {"backbone": model.backbone})
 
 
 def stages_alone(state: xffl.DistributedState) -> nn.Module:
@@ -263,6 +292,12 @@ def right(rank: int, world_size: int) -> None:
     state = make_state(rank, federated_group_size=(2, 2))
     frozen = net().requires_grad_(False)
     frozen.head.requires_grad_(True)
+    delayed = net()
+    late = [("head.weight", delayed.head.weight)]
+    options: dict[str, Any] = {
+        "delay_all_reduce_named_params": late,
+        "param_to_hook_all_reduce": delayed.backbone[0].weight,
+    }
     nested: Any = net()
     nested.backbone = DistributedDataParallel(nested.backbone, process_group=state.federation)
     nested.head = DistributedDataParallel(nested.head, process_group=state.federation)
@@ -279,9 +314,10 @@ def right(rank: int, world_size: int) -> None:
         net().requires_grad_(False),
         torch.compile(xffl.shard(net(), state)),
         DistributedDataParallel(frozen, process_group=state.federation),
+        DistributedDataParallel(delayed, process_group=state.federation, **options),
     ):
         assert xffl.Aggregator(model, state, policies={"*": "average"}).aggregate().round == 1  # type: ignore[arg-type]
-    options = {"gradients_reduced_by_caller": True}
+    options = {"gradients_reduced_by_caller": True}  # what the caller answers for
     assert Levels(net(), state, [Level(), Level(groups=(2,))], **options).aggregate().round == 1
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -327,6 +363,36 @@ def stages_and_replicas(rank: int, world_size: int) -> None:
 
 def test_stages_are_reduced_over_who_holds_them() -> None:
     run_world(4, stages_and_replicas)
+
+
+def jobs_of_one_cell(rank: int, world_size: int) -> None:
+    """Where a job is one cell, which meets others later or over files, its model is checked before."""
+    state = make_state(rank, federated_group_size=(4,), cell_shape={"pp": 2, "dp_replicate": 2})
+    assert state.replica_group is not None
+    check = partial(check_lone_cell, state=state)
+    check(DistributedDataParallel(stage(state), process_group=state.replica_group[0]), is_reduced_by_caller=False)
+    check(stage(state), is_reduced_by_caller=True)
+    told = raised(lambda: check(stage(state), is_reduced_by_caller=False))
+    assert "ConfigError" in told and "plain tensor" in told, told
+    with pytest.raises(xffl.ConfigError, match=r"by a hook over ranks \[7\] .* rank"):
+        mark_reduced(net(), [7], by="a hook")
+    state.unset_federated_scaling()
+    for kind in ("elastic", "files"):
+        alone = make_state(rank, federated_group_size=(4,))
+        alone._lone_cell = (0, (4, 4))
+        model = net()
+        if kind == "elastic":
+            told = raised(lambda alone=alone, model=model: ElasticAggregator(model, alone))  # type: ignore[misc]
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            scaling = xffl.FederatedScaling(model, optimizer, alone, every=1)
+            told = raised(scaling.__enter__)
+        assert "ConfigError: parameter 'backbone.0.weight' is a plain tensor" in told, told
+        alone.unset_federated_scaling()
+
+
+def test_jobs_that_are_one_cell_are_checked_before_they_meet_others() -> None:
+    run_world(4, jobs_of_one_cell)
 
 
 # First rounds ---------------------------------------------------------------------------------------------------------
@@ -402,7 +468,7 @@ def shards_apart(rank: int, world_size: int) -> None:
         assert "'head.bias' is not the same on ranks 0, 2-3 and rank 1" in raised(aggregator.aggregate)
         with torch.no_grad():
             model.head.bias.copy_(bias)
-            model.head.weight.to_local().add_(float(rank == 2))  # type: ignore[operator]
+            local_tensor(model.head.weight).add_(float(rank == 2))
         assert "'head.weight' is not the same on ranks 0-1, 3 and rank 2" in raised(aggregator.aggregate)
 
 
