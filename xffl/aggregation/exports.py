@@ -20,6 +20,7 @@ from torch import nn
 from xffl.aggregation.algorithms.combiners import Combiner
 from xffl.aggregation.algorithms.registry import find_algorithm, make, resolve_algorithm
 from xffl.aggregation.engine.consensus import checked_number, checked_weight
+from xffl.aggregation.engine.coverage import check_lone_cell
 from xffl.aggregation.engine.tensors import Manifest, Pattern
 from xffl.aggregation.mean import weighted_mean
 from xffl.checkpoint.format import Record, check_data, check_path, locate_checkpoint, read_index, read_record
@@ -48,8 +49,8 @@ __all__ = [
 
 PART = "round"  # the only part of an export, and of what is made of several
 CELL_FOLDER = "cell_0"  # the folder of the tensors in both, whichever cell an export is of
-_CROSSING = ("atomic", "bucket_bytes", "form", "norms", "overlap", "rails")
-"""Keywords of an aggregator that say how a round crosses a network, and change no bit of it."""
+_CROSSING = ("atomic", "bucket_bytes", "form", "gradients_reduced_by_caller", "norms", "overlap", "rails")
+"""Keywords of an aggregator that change no bit of a round: how it crosses a network, and who reduces gradients."""
 
 
 @dataclass(frozen=True)
@@ -273,6 +274,11 @@ class FileRound:
         if self._is_begun:
             raise StateError("a job of one cell makes one export, so its with block is entered once; start another job")
         self._is_begun = True
+        check_lone_cell(
+            self._model,
+            self._state,
+            is_reduced_by_caller=bool(self._plan.options.get("gradients_reduced_by_caller", False)),
+        )
         if self._folders.start is not None:
             self._rounds_before, self.start = agreed_global(self._folders.start)
             load_global(self._folders.start, self._model, self._state, policies=self._policies)

@@ -29,6 +29,7 @@ from xffl.cluster.environment import bind_address, lighthouse_of, replica_group_
 from xffl.cluster.network import list_interfaces
 from xffl.distributed.consistency import control_device, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.gradients import mark_reduced
 from xffl.distributed.parameters import DeviceParameters, FaultToleranceParameters
 from xffl.distributed.replica_transport import ShardTransport, digest, give, local, take
 from xffl.distributed.sharding import bytes_of, from_bytes, reshard, to_plain
@@ -179,6 +180,8 @@ class FaultTolerantWorld(DistributedWorld):
                 f"the model is whole on each of the {self.world_size} ranks of this group, which would be replicas; "
                 "give dp_shard=auto, or start one rank in each group"
             )
+        # torchft gives DDP a stand-in for a group, of which nobody can tell the ranks; this group is one rank.
+        mark_reduced(model, (dist.get_rank(),), by="torchft")
         return _data_parallel(manager, model)
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

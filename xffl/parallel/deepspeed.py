@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from xffl.distributed.consistency import run_on_all_ranks
+from xffl.distributed.gradients import mark_reduced
 from xffl.distributed.parameters import AXES, DeviceParameters
 from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, StateError
@@ -171,6 +172,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         engine = zero_model.make_engine(optimizer, self.ds_config, self.world)
         masters = None if self._stage == 0 else Masters(engine, zero_model.module, self.world.get_mesh("dp_shard"))
         mark(zero_model.module, masters)
+        mark_reduced(zero_model.module, self.world.get_group("cell"), by="DeepSpeed")
         return super().wrap_optimizer(zero_model, _engine_optimizer(zero_model, optimizer))
 
     def train_context(self) -> AbstractContextManager[None]:
