@@ -146,8 +146,8 @@ def _counts_here(gradient: torch.Tensor, dims: ParallelDims) -> bool:
         for name, placement in zip(names, gradient.placements, strict=True):
             if placement.is_replicate():
                 continue
-            stem = name.rstrip("0123456789").removesuffix("_")  # later meshes of a process have a number behind
-            axes = AXES_OF.get(stem) or AXES_OF_STATE.get(stem)
+            text = str(name)  # those of later meshes of a process equal no text
+            axes = AXES_OF.get(text) or AXES_OF_STATE.get(text)
             if axes is None:
                 raise ConfigError(f"a gradient is cut along {name!r}, no axis of the world; shard over world.get_mesh")
             cut.update(axes)

@@ -411,10 +411,16 @@ class BaseTrainer(PreemptionMixin, LoggerMixin):
         """Do what a training step has left to the trainer."""
         if not self._has_backward:
             loss = find_loss(output)
-            if loss is None or not loss.requires_grad:
+            if loss is not None and not loss.requires_grad:
                 raise StateError(
-                    f"{type(self).__name__}.training_step has neither called backward nor returned a loss with a "
-                    "gradient; do one of them"
+                    f"the loss that {type(self).__name__}.training_step returned has no gradient; return the loss of "
+                    "this rank's own batch: world.all_reduce, detach and item give copies without one. Gradients are "
+                    "averaged over the cell in any case, and log_scalar averages what it is given"
+                )
+            if loss is None:
+                raise StateError(
+                    f"{type(self).__name__}.training_step has neither called backward nor returned a loss; do one of "
+                    "them"
                 )
             self.backward(loss)
             if not self.is_accumulating_gradients and not self._has_stepped:
