@@ -186,17 +186,18 @@ class CellLoader(Iterable[Any]):
     def _keys(self) -> Iterator[Key | Probe]:
         epoch, position = self.sampler.epoch, self.sampler.position
         keys = (Key(epoch, step, indices) for step, indices in enumerate(self.sampler.draw(), start=position))
-        is_probing, self._is_probing = self._is_probing, False
-        return chain([self._probe], keys) if is_probing else keys
+        return chain([self._probe], keys) if self._is_probing else keys
 
     def _compared(self) -> Iterator[Any]:
         """Yield the batches, once the ranks have compared samples; they are read where the batches are."""
         meeting, self._meeting, self._is_probing = self._meeting, None, True
         assert meeting is not None, "only called with one"
         try:
-            batches = iter(self.batches)
+            batches = iter(self.batches)  # with workers it asks for the keys twice
+            self._is_probing = False
             first = next(batches)
         except Exception as error:
+            self._is_probing = False
             with suppress(ConfigError):  # the others would wait for this rank
                 meeting.compare(FirstSamples(error=f"{type(error).__name__}: {error}"))
             raise
