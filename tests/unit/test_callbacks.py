@@ -72,6 +72,7 @@ def stand_in(*, cells: int = 1, every: int | None = None, **more: Any) -> Any:
         strategy=SimpleNamespace(name="single"),
         last_step=None,
         lone_cell=lambda: None,
+        find_rounds=lambda: None,
         device=torch.device("cpu"),
         global_step=0,
         current_epoch=0,

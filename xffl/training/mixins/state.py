@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from xffl.checkpoint.contents import RandomState
+from xffl.checkpoint.format import locate_checkpoint, read_record
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.errors import CheckpointError
 from xffl.files import read_sealed, write_sealed
@@ -109,6 +110,9 @@ class StateMixin(TrainerMixin):
             reset=("*",) if self.config.experiment.reset else (),
             local=self.local_tensors(),
         )
+        record = read_record(locate_checkpoint(Path(path)))
+        if self.run_directory.cell >= len(record.cells):
+            self.samples = 0  # those that were loaded are of the cell whose files this new one has read
         self.on_resumed()
         self.callbacks.post_load_checkpoint(self, str(path))
         return values
@@ -217,7 +221,7 @@ class StateMixin(TrainerMixin):
     def _others(self) -> dict[str, Any]:
         return {**self.checkpoint_parts(), "callbacks": self.callbacks}
 
-    def _counters(self) -> dict[str, int]:
+    def _counters(self) -> dict[str, float]:
         return {name: getattr(self, name) for name in COUNTERS}
 
     def _load_counters(self, state: Mapping[str, Any]) -> None:
