@@ -7,9 +7,11 @@ import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,7 +33,7 @@ from xffl.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from xffl.checkpoint.format import CellWriter
+from xffl.checkpoint.format import CellWriter, OpenCheckpoint
 from xffl.distributed.distributed_state import DistributedState
 
 FULL = StateDictOptions(full_state_dict=True)
@@ -722,11 +724,42 @@ def rotates(rank: int, world_size: int, folder: str) -> None:
             manager.save(strategy, wrong, parts={"own": own})
     assert auto_resume(config, strategy) and strategy.loaded == manager.output_dir / "step_11"
     manager.save(strategy, 3, parts={"own": own})  # after going back: what was just saved stays
-    assert find_latest_checkpoint(folder) == manager.output_dir / "step_3"  # the pointer says so
-    assert sorted(os.listdir(manager.output_dir)) == ["latest", "step_10", "step_11", "step_3"]
+    assert find_latest_checkpoint(folder) == manager.output_dir / "step_3"
+    assert sorted(os.listdir(manager.output_dir)) == ["latest", "step_11", "step_3"]
     config.experiment.output_dir = f"{folder}/elsewhere" if rank == 0 else folder
     with pytest.raises(xffl.ConfigError, match="latest one"):
         auto_resume(config, strategy)
+
+
+def replaced(rank: int, world_size: int, folder: str) -> None:
+    """Replace a checkpoint after rank 1 has opened it, and before rank 0 does."""
+    state, home = make_state(rank, "fsdp"), Path(folder)
+    for value in (1, 2):
+        save_checkpoint(home / f"of_{value}", {"it": Own(value)}, state, values={"value": value})
+    if rank == 0:
+        shutil.copytree(home / "of_1", home / "best")
+    dist.barrier()
+    is_open, count, begin = home / "is_open", [0], OpenCheckpoint.__init__
+
+    def open_in_turn(self: OpenCheckpoint, path: Path) -> None:
+        count[0] += 1
+        if count[0] > 1:
+            begin(self, path)
+        elif rank == 1:
+            begin(self, path)
+            is_open.touch()
+        else:
+            while not is_open.exists():
+                time.sleep(0.001)
+            shutil.rmtree(home / "best")
+            (home / "of_2").rename(home / "best")
+            begin(self, path)
+
+    with mock.patch.object(OpenCheckpoint, "__init__", open_in_turn):
+        it = Own(0)
+        assert load_checkpoint(home / "best", {"it": it}, state) == {"value": 2} and it.value == 2
+    assert count == [2]
+    dist.barrier()
 
 
 def test_stages_odd_states_and_rotation(tmp_path: Path) -> None:
@@ -739,3 +772,4 @@ def several(rank: int, world_size: int, folder: str) -> None:
     views(rank, world_size, folder)
     extras(rank, world_size, folder)
     rotates(rank, world_size, folder)
+    replaced(rank, world_size, f"{folder}/replaced")

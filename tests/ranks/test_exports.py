@@ -28,7 +28,7 @@ from xffl.aggregation import offline as pieces
 from xffl.aggregation.algorithms.registry import make
 from xffl.aggregation.exports import RoundPlan, export_cell, load_global, read_told
 from xffl.aggregation.offline import aggregate_exports
-from xffl.checkpoint.format import check_data, locate_checkpoint, read_index, read_record
+from xffl.checkpoint.format import OpenCheckpoint, check_data, read_index, read_record
 from xffl.cli.main import main
 from xffl.cluster.environment import read_over_files
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
@@ -282,11 +282,11 @@ def test_a_kill_leaves_the_result_of_before_or_the_new_one(tmp_path: Path) -> No
     draws, found, longest_s = random.Random(3), [], 8 * took_s
     for life in range(12):
         weights = [1.0, life + 2.0]
-        before = read_record(locate_checkpoint(out)).values["global"]["shares"]
+        before = read_record(out).values["global"]["shares"]
         run_world(1, killed, folders, str(out), weights, draws.uniform(0.0, longest_s), init=False, mortal=(0,))
-        home = locate_checkpoint(out)
-        record = read_record(home)
-        check_data(read_index(home, record))
+        with OpenCheckpoint(out) as source:
+            record = source.read_record()
+            check_data(read_index(source, record))
         new = [weight / sum(weights) for weight in weights]
         assert record.values["global"]["shares"] in (before, pytest.approx(new))
         found.append(record.values["global"]["shares"] != before)

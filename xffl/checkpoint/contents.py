@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from xffl.checkpoint.format import FileEntry, Record, check_file, file_entry, sync
+from xffl.checkpoint.format import CellIndex, FileEntry, Record, file_entry, sync
 from xffl.distributed.sharding import Plain, from_plain, local_tensor, sharded_parameters, tensors_named, to_plain
 from xffl.errors import CheckpointError, ConfigError
 from xffl.files import naming_errors
@@ -349,17 +349,18 @@ def is_same_layout(record: Record, topology: Topology) -> bool:
 
 
 def read_rank_state(
-    folder: Path, place: int, files: Mapping[str, FileEntry], wanted: Collection[str], *, is_same: bool
+    index: CellIndex, place: int, wanted: Collection[str], *, is_same: bool
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Read this rank's file and compare it with its checksum; nothing is changed yet, and no code of it is run."""
-    file = folder / f"own_{place}.pt"
-    if not wanted and not (is_same and file.name in files):
+    file = index.folder / f"own_{place}.pt"
+    if not wanted and not (is_same and file.name in index.files):
         return {}, {}
-    if file.name not in files:
+    if file.name not in index.files:
         raise CheckpointError(f"{file} is in no index; the checkpoint is damaged, load another one")
-    check_file(file, files[file.name])
+    index.check_file(file.name)
     try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
+        with index.open(file.name) as stream:
+            content = torch.load(stream, map_location="cpu", weights_only=True)
         values = json.loads(content["values"])
         states = {name: from_plain(values[name], content["tensors"]) for name in sorted(wanted)}
         return states, content.get("buffers", {}) if is_same else {}

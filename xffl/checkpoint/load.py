@@ -6,6 +6,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,14 +20,15 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
+from xffl import checks
 from xffl.checkpoint import contents
 from xffl.checkpoint import format as folders
 from xffl.checkpoint.contents import Contents, Part
-from xffl.checkpoint.format import Cell, CellIndex, CellReader, Record
-from xffl.checks import shorten
+from xffl.checkpoint.format import Cell, CellIndex, CellReader, OpenCheckpoint, Record, read_again_if_replaced
+from xffl.distributed.consistency import check_consistent, ranks_text
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import bytes_of, from_plain, load_optimizer, spread_whole, tensors_named
-from xffl.errors import CheckpointError, ConfigError, XfflError
+from xffl.errors import CheckpointError, ConfigError, ReplacedError, XfflError
 from xffl.topology import Topology
 
 __all__ = ["compare_cells", "load_checkpoint"]
@@ -70,7 +72,8 @@ def load_checkpoint(
     another layout as the cell's first rank had them. All names, shapes, dtypes and checksums are compared before
     anything is changed. Extra states of modules come as they were saved, before any weight: where a module refuses its
     own, all get back what they had, and nothing was loaded. Reading the files (tensors, with ``weights_only``, and
-    JSON) runs no code.
+    JSON) runs no code. All ranks read the files of one save: if another process replaces the checkpoint meanwhile, they
+    go on with the files that they have opened, or begin again with the new ones.
 
     The number of cells must be that of the checkpoint, where it was not saved right after a round. Where it was, ``C``
     cells may load what ``S`` cells saved: cell ``c`` reads what cell ``c % S`` has written, and with it what differed
@@ -89,8 +92,26 @@ def load_checkpoint(
     :raises StateError: if the state does not fit torch.distributed.
     :raises CheckpointError: if the checkpoint cannot be trusted or does not fit; the same on all ranks.
     """
+    record = load_with_record(path, parts, state, own=own, reset=reset, local=local)
+    return {name: from_plain(value, {}) for name, value in record.values.items()}
 
-    def check() -> tuple[Path, Cell, Mapping[str, Stateful]]:
+
+def load_with_record(
+    path: str | os.PathLike[str],
+    parts: Mapping[str, Part],
+    state: DistributedState,
+    *,
+    own: Mapping[str, Stateful] | None = None,
+    reset: Collection[str] = (),
+    local: Collection[str] = (),
+    check: Callable[[Record], None] = lambda _: None,
+) -> Record:
+    """Load a checkpoint as :func:`load_checkpoint` does, and return the record of the save that was loaded.
+
+    ``check`` may refuse a record before anything is read or changed.
+    """
+
+    def check_arguments() -> tuple[Path, Cell, Mapping[str, Stateful]]:
         contents.check_parts(parts)
         for knob, names in (("reset", reset), ("local", local)):
             if isinstance(names, str) or not all(isinstance(name, str) for name in names):
@@ -103,26 +124,81 @@ def load_checkpoint(
         names = f"own={sorted(kept)} reset={sorted(set(reset))} local={sorted(set(local))}"
         return f"path={target} parts={sorted(parts)} {names}"
 
-    target, cell, kept = folders.run_collectively("arguments", check, Path(str(path)), NOTHING_LOADED, show)
+    target, cell, kept = folders.run_collectively("arguments", check_arguments, Path(str(path)), NOTHING_LOADED, show)
+
+    has_begun: list[bool] = []
+
+    def load_one_save() -> Record:
+        with ExitStack() as stack:
+            return _load(stack, target, parts, kept, _Request(cell, state.topology, reset, local, check), has_begun)
+
+    try:
+        return read_again_if_replaced(load_one_save)
+    except XfflError as error:
+        if has_begun and PARTLY_LOADED not in str(error):
+            raise type(error)(f"{error}; {PARTLY_LOADED}") from error
+        raise
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What a load was asked for, beside what to load into."""
+
+    cell: Cell
+    topology: Topology
+    reset: Collection[str]
+    local: Collection[str]
+    check: Callable[[Record], None]
+
+
+def _load(
+    stack: ExitStack,
+    target: Path,
+    parts: Mapping[str, Part],
+    kept: Mapping[str, Stateful],
+    asked: _Request,
+    has_begun: list[bool],
+) -> Record:
+    """Load the files of one save, which are held open until the end of ``stack``; collective over the world.
+
+    ``has_begun`` gets an entry before the first tensor is overwritten.
+
+    :raises ReplacedError: if another process has taken away files before they were opened; on all ranks.
+    """
+    cell = asked.cell
 
     def on_all_ranks(what: str, act: Callable[[], T], advice: str = NOTHING_LOADED) -> T:
         return folders.run_collectively(what, act, target, advice)
 
-    folder, record, wanted = folders.run_collectively(
-        "record", lambda: _record(target, parts, kept, reset, state.topology), target, NOTHING_LOADED, str
-    )
+    def open_and_check() -> tuple[OpenCheckpoint, Record, list[str]]:
+        opened = stack.enter_context(OpenCheckpoint(target))
+        record = opened.read_record()
+        asked.check(record)
+        return opened, record, _check_record(opened.path, record, parts, kept, asked)
+
+    source, record, wanted = on_all_ranks("record", open_and_check)
+    _check_same_save(target, source.path, record)
+
+    def reading(what: str, act: Callable[[], T], advice: str = NOTHING_LOADED) -> T:
+        """Do a step that reads files, and say so where the checkpoint was replaced before they were opened."""
+
+        def act_and_notice() -> T:
+            with source.noticing_replacement():
+                return act()
+
+        return on_all_ranks(what, act_and_notice, advice)
+
     current = on_all_ranks("contents", lambda: contents.collect(parts))
     if len(record.cells) != len(cell.sizes):
         names = on_all_ranks("contents", lambda: contents.trained_names(parts))
-        on_all_ranks("comparing cells", lambda: compare_cells(folder, record, names, local, cell))
-    plan = on_all_ranks("comparing", lambda: _plan(folder, record, parts, cell, current))
+        reading("comparing cells", lambda: compare_cells(source, record, names, asked.local, cell))
+    plan = reading("comparing", lambda: _plan(source, record, parts, cell, current))
     on_all_ranks("comparing", lambda: _check_unused(plan, cell))
-    is_same = contents.is_same_layout(record, state.topology)
-    rank_state, buffers = on_all_ranks(
-        "own state",
-        lambda: contents.read_rank_state(plan.index.folder, cell.place, plan.index.files, wanted, is_same=is_same),
+    is_same = contents.is_same_layout(record, asked.topology)
+    rank_state, buffers = reading(
+        "own state", lambda: contents.read_rank_state(plan.index, cell.place, wanted, is_same=is_same)
     )
-    on_all_ranks("reading extra states", lambda: _read_values(plan, buffers))
+    reading("reading extra states", lambda: _read_values(plan, buffers))
     # Extra states come before any weight is written: a module may refuse its own, and then all can be taken back.
     # From the step "reading" on tensors are overwritten, so every message says that the load is partial.
     undo: list[Callable[[], None]] = []
@@ -131,17 +207,32 @@ def load_checkpoint(
     except XfflError:
         on_all_ranks("taking extra states back", lambda: [call() for call in reversed(undo)], PARTLY_LOADED)
         raise
-    on_all_ranks("reading", lambda: _read(plan, cell, buffers), PARTLY_LOADED)
+    has_begun.append(True)
+    reading("reading", lambda: _read(plan, cell, buffers), PARTLY_LOADED)
     on_all_ranks("applying", lambda: _apply(plan, parts, kept, rank_state), PARTLY_LOADED)
-    return {name: from_plain(value, {}) for name, value in record.values.items()}
+    return record
 
 
-def _record(
-    target: Path, parts: Mapping[str, Part], own: Collection[str], reset: Collection[str], topology: Topology
-) -> tuple[Path, Record, list[str]]:
-    """Find the folder, read its record, check that it fits cells and parts, and name the rank state to load."""
-    folder, sizes = folders.locate_checkpoint(target), topology.sizes
-    record = folders.read_record(folder)
+def _check_same_save(target: Path, folder: Path, record: Record) -> None:
+    """Raise if ranks have opened different saves; collective over the world."""
+
+    def describe(by_rank: Mapping[int, str]) -> ReplacedError:
+        ranks_of = checks.group((save, rank) for rank, save in by_rank.items())
+        saves = "; ".join(f"{ranks_text(ranks)}: {save}" for save, ranks in ranks_of.items())
+        return ReplacedError(
+            f"ranks have read different saves of checkpoint {target}: {saves}; it is replaced while it is read, or the "
+            f"ranks do not share the file system; {NOTHING_LOADED}"
+        )
+
+    save = f"number {record.save_number} of {record.saved_at}, {sorted(record.indexes.items())}"
+    check_consistent("saves of a checkpoint", save, describe=describe)
+
+
+def _check_record(
+    folder: Path, record: Record, parts: Mapping[str, Part], own: Collection[str], asked: _Request
+) -> list[str]:
+    """Check that a record fits cells and parts, and name the rank state to load."""
+    sizes = asked.topology.sizes
     if len(record.cells) != len(sizes) and not record.after_round:
         raise CheckpointError(
             f"checkpoint {folder} is of {len(record.cells)} cells {record.cells}, this run has {len(sizes)} {sizes}; "
@@ -152,12 +243,14 @@ def _record(
         raise CheckpointError(
             f"checkpoint {folder} has the parts {sorted(record.parts)}: {difference}; give the parts that were saved"
         )
-    return folder, record, sorted(contents.select_rank_state(folder, record, own, reset, topology))
+    return sorted(contents.select_rank_state(folder, record, own, asked.reset, asked.topology))
 
 
-def _plan(folder: Path, record: Record, parts: Mapping[str, Part], cell: Cell, current: Contents) -> _LoadPlan:
+def _plan(
+    source: OpenCheckpoint, record: Record, parts: Mapping[str, Part], cell: Cell, current: Contents
+) -> _LoadPlan:
     """Find a place for each tensor of the checkpoint that this rank wants, and compare."""
-    index = folders.read_index(folder, record, cell.number % len(record.cells))
+    index = folders.read_index(source, record, cell.number % len(record.cells))
     folders.check_data(index, cell.place, cell.sizes[cell.number])
     plan = _LoadPlan(index)
     for name, part in parts.items():
@@ -174,7 +267,7 @@ def _plan(folder: Path, record: Record, parts: Mapping[str, Part], cell: Cell, c
         plan.problems.append(f"no tensor {key!r}, though it is named")
     if plan.problems:
         raise CheckpointError(
-            f"checkpoint {index.folder} does not fit: {shorten(plan.problems, SHOWN, '; ')}; {NOTHING_LOADED}"
+            f"checkpoint {index.folder} does not fit: {checks.shorten(plan.problems, SHOWN, '; ')}; {NOTHING_LOADED}"
         )
     return plan
 
@@ -244,7 +337,7 @@ def _check_unused(plan: _LoadPlan, cell: Cell) -> None:
     """Refuse what no rank of the cell wants; collective over the cell. Stages of a pipeline want a part each."""
     nobodys = set.intersection(*folders.gather_in_cell(plan.unused, cell))
     if nobodys:
-        problems = shorten([f"{key!r} has no place here" for key in sorted(nobodys)], SHOWN, "; ")
+        problems = checks.shorten([f"{key!r} has no place here" for key in sorted(nobodys)], SHOWN, "; ")
         raise CheckpointError(f"checkpoint {plan.index.folder} does not fit: {problems}; {NOTHING_LOADED}")
 
 
@@ -322,14 +415,16 @@ def _apply_optimizer(name: str, optimizer: torch.optim.Optimizer, names: list[li
     load_optimizer(optimizer, {"state": state, "param_groups": groups})
 
 
-def compare_cells(folder: Path, record: Record, names: Collection[str], local: Collection[str], cell: Cell) -> None:
+def compare_cells(
+    source: OpenCheckpoint, record: Record, names: Collection[str], local: Collection[str], cell: Cell
+) -> None:
     """Refuse a checkpoint whose cells hold different weights; collective over the cell."""
     # All ranks of the world share the tensors out; each reads whole ones, two at a time.
     # Stages of a pipeline know other names, and each name must have one rank that reads it.
     mine = sorted(set().union(*folders.gather_in_cell(set(names), cell)) - set(local))[cell.rank :: sum(cell.sizes)]
-    head = folders.read_index(folder, record)
+    head = folders.read_index(source, record)
     for number in range(1, len(record.cells)):
-        index = folders.read_index(folder, record, number)
+        index = folders.read_index(source, record, number)
         for name in mine:
             if name not in head.tensors:
                 continue  # a problem where the parts are compared
@@ -339,7 +434,7 @@ def compare_cells(folder: Path, record: Record, names: Collection[str], local: C
             if not is_same or not torch.equal(*(bytes_of(folders.read_tensor(one, name)) for one in (head, index))):
                 places = sorted({chunk.relative_path for chunk in head.tensors[name].chunks})
                 raise CheckpointError(
-                    f"checkpoint {folder} was saved as right after a round, but {name!r} is not the same in "
+                    f"checkpoint {source.path} was saved as right after a round, but {name!r} is not the same in "
                     f"{index.folder} as in {head.folder} (files {', '.join(places)}); start {len(record.cells)} cells, "
                     f"or give local=[{name!r}] where its policy is local"
                 )

@@ -195,8 +195,7 @@ def _prepare(path: Path, cell: Cell) -> None:
         )
     # Nothing is deleted before the check above; these folders are of saves that were killed.
     make_folders(path.parent)
-    for left in (folders.temporary_path(path, "partial"), folders.temporary_path(path, "removed")):
-        folders.delete(left)
+    folders.clear_leftovers(path)
     for number in range(len(cell.sizes)):
         (folders.temporary_path(path, "partial") / f"cell_{number}").mkdir(parents=True)
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from xffl.aggregation.config import RoundArguments, validate_round_config
 from xffl.aggregation.engine.tensors import Manifest
-from xffl.aggregation.exports import RoundPlan, agreed_global, export_cell, load_global
+from xffl.aggregation.exports import RoundPlan, agreed_global, export_cell, load_agreed_global
 from xffl.aggregation.federated_scaling import FederatedScaling
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.checks import index_of, integer_fields, one_of
@@ -249,7 +249,8 @@ class FederatedMixin(ValidationMixin):
                 "output_dir of its rounds so far, and callbacks a CheckpointCallback, which keeps them. After a round "
                 "that ended early (training.max_steps, epochs, early stopping) there is no other"
             )
-        load_global(path, self.federated_model(), self.state, policies=self._policies())
+        model = self.federated_model()
+        load_agreed_global(path, model, self.state, policies=self._policies(), only=(number, digest))
         self._global_round, self._global_digest = number, digest
         self._fresh = self.steps_since_round = 0
 
