@@ -401,15 +401,17 @@ class FederatedMixin(ValidationMixin):
 
     _saved_weight: float = 0.0
 
-    def _counters(self) -> dict[str, float]:
-        counters = super()._counters()
+    def counters(self) -> dict[str, float]:
+        """Add the weight of all cells in all rounds, where the run ends by it."""
+        counters = super().counters()
         asked = self.section("federation", FederationConfig)
         if asked.max_samples is not None and self._scaling is not None and self.lone_cell() is None:
             counters["total_weight"] = self.total_weight
         return counters
 
-    def _load_counters(self, state: Mapping[str, Any]) -> None:
-        super()._load_counters(state)
+    def load_counters(self, state: Mapping[str, float]) -> None:
+        """Take it over."""
+        super().load_counters(state)
         self._saved_weight = float(state.get("total_weight", 0.0))
 
     def _on_round(self, report: RoundReport) -> None:
