@@ -32,6 +32,7 @@ import os
 import random
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -58,6 +59,7 @@ from xffl.checkpoint import (
     save_checkpoint,
 )
 from xffl.checkpoint.format import find_record
+from xffl.checkpoint.manager import check_checkpoints
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import XfflError
 
@@ -533,6 +535,87 @@ def busy(one: Try) -> None:
         for point in left:
             subprocess.run(["umount", point], check=True)
         check_run(one.folder, 4, {"best": 4})
+
+    in_child(act)
+
+
+# Damaged, refused, and in the way -------------------------------------------------------------------------------------
+
+
+def read_in_time(act: Callable[[], Any], seconds: int = 20) -> Any:
+    """Do something, and raise if that takes too long, as where a FIFO waits for a writer."""
+
+    def late(*unused: object) -> None:
+        raise TimeoutError(f"this takes longer than {seconds} s")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        return act()
+    finally:
+        signal.alarm(0)
+
+
+@kind("damage.record", short=4, long=100)
+def lost_record(one: Try) -> None:
+    """Lose the record or all files of some checkpoints; the run does not start, and nothing is deleted."""
+    manager = CheckpointManager(one.folder, keep_last=3)
+    for step in (1, 2, 3):
+        manager.save(Saver(), step, value=step)
+    for step in one.rng.sample((1, 2, 3), one.rng.randint(1, 3)):
+        path = manager.output_dir / f"step_{step}"
+        files = [file for file in path.rglob("*") if file.is_file()]
+        for file in files if one.number % 2 else [path / "checkpoint.json"]:
+            file.unlink()
+    before = sorted(manager.output_dir.rglob("*"))
+    try:
+        check_checkpoints(one.folder)
+    finally:
+        if sorted(manager.output_dir.rglob("*")) != before:
+            raise LostError("a look at the checkpoints has changed them")
+    raise LostError("a checkpoint without its record is not named")
+
+
+@kind("damage.fifo", short=6, long=100)
+def fifo(one: Try) -> None:
+    """Put a FIFO, a socket's or a device's name in the place of a file of a checkpoint."""
+
+    def act() -> None:
+        manager = CheckpointManager(one.folder, keep_last=2)
+        for step in (1, 2):
+            manager.save(Saver(), step, value=step)
+        path = manager.output_dir / "step_2"
+        file = one.rng.choice(sorted(file for file in path.rglob("*") if file.is_file()))
+        file.unlink()
+        if one.number % 2:
+            os.mkfifo(file)
+        else:
+            file.symlink_to("/dev/zero")
+        if load(manager.output_dir / "step_1") != 1:
+            raise LostError("the checkpoint before does not load")
+        read_in_time(lambda: load(path))
+        raise LostError(f"{path} loads without {file.name}")
+
+    in_child(act)
+
+
+@kind("refused.flush", short=3, long=30)
+def refused_flush(one: Try) -> None:
+    """Save where folders cannot be flushed, as on CIFS and some FUSE mounts."""
+
+    def act() -> None:
+        sync = os.fsync
+        code = (errno.EINVAL, errno.EOPNOTSUPP, 524)[one.number % 3]
+
+        def flush(handle: Any) -> None:
+            if stat.S_ISDIR(os.fstat(handle).st_mode):
+                raise OSError(code, os.strerror(code))
+            sync(handle)
+
+        os.fsync = flush
+        for step in (1, 2):
+            CheckpointManager(one.folder, keep_last=1).save(Saver(), step, value=step)
+        check_run(one.folder, 2)
 
     in_child(act)
 

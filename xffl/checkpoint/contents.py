@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from xffl.checkpoint.format import CellIndex, FileEntry, Record, file_entry, sync
+from xffl.checkpoint.format import CellIndex, FileEntry, Record, file_entry
 from xffl.distributed.sharding import Plain, from_plain, local_tensor, sharded_parameters, tensors_named, to_plain
 from xffl.errors import CheckpointError, ConfigError
-from xffl.files import naming_errors
+from xffl.files import naming_errors, sync
 from xffl.topology import Topology
 
 __all__ = ["Part", "RandomState"]

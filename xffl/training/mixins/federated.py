@@ -6,7 +6,7 @@ import json
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -293,7 +293,7 @@ class FederatedMixin(ValidationMixin):
     def has_federation_ended(self) -> bool:
         """Whether all cells together have trained on as many samples as the federation was to; known after rounds."""
         most = self.section("federation", FederationConfig).max_samples
-        return most is not None and self._scaling is not None and self._scaling.total_weight >= most
+        return most is not None and self._scaling is not None and self.total_weight >= most
 
     def give_to_round(self) -> None:
         """Export to ``federation.export_to``; collective over the world."""
@@ -392,8 +392,43 @@ class FederatedMixin(ValidationMixin):
             told["stopped"] = self.stopped_cells
         return told
 
+    _rounds_before: int = 0
+    """Rounds before those that the aggregator has counted: those before a start that has left its state out"""
+    _weight_before: float = 0.0
+    """The weight of all cells in those rounds"""
+
+    @property
+    def total_weight(self) -> float:
+        """Sum of the weights that all cells had in all rounds of the run, also before a change of cells."""
+        return self._weight_before + (0.0 if self._scaling is None else self._scaling.total_weight)
+
+    def on_resumed(self) -> None:
+        """Count rounds and their samples on, also where ``experiment.reset`` has left the rounds' own state out."""
+        scaling = self._scaling
+        if scaling is not None and self.lone_cell() is None:
+            self._rounds_before = max(0, self.rounds - scaling.aggregator.rounds)
+            self._weight_before = max(0.0, self._saved_weight - scaling.total_weight)
+        super().on_resumed()
+
+    _saved_weight: float = 0.0
+
+    def counters(self) -> dict[str, float]:
+        """Add the weight of all cells in all rounds, where the run ends by it."""
+        counters = super().counters()
+        asked = self.section("federation", FederationConfig)
+        if asked.max_samples is not None and self._scaling is not None and self.lone_cell() is None:
+            counters["total_weight"] = self.total_weight
+        return counters
+
+    def load_counters(self, state: Mapping[str, float]) -> None:
+        """Take it over."""
+        super().load_counters(state)
+        self._saved_weight = float(state.get("total_weight", 0.0))
+
     def _on_round(self, report: RoundReport) -> None:
-        """Note what the other cells know now, and pass the report on."""
+        """Note what the other cells know now, and pass the report on, with the number of the round in the run."""
+        if self._rounds_before:
+            report = replace(report, round=report.round + self._rounds_before)
         lone = self.lone_cell()
         if isinstance(report, ElasticRoundReport) and lone is not None:
             own = report.told[report.cells.index(lone[0])]

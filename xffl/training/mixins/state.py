@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from xffl.checkpoint.contents import RandomState
+from xffl.checkpoint.format import locate_checkpoint, read_record
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.errors import CheckpointError
 from xffl.files import read_sealed, write_sealed
@@ -109,6 +110,9 @@ class StateMixin(TrainerMixin):
             reset=("*",) if self.config.experiment.reset else (),
             local=self.local_tensors(),
         )
+        record = read_record(locate_checkpoint(Path(path)))
+        if self.run_directory.cell >= len(record.cells):
+            self.samples = 0  # those that were loaded are of the cell whose files this new one has read
         self.on_resumed()
         self.callbacks.post_load_checkpoint(self, str(path))
         return values
@@ -116,7 +120,7 @@ class StateMixin(TrainerMixin):
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all parts on this rank; local. Files are written by :meth:`save_checkpoint`."""
         return {
-            "trainer": {**self._counters(), "callbacks": self.callbacks.state_dict()},
+            "trainer": {**self.counters(), "callbacks": self.callbacks.state_dict()},
             "models": {name: model.state_dict() for name, model in self.named_models().items()},
             "optimizers": {name: one.state_dict() for name, one in self.named_optimizers().items()},
             "schedulers": {name: one.state_dict() for name, one in self.named_schedulers().items()},
@@ -133,7 +137,7 @@ class StateMixin(TrainerMixin):
         """
         trainer = dict(state_dict["trainer"])
         self.callbacks.load_state_dict(trainer.pop("callbacks"))
-        self._load_counters(trainer)
+        self.load_counters(trainer)
         for name, model in self.named_models().items():
             model.load_state_dict(state_dict["models"][name], strict=strict)
         for name, optimizer in self.named_optimizers().items():
@@ -148,7 +152,7 @@ class StateMixin(TrainerMixin):
         """Return the counters, and which step of all replica groups this is, where there are several."""
         manager = self.world.ft_manager
         groups = {} if manager is None else {"replica_groups": manager}
-        counters = StatePart(self._counters, self._load_counters)
+        counters = StatePart(self.counters, self.load_counters)
         return {**super().checkpoint_parts(), "trainer": counters, **groups}
 
     def own_parts(self) -> dict[str, Any]:
@@ -217,9 +221,12 @@ class StateMixin(TrainerMixin):
     def _others(self) -> dict[str, Any]:
         return {**self.checkpoint_parts(), "callbacks": self.callbacks}
 
-    def _counters(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in COUNTERS}
+    def counters(self) -> dict[str, float]:
+        """Add the steps, epochs, samples and rounds."""
+        return {**super().counters(), **{name: getattr(self, name) for name in COUNTERS}}
 
-    def _load_counters(self, state: Mapping[str, Any]) -> None:
+    def load_counters(self, state: Mapping[str, float]) -> None:
+        """Take them over."""
+        super().load_counters(state)
         for name in COUNTERS:
             setattr(self, name, int(state[name]))
