@@ -86,12 +86,13 @@ def test_values_come_back_as_they_were(value: Any) -> None:
 def test_what_json_has_not_comes_back_too() -> None:
     tensors: dict[str, torch.Tensor] = {}
     one, other = torch.ones(2), torch.zeros(())
-    plain = to_plain({"a": [one, math.inf], "b": {3: (other, -0.0)}, "nan": math.nan}, "part", tensors)
+    value = {"a": [one, math.inf], "b": {3: (other, -0.0)}, "nan": math.nan, "dtype": torch.bfloat16}
+    plain = to_plain(value, "part", tensors)
     assert list(tensors_named(plain)) == list(tensors) == ["part/a/0", "part/b/3/0"]
     found = from_plain(json.loads(json.dumps(plain, allow_nan=False)), tensors)
     assert found["a"][0] is one and found["a"][1] == math.inf and found["b"][3][0] is other and math.isnan(found["nan"])
-    assert math.copysign(1, found["b"][3][1]) == -1
-    for wrong in (object(), {1}, b"x", 1j, lambda: 0, torch.float32):
+    assert math.copysign(1, found["b"][3][1]) == -1 and found["dtype"] is torch.bfloat16
+    for wrong in (object(), {1}, b"x", 1j, lambda: 0, torch.device("cpu")):
         with pytest.raises(xffl.ConfigError, match="it/0 is .*no pickled code"):
             to_plain([wrong], "it")
     with pytest.raises(xffl.ConfigError, match="give tensors as a part"):

@@ -99,7 +99,7 @@ def measure(state: DistributedState, effort: Effort) -> dict[str, Any] | None:
     model = build_model(effort.megabytes)
     tensors, numel = len(list(model.parameters())), sum(parameter.numel() for parameter in model.parameters())
     model = shard(model, state, wrap=(_Block,))
-    flat = torch.zeros(numel, device=across)
+    flat = torch.zeros(numel, dtype=torch.float32, device=across)
     at_home = flat if device == across else flat.to(device)
     messages = ((SMALL_BYTES // 4, SMALL_CALLS), (numel, 1))
     probes = [_ring(state.topology, flat[:count], calls) for count, calls in messages]

@@ -239,7 +239,8 @@ class OfflineServer:
         self._numbers: dict[str, Any] = {}
         self._elements: list[str] = []
         self._after: tuple[list[str], dict[str, Any]] | None = None  # keys of tensors, and numbers, after the round
-        self._probe = server.make([torch.zeros(1)])  # has the options, and makes the schedule's steps
+        # Has the options, and makes the schedule's steps.
+        self._probe = server.make([torch.zeros(1, dtype=torch.float32)])
         self._schedule = server.make_schedule(self._probe)
         self._asked = asked_of(self._probe, self._schedule)
         before = folder / f"round_{values['round'] - 1}"
@@ -306,7 +307,7 @@ class OfflineServer:
     def publish(self, writer: PieceWriter) -> None:
         """Publish the state after the round."""
         assert self._after is not None, "something was trained"
-        self._probe.param_groups[0]["params"][0].grad = torch.zeros(1)
+        self._probe.param_groups[0]["params"][0].grad = torch.zeros(1, dtype=torch.float32)
         self._probe.step()
         if self._schedule is not None:
             self._schedule.step()

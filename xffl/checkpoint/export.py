@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xffl.checkpoint import format as folders
+from xffl.checkpoint.composite import read_boxes
 from xffl.checkpoint.contents import model_names
 from xffl.checkpoint.format import CellIndex, OpenCheckpoint, Record
 from xffl.checkpoint.manager import find_latest_checkpoint
@@ -232,8 +233,15 @@ def _names(folder: Path, record: Record, index: CellIndex, part: str) -> list[st
         raise CheckpointError(f"checkpoint {folder} has the parts {sorted(record.parts)}, not {part!r}; name one")
     if _GLOBAL in record.values:
         return [name for name in index.tensors if name.startswith(f"{part}/") and name not in index.ties]
+    held = model_names(part, index.tensors, index.values)
+    if composites := [(name, boxes[0]) for name, boxes in read_boxes(index.values).items() if name in held]:
+        name, box = composites[0]
+        raise CheckpointError(
+            f"{name!r} of checkpoint {folder} is {box.class_name}, a tensor made of others, which safetensors does not "
+            "keep; load the checkpoint and make the model's tensors plain ones"
+        )
     untied = index.tensors.keys() - index.ties
-    names = [name for name in model_names(part, index.tensors, index.values) if name in untied]
+    names = [name for name in held if name in untied]
     values = [name for name in index.values if name.startswith(f"{part}/group/")]
     if part in index.values or values or not names:
         raise CheckpointError(

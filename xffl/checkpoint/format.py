@@ -563,11 +563,12 @@ def run_collectively(
     show: Callable[[T], str] = lambda _: "done",
     *,
     world: dist.ProcessGroup | None = None,
+    describe: Callable[[dict[int, str]], XfflError] | None = None,
 ) -> T:
     """Do this rank's share of something, which counts only where it worked on all ranks; collective over the world."""
     error: XfflError | None = None  # kept for the message where a rank dies before all have heard of it
     try:
-        with run_on_all_ranks(f"{what} of a checkpoint", group=world) as share:
+        with run_on_all_ranks(f"{what} of a checkpoint", group=world, describe=describe) as share:
             try:
                 result = act()
                 share(show(result))

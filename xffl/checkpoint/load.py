@@ -15,14 +15,15 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.state_dict import set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from xffl import checks
-from xffl.checkpoint import contents
+from xffl.checkpoint import composite, contents
 from xffl.checkpoint import format as folders
+from xffl.checkpoint.composite import Box
 from xffl.checkpoint.contents import Contents, Part
 from xffl.checkpoint.format import Cell, CellIndex, CellReader, OpenCheckpoint, Record, read_again_if_replaced
 from xffl.distributed.consistency import check_consistent, ranks_text
@@ -47,6 +48,16 @@ class _LoadPlan:
     index: CellIndex
     targets: dict[str, torch.Tensor] = field(default_factory=dict)
     """Tensors that are read where they lie, and new ones of optimizers and other objects that have none yet"""
+    boxes: dict[str, list[Box]] = field(default_factory=dict)
+    """Boxes of the composite tensors that the checkpoint has"""
+    likes: dict[str, tuple[torch.Tensor | None, torch.nn.Parameter | torch.Tensor | None]] = field(default_factory=dict)
+    """Composite tensors to make, with the tensor to fill or to replace, if any, and the parameter it belongs to"""
+    made: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Composite tensors, once they are made"""
+    kept: dict[str, Any] = field(default_factory=dict)
+    """Entries of models' state dicts that stay as they are, since a checkpoint does not keep them"""
+    more: dict[str, set[str]] = field(default_factory=dict)
+    """Entries of each model's state dict beside tensors and extra states"""
     devices: dict[str, torch.device] = field(default_factory=dict)
     """Tensors of the modules' extra states, with where they go"""
     models: dict[str, list[str]] = field(default_factory=dict)  # names of each model's state dict here
@@ -252,7 +263,7 @@ def _plan(
     """Find a place for each tensor of the checkpoint that this rank wants, and compare."""
     index = folders.read_index(source, record, cell.number % len(record.cells))
     folders.check_data(index, cell.place, cell.sizes[cell.number])
-    plan = _LoadPlan(index)
+    plan = _LoadPlan(index, boxes=composite.read_boxes(index.values))
     for name, part in parts.items():
         if isinstance(part, nn.Module):
             _want_model(name, current, plan)
@@ -260,10 +271,10 @@ def _plan(
             _want_optimizer(name, part, contents.parameter_names(name, part, parts), current, plan)
         elif name in index.values:
             for key in tensors_named(index.values[name]):
-                plan.targets[key] = _target(index, key, current.tensors.get(key), None)
+                _want_tensor(plan, key, current.tensors.get(key), None)
         else:
             plan.problems.append(f"nothing of part {name!r}")
-    for key in (plan.targets.keys() | plan.devices.keys()) - index.tensors.keys():
+    for key in (plan.targets.keys() | plan.devices.keys()) - index.tensors.keys() - plan.boxes.keys():
         plan.problems.append(f"no tensor {key!r}, though it is named")
     if plan.problems:
         raise CheckpointError(
@@ -279,7 +290,11 @@ def _want_model(name: str, current: Contents, plan: _LoadPlan) -> None:
     plan.models[name] = contents.model_names(name, current.tensors, current.values)
     for key in plan.models[name]:
         tensor, saved = current.tensors.get(key), index.tensors.get(key)
-        if key not in there or (not contents.is_extra_state(key) and (tensor is None) != (saved is None)):
+        if key in plan.boxes and tensor is not None:
+            _want_composite(key, tensor, plan)
+        elif f"{contents.LEFT_OUT}{key}" in index.values and key not in index.values and tensor is None:
+            plan.kept[key] = from_plain(current.values[key], current.tensors)
+        elif key not in there or (not contents.is_extra_state(key) and (tensor is None) != (saved is None)):
             plan.problems.append(f"{key!r} is missing in it")
         elif key in index.values:
             for inner in tensors_named(index.values[key]):
@@ -292,7 +307,32 @@ def _want_model(name: str, current: Contents, plan: _LoadPlan) -> None:
                     f"{key!r} is {tuple(saved.shape)} {saved.dtype} in it, here {tuple(tensor.shape)} {tensor.dtype}"
                 )
             plan.targets[key] = tensor
+    left_out = {key: one.value for key, one in current.left_out.items() if key.startswith(f"{name}/")}
+    plan.kept |= left_out
+    plan.models[name] += left_out
+    plan.more[name] = {
+        key for key in plan.models[name] if key not in current.tensors and not contents.is_extra_state(key)
+    }
     plan.unused |= there - set(plan.models[name])
+
+
+def _want_composite(key: str, tensor: torch.Tensor, plan: _LoadPlan) -> None:
+    """Compare a composite tensor of a model with the boxes that were saved of it."""
+    saved = plan.boxes[key][0]
+    if saved.shape != tensor.shape or saved.dtype != tensor.dtype:
+        plan.problems.append(
+            f"{key!r} is {tuple(saved.shape)} {saved.dtype} in it, here {tuple(tensor.shape)} {tensor.dtype}"
+        )
+    else:
+        plan.likes[key] = (tensor, None)
+
+
+def _want_tensor(plan: _LoadPlan, key: str, now: torch.Tensor | None, parameter: torch.Tensor | None) -> None:
+    """Find a place for a tensor of an optimizer or another object."""
+    if key in plan.boxes:
+        plan.likes[key] = (now, parameter)
+    else:
+        plan.targets[key] = _target(plan.index, key, now, parameter)
 
 
 def _want_optimizer(
@@ -309,7 +349,7 @@ def _want_optimizer(
             if member not in saved:
                 plan.problems.append(f"{name!r} of {member!r} is missing in it")
             for key in tensors_named([saved.get(member), index.values.get(f"{name}/state/{member}")]):
-                plan.targets[key] = _target(index, key, current.tensors.get(key), parameter)
+                _want_tensor(plan, key, current.tensors.get(key), parameter)
     mine = {member for members in names for member in members}
     plan.unused |= {f"{name}/state/{member}" for member in saved.keys() - mine}
 
@@ -318,8 +358,10 @@ def _target(index: CellIndex, key: str, now: torch.Tensor | None, parameter: tor
     """Return the tensor to read into: the one that is there, else one that is spread like the parameter."""
     saved = index.tensors.get(key)
     if saved is None:
-        return torch.empty(0)  # _plan makes it a problem
-    if now is not None and now.shape == saved.shape and now.dtype == saved.dtype and not contents.is_overlapping(now):
+        return torch.empty(0, dtype=torch.float32)  # _plan makes it a problem
+    is_alike = now is not None and now.shape == saved.shape and now.dtype == saved.dtype
+    # What is composite here and was a plain tensor there gets a new plain one: written into it would be rounded.
+    if is_alike and now is not None and not contents.is_overlapping(now) and not composite.is_composite(now):
         return now
     if parameter is not None and parameter.shape == saved.shape and saved.shape:
         return torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False)
@@ -342,14 +384,47 @@ def _check_unused(plan: _LoadPlan, cell: Cell) -> None:
 
 
 def _read_values(plan: _LoadPlan, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Read the modules' extra states into new tensors; local. Those of this rank alone count before the cell's."""
-    tensors = {
-        name: (buffers[name] if name in buffers else folders.read_tensor(plan.index, name)).to(device)
-        for name, device in plan.devices.items()
-    }
-    for key in (key for keys in plan.models.values() for key in keys if key not in plan.targets):
+    """Read composite tensors and the modules' extra states into new tensors; local.
+
+    Of extra states those of this rank alone count before the cell's.
+    """
+
+    def read(name: str) -> torch.Tensor:
+        return folders.read_tensor(plan.index, name)
+
+    for name, (now, parameter) in plan.likes.items():
+        plan.made[name] = _make_composite(name, plan.boxes[name], now, parameter, read)
+        is_filled = now is not None and any(name in keys for keys in plan.models.values())
+        if is_filled and now is not None and (wrong := composite.difference(now, plan.made[name])):
+            raise CheckpointError(f"{name!r} is {wrong}; {NOTHING_LOADED}")
+    tensors: dict[str, torch.Tensor] = {}
+    for name, device in plan.devices.items():
+        if name in plan.boxes:
+            tensors[name] = composite.restore(name, plan.boxes[name], None, read, device)
+        else:
+            tensors[name] = (buffers[name] if name in buffers else read(name)).to(device)
+    special = plan.targets.keys() | plan.likes.keys() | plan.kept.keys()
+    for key in (key for keys in plan.models.values() for key in keys if key not in special):
         saved = plan.index.values
         plan.values[key] = from_plain(saved[key], tensors) if key in saved else tensors[key]
+
+
+def _make_composite(
+    name: str,
+    boxes: list[Box],
+    now: torch.Tensor | None,
+    parameter: torch.Tensor | None,
+    read: Callable[[str], torch.Tensor],
+) -> torch.Tensor:
+    """Make a composite tensor that is spread like the one that is there, else like the parameter; local."""
+    shape = boxes[0].shape
+    for like in (now, parameter):
+        if like is not None and like.shape == shape:
+            return composite.restore(name, boxes, like, read)
+    if not isinstance(parameter, DTensor):
+        return composite.restore(name, boxes, None, read)
+    whole = composite.restore(name, boxes, None, read, parameter.device)
+    return composite.spread_everywhere(whole, parameter)
 
 
 def _try_extra_states(
@@ -384,31 +459,47 @@ def _apply(
     plan: _LoadPlan, parts: Mapping[str, Part], own: Mapping[str, Stateful], rank_state: Mapping[str, Any]
 ) -> None:
     """Give the parts and what this rank keeps for itself what was read. Nothing moves."""
-    held = plan.targets | plan.values
+    held = plan.targets | plan.made | plan.values | plan.kept
     try:
         for name, part in parts.items():
             if isinstance(part, nn.Module):
-                set_model_state_dict(part, {key.removeprefix(f"{name}/"): held[key] for key in plan.models[name]})
+                filled = [key for key in plan.models[name] if key in plan.likes]
+                for key in filled:
+                    _fill_composite(plan, key)
+                # Into the model itself: of a wrapper torch would not call a load_state_dict of the model's own.
+                model = contents.unwrap(part)
+                left = {*filled, *(() if contents.takes_more(model) else plan.more[name])}
+                given = {key.removeprefix(f"{name}/"): held[key] for key in plan.models[name] if key not in left}
+                set_model_state_dict(model, given, options=StateDictOptions(strict=not filled))
             elif isinstance(part, torch.optim.Optimizer):
                 _apply_optimizer(name, part, contents.parameter_names(name, part, parts), plan)
             else:
-                part.load_state_dict(from_plain(plan.index.values[name], plan.targets))
+                part.load_state_dict(from_plain(plan.index.values[name], held))
         for name, saved in rank_state.items():
             own[name].load_state_dict(saved)
     except XfflError as error:  # say of these, too, that tensors have been written before
         raise type(error)(f"{error}; {PARTLY_LOADED}") from error
 
 
+def _fill_composite(plan: _LoadPlan, key: str) -> None:
+    """Write what was made into a model's composite tensor; a class need not say how it is copied."""
+    tensor, _ = plan.likes[key]
+    assert tensor is not None, "a model's tensors are there"
+    with torch.no_grad():
+        composite.copy_inner(tensor, plan.made[key])
+
+
 def _apply_optimizer(name: str, optimizer: torch.optim.Optimizer, names: list[list[str]], plan: _LoadPlan) -> None:
     """Give an optimizer its state and options; an empty group keeps its options."""
     values = plan.index.values
+    held = plan.targets | plan.made
     options = contents.saved_options(name, values)
     groups = optimizer.state_dict()["param_groups"]
     for group, members in zip(groups, names, strict=True):
         if members:
-            group |= from_plain(options[members[0]], plan.targets)
+            group |= from_plain(options[members[0]], held)
     state = {
-        number: from_plain(values[key], plan.targets)
+        number: from_plain(values[key], held)
         for number, key in enumerate(f"{name}/state/{member}" for members in names for member in members)
         if key in values
     }
@@ -423,9 +514,14 @@ def compare_cells(
     # Stages of a pipeline know other names, and each name must have one rank that reads it.
     mine = sorted(set().union(*folders.gather_in_cell(set(names), cell)) - set(local))[cell.rank :: sum(cell.sizes)]
     head = folders.read_index(source, record)
+    # Of a composite tensor the inner ones are compared, box by box.
+    boxes = {
+        name: [inner for box in of_tensor for inner in box.tensor_names]
+        for name, of_tensor in composite.read_boxes(head.values).items()
+    }
     for number in range(1, len(record.cells)):
         index = folders.read_index(source, record, number)
-        for name in mine:
+        for name in (inner for trained in mine for inner in boxes.get(trained, (trained,))):
             if name not in head.tensors:
                 continue  # a problem where the parts are compared
             # Bits are compared: equal NaNs are the same.

@@ -7,7 +7,7 @@ import json
 import logging
 import platform
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
 from datetime import timedelta
@@ -42,6 +42,7 @@ __all__ = [
     "compute_device",
     "connect",
     "control_device",
+    "difference_of",
     "find_unequal_cells",
     "gather_objects",
     "gather_runtimes",
@@ -113,7 +114,7 @@ def connect(groups: Iterable[Group | None], device: torch.device) -> None:
     """
     for one in dict.fromkeys(groups) if device.type != "cpu" else ():
         if one is not None:
-            all_reduce(torch.zeros(1, device=device), group=one)
+            all_reduce(torch.zeros(1, dtype=torch.float32, device=device), group=one)
 
 
 LOG = logging.getLogger(__name__)
@@ -371,12 +372,16 @@ def _difference(gathered: list[tuple[str, str, tuple[str, str] | None]], describ
     values = {rank: value if len(calls) == 1 else f"{what}: {value}" for rank, (what, value, _) in enumerate(gathered)}
     if describe is not None and len(calls) == 1:
         return describe(values)
+    return difference_of(calls.pop() if len(calls) == 1 else "calls", values)
+
+
+def difference_of(what: str, values: Mapping[int, str], advice: str = "give all ranks the same") -> XfflError:
+    """Make the error that names what each rank was given; pure."""
     by_value = group((value, rank) for rank, value in values.items())
     shown = "; ".join(f"{ranks_text(ranks)}: {value}" for value, ranks in list(by_value.items())[:SHOWN])
     if len(by_value) > SHOWN:
         shown += f"; and {len(by_value) - SHOWN} other values"
-    what = calls.pop() if len(calls) == 1 else "calls"
-    return ConfigError(f"ranks were given different {what}: {shown}; give all ranks the same")
+    return ConfigError(f"ranks were given different {what}: {shown}; {advice}")
 
 
 def _rebuild(name: str, text: str) -> XfflError:

@@ -165,7 +165,8 @@ def cell_mesh(topology: Topology, rank: int, groups: Groups, device_type: str) -
     The dimensions are ``replica`` and ``shard``, or ``shard`` alone without HSDP.
     """
     cell = topology.cell_of(rank)
-    ranks = torch.tensor([topology.shard_group(cell, one) for one in range(topology.replicas(cell))], device="cpu")
+    by_replica = [topology.shard_group(cell, one) for one in range(topology.replicas(cell))]
+    ranks = torch.tensor(by_replica, dtype=torch.int64, device="cpu")
     name = fresh_names(device_type, topology.federation(cell))
     handles = []
     for kind in ("replica", "shard") if topology.is_hsdp else ("federation",):
@@ -386,7 +387,7 @@ def make_cell_meshes(
     name_of = fresh_names("DistributedWorld", device_type)
 
     def mesh_of(axes: Sequence[str], ranks: tuple[int, ...]) -> DeviceMesh:
-        table = torch.tensor(ranks, device="cpu").view([dims.size(axis) for axis in axes])
+        table = torch.tensor(ranks, dtype=torch.int64, device="cpu").view([dims.size(axis) for axis in axes])
         names = tuple(map(name_of, axes))
         return DeviceMesh.from_group([groups[axis] for axis in axes], device_type, mesh=table, mesh_dim_names=names)
 

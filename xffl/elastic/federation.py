@@ -363,7 +363,7 @@ class ElasticFederation:
         A rank that took the round knows that all ranks had said yes; of one that had not said yes all know that nobody
         took it. Where all are in doubt the next meeting tells.
         """
-        ends = torch.tensor([end, -end], device=control_device())
+        ends = torch.tensor([end, -end], dtype=torch.int64, device=control_device())
         dist.all_reduce(ends, op=dist.ReduceOp.MAX)
         most, least = RoundEnd(int(ends[0])), RoundEnd(-int(ends[1]))
         if most is RoundEnd.TAKEN:

@@ -367,7 +367,7 @@ def _replicate(
         for _, tensor in named_tensors(model):
             if tensor.is_contiguous():
                 # Dimensions of size 1 may have any stride, but DDP refuses to copy between tensors of other strides.
-                tensor.as_strided_(tensor.shape, torch.empty(tensor.shape, device="meta").stride())
+                tensor.as_strided_(tensor.shape, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").stride())
     if world is not None and world.pp_enabled:
         group: dist.ProcessGroup | None = world.get_group("dp_replicate")
     else:

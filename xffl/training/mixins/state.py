@@ -57,7 +57,8 @@ class StateMixin(TrainerMixin):
         """
         if self.state.topology.cells == 1:
             return list(counts)
-        most: list[int] = self.world.all_reduce(torch.tensor(counts, device=self.device), "max", "world").tolist()
+        own = torch.tensor(counts, dtype=torch.int64, device=self.device)
+        most: list[int] = self.world.all_reduce(own, "max", "world").tolist()
         return most
 
     def save_checkpoint(self, path: str | Path, *, saver: Callable[..., T] | None = None, **values: Any) -> T | None:
