@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
+
+from xffl.cli.execute import split_command
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("xffl", "tests", "benchmarks", "examples", "workflows", "docs")
@@ -41,3 +44,20 @@ def test_sections_that_messages_name_exist() -> None:
     }
     assert ("Versions and formats", "What may differ between cells") in named
     assert [words for words in named if words[0] not in pages or not {*words[1:]} <= {*pages[words[0]]}] == []
+
+
+def test_the_manual_begins_with_two_lines_that_install_and_run_something() -> None:
+    shown = re.search(r"code-block:: bash\n\n((?:   .*\n)+)", (ROOT / "docs/index.rst").read_text())
+    assert shown is not None
+    assert shown.start() < 100
+    install, run = map(shlex.split, shown[1].splitlines())
+    assert install[:3] == ["pip", "install", "-e"]
+    extra = re.fullmatch(r"\.\[(\w+)\]", install[3])
+    assert extra is not None
+    assert f"\n{extra[1]} =\n" in (ROOT / "setup.cfg").read_text()
+    assert (ROOT / install[-1]).is_file()
+    assert run[:2] == ["xffl", "exec"]
+    words, script = split_command(run[1:])
+    assert words == ["exec", "--processes", "4", "--federated", "2,2"]
+    assert script is not None
+    assert (ROOT / script[0]).is_file()

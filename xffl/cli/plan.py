@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import sys
-import textwrap
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import accumulate
 from math import prod
@@ -31,7 +28,7 @@ from xffl.cluster.slurm.allocation import (
     with_switches,
 )
 from xffl.errors import ConfigError, LaunchError
-from xffl.planning.text import bytes_text, counted, seconds_text
+from xffl.planning.text import counted
 from xffl.topology import Topology
 
 if TYPE_CHECKING:
@@ -70,15 +67,6 @@ _FLAGS = (
     ("own_links", "each sender has its own slow link, instead of one per cell"),
     ("in_place", "write new values bucket by bucket (atomic=False)"),
 )
-_PHASES = (
-    ("vote", "both votes, over all ranks"),
-    ("pack", "values are checked"),
-    ("fill", "until the slow link starts"),
-    ("across", "the slow link is busy"),
-    ("stall", "it waits, between buckets"),
-    ("drain", "the last buckets arrive and are broadcast inside the cells"),
-    ("commit", "new values are written"),
-)
 _TYPES = (
     ("mesh", "AXES", "sizes of pp, cp, dp_replicate, dp_shard and tp: pp=2,dp_shard=auto,tp=2"),
     ("dtype", "DTYPE", "data type of weights and optimizer state (default: float32)"),
@@ -95,7 +83,6 @@ _SIZES = (
     ("micro_batches", "micro-batches of a pipeline (default: one for each stage)"),
     ("zero_stage", "stage of DeepSpeed's ZeRO: 1, 2 or 3 (default: 2)"),
 )
-_COLUMNS = ("parameters", "gradients", "optimizer", "gathered", "round", "total", "sends")
 _STRATEGIES = ("single", "ddp", "fsdp", "hsdp", "deepspeed")
 _MAX_HOSTS = 16
 _MAX_CELLS = 8
@@ -169,6 +156,7 @@ def run(options: Namespace) -> int:
     """Print the plan."""
     from xffl.planning import TrainingSize, round_traffic, topology_text
     from xffl.planning.mesh import MOVES, mesh_text
+    from xffl.planning.plan_text import assumption_lines, forecast_lines, memory_lines, traffic_lines
     from xffl.planning.summary import summary_lines
 
     for name in ("params", "bytes_per_param", "link_gbps", "pcie_gbps", *(name for name, *_ in _NUMBERS)):
@@ -208,15 +196,15 @@ def run(options: Namespace) -> int:
         axes = inside["axes"]
         print(f"\n{mesh_text(axes, first_rank=inside['first_rank'], cell=inside['cell'])}")
         print("".join(f"  {axis:<12}  {told}\n" for axis, told in MOVES.items() if axes[axis] > 1), end="")
-    parts = []
+    sections = []
     if traffic is not None:
-        parts.append((_traffic_lines(traffic), traffic["assumptions"]))
+        sections.append((traffic_lines(traffic), traffic["assumptions"]))
     if forecast is not None:
-        parts.append((_forecast_lines(forecast), forecast["assumptions"]))
+        sections.append((forecast_lines(forecast), forecast["assumptions"]))
     if inside is not None and inside["memory"] is not None:
-        parts.append((_memory_lines(inside), inside["assumptions"]))
-    for lines, assumptions in parts:
-        print("\n".join([*lines, *(_assumption_lines(assumptions) if options.assumptions else ())]))
+        sections.append((memory_lines(inside), inside["assumptions"]))
+    for lines, assumptions in sections:
+        print("\n".join([*lines, *(assumption_lines(assumptions) if options.assumptions else ())]))
     memory = None if options.params is None else _cell_memory(options, topology, inside)
     summary = _summarize(options, topology, traffic, memory, forecaster)
     print("\n".join(["", *summary_lines(summary)]))
@@ -419,69 +407,6 @@ def _shape(topology: Topology) -> dict[str, object]:
     }
 
 
-def _traffic_lines(traffic: dict[str, Any]) -> list[str]:
-    lines = ["", f"Traffic of a round, for a model of {bytes_text(traffic['model_bytes'])}:"]
-    for name, form in (("all-gather", traffic["all_gather"]), ("two-hop", traffic["two_hop"])):
-        took = ""
-        if form["seconds"] is not None:
-            took = f"; {form['seconds']:.3g} s at {traffic['link_gbps']:g} Gbit/s"
-        sent = f"each cell sends {bytes_text(form['bytes_per_cell'])}, all cells {bytes_text(form['bytes_total'])}"
-        lines.append(f"  {name:<10}  {sent}{took}")
-    lines.append(f"  intra-cell  all cells send {bytes_text(traffic['home_bytes_total'])} between their replicas")
-    for kind in traffic["cell_kinds"]:
-        names = ("all_gather_bytes_per_sender", "two_hop_bytes_per_sender", "home_bytes_per_sender")
-        gathered, hopped, home = (bytes_text(kind[name]) for name in names)
-        told = f"{gathered} with all-gather, {hopped} with two-hop, {home} inside the cell"
-        lines.append(f"  a sender in a cell of {kind['ranks']}: {told}")
-    lines += _pcie_lines(traffic["pcie"]) if "pcie" in traffic else []
-    return lines
-
-
-def _pcie_lines(pcie: dict[str, Any]) -> list[str]:
-    """Write what ranks copy between their GPU and the host's memory."""
-    lines = [
-        f"  host memory all ranks copy {bytes_text(pcie['bytes_total'])} over PCIe, at {pcie['gbps']:g} Gbit/s each"
-    ]
-    for kind in pcie["cell_kinds"]:
-        for role in ("sender", "replica"):
-            if (copies := kind[role]) is not None:
-                out, back = (bytes_text(copies[name]) for name in ("bytes_to_host", "bytes_to_gpu"))
-                took = seconds_text(copies["seconds"])
-                lines.append(f"  a {role} in a cell of {kind['ranks']}: {out} to the host, {back} to the GPU; {took}")
-    return lines
-
-
-def _forecast_lines(forecast: dict[str, Any]) -> list[str]:
-    round_, plain = forecast["round"], forecast["data_parallel"]
-    form = round_["form"].replace("_", "-")
-    lines = ["", f"Forecast of a round every {forecast['every']} steps of {forecast['step_s']:g} s:"]
-    lines.append(f"  takes       {seconds_text(round_['seconds'])} ({form}, codec {forecast['codec']}), of which")
-    lines += [f"    {phase:<7}   {seconds_text(round_['phases'][phase]):<8}  {told}" for phase, told in _PHASES]
-    sent = bytes_text(round_["bytes_across_per_cell"])
-    lines.append(f"  exposes     {seconds_text(round_['exposed'])}; each cell sends {sent}")
-    lines.append(f"  training    {100 * round_['utilization']:.1f} % of the time")
-    if round_["phases"]["stall"] > 0.05 * round_["phases"]["across"]:
-        lines.append(
-            "  The slow link waits for buckets: larger ones would fill it (--bucket-mib, Aggregator's bucket_bytes)."
-        )
-    lines.append("Data parallelism over all ranks instead, gradients in every step:")
-    sent = bytes_text(plain["bytes_across_per_cell"])
-    lines.append(
-        f"  exposes     {seconds_text(plain['exposed'])} of {seconds_text(plain['seconds'])}; each cell sends {sent}"
-    )
-    lines.append(f"  training    {100 * plain['utilization']:.1f} % of the time")
-    return lines
-
-
-def _assumption_lines(assumptions: Sequence[str]) -> list[str]:
-    """Lay assumptions out as a list that fills the terminal."""
-    width = shutil.get_terminal_size((100, 24)).columns
-    lines = ["Assumed:"]
-    for assumption in assumptions:
-        lines += textwrap.wrap(assumption, width, initial_indent="  - ", subsequent_indent="    ")
-    return lines
-
-
 # Hosts: which cell each is in, the order of their ranks, and where replicas stand -------------------------------------
 
 
@@ -628,24 +553,6 @@ def _describe_cell(options: Namespace, topology: Topology) -> dict[str, Any] | N
     return told
 
 
-def _memory_lines(inside: dict[str, Any]) -> list[str]:
-    """Write the memory, the traffic and the comparison."""
-    name = inside["strategy"] + (f", ZeRO {inside['zero_stage']}" if inside["zero_stage"] else "")
-    found = ["", f"Memory of a rank in cell {inside['cell']} ({name}), beside activations:"]
-    found += _part_lines(inside["memory"])
-    found.append(f"  {'total':<12}  {_known(inside['total_bytes'])}")
-    found += ["", "A rank sends inside the cell, in a forward and backward pass:"]
-    found += _part_lines(inside["traffic"]) or ["  nothing"]
-    found += ["", "With P parameters, U of them (P / pp / tp) on a stage, cut over n = dp_shard x cp ranks,"]
-    found += ["R = dp_replicate, t = tp, c = cp, tokens = batch x sequence / cp.", "", "Strategies for this cell:"]
-    width = max(map(len, inside["strategies"]))
-    columns = [name for name in _COLUMNS if any(name in row for row in inside["strategies"].values())]
-    found.append("  " + " " * width + "".join(name.rjust(12) for name in columns))
-    for label, row in inside["strategies"].items():
-        found.append("  " + label.ljust(width) + "".join(_known(row[name]).rjust(12) for name in columns))
-    return found
-
-
 class _TrainingSizes(NamedTuple):
     """What the options say of the model, the training and its rounds, as far as memory depends on it."""
 
@@ -776,11 +683,3 @@ def _axes(options: Namespace, topology: Topology, cell: int) -> dict[str, Any]:
 
 def _zero(options: Namespace) -> int:
     return (options.zero_stage or 2) if options.strategy == "deepspeed" else 0
-
-
-def _part_lines(parts: list[dict[str, Any]]) -> list[str]:
-    return [f"  {part['what']:<12}  {_known(part['bytes']):<8}  {part['formula']}" for part in parts]
-
-
-def _known(count: float | None) -> str:
-    return "?" if count is None else bytes_text(count)

@@ -1,8 +1,9 @@
 """Forecasts of a federation and their figures: topology, traffic and time of rounds, the inside of a cell.
 
 ``text`` and ``figures`` draw the topology and hold what the other files draw with; ``traffic``, ``memory`` and
-``forecast`` calculate; ``mesh``, ``partition`` and ``bench`` each write one thing as text and as a figure. Names are
-imported when they are first used. None needs torch; figures load matplotlib when they are drawn.
+``forecast`` calculate; ``mesh``, ``partition`` and ``bench`` each write one thing as text and as a figure;
+``plan_text`` and ``summary`` write what ``xffl plan`` prints: its numbers, and its end. Names are imported when they
+are first used. None needs torch; figures load matplotlib when they are drawn.
 """
 
 from __future__ import annotations

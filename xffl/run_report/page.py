@@ -30,6 +30,7 @@ from xffl.run_report.figures import (
     traffic_figure,
     value_figure,
 )
+from xffl.run_report.pace import find_slowest_cells
 from xffl.run_report.reader import FEDERATION, Run
 from xffl.run_report.summary import (
     SECTIONS,
@@ -40,6 +41,7 @@ from xffl.run_report.summary import (
     printable,
     read_settings,
     section_of,
+    slowest_text,
     sort_names,
     stem_of,
     sum_up_values,
@@ -216,7 +218,14 @@ def draw_pictures(runs: Sequence[Run], folder: Path) -> tuple[list[Picture], lis
                 album.add("Cells", f"cells{of_run}", caption, described, partial(save, figure))
         if any(run.rounds for run in runs):
             described = "Bars on a time axis: when each cell trained and when it stood still for a round."
-            figures = [("rounds", f"{described} The summary has the sums.", rounds_figure(runs))]
+            figure, caption = rounds_figure(runs)
+            late = [
+                f"Slowest{f' in {run.name}' if len(runs) > 1 else ''}: {slowest_text(run)}."
+                for run in runs
+                if find_slowest_cells(run) is not None
+            ]
+            caption = " ".join([caption, *late])
+            figures = [("rounds", f"{described} The summary has the sums.", (figure, caption))]
             if any(record.phases for run in runs for records in run.rounds.values() for record in records):
                 figures.append(("phases", "Stacked bars of the mean time of each phase.", phases_figure(runs)))
             described = "Line charts of the bytes sent so far between and within cells. The summary has the sums."

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xffl.planning.text import bytes_text, counted
+from xffl.run_report.pace import find_slowest_cells
 from xffl.run_report.reader import FEDERATION, RoundRecord, Run, Series
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "read_settings",
     "seconds_text",
     "section_of",
+    "slowest_text",
     "sort_names",
     "stem_of",
     "sum_up_values",
@@ -255,6 +257,7 @@ def summary_rows(run: Run) -> list[tuple[str, str]]:
             ("exposed: training stood still for rounds", f"{seconds_text(exposed)}{share}"),
             ("hidden behind local steps", seconds_text(behind)),
             ("hidden behind a round's own work", seconds_text(hidden)),
+            ("slowest cell", slowest_text(run)),
         ]
     else:
         rows += [("rounds", "none")]
@@ -277,6 +280,19 @@ def _mean_over_cells(run: Run, value: Callable[[RoundRecord], float]) -> float:
         return math.fsum(value(record) for records in run.rounds.values() for record in records) / len(run.rounds)
     recorded = Counter(record.number for records in run.rounds.values() for record in records)
     return math.fsum(value(one) / recorded[one.number] for records in run.rounds.values() for one in records)
+
+
+def slowest_text(run: Run) -> str:
+    """Name the cell that the others wait for, and for how long; say so where no cell is late beyond noise."""
+    found = find_slowest_cells(run)
+    if found is None:
+        return "none: no cell comes later than the others beyond noise" if len(run.rounds) > 1 else "–"
+    names = [cell_name(cell) for cell in found.cells[:MAX_CELLS]]
+    named = ", ".join(names[:-1]) + f" and {names[-1]}" if len(names) > 1 else names[0]
+    share = f"{100 * found.share:.1f} % of the time between rounds"
+    return (
+        f"{named}{', ...' * (len(found.cells) > MAX_CELLS)}: others wait {seconds_text(found.waited)} a round ({share})"
+    )
 
 
 def _rate_rows(run: Run) -> list[tuple[str, str]]:
