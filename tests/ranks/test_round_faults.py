@@ -163,7 +163,10 @@ def tears(rank: int, world_size: int) -> None:
 def inference(rank: int, world_size: int) -> None:
     """A first round inside inference mode spoils no later one."""
     state = make_state(rank, (2, 1), 1)
-    for model in (layers(state.topology.cell_of(rank)), nn.BatchNorm1d(3)):  # the mean of buffers is taken at home first
+    for model in (
+        layers(state.topology.cell_of(rank)),
+        nn.BatchNorm1d(3),
+    ):  # the mean of buffers is taken at home first
         aggregator = aggregator_of(model, state)
         with torch.inference_mode():
             assert aggregator.aggregate().round == 1

@@ -27,6 +27,7 @@ from xffl.aggregation.elastic import ElasticAggregator
 from xffl.aggregation.engine.coverage import check_lone_cell
 from xffl.aggregation.hierarchical import Level, Levels
 from xffl.distributed.gradients import find_reduction, mark_reduced
+from xffl.distributed.sharding import local_tensor
 
 NONE = "nothing was raised"
 
@@ -38,7 +39,8 @@ class Net(nn.Module):
         self.head = nn.Linear(8, 2)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.head(self.backbone(inputs))
+        outputs: torch.Tensor = self.head(self.backbone(inputs))
+        return outputs
 
 
 def net() -> Net:
@@ -83,8 +85,9 @@ def part_fully_sharded(state: xffl.DistributedState) -> nn.Module:
 
 
 def part_in_ddp(state: xffl.DistributedState) -> nn.Module:
-    model: Any = net()
-    model.backbone = DistributedDataParallel(model.backbone, process_group=state.federation)
+    model = net()
+    backbone: Any = DistributedDataParallel(model.backbone, process_group=state.federation)
+    model.backbone = backbone
     return model
 
 
@@ -94,15 +97,19 @@ def ddp_over_the_world(state: xffl.DistributedState) -> nn.Module:
 
 def ddp_over_pairs_of_cells(state: xffl.DistributedState) -> nn.Module:
     groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
-    return DistributedDataParallel(net(), process_group=groups[state.rank % 2])
+    return DistributedDataParallel(net(), process_group=groups[dist.get_rank() % 2])
 
 
 def fsdp_over_the_world(state: xffl.DistributedState) -> nn.Module:
-    return fully_shard(net())
+    model = net()
+    fully_shard(model)
+    return model
 
 
 def hsdp_over_the_world(state: xffl.DistributedState) -> nn.Module:
-    return fully_shard(net(), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "cut")))
+    model = net()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "cut")))
+    return model
 
 
 def added_after_ddp(state: xffl.DistributedState) -> nn.Module:
@@ -119,15 +126,26 @@ def unfrozen_after_ddp(state: xffl.DistributedState) -> nn.Module:
     return spread
 
 
+def refrozen_after_ddp(state: xffl.DistributedState) -> nn.Module:
+    """As many train as before, and others."""
+    model = net()
+    model.head.requires_grad_(False)
+    spread = DistributedDataParallel(model, process_group=state.federation)
+    model.requires_grad_(True)
+    model.backbone.requires_grad_(False)
+    return spread
+
+
 def ignored_by_ddp(state: xffl.DistributedState) -> nn.Module:
     model = net()
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["head.weight"])
+    ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    ignore(model, ["head.weight"])
     return DistributedDataParallel(model, process_group=state.federation)
 
 
 def ddp_of_one_rank(state: xffl.DistributedState) -> nn.Module:
     groups = [dist.new_group([rank]) for rank in range(4)]
-    return DistributedDataParallel(net(), process_group=groups[state.rank or 0])
+    return DistributedDataParallel(net(), process_group=groups[dist.get_rank()])
 
 
 def module_replaced_after_shard(state: xffl.DistributedState) -> nn.Module:
@@ -162,6 +180,7 @@ TWO_CELLS: dict[Callable[[xffl.DistributedState], nn.Module], tuple[str, ...]] =
     hsdp_over_the_world: ("'backbone.0.weight'", "ranks 0-3", "cells 0, 1"),
     added_after_ddp: ("'extra.weight'",),
     unfrozen_after_ddp: ("'head.weight'", "unfrozen"),
+    refrozen_after_ddp: ("'head.weight'", "unfrozen"),
     ignored_by_ddp: ("'head.weight'", "plain tensor"),
     ddp_of_one_rank: ("'backbone.0.weight'", "1 of the 2 ranks"),
     module_replaced_after_shard: ("'head.weight'", "plain tensor"),
@@ -175,11 +194,15 @@ TWO_CELLS: dict[Callable[[xffl.DistributedState], nn.Module], tuple[str, ...]] =
 
 def shards_without_replicas(state: xffl.DistributedState) -> nn.Module:
     assert state.hsdp_mesh is not None
-    return fully_shard(net(), mesh=state.hsdp_mesh["shard"])
+    model = net()
+    fully_shard(model, mesh=state.hsdp_mesh["shard"])
+    return model
 
 
 def shards_over_replicas(state: xffl.DistributedState) -> nn.Module:
-    return fully_shard(net(), mesh=init_device_mesh("cpu", (4,)))
+    model = net()
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    return model
 
 
 def replicas_without_shards(state: xffl.DistributedState) -> nn.Module:
@@ -210,8 +233,7 @@ REPLICAS: dict[Callable[[xffl.DistributedState], nn.Module], tuple[str, ...]] = 
 def stage(state: xffl.DistributedState) -> nn.Module:
     """One of two stages, which two ranks hold."""
     model = net()
-    kept = model.head if state.rank >= 2 else model.backbone
-    return nn.ModuleDict({"head" if state.rank >= 2 else "backbone": kept})
+    return nn.ModuleDict({"head": model.head} if dist.get_rank() >= 2 else {"backbone": model.backbone})
 
 
 def stages_alone(state: xffl.DistributedState) -> nn.Module:
@@ -270,6 +292,12 @@ def right(rank: int, world_size: int) -> None:
     state = make_state(rank, federated_group_size=(2, 2))
     frozen = net().requires_grad_(False)
     frozen.head.requires_grad_(True)
+    delayed = net()
+    late = [("head.weight", delayed.head.weight)]
+    options: dict[str, Any] = {
+        "delay_all_reduce_named_params": late,
+        "param_to_hook_all_reduce": delayed.backbone[0].weight,
+    }
     nested: Any = net()
     nested.backbone = DistributedDataParallel(nested.backbone, process_group=state.federation)
     nested.head = DistributedDataParallel(nested.head, process_group=state.federation)
@@ -286,9 +314,10 @@ def right(rank: int, world_size: int) -> None:
         net().requires_grad_(False),
         torch.compile(xffl.shard(net(), state)),
         DistributedDataParallel(frozen, process_group=state.federation),
+        DistributedDataParallel(delayed, process_group=state.federation, **options),
     ):
         assert xffl.Aggregator(model, state, policies={"*": "average"}).aggregate().round == 1  # type: ignore[arg-type]
-    options = {"gradients_reduced_by_caller": True}
+    options = {"gradients_reduced_by_caller": True}  # what the caller answers for
     assert Levels(net(), state, [Level(), Level(groups=(2,))], **options).aggregate().round == 1
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -439,7 +468,7 @@ def shards_apart(rank: int, world_size: int) -> None:
         assert "'head.bias' is not the same on ranks 0, 2-3 and rank 1" in raised(aggregator.aggregate)
         with torch.no_grad():
             model.head.bias.copy_(bias)
-            model.head.weight.to_local().add_(float(rank == 2))  # type: ignore[operator]
+            local_tensor(model.head.weight).add_(float(rank == 2))
         assert "'head.weight' is not the same on ranks 0-1, 3 and rank 2" in raised(aggregator.aggregate)
 
 

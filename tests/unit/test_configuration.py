@@ -507,7 +507,7 @@ WRONG_WORDS = [
     ("--federation.every 9 --federation.aggregator.codek int8", "aggregator option must be one of 'policies', 'bucke"),
     (
         "--federation.algorithm diloco --federation.every 3 --federation.aggregator.codek int8",
-        "'extra', got 'codek' (did you mean 'codec'?",
+        "'gradients_reduced_by_caller', got 'codek' (did you mean 'codec'?",
     ),
     (
         "--federation.every 9 --federation.aggregator.levels '[{evry: 2}]'",

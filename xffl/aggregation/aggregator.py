@@ -126,7 +126,7 @@ class Aggregator:
     :param extra: Tensors that are averaged beside the model's, such as control variates.
     :param gradients_reduced_by_caller: Take a model of which nothing tells that its gradients are reduced over the
         ranks of a cell, since the training loop does so itself. Without it each parameter that trains is refused that
-        neither FSDP2 nor DistributedDataParallel over the cell, nor a strategy, has (:doc:`strategies`).
+        neither FSDP2 nor DistributedDataParallel over the cell, nor a strategy, has (:doc:`/strategies`).
     :raises StateError: if torch.distributed is not initialized.
     :raises ConfigError: if an argument or a tensor is invalid, or the ranks' models differ; on all ranks alike.
     """

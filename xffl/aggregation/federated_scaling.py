@@ -81,7 +81,8 @@ class FederatedScaling:
     :param on_round: Called on every rank with the report of each round, after the new weights stand, and of each check
         that skipped one.
     :param aggregator: An aggregator made with options of one's own, or a mapping with the keywords of the one to make
-        (with ``levels``, a :class:`xffl.aggregation.Levels`); ``None`` makes one with the defaults.
+        (with ``levels``, a :class:`xffl.aggregation.Levels`); ``None`` makes one with the defaults. A loop that reduces
+        gradients over the cell by itself gives ``{"gradients_reduced_by_caller": True}``.
     :param delay: Local steps that go on while a round is under way; 0 waits for it. It is merged before the next one
         starts at the latest. A delay needs an aggregator with ``overlap=True``.
     :param alpha: With a delay, the part of a local value that stays when the mean is merged; ``None`` keeps the steps

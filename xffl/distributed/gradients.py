@@ -57,6 +57,7 @@ def mark_reduced(
     if own not in reduced:
         raise ConfigError(f"gradients reduced by {by} over ranks {reduced} are not those of rank {own}; give its ranks")
     mark = GradientReduction(tuple(sorted(reduced)), by)
+    chosen: list[torch.Tensor]
     if isinstance(parameters, nn.Module):
         chosen = [parameter for parameter in parameters.parameters() if parameter.requires_grad]
     else:

@@ -122,26 +122,41 @@ def _ranks_of(group: dist.ProcessGroup) -> frozenset[int] | None:
 def _reduced_parameters(prefix: str, module: nn.parallel.DistributedDataParallel) -> list[nn.Parameter]:
     """Return the parameters whose gradients a DDP module reduces, as far as torch tells."""
     ignored = set(module.parameters_to_ignore)
-    named = [(name, one) for name, one in module.module.named_parameters() if name not in ignored]
-    made_with = getattr(module, "_module_parameters", None)
+    made_with: list[nn.Parameter] | None = getattr(module, "_module_parameters", None)
     known = None if made_with is None else set(map(id, made_with))
-    training = [(name, one) for name, one in named if one.requires_grad and (known is None or id(one) in known)]
-    count = _count_in_reducer(module)
-    if count is not None and count < len(training):
-        shown = shorten([repr(name) for name, _ in training])
-        raise ConfigError(
-            f"{len(training)} parameters train in the DistributedDataParallel module {prefix or 'model'!r} ({shown}), "
-            f"which reduces the gradients of {count}: it takes those that train when it is made, and others were "
-            "unfrozen since; call requires_grad_() before DistributedDataParallel or xffl.shard"
-        )
-    return [one for _, one in training]
+    training = [
+        (name, one)
+        for name, one in module.module.named_parameters()
+        if one.requires_grad and name not in ignored and (known is None or id(one) in known)
+    ]
+    in_reducer = _find_in_reducer(module, len(training))
+    if in_reducer is not None:
+        unfrozen = [repr(name) for name, one in training if id(one) not in in_reducer]
+        if unfrozen:
+            raise ConfigError(
+                f"parameters {shorten(unfrozen)} in the DistributedDataParallel module {prefix or 'model'!r} were "
+                "unfrozen after it was made, and it reduces the gradients of those that trained then; call "
+                "requires_grad_() before DistributedDataParallel or xffl.shard"
+            )
+    # DDP leaves these to a hook of its own, and counts them among those that it ignores.
+    delayed = [one for one in getattr(module, "_delay_all_reduce_params", ()) if one.requires_grad]
+    return [one for _, one in training] + delayed
 
 
-def _count_in_reducer(module: nn.parallel.DistributedDataParallel) -> int | None:
-    """Return how many parameters a DDP module reduces; ``None`` where torch does not tell (the API is private)."""
+def _find_in_reducer(module: nn.parallel.DistributedDataParallel, training: int) -> set[int] | None:
+    """Return the ids of the parameters that DDP's reducer has, where they may be others than those that train.
+
+    ``None`` where all parameters train, as many as the reducer has, or torch does not tell: the API is private. For a
+    moment it takes as much memory as the gradients.
+    """
     tell = getattr(module, "_get_ddp_logging_data", None)
-    count = None if tell is None else tell().get("num_parameter_tensors")
-    return count if isinstance(count, int) and count > 0 else None
+    show = getattr(getattr(module, "reducer", None), "_get_zeros_like_grad_buckets", None)
+    if tell is None or show is None:
+        return None
+    are_all_training = all(one.requires_grad for one in module.module.parameters())
+    if are_all_training and tell().get("num_parameter_tensors") == training:
+        return None
+    return {id(one) for bucket in show() for one in bucket.parameters()}
 
 
 def _check_inside(name: str, reduction: Reduction, cell: frozenset[int], state: DistributedState) -> None:

@@ -207,7 +207,8 @@ class FirstRound:
 
     def _differing_cells(self, statuses: Sequence[RoundStatus]) -> list[int]:
         """Return the cells in which ranks that hold the same elements have told other sums."""
-        topology, cells = self.scope.topology, []
+        topology = self.scope.topology
+        cells: list[int] = []
         for cell in range(topology.cells):
             if any(statuses[rank].is_nonfinite for rank in topology.federation(cell)):
                 continue  # refused, or left out, for that
@@ -292,7 +293,8 @@ class FirstRound:
 
     def _are_cells_equal(self, statuses: Sequence[RoundStatus]) -> bool:
         """Tell whether all cells that contribute have trained and hold the same bits."""
-        topology, sums = self.scope.topology, []
+        topology = self.scope.topology
+        sums: list[tuple[int, ...]] = []
         for cell in range(topology.cells):
             told = [statuses[rank] for rank in topology.federation(cell)]
             if any(one.is_absent for one in told):
@@ -334,6 +336,6 @@ def _sum_of_bits(values: torch.Tensor) -> torch.Tensor:
         return bits.sum(dtype=torch.int64)
     total = torch.zeros((), dtype=torch.int64)
     wide = torch.empty(min(PIECE, bits.numel()), dtype=torch.int64)
-    for piece in bits.split(PIECE) if bits.numel() else ():
+    for piece in torch.split(bits, PIECE) if bits.numel() else ():
         total += wide[: piece.numel()].copy_(piece).sum()
     return total

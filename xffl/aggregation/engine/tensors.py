@@ -237,7 +237,8 @@ def check_tensor(name: str, policy: str, tensor: torch.Tensor) -> None:
 
 # Instead of an axis: every rank of the cell holds the whole tensor; or the shards' parts are not those of one cut along
 # one axis, or not all shards hold one.
-REPLICATED, BY_PARTS = -1, -2
+REPLICATED = -1
+BY_PARTS = -2
 
 
 def canonical_axis(entry: TensorInfo, axes: Sequence[int]) -> int:
