@@ -339,7 +339,7 @@ class FaultTolerantWorld(DistributedWorld):
                 f"min_replica_size={self.ft_params.min_replica_size} groups no step is taken"
             ) from error
 
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", mesh: str = "world") -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor | float, op: str = "sum", mesh: str = "world") -> torch.Tensor:
         """Combine a tensor of each rank, as :meth:`DistributedWorld.all_reduce`.
 
         With ``mesh="dp"`` of all groups that take part in this step, by ``sum`` or ``mean``. Where a group was lost

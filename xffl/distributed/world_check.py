@@ -86,7 +86,7 @@ class WorldCheck:
                 self._tell("makes a DistributedSampler for", "give num_replicas and rank, or use xffl's CellLoader")
             original(sampler, *args, **kwargs)
 
-        DistributedSampler.__init__ = init  # type: ignore[method-assign]
+        DistributedSampler.__init__ = init  # type: ignore[assignment,method-assign]
 
     def _tell(self, what: str, advice: str) -> None:
         frame = inspect.currentframe()

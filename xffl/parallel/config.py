@@ -59,6 +59,8 @@ class DistributedConfig:
     :param device_parameters: The mesh inside a cell; by default the strategy's preset.
     :param federated: Sizes of the federated groups, or a rule that finds them, as :func:`xffl.session` takes them.
     :param wrap: Layer classes that are gathered, computed again or compiled one at a time.
+    :param keep_whole: Names or patterns of parameters that FSDP leaves whole on every rank, as :func:`xffl.shard` takes
+        them.
     :param ddp: What DDP is asked for.
     :param backend: Communication backend; by default ``gloo``, and ``cpu:gloo,cuda:nccl`` on CUDA.
     :param link_backend: Communication backend between federated groups, as :func:`xffl.session` takes it: ``gloo``
@@ -72,6 +74,7 @@ class DistributedConfig:
     device_parameters: DeviceParameters | None = None
     federated: int | tuple[int, ...] | str | None = None
     wrap: tuple[type, ...] = ()
+    keep_whole: tuple[str, ...] = ()
     ddp: DDPConfig = field(default_factory=DDPConfig)
     backend: str | None = None
     link_backend: str | None = None
@@ -83,6 +86,9 @@ class DistributedConfig:
         object.__setattr__(self, "zero_stage", integer("zero_stage", self.zero_stage, 0, 3))
         object.__setattr__(self, "federated", read_federation(self.federated, "distributed.federated"))
         object.__setattr__(self, "wrap", tuple(self.wrap))
+        if isinstance(self.keep_whole, str):
+            raise ConfigError(f"distributed.keep_whole must be a list of names of parameters, got {self.keep_whole!r}")
+        object.__setattr__(self, "keep_whole", tuple(self.keep_whole))
         if not all(isinstance(layer, type) for layer in self.wrap):
             raise ConfigError(f"wrap must be layer classes, such as [nn.TransformerEncoderLayer], got {self.wrap!r}")
 

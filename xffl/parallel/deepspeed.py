@@ -83,8 +83,9 @@ class DeepSpeedStrategy(DistributedStrategy):
                     "leave it at 1 and dp_shard 'auto', or give strategy='fsdp'"
                 )
         foreign = [name for name in FOREIGN if getattr(parameters, name) != getattr(default, name)]
-        if foreign or self.config.distributed.wrap:
-            name = foreign[0] if foreign else "wrap"
+        foreign += [name for name in ("wrap", "keep_whole") if getattr(self.config.distributed, name)]
+        if foreign:
+            name = foreign[0]
             raise ConfigError(f"strategy 'deepspeed' does not know {name}; leave it out, or give strategy='fsdp'")
         dtype = parameters.param_dtype
         if self._stage == 0 and dtype != "float32":
@@ -238,7 +239,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     ) -> dict[str, Any]:
         """Read a checkpoint; collective over the world."""
         if model is None:
-            model, optimizer = self._only_model(optimizer)
+            model, optimizer = self._only_model(optimizer, Path(path))
         only_model, only_optimizer = _only("model", model), _only("optimizer", optimizer)
         masters = _read_masters(only_model)
         if masters is not None and only_optimizer is not None:

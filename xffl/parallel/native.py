@@ -67,6 +67,7 @@ class NativeStrategy(DistributedStrategy):
             parameters=device_parameters,
             ddp=self.config.distributed.ddp,
             init_weights=init_weights,
+            keep_whole=self.config.distributed.keep_whole,
         )
         spread_model = spread(model, self.state, options, world)
         if world.cp_enabled:

@@ -7,7 +7,7 @@ model that was built on the meta device gets its weights module by module instea
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,6 +38,7 @@ from xffl.errors import ConfigError, StateError, XfflError
 from xffl.parallel.config import DDPConfig, read_ddp
 from xffl.parallel.pipeline import split_model
 from xffl.parallel.tensor_parallel import apply_tensor_parallel
+from xffl.parallel.whole import WholeParameters, find_whole
 from xffl.planning.memory import form_of
 
 __all__ = ["SpreadOptions", "check_model", "is_meta", "named_tensors", "send_weights", "shard", "spread"]
@@ -61,6 +62,7 @@ def shard(
     wrap: Iterable[type[nn.Module]] = (),
     mp_policy: MixedPrecisionPolicy | None = None,
     ddp: DDPConfig | Mapping[str, Any] | None = None,
+    keep_whole: Iterable[str] = (),
 ) -> nn.Module:
     """Spread a model over the ranks of each cell, starting from rank 0's weights everywhere.
 
@@ -78,13 +80,17 @@ def shard(
     :param ddp: Options of DDP, such as ``{"find_unused_parameters": True}``: a
         :class:`~xffl.parallel.config.DDPConfig` or a mapping of its fields. Refused where cells are FSDP; a plain cell
         has no use for them.
+    :param keep_whole: Names of parameters, or patterns of them (:mod:`fnmatch`), that FSDP leaves whole on every rank,
+        such as scalars and parameters of another data type (``"*.scale"``). Their gradients are averaged over the
+        cell's ranks whenever FSDP reduces its own, one all-reduce each. Plain and DDP cells have no use for them.
     :return: The model to use: the same object, or its DDP wrapper.
     :raises StateError: if torch.distributed is not initialized.
     :raises ConfigError: if the model or an argument is invalid, or the ranks' models differ; on all ranks alike.
     """
     # Read by spread, so that all ranks hear of what is not a list of classes.
     layers: tuple[type[nn.Module], ...] = wrap  # type: ignore[assignment]
-    return spread(model, state, SpreadOptions(layers=layers, mp_policy=mp_policy, ddp=ddp))
+    names: tuple[str, ...] = keep_whole  # type: ignore[assignment]
+    return spread(model, state, SpreadOptions(layers=layers, mp_policy=mp_policy, ddp=ddp, keep_whole=names))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +103,7 @@ class SpreadOptions:
     parameters: DeviceParameters = field(default_factory=DeviceParameters)
     ddp: DDPConfig | Mapping[str, Any] | None = None
     init_weights: Initializer | None = None
+    keep_whole: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Write what must be the same on all ranks."""
@@ -137,6 +144,12 @@ def spread(
         is_offloaded = form == "fsdp" and isinstance(options.offload_policy, CPUOffloadPolicy)
         target = torch.device("cpu") if is_offloaded else device
         materialize(model, target, options.init_weights, modules=modules)
+    if form == "fsdp" and options.keep_whole:
+        assert isinstance(model, FSDPModule), "made by _fully_shard"
+        whole = find_whole(model, options.keep_whole).values()  # only now: values on a device make new parameters
+        cut_over = mesh if world is None else world.get_mesh("fsdp")
+        assert cut_over is not None, "a state that is set up has a mesh"
+        WholeParameters(model, whole, cut_over)
     ddp = read_ddp(options.ddp)
     if form == "plain" and world is not None and world.ft_manager is not None and ddp != DDPConfig():
         raise ConfigError("torchft's DDP between replica groups follows no ddp options; leave distributed.ddp out")
@@ -157,7 +170,13 @@ def _check_on_all_ranks(
 
     with run_on_all_ranks("models given to xffl.shard", convert=unreadable) as share:
         is_ddp_requested = options.ddp is not None
-        options = replace(options, layers=tuple(options.layers), ddp=read_ddp(options.ddp))
+        options = replace(
+            options,
+            layers=tuple(options.layers),
+            ddp=read_ddp(options.ddp),
+            keep_whole=_read_names(options.keep_whole),
+        )
+        _check_whole(model, options, world)
         if not state.is_fsdp_setup() and not state.is_hsdp_setup():
             raise StateError("the state has no sharding; call set_fsdp(), set_hsdp(n) or set_federated_scaling(...)")
         is_bare = is_meta(model)
@@ -176,6 +195,25 @@ def _check_on_all_ranks(
         )
         share("\n".join([str(options), *tensors]))
     return options, is_bare
+
+
+def _read_names(names: object) -> tuple[str, ...]:
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise ConfigError(f"keep_whole must be a list of names of parameters, got {names!r}")
+    return tuple(names)
+
+
+def _check_whole(model: nn.Module, options: SpreadOptions, world: DistributedWorld | None) -> None:
+    """Raise where parameters cannot be left whole; local."""
+    if not find_whole(model, options.keep_whole) or world is None:
+        return
+    what = f"keep_whole {list(options.keep_whole)}"
+    if world.tp_enabled or world.pp_enabled:
+        raise ConfigError(f"{what} is for FSDP and HSDP, not for tensor or pipeline parallelism; leave it out")
+    if world.ft_manager is not None:
+        raise ConfigError(f"{what} is not known to torchft, which averages gradients of replica groups; leave it out")
+    if options.parameters.cpu_offload:
+        raise ConfigError(f"{what} does not go with cpu_offload, which keeps gradients on the host; leave one out")
 
 
 def check_model(
@@ -208,14 +246,20 @@ def check_model(
             raise ConfigError(f"{other!r} and {name!r} are one tied parameter, which wrap parts; wrap both or neither")
     if "fsdp" in forms:
         known_units = {name: unit for name, unit in units.items() if unit or not is_staged}
-        _check_for_fsdp(model, wrap, known_units, is_meta=is_meta)
+        whole = find_whole(model, options.keep_whole)
+        _check_for_fsdp(model, wrap, known_units, is_meta=is_meta, whole=whole)
     for cell, form in enumerate(forms) if options.mp_policy is not None else ():
         if form != "fsdp":
             raise ConfigError(f"cell {cell} is {form}, which has no mp_policy; use torch.autocast, or leave it out")
 
 
 def _check_for_fsdp(
-    model: nn.Module, wrap: tuple[type[nn.Module], ...], units: Mapping[str, int], *, is_meta: bool
+    model: nn.Module,
+    wrap: tuple[type[nn.Module], ...],
+    units: Mapping[str, int],
+    *,
+    is_meta: bool,
+    whole: Collection[str] = (),
 ) -> None:
     """Refuse, on the ranks of all cells, what FSDP2 refuses on those of some, or fails on later without a name."""
     for layer in (*wrap, type(model)):
@@ -225,8 +269,13 @@ def _check_for_fsdp(
     memory: dict[int, str] = {}
     first: dict[int, tuple[str, torch.dtype]] = {}
     for name, parameter in model.named_parameters():
+        if name in whole:
+            continue
         if parameter.dim() == 0:
-            raise ConfigError(f"parameter {name!r} is a scalar, which FSDP cannot cut; give it the shape (1,)")
+            raise ConfigError(
+                f"parameter {name!r} is a scalar, which FSDP cannot cut; give it the shape (1,), or leave it whole: "
+                f"keep_whole=[{name!r}] (or all of the model, by hsdp=1)"
+            )
         if not parameter.is_contiguous():
             raise ConfigError(f"parameter {name!r} is not contiguous, which FSDP cannot cut; make it so")
         other = memory.setdefault(parameter.data_ptr(), name) if parameter.numel() and not is_meta else name
@@ -246,8 +295,8 @@ def _check_for_fsdp(
         if dtype != parameter.dtype:
             raise ConfigError(
                 f"parameters {other!r} ({dtype}) and {name!r} ({parameter.dtype}) train in one FSDP unit, which needs "
-                "one data type; give them the same, freeze one, or name the class of a layer that holds only one of "
-                "them in wrap"
+                "one data type; give them the same, freeze one, name the class of a layer that holds only one of them "
+                f"in wrap, or leave one whole: keep_whole=[{name!r}] (or all of the model, by hsdp=1)"
             )
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
@@ -343,6 +392,7 @@ def _fully_shard(model: nn.Module, mesh: Any, options: SpreadOptions) -> None:
     """Shard a model with FSDP2, inner layers first: a module shards what its children have not claimed."""
     if mesh.device_type == "cpu":
         return_large_blocks()
+    whole = set(find_whole(model, options.keep_whole).values())
     for module in reversed(list(model.modules())):
         if module is model or (options.layers and isinstance(module, options.layers)):
             fully_shard(
@@ -351,6 +401,7 @@ def _fully_shard(model: nn.Module, mesh: Any, options: SpreadOptions) -> None:
                 mp_policy=options.mp_policy or MixedPrecisionPolicy(),
                 offload_policy=options.offload_policy or OffloadPolicy(),
                 reshard_after_forward=options.parameters.reshard_after_forward and (module is not model or None),
+                ignored_params=whole or None,
             )
     if options.parameters.fsdp_forward_prefetch:
         units = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
@@ -485,9 +536,10 @@ def materialize(
             inside.update(map(id, covered))
             with _whole_tensors(name, covered, keep):
                 _reset(module)
-                for part in covered if init_weights is not None else ():
-                    if _tensors_of(part):
-                        init_weights(part)
+                if init_weights is None:
+                    continue
+                for part in filter(_tensors_of, covered):
+                    init_weights(part)
 
 
 class _LeftOut(Exception):

@@ -25,8 +25,11 @@ __all__ = ["WholeParameters", "find_whole"]
 
 
 def find_whole(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Parameter]:
-    """Return the parameters that patterns of names (:mod:`fnmatch`) choose, a tied one under its first name; local.
+    """Return the parameters that patterns of names choose, a tied one under its first name; local.
 
+    :param model: The whole model, or what it has become.
+    :param patterns: Names, or patterns of them (:mod:`fnmatch`).
+    :return: The parameters by name.
     :raises ConfigError: if a pattern chooses none.
     """
     names = dict(model.named_parameters(remove_duplicate=False))
@@ -46,8 +49,8 @@ def find_whole(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Parame
 
 def _refuse_factor(factor: float) -> None:
     raise ConfigError(
-        f"set_gradient_divide_factor({factor}) was called, but parameters that keep_whole names are reduced to the mean; "
-        "scale the loss instead"
+        f"set_gradient_divide_factor({factor}) was called, but gradients of parameters that keep_whole names are "
+        "averaged; scale the loss instead"
     )
 
 
@@ -71,7 +74,7 @@ class WholeParameters:
         self._is_reducing = self._is_reducing_all = True
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         for parameter in trained:
-            parameter.register_post_accumulate_grad_hook(self._reduce)
+            parameter.register_post_accumulate_grad_hook(self._reduce)  # type: ignore[no-untyped-call]
         mark_reduced(trained, mesh.mesh.flatten().tolist(), by="xffl.shard (keep_whole)")
         self._follow(model, "set_requires_gradient_sync", self._set_reducing)
         self._follow(model, "set_requires_all_reduce", self._set_reducing_all)
