@@ -100,6 +100,16 @@ def test_a_session_over_files(monkeypatch: pytest.MonkeyPatch) -> None:
         assert where(world.state) == (0, 2, 0, 1) and world.seed_for(7, "federated") != other
 
 
+def test_the_variable_of_the_other_project_is_told(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XFFL_FEDERATED_LOCAL_WORLD_SIZE", "4,4")
+    with xffl.session():
+        pass
+    assert "XFFL_FEDERATED_LOCAL_WORLD_SIZE=4,4 is not read" in (told := capfd.readouterr().err)
+    assert "by XFFL_FEDERATED=4,4" in told and told.count("\n") == 1
+
+
 def test_a_place_is_inside_its_topology() -> None:
     with pytest.raises(TopologyError, match="rank must be an integer from 0 to 5, got 6"):
         DataPlace(LAYOUT, 6)

@@ -426,7 +426,8 @@ class FaultTolerantWorld(DistributedWorld):
                 )
             lighthouse, token, self.replica_group = lighthouse_of(), token_of(), replica_group_of()
             share(f"{lighthouse} {self.replica_group}")
-            set_data_place(self.state, self._place_in(*self.replica_group))
+            if self.replica_group is not None:
+                set_data_place(self.state, self._place_in(*self.replica_group))
             address = bind_address(lighthouse)
             os.environ.setdefault("RUST_LOG", "error")  # read when torchft is imported
             with optional_import("elastic", "fault tolerance needs torchft, which has wheels for x86-64 Linux"):

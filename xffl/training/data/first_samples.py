@@ -84,12 +84,14 @@ class Meeting:
 
     def __init__(self, state: Placed | DataPlace, what: str, *, over_cells: bool, advice: str) -> None:
         self._what, self._advice = what, advice
-        self._rank, self._ranks, self._cells = 0, range(1), (0,)
+        self._rank, self._ranks = 0, range(1)
+        self._cells: tuple[int, ...] = (0,)
         # A world that only looks like one (torch's fake group) has no store.
         if not isinstance(state, DataPlace) and dist.is_initialized() and dist.get_backend() != "fake":
             at = place_of(state).in_job
             offsets = at.topology.offsets
-            self._rank, self._cells = at.rank, offsets[:-1]
+            self._rank = at.rank
+            self._cells = offsets[:-1]
             self._ranks = range(offsets[-1]) if over_cells else range(offsets[at.cell], offsets[at.cell + 1])
 
     @property

@@ -632,7 +632,7 @@ def identity_of(dataset: Any) -> str:
 
 def open_loader(
     batches: Dataset[Any],
-    keys: Iterable[Key] | None,
+    keys: Iterable[Key | Probe] | None,
     *,
     seed: int,
     workers: int,
