@@ -12,7 +12,8 @@ A try makes a checkpoint or several in a process of its own and lets something g
 
 Printed is a table of tries and outcomes: ``ok``; ``named``, an error of xffl that says what is wrong, after which all
 of the above holds; ``raw``, any other error; ``mixture``, values of two saves in one; ``lost``, a confirmed checkpoint
-is gone or damaged. The exit code is 1 if there is one of the last three. Kinds that mount file systems need root, and
+is gone or damaged. The exit code is 1 if there is one of the last three, or an error by name where all must go well (a
+kill, a failed delete). Kinds that mount file systems need root, and
 are skipped with the reason elsewhere.
 
 A new kind is a function with the decorator ``@kind(short, long)`` that makes one try in an empty folder: it returns
@@ -63,7 +64,6 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import XfflError
 
 OUTCOMES = ("ok", "named", "raw", "mixture", "lost")
-WRONG = ("raw", "mixture", "lost")
 CLONE_NEWNS = 0x00020000
 
 
@@ -96,16 +96,20 @@ class Kind:
     run: Callable[[Try], None]
     short: int
     long: int
+    allowed: tuple[str, ...] = ("ok", "named")
+    """Outcomes that are right"""
 
 
 KINDS: dict[str, Kind] = {}
 
 
-def kind(name: str, short: int, long: int) -> Callable[[Callable[[Try], None]], Callable[[Try], None]]:
+def kind(
+    name: str, short: int, long: int, *, allowed: tuple[str, ...] = ("ok", "named")
+) -> Callable[[Callable[[Try], None]], Callable[[Try], None]]:
     """Register a function that makes one try."""
 
     def add(run: Callable[[Try], None]) -> Callable[[Try], None]:
-        KINDS[name] = Kind(name, run, short, long)
+        KINDS[name] = Kind(name, run, short, long, allowed)
         return run
 
     return add
@@ -385,7 +389,7 @@ for _code in (errno.EIO, errno.EROFS, errno.ENOSPC, errno.EBUSY, errno.ENOTEMPTY
 # Kills ----------------------------------------------------------------------------------------------------------------
 
 
-@kind("killed.each", short=12, long=CHANGES_OF_TWO_SAVES)
+@kind("killed.each", short=12, long=CHANGES_OF_TWO_SAVES, allowed=("ok",))
 def killed_at_each_change(one: Try) -> None:
     """Kill a save before each change of the file system in turn."""
     _, told = save_with_fault(
@@ -414,13 +418,13 @@ def check_killed(one: Try, child: Child) -> None:
     check_run(one.folder, max([1, *(step for step in told if isinstance(step, int))]))
 
 
-@kind("killed.random", short=8, long=500)
+@kind("killed.random", short=8, long=500, allowed=("ok",))
 def killed_at_random(one: Try) -> None:
     """Kill a process that saves at once."""
     check_killed(one, Child(lambda tell: keep_saving(one, tell, Saver(), lambda: None)))
 
 
-@kind("killed.async", short=4, long=200)
+@kind("killed.async", short=4, long=200, allowed=("ok",))
 def killed_in_the_background(one: Try) -> None:
     """Kill a process whose thread saves."""
 
@@ -503,7 +507,7 @@ def save_again(manager: CheckpointManager) -> tuple[XfflError | None, int]:
     return None, 2
 
 
-@kind("delete.busy", short=2, long=40)
+@kind("delete.busy", short=2, long=40, allowed=("ok",))
 def busy(one: Try) -> None:
     """Rotate and replace what holds a mount point, which stands for an open file on NFS; all goes on."""
 
@@ -841,9 +845,9 @@ def main(words: list[str] | None = None) -> int:
             skipped = f"  skipped: {tally.skipped}" if tally.skipped else ""
             print(f"{one.name:{width}} {tally.counts.total():6}{counts}{skipped}", flush=True)
             for outcome, note in tally.notes.items():
-                if options.notes or outcome in WRONG:
+                if options.notes or outcome not in one.allowed:
                     print(f"    {outcome}: {note}", flush=True)
-            is_wrong = is_wrong or any(tally.counts[name] for name in WRONG)
+            is_wrong = is_wrong or not set(tally.counts) <= set(one.allowed)
     print(f"{time.monotonic() - began:.0f} s")
     return int(is_wrong)
 

@@ -113,7 +113,7 @@ class OpenCheckpoint(OpenFolder):
 
     def __init__(self, path: Path) -> None:
         try:
-            super().__init__(path, mark=RECORD)
+            super().__init__(path, (RECORD,))
         except FileNotFoundError:
             raise CheckpointError(f"checkpoint {path} does not exist; give the folder of a finished one") from None
         except NotADirectoryError:

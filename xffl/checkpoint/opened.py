@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -45,14 +45,13 @@ class OpenFolder:
     """A folder that is held open; local.
 
     :param path: Its name, under which it may be replaced. Between the two renames of a save it lies aside, and is
-        opened there if it has a file called ``mark``.
-    :param mark: A file that tells that the folder aside is whole.
+        opened there if it has a file of one of the names ``marks``.
     :raises FileNotFoundError: if there is none.
     """
 
-    def __init__(self, path: Path, mark: str) -> None:
+    def __init__(self, path: Path, marks: Sequence[str]) -> None:
         self.name = path
-        self._mark = mark
+        self._marks = marks
         self._files: dict[str, BinaryIO] = {}
         self._handle, self.path = self._find()
 
@@ -112,6 +111,11 @@ class OpenFolder:
         """Tell whether the folder has a file of this name."""
         return _has(self._handle, name)
 
+    @property
+    def descriptor_path(self) -> Path:
+        """A path of the folder that is held open, whatever its name is now, for libraries that open files by path."""
+        return Path(f"/proc/self/fd/{self._handle}")
+
     def is_replaced(self) -> bool:
         """Tell whether the name belongs to another folder now, or to none."""
         try:
@@ -138,6 +142,14 @@ class OpenFolder:
                 raise
             raise _replaced(self.name, error) from error
 
+    def check_not_replaced(self) -> None:
+        """Raise :class:`~xffl.errors.ReplacedError` if the name belongs to another folder now.
+
+        Where all ranks have opened a folder before one of them calls this, and it raises on none, all have the same.
+        """
+        if self.is_replaced():
+            raise _replaced(self.name, None)
+
     def _find(self) -> tuple[int, Path]:
         """Open the folder, under its name or aside."""
         # A save may move the folder between two looks: the name is free, and a moment later what lay aside is gone.
@@ -147,7 +159,7 @@ class OpenFolder:
             old = aside(self.name)
             with suppress(FileNotFoundError):
                 handle = os.open(old, os.O_RDONLY | os.O_DIRECTORY)
-                if _has(handle, self._mark):
+                if any(_has(handle, mark) for mark in self._marks):
                     return handle, old
                 os.close(handle)
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.name))
@@ -172,11 +184,11 @@ def read_again_if_replaced(read: Callable[[], T]) -> T:
         raise ReplacedError(f"{error} (so in {TRIES} tries)") from error
 
 
-def _replaced(path: Path, error: BaseException) -> CheckpointError:
-    reason = f"{type(error).__name__}: {error}" if isinstance(error, OSError) else str(error)
+def _replaced(path: Path, error: BaseException | None) -> CheckpointError:
+    reason = "" if error is None else f" ({type(error).__name__}: {error})"
     return ReplacedError(
-        f"checkpoint {path} was replaced or deleted by another process while it was read ({reason}); read it again, or "
-        "give one that nothing replaces, such as the newest step_N"
+        f"{path} was replaced or deleted by another process while it was read{reason}; read it again, or give one that "
+        "nothing replaces"
     )
 
 
