@@ -43,6 +43,7 @@ def find_lost(checkpoints: Path) -> str | None:
     """Return the name in the file ``latest`` if nothing is there under that name; reads files only.
 
     :param checkpoints: The folder in which a run publishes its checkpoints.
+    :return: The name; ``None`` without the file, and where what it names is there.
     """
     name = folders.read_pointer(checkpoints)
     if not name or not NAME.fullmatch(name):

@@ -51,7 +51,8 @@ class ExperimentConfig:
     :param resume: Whether to go on from the newest checkpoint in that folder, where there is one.
     :param reset: Whether what each rank keeps for itself in a checkpoint (random numbers, the rounds' state, pending
         records) begins anew; it only loads into the layout that saved it, so other numbers of ranks or cells need this.
-        Where the steps have another size now, the epoch that was under way begins anew, too.
+        Where the steps have another size now, the epoch that was under way begins anew, too. Steps, epochs, rounds and
+        samples are counted on. A checkpoint that is damaged is not skipped by it.
     :param seed: Of the weights, the order of the data and whatever else is random; each has a stream of its own.
     :param preempt_signals: Names of signals (``USR1``, ``USR2``, ``TERM``, ``HUP``, ``XCPU``) at which all ranks save
         and leave with exit code 75, to go on when the run is started again; none to leave signals alone.
