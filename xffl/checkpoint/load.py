@@ -6,6 +6,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,14 @@ from xffl.checkpoint.contents import Contents, Part
 from xffl.checkpoint.format import Cell, CellIndex, CellReader, Record
 from xffl.checks import shorten
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.sharding import bytes_of, from_plain, load_optimizer, spread_whole, tensors_named
+from xffl.distributed.sharding import (
+    bytes_of,
+    from_plain,
+    load_optimizer,
+    sharded_parameters,
+    spread_whole,
+    tensors_named,
+)
 from xffl.errors import CheckpointError, ConfigError, XfflError
 from xffl.topology import Topology
 
@@ -100,6 +108,23 @@ def load_checkpoint(
     :raises StateError: if the state does not fit torch.distributed.
     :raises CheckpointError: if the checkpoint cannot be trusted or does not fit; the same on all ranks.
     """
+    # New tensors of optimizers and other objects outlive this call. Inside inference mode only models that were made
+    # there, too, can be filled.
+    models = [part for part in parts.values() if isinstance(part, nn.Module)] if isinstance(parts, Mapping) else []
+    is_inside = any(one.is_inference() for model in models for one in sharded_parameters(model).values())
+    with nullcontext() if is_inside else torch.inference_mode(False):
+        return _load(path, parts, state, own, reset, local)
+
+
+def _load(
+    path: str | os.PathLike[str],
+    parts: Mapping[str, Part],
+    state: DistributedState,
+    own: Mapping[str, Stateful] | None,
+    reset: Collection[str],
+    local: Collection[str],
+) -> dict[str, Any]:
+    """Load a checkpoint as :func:`load_checkpoint` says."""
 
     def check() -> tuple[Path, Cell, Mapping[str, Stateful]]:
         contents.check_parts(parts)
