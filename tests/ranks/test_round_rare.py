@@ -216,6 +216,10 @@ def second_copies(rank: int, world_size: int) -> None:
                     optimizer.zero_grad()
             lines = [line for line in stream.getvalue().splitlines() if f"optimizer {kind.__name__}" in line]
         assert len(lines) == (said if rank == 0 else 0), lines
+        mean = torch.optim.swa_utils.AveragedModel(model)  # a mean of the cell's own weights
+        mean.module.weight.data.add_(rank)
+        xffl.Aggregator(mean, state).aggregate()
+        assert torch.allclose(mean.module.weight, model.weight + 0.5)
         assert len({repr(one) for one in everyones(model.weight.tolist())}) == 1
         if isinstance(optimizer, ScheduleFree):
             assert rank or (

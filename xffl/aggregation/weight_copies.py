@@ -49,9 +49,9 @@ def tell_copies(optimizers: Sequence[Optimizer], say: Callable[[str], None] | No
         if swaps_weights(optimizer):
             say(
                 f"xffl: optimizer {name} evaluates other weights than it trains (it has train() and eval()): its "
-                "second copy of the weights is in no round, so after optimizer.eval() each cell holds another model; for "
-                "one model call optimizer.eval() and then xffl.Aggregator(model, state).aggregate() (docs: Algorithms, "
-                "Optimizers with a second copy of the weights)"
+                "second copy of the weights is in no round, so after optimizer.eval() each cell holds another model; "
+                "for one model call optimizer.eval() and then xffl.Aggregator(model, state).aggregate() "
+                "(docs: Algorithms, Optimizers with a second copy of the weights)"
             )
         else:
             handles.append(optimizer.register_step_post_hook(torch.compiler.disable(_Watch(say))))

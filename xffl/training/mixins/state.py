@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from xffl.checkpoint.contents import RandomState
+from xffl.checkpoint.generators import RandomState
 from xffl.checks import written_whole
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.errors import CheckpointError
