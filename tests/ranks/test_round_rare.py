@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -100,6 +103,136 @@ def default_type(rank: int, world_size: int) -> None:
         assert (model[0] - 0.5).abs().max() < 1e-3
 
 
+def counted_alike(rank: int, world_size: int) -> None:
+    """What rounds compute and count does not follow a program's default data type: neither narrower nor wider."""
+    state = make_state(rank, (1, 1), None)
+
+    def federation(ways: dict[str, Any], rounds: int) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6, dtype=torch.float32), nn.BatchNorm1d(6, dtype=torch.float32))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        reports: list[xffl.RoundReport] = []
+        counts = itertools.count(301.0 + rank)
+        client = ways.pop("client", None)
+        made = xffl.FederatedScaling(
+            model,
+            optimizer,
+            state,
+            every=1,
+            weight=lambda: next(counts),
+            on_round=reports.append,
+            aggregator=ways,
+            client=client,
+        )
+        with made as scaling:
+            for step in range(rounds):
+                torch.manual_seed(10 * step + rank)
+                model(torch.randn(4, 6, dtype=torch.float32)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        told = [(one.weights, one.scale, one.shares, one.update_norms, one.codec_error) for one in reports]
+        kept = [values.clone() for values in model.state_dict().values()]
+        return {"model": kept, "told": told, "total": scaling.total_weight, "state": state_of(scaling)}
+
+    for ways, rounds in (
+        ({"server": "fedadam:is_bias_corrected=true"}, 3),
+        ({"server": "AdamW:lr=0.01", "norms": True}, 3),
+        ({"server": "diloco", "codec": "topk:0.5"}, 3),
+        ({"combine": "norm_clipping:clip=0.01", "codec": "int8"}, 3),
+        ({"client": "scaffold"}, 3),
+    ):
+        usual = federation(dict(ways), rounds)
+        for dtype in (torch.bfloat16, torch.float64):
+            torch.set_default_dtype(dtype)
+            try:
+                found = federation(dict(ways), rounds)
+            finally:
+                torch.set_default_dtype(torch.float32)
+            assert_alike(found, usual, f"{ways} {dtype}")
+
+
+def state_of(scaling: xffl.FederatedScaling) -> dict[str, Any]:
+    """What a checkpoint would keep of the rounds, but for a report with its times."""
+    return {name: value for name, value in scaling.state_dict().items() if name != "report"}
+
+
+def assert_alike(found: Any, wanted: Any, where: str) -> None:
+    """Compare to the bit; a step's count of torch's own optimizers may be wider."""
+    if isinstance(wanted, torch.Tensor):
+        is_count = wanted.ndim == 0 and found.dtype == torch.float64
+        assert is_count or found.dtype == wanted.dtype, (where, found.dtype)
+        assert torch.equal(found.to(wanted.dtype), wanted), where
+    elif isinstance(wanted, dict):
+        assert found.keys() == wanted.keys(), where
+        for name in wanted:
+            assert_alike(found[name], wanted[name], f"{where} {name}")
+    elif isinstance(wanted, (list, tuple)):
+        assert len(found) == len(wanted), where
+        for one, other in zip(found, wanted, strict=True):
+            assert_alike(one, other, where)
+    else:
+        assert found == wanted or found != found, (where, found, wanted)
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD that evaluates a mean of its steps, as the optimizers of the package schedulefree: z is in its state."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "train_mode": True})
+
+    @torch.no_grad()
+    def _swap(self, weight: float) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.lerp_(self.state[parameter]["z"], weight)
+
+    def train(self) -> None:
+        self._swap(1 - 0.9)
+
+    def eval(self) -> None:
+        self._swap(1 - 1 / 0.9)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                z = self.state[parameter].setdefault("z", parameter.clone())
+                parameter.lerp_(z, 0.2).sub_(parameter.grad, alpha=0.01)
+                z.sub_(parameter.grad, alpha=group["lr"])
+
+
+def second_copies(rank: int, world_size: int) -> None:
+    """Who evaluates other weights than those that rounds average is told so once, and what gives one model does."""
+    state = make_state(rank, (1, 1), None)
+    for kind, said in ((ScheduleFree, 1), (torch.optim.AdamW, 0), (torch.optim.ASGD, 1)):
+        model = linear(8)
+        optimizer = kind(model.parameters())
+        with io.StringIO() as stream, contextlib.redirect_stderr(stream):
+            with xffl.FederatedScaling(model, optimizer, state, every=2):
+                for step in range(4):
+                    torch.manual_seed(10 * step + rank)
+                    model(torch.randn(4, 8)).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            lines = [line for line in stream.getvalue().splitlines() if f"optimizer {kind.__name__}" in line]
+        assert len(lines) == (said if rank == 0 else 0), lines
+        mean = torch.optim.swa_utils.AveragedModel(model)  # a mean of the cell's own weights
+        mean.module.weight.data.add_(rank)
+        xffl.Aggregator(mean, state).aggregate()
+        assert torch.allclose(mean.module.weight, model.weight + 0.5)
+        assert len({repr(one) for one in everyones(model.weight.tolist())}) == 1
+        if isinstance(optimizer, ScheduleFree):
+            assert rank or (
+                "train() and eval()" in lines[0] and "xffl.Aggregator(model, state).aggregate()" in lines[0]
+            )
+            optimizer.eval()
+            assert len({repr(one) for one in everyones(model.weight.tolist())}) == 2
+            xffl.Aggregator(model, state).aggregate()
+            assert len({repr(one) for one in everyones(model.weight.tolist())}) == 1
+        elif lines:
+            assert "keeps a copy of the weights in its state ('ax')" in lines[0]
+
+
 def shared_in_a_delay(rank: int, world_size: int) -> None:
     """A merge of tensors that share memory would count local steps twice."""
     state = make_state(rank, (1, 1), None)
@@ -144,6 +277,21 @@ def served_in_inference(rank: int, world_size: int) -> None:
         for number in (3, 4):
             shaken(model)
             assert aggregator.aggregate().round == number
+        usual, inside = linear(4), linear(4)
+        with torch.inference_mode():
+            made_inside = xffl.Aggregator(inside, state, **options)  # type: ignore[arg-type]
+        made_outside = xffl.Aggregator(usual, state, **options)  # type: ignore[arg-type]
+        for number in (1, 2):
+            for one, rounds in ((inside, made_inside), (usual, made_outside)):
+                torch.manual_seed(10 * number + rank)
+                shaken(one)
+                assert rounds.aggregate().round == number
+            assert torch.equal(inside.weight, usual.weight), options
+    with torch.inference_mode():
+        evaluated = linear(4)
+        assert xffl.Aggregator(evaluated, state).aggregate().round == 1  # all of it inside, as an evaluation may be
+    with pytest.raises(xffl.ConfigError, match=r"'(bias|weight)' was made inside torch.inference_mode"):
+        xffl.Aggregator(evaluated, state)
 
 
 def unfit_without_weight(rank: int, world_size: int) -> None:
@@ -293,6 +441,8 @@ def resizable(rank: int, world_size: int) -> None:
         *((2, huge_steps, (codec,)) for codec in ("int8", "topk:1.0", "fp16", "bf16")),
         (2, eight_bits, ()),
         (2, default_type, ()),
+        (2, counted_alike, ()),
+        (2, second_copies, ()),
         (2, shared_in_a_delay, ()),
         (2, untied, ()),
         (2, served_in_inference, ()),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,7 +15,7 @@ from torch import nn
 import xffl
 from tests.kept import ALONE, Extra, Own
 from tests.low_bit import Coded, Hollow, LowBitSGD
-from xffl.checkpoint import AsyncSaver, consolidate_checkpoint, load_checkpoint, save_checkpoint
+from xffl.checkpoint import AsyncSaver, RandomState, consolidate_checkpoint, load_checkpoint, save_checkpoint
 from xffl.checkpoint.contents import collect
 
 
@@ -128,6 +130,25 @@ def test_what_training_needs_is_not_left_out(tmp_path: Path) -> None:
     model = nn.Sequential(Extra({"a": 1}), Configured(act=len))
     contents = collect({"model": model})
     assert "model/0._extra_state" in contents.values and list(contents.left_out) == ["model/_metadata"]
+
+
+def test_what_is_loaded_inside_inference_mode_trains_on(tmp_path: Path) -> None:
+    model, again = nn.Linear(8, 8), nn.Linear(8, 8)
+    optimizer, other = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(again.parameters())
+    trained(optimizer, model, range(2))
+    with torch.inference_mode():
+        save_checkpoint(tmp_path / "it", {"model": model, "optimizer": optimizer}, ALONE)
+        with AsyncSaver(ALONE) as saver:
+            saver.save(tmp_path / "later", {"model": model, "optimizer": optimizer})
+        for name in ("it", "later"):
+            load_checkpoint(tmp_path / name, {"model": again, "optimizer": other}, ALONE)
+        evaluated = nn.Linear(8, 8)
+        save_checkpoint(tmp_path / "model", {"model": model}, ALONE)
+        load_checkpoint(tmp_path / "model", {"model": evaluated}, ALONE)
+    assert torch.equal(evaluated.weight, model.weight)
+    for one, its in ((optimizer, model), (other, again)):
+        trained(one, its, range(2, 4))
+    assert all(map(torch.equal, again.parameters(), model.parameters()))
 
 
 # Tensors of classes ---------------------------------------------------------------------------------------------------
@@ -253,3 +274,67 @@ def test_a_class_that_is_not_imported_is_named(tmp_path: Path, monkeypatch: pyte
     monkeypatch.undo()
     with pytest.raises(xffl.CheckpointError, match=r"class elsewhere\.low_bit\.Coded.*import the package.*elsewhere"):
         load_checkpoint(tmp_path / "it", {"model": model, "optimizer": LowBitSGD(model.parameters())}, ALONE)
+
+
+# Generators of a program ----------------------------------------------------------------------------------------------
+
+
+def generators(seed: int) -> dict[str, Any]:
+    bits = {name: getattr(np.random, name)(seed) for name in ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")}
+    return {
+        "torch": torch.Generator().manual_seed(seed),
+        **{name: np.random.Generator(one) for name, one in bits.items()},
+        "legacy": np.random.RandomState(seed),
+        "python": random.Random(seed),
+    }
+
+
+def draw(own: dict[str, Any]) -> list[Any]:
+    """Draw an odd number of normals, of which some generators keep one, and integers of half a word."""
+    found: list[Any] = [
+        torch.randn(3, generator=own["torch"]).tolist(),
+        own["python"].gauss(0, 1),
+        own["python"].random(),
+    ]
+    for one in own.values():
+        if isinstance(one, np.random.Generator):
+            found.append([one.normal(size=3).tolist(), one.integers(9, dtype=np.int32), one.random(dtype=np.float32)])
+    return [*found, own["legacy"].randn(3).tolist(), own["legacy"].rand()]
+
+
+def test_generators_of_a_program_go_on(tmp_path: Path) -> None:
+    own = generators(1)
+    order = torch.utils.data.DataLoader(range(9), shuffle=True, generator=own["torch"])  # type: ignore[arg-type]
+    draw(own), list(order)
+    save_checkpoint(tmp_path / "it", {"part": Own(1)}, ALONE, own={"random": RandomState(generators=own)})
+    wanted = [draw(own), [one.item() for one in order], draw(own)]
+    again = generators(2)
+    other = torch.utils.data.DataLoader(range(9), shuffle=True, generator=again["torch"])  # type: ignore[arg-type]
+    load_checkpoint(tmp_path / "it", {"part": Own(2)}, ALONE, own={"random": RandomState(generators=again)})
+    assert [draw(again), [one.item() for one in other], draw(again)] == wanted
+
+
+def test_generators_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    kept = {"data": torch.Generator()}
+    save_checkpoint(tmp_path / "it", {"part": Own(1)}, ALONE, own={"random": RandomState(generators=kept)})
+    save_checkpoint(tmp_path / "none", {"part": Own(1)}, ALONE, own={"random": RandomState()})
+    for name, given, match in (
+        ("it", {}, r"has the generators \['data'\]: \['data'\] were not asked for"),
+        ("it", {"data": kept["data"], "more": random.Random()}, r"it has no \['more'\]"),
+        ("none", kept, r"it has no \['data'\]"),
+        (
+            "it",
+            {"data": np.random.default_rng(0)},
+            "'data' was saved as torch.Generator on cpu and is numpy.* of PCG64",
+        ),
+    ):
+        state = random.getstate()
+        with pytest.raises(xffl.CheckpointError, match=match):
+            load_checkpoint(tmp_path / name, {"part": Own(2)}, ALONE, own={"random": RandomState(generators=given)})
+        assert random.getstate() == state
+    for wrong, match in (
+        ([kept["data"]], "generators is list"),
+        ({"data": 3}, "generator 'data' is int; give a torch"),
+    ):
+        with pytest.raises(xffl.ConfigError, match=match):
+            RandomState(generators=wrong)  # type: ignore[arg-type]

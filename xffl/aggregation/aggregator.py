@@ -194,7 +194,10 @@ class Aggregator:
         self._device, self._arithmetic = scope.device, arithmetic_of(*places)
         self._options = choose_server_step(options, self._arithmetic, scope)
         self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._exchange = _make_exchange(scope, self._options, self._manifest, axes, replica_tensors)
+        # The global model, what servers keep and buffers outlive this call: a later round writes them outside of an
+        # inference mode in which this is called.
+        with torch.inference_mode(False):
+            self._exchange = _make_exchange(scope, self._options, self._manifest, axes, replica_tensors)
         self._round_groups = self._exchange.round_groups
         self._coordinator = RoundCoordinator(self._exchange, scope, self._options)
         self._activity = scope.state.activity
@@ -215,7 +218,8 @@ class Aggregator:
         self._masters: Masters | None = find_masters(self.model)
         if self._masters is None:
             return self.model
-        self._masters.read()
+        with torch.inference_mode(False):
+            self._masters.read()
         self._masters.check()  # after what is collective
         return self._masters.view
 

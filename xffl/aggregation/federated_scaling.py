@@ -30,6 +30,7 @@ from xffl.aggregation.engine.consensus import RoundBroken, RoundInput, checked_w
 from xffl.aggregation.engine.global_model import digest_of
 from xffl.aggregation.hierarchical import Levels
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
+from xffl.aggregation.weight_copies import tell_copies
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.elastic.federation import MeetingLeft
@@ -133,6 +134,8 @@ class FederatedScaling:
         is_alone = state.topology.cells == 1 and not state.is_federated_scaling_setup() and state.lone_cell is None
         if is_alone and state.rank == 0:
             print(NO_CELLS, file=sys.stderr, flush=True)  # a federation of one cell was reported at its set-up
+        self._is_told = state.rank == 0 and not is_alone and (topology.cells > 1 or state.elastic is not None)
+        """Whether this rank says what rounds do not average."""
         self._config: RoundConfig = config
         self._optimizers, self._weight, self._on_round = config.optimizers, weight, on_round
         self._model, self._state = model, state
@@ -218,6 +221,8 @@ class FederatedScaling:
         join, before, after = map(torch.compiler.disable, hooks)
         for optimizer in self._optimizers:
             self._handles += [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+        if self._is_told:
+            self._handles += tell_copies(self._optimizers)
         if self._state.elastic is not None:
             self._state.activity.note_round()  # a cell that comes and goes may be in none, which is no mistake
             # Before the first pass and not here, since a resumed run loads what it holds in the block.

@@ -63,6 +63,9 @@ def is_composite(tensor: torch.Tensor) -> bool:
 def take_apart(path: str, tensor: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, Plain]]:
     """Return the inner tensors of this rank's box by name, and the plain values that describe it; local.
 
+    :param path: Name of the tensor.
+    :param tensor: A composite tensor, or a plain one that is composite on other ranks.
+    :return: Inner tensors, and descriptions for the cell's index.
     :raises ConfigError: if the tensor could not be put together again from what is kept.
     """
     tensors: dict[str, torch.Tensor] = {}
@@ -128,6 +131,7 @@ def restore(
         holds, and where; ``None`` for the whole.
     :param read: Returns a tensor of the checkpoint by name, on the CPU.
     :param device: Where the whole goes; ``None`` for the CPU.
+    :return: The tensor, spread as ``like`` is.
     :raises CheckpointError: if there is no such box, and it cannot be made of others exactly.
     """
     whole = boxes[0]

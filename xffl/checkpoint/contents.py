@@ -10,13 +10,11 @@ from __future__ import annotations
 import io
 import json
 import pickle
-import random
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
@@ -31,7 +29,7 @@ from xffl.errors import CheckpointError, ConfigError
 from xffl.files import naming_errors, sync
 from xffl.topology import Topology
 
-__all__ = ["Part", "RandomState"]
+__all__ = ["Part"]
 
 Part = nn.Module | torch.optim.Optimizer | Stateful
 """What a checkpoint keeps: a model, an optimizer of models among the parts, or what has ``state_dict`` and
@@ -531,54 +529,3 @@ def describe_difference(wanted: set[str], saved: set[str]) -> str:
     missing, extra = sorted(wanted - saved), sorted(saved - wanted)
     texts = [f"it has no {missing}"] * bool(missing) + [f"{extra} were not asked for"] * bool(extra)
     return " and ".join(texts)
-
-
-class RandomState:
-    """The generators of Python, NumPy and torch of this process, and of its GPU; give it as ``own`` of a checkpoint.
-
-    Loading sets them to what they were, so that the next numbers are those that would have followed. Generators of
-    one's own (``torch.Generator``, ``numpy.random.Generator``) are not among them.
-
-    :param device: The device of this rank; on a GPU its generator is kept, too.
-    :raises ConfigError: if the device is invalid.
-    """
-
-    def __init__(self, device: torch.device | str | int | None = None) -> None:
-        try:
-            self._device = torch.device("cpu" if device is None else device)
-        except (RuntimeError, TypeError) as error:
-            raise ConfigError(f"device must be this rank's device, got {device!r}: {error}") from error
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of each generator as plain values and tensors; local."""
-        version, numbers, gauss = random.getstate()
-        kind, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
-        return {
-            "python": {"version": version, "numbers": torch.tensor(numbers, dtype=torch.int64), "gauss": gauss},
-            "numpy": {
-                "kind": str(kind),
-                "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
-                "place": int(place),
-                "has_gauss": int(has_gauss),
-                "cached": float(cached),
-            },
-            "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set each generator to what :meth:`state_dict` returned, on a device of the same kind; local."""
-        is_cuda = self._device.type == "cuda"
-        if (state["cuda"] is not None) != is_cuda:
-            was = "had none" if is_cuda else "had a GPU"
-            raise CheckpointError(
-                f"the random state was saved where a rank {was}, this one works on {self._device}; start on the same "
-                "kind of device, or name the random state in reset"
-            )
-        python, numpy = state["python"], state["numpy"]
-        random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
-        keys = numpy["keys"].numpy().astype(np.uint32)
-        np.random.set_state((numpy["kind"], keys, numpy["place"], numpy["has_gauss"], numpy["cached"]))
-        torch.set_rng_state(state["torch"])
-        if is_cuda:
-            torch.cuda.set_rng_state(state["cuda"], self._device)

@@ -6,7 +6,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,14 @@ from xffl.checkpoint.contents import Contents, Part
 from xffl.checkpoint.format import Cell, CellIndex, CellReader, OpenCheckpoint, Record, read_again_if_replaced
 from xffl.distributed.consistency import check_consistent, ranks_text
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.sharding import bytes_of, from_plain, load_optimizer, spread_whole, tensors_named
+from xffl.distributed.sharding import (
+    bytes_of,
+    from_plain,
+    load_optimizer,
+    sharded_parameters,
+    spread_whole,
+    tensors_named,
+)
 from xffl.errors import CheckpointError, ConfigError, ReplacedError, XfflError
 from xffl.topology import Topology
 
@@ -140,7 +147,7 @@ def load_with_record(
     has_begun: list[bool] = []
 
     def load_one_save() -> Record:
-        with ExitStack() as stack:
+        with _outside_inference(parts), ExitStack() as stack:
             return _load(stack, target, parts, kept, _Request(cell, state.topology, reset, local, check), has_begun)
 
     try:
@@ -149,6 +156,16 @@ def load_with_record(
         if has_begun and PARTLY_LOADED not in str(error):
             raise type(error)(f"{error}; {PARTLY_LOADED}") from error
         raise
+
+
+def _outside_inference(parts: Mapping[str, Part]) -> AbstractContextManager[object]:
+    """Return the mode to load in: new tensors of optimizers and other objects outlive a caller's inference mode.
+
+    Inside inference mode only models that were made there, too, can be filled.
+    """
+    models = [part for part in parts.values() if isinstance(part, nn.Module)]
+    is_inside = any(one.is_inference() for model in models for one in sharded_parameters(model).values())
+    return nullcontext() if is_inside else torch.inference_mode(False)
 
 
 @dataclass(frozen=True)

@@ -227,6 +227,12 @@ def check_tensor(name: str, policy: str, tensor: torch.Tensor) -> None:
             f"tensor {name!r} is expanded: several of its elements are one in memory; set its policy to 'local', or "
             "clone() it"
         )
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise ConfigError(
+            f"tensor {name!r} was made inside torch.inference_mode(), so it can neither be trained nor written by a "
+            "round outside of it; make and shard the model outside of inference mode, or set the tensor's policy to "
+            "'local'"
+        )
     if tensor.is_conj():
         raise ConfigError(f"tensor {name!r} is a conjugate view; resolve_conj() it")
     if tensor.is_neg():  # its memory has the opposite sign

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from xffl.checkpoint.contents import RandomState
 from xffl.checkpoint.format import locate_checkpoint, read_record
+from xffl.checkpoint.generators import RandomState
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.errors import CheckpointError
 from xffl.files import read_sealed, write_sealed

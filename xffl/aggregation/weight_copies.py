@@ -1,0 +1,106 @@
+"""Optimizers that keep a second copy of the weights, of which rounds know nothing: whoever uses one is told by name.
+
+A round averages what the model holds. A schedule-free optimizer (Defazio et al., 2024, arXiv 2405.15682) trains one
+sequence of weights and evaluates another, which ``eval()`` computes from the weights and a copy ``z`` in its state.
+Lookahead pulls the weights back to a slow copy; others keep master weights or a mean of the steps. No round averages
+such a copy, so it differs between cells, and what it is swapped in for or written into differs, too.
+
+The first kind is known by its methods. The others are found by what they hold: a state tensor that is close to the
+parameter. Moments of gradients are not: their distance from the weights is about as large as the weights.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from xffl.distributed.sharding import local_tensor
+
+__all__ = ["find_copies", "swaps_weights", "tell_copies"]
+
+CLOSE = 0.5
+"""Distance of a copy from the weights, relative to their norm, at most: a copy is some steps old, and far closer."""
+
+MINIMUM = 64
+"""Elements of a state that is looked at, at least: of a few numbers a distance tells nothing."""
+
+
+def swaps_weights(optimizer: Optimizer) -> bool:
+    """Tell whether an optimizer evaluates other weights than it trains: it has ``train`` and ``eval``; local."""
+    return all(callable(getattr(type(optimizer), name, None)) for name in ("train", "eval"))
+
+
+def tell_copies(optimizers: Sequence[Optimizer], say: Callable[[str], None] | None = None) -> list[RemovableHandle]:
+    """Say which optimizers keep a second copy of the weights, at once or after the step that has made it; local.
+
+    :param optimizers: Those whose steps change the model.
+    :param say: What to do with each line; ``None`` writes it to the standard error stream.
+    :return: Handles of the hooks that look at the optimizers' states.
+    """
+    say = _write if say is None else say
+    handles: list[RemovableHandle] = []
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        if swaps_weights(optimizer):
+            say(
+                f"xffl: optimizer {name} evaluates other weights than it trains (it has train() and eval()): its "
+                "second copy of the weights is in no round, so after optimizer.eval() each cell holds another model; "
+                "for one model call optimizer.eval() and then xffl.Aggregator(model, state).aggregate() "
+                "(docs: Algorithms, Optimizers with a second copy of the weights)"
+            )
+        else:
+            handles.append(optimizer.register_step_post_hook(torch.compiler.disable(_Watch(say))))
+    return handles
+
+
+def find_copies(optimizer: Optimizer) -> list[str]:
+    """Return the names of states that hold a copy of the weights; local, and reads all states once."""
+    distances: dict[str, float] = {}
+    norms: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    with torch.no_grad():
+        for parameter, state in optimizer.state.items():
+            own = local_tensor(parameter).detach()
+            for key, value in state.items():
+                held = local_tensor(value) if isinstance(value, torch.Tensor) else None
+                if held is None or type(held) is not torch.Tensor or not held.is_floating_point():
+                    continue
+                if held.shape != own.shape or not own.numel():
+                    continue
+                weights = own.to(held.device, torch.float32)
+                distances[key] = distances.get(key, 0.0) + float((held.float() - weights).square().sum())
+                norms[key] = norms.get(key, 0.0) + float(weights.square().sum())
+                counts[key] = counts.get(key, 0) + own.numel()
+    large = [key for key, count in counts.items() if count >= MINIMUM]
+    return [key for key in large if distances[key] < CLOSE**2 * norms[key]]
+
+
+class _Watch:
+    """After a step, look at an optimizer's state if it has entries that were not there before."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._seen: frozenset[str] = frozenset()
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        state: dict[str, Any] = next(iter(optimizer.state.values()), {})
+        names = frozenset(map(str, state))
+        if names <= self._seen:
+            return
+        known, self._seen = self._seen, self._seen | names
+        if copies := [repr(name) for name in find_copies(optimizer) if name not in known]:
+            self._say(
+                f"xffl: optimizer {type(optimizer).__name__} keeps a copy of the weights in its state "
+                f"({', '.join(copies)}): that copy is in no round, so it differs between cells, and if the optimizer "
+                "writes it into the weights, that undoes a part of each round (docs: Algorithms, Optimizers with a "
+                "second copy of the weights)"
+            )
+
+
+def _write(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
