@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 GPU_TESTS = tests/ranks/test_gpu.py tests/ranks/test_shared_gpu.py tests/unit/test_codec.py tests/unit/test_quantize.py tests/unit/test_state_fake.py
 
-.PHONY: help install demo noniid test gpu wheels lint format docs matrix nccl bench clean
+.PHONY: help install demo noniid test nightly gpu wheels lint format docs matrix nccl bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -53,6 +53,9 @@ ifneq ($(CLUSTER),no)
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not alone' tests/cluster
 	$(BIN)/python -m pytest -m alone tests/cluster
 endif
+
+nightly: $(INSTALLED) ## run the long forms of tests, some hours (ONLY="storage nccl" for some); logs in runs/nightly/
+	$(BIN)/python -m tests.nightly $(if $(ONLY),--only $(ONLY))
 
 lint: $(INSTALLED) ## check style, types, imports and docstrings
 	$(BIN)/ruff check .

@@ -155,9 +155,9 @@ class Packed:
 class Drift:
     """Change the parameters a little before a round, so that a codec has something to write."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, state: xffl.DistributedState) -> None:
         self.model = model
-        self.factor = 1.0 + 1e-3 * (1 + dist.get_rank())
+        self.factor = 1.0 + 1e-3 * (1 + state.topology.cell_of(dist.get_rank()))  # alike on the replicas of a cell
 
     def __call__(self) -> None:
         for part in local_parts(self.model):
@@ -188,6 +188,7 @@ def contenders(
             part.div_(peers)
 
     asked = {"form": options.form, "codec": options.codec, "rails": options.rails}
+    asked["gradients_reduced_by_caller"] = options.plain
     calls: dict[str, Callable[[], object]] = {"raw all-reduce": raw, "by parameter": by_parameter}
     large = [part for part in parts if part.numel() > LARGEST_TINY]
     if state.topology.cells == 2 and not options.plain:
@@ -202,7 +203,7 @@ def contenders(
     if options.beside == "torchft":
         calls["torchft's DiLoCo"] = torchft_round(model, state)
     is_still = options.codec == "none" and options.server is None
-    return calls, (lambda: None) if is_still else Drift(model), flat.nbytes
+    return calls, (lambda: None) if is_still else Drift(model, state), flat.nbytes
 
 
 def torchft_round(model: nn.Module, state: xffl.DistributedState) -> Callable[[], object]:
@@ -278,12 +279,13 @@ def weigh(options: argparse.Namespace) -> dict[str, Any] | None:
     with xffl.session() as state:
         model = build(options, state)
         shard = sum(part.nbytes for part in local_parts(model))
-        prepare = Drift(model) if options.codec != "none" else lambda: None
+        prepare = Drift(model, state) if options.codec != "none" else lambda: None
         dist.barrier()
         ctypes.CDLL(None).malloc_trim(0)  # what was freed must not pass for the model's
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
         before = resident_bytes("VmRSS")
         asked = {"form": options.form, "codec": options.codec, "rails": options.rails}
+        asked["gradients_reduced_by_caller"] = options.plain
         aggregator = xffl.Aggregator(model, state, atomic=KINDS[options.memory], **asked)
         for _ in range(3):
             aggregator.aggregate()

@@ -8,13 +8,20 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+from torch import nn
+
 import xffl
 from xffl.aggregation.engine.exchange import RoundRun
 from xffl.aggregation.engine.plan import RoundContext
 from xffl.aggregation.hierarchical import Levels
 from xffl.aggregation.options import Options
 
-__all__ = ["agreed_contexts", "make_rounds", "options_of", "replace_exchange"]
+__all__ = ["aggregator_of", "agreed_contexts", "make_rounds", "options_of", "replace_exchange"]
+
+
+def aggregator_of(model: nn.Module, state: xffl.DistributedState, **options: Any) -> xffl.Aggregator:
+    """Make an aggregator of a model that nothing spreads: the test changes it alike on all ranks of a cell."""
+    return xffl.Aggregator(model, state, gradients_reduced_by_caller=True, **options)
 
 
 def replace_exchange(aggregator: xffl.Aggregator, instead: Callable[[Callable[[], RoundContext]], Any]) -> None:

@@ -6,11 +6,8 @@ import difflib
 import math
 import numbers
 import operator
-import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
-from typing import IO, Any, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 from xffl.errors import ConfigError, XfflError
 
@@ -24,8 +21,6 @@ __all__ = [
     "number",
     "one_of",
     "shorten",
-    "write_whole",
-    "written_whole",
 ]
 
 K = TypeVar("K")
@@ -138,25 +133,6 @@ def flattened(plain: Mapping[Any, Any], prefix: str = "", depth: int = 20) -> di
         else:
             values[f"{prefix}{name}"] = value
     return values
-
-
-@contextmanager
-def written_whole(path: Path) -> Iterator[IO[bytes]]:
-    """Write a file whole or not at all, whoever else writes it: readers never see half of it."""
-    beside = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
-    try:
-        with beside.open("wb") as file:
-            yield file
-        beside.replace(path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a text so."""
-    with written_whole(path) as file:
-        file.write(text.encode())
 
 
 def index_of(value: Any) -> int | None:

@@ -52,5 +52,12 @@ class CheckpointError(XfflError, RuntimeError):
     """Report something saved that cannot be trusted."""
 
 
+class ReplacedError(CheckpointError):
+    """Report a checkpoint that was replaced or deleted while it was read, so that reading it again may work.
+
+    Readers try again by themselves; callers see it as a :class:`CheckpointError` where that did not help.
+    """
+
+
 class TornError(Exception):
     """Report inside a round that ranks may hold different weights; callers get a :class:`RoundError` in its place."""

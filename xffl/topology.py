@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, SupportsIndex
 from xffl.checks import integer
 from xffl.errors import TopologyError
 
-__all__ = ["REPLICATE_AXIS", "Coordinates", "RankGroup", "Topology"]
+__all__ = ["REPLICATE_AXIS", "Coordinates", "DataPlace", "RankGroup", "Topology"]
 
 REPLICATE_AXIS = "dp_replicate"
 """The axis of a cell's shape that counts replicas; all other axes cut the model."""
@@ -218,6 +218,53 @@ class Topology:
 
     def _cell(self, cell: int) -> int:
         return integer("cell", cell, 0, self.cells - 1, hint="count from 0", error=TopologyError)
+
+
+@dataclass(frozen=True)
+class DataPlace:
+    """Where a rank's data lies: the cells that samples are dealt out to, and the rank's number among their ranks.
+
+    ``state.data_place`` is the one of this process, in whatever way it was started. A plan or a test, which has no
+    state, makes its own.
+
+    :param topology: All cells of the federation, also those that are jobs of their own.
+    :param rank: The rank's number in it, counted over the ranks of all cells.
+    :param job: The same in this job alone, where other cells (or replica groups) are jobs of their own: these are the
+        ranks that a collective reaches. ``None`` where the job has all cells.
+    :raises TopologyError: if the rank is outside the topology.
+    """
+
+    topology: Topology
+    rank: int
+    job: DataPlace | None = None
+
+    def __post_init__(self) -> None:
+        self.topology.cell_of(self.rank)
+
+    @property
+    def cell(self) -> int:
+        """The number of the rank's cell among all cells of the federation."""
+        return self.topology.cell_of(self.rank)
+
+    @property
+    def cells(self) -> int:
+        """How many cells there are."""
+        return self.topology.cells
+
+    @property
+    def cell_rank(self) -> int:
+        """The rank's number among the ranks of its cell."""
+        return self.rank - self.topology.offsets[self.cell]
+
+    @property
+    def cell_size(self) -> int:
+        """How many ranks the cell has."""
+        return self.topology.sizes[self.cell]
+
+    @property
+    def in_job(self) -> DataPlace:
+        """The place among the ranks of this job, which a collective reaches."""
+        return self if self.job is None else self.job
 
 
 def _size(what: str, value: object, knob: str) -> int:

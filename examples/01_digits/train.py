@@ -53,10 +53,9 @@ class Validation:
     def __init__(
         self, model: nn.Module, state: xffl.DistributedState, images: torch.Tensor, labels: torch.Tensor
     ) -> None:
-        at = state.topology.coordinates(state.rank)
-        ranks = state.topology.sizes[at.cell]
         # The ranks of a cell share the images out; each makes one forward pass, because FSDP's are collective.
-        self.images, self.labels = images[at.local_rank :: ranks], labels[at.local_rank :: ranks]
+        mine = slice(state.cell_rank, None, state.cell_size)
+        self.images, self.labels = images[mine], labels[mine]
         self.model, self.group = model, state.federation
         self.start = time.perf_counter()
         self.records: list[dict[str, Any]] = []
@@ -101,15 +100,14 @@ class SampleCount:
 
 def train(state: xffl.DistributedState, setting: str | None, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Train one model from scratch and return what was measured on the way."""
-    at = state.topology.coordinates(state.rank)
-    ranks, cells = state.topology.sizes[at.cell], state.topology.cells
+    cell = state.cell
 
     images, labels = digits.load()
     training, held_out = digits.split(labels, options.seed)
     if setting is not None:
-        training = digits.part_of_cell(training, labels, setting, at.cell, cells, options.seed)
-    stream = (options.seed, digits.SHUFFLING, at.cell)
-    batches = digits.Batches(training, options.batch_size, at.local_rank, ranks, stream)
+        training = digits.part_of_cell(training, labels, setting, cell, state.cells, options.seed)
+    stream = (options.seed, digits.SHUFFLING, cell)
+    batches = digits.Batches(training, options.batch_size, state.cell_rank, state.cell_size, stream)
     x, y = torch.from_numpy(images), torch.from_numpy(labels)
 
     torch.manual_seed(int(digits.random_stream(options.seed, digits.INITIALIZATION).integers(2**31)))
@@ -196,9 +194,9 @@ def main() -> None:
     options = parse_options()
     with xffl.session() as state:
         is_centralized = options.mode == "centralized"
-        if is_centralized and state.topology.cells > 1:
+        if is_centralized and state.cells > 1:
             raise xffl.ConfigError(
-                f"--mode centralized means one cell, but there are {state.topology.cells}; start it without --federated"
+                f"--mode centralized means one cell, but there are {state.cells}; start it without --federated"
             )
         for setting in [None] if is_centralized else options.setting:
             records = train(state, setting, options)

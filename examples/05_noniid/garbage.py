@@ -128,7 +128,7 @@ class Ended:
 def train(state: xffl.DistributedState, case: Case, data: noniid.Data, *, seed: int, rounds: int, clip: float) -> Ended:
     """Train one model from scratch; collective over the world."""
     parts = noniid.deal(data.labels, CELLS, "iid", seed)
-    sampler = CellBatchSampler(parts, state.topology, state.rank, batch_size=BATCH_SIZE, seed=seed)
+    sampler = CellBatchSampler(parts, state, batch_size=BATCH_SIZE, seed=seed)
     model = noniid.initialize(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     images, labels = data.training

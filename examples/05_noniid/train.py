@@ -35,10 +35,10 @@ def train(
     state: xffl.DistributedState, trial: Trial, data: noniid.Data, *, seed: int, rounds: int, part: str
 ) -> list[dict[str, Any]]:
     """Train one model from scratch and return what was measured after each round; collective over the world."""
-    cells = state.topology.cells
+    cells = state.cells
     parts = noniid.deal(data.labels, cells, "noniid", seed)
     batch_size = noniid.BATCH_SIZE * noniid.CELLS // cells
-    sampler = CellBatchSampler(parts, state.topology, state.rank, batch_size=batch_size, seed=seed)
+    sampler = CellBatchSampler(parts, state, batch_size=batch_size, seed=seed)
     model = noniid.initialize(seed)
     # Without momentum: SCAFFOLD's theory is that of plain steps, and so all have them.
     optimizer = torch.optim.SGD(model.parameters(), lr=trial.lr)
@@ -87,12 +87,12 @@ def parse_options() -> argparse.Namespace:
 def main() -> None:
     options = parse_options()
     with xffl.session() as state:
-        is_centralized = state.topology.cells == 1
+        is_centralized = state.cells == 1
         fitting = [run for run in GRIDS if (run == CENTRALIZED) == is_centralized]
         runs = fitting if options.runs is None else options.runs
         if misfits := sorted(set(runs) - set(fitting)):
             raise xffl.ConfigError(
-                f"--runs {' '.join(misfits)} cannot be done in {state.topology.cells} cells; start centralized with "
+                f"--runs {' '.join(misfits)} cannot be done in {state.cells} cells; start centralized with "
                 "--federated 1, and the others with --federated 1,1,1,1"
             )
         data = noniid.load()

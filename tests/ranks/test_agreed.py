@@ -16,6 +16,7 @@ import xffl
 from tests.ranks.test_algorithms import vector
 from tests.ranks.test_protected import Array, Net, build, moved, same_bits
 from tests.ranks.test_round import complete, make_state
+from tests.rounds import aggregator_of
 from tests.worlds import run_world
 from xffl.aggregation.engine.consensus import RoundInput
 
@@ -183,7 +184,7 @@ def partial(rank: int, world_size: int, kind: str, server: str | None) -> int:
         model: nn.Module = Adapted()
         if kind == "shard":
             model = xffl.shard(model, state, wrap=[nn.Linear])
-        aggregator = xffl.Aggregator(model, state, policies=policies, server=server)
+        aggregator = aggregator_of(model, state, policies=policies, server=server)
         start = {name: complete(tensor).clone() for name, tensor in model.named_parameters()}
         with torch.no_grad():
             for tensor in model.parameters():

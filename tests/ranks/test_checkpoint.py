@@ -7,9 +7,11 @@ import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from torch.distributed.tensor import DTensor
 import xffl
 from tests.decoder import Block, Decoder, loss_of, text_batch
 from tests.kept import Extra, Own
+from tests.low_bit import LowBitSGD
 from tests.worlds import run_world
 from xffl.checkpoint import (
     AsyncSaver,
@@ -31,7 +34,7 @@ from xffl.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from xffl.checkpoint.format import CellWriter
+from xffl.checkpoint.format import CellWriter, OpenCheckpoint
 from xffl.distributed.distributed_state import DistributedState
 
 FULL = StateDictOptions(full_state_dict=True)
@@ -429,11 +432,11 @@ def flip(file: Path) -> None:
 EXPECTED = {
     "full write_data": ("CheckpointError", "No space left on device", "rank 1 of the cell", "ranks 2-3 of 4"),
     "full finish": ("CheckpointError", "No space left on device", "rank 0 of the cell", "ranks 2-3 of 4"),
-    "values": ("ConfigError", 'values={"loss": 2}', "rank 2"),
+    "values": ("ConfigError", 'values={"loss": 2}', "rank 2", "own={'mine': part}"),
     "path": ("ConfigError", "path="),
     "names": ("ConfigError", "more1"),
     "pickle": ("ConfigError", "own/value is object", "rank 1 of 4"),
-    "contradiction": ("CheckpointError", "'own' holds on rank 1", "cell 0"),
+    "contradiction": ("CheckpointError", "'own' holds on rank 1", "cell 0", "own={'mine': part}"),
     "shapes": ("CheckpointError", "'own/value' holds on rank 1", "cell 0"),
     "foreign": ("CheckpointError", "is no checkpoint that could be replaced"),
     "missing part": ("CheckpointError", "it has no ['ema']"),
@@ -722,11 +725,113 @@ def rotates(rank: int, world_size: int, folder: str) -> None:
             manager.save(strategy, wrong, parts={"own": own})
     assert auto_resume(config, strategy) and strategy.loaded == manager.output_dir / "step_11"
     manager.save(strategy, 3, parts={"own": own})  # after going back: what was just saved stays
-    assert find_latest_checkpoint(folder) == manager.output_dir / "step_3"  # the pointer says so
-    assert sorted(os.listdir(manager.output_dir)) == ["latest", "step_10", "step_11", "step_3"]
+    assert find_latest_checkpoint(folder) == manager.output_dir / "step_3"
+    assert sorted(os.listdir(manager.output_dir)) == ["latest", "step_11", "step_3"]
     config.experiment.output_dir = f"{folder}/elsewhere" if rank == 0 else folder
     with pytest.raises(xffl.ConfigError, match="latest one"):
         auto_resume(config, strategy)
+
+
+def replaced(rank: int, world_size: int, folder: str) -> None:
+    """Replace a checkpoint after rank 1 has opened it, and before rank 0 does."""
+    state, home = make_state(rank, "fsdp"), Path(folder)
+    for value in (1, 2):
+        save_checkpoint(home / f"of_{value}", {"it": Own(value)}, state, values={"value": value})
+    if rank == 0:
+        shutil.copytree(home / "of_1", home / "best")
+    dist.barrier()
+    is_open, count, begin = home / "is_open", [0], OpenCheckpoint.__init__
+
+    def open_in_turn(self: OpenCheckpoint, path: Path) -> None:
+        count[0] += 1
+        if count[0] > 1:
+            begin(self, path)
+        elif rank == 1:
+            begin(self, path)
+            is_open.touch()
+        else:
+            while not is_open.exists():
+                time.sleep(0.001)
+            shutil.rmtree(home / "best")
+            (home / "of_2").rename(home / "best")
+            begin(self, path)
+
+    with mock.patch.object(OpenCheckpoint, "__init__", open_in_turn):
+        it = Own(0)
+        assert load_checkpoint(home / "best", {"it": it}, state) == {"value": 2} and it.value == 2
+    assert count == [2]
+    dist.barrier()
+
+
+class Argued(nn.Module):
+    """A model with its constructor's arguments in its state dict, and parts with few and with odd numbers of rows."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.one, self.odd = nn.Linear(16, 16), nn.Linear(16, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.odd(self.one(inputs))  # type: ignore[no-any-return]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        state.setdefault("_metadata", {"act": nn.functional.gelu})
+        return state
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        assert state_dict["_metadata"] == {"act": nn.functional.gelu}
+        return super().load_state_dict({key: state_dict[key] for key in state_dict if key != "_metadata"})
+
+
+def low_bit(rank: int, world_size: int, folder: str) -> None:
+    """States of a tensor class come back bit for bit, in another layout where that is exact; else they are refused."""
+    states = {layout: make_state(rank, layout, (1, 1)) for layout in ("ddp", "fsdp")}
+
+    def made(layout: str, seed: int, is_odd: bool) -> dict[str, Any]:
+        model = Argued(seed)
+        if not is_odd:
+            model.odd = model.one
+        model = xffl.shard(model, states[layout])  # type: ignore[assignment]
+        return {"model": model, "optimizer": LowBitSGD(model.parameters())}
+
+    def train(parts: dict[str, Any], steps: range) -> None:
+        for step in steps:
+            torch.manual_seed(step)
+            parts["model"](torch.randn(4, 16)).square().mean().backward()
+            parts["optimizer"].step()
+            parts["optimizer"].zero_grad()
+
+    def kinds(parts: dict[str, Any]) -> list[str]:
+        found = [state["momentum"] for state in parts["optimizer"].state.values()]
+        return [type(one.to_local() if isinstance(one, DTensor) else one).__name__ for one in found]
+
+    for is_odd, layout, there, refused in (
+        (False, "fsdp", "fsdp", None),
+        (False, "fsdp", "ddp", None),  # rows joined
+        (False, "ddp", "fsdp", None),  # rows cut
+        (True, "fsdp", "fsdp", None),  # rank 0 holds codes of a tensor, and rank 1, with a row, none
+        (True, "fsdp", "ddp", "model/odd.weight/momentum.*some ranks held plain tensors, others did not"),
+    ):
+        parts = made(layout, 0, is_odd)
+        train(parts, range(2))
+        assert "Coded" in kinds(parts) and (not is_odd or (kinds(parts)[2] == "Coded") == (rank == 0))
+        name = f"{folder}/low_bit_{is_odd}_{layout}_{there}"
+        save_checkpoint(name, parts, states[layout], skip=["model/_metadata"])
+        train(parts, range(2, 4))
+        again = made(there, 1, is_odd)
+        if refused is not None:
+            before = whole({"w": again["model"].module.one.weight.detach().clone()})
+            with pytest.raises(xffl.CheckpointError, match=f"{refused}.*nothing was loaded"):
+                load_checkpoint(name, again, states[there])
+            assert_same(whole({"w": again["model"].module.one.weight.detach()}), before)
+            continue
+        load_checkpoint(name, again, states[there])
+        train(again, range(2, 4))
+        mine, its = ([whole({"w": one.detach()}) for one in kit["model"].parameters()] for kit in (again, parts))
+        assert_same(mine, its, f"{layout} {there}")
+        if layout == there:
+            assert kinds(again) == kinds(parts)
 
 
 def test_stages_odd_states_and_rotation(tmp_path: Path) -> None:
@@ -738,4 +843,6 @@ def several(rank: int, world_size: int, folder: str) -> None:
     factors(rank, world_size, folder)
     views(rank, world_size, folder)
     extras(rank, world_size, folder)
+    low_bit(rank, world_size, folder)
     rotates(rank, world_size, folder)
+    replaced(rank, world_size, f"{folder}/replaced")

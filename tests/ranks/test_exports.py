@@ -28,7 +28,7 @@ from xffl.aggregation import offline as pieces
 from xffl.aggregation.algorithms.registry import make
 from xffl.aggregation.exports import RoundPlan, export_cell, load_global, read_told
 from xffl.aggregation.offline import aggregate_exports
-from xffl.checkpoint.format import check_data, locate_checkpoint, read_index, read_record
+from xffl.checkpoint.format import OpenCheckpoint, check_data, read_index, read_record
 from xffl.cli.main import main
 from xffl.cluster.environment import read_over_files
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
@@ -282,11 +282,11 @@ def test_a_kill_leaves_the_result_of_before_or_the_new_one(tmp_path: Path) -> No
     draws, found, longest_s = random.Random(3), [], 8 * took_s
     for life in range(12):
         weights = [1.0, life + 2.0]
-        before = read_record(locate_checkpoint(out)).values["global"]["shares"]
+        before = read_record(out).values["global"]["shares"]
         run_world(1, killed, folders, str(out), weights, draws.uniform(0.0, longest_s), init=False, mortal=(0,))
-        home = locate_checkpoint(out)
-        record = read_record(home)
-        check_data(read_index(home, record))
+        with OpenCheckpoint(out) as source:
+            record = source.read_record()
+            check_data(read_index(source, record))
         new = [weight / sum(weights) for weight in weights]
         assert record.values["global"]["shares"] in (before, pytest.approx(new))
         found.append(record.values["global"]["shares"] != before)
@@ -417,9 +417,9 @@ def scripted(
         torch.manual_seed(1)
         model = xffl.shard(Mixed(torch.float32), state, wrap=[nn.Linear])
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        dealt, place = state.data_place
+        place = state.data_place.rank
         kept = f"{named.get('XFFL_EXPORT', '')[:-1]}{rank}.pt"
-        count = 100 * (dealt.cell_of(place) + 1)
+        count = 100 * (state.cell + 1)
         with xffl.FederatedScaling(
             model, optimizer, state, every=2, weight=lambda: float(count), algorithm=algorithm
         ) as scaling:
@@ -466,7 +466,8 @@ def test_what_a_job_of_one_cell_cannot_be(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(ConfigError, match=told), xffl.session(**asked):
             pass
     with xffl.session(cell=1, cells=2) as state:
-        assert state.lone_cell == (1, (1, 1)) and state.data_place[1] == 1
+        assert state.lone_cell == (1, (1, 1)) and state.data_place.rank == 1
+        assert (state.cell, state.cells, state.cell_rank, state.cell_size, state.federated_rank) == (1, 2, 0, 1, None)
         model = xffl.shard(nn.Linear(2, 2), state)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for asked, told in (

@@ -48,9 +48,9 @@ from xffl.distributed.fault_tolerance import CommittedOptimizer, _make_group
 from xffl.distributed.replica_transport import NONCE_BYTES, ShardTransport
 from xffl.errors import CheckpointError, ConfigError, LaunchError, RoundError, StateError, XfflError
 from xffl.parallel import DistributedConfig
+from xffl.topology import Topology
 from xffl.training import Callback, CellLoader, ExperimentConfig, FederationConfig, TrainingParameters
 from xffl.training.callbacks import CheckpointCallback
-from xffl.training.mixins.loaders import DataLoaderSetupMixin
 
 pytestmark = pytest.mark.skipif(
     find_spec("torchft") is None, reason="needs torchft (the extra elastic), which has wheels for x86-64 Linux"
@@ -503,14 +503,14 @@ def test_groups_that_do_not_go_together(case: str, told: str, lighthouse: Lighth
 
 
 def deal(rank: int, ranks: int, axes: dict[str, int]) -> list[list[Any]]:
-    """Tell which samples a trainer's ranks of two groups get, without any lighthouse."""
-    world = mock.Mock(world_size=ranks, device_parameters=DeviceParameters(**axes))
+    """Tell which samples a rank gets in each of two groups, without any lighthouse."""
+    world = mock.Mock(world_size=ranks, device_parameters=DeviceParameters(**axes), rank=rank)
+    world.state.topology = Topology(ranks)
     found = []
     for group in (0, 1):
-        world.replica_group, world.rank = (group, 2), rank
-        trainer = mock.Mock(world=world, lone_cell=lambda: None)
-        topology, place = DataLoaderSetupMixin._data_place(trainer)
-        loader = CellLoader(TensorDataset(torch.arange(16)), topology, place, batch_size=1, seed=0)
+        place = FaultTolerantWorld._place_in(world, group, 2)
+        assert (place.cell, place.cells, place.cell_size, place.in_job.rank) == (0, 1, 2 * ranks, rank)
+        loader = CellLoader(TensorDataset(torch.arange(16)), place, batch_size=1, seed=0)
         found.append([batch[0].tolist() for batch in loader])
     return found
 

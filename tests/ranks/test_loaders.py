@@ -64,7 +64,7 @@ def validates(rank: int, world_size: int, path: Path) -> None:
     for windows in (1, 2, 5, 16):
         expected = mean_loss(path, windows)
         for over, group in (("cell", state.federation), ("federation", None)):
-            loader = validation_loader(dataset(path, windows), state.topology, rank, batch_size=2, over=over)  # type: ignore[arg-type]
+            loader = validation_loader(dataset(path, windows), state, batch_size=2, over=over)  # type: ignore[arg-type]
             total = 0.0
             with torch.no_grad():
                 for tokens, targets in loader:
@@ -102,7 +102,7 @@ def resumes(rank: int, world_size: int, path: Path) -> int:
 
     def loader() -> CellLoader:
         data = dataset(path, 41)
-        return CellLoader(data, state.topology, rank, batch_size=4, seed=7)
+        return CellLoader(data, state, batch_size=4, seed=7)
 
     # Never stopped.
     torch.manual_seed(rank)

@@ -26,7 +26,7 @@ from xffl.distributed.parameters import DeviceParameters
 from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError
 from xffl.training.config.dataclasses import BaseTrainerConfig, ExperimentConfig
-from xffl.training.data.sampler import data_place
+from xffl.training.data.place import share_of
 from xffl.training.metrics import (
     WeightedSums,
     compute_metrics,
@@ -185,7 +185,7 @@ def take_down(state: DistributedState, layout: Layout) -> None:
 def my_batches(state: DistributedState, cut: list[int]) -> Iterator[torch.Tensor]:
     """Deal the cell's samples out to the ranks with data of their own."""
     cell = state.topology.cell_of(state.rank)
-    place, places = data_place(state.topology, state.rank)
+    place, places = share_of(state.data_place)
     return iter(torch.arange(cut[cell] + place, cut[cell + 1], places).split(BATCH))
 
 

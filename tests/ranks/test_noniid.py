@@ -17,7 +17,7 @@ from torch import nn
 
 from tests.ranks.test_round import make_state
 from tests.worlds import run_world
-from xffl.topology import Topology
+from xffl.topology import DataPlace, Topology
 from xffl.training.data.sampler import CellBatchSampler
 
 np = pytest.importorskip("numpy")
@@ -96,7 +96,8 @@ def trained(rank: int, world_size: int, trials: list[Any], rounds: int) -> list[
 def batches_of(cell: int, labels: Any, rounds: int) -> Iterator[Iterator[list[int]]]:
     """Yield a cell's batches, round by round."""
     parts = noniid.deal(labels, 4, "noniid", SEED)
-    sampler = CellBatchSampler(parts, Topology(4, (1, 1, 1, 1)), cell, batch_size=noniid.BATCH_SIZE, seed=SEED)
+    place = DataPlace(Topology(4, (1, 1, 1, 1)), cell)
+    sampler = CellBatchSampler(parts, place, batch_size=noniid.BATCH_SIZE, seed=SEED)
     for epoch in range(rounds):
         sampler.set_epoch(epoch)
         yield iter(sampler)

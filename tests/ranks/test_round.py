@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import xffl
+from tests.rounds import aggregator_of
 from tests.worlds import run_world
 from xffl.distributed.distributed_state import DistributedState
 
@@ -215,7 +216,7 @@ def one_layout(rank: int, world_size: int, sizes: tuple[int, ...], hsdp: int | N
         for number, (weight, weights) in enumerate(weightings(sizes, rank, cell)):
             # A bucket size and mode for each: a few elements at a time, tensors that do not fit, everything at once.
             bucket_bytes, atomic, form = [(24, True, "auto"), (100, False, "two_hop"), (1 << 20, True, "auto")][number]
-            aggregator = xffl.Aggregator(model, state, bucket_bytes=bucket_bytes, atomic=atomic, form=form)
+            aggregator = aggregator_of(model, state, bucket_bytes=bucket_bytes, atomic=atomic, form=form)
             fill(model, rank, cell)
             before = kept_local(model)
             report = aggregator.aggregate(weight)

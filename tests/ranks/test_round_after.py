@@ -16,6 +16,7 @@ from tests.ranks.test_levels import break_above
 from tests.ranks.test_round import make_state
 from tests.ranks.test_round_edges import linear
 from tests.ranks.test_round_votes import raised
+from tests.rounds import aggregator_of
 from tests.worlds import run_world
 from xffl.aggregation.algorithms.combiners import AggregationWeights, CellStats, Mean
 from xffl.aggregation.engine.consensus import RoundInput
@@ -180,7 +181,7 @@ def wrong_words(rank: int, world_size: int) -> None:
     """What cannot be meant on one rank is told to all, at once, and the next round takes place."""
     state = make_state(rank, (2,), 1)
     model = linear(8)
-    aggregator = xffl.Aggregator(model, state, overlap=True)
+    aggregator = aggregator_of(model, state, overlap=True)
     calls: list[tuple[str, Callable[[], object]]] = [
         ("steps must be .* >= 0, got None", lambda: aggregator.aggregate(1.0, steps=None if rank else 2.0)),  # type: ignore[arg-type]
         (

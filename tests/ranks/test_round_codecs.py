@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import xffl
 from tests.ranks.test_round import complete, digests, make_state
+from tests.rounds import aggregator_of
 from tests.worlds import run_world
 from xffl.aggregation.compression import codec_of
 from xffl.aggregation.engine import transport
@@ -194,7 +195,7 @@ def remember(rank: int, world_size: int, codec: str) -> None:
     def make() -> tuple[nn.Module, xffl.Aggregator]:
         torch.manual_seed(0)
         model = nn.Linear(40, 30)
-        return model, xffl.Aggregator(model, state, codec=codec, fragments=2, bucket_bytes=1000)
+        return model, aggregator_of(model, state, codec=codec, fragments=2, bucket_bytes=1000)
 
     def step(model: nn.Module, number: int) -> None:
         torch.manual_seed(100 * number + cell)

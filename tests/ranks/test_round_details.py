@@ -19,7 +19,7 @@ import xffl
 from tests.ranks.test_round import complete, digests, make_state
 from tests.ranks.test_round_edges import everyones, linear
 from tests.ranks.test_round_rare import interrupt_halfway
-from tests.rounds import agreed_contexts
+from tests.rounds import aggregator_of, agreed_contexts
 from tests.worlds import run_world
 from xffl.aggregation import compression as feedback
 from xffl.aggregation.engine import consensus, transport
@@ -345,7 +345,7 @@ def home_bytes(rank: int, world_size: int) -> None:
 def slowest_rank(rank: int, world_size: int) -> None:
     """A cell's step takes as long as that of its slowest rank."""
     state = make_state(rank, (2, 2), None)
-    report = xffl.Aggregator(linear(), state).participate(RoundInput(seconds=1.0 + rank))
+    report = aggregator_of(linear(), state).participate(RoundInput(seconds=1.0 + rank))
     assert report is not None and report.step_seconds == (2.0, 4.0)
 
 
@@ -377,7 +377,7 @@ def norms_of_a_delay(rank: int, world_size: int) -> None:
     """Where all replicas keep a copy, the norm of the cell's update still counts it once."""
     state = make_state(rank, (2, 2), 1)
     model = linear()
-    aggregator = xffl.Aggregator(model, state, overlap=True, norms=True)
+    aggregator = aggregator_of(model, state, overlap=True, norms=True)
     with torch.no_grad():
         model.weight.add_(0.5 + rank // 2)
     norms = aggregator.aggregate_async().merge().update_norms
@@ -424,7 +424,7 @@ def few_packed(rank: int, world_size: int) -> None:
 def rails_of_little(rank: int, world_size: int) -> None:
     """All replicas have some to carry, also of a shard of few buckets."""
     state = make_state(rank, (2, 2), 1)
-    assert xffl.Aggregator(linear(64), state, rails=True).aggregate().bytes_across > 0
+    assert aggregator_of(linear(64), state, rails=True).aggregate().bytes_across > 0
 
 
 def connected(rank: int, world_size: int) -> None:

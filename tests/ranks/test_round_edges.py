@@ -19,7 +19,7 @@ from torch import nn
 
 import xffl
 from tests.ranks.test_round import make_state
-from tests.rounds import replace_exchange
+from tests.rounds import aggregator_of, replace_exchange
 from tests.worlds import run_world
 from xffl.aggregation import compression as feedback
 from xffl.aggregation.engine import buffers as pool
@@ -498,24 +498,25 @@ def out_of_a_delay(rank: int, world_size: int) -> None:
     from torch.distributed import distributed_c10d
 
     state = make_state(rank, (2, 2), 1)
-    model = linear(seed=rank)
+    model = linear(seed=rank // 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     groups = set()
     for _ in range(3):
-        with xffl.FederatedScaling(model, optimizer, state, every=2, delay=1) as scaling:
+        options = {"gradients_reduced_by_caller": True}
+        with xffl.FederatedScaling(model, optimizer, state, every=2, delay=1, aggregator=options) as scaling:
             for _ in range(2):
-                train(model, optimizer, rank, 2)
+                train(model, optimizer, rank // 2, 2)
                 refused(scaling.aggregator.state_dict, "under way")
                 scaling.settle()
                 assert scaling.aggregator.state_dict()["rounds"] > 0
         groups.add(len(distributed_c10d._world.pg_map))
         refused(scaling.aggregator.aggregate, "closed")
     assert len(groups) == 1
-    aggregator = xffl.Aggregator(model, state, overlap=True)
+    aggregator = aggregator_of(model, state, overlap=True)
 
     def breaks_off() -> None:
         with xffl.FederatedScaling(model, optimizer, state, every=2, delay=1, aggregator=aggregator):
-            train(model, optimizer, rank, 2)
+            train(model, optimizer, rank // 2, 2)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -528,7 +529,7 @@ def out_of_a_delay(rank: int, world_size: int) -> None:
 def ways_to_merge(rank: int, world_size: int) -> None:
     state = make_state(rank, (2, 2), 1)
     model = linear(seed=rank // 2)
-    aggregator = xffl.Aggregator(model, state, overlap=True)
+    aggregator = aggregator_of(model, state, overlap=True)
     pending = aggregator.aggregate_async(alpha=0.5 if rank == 1 else 0.25)
     with pytest.raises(xffl.RoundError, match="the ranks of cell 0 merge in different ways"):
         pending.merge()
@@ -567,7 +568,7 @@ def one_cell(rank: int, world_size: int) -> None:
     """Nothing crosses in one cell, so a codec changes no bit."""
     state = make_state(rank, (world_size,), None)
     model = linear(16)
-    aggregator = xffl.Aggregator(model, state, codec="int4")
+    aggregator = aggregator_of(model, state, codec="int4")
     for _ in range(2):
         torch.manual_seed(3)
         shaken(model)

@@ -15,11 +15,12 @@ from torch.distributed.fsdp import fully_shard
 import xffl
 from tests.ranks.test_round import digests, make_state
 from tests.ranks.test_round_votes import check_alike, plant, raised
+from tests.rounds import aggregator_of
 from tests.worlds import run_world
 
 
-def layers() -> nn.Sequential:
-    torch.manual_seed(dist.get_rank())
+def layers(seed: int | None = None) -> nn.Sequential:
+    torch.manual_seed(dist.get_rank() if seed is None else seed)
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
 
@@ -42,7 +43,7 @@ def changed_models(rank: int, world_size: int) -> None:
     for change, told in ((replace, "weight"), (append, "weight"), (unfreeze, "weight"), (shard, "Aggregator")):
         model = layers()
         model[0].weight.requires_grad_(change is not unfreeze)
-        aggregator = xffl.Aggregator(model, state)
+        aggregator = aggregator_of(model, state)
         change(model)
         before = digests(model)
         told_all = raised(aggregator.aggregate)
@@ -53,18 +54,18 @@ def changed_models(rank: int, world_size: int) -> None:
 def odd_buffers(rank: int, world_size: int) -> None:
     """What is taken from the first cell stays of one piece, and may hold what no mean could."""
     state = make_state(rank, (2, 1), None)
-    model = layers()
+    model = layers(state.topology.cell_of(rank))
     model.register_buffer("order", torch.randperm(8))
     model.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
-    check_alike(raised(xffl.Aggregator(model, state).aggregate), "RoundError", "'mask'", "'first' or 'local'")
+    check_alike(raised(aggregator_of(model, state).aggregate), "RoundError", "'mask'", "'first' or 'local'")
     model.register_buffer("eight", torch.ones(5).to(torch.float8_e4m3fn))
-    assert xffl.Aggregator(model, state, policies={"mask": "first"}).aggregate().round == 1
+    assert aggregator_of(model, state, policies={"mask": "first"}).aggregate().round == 1
     assert sorted(model.order.tolist()) == list(range(8))
     gathered: list[Any] = [None] * world_size
     dist.all_gather_object(gathered, model.order.tolist())
     assert all(order == gathered[0] for order in gathered)
     model.register_buffer("wide", torch.ones(1).expand(5))
-    check_alike(raised(lambda: xffl.Aggregator(model, state, policies={"mask": "first"})), "ConfigError", "'wide'")
+    check_alike(raised(lambda: aggregator_of(model, state, policies={"mask": "first"})), "ConfigError", "'wide'")
     check_alike(raised(lambda: xffl.shard(model, state)), "ConfigError", "'wide'")
 
 
@@ -162,8 +163,11 @@ def tears(rank: int, world_size: int) -> None:
 def inference(rank: int, world_size: int) -> None:
     """A first round inside inference mode spoils no later one."""
     state = make_state(rank, (2, 1), 1)
-    for model in (layers(), nn.BatchNorm1d(3)):  # the mean of buffers is taken at home first
-        aggregator = xffl.Aggregator(model, state)
+    for model in (
+        layers(state.topology.cell_of(rank)),
+        nn.BatchNorm1d(3),
+    ):  # the mean of buffers is taken at home first
+        aggregator = aggregator_of(model, state)
         with torch.inference_mode():
             assert aggregator.aggregate().round == 1
         assert aggregator.aggregate().round == 2

@@ -26,6 +26,7 @@ from tests.ranks.test_round import (
     tensors,
     weightings,
 )
+from tests.rounds import aggregator_of
 from tests.worlds import run_world
 from xffl.aggregation.engine import pairwise_swap as late
 from xffl.aggregation.engine import transport
@@ -140,7 +141,7 @@ def fragments(rank: int, world_size: int) -> list[list[str]]:
     """Each round moves one part of the model, in turn; the other parts keep every bit."""
     state = make_state(rank, (2, 2), 1)
     model = nn.ModuleDict({f"layer{index}": nn.Linear(9, 9) for index in range(5)})
-    aggregator = xffl.Aggregator(model, state, fragments=3, bucket_bytes=64)
+    aggregator = aggregator_of(model, state, fragments=3, bucket_bytes=64)
     moved: list[list[str]] = []
     for number in range(6):
         with torch.no_grad():
@@ -196,7 +197,7 @@ def test_wrong_options_are_told_to_all() -> None:
 def profiled(rank: int, world_size: int) -> dict[str, int]:
     state = make_state(rank, (2, 2), 1)
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
-    aggregator = xffl.Aggregator(model, state, codec="int8", bucket_bytes=4096)
+    aggregator = aggregator_of(model, state, codec="int8", bucket_bytes=4096)
     aggregator.aggregate()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         report = aggregator.aggregate()

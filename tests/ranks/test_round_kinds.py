@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import xffl
 from tests.ranks.test_round import complete, make_state
+from tests.rounds import aggregator_of
 from tests.worlds import run_world
 from xffl.distributed.distributed_state import DistributedState
 
@@ -31,7 +32,7 @@ def strided(rank: int, world_size: int) -> None:
     with torch.no_grad():
         model.gappy.copy_(torch.arange(70.0).view(7, 5, 2) + 100 * state.federated_rank)
         model.turned.copy_(torch.arange(20.0).view(4, 5) * (1 + state.federated_rank))
-    xffl.Aggregator(model, state, bucket_bytes=36).aggregate()
+    aggregator_of(model, state, bucket_bytes=36).aggregate()
     assert torch.equal(model.gappy.detach(), torch.arange(70.0).view(7, 5, 2) + 50)
     assert torch.equal(model.turned.detach(), torch.arange(20.0).view(4, 5) * 1.5)
     assert model.scalar.item() == 1.5
@@ -142,8 +143,8 @@ def test_kinds(world_size: int, case: Callable[..., None], args: tuple[object, .
 def test_models_that_no_round_can_take_are_refused_on_all_ranks() -> None:
     told = run_world(4, refusals)
     expected = [
-        "part",
-        "placements",
+        "cross between cells",
+        "cross between cells",
         "no values yet",
         "no values yet",
         "FSDP1",

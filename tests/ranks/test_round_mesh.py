@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import xffl
 from tests.decoder import Decoder
+from tests.rounds import aggregator_of
 from tests.worlds import run_world
 from xffl.aggregation.algorithms.server import Adaptive
 from xffl.distributed.distributed_state import DistributedState
@@ -250,7 +250,7 @@ def means(rank: int, world_size: int, sizes: tuple[int, ...], shape: Shape, opti
     cells = [cell for cell, size in enumerate(sizes) for _ in range(size)]
     for kwargs in options:
         model = build(mesh, mesh.cell, rank)
-        aggregator = xffl.Aggregator(model, state, **kwargs)
+        aggregator = aggregator_of(model, state, **kwargs)
         for turn in range(1 if kwargs else 3):
             train(model, mesh.cell, turn)
             before = everywhere(full(model))
@@ -297,7 +297,7 @@ def algorithms(rank: int, world_size: int, sizes: tuple[int, ...], shape: Shape)
     # Equal models stay as they are.
     model = build(mesh, 7)
     before = digests(full(model))
-    aggregator = xffl.Aggregator(model, state)
+    aggregator = aggregator_of(model, state)
     for weight in (1.0, 3.0):
         aggregator.aggregate(weight + cell)
     assert digests(full(model)) == before
@@ -306,7 +306,7 @@ def algorithms(rank: int, world_size: int, sizes: tuple[int, ...], shape: Shape)
     # A codec: all ranks read the same codes, also of what several shards hold. The second round is the first lossy one.
     model = build(mesh, 7)
     policies = {"running": "local", "odd.narrow": "average"} if mesh.size("pp") == 1 else {"running": "local"}
-    aggregator = xffl.Aggregator(model, state, codec={"decoder.lm_head.*": "int4", "*": "int8"}, policies=policies)
+    aggregator = aggregator_of(model, state, codec={"decoder.lm_head.*": "int4", "*": "int8"}, policies=policies)
     for turn in range(2):
         train(model, cell, turn)
         held = everywhere({name: tensor for name, tensor in full(model).items() if name != "running"})
@@ -322,7 +322,7 @@ def algorithms(rank: int, world_size: int, sizes: tuple[int, ...], shape: Shape)
     # Norms count each element once, and noise is the same on all holders.
     model = build(mesh, 7)
     start = full(model)
-    aggregator = xffl.Aggregator(model, state, norms=True)
+    aggregator = aggregator_of(model, state, norms=True)
     train(model, cell, 0)
     moved = everywhere({name: wide(value) - wide(start[name]) for name, value in full(model).items()})
     report = aggregator.aggregate()
@@ -335,7 +335,7 @@ def algorithms(rank: int, world_size: int, sizes: tuple[int, ...], shape: Shape)
 
     model = build(mesh, 7)
     privacy = {"name": "dp_fedavg", "clip": 1.0, "noise": 0.1, "seed": 1}
-    aggregator = xffl.Aggregator(model, state, privacy=privacy, policies={"running": "local", "*count": "local"})
+    aggregator = aggregator_of(model, state, privacy=privacy, policies={"running": "local", "*count": "local"})
     train(model, cell, 0)
     aggregator.aggregate()
     check_alike({name: value for name, value in full(model).items() if name not in ("running", "count")})
@@ -352,7 +352,7 @@ def server(
     skipped = ("running", "count", "scratch", "odd.narrow", "odd.wave")
     dense = {name: nn.Parameter(value) for name, value in full(model).items() if name not in skipped}
     optimizer = Adaptive(dense.values(), lr=0.03)
-    aggregator = xffl.Aggregator(model, state, server="fedadam:lr=0.03", server_step=steps[0])
+    aggregator = aggregator_of(model, state, server="fedadam:lr=0.03", server_step=steps[0])
     for turn in range(3):
         train(model, mesh.cell, turn)
         told = everywhere(full(model))
@@ -370,7 +370,7 @@ def server(
             saved = aggregator.state_dict()
             aggregator.close()
             copy = build(mesh, 7)
-            aggregator = xffl.Aggregator(copy, state, server="fedadam:lr=0.03", server_step=steps[turn + 1])
+            aggregator = aggregator_of(copy, state, server="fedadam:lr=0.03", server_step=steps[turn + 1])
             with torch.no_grad():
                 for new, old in zip(copy.parameters(), model.parameters(), strict=True):
                     new.copy_(old)

@@ -25,6 +25,7 @@ from tests.ranks.test_round_mesh import (
     make_state,
     train,
 )
+from tests.rounds import aggregator_of
 from tests.worlds import run_world
 from xffl.aggregation.hierarchical import Level, Levels, worlds_of
 from xffl.distributed.distributed_state import DistributedState
@@ -39,7 +40,9 @@ def training(rank: int, world_size: int) -> list[dict[str, str]]:
     torch.manual_seed(0)
     model = parallelize_module(Decoder(), mesh.of("tp"), PLAN)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with xffl.FederatedScaling(model, optimizer, state, every=2):
+    # The norms between tensor-parallel layers stay plain: all ranks compute the same gradients of them.
+    options = {"gradients_reduced_by_caller": True}
+    with xffl.FederatedScaling(model, optimizer, state, every=2, aggregator=options):
         for step in range(3):
             tokens, targets = text_batch(4 * step + mesh.cell, 2, 8)
             loss_of(model(tokens), targets).backward()
@@ -47,7 +50,7 @@ def training(rank: int, world_size: int) -> list[dict[str, str]]:
             optimizer.zero_grad()
     check_alike(full(model))
 
-    levels = Levels(model, state, [Level(), Level(every=2, groups=(2, 2))])
+    levels = Levels(model, state, [Level(), Level(every=2, groups=(2, 2))], **options)
     for turn in range(2):
         train(model, mesh.cell, turn)
         before = everywhere(full(model))
@@ -88,7 +91,7 @@ def no_federation(rank: int, world_size: int) -> None:
     for buffer in (one for name, one in model.named_buffers() if name.endswith("running_mean")):
         buffer.fill_(rank)
     weights = digests(dict(model.named_parameters()))
-    assert xffl.Aggregator(model, state).aggregate(1.0).bytes_across == 0
+    assert aggregator_of(model, state).aggregate(1.0).bytes_across == 0
     assert digests(dict(model.named_parameters())) == weights
     means = [one for name, one in model.named_buffers() if name.endswith("running_mean")]
     assert [one.tolist() for one in means] == [[2.0 * (rank // 2) + 0.5] * 3]
@@ -123,7 +126,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
 
     mesh = Mesh(rank, sizes, shape)
     grid = mesh.of("dp_shard", "tp")
-    refuse(lambda: xffl.Aggregator(cut(grid, Shard(0), Shard(1)), plain))
+    refuse(lambda: aggregator_of(cut(grid, Shard(0), Shard(1)), plain))
     plain.unset_federated_scaling()
     wrong = {**shape, "tp": 4} if rank == 3 else shape
     refuse(lambda: make_state(rank, sizes, wrong), xffl.TopologyError)
@@ -132,20 +135,20 @@ def refusals(rank: int, world_size: int) -> list[str]:
     state = make_state(rank, sizes, shape)
     # Cells with different tp, the same sizes in another order, and other dimensions.
     tall = Mesh(rank, sizes, {"dp_shard": 1, "tp": 4} if rank >= 4 else {"dp_shard": 2, "tp": 2}, names="_tall")
-    refuse(lambda: xffl.Aggregator(cut(tall.of("dp_shard", "tp"), Shard(0), Shard(1)), state))
-    refuse(lambda: xffl.Aggregator(cut(grid, *((Shard(0), Shard(1)) if rank < 4 else (Shard(1), Shard(0)))), state))
-    refuse(lambda: xffl.Aggregator(cut(grid, *((Shard(0), Shard(1)) if rank < 4 else (Replicate(),) * 2)), state))
+    refuse(lambda: aggregator_of(cut(tall.of("dp_shard", "tp"), Shard(0), Shard(1)), state))
+    refuse(lambda: aggregator_of(cut(grid, *((Shard(0), Shard(1)) if rank < 4 else (Shard(1), Shard(0)))), state))
+    refuse(lambda: aggregator_of(cut(grid, *((Shard(0), Shard(1)) if rank < 4 else (Replicate(),) * 2)), state))
     # Shards of other ranks, parts that do not make up the whole, stages that say different things.
     over = DeviceMesh.from_group(dist.group.WORLD, "cpu", mesh_dim_names=("over",))
-    refuse(lambda: xffl.Aggregator(cut(over, Shard(0)), state))
+    refuse(lambda: aggregator_of(cut(over, Shard(0)), state))
     some = cut(grid, Shard(0), Shard(1))  # collective
     some = some if mesh.at["dp_shard"] else holding("weight", 8, 8)
-    refuse(lambda: xffl.Aggregator(some, state))
-    refuse(lambda: xffl.Aggregator(holding("weight", 8, 2 + mesh.at["tp"]), state))
-    refuse(lambda: xffl.Aggregator(holding(f"layer{mesh.at['tp']}", 8), state, policies={"layer[2]": "local"}))
-    refuse(lambda: xffl.Aggregator(holding("weight" if rank != 6 else "bias", 8), state))
+    refuse(lambda: aggregator_of(some, state))
+    refuse(lambda: aggregator_of(holding("weight", 8, 2 + mesh.at["tp"]), state))
+    refuse(lambda: aggregator_of(holding(f"layer{mesh.at['tp']}", 8), state, policies={"layer[2]": "local"}))
+    refuse(lambda: aggregator_of(holding("weight" if rank != 6 else "bias", 8), state))
     # A pattern may be for the tensors of some shards only.
-    aggregator = xffl.Aggregator(holding(f"layer{mesh.at['tp']}", 8), state, policies={"layer1": "local"})
+    aggregator = aggregator_of(holding(f"layer{mesh.at['tp']}", 8), state, policies={"layer1": "local"})
     assert aggregator.aggregate().bytes_across == (32 if rank in (0, 4) else 0)
     aggregator.close()
     return told

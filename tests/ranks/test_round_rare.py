@@ -18,7 +18,7 @@ from torch import nn
 import xffl
 from tests.ranks.test_round import make_state
 from tests.ranks.test_round_edges import everyones, linear, shaken
-from tests.rounds import replace_exchange
+from tests.rounds import aggregator_of, replace_exchange
 from tests.worlds import run_world
 from xffl.aggregation.engine import buffers as pool
 from xffl.aggregation.engine import pairwise_swap as late
@@ -244,7 +244,7 @@ def buffers_are_there(rank: int, world_size: int, options: dict[str, Any]) -> No
     model = nn.ParameterList([nn.Parameter(value.to(kind)) for kind in kinds for value in values])
     model.register_buffer("mean", torch.randn(2000))
     model.register_buffer("count", torch.arange(2000))
-    aggregator = xffl.Aggregator(model, state, **{"bucket_bytes": 2**16, **options})
+    aggregator = aggregator_of(model, state, **{"bucket_bytes": 2**16, **options})
     take, made = pool.Pool.acquire, 0
 
     def counted(self: pool.Pool, nbytes: int = 0) -> torch.Tensor:

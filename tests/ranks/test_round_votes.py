@@ -15,6 +15,7 @@ from torch import nn
 
 import xffl
 from tests.ranks.test_round import digests, make_state
+from tests.rounds import aggregator_of
 from tests.worlds import WorldError, run_world
 from xffl.aggregation.engine import buffers as looks
 from xffl.aggregation.engine import cell, transport
@@ -24,8 +25,8 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.topology import Topology
 
 
-def net() -> nn.Module:
-    torch.manual_seed(dist.get_rank())
+def net(seed: int | None = None) -> nn.Module:
+    torch.manual_seed(dist.get_rank() if seed is None else seed)
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8))
 
 
@@ -53,8 +54,8 @@ def check_alike(told: str, *parts: str) -> None:
 
 def nonfinite(rank: int, world_size: int) -> None:
     state = make_state(rank, (2, 1), 1)
-    model = net()
-    aggregator = xffl.Aggregator(model, state)
+    model = net(state.topology.cell_of(rank))
+    aggregator = aggregator_of(model, state)
     for value in (float("nan"), float("inf"), float("-inf")):
         saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         if rank == 2:
@@ -111,8 +112,8 @@ WEIGHTS: list[tuple[str, Callable[[int], Any], tuple[str, ...]]] = [
 
 def weights(rank: int, world_size: int) -> None:
     state = make_state(rank, (2, 1), None)
-    model = net()
-    aggregator = xffl.Aggregator(model, state)
+    model = net(state.topology.cell_of(rank))
+    aggregator = aggregator_of(model, state)
     before = digests(model)
     for _, weight, parts in WEIGHTS:
         told = raised(lambda weight=weight: aggregator.aggregate(weight(rank)))  # type: ignore[misc]
@@ -261,8 +262,8 @@ def local_failure(rank: int, world_size: int, options: dict[str, Any], where: st
 def cannot_pack(rank: int, world_size: int) -> None:
     """A rank that fails before anything moves: all learn why, and nothing is torn, atomic or not."""
     state = make_state(rank, (2, 1), 1)
-    model = net()
-    aggregator = xffl.Aggregator(model, state, atomic=False)
+    model = net(state.topology.cell_of(rank))
+    aggregator = aggregator_of(model, state, atomic=False)
     before = digests(model)
     if rank == 1:
         kept, model[0].weight = model[0].weight, nn.Parameter(torch.zeros(2, 2))

@@ -147,8 +147,13 @@ def one_cell(rank: int, world_size: int) -> None:
             err = io.StringIO()
             refuses = name == "XFFL_REQUIRE_CELLS"
             refusal = pytest.raises(TopologyError, match="at least 2 cells") if refuses else contextlib.nullcontext()
-            with contextlib.redirect_stderr(err), refusal, xffl.session(federated=federated) as state:
-                xffl.FederatedScaling(model, optimizer, state, every=1)
+            with (
+                contextlib.redirect_stderr(err),
+                refusal,
+                xffl.session(federated=federated) as state,
+                xffl.FederatedScaling(model, optimizer, state, every=1),
+            ):
+                pass
             del os.environ[name]
             if refuses:
                 assert err.getvalue() == ""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import xffl
 from tests.ports import free_port
 from tests.ranks.test_session import be_rank
+from tests.rounds import aggregator_of
 from tests.worlds import run_world
 from xffl.cluster.network import Timeouts, list_interfaces
 from xffl.distributed.distributed_state import DistributedState
@@ -61,7 +62,7 @@ def crosses_slowly(rank: int, world_size: int) -> bool:
 
     model = torch.nn.Linear(4, 4)
     torch.nn.init.constant_(model.weight, float(state.topology.cell_of(rank)))
-    aggregator = xffl.Aggregator(model, state)
+    aggregator = aggregator_of(model, state)
     CrossCellTransport._post = slow  # type: ignore[method-assign]
     aggregator.aggregate()
     return bool((model.weight == 0.5).all())

@@ -94,7 +94,7 @@ def by_hand(rank: int, world_size: int, config: TaskConfig, batch_size: int) -> 
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate)
     images, labels = (one[HELD_OUT : HELD_OUT + config.samples] for one in digits())
     loader = CellLoader(
-        TensorDataset(images, labels), trainer.state.topology, rank, batch_size=batch_size, seed=config.experiment.seed
+        TensorDataset(images, labels), trainer.state, batch_size=batch_size, seed=config.experiment.seed
     )
     for epoch in range(config.training.epochs):
         batches = list(loader)
@@ -425,12 +425,13 @@ def dealt(rank: int, world_size: int, folder: str, cases: list[tuple[str, bool]]
     return [dealt_as(rank, world_size, f"{folder}/{one}_{labels}", one, labels) for one, labels in cases]
 
 
-def dealt_as(rank: int, world_size: int, folder: str, partition: str, labels: bool) -> Any:
+def dealt_as(rank: int, world_size: int, folder: str, partition: str, labels: bool | str) -> Any:
     class Dealing(TaskTrainer):
         def configure_dataloaders(self) -> Any:
             images, codes = (one[:200] for one in digits())
-            self.seen = self.train_loader(TensorDataset(images, codes), labels=codes.numpy() if labels else None)
-            return self.seen, None
+            if labels == "plain":
+                return DataLoader(TensorDataset(images, codes), batch_size=4, shuffle=True), None
+            return self.train_loader(TensorDataset(images, codes), labels=codes.numpy() if labels else None), None
 
     config = configure(
         folder,
@@ -445,14 +446,23 @@ def dealt_as(rank: int, world_size: int, folder: str, partition: str, labels: bo
     except ConfigError as error:
         return str(error)
     assert sum("2 cells train models of their own" in str(one.message) for one in told) == (rank == 0)
-    return trainer.seen.samples
+    return trainer.train_dataloader.samples
 
 
 def test_data_are_dealt_out_as_the_configuration_says(tmp_path: Path) -> None:
     dirichlet = "dirichlet:alpha=0.3"
-    cases = [(dirichlet, True), ("iid", False), (dirichlet, False), ("dirichlett", False)]
-    found, equal, unlabelled, unknown = zip(*run_world(2, dealt, str(tmp_path), cases), strict=True)
+    unequal = "quantity:alpha=0.5"
+    cases: list[tuple[str, Any]] = [(dirichlet, True), ("iid", False), (dirichlet, False), ("dirichlett", False)]
+    cases += [("whole", True), ("whole", "plain"), (unequal, False), (unequal, "plain"), (dirichlet, "plain")]
+    results = zip(*run_world(2, dealt, str(tmp_path), cases), strict=True)
+    found, equal, unlabelled, unknown, whole, plainly_whole, drawn, plainly_drawn, plainly_unlabelled = results
     assert sum(found) == 200
+    assert set(whole) == {200} == set(plainly_whole)
+    rows = json.loads((tmp_path / "whole_True" / "partition.json").read_text())["counts"]
+    assert rows[0] == rows[1] and sum(rows[0]) == 200
+    # A plain loader's samples are dealt out as the configuration says, too.
+    assert drawn == plainly_drawn and drawn[0] != drawn[1]
+    assert plainly_unlabelled == unlabelled
     counts = json.loads((tmp_path / f"{dirichlet}_True" / "partition.json").read_text())
     assert counts["labels"] == [str(digit) for digit in range(10)]
     assert [sum(row) for row in counts["counts"]] == list(found)

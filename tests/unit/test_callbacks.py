@@ -72,6 +72,7 @@ def stand_in(*, cells: int = 1, every: int | None = None, **more: Any) -> Any:
         strategy=SimpleNamespace(name="single"),
         last_step=None,
         lone_cell=lambda: None,
+        find_rounds=lambda: None,
         device=torch.device("cpu"),
         global_step=0,
         current_epoch=0,
@@ -566,6 +567,7 @@ def test_progress_of_an_elastic_cell_names_it_and_who_took_part() -> None:
             "3 cells  val/loss 2 to 2.5  1 round  sent 0 bytes between cells  took",
         ),
         ({"validations": [{f"val/{number}": 1.0 for number in range(7)}]}, "val/3 1  3 more values  took"),
+        ({"validations": [{"val/two\nlines": 1.0}]}, "demo  finished  val/two lines 1  took"),
         ({"validations": [{"val/loss": math.nan}], "rounds": 0}, "demo  finished  val/loss nan  0 rounds  took"),
         (
             {"seconds": 3671.2, "folder": "runs/a b"},
@@ -649,11 +651,42 @@ def test_progress_of_outputs_without_a_loss_and_loaders_without_a_length() -> No
 
 def test_time_left_begins_anew_after_a_resume() -> None:
     callback = ShownProgress(is_terminal=False, every_s=1.0)
-    trainer = stand_in(global_step=90, samples=10_000)
+    trainer = stand_in(global_step=90, samples=10_000, current_epoch=1, train_dataloader=Standing(epoch=1, position=80))
     callback.pre_train(trainer)
     run_steps(callback, trainer, 5, seconds=1.0)
     # When it was written the fourth of ten steps was made, in 5 s.
     assert callback.file.getvalue().splitlines()[-1].endswith("0:00:08 left")
+
+
+class Standing:
+    """A loader of 100 batches that knows its place."""
+
+    def __init__(self, epoch: int, position: int) -> None:
+        self.epoch = epoch
+        self.position = position
+
+    def __len__(self) -> int:
+        return 100
+
+
+@pytest.mark.parametrize(
+    ("place", "steps"),
+    [
+        ({"current_epoch": 0, "train_dataloader": Standing(0, 0)}, 100),
+        ({"current_epoch": 1, "train_dataloader": Standing(1, 0)}, 50),
+        ({"current_epoch": 1, "train_dataloader": Standing(1, 99)}, 1),
+        ({"current_epoch": 0, "train_dataloader": Standing(1, 0)}, 50),  # the end of the epoch is owed
+        ({"current_epoch": 2, "train_dataloader": Standing(2, 0)}, 0),
+        ({"current_epoch": 1, "train_dataloader": range(100)}, 50),  # begins its epoch anew
+    ],
+)
+def test_steps_that_were_made_in_another_layout_count_as_they_are(place: dict[str, Any], steps: int) -> None:
+    callback = ShownProgress(is_terminal=False, every_s=0.1)
+    trainer = stand_in(global_step=7, **place)
+    callback.pre_train(trainer)
+    callback.clock.now += 1.0
+    callback.post_fit(trainer)
+    assert f"step 7/{7 + steps}" in callback.file.getvalue()
 
 
 # States ---------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -10,6 +11,7 @@ import pickle
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from datetime import datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,9 +33,10 @@ from xffl.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from xffl.checkpoint.format import read_record, record_text
+from xffl.checkpoint.format import CellIndex, read_record, record_text
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import from_plain, tensors_named, to_plain
+from xffl.errors import ReplacedError
 from xffl.training.models.weights import new_folder
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
@@ -83,12 +86,13 @@ def test_values_come_back_as_they_were(value: Any) -> None:
 def test_what_json_has_not_comes_back_too() -> None:
     tensors: dict[str, torch.Tensor] = {}
     one, other = torch.ones(2), torch.zeros(())
-    plain = to_plain({"a": [one, math.inf], "b": {3: (other, -0.0)}, "nan": math.nan}, "part", tensors)
+    value = {"a": [one, math.inf], "b": {3: (other, -0.0)}, "nan": math.nan, "dtype": torch.bfloat16}
+    plain = to_plain(value, "part", tensors)
     assert list(tensors_named(plain)) == list(tensors) == ["part/a/0", "part/b/3/0"]
     found = from_plain(json.loads(json.dumps(plain, allow_nan=False)), tensors)
     assert found["a"][0] is one and found["a"][1] == math.inf and found["b"][3][0] is other and math.isnan(found["nan"])
-    assert math.copysign(1, found["b"][3][1]) == -1
-    for wrong in (object(), {1}, b"x", 1j, lambda: 0, torch.float32):
+    assert math.copysign(1, found["b"][3][1]) == -1 and found["dtype"] is torch.bfloat16
+    for wrong in (object(), {1}, b"x", 1j, lambda: 0, torch.device("cpu")):
         with pytest.raises(xffl.ConfigError, match="it/0 is .*no pickled code"):
             to_plain([wrong], "it")
     with pytest.raises(xffl.ConfigError, match="give tensors as a part"):
@@ -318,9 +322,9 @@ def test_damage_is_told(tmp_path: Path) -> None:
     with pytest.raises(xffl.CheckpointError, match="record failed: OSError"):
         load_checkpoint(tmp_path / ("x" * 300), {"model": model}, ALONE)
     assert "not of xffl" in told("foreign", edit(format="other"))
-    for version in (1, 3):
+    for version in (1, 4):
         text = told(f"version_{version}", edit(version=version))
-        assert f"format version {version}, this xffl reads version 2; load it with the xffl that wrote it" in text
+        assert f"format version {version}, this xffl reads versions 2 and 3; load it with the xffl that wrote" in text
     assert "checkpoint.json is not as it was written" in told("lacking", edit(cells=None))
 
 
@@ -508,14 +512,14 @@ def test_the_latest_is_found(tmp_path: Path) -> None:
     strategy.save_checkpoint(folder / "final", values={"step": 20})
     assert find_latest_checkpoint(tmp_path) == folder / "final"
     strategy.save_checkpoint(folder / "step_100")
+    assert find_latest_checkpoint(tmp_path) == folder / "step_100"
     strategy.save_checkpoint(folder / "step_9")
     strategy.save_checkpoint(folder / "best_200")
-    assert find_latest_checkpoint(tmp_path) == folder / "step_100"
+    assert find_latest_checkpoint(tmp_path) == folder / "step_9"
+    strategy.save_checkpoint(folder / "step_100")
     assert auto_resume(config, strategy) and strategy.loaded == folder / "step_100"
-    strategy.save_checkpoint(folder / "final", values={"step": 100})
+    strategy.save_checkpoint(folder / "final", values={"step": 1})
     assert find_latest_checkpoint(tmp_path) == folder / "final"
-    strategy.save_checkpoint(folder / "final")
-    assert find_latest_checkpoint(tmp_path) == folder / "final"  # it says no step, but is younger
     strategy.save_checkpoint(folder / "step_100")
     assert find_latest_checkpoint(tmp_path) == folder / "step_100"
     (folder / "step_100").rename(folder / ".step_100.old")  # a kill between two renames
@@ -534,3 +538,282 @@ def test_the_latest_is_found(tmp_path: Path) -> None:
     with pytest.raises(xffl.CheckpointError, match="step_9 away, and the run goes on from step_100"):
         auto_resume(config, strategy)
     assert strategy.loaded is None
+
+
+def test_the_latest_is_what_was_saved_last_whatever_the_clock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy, manager = Strategy(), CheckpointManager(tmp_path, keep_last=2)
+
+    class Back(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return datetime.now(tz) - timedelta(hours=1)
+
+    for step in (100, 200, 300):
+        manager.save(strategy, step)
+    # 300 is of a branch that was given up: the run went on from 100, and meanwhile the clock was set back.
+    monkeypatch.setattr("xffl.checkpoint.format.datetime", Back)
+    manager.save(strategy, 150)
+    assert (manager.output_dir / "latest").read_text() == "step_150\n"
+    assert find_latest_checkpoint(tmp_path) == manager.output_dir / "step_150"
+    manager.save(strategy, 120)
+    assert {path.name for path in manager.output_dir.glob("step_*")} == {"step_150", "step_120"}
+    assert find_latest_checkpoint(tmp_path) == manager.output_dir / "step_120"
+    manager.save_final(strategy, values={"step": 120})
+    manager.save(strategy, 125, values={"step": 125})
+    assert find_latest_checkpoint(tmp_path) == manager.output_dir / "step_125"
+
+
+def uncount(path: Path) -> None:
+    """Make a checkpoint one of an xffl that did not count saves."""
+    record = json.loads((path / "checkpoint.json").read_text())
+    del record["save_number"], record["sha256"]
+    record["version"] = 2
+    digest = hashlib.sha256(json.dumps(record, indent=1).encode()).hexdigest()
+    (path / "checkpoint.json").write_text(json.dumps({**record, "sha256": digest}, indent=1) + "\n")
+
+
+def test_what_was_not_counted_is_older_than_what_was(tmp_path: Path) -> None:
+    strategy, manager = Strategy(), CheckpointManager(tmp_path, keep_last=3)
+    folder = manager.output_dir
+    for name, step in (("step_9", 9), ("step_1000", 1000), ("step_500", 500), ("final", 1000)):
+        strategy.save_checkpoint(folder / name, values={"step": step})
+        uncount(folder / name)
+    assert load_checkpoint(folder / "final", {"own": Own(0)}, ALONE) == {"step": 1000}
+    assert find_latest_checkpoint(tmp_path) == folder / "final"
+    shutil.rmtree(folder / "final")
+    assert find_latest_checkpoint(tmp_path) == folder / "step_1000"
+    (folder / "latest").write_text("step_500")  # a run that went back to step 9
+    assert find_latest_checkpoint(tmp_path) == folder / "step_500"
+    manager.save(strategy, 7)
+    assert find_latest_checkpoint(tmp_path) == folder / "step_7"
+    assert {path.name for path in folder.glob("step_*")} == {"step_7", "step_1000", "step_500"}
+    manager.save(strategy, 8)
+    assert {path.name for path in folder.glob("step_*")} == {"step_8", "step_7", "step_1000"}
+    assert [read_record(folder / f"step_{step}").save_number for step in (7, 8, 1000)] == [1, 2, 0]
+
+
+# What cannot be deleted -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def busy(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Return names of files that cannot be deleted, as NFS does it for a file that is open somewhere."""
+    names: set[str] = set()
+
+    def refusing(act: Callable[..., None]) -> Callable[..., None]:
+        def change(path: Any, **kwargs: Any) -> None:
+            if os.path.basename(path) in names:
+                raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+            act(path, **kwargs)
+
+        return change
+
+    monkeypatch.setattr(os, "unlink", refusing(os.unlink))
+    return names
+
+
+def test_what_cannot_be_deleted_ends_nothing_and_is_tried_again(
+    tmp_path: Path, busy: set[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy, manager = Strategy(), CheckpointManager(tmp_path, keep_last=1)
+    folder, best = manager.output_dir, manager.output_dir / "best"
+    config = SimpleNamespace(experiment=SimpleNamespace(output_dir=tmp_path))
+    manager.save(strategy, 1)
+    strategy.save_checkpoint(best, values={"turn": 0})
+    (folder / "step_1" / "cell_0" / ".nfs0001").write_text("open elsewhere")
+    busy |= {".nfs0001", "index.json"}
+    for step in (2, 3):
+        caplog.clear()
+        manager.save(strategy, step, values={"step": step})
+        assert find_latest_checkpoint(tmp_path) == folder / f"step_{step}"
+        assert f"step_{step} is saved and whole; {folder}/step_{step - 1} is not needed any more" in caplog.text
+        assert "Device or resource busy" in caplog.text and "tried again" in caplog.text
+    for turn in (1, 2, 3):  # a reader holds all that were there before
+        strategy.save_checkpoint(best, values={"turn": turn})
+        assert load_checkpoint(best, {"own": Own(0)}, ALONE) == {"turn": turn}
+    assert {path.name for path in folder.iterdir() if not path.name.startswith(".")} == {"step_3", "best", "latest"}
+    assert len(list(folder.glob(".*.removed"))) == 2 + 3
+    # A name whose remains could not be deleted is free, and what remains is not taken for it.
+    manager.save(strategy, 2, values={"step": 2})
+    assert load_checkpoint(folder / "step_2", {"own": Own(0)}, ALONE) == {"step": 2}
+    caplog.clear()
+    assert auto_resume(config, strategy) and strategy.loaded == folder / "step_2"
+    assert "still cannot be deleted" in caplog.text
+    busy.clear()
+    assert auto_resume(config, strategy)
+    assert {path.name for path in folder.iterdir()} == {"step_2", "best", "latest"}
+
+
+def test_what_was_left_of_a_name_is_deleted_by_its_next_save(tmp_path: Path, busy: set[str]) -> None:
+    best = tmp_path / "best"
+    for _ in range(2):
+        save_checkpoint(best, {"own": Own(1)}, ALONE)
+        busy.add("index.json")
+    assert os.listdir(tmp_path / ".best.removed") == ["cell_0"]
+    (tmp_path / ".other.removed").mkdir()
+    busy.clear()
+    save_checkpoint(best, {"own": Own(1)}, ALONE)
+    assert sorted(os.listdir(tmp_path)) == [".other.removed", "best"]
+
+
+def test_what_cannot_even_be_moved_away_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy, manager, rename = Strategy(), CheckpointManager(tmp_path, keep_last=1), Path.rename
+
+    def refuse(path: Path, target: Any) -> Any:
+        if str(target).endswith(".removed"):
+            raise OSError(errno.EBUSY, "busy")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    for step in (1, 2):
+        manager.save(strategy, step)
+    assert sorted(os.listdir(manager.output_dir)) == ["latest", "step_1", "step_2"]
+    assert (
+        "step_2 is saved and whole" in caplog.text
+        and "step_1 is not needed any more, but cannot be moved" in caplog.text
+    )
+    monkeypatch.undo()
+    manager.save(strategy, 3)
+    assert sorted(os.listdir(manager.output_dir)) == ["latest", "step_3"]
+
+
+def test_folders_of_models_are_replaced_while_the_one_before_is_open(tmp_path: Path, busy: set[str]) -> None:
+    for turn in range(2):
+        with new_folder(tmp_path / "out", ("*.json",), is_writer=True) as target:
+            assert target is not None
+            (target / "config.json").write_text(str(turn))
+        busy.add("config.json")
+    assert (tmp_path / "out" / "config.json").read_text() == "1"
+
+
+# Replaced while it is read --------------------------------------------------------------------------------------------
+
+
+def filled(value: float) -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.fill_(value)
+    return model
+
+
+def save_all(path: Path, value: int) -> None:
+    save_checkpoint(path, {"model": filled(value)}, ALONE, values={"v": value}, own={"own": Own([value])})
+
+
+def between(act: Callable[..., Any], moment: int, disturb: Callable[[], None], names: tuple[str, ...]) -> Any:
+    """Return ``act`` so that something else happens before its call of this number, among those of files of names."""
+    calls = [0]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if any(str(args[0]).endswith(name) for name in names):
+            if calls[0] == moment:
+                calls[0] += 1
+                disturb()
+            calls[0] += 1
+        return act(*args, **kwargs)
+
+    return call
+
+
+READ = ("checkpoint.json", "index.json", ".distcp", "own_0.pt", "it", ".it.old")
+
+
+@pytest.mark.parametrize("deletes", [False, True])
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_never_a_mixture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deletes: bool
+) -> None:
+    """Replace it before each opening of a file in turn; what is loaded is all of one save."""
+    found = []
+    for moment in range(30):
+        path = tmp_path / str(moment) / "it"
+        save_all(path, 1)
+        model, own = filled(0), Own(None)
+        writing: list[int] = []
+
+        def disturb(path: Path = path, writing: list[int] = writing) -> None:
+            if not writing:
+                writing.append(1)
+                save_all(path, 2)
+                if not deletes:  # a reader on another host, whose files go later
+                    return
+                shutil.rmtree(path.with_name(".it.removed"), ignore_errors=True)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", between(os.open, moment, disturb, READ))
+            if not deletes:
+                patch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
+            values = load_checkpoint(path, {"model": model}, ALONE, own={"own": own})
+        loaded = {float(x) for tensor in model.state_dict().values() for x in tensor.flatten()}
+        assert (loaded, own.value) == ({float(values["v"])}, [values["v"]]), moment
+        found.append(values["v"])
+        if not writing:
+            break
+    assert {1, 2} == set(found) and 5 < len(found) < 30
+
+
+@pytest.mark.parametrize("part", ["a checkpoint", "the newest of a run"])
+def test_what_is_consolidated_while_it_is_replaced_is_of_one_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    found = []
+    for moment in range(30):
+        run = tmp_path / str(moment)
+        path = run / "checkpoints" / "step_1"
+        save_all(path, 1)
+        writing: list[int] = []
+
+        def disturb(path: Path = path, writing: list[int] = writing) -> None:
+            if not writing:
+                writing.append(1)
+                if part == "a checkpoint":
+                    save_all(path, 2)
+                else:
+                    save_all(path.with_name("step_2"), 2)
+                    shutil.rmtree(path)
+
+        with monkeypatch.context() as patch:
+            names = ("checkpoint.json", "index.json", ".distcp", "step_1")
+            patch.setattr(os, "open", between(os.open, moment, disturb, names))
+            consolidate_checkpoint(path if part == "a checkpoint" else run, run / "out")
+        tensors = load_file(run / "out" / "model.safetensors").values()
+        values = {float(x) for tensor in tensors for x in tensor.flatten()}
+        assert len(values) == 1, moment
+        found += values
+        if not writing:
+            break
+    assert {1, 2} == set(found) and 4 < len(found) < 30
+
+
+def test_a_checkpoint_that_is_always_replaced_is_an_error_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, model, replaced = tmp_path / "it", filled(0), []
+    save_all(path, 1)
+
+    def replace_first(index: CellIndex, file: str) -> None:
+        replaced.append(file)
+        save_all(path, 2)
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))  # NFS, of a file that another host has deleted
+
+    monkeypatch.setattr(CellIndex, "check_file", replace_first)
+    told = "was replaced or deleted by another process while it was read .*Stale.*so in 5 tries"
+    with pytest.raises(ReplacedError, match=told):
+        load_checkpoint(path, {"model": model}, ALONE, own={"own": Own(None)})
+    assert len(replaced) == 5
+    assert {float(x) for tensor in model.state_dict().values() for x in tensor.flatten()} == {0.0}
+
+
+def test_a_pipe_in_the_place_of_a_file_does_not_hang(tmp_path: Path) -> None:
+    for name in ("checkpoint.json", "cell_0/index.json", "cell_0/__0_0.distcp"):
+        path = tmp_path / name.replace("/", "_")
+        save_checkpoint(path, {"model": nn.Linear(2, 2)}, ALONE)
+        (path / name).unlink()
+        os.mkfifo(path / name)
+        with pytest.raises(xffl.CheckpointError, match=r"no regular file|lacks the index"):
+            load_checkpoint(path, {"model": nn.Linear(2, 2)}, ALONE)

@@ -29,7 +29,7 @@ from xffl.errors import ConfigError, XfflError
 from xffl.parallel.config import DDPConfig, DistributedConfig, TrainingConfig
 from xffl.planning.forecast import Link, forecast_round
 from xffl.planning.memory import ModelSize
-from xffl.topology import Topology
+from xffl.topology import DataPlace, Topology
 from xffl.training import CellLoader, CellStream, validation_loader
 from xffl.training.callbacks import CheckpointCallback, EarlyStoppingCallback, EMACallback, ProfilerCallback
 from xffl.training.config.dataclasses import ExperimentConfig, LaunchConfig, TrainingParameters
@@ -39,6 +39,7 @@ from xffl.training.mixins.federated import FederationConfig
 from xffl.training.mixins.loaders import DataConfig
 
 WORLD = Topology(4, 2)
+PLACE = DataPlace(WORLD, 1)
 DATA = TensorDataset(torch.arange(40))
 
 
@@ -75,10 +76,10 @@ MAKE: dict[str, Callable[[Any], Any]] = {
         (one := partition.dirichlet(np.arange(40) % 3, two, alpha=1.0, seed=two, minimum=two)).digest,
         one.method,
     ),
-    "loader": lambda two: batches(CellLoader(Noisy(range(40)), WORLD, two, batch_size=two, seed=two)),
-    "stream": lambda two: batches(CellStream(Noisy(range(40)), WORLD, 1, batch_size=two, seed=two, part="own")),
-    "validation": lambda two: batches(validation_loader(Noisy(range(40)), WORLD, 1, batch_size=two, seed=two)),
-    "loader's state": lambda two: CellLoader(DATA, WORLD, 1, batch_size=two, seed=two).state_dict(),
+    "loader": lambda two: batches(CellLoader(Noisy(range(40)), DataPlace(WORLD, two), batch_size=two, seed=two)),
+    "stream": lambda two: batches(CellStream(Noisy(range(40)), PLACE, batch_size=two, seed=two, part="own")),
+    "validation": lambda two: batches(validation_loader(Noisy(range(40)), PLACE, batch_size=two, seed=two)),
+    "loader's state": lambda two: CellLoader(DATA, PLACE, batch_size=two, seed=two).state_dict(),
     "schedules": lambda two: (schedule_of(two), EveryEpochs(two, (two, 3)), PerCell([two, 3]), Warmup(two, two, two)),
     "plan": lambda two: validate_round_config(RoundArguments(3, {}, two, None, None, None)),
     "federation": lambda two: to_plain(FederationConfig(every=two)),

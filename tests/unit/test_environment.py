@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import subprocess
 import sys
@@ -14,12 +16,17 @@ import pytest
 from xffl.cluster import hosts
 from xffl.cluster.environment import (
     ProcessEnvironment,
+    accept_cells,
+    checks_world,
     detect_environment,
     elastic_cell,
+    make_token_file,
     parse_lighthouse,
     parse_sizes,
     requested_federation,
+    requested_settings,
     restarts_of,
+    token_of,
     use_interface,
 )
 from xffl.cluster.hosts import expand_counts, expand_hosts, interface_address, node_address
@@ -512,3 +519,75 @@ def test_elastic_cell_and_its_restarts() -> None:
     for text in ("-1", "two"):
         with pytest.raises(LaunchError, match=f"XFFL_RESTARTS must be an integer of 0 or more, got '{text}'"):
             restarts_of({"XFFL_RESTARTS": text})
+
+
+@pytest.mark.parametrize(
+    ("environ", "asked", "is_said"),
+    [
+        ({}, None, True),
+        ({}, (1, 1), False),
+        ({"XFFL_FEDERATED": "1,1"}, None, False),
+        ({"XFFL_CELL": "0/2"}, None, False),
+    ],
+)
+def test_sizes_in_the_variable_of_the_upstream_project_are_told(
+    environ: dict[str, str],
+    asked: tuple[int, ...] | None,
+    is_said: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("XFFL_FEDERATED", "XFFL_CELL"):
+        monkeypatch.delenv(name, raising=False)
+    for name, text in {"XFFL_FEDERATED_LOCAL_WORLD_SIZE": "1,1", **environ}.items():
+        monkeypatch.setenv(name, text)
+    accept_cells(asked, 2, 2, None)
+    told = capfd.readouterr().err
+    assert ("set XFFL_FEDERATED=1,1" in told) == is_said
+    assert told.count("\n") == int(is_said)
+    accept_cells(asked, 2, 2, None, is_speaker=False)
+    assert capfd.readouterr().err == ""
+    assert "XFFL_FEDERATED_LOCAL_WORLD_SIZE" not in requested_settings()  # no key of a configuration
+
+
+def test_check_world_is_on_or_off() -> None:
+    assert [checks_world({"XFFL_CHECK_WORLD": text}) for text in ("", "0", " 1 ")] == [False, False, True]
+    assert not checks_world({})
+    with pytest.raises(ConfigError, match="XFFL_CHECK_WORLD is 'yes'; give 1 .* or 0"):
+        checks_world({"XFFL_CHECK_WORLD": "yes"})
+
+
+def test_a_token_file_is_made_whole_and_an_empty_one_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "runs" / "token"
+    make_token_file(path)
+    token = token_of({"XFFL_TOKEN_FILE": str(path)})
+    make_token_file(path)
+    assert token_of({"XFFL_TOKEN_FILE": str(path)}) == token and os.listdir(path.parent) == ["token"]
+    for left in ("", "\n"):  # of a kill, or a full disk
+        path.write_text(left)
+        make_token_file(path)
+        assert len(token_of({"XFFL_TOKEN_FILE": str(path)})) == 64 and path.stat().st_mode & 0o777 == 0o600
+
+    def refuse(*paths: object) -> None:
+        raise PermissionError(errno.EPERM, "no links here")
+
+    def fill(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", refuse)
+        path.unlink()
+        make_token_file(path)
+    assert len(token_of({"XFFL_TOKEN_FILE": str(path)})) == 64
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(LaunchError, match="cannot be read .*a FIFO"):
+        make_token_file(path)
+    path.unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fill)
+        with pytest.raises(LaunchError, match=rf"{path} cannot be written .*No space left on device: '{path}'"):
+            make_token_file(path)
+    assert not list(path.parent.iterdir())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 import textwrap
 from pathlib import Path
@@ -23,6 +24,7 @@ from xffl.training.models.weights import local_indices
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 safetensors = pytest.importorskip("safetensors.torch")
+safetensors_root = pytest.importorskip("safetensors")
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -241,6 +243,49 @@ def test_files_that_do_not_fit_are_told_by_name(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"no tensors at all")
     with pytest.raises(CheckpointError, match="model.safetensors cannot be read"):
         models.load_weights(model, tmp_path, alone())
+
+
+def test_weights_that_are_replaced_while_they_are_read_are_of_one_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replace the folder before each opening of a file of it in turn; it has two files of weights."""
+    model, found = models.causal_lm(LLAMA), []
+    for moment in range(20):
+        path, replaced, count, begin = tmp_path / str(moment) / "of_1", list[int](), [0], safetensors_root.safe_open
+        for value in (1.0, 2.0):
+            with torch.no_grad():
+                for tensor in model.state_dict().values():
+                    tensor.fill_(value)
+            models.save_pretrained(model, path.with_name(f"of_{value:g}"), alone(), max_shard_size=20_000)
+        assert len(list(path.glob("*.safetensors"))) > 1
+
+        def opened(
+            *args: Any,
+            begin: Any = begin,
+            count: list[int] = count,
+            moment: int = moment,
+            path: Path = path,
+            replaced: list[int] = replaced,
+            **kwargs: Any,
+        ) -> Any:
+            if count[0] == moment:
+                path.rename(path.with_name("before"))
+                path.with_name("of_2").rename(path)
+                replaced.append(1)
+                if moment % 2:
+                    shutil.rmtree(path.with_name("before"))
+            count[0] += 1
+            return begin(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(safetensors_root, "safe_open", opened)
+            models.load_weights(model, path, alone())
+        values = {float(x) for tensor in model.state_dict().values() for x in tensor.flatten().unique()}
+        assert len(values) == 1, moment
+        found += values
+        if not replaced:
+            break
+    assert found[-1] == 1.0 and set(found[:-1]) == {2.0} and len(found) > 4
 
 
 def test_tied_weights_may_have_either_name(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from torch.utils.data import (
 )
 
 from xffl.errors import ConfigError, StateError
-from xffl.topology import Topology
+from xffl.topology import DataPlace, Topology
 from xffl.training.data.loaders import (
     CellLoader,
     Key,
@@ -39,7 +39,7 @@ from xffl.training.data.loaders import (
     validation_loader,
 )
 from xffl.training.data.partition import Partition, dirichlet
-from xffl.training.data.sampler import data_place
+from xffl.training.data.place import share_of
 from xffl.training.data.streams import CellStream
 
 TOPOLOGIES = [
@@ -96,7 +96,9 @@ def taken_by(loaders: list[Any]) -> list[list[list[int]]]:
 def test_an_epoch_has_every_sample_once(topology: Topology, batch_size: int, extra: int, seed: int) -> None:
     samples = 4 * topology.world_size + extra
     ranks = range(topology.world_size)
-    loaders = [CellLoader(numbers(samples), topology, rank, batch_size=batch_size, seed=seed) for rank in ranks]
+    loaders = [
+        CellLoader(numbers(samples), DataPlace(topology, rank), batch_size=batch_size, seed=seed) for rank in ranks
+    ]
     for epoch in range(2):
         taken = taken_by(loaders)
         seen: dict[tuple[int, int], list[list[int]]] = {}
@@ -105,7 +107,7 @@ def test_an_epoch_has_every_sample_once(topology: Topology, batch_size: int, ext
             cell = topology.cell_of(rank)
             assert len(batches) == len(taken[topology.federation(cell)[0]])
             # Ranks that share a part have the same batches in the same order.
-            place = (cell, data_place(topology, rank)[0])
+            place = (cell, share_of(DataPlace(topology, rank))[0])
             assert seen.setdefault(place, batches) == batches
         assert sorted(i for batches in seen.values() for batch in batches for i in batch) == list(range(samples))
         for rank in ranks:
@@ -117,11 +119,11 @@ def test_an_epoch_has_every_sample_once(topology: Topology, batch_size: int, ext
 
 def test_cells_have_as_many_steps_as_each_other() -> None:
     topology = Topology(6, (4, 2))
-    assert parts_by_ranks(600, topology).sizes == (400, 200)
-    assert {len(CellLoader(numbers(600), topology, rank, batch_size=10)) for rank in range(6)} == {10}
+    assert parts_by_ranks(600, DataPlace(topology, 0)).sizes == (400, 200)
+    assert {len(CellLoader(numbers(600), DataPlace(topology, rank), batch_size=10)) for rank in range(6)} == {10}
     # Ranks that share data count once.
     shaped = Topology(8, (4, 4), cell_shape={"dp_replicate": 1, "dp_shard": 2, "tp": 2})
-    assert parts_by_ranks(100, shaped).sizes == (50, 50)
+    assert parts_by_ranks(100, DataPlace(shaped, 0)).sizes == (50, 50)
 
 
 def test_parts_may_be_given() -> None:
@@ -131,26 +133,28 @@ def test_parts_may_be_given() -> None:
         {
             i
             for rank in LAYOUT.federation(cell)
-            for b in taken_by([CellLoader(numbers(120), LAYOUT, rank, batch_size=4, part=parts)])[0]
+            for b in taken_by([CellLoader(numbers(120), DataPlace(LAYOUT, rank), batch_size=4, part=parts)])[0]
             for i in b
         }
         for cell in range(2)
     ]
     assert by_cell == [set(part.tolist()) for part in parts.parts]
     own = [
-        taken_by([CellLoader(numbers(30 + 10 * LAYOUT.cell_of(rank)), LAYOUT, rank, batch_size=4, part="own")])[0]
+        taken_by(
+            [CellLoader(numbers(30 + 10 * LAYOUT.cell_of(rank)), DataPlace(LAYOUT, rank), batch_size=4, part="own")]
+        )[0]
         for rank in range(6)
     ]
     assert sorted(i for batches in own[:4] for batch in batches for i in batch) == list(range(30))
     assert sorted(i for batches in own[4:] for batch in batches for i in batch) == list(range(40))
-    few = CellLoader(numbers(30), LAYOUT, 0, batch_size=2, part=range(10, 20), is_shuffled=False)
+    few = CellLoader(numbers(30), DataPlace(LAYOUT, 0), batch_size=2, part=range(10, 20), is_shuffled=False)
     assert taken_by([few]) == [[[10, 11], [15, 16]]]
 
 
 def test_a_batch_tells_how_many_samples_it_has() -> None:
-    loader = CellLoader(numbers(103), LAYOUT, 5, batch_size=8)
+    loader = CellLoader(numbers(103), DataPlace(LAYOUT, 5), batch_size=8)
     seen, before = 0, 0
-    others = CellLoader(numbers(103), LAYOUT, 4, batch_size=8)
+    others = CellLoader(numbers(103), DataPlace(LAYOUT, 4), batch_size=8)
     for batch, other in zip(loader, others, strict=True):
         assert loader.batch_samples == len(batch[0]) and others.batch_samples == len(other[0])
         seen = loader.samples_seen
@@ -172,7 +176,7 @@ def train(loader: Any, epochs: int = 3) -> Iterator[tuple[int, Any]]:
 
 
 def noisy(rank: int = 1, **more: Any) -> CellLoader:
-    return CellLoader(Noisy(90), LAYOUT, rank, batch_size=4, seed=5, **more)
+    return CellLoader(Noisy(90), DataPlace(LAYOUT, rank), batch_size=4, seed=5, **more)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -195,7 +199,7 @@ def test_draws_do_not_depend_on_who_reads() -> None:
     whole = list(train(noisy(), epochs=2))
     assert list(train(noisy(workers=1, prefetch_factor=3), epochs=2)) == whole
     assert list(train(noisy(workers=2, is_persistent=False), epochs=2)) == whole
-    spawned = CellLoader(Together(90), LAYOUT, 1, batch_size=4, seed=5)
+    spawned = CellLoader(Together(90), DataPlace(LAYOUT, 1), batch_size=4, seed=5)
     assert list(train(spawned, epochs=2)) == whole
 
 
@@ -204,7 +208,7 @@ def test_draws_differ_where_they_should() -> None:
         return [
             value
             for rank in range(6)
-            for _, batch in train(CellLoader(Noisy(90), LAYOUT, rank, batch_size=4, **more), epochs=2)
+            for _, batch in train(CellLoader(Noisy(90), DataPlace(LAYOUT, rank), batch_size=4, **more), epochs=2)
             for value in batch[1]
         ]
 
@@ -213,7 +217,7 @@ def test_draws_differ_where_they_should() -> None:
     assert draws() == found
     assert not set(draws(seed=1)) & set(found)
     shaped = Topology(4, cell_shape={"dp_replicate": 1, "dp_shard": 2, "tp": 2})
-    same = [list(train(CellLoader(Noisy(40), shaped, rank, batch_size=4), epochs=1)) for rank in range(4)]
+    same = [list(train(CellLoader(Noisy(40), DataPlace(shaped, rank), batch_size=4), epochs=1)) for rank in range(4)]
     assert same[0] == same[1] != same[2] == same[3]
 
 
@@ -226,8 +230,8 @@ def test_the_models_draws_are_left_alone() -> None:
         loader = noisy(workers=workers)
         next(iter(loader))
         list(loader)
-        list(validation_loader(Noisy(9), LAYOUT, 0, batch_size=4, workers=workers))
-        list(CellStream(Stream(9), LAYOUT, 0, batch_size=1, workers=workers))
+        list(validation_loader(Noisy(9), DataPlace(LAYOUT, 0), batch_size=4, workers=workers))
+        list(CellStream(Stream(9), DataPlace(LAYOUT, 0), batch_size=1, workers=workers))
     assert state() == before
 
 
@@ -245,11 +249,11 @@ def test_a_collate_function_may_draw() -> None:
     def run(loader: CellLoader) -> list[Any]:
         return list(loader)
 
-    whole = run(CellLoader(numbers(90), LAYOUT, 1, batch_size=4, collate=collate))
+    whole = run(CellLoader(numbers(90), DataPlace(LAYOUT, 1), batch_size=4, collate=collate))
     assert len({draw for _, draw in whole}) == len(whole)
-    loader = CellLoader(numbers(90), LAYOUT, 1, batch_size=4, collate=collate)
+    loader = CellLoader(numbers(90), DataPlace(LAYOUT, 1), batch_size=4, collate=collate)
     before = [next(iter(loader))]
-    other = CellLoader(numbers(90), LAYOUT, 1, batch_size=4, collate=collate, workers=1, start_method="fork")
+    other = CellLoader(numbers(90), DataPlace(LAYOUT, 1), batch_size=4, collate=collate, workers=1, start_method="fork")
     other.load_state_dict(loader.state_dict())
     assert before + run(other) == whole
 
@@ -259,10 +263,10 @@ def test_a_dataset_that_draws_nothing_is_not_seeded(monkeypatch: pytest.MonkeyPa
         raise AssertionError("seeded")
 
     monkeypatch.setattr(Randomness, "of", refuse)
-    list(CellLoader(numbers(40), LAYOUT, 0, batch_size=4))
-    list(CellLoader(Subset(numbers(40), range(30)), LAYOUT, 0, batch_size=4))
+    list(CellLoader(numbers(40), DataPlace(LAYOUT, 0), batch_size=4))
+    list(CellLoader(Subset(numbers(40), range(30)), DataPlace(LAYOUT, 0), batch_size=4))
     with pytest.raises(AssertionError, match="seeded"):
-        list(CellLoader(Subset(Noisy(40), range(30)), LAYOUT, 0, batch_size=4))
+        list(CellLoader(Subset(Noisy(40), range(30)), DataPlace(LAYOUT, 0), batch_size=4))
 
 
 # States ---------------------------------------------------------------------------------------------------------------
@@ -278,27 +282,29 @@ def named(dataset: Any, identity: str = "first") -> Any:
 
 
 def test_a_state_is_of_its_data() -> None:
-    loader = CellLoader(Named(90), LAYOUT, 1, batch_size=4)
+    loader = CellLoader(Named(90), DataPlace(LAYOUT, 1), batch_size=4)
     state = loader.state_dict()
-    assert state == CellLoader(Named(90), LAYOUT, 2, batch_size=4).state_dict()
-    other = CellLoader(Named(90), LAYOUT, 1, batch_size=4)
+    assert state == CellLoader(Named(90), DataPlace(LAYOUT, 2), batch_size=4).state_dict()
+    other = CellLoader(Named(90), DataPlace(LAYOUT, 1), batch_size=4)
     other.dataset.identity = "second"
     with pytest.raises(ConfigError, match="saved with dataset 'first', but this one is 'second'"):
         other.load_state_dict(state)
-    stream, changed = (CellStream(data, LAYOUT, 1, batch_size=1) for data in (named(Stream(9)), named(Stream(9), "x")))
+    stream, changed = (
+        CellStream(data, DataPlace(LAYOUT, 1), batch_size=1) for data in (named(Stream(9)), named(Stream(9), "x"))
+    )
     with pytest.raises(ConfigError, match="saved with dataset 'first', but this one has 'x'"):
         changed.load_state_dict(stream.state_dict())
     of_it, *others = (
-        CellLoader(Subset(data, range(start, start + 60)), LAYOUT, 1, batch_size=4)
+        CellLoader(Subset(data, range(start, start + 60)), DataPlace(LAYOUT, 1), batch_size=4)
         for data, start in ((Named(90), 0), (named(Noisy(90), "second"), 0), (Named(90), 1))
     )
     for one in others:
         with pytest.raises(ConfigError, match="saved with dataset 'first "):
             one.load_state_dict(of_it.state_dict())
     with pytest.raises(ConfigError, match="saved with cell 0, but this one has 1"):
-        CellLoader(Named(90), LAYOUT, 4, batch_size=4).load_state_dict(state)
+        CellLoader(Named(90), DataPlace(LAYOUT, 4), batch_size=4).load_state_dict(state)
     with pytest.raises(ConfigError, match="saved with data"):
-        CellLoader(Named(91), LAYOUT, 1, batch_size=4).load_state_dict(state)
+        CellLoader(Named(91), DataPlace(LAYOUT, 1), batch_size=4).load_state_dict(state)
 
 
 def test_a_loop_that_breaks_goes_on_with_persistent_workers() -> None:
@@ -315,7 +321,7 @@ def test_a_loop_that_breaks_goes_on_with_persistent_workers() -> None:
     "change, message",
     [
         ({"dataset": object()}, "dataset must have __len__ and __getitem__, got a object"),
-        ({"part": "mine"}, "part must be one of 'own', got 'mine'"),
+        ({"part": "mine"}, "part must be one of 'own', 'whole', got 'mine'"),
         ({"part": [0, 1, 2, 90]}, "samples 0 to 90, but the dataset has 90"),
         ({"part": dirichlet([0] * 80, 2, alpha=1)}, "partition is of 80 samples, but the dataset has 90"),
         ({"part": [[1]]}, "shape"),
@@ -332,7 +338,7 @@ def test_a_loop_that_breaks_goes_on_with_persistent_workers() -> None:
     ],
 )
 def test_what_cannot_be_meant_is_refused(change: dict[str, Any], message: str) -> None:
-    arguments: dict[str, Any] = {"dataset": Noisy(90), "topology": LAYOUT, "rank": 0, "batch_size": 4, **change}
+    arguments: dict[str, Any] = {"dataset": Noisy(90), "state": DataPlace(LAYOUT, 0), "batch_size": 4, **change}
     with pytest.raises(ConfigError, match=message):
         CellLoader(**arguments)
 
@@ -347,7 +353,9 @@ def test_validation_counts_every_sample_once(topology: Topology, samples: int, b
     ranks = range(topology.world_size)
     everyone = []
     for over in ("cell", "federation"):
-        loaders = [validation_loader(numbers(samples), topology, r, batch_size=batch_size, over=over) for r in ranks]  # type: ignore[arg-type]
+        loaders = [
+            validation_loader(numbers(samples), DataPlace(topology, r), batch_size=batch_size, over=over) for r in ranks
+        ]  # type: ignore[arg-type]
         counted: list[dict[int, list[list[int]]]] = [{} for _ in range(topology.cells)]
         for rank, loader in enumerate(loaders):
             batches = []
@@ -357,7 +365,7 @@ def test_validation_counts_every_sample_once(topology: Topology, samples: int, b
                 batches.append(plain(batch)[0][: loader.batch_samples])
             assert len(batches) == len(loader) == len(loaders[topology.federation(topology.cell_of(rank))[0]])
             of_cell = counted[topology.cell_of(rank)]
-            assert of_cell.setdefault(data_place(topology, rank)[0], batches) == batches
+            assert of_cell.setdefault(share_of(DataPlace(topology, rank))[0], batches) == batches
         found = [sorted(i for batches in cell.values() for batch in batches for i in batch) for cell in counted]
         everyone.append(found)
     assert everyone[0] == [list(range(samples))] * topology.cells
@@ -365,15 +373,15 @@ def test_validation_counts_every_sample_once(topology: Topology, samples: int, b
 
 
 def test_each_pass_starts_at_the_beginning() -> None:
-    loader = validation_loader(Noisy(50), LAYOUT, 4, batch_size=8, workers=2)
+    loader = validation_loader(Noisy(50), DataPlace(LAYOUT, 4), batch_size=8, workers=2)
     whole = [plain(batch) for batch in loader]
     next(iter(loader))
     assert [plain(batch) for batch in loader] == whole
     assert loader.samples == 50 and len(whole) == 4
     with pytest.raises(ConfigError, match="no samples"):
-        validation_loader(Noisy(0), LAYOUT, 0, batch_size=4)
+        validation_loader(Noisy(0), DataPlace(LAYOUT, 0), batch_size=4)
     with pytest.raises(ConfigError, match="over must be one of 'cell', 'federation', got 'world'"):
-        validation_loader(Noisy(9), LAYOUT, 0, batch_size=4, over="world")  # type: ignore[arg-type]
+        validation_loader(Noisy(9), DataPlace(LAYOUT, 0), batch_size=4, over="world")  # type: ignore[arg-type]
 
 
 # Loaders of the user's ------------------------------------------------------------------------------------------------
@@ -388,22 +396,22 @@ def test_a_plain_loader_is_adopted(is_shuffled: bool) -> None:
     given = DataLoader(
         Noisy(90), batch_size=4, shuffle=is_shuffled, collate_fn=first_of, num_workers=1, prefetch_factor=3
     )
-    found = adopt_loader(given, LAYOUT, 1, seed=5)
-    same = CellLoader(Noisy(90), LAYOUT, 1, batch_size=4, collate=first_of, seed=5, is_shuffled=is_shuffled)
+    found = adopt_loader(given, DataPlace(LAYOUT, 1), seed=5)
+    same = CellLoader(Noisy(90), DataPlace(LAYOUT, 1), batch_size=4, collate=first_of, seed=5, is_shuffled=is_shuffled)
     assert [plain(batch) for batch in found] == [plain(batch) for batch in same]
     assert (found.batches.num_workers, found.batches.prefetch_factor, found.batches.persistent_workers) == (1, 3, False)
-    assert adopt_loader(found, LAYOUT, 1) is found
+    assert adopt_loader(found, DataPlace(LAYOUT, 1)) is found
 
 
 def test_options_of_a_loader_are_kept() -> None:
-    dropped = adopt_loader(DataLoader(numbers(90), batch_size=7, drop_last=True), LAYOUT, 4)
+    dropped = adopt_loader(DataLoader(numbers(90), batch_size=7, drop_last=True), DataPlace(LAYOUT, 4))
     assert {len(batch[0]) for batch in dropped} == {7} and dropped.samples == 28
     distributed = DataLoader(numbers(90), batch_size=4, sampler=DistributedSampler(numbers(90), 6, 1, shuffle=True))
-    assert taken_by([adopt_loader(distributed, LAYOUT, 1)]) == taken_by(
-        [CellLoader(numbers(90), LAYOUT, 1, batch_size=4)]
+    assert taken_by([adopt_loader(distributed, DataPlace(LAYOUT, 1))]) == taken_by(
+        [CellLoader(numbers(90), DataPlace(LAYOUT, 1), batch_size=4)]
     )
     kept = Stateful()
-    assert adopt_loader(kept, LAYOUT, 0) is kept
+    assert adopt_loader(kept, DataPlace(LAYOUT, 0)) is kept
 
 
 class Stateful:
@@ -445,7 +453,7 @@ class Stream(IterableDataset[Any]):
 )
 def test_a_loader_that_cannot_be_shared_out_is_refused(loader: Callable[[], Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        adopt_loader(loader(), LAYOUT, 0)
+        adopt_loader(loader(), DataPlace(LAYOUT, 0))
 
 
 # Streams --------------------------------------------------------------------------------------------------------------
@@ -456,7 +464,9 @@ def test_a_loader_that_cannot_be_shared_out_is_refused(loader: Callable[[], Any]
 @settings(max_examples=8, deadline=None)
 def test_a_stream_is_dealt_out(topology: Topology, samples: int, batch_size: int, drop_last: bool) -> None:
     ranks = range(topology.world_size)
-    loaders = [CellStream(Stream(samples), topology, r, batch_size=batch_size, drop_last=drop_last) for r in ranks]
+    loaders = [
+        CellStream(Stream(samples), DataPlace(topology, r), batch_size=batch_size, drop_last=drop_last) for r in ranks
+    ]
     for epoch in range(2):
         parts: dict[tuple[int, int], list[list[int]]] = {}
         lengths: dict[int, int] = {}
@@ -467,7 +477,7 @@ def test_a_stream_is_dealt_out(topology: Topology, samples: int, batch_size: int
                 assert batch[2].tolist() == [epoch] * len(batch[0])
                 batches.append(plain(batch)[0])
             assert lengths.setdefault(cell, len(batches)) == len(batches)
-            assert parts.setdefault((cell, data_place(topology, rank)[0]), batches) == batches
+            assert parts.setdefault((cell, share_of(DataPlace(topology, rank))[0]), batches) == batches
             loader.seen = loader.samples_seen - before  # type: ignore[attr-defined]
         seen = sorted(i for batches in parts.values() for batch in batches for i in batch)
         assert len(seen) == len(set(seen)) and set(seen) <= set(range(samples))
@@ -506,7 +516,7 @@ class Counted(Stream):
 def test_a_stream_resumes(workers: int, resume: Any, samples: int) -> None:
     def stream(workers: int = workers) -> CellStream:
         kind = Counted if resume == "state" else Stream
-        return CellStream(kind(samples), LAYOUT, 1, batch_size=4, seed=3, workers=workers, resume=resume)
+        return CellStream(kind(samples), DataPlace(LAYOUT, 1), batch_size=4, seed=3, workers=workers, resume=resume)
 
     whole = list(train(stream(0)))
     steps = len(whole) // 3
@@ -528,11 +538,11 @@ def test_a_stream_resumes(workers: int, resume: Any, samples: int) -> None:
 def test_a_stream_without_a_step_is_an_error(samples: int, rank: int, options: dict[str, Any]) -> None:
     # Otherwise a loop that counts steps would never end.
     with pytest.raises(ConfigError, match=f"ended after {samples} samples, too few for one step of 6 ranks"):
-        list(CellStream(Stream(samples), LAYOUT, rank, batch_size=4, **options))
+        list(CellStream(Stream(samples), DataPlace(LAYOUT, rank), batch_size=4, **options))
 
 
 def test_streams_of_cells() -> None:
-    loaders = [CellStream(Stream(40), LAYOUT, rank, batch_size=2, part="own") for rank in range(6)]
+    loaders = [CellStream(Stream(40), DataPlace(LAYOUT, rank), batch_size=2, part="own") for rank in range(6)]
     taken = taken_by(loaders)
     for ranks in (range(4), range(4, 6)):
         assert sorted(i for rank in ranks for batch in taken[rank] for i in batch) == list(range(40))
@@ -540,7 +550,7 @@ def test_streams_of_cells() -> None:
         loaders[4].load_state_dict(loaders[0].state_dict())
     with pytest.raises(ConfigError, match="lacks 'samples'"):
         loaders[4].load_state_dict({"epoch": 0, "position": 0})
-    other = CellStream(Stream(20), LAYOUT, 0, batch_size=2, part="own")
+    other = CellStream(Stream(20), DataPlace(LAYOUT, 0), batch_size=2, part="own")
     other.load_state_dict({**loaders[0].state_dict(), "epoch": 0, "position": 4})
     with pytest.raises(StateError, match="ended after 3 batches, but 4 were consumed"):
         list(other)
@@ -551,7 +561,7 @@ def test_streams_of_cells() -> None:
     [
         ({"dataset": iter([1])}, "dataset must have an __iter__"),
         ({"dataset": 3}, "dataset must have an __iter__ .*got a int"),
-        ({"part": "mine"}, "part of a stream must be one of 'own', got 'mine'"),
+        ({"part": "mine"}, "part of a stream must be one of 'own', 'whole', 'rank', got 'mine'"),
         ({"workers": 2}, "workers 2 would each read the whole stream"),
         ({"resume": "state"}, "Stream has no state_dict"),
         ({"resume": "guess"}, "resume must be one of 'count', 'state', got 'guess'"),
@@ -559,7 +569,7 @@ def test_streams_of_cells() -> None:
     ],
 )
 def test_a_stream_that_cannot_be_meant_is_refused(change: dict[str, Any], message: str) -> None:
-    arguments: dict[str, Any] = {"dataset": Stream(9), "topology": LAYOUT, "rank": 0, "batch_size": 4, **change}
+    arguments: dict[str, Any] = {"dataset": Stream(9), "state": DataPlace(LAYOUT, 0), "batch_size": 4, **change}
     with pytest.raises(ConfigError, match=message):
         CellStream(**arguments)
 
@@ -574,7 +584,7 @@ def test_a_stream_that_cannot_be_meant_is_refused(change: dict[str, Any], messag
 )
 def test_the_state_of_a_stream_is_of_its_steps(name: str, topology: Topology, options: dict[str, Any]) -> None:
     def stream(topology: Topology = LAYOUT, batch_size: int = 2, identity: str = "mine") -> CellStream:
-        return CellStream(named(Stream(40), identity), topology, 0, batch_size=batch_size)
+        return CellStream(named(Stream(40), identity), DataPlace(topology, 0), batch_size=batch_size)
 
     with pytest.raises(ConfigError, match=f"saved with {name} "):
         stream(topology, **options).load_state_dict(stream().state_dict())
@@ -585,7 +595,9 @@ def test_draws_of_a_stream_differ() -> None:
         return [draw.item() for _, draw, _ in samples], torch.rand(()).item()
 
     batches = [
-        batch for rank in range(6) for batch in CellStream(Counted(72), LAYOUT, rank, batch_size=4, collate=collate)
+        batch
+        for rank in range(6)
+        for batch in CellStream(Counted(72), DataPlace(LAYOUT, rank), batch_size=4, collate=collate)
     ]
     draws, collated = [draw for of_samples, _ in batches for draw in of_samples], [one for _, one in batches]
     assert len(set(draws)) == len(draws) == 72 and len(set(collated)) == len(collated) == 18
@@ -595,7 +607,7 @@ def test_cells_with_streams_of_their_own_draw_their_own() -> None:
     first, other = (
         {
             draw
-            for batch in CellStream(Counted(16), LAYOUT, rank, batch_size=2, part="own")
+            for batch in CellStream(Counted(16), DataPlace(LAYOUT, rank), batch_size=2, part="own")
             for draw in batch[1].tolist()
         }
         for rank in (0, 4)
@@ -613,7 +625,7 @@ def test_a_stream_with_a_state_does_not_read_again() -> None:
                 yield sample
 
     def stream() -> CellStream:
-        return CellStream(Told(72), LAYOUT, 1, batch_size=4, resume="state")
+        return CellStream(Told(72), DataPlace(LAYOUT, 1), batch_size=4, resume="state")
 
     loader = stream()
     next(iter(loader))
@@ -628,7 +640,7 @@ def test_a_stream_with_a_state_does_not_read_again() -> None:
 def test_the_last_step_of_a_stream_tells_what_each_rank_has() -> None:
     counts = []
     for rank in range(4):
-        loader = CellStream(Stream(14), Topology(4), rank, batch_size=2)
+        loader = CellStream(Stream(14), DataPlace(Topology(4), rank), batch_size=2)
         counts.append([loader.batch_samples for _ in loader])
     assert counts == [[2, 2], [2, 2], [2, 1], [2, 1]]
 

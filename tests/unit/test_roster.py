@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from xffl.elastic.roster import CellRecord, Epoch, Standing, Version, form_epoch, least_cells
+from xffl.elastic.roster import Attendance, CellRecord, Epoch, Standing, Version, form_epoch, least_cells
 from xffl.errors import ConfigError
 
 
@@ -100,13 +100,58 @@ def test_who_has_been_in_all_meetings_knows_that_nobody_went_on_without_it() -> 
     version = agreed(4, 0, 1)
 
     def again(met: int, number: int, **more: Any) -> str:
-        own = record(1, version, met=met, **{"same_lighthouse": True, **more})
+        own = record(1, version, met=met, **{"same_lighthouse": True, "has_met_all": True, **more})
         return form_epoch([record(0, number=1), own], 1000, number, looks=0).refusal
 
     told = "cell 2 may hold a later model than round 4; see that it runs"
     assert not again(7, 8)  # cell 2 has not come yet
     assert again(7, 9) == told  # cell 0 may have made a round with it
     assert again(7, 8, same_lighthouse=False) == told
+    assert again(7, 8, has_met_all=False) == told
+
+
+def test_who_has_missed_a_meeting_never_claims_again_to_have_been_in_all() -> None:
+    """Cells 0 and 2 make round 2 in meeting 9, cell 2 is cut off, 0 and 1 make round 3 in meeting 10 and are lost."""
+    version = Version(2, 900, "lineage 2", (life(0), life(2)))
+    attendance = Attendance()
+    attendance.note(9, created=900)
+
+    def meets_cell_0(number: int, created: int) -> str:
+        """Let cell 2 meet cell 0, which was started again without a checkpoint."""
+        own = record(
+            2,
+            version,
+            same_lighthouse=True,
+            met=attendance.last_number,
+            has_met_all=attendance.covers(version),
+        )
+        epoch = form_epoch([record(0, number=1), own], created, number, looks=0)
+        attendance.note(number, created)
+        return epoch.refusal
+
+    told = "cell 1 may hold a later model than round 2; see that it runs"
+    # The refused meeting is one that cell 2 was in; it does not close the gap before it.
+    assert [meets_cell_0(number, 1000 + number) for number in (14, 14, 15, 16)] == [told] * 4
+    # Without the gap nobody can have gone on without it.
+    attendance = Attendance()
+    attendance.note(9, created=900)
+    assert not meets_cell_0(10, 1010)
+
+
+def test_a_gap_is_forgotten_with_the_round_that_it_came_before() -> None:
+    attendance = Attendance()
+    attendance.note(3, created=300)
+    attendance.note(5, created=500)  # meeting 4 was one of others
+    attendance.note(5, created=501)
+    attendance.note(6, created=600)
+    assert attendance.covers(agreed(1, 0, created=500), None)
+    assert attendance.covers(agreed(1, 0, created=501), agreed(2, 0, created=600))
+    assert not attendance.covers(agreed(1, 0, created=300), agreed(2, 0, created=600))
+    attendance.note(2, created=700)  # of a lighthouse that was started again
+    assert not attendance.covers(agreed(1, 0, created=600))
+    attendance.note(3, created=800)
+    attendance.forget_before(800)
+    assert attendance.covers(agreed(1, 0, created=800)) and not attendance.covers(agreed(1, 0, created=700))
 
 
 def test_the_next_life_of_a_cell_votes_for_one_that_has_ended_in_order() -> None:
@@ -226,7 +271,7 @@ class Job:
     looks: int = 0
     has_begun: bool = False  # it has entered an epoch, so it may hold the run's model
     living: tuple[str, ...] | None = None  # what it has seen when it asked, and waits since
-    met: int = 0  # the number of the last meeting that it was in
+    attendance: Attendance = field(default_factory=Attendance)
     lighthouses: tuple[int, int] = (-1, -1)  # which has formed the epoch of its version, and of its doubt
     inherited: tuple[Version, tuple[str, ...]] = (START, ())  # a version, and lives that have left it their votes
 
@@ -349,16 +394,18 @@ class Federation(RuleBasedStateMachine):
                 inherited=job.inherited[1] if job.inherited[0] == job.standing.version else (),
                 looks=job.looks,
                 living=self.living() if job.living is None else job.living,
-                met=job.met,
+                met=job.attendance.last_number,
+                has_met_all=job.attendance.covers(job.standing.version, job.standing.doubt),
                 same_lighthouse={*job.lighthouses[: 1 if job.standing.doubt is None else 2]} == {self.lighthouse},
             )
             for cell, job in jobs.items()
         ]
         lives = {job.life for job in jobs.values()}
         self.number, self.met = self.number + (lives != self.met), lives
-        for job in jobs.values():
-            job.living, job.met = None, self.number
         epoch = form_epoch(records, self.tick(), self.number, looks=0)
+        for job in jobs.values():
+            job.living = None
+            job.attendance.note(self.number, epoch.created)
         assert not epoch.refusal or len(here) < self.cells, "all are here, so none is waited for"
         if epoch.refusal:
             return

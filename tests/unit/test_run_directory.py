@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import enum
 import errno
 import fcntl
@@ -20,10 +21,11 @@ import pytest
 import torch
 import yaml
 
+from xffl.cluster.hosts import host_identity
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError
 from xffl.topology import Topology
-from xffl.training import run_directory
+from xffl.training import run_lock as run_lock_module
 from xffl.training.loggers import CSVLogger, JSONLinesLogger, LineFile
 from xffl.training.run_directory import RunDirectory, flattened, plain_config, run_lock
 
@@ -257,7 +259,7 @@ def hold(folder: Path, end: Connection) -> None:
 def test_one_job_at_a_time_writes_into_a_folder(
     tmp_path: Path, state: DistributedState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_directory, "LOCK_WAIT_S", 0.3)
+    monkeypatch.setattr(run_lock_module, "LOCK_WAIT_S", 0.3)
     forking = multiprocessing.get_context("fork")  # a process that need not import torch anew
 
     def other_job() -> tuple[Any, str]:
@@ -285,23 +287,118 @@ def test_one_job_at_a_time_writes_into_a_folder(
         job.join()
 
 
-def test_where_a_file_system_has_no_locks_nothing_is_locked(
+def test_where_a_file_system_has_no_locks_a_file_takes_their_place(
     tmp_path: Path, state: DistributedState, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO)
-
     def refuse(file: object, operation: int) -> None:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
-    for number in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-        RunDirectory.open(tmp_path / str(number), state, Config()).close()
-        assert (tmp_path / str(number) / "config.yaml").exists()
-        assert (tmp_path / str(number) / ".lock").read_text() == ""
-        assert f"{tmp_path / str(number)} has no locks: nothing keeps another job out" in caplog.text
+    numbers = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, 524, errno.EBADF, errno.EINVAL)
+    for number in numbers:
+        folder = tmp_path / str(number)
+        opened = RunDirectory.open(folder, state, Config())
+        owner = json.loads((folder / ".lock.owner").read_text())
+        assert owner["process"] == os.getpid() and owner["host"] == host_identity() and owner["started"] > 0
+        opened.close()
+        assert (folder / "config.yaml").exists() and not list(folder.glob(".lock.owner*"))
+    assert caplog.text.count("on a file system without locks") == len(numbers)
     number = errno.EIO  # no answer about locks at all
     with pytest.raises(ConfigError, match="cannot be written: .*Input/output error"):
         RunDirectory.open(tmp_path / "broken", state, Config())
+
+
+@pytest.fixture
+def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all locks be refused, and nobody wait long."""
+
+    def refuse(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    monkeypatch.setattr(run_lock_module, "LOCK_WAIT_S", 0.3)
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_the_file_in_place_of_a_lock_keeps_out_who_lives(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    forking = multiprocessing.get_context("fork")
+    here, there = forking.Pipe()
+    holder = forking.Process(target=hold, args=(tmp_path, there))
+    holder.start()
+    assert here.poll(60) and here.recv() == "held"
+    file = tmp_path / ".lock.owner"
+    text = file.read_text()
+    with (
+        pytest.raises(ConfigError, match=rf"is in use by process {holder.pid} on .*; wait .*, delete {file}"),
+        run_lock(tmp_path),
+    ):
+        pass
+    assert file.read_text() == text
+    holder.kill()
+    holder.join()
+    with run_lock(tmp_path):
+        assert json.loads(file.read_text())["process"] == os.getpid()
+    assert not list(tmp_path.glob(".lock.owner*"))
+    assert f"was held by process {holder.pid} on" in caplog.text and "which has ended: it is taken over" in caplog.text
+
+    # A number that has come again is another process; of another host nobody can tell, and of half a file neither.
+    owner = json.loads(text)
+    file.write_text(json.dumps(owner | {"process": os.getpid()}))
+    with run_lock(tmp_path):
+        assert json.loads(file.read_text())["started"] != owner["started"]
+    for left in (json.dumps(owner | {"host": "elsewhere/boot"}), json.dumps(owner | {"namespace": 1}), "", "{"):
+        file.write_text(left)
+        with pytest.raises(ConfigError, match=rf"delete {file}"), run_lock(tmp_path):
+            pass
+        assert file.read_text() == left
+    file.unlink()
+    with run_lock(tmp_path):
+        file.write_text(left)  # of who has deleted the file, as the message says, and made his own
+    assert file.read_text() == left
+
+
+def test_torn_records_and_names_of_several_lines_do_not_stop_a_resume(
+    tmp_path: Path, state: DistributedState, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = RunDirectory.open(tmp_path, state, Config())
+    written = []
+    for kind in (JSONLinesLogger, CSVLogger):
+        logger = kind(tmp_path, "cell_0")
+        for step in (1, 2, 3):
+            logger.log({"two\nlines": float(step), "y": 0.5}, step=step, epoch=0, samples=0, time_s=0.5)
+        logger.close()
+    names = ("metrics/cell_0.jsonl", "metrics/cell_0.csv")
+    for name in names:
+        lines = (tmp_path / name).read_bytes().split(b"\n")
+        # As a power cut leaves it: blocks that were not written, and half of a line, in the middle and at the end.
+        (tmp_path / name).write_bytes(
+            b"\n".join([*lines[:2], b"\0" * 30, b"", b'0.5,1,"to', *lines[2:-1], b'{"time": 0.5, "st'])
+        )
+        written.append(lines)
+    # Of an xffl that wrote a name with a line break in quotes.
+    old = tmp_path / "metrics" / "federation.csv"
+    old.write_text('time,step,epoch,samples,name,value\n0.5,1,0,0,"a\nb",1.0\n0.5,3,0,0,"a\n1,2,b",3.0\n')
+    folder.cut_after(2, None)
+    json_lines, csv_lines = ((tmp_path / name).read_bytes().split(b"\n") for name in names)
+    assert json_lines == [*written[0][:2], b""] and csv_lines == [*written[1][:5], b""]
+    assert [row["name"] for row in csv.DictReader((tmp_path / names[1]).open())] == ["two\\nlines", "y"] * 2
+    assert old.read_text() == 'time,step,epoch,samples,name,value\n0.5,1,0,0,"a\nb",1.0\n'
+    assert (
+        "cell_0.jsonl: lines 3, 4, 5 are no record and left out" in caplog.text and "cell_0.csv: lines" in caplog.text
+    )
+    # What a logger of one's own wrote is not touched.
+    own = tmp_path / "metrics" / "notes.csv"
+    own.write_text("a,b\nnothing of ours\n")
+    with pytest.raises(ConfigError, match=r"notes.csv, line 2 is not a record"):
+        folder.cut_after(2, None)
+    assert own.read_text() == "a,b\nnothing of ours\n"
+    folder.close()
+
+
+def test_a_lock_that_is_no_file_is_refused(tmp_path: Path, state: DistributedState) -> None:
+    os.mkfifo(tmp_path / ".lock")
+    with pytest.raises(ConfigError, match=r"no regular file; remove .*/\.lock"):
+        RunDirectory.open(tmp_path, state, Config())
 
 
 def test_a_checkpoint_that_cannot_be_read_is_not_passed_over(tmp_path: Path, state: DistributedState) -> None:

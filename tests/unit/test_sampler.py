@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
 from xffl.errors import ConfigError, StateError, TopologyError
-from xffl.topology import Topology
+from xffl.topology import DataPlace, Topology
 from xffl.training.data.partition import dirichlet, iid
-from xffl.training.data.sampler import CellBatchSampler, CellOrder, CellSampler, data_place
+from xffl.training.data.place import share_of
+from xffl.training.data.sampler import CellBatchSampler, CellOrder, CellSampler
 
 TOPOLOGIES = [
     Topology(1),
@@ -67,7 +68,8 @@ def test_an_epoch_has_every_sample_once(topology: Topology, batch_size: int, ext
     samples = 6 * topology.world_size + extra
     parts = iid(samples, topology.cells, shares=topology.sizes, seed=seed, minimum=6)
     samplers = [
-        CellBatchSampler(parts, topology, rank, batch_size=batch_size, seed=seed) for rank in range(topology.world_size)
+        CellBatchSampler(parts, DataPlace(topology, rank), batch_size=batch_size, seed=seed)
+        for rank in range(topology.world_size)
     ]
     for epoch in range(EPOCHS):
         taken = []
@@ -92,7 +94,7 @@ def test_full_batches_leave_out_or_repeat(topology: Topology, tail: str, kind: A
     for cell in range(topology.cells):
         drawn: list[int] = []
         for rank in topology.federation(cell):
-            sampler = kind(parts, topology, rank, batch_size=4, **{tail: True})
+            sampler = kind(parts, DataPlace(topology, rank), batch_size=4, **{tail: True})
             batches = as_lists(loader_of(sampler))
             assert {len(batch) for batch in batches} == {4} and len(batches) == sampler.steps
             drawn += [index for batch in batches for index in batch]
@@ -109,7 +111,9 @@ def test_full_batches_leave_out_or_repeat(topology: Topology, tail: str, kind: A
 def test_single_samples_make_the_loaders_batches(ranks: int, batch_size: int, samples: int) -> None:
     topology = Topology(ranks)
     try:
-        samplers = [CellSampler(range(samples), topology, rank, batch_size=batch_size) for rank in range(ranks)]
+        samplers = [
+            CellSampler(range(samples), DataPlace(topology, rank), batch_size=batch_size) for rank in range(ranks)
+        ]
     except ConfigError:
         # Only where the last step has too few samples for all ranks.
         assert 0 < samples % (ranks * batch_size) < ranks
@@ -129,19 +133,20 @@ def test_cells_never_overlap_and_shuffle_by_themselves() -> None:
     labels = np.arange(400) % 10
     parts = dirichlet(labels, 2, alpha=0.3, minimum=50)
     taken = [
-        {index for batch in CellBatchSampler(parts, topology, r, batch_size=8) for index in batch} for r in range(4)
+        {index for batch in CellBatchSampler(parts, DataPlace(topology, r), batch_size=8) for index in batch}
+        for r in range(4)
     ]
     assert not (taken[0] | taken[1]) & (taken[2] | taken[3])
     assert taken[0] | taken[1] == set(parts.parts[0].tolist())
     # The same indices in two cells: each has an order of its own.
-    same = [next(iter(CellBatchSampler(range(100), topology, rank, batch_size=8))) for rank in (0, 2)]
+    same = [next(iter(CellBatchSampler(range(100), DataPlace(topology, rank), batch_size=8))) for rank in (0, 2)]
     assert same[0] != same[1]
 
 
 def test_each_epoch_and_seed_has_its_order() -> None:
     orders = set()
     for seed in range(3):
-        sampler = CellBatchSampler(range(40), Topology(1), 0, batch_size=8, seed=seed)
+        sampler = CellBatchSampler(range(40), DataPlace(Topology(1), 0), batch_size=8, seed=seed)
         for epoch in range(3):
             sampler.set_epoch(epoch)
             orders.add(json.dumps(as_lists(sampler)))
@@ -151,7 +156,7 @@ def test_each_epoch_and_seed_has_its_order() -> None:
 
 
 def test_shuffling_is_the_same_on_every_machine() -> None:
-    sampler = CellBatchSampler(range(12), Topology(4, (2, 2)), 3, batch_size=3, seed=7)
+    sampler = CellBatchSampler(range(12), DataPlace(Topology(4, (2, 2)), 3), batch_size=3, seed=7)
     sampler.set_epoch(5)
     assert as_lists(sampler) == [[0, 6, 10], [5, 1, 11]]
 
@@ -161,7 +166,7 @@ def test_validation_keeps_the_order_and_the_counts() -> None:
     for cell in range(2):
         taken = []
         for rank in topology.federation(cell):
-            sampler = CellBatchSampler(range(10, 47), topology, rank, batch_size=8, is_shuffled=False)
+            sampler = CellBatchSampler(range(10, 47), DataPlace(topology, rank), batch_size=8, is_shuffled=False)
             taken.append(as_lists(sampler))
             assert as_lists(sampler) == taken[-1]
         in_order = [index for step in zip(*taken, strict=True) for batch in step for index in batch]
@@ -179,24 +184,24 @@ SHAPED = [
 @pytest.mark.parametrize("topology, places, count", SHAPED)
 def test_ranks_that_share_a_sample_are_told_so(topology: Topology, places: list[int], count: int) -> None:
     for rank in range(topology.world_size):
-        assert data_place(topology, rank) == (places[rank % len(places)], count)
+        assert share_of(DataPlace(topology, rank)) == (places[rank % len(places)], count)
 
 
 def test_cells_of_different_size_share_samples_each_by_its_own_replicas() -> None:
     topology = Topology(12, (8, 4), 4, {"dp_replicate": -1, "dp_shard": 2, "tp": 2})
-    assert [data_place(topology, rank) for rank in (0, 2, 4, 6)] == [(0, 4), (1, 4), (2, 4), (3, 4)]
-    assert [data_place(topology, rank) for rank in (8, 9, 10, 11)] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    assert [share_of(DataPlace(topology, rank)) for rank in (0, 2, 4, 6)] == [(0, 4), (1, 4), (2, 4), (3, 4)]
+    assert [share_of(DataPlace(topology, rank)) for rank in (8, 9, 10, 11)] == [(0, 2), (0, 2), (1, 2), (1, 2)]
 
 
 def test_tensor_parallel_ranks_take_the_same_samples() -> None:
     topology = SHAPED[0][0]
-    taken = [as_lists(CellBatchSampler(iid(100, 2), topology, rank, batch_size=4)) for rank in range(16)]
+    taken = [as_lists(CellBatchSampler(iid(100, 2), DataPlace(topology, rank), batch_size=4)) for rank in range(16)]
     assert taken[0] == taken[1] and taken[2] == taken[3] and taken[0] != taken[2]
 
 
 @pytest.mark.parametrize(("tail", "whole"), [({}, 23), ({"drop_last": True}, 20), ({"is_padded": True}, 24)])
 def test_samples_seen_are_counted_over_epochs(tail: dict[str, bool], whole: int) -> None:
-    one, two = (CellBatchSampler(range(23), Topology(2), rank, batch_size=2, **tail) for rank in range(2))
+    one, two = (CellBatchSampler(range(23), DataPlace(Topology(2), rank), batch_size=2, **tail) for rank in range(2))
     for epoch in range(2):
         taken = 0
         for at, _ in enumerate(one.follow(one)):
@@ -206,7 +211,7 @@ def test_samples_seen_are_counted_over_epochs(tail: dict[str, bool], whole: int)
 
 
 def test_a_loop_that_was_left_is_not_followed_any_more() -> None:
-    sampler = CellBatchSampler(range(20), Topology(1), 0, batch_size=4)
+    sampler = CellBatchSampler(range(20), DataPlace(Topology(1), 0), batch_size=4)
     for _ in sampler.follow(sampler):
         break
     list(sampler)
@@ -220,7 +225,7 @@ LAYOUT = Topology(4, (2, 2))
 
 
 def fresh(rank: int = 1, kind: Any = CellBatchSampler, **more: Any) -> Any:
-    return kind(iid(300, 2), LAYOUT, rank, batch_size=4, seed=3, **more)
+    return kind(iid(300, 2), DataPlace(LAYOUT, rank), batch_size=4, seed=3, **more)
 
 
 def run(sampler: Any, epochs: int = 3, workers: int = 0) -> Iterator[tuple[int, list[int]]]:
@@ -314,7 +319,9 @@ def test_a_loader_of_another_sampler_is_noticed() -> None:
 @pytest.mark.parametrize("kind", [CellBatchSampler, CellSampler])
 def test_other_ranks_may_go_on_with_the_same_steps(kind: Any) -> None:
     def cells(ranks: int, batch_size: int) -> list[Any]:
-        return [kind(range(150), Topology(ranks), rank, batch_size=batch_size, seed=3) for rank in range(ranks)]
+        return [
+            kind(range(150), DataPlace(Topology(ranks), rank), batch_size=batch_size, seed=3) for rank in range(ranks)
+        ]
 
     def steps(samplers: list[Any]) -> list[set[int]]:
         taken = [as_lists(loader_of(sampler)) for sampler in samplers]
@@ -357,7 +364,7 @@ def test_a_state_of_other_batches_is_refused(change: dict[str, Any], message: st
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"part": iid(100, 3)}, "the partition is for 3 cells, but the topology has 2"),
+        ({"part": iid(100, 3)}, "the partition is for 3 cells, but there are 2"),
         ({"part": []}, "cell 0 has no samples"),
         ({"part": [[1]]}, r"shape \(1, 1\)"),
         ({"part": [0.5]}, "float64"),
@@ -372,11 +379,11 @@ def test_a_state_of_other_batches_is_refused(change: dict[str, Any], message: st
 )
 @pytest.mark.parametrize("kind", [CellBatchSampler, CellSampler])
 def test_what_cannot_be_meant_is_refused(kind: type[CellOrder[Any]], change: dict[str, Any], message: str) -> None:
-    arguments: dict[str, Any] = {"part": range(40), "topology": LAYOUT, "rank": 0, "batch_size": 4, **change}
+    arguments: dict[str, Any] = {"part": range(40), "state": DataPlace(LAYOUT, 0), "batch_size": 4, **change}
     with pytest.raises(ConfigError, match=message):
         kind(**arguments)
 
 
 def test_a_rank_outside_the_world_is_refused() -> None:
     with pytest.raises(TopologyError, match="rank must be an integer from 0 to 3, got 4"):
-        CellBatchSampler(range(40), LAYOUT, 4, batch_size=4)
+        CellBatchSampler(range(40), DataPlace(LAYOUT, 4), batch_size=4)

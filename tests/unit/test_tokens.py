@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from xffl.errors import ConfigError
 from xffl.extras import install_command
-from xffl.topology import Topology
+from xffl.topology import DataPlace, Topology
 from xffl.training.data.huggingface import encoded_column, open_dataset, token_dataset
 from xffl.training.data.loaders import CellLoader
 from xffl.training.data.tokens import (
@@ -339,7 +339,9 @@ def test_token_windows_resume_in_a_loader(tmp_path: Path, workers: int) -> None:
     topology = Topology(3, (2, 1))
 
     def loader(length: int = 32) -> CellLoader:
-        return CellLoader(TokenDataset(path, sequence_length=length), topology, 1, batch_size=16, workers=workers)
+        return CellLoader(
+            TokenDataset(path, sequence_length=length), DataPlace(topology, 1), batch_size=16, workers=workers
+        )
 
     whole = list(loader())
     assert whole[0][0].shape == (16, 32) and (whole[0][0][:, 1:] == whole[0][1][:, :-1]).all()
@@ -380,7 +382,7 @@ def test_a_dataset_of_files_goes_into_a_loader(offline: Any, tmp_path: Path) -> 
         dataset = open_dataset(tmp_path / path, columns=["x", "y"], cache=tmp_path / "cache")
         seen = []
         for rank in range(3):
-            for batch in CellLoader(dataset, topology, rank, batch_size=4, workers=int(rank == 0)):
+            for batch in CellLoader(dataset, DataPlace(topology, rank), batch_size=4, workers=int(rank == 0)):
                 assert set(batch) == {"x", "y"} and torch.equal(batch["x"][:, 1], 2.0 * batch["y"])
                 seen += batch["y"].tolist()
         assert sorted(seen) == list(range(50))

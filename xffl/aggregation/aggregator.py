@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,9 @@ from xffl.aggregation.engine.consensus import (
     find_inconsistent,
     mark_inconsistent,
 )
+from xffl.aggregation.engine.coverage import check_gradients
 from xffl.aggregation.engine.exchange import Exchange, RoundRun
+from xffl.aggregation.engine.first_round import FirstRound, ValueDigest
 from xffl.aggregation.engine.global_model import GlobalModel, check_start, choose_server_step
 from xffl.aggregation.engine.global_state import load_memory, share_global_model
 from xffl.aggregation.engine.groups import MergeMode, RoundScope, RoundStatus, select_groups
@@ -57,6 +60,7 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
 from xffl.errors import CheckpointError, ConfigError, RoundError, StateError, TornError, XfflError
 from xffl.parallel.zero_view import Masters, find_masters
+from xffl.topology import Topology
 
 __all__ = ["Aggregator", "PendingRound", "check_given"]
 
@@ -120,6 +124,9 @@ class Aggregator:
         (kinds of processors, versions of torch). ``owner``: who combines a part in ``two_hop``, and sends exact new
         values. ``auto``: ``owner`` where ranks compute unlike, else ``everywhere``.
     :param extra: Tensors that are averaged beside the model's, such as control variates.
+    :param gradients_reduced_by_caller: Take a model of which nothing tells that its gradients are reduced over the
+        ranks of a cell, since the training loop does so itself. Without it each parameter that trains is refused that
+        neither FSDP2 nor DistributedDataParallel over the cell, nor a strategy, has (:doc:`/strategies`).
     :raises StateError: if torch.distributed is not initialized.
     :raises ConfigError: if an argument or a tensor is invalid, or the ranks' models differ; on all ranks alike.
     """
@@ -152,6 +159,7 @@ class Aggregator:
         norms: bool = False,
         server_step: str = "auto",
         extra: nn.Module | None = None,
+        gradients_reduced_by_caller: bool = False,
     ) -> None:
         if not dist.is_initialized():
             raise StateError("torch.distributed is not initialized; open xffl.session(), or call init_process_group")
@@ -178,7 +186,9 @@ class Aggregator:
             _check_extra(extra, fragments)
             return options, Manifest(self._read_masters(), policies, codec, extra)
 
-        scope, options, self._manifest, axes, replica_tensors = _compare_models(model, state, read)
+        scope, options, self._manifest, axes, replica_tensors = _compare_models(
+            model, state, read, is_reduced_by_caller=gradients_reduced_by_caller
+        )
         server = options.server
         places = [scope.device, *([] if server is None or server.device is None else [torch.device(server.device)])]
         self._device, self._arithmetic = scope.device, arithmetic_of(*places)
@@ -187,6 +197,16 @@ class Aggregator:
         self._exchange = _make_exchange(scope, self._options, self._manifest, axes, replica_tensors)
         self._round_groups = self._exchange.round_groups
         self._coordinator = RoundCoordinator(self._exchange, scope, self._options)
+        self._activity = scope.state.activity
+        self._first_round = FirstRound(
+            manifest=self._manifest,
+            scope=scope,
+            round_groups=self._round_groups,
+            axes=axes[scope.topology.cell_of(scope.rank)],
+            replica_tensors=replica_tensors,
+            arithmetic=self._arithmetic,
+            is_private=options.privacy is not None or options.secure is not None,
+        )
         self._marks: list[torch.cuda.Event] = []  # for all rounds' profiles
         self._stream = _stream_of(scope)  # that rounds work on
 
@@ -271,6 +291,7 @@ class Aggregator:
         copy = {MergeMode.BLEND: ModelCopy.STAGED, MergeMode.KEEP_STEPS: ModelCopy.KEPT}.get(merge, ModelCopy.NONE)
         profile = RoundProfile(self._device, self._marks)
         run: RoundRun | None = None
+        values = ValueDigest()
         error: XfflError | None = None
         count = steps = seconds = 0.0
         try:
@@ -293,6 +314,7 @@ class Aggregator:
             if not given.is_absent:
                 weight = given.weight
                 count = 1.0 if weight is None else checked_weight(weight)
+            values = self._first_round.read(has_steps=not given.is_absent and steps > 0)
             run = RoundRun(self._exchange, fragment, profile, copy)
         except XfflError as wrong:
             error = wrong
@@ -317,8 +339,11 @@ class Aggregator:
             steps=steps,
             seconds=seconds,
             attempt=0 if masker is None else masker.next_attempt,
+            held=values.held,
+            shared=values.shared,
+            is_trained=values.is_trained,
         )
-        return PreparedRound(status, profile, run, error, given.source)
+        return PreparedRound(status, profile, run, error, given.source, self._first_round.compare)
 
     def aggregate_async(
         self,
@@ -453,6 +478,7 @@ class Aggregator:
         load_memory(self._exchange, state, self._memory, self._check_saved)
         self.rounds = int(state["rounds"])
         self._inconsistent_count = count_inconsistent(self.model)
+        self._first_round.note_start()
 
     @property
     def global_model(self) -> GlobalModel | None:
@@ -535,6 +561,7 @@ class Aggregator:
                     ) from error
             self.rounds += 1
             self._coordinator.release()
+        self._activity.note_round()
         return outcome.report(time.perf_counter() - start)
 
     def _write(self, outcome: Outcome, *, is_merged: bool, alpha: float | None) -> None:
@@ -582,7 +609,11 @@ def work_on(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 
 def _compare_models(
-    model: nn.Module, state: DistributedState | RoundScope, read: Callable[[], tuple[Options, Manifest]]
+    model: nn.Module,
+    state: DistributedState | RoundScope,
+    read: Callable[[], tuple[Options, Manifest]],
+    *,
+    is_reduced_by_caller: bool,
 ) -> tuple[RoundScope, Options, Manifest, Sequence[Sequence[int]], ReplicaTensors | None]:
     """Compare the ranks' models and options, and gather what they hold.
 
@@ -608,6 +639,7 @@ def _compare_models(
         text = f"{FORMAT_LINE}\t{EXCHANGE_FORMAT}\n(options)\t{options}\n"
         if topology.cell_shape is None:
             manifest.check_patterns()
+            check_gradients(manifest.model, scope.state, is_reduced_by_caller=is_reduced_by_caller)
             axes = manifest.axes(topology, at)
             text += str(manifest)
         else:
@@ -621,8 +653,21 @@ def _compare_models(
     with run_on_all_ranks("models", group=group, describe=describe_difference) as share:
         replica_tensors = gather_replica_tensors(rank_tensors, mesh.get_group(1))
         manifest.check_patterns(replica_tensors)
+        check_gradients(
+            manifest.model,
+            scope.state,
+            is_reduced_by_caller=is_reduced_by_caller,
+            holders_of=partial(_holders_of, scope.state.topology, replica_tensors),
+        )
         share(replica_tensors.text)
     return scope, options, manifest, (replica_tensors.axes,) * topology.cells, replica_tensors
+
+
+def _holders_of(topology: Topology, replica_tensors: ReplicaTensors, name: str) -> list[int]:
+    """Return the ranks of this rank's cell that hold a tensor, or a part of it."""
+    cell = topology.cell_of(dist.get_rank())
+    replicas = range(topology.replicas(cell))
+    return [topology.rank_of(cell, replica, shard) for replica in replicas for shard in replica_tensors.shards[name]]
 
 
 def check_given(model: object, state: object) -> None:

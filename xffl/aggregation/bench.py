@@ -99,7 +99,7 @@ def measure(state: DistributedState, effort: Effort) -> dict[str, Any] | None:
     model = build_model(effort.megabytes)
     tensors, numel = len(list(model.parameters())), sum(parameter.numel() for parameter in model.parameters())
     model = shard(model, state, wrap=(_Block,))
-    flat = torch.zeros(numel, device=across)
+    flat = torch.zeros(numel, dtype=torch.float32, device=across)
     at_home = flat if device == across else flat.to(device)
     messages = ((SMALL_BYTES // 4, SMALL_CALLS), (numel, 1))
     probes = [_ring(state.topology, flat[:count], calls) for count, calls in messages]
@@ -216,12 +216,13 @@ def _all_reduce(
 
 def _rounds(state: DistributedState, model: nn.Module, model_bytes: int) -> list[_Probe]:
     """Make an aggregator for each variant, all of one model."""
-    factor = 1.0 + DRIFT * (1 + dist.get_rank() % 8)
+    # Replicas of a cell stay alike, as in training.
+    factor = 1.0 + DRIFT * (1 + state.topology.cell_of(dist.get_rank()) % 8)
     factors = itertools.cycle((factor, 1.0 / factor))
 
     @torch.no_grad()
     def drift() -> None:
-        """Change this rank's parameters a little, as training would: up, then down again."""
+        """Change the cell's parameters a little, as training would: up, then down again."""
         scale = next(factors)
         for parameter in model.parameters():
             local_tensor(parameter).mul_(scale)

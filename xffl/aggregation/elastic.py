@@ -19,6 +19,7 @@ from torch import nn
 from xffl.aggregation.aggregator import Aggregator, PendingRound
 from xffl.aggregation.engine.buffers import Arena
 from xffl.aggregation.engine.consensus import RoundBroken, RoundInDoubt, RoundInput
+from xffl.aggregation.engine.coverage import check_lone_cell
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
@@ -42,7 +43,7 @@ Only who is stopped or hangs holds the others up for as long: a host that is gon
 QUICK_PATIENCE = 5.0
 """The same where messages take less than a twentieth of a second each."""
 
-FOUNDING = ("policies", "bucket_bytes", "nonfinite", "form", "rails")
+FOUNDING = ("policies", "bucket_bytes", "nonfinite", "form", "rails", "gradients_reduced_by_caller")
 """Options of the first round of a federation, which takes one cell's model over and is no step of a server."""
 
 
@@ -85,6 +86,8 @@ class ElasticAggregator:
             )
         if options.get("atomic", True) is not True:
             raise ConfigError("rounds of an elastic federation are repeated where cells are lost; leave atomic=True")
+        # Before this cell meets others, which would be told of it, too.
+        check_lone_cell(model, state, is_reduced_by_caller=bool(options.get("gradients_reduced_by_caller", False)))
         self.fragments: int = options.get("fragments", 1)
         self.overlaps, self.is_closed = bool(options.get("overlap")), False
         # A cell that comes late takes all parts over, as they were agreed on last.

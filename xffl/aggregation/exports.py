@@ -20,10 +20,19 @@ from torch import nn
 from xffl.aggregation.algorithms.combiners import Combiner
 from xffl.aggregation.algorithms.registry import find_algorithm, make, resolve_algorithm
 from xffl.aggregation.engine.consensus import checked_number, checked_weight
+from xffl.aggregation.engine.coverage import check_lone_cell
 from xffl.aggregation.engine.tensors import Manifest, Pattern
 from xffl.aggregation.mean import weighted_mean
-from xffl.checkpoint.format import Record, check_data, check_path, locate_checkpoint, read_index, read_record
-from xffl.checkpoint.load import load_checkpoint
+from xffl.checkpoint.format import (
+    OpenCheckpoint,
+    Record,
+    check_data,
+    check_path,
+    read_again_if_replaced,
+    read_index,
+    read_record,
+)
+from xffl.checkpoint.load import load_with_record
 from xffl.checkpoint.save import save_checkpoint
 from xffl.checks import integer
 from xffl.cluster.environment import read_over_files
@@ -48,8 +57,8 @@ __all__ = [
 
 PART = "round"  # the only part of an export, and of what is made of several
 CELL_FOLDER = "cell_0"  # the folder of the tensors in both, whichever cell an export is of
-_CROSSING = ("atomic", "bucket_bytes", "form", "norms", "overlap", "rails")
-"""Keywords of an aggregator that say how a round crosses a network, and change no bit of it."""
+_CROSSING = ("atomic", "bucket_bytes", "form", "gradients_reduced_by_caller", "norms", "overlap", "rails")
+"""Keywords of an aggregator that change no bit of a round: how it crosses a network, and who reduces gradients."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +183,7 @@ def export_cell(
     values["weight"] = 1.0 if own_weight is None else sum(one for one in weights if one is not None)
     values["tensors"] = _describe_tensors(manifest)
     save_checkpoint(path, {PART: _MovingTensors(manifest, is_export=True)}, state, values={"export": values})
+    state.activity.note_round()
 
 
 def load_global(
@@ -196,20 +206,44 @@ def load_global(
     :raises ConfigError: if an argument is invalid.
     :raises CheckpointError: if it cannot be read or does not fit the model; on all ranks, the model unchanged.
     """
+    return load_agreed_global(path, model, state, policies=policies)[0]
+
+
+def load_agreed_global(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    state: DistributedState,
+    *,
+    policies: Mapping[Pattern, str] | None = None,
+    only: tuple[int, str] | None = None,
+) -> tuple[int, str]:
+    """Do what :func:`load_global` does, and return what :func:`read_global` says of the files that were loaded.
+
+    ``only`` refuses any other model, which another process may have written there since.
+    """
     with run_on_all_ranks("models to load into") as tell:
         manifest = _read_manifest(model, policies)
         tell(manifest)
-    with run_on_all_ranks("global models") as tell:
-        values = read_told(Path(path), "global")
-        compare(values["tensors"], _describe_tensors(manifest), f"{path}", "this model")
-        tell(values)
-    load_checkpoint(path, {PART: _MovingTensors(manifest, is_export=False)}, state)
-    return int(values["round"])
+
+    def check(record: Record) -> None:
+        check_kind(Path(path), record, "global")
+        compare(record.values["global"]["tensors"], _describe_tensors(manifest), f"{path}", "this model")
+        if only is not None and _told_of_global(record) != only:
+            raise CheckpointError(
+                f"{path} was replaced by the model of round {record.values['global']['round']} after it was read as "
+                f"that of round {only[0]}; nothing was loaded, start again"
+            )
+
+    part = _MovingTensors(manifest, is_export=False)
+    return _told_of_global(load_with_record(path, {PART: part}, state, check=check))
 
 
 def read_global(path: str | os.PathLike[str]) -> tuple[int, str]:
     """Return which round a global model is the result of, and the SHA-256 of its index, which has all files'; local."""
-    record = _read_record(Path(path), "global")
+    return _told_of_global(_read_record(Path(path), "global"))
+
+
+def _told_of_global(record: Record) -> tuple[int, str]:
     return int(record.values["global"]["round"]), record.indexes[CELL_FOLDER]
 
 
@@ -238,20 +272,30 @@ def is_exported(
 
 def is_written(path: Path, kind: str, wanted: Mapping[str, Any]) -> bool:
     """Tell whether an export or a round's result with these values exists, whole and as it was written; local."""
+
+    def read() -> bool:
+        with OpenCheckpoint(check_path(path)) as source, source.noticing_replacement():
+            record = source.read_record()
+            check_kind(path, record, kind)
+            if any(record.values[kind].get(name) != one for name, one in wanted.items()):
+                return False
+            check_data(read_index(source, record))
+            return True
+
     try:
-        values = read_told(path, kind)
-        if any(values.get(name) != one for name, one in wanted.items()):
-            return False
-        check_folder(path)
+        return read_again_if_replaced(read)
     except CheckpointError:
         return False
-    return True
 
 
 def check_folder(path: Path) -> None:
     """Compare the files of an export or of a global model with their checksums; local."""
-    folder = locate_checkpoint(check_path(path))
-    check_data(read_index(folder, read_record(folder)))
+
+    def read() -> None:
+        with OpenCheckpoint(check_path(path)) as source, source.noticing_replacement():
+            check_data(read_index(source, source.read_record()))
+
+    read_again_if_replaced(read)
 
 
 class FileRound:
@@ -272,9 +316,15 @@ class FileRound:
         if self._is_begun:
             raise StateError("a job of one cell makes one export, so its with block is entered once; start another job")
         self._is_begun = True
+        check_lone_cell(
+            self._model,
+            self._state,
+            is_reduced_by_caller=bool(self._plan.options.get("gradients_reduced_by_caller", False)),
+        )
         if self._folders.start is not None:
-            self._rounds_before, self.start = agreed_global(self._folders.start)
-            load_global(self._folders.start, self._model, self._state, policies=self._policies)
+            self._rounds_before, self.start = load_agreed_global(
+                self._folders.start, self._model, self._state, policies=self._policies
+            )
 
     def end(self, weight: float | None, steps: float) -> None:
         """Export to ``XFFL_EXPORT``, if that is set; collective over the world."""
@@ -304,7 +354,13 @@ def read_told(path: Path, kind: str) -> dict[str, Any]:
 
 
 def _read_record(path: Path, kind: str) -> Record:
-    record = read_record(locate_checkpoint(check_path(path)))
+    record = read_record(check_path(path))
+    check_kind(path, record, kind)
+    return record
+
+
+def check_kind(path: Path, record: Record, kind: str) -> None:
+    """Refuse a checkpoint that is no ``export`` or no ``global`` model, or of another version of the exchange; pure."""
     if record.parts != (PART,) or len(record.cells) != 1 or not isinstance(record.values.get(kind), dict):
         wanted = "the model of a round of exports; give what xffl aggregate wrote"
         if kind == "export":
@@ -313,7 +369,6 @@ def _read_record(path: Path, kind: str) -> Record:
     # Exports that were written before they had a number are of the first format.
     if (theirs := record.values[kind].get("format", 1)) != EXCHANGE_FORMAT:
         raise CheckpointError(format_refusal(str(path), f"{theirs} (xffl {record.xffl})"))
-    return record
 
 
 def compare(theirs: Mapping[str, Any], ours: Mapping[str, Any], who: str, other: str) -> None:

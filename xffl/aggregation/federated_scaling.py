@@ -81,7 +81,8 @@ class FederatedScaling:
     :param on_round: Called on every rank with the report of each round, after the new weights stand, and of each check
         that skipped one.
     :param aggregator: An aggregator made with options of one's own, or a mapping with the keywords of the one to make
-        (with ``levels``, a :class:`xffl.aggregation.Levels`); ``None`` makes one with the defaults.
+        (with ``levels``, a :class:`xffl.aggregation.Levels`); ``None`` makes one with the defaults. A loop that reduces
+        gradients over the cell by itself gives ``{"gradients_reduced_by_caller": True}``.
     :param delay: Local steps that go on while a round is under way; 0 waits for it. It is merged before the next one
         starts at the latest. A delay needs an aggregator with ``overlap=True``.
     :param alpha: With a delay, the part of a local value that stays when the mean is merged; ``None`` keeps the steps
@@ -124,8 +125,8 @@ class FederatedScaling:
         ) as tell:
             check_given(model, state)
             asked = RoundArguments(every, aggregator, delay, alpha, client, algorithm)
-            topology, place = state.data_place
-            config = parse_round_config(model, optimizers, asked, cells=topology.cells, weight=weight)
+            cell, cells = state.cell, state.cells
+            config = parse_round_config(model, optimizers, asked, cells=cells, weight=weight)
             tell(f"{config}, weighed={weight is not None}")
             if state.lone_cell is not None and state.elastic is None:
                 self._over_files = file_round(model, state, config, asked)
@@ -135,7 +136,7 @@ class FederatedScaling:
         self._config: RoundConfig = config
         self._optimizers, self._weight, self._on_round = config.optimizers, weight, on_round
         self._model, self._state = model, state
-        self._cell = topology.cell_of(place)
+        self._cell = cell
         self._is_own = isinstance(aggregator, Mapping | None)
         self._aggregator: Aggregator | Levels | ElasticAggregator | None = None
         if not isinstance(aggregator, Mapping | None):
@@ -151,6 +152,7 @@ class FederatedScaling:
         self._has_joined = True
         self._doubted: Snapshot | None = None  # what a round of an elastic federation has taken in, if it was taken
         self._reset_counters()
+        self._entry = state.activity.expect_entry(self) if state.rank == 0 else None
 
     def _reset_counters(self) -> None:
         self._tracker = ContributionTracker(1 if self._aggregator is None else self._aggregator.fragments)
@@ -198,6 +200,8 @@ class FederatedScaling:
     def __enter__(self) -> FederatedScaling:
         if self._is_entered:
             raise StateError("this FederatedScaling is already entered; make one for each with block")
+        if self._entry is not None:
+            self._entry.detach()
         with run_on_all_ranks("optimizers"):
             if self._optimizers:  # parameters may have been replaced since this was made; from here on rounds notice
                 check_stepped(self._model, self._optimizers)
@@ -215,6 +219,7 @@ class FederatedScaling:
         for optimizer in self._optimizers:
             self._handles += [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
         if self._state.elastic is not None:
+            self._state.activity.note_round()  # a cell that comes and goes may be in none, which is no mistake
             # Before the first pass and not here, since a resumed run loads what it holds in the block.
             self._has_joined = False
             self._handles.append(self._model.register_forward_pre_hook(join, prepend=True))

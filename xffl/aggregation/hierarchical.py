@@ -79,7 +79,7 @@ class Levels:
         one level they have replicas of one size, or are of one size.
     :param levels: The levels, the lowest first; each an object or a mapping of its fields.
     :param \**options: Keywords of all levels' aggregators: ``policies``, ``bucket_bytes``, ``atomic``, ``nonfinite``,
-        ``form``, ``rails``, ``combine``, ``server``.
+        ``form``, ``rails``, ``combine``, ``server``, ``gradients_reduced_by_caller``.
     :raises StateError: if torch.distributed is not initialized.
     :raises ConfigError: if the levels or an option are invalid; on all ranks alike.
     """
@@ -311,7 +311,19 @@ def _where(number: int, scope: RoundScope) -> str:
     return f" (level {number}: cells and ranks are counted in ranks {first} to {first + ranks - 1} of the world)"
 
 
-KEYWORDS = frozenset({"policies", "bucket_bytes", "atomic", "nonfinite", "form", "rails", "combine", "server"})
+KEYWORDS = frozenset(
+    {
+        "policies",
+        "bucket_bytes",
+        "atomic",
+        "nonfinite",
+        "form",
+        "rails",
+        "combine",
+        "server",
+        "gradients_reduced_by_caller",
+    }
+)
 """Keywords of an aggregator that a level may have; codecs are the levels' own, and the others need a single level."""
 
 

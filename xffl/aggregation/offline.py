@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -26,10 +26,12 @@ from xffl.aggregation.algorithms.server import ServerOptimizer, asked_of, option
 from xffl.aggregation.engine.buffers import sum_of_squares
 from xffl.aggregation.engine.exchange import weigh_cells
 from xffl.aggregation.engine.plan import RoundContext
-from xffl.aggregation.exports import CELL_FOLDER, PART, RoundPlan, check_combiner, compare, is_written, read_told
+from xffl.aggregation.exports import CELL_FOLDER, PART, RoundPlan, check_combiner, check_kind, compare, is_written
 from xffl.aggregation.mean import combined, weighted_mean, wide_type
 from xffl.checkpoint.format import (
     INDEX,
+    CellIndex,
+    OpenCheckpoint,
     Record,
     check_data,
     check_path,
@@ -38,14 +40,14 @@ from xffl.checkpoint.format import (
     locate_checkpoint,
     partial_folder,
     publish,
+    read_again_if_replaced,
     read_index,
-    read_record,
-    sync,
     write_index,
 )
 from xffl.costs import EXCHANGE_FORMAT
 from xffl.distributed.sharding import Plain, from_plain, to_plain
 from xffl.errors import CheckpointError, ConfigError
+from xffl.files import naming_errors, sync
 
 __all__ = ["Box", "OfflineServer", "PieceReader", "PieceWriter", "Round", "aggregate_exports", "boxes"]
 
@@ -57,15 +59,22 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class PieceReader:
-    """The tensors of a checkpoint of one cell, read in pieces."""
+    """The tensors of a checkpoint of one cell, read in pieces.
 
-    def __init__(self, path: Path, part: str) -> None:
-        folder = locate_checkpoint(path)
+    It is held open until the end of ``opened``, so that all pieces are of one save.
+    """
+
+    def __init__(self, path: Path, part: str, opened: ExitStack) -> None:
         self.path, self._part = path, part
-        self.record = read_record(folder)
-        self.index = read_index(folder, self.record)
-        self._files: dict[Path, Bytes] = {}
-        self._pieces: dict[tuple[Path, int], Bytes] = {}
+        self._source, self.record, self.index = read_again_if_replaced(lambda: _open_to_read(path))
+        opened.callback(self._source.close)
+        self._files: dict[str, Bytes] = {}
+        self._pieces: dict[tuple[str, int], Bytes] = {}
+
+    def check_data(self) -> None:
+        """Compare the files with their checksums."""
+        with self._source.noticing_replacement():
+            check_data(self.index)
 
     def kind(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """Return a tensor's data type and shape."""
@@ -85,8 +94,7 @@ class PieceReader:
             if all(a < b for a, b in zip(low, high, strict=True)):
                 source = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True))
                 target = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, starts, strict=True))
-                file = self.index.folder / chunk.relative_path
-                data = self._bytes(name, file, chunk.offset, chunk.length, (*chunk.sizes, width))
+                data = self._bytes(name, chunk.relative_path, chunk.offset, chunk.length, (*chunk.sizes, width))
                 piece[target] = data[source]
                 filled += math.prod(b - a for a, b in zip(low, high, strict=True))
         if filled != math.prod(sizes):
@@ -94,19 +102,36 @@ class PieceReader:
         real = tensor.dtype.to_real() if tensor.dtype.is_complex else tensor.dtype
         return torch.from_numpy(piece.reshape(-1)).view(real)
 
-    def _bytes(self, name: str, file: Path, offset: int, length: int, shape: tuple[int, ...]) -> Bytes:
+    def _bytes(self, name: str, file: str, offset: int, length: int, shape: tuple[int, ...]) -> Bytes:
         """Return the bytes of the tensor in one of torch's files inside a file, as a view of the mapped file."""
         if (file, offset) not in self._pieces:
-            if file not in self._files:
-                self._files[file] = np.asarray(np.memmap(file, np.uint8, "r"))
-            try:
-                start, size = _find_storage(file, offset + length)
-                if size != math.prod(shape):
-                    raise ValueError(f"{size} bytes in place of {math.prod(shape)}")
-            except (ValueError, KeyError, zipfile.BadZipFile) as error:
-                raise CheckpointError(f"{file} holds no {name!r} as xffl writes it ({error}); write it anew") from error
+            with self._source.noticing_replacement(), self.index.open(file) as stream:
+                if file not in self._files:
+                    self._files[file] = np.asarray(np.memmap(stream, np.uint8, "r"))
+                try:
+                    start, size = _find_storage(stream, offset + length)
+                    if size != math.prod(shape):
+                        raise ValueError(f"{size} bytes in place of {math.prod(shape)}")
+                except (ValueError, KeyError, zipfile.BadZipFile) as error:
+                    raise CheckpointError(
+                        f"{self.index.folder / file} holds no {name!r} as xffl writes it ({error}); write it anew"
+                    ) from error
             self._pieces[file, offset] = self._files[file][start : start + size]
         return self._pieces[file, offset].reshape(shape)
+
+
+def _open_to_read(path: Path) -> tuple[OpenCheckpoint, Record, CellIndex]:
+    """Open a checkpoint of one cell, and its files before another save may take them away."""
+    source = OpenCheckpoint(path)
+    try:
+        with source.noticing_replacement():
+            record = source.read_record()
+            index = read_index(source, record)
+            index.hold(sorted(index.files))
+            return source, record, index
+    except BaseException:
+        source.close()
+        raise
 
 
 class PieceWriter:
@@ -138,7 +163,8 @@ class PieceWriter:
         buffer = io.BytesIO()
         torch.save(values.view(box[1]), buffer)
         data = buffer.getbuffer()
-        self._file.write(data)
+        with naming_errors(self._home / DATA):
+            self._file.write(data)
         self._sum.update(data)
         dtype = str(values.dtype).removeprefix("torch.")
         entry = self._tensors.setdefault(name, {"dtype": dtype, "shape": list(shape), "chunks": []})
@@ -147,7 +173,8 @@ class PieceWriter:
 
     def publish(self, part: str, own_values: Mapping[str, Plain], values: Mapping[str, Plain]) -> None:
         """Write the index, with a part's own values, and the record; then give the folder its name."""
-        self._file.close()
+        with naming_errors(self._home / DATA):
+            self._file.close()
         sync(self._home / DATA)
         write_index(self._home, {DATA: (self._size, self._sum.hexdigest())}, self._tensors, {}, own_values)
         record = Record.now(
@@ -178,10 +205,10 @@ def boxes(dtype: torch.dtype, shape: tuple[int, ...]) -> Iterator[Box]:
             yield (*outer, start, *(0 for _ in inner)), (*(1 for _ in outer), min(step, shape[axis] - start), *inner)
 
 
-def _find_storage(file: Path, end: int) -> tuple[int, int]:
+def _find_storage(stream: BinaryIO, end: int) -> tuple[int, int]:
     """Return where the storage of the file of torch's that ends there begins, and how many bytes it has."""
     # What stands before an archive in a file is a prefix for zipfile, which counts from the file's begin all the same.
-    with file.open("rb") as stream, mmap.mmap(stream.fileno(), end, access=mmap.ACCESS_READ) as archive:
+    with mmap.mmap(stream.fileno(), end, access=mmap.ACCESS_READ) as archive:
         entries = zipfile.ZipFile(archive).infolist()  # type: ignore[call-overload]
         (entry,) = (one for one in entries if one.filename.rpartition("/")[0].endswith("/data"))
         if entry.compress_type != zipfile.ZIP_STORED:
@@ -199,19 +226,28 @@ STATE = "server"
 class OfflineServer:
     """The step of a server optimizer, elementwise, with its state in a folder for each round; writes nothing itself."""
 
-    def __init__(self, server: ServerOptimizer, folder: Path, values: Mapping[str, Any], start: Path | None) -> None:
+    def __init__(
+        self,
+        server: ServerOptimizer,
+        folder: Path,
+        values: Mapping[str, Any],
+        start: Path | None,
+        opened: ExitStack,
+    ) -> None:
         self._server, self._tensors = server, values["tensors"]
         self.target = folder / f"round_{values['round']}"
         self._numbers: dict[str, Any] = {}
         self._elements: list[str] = []
         self._after: tuple[list[str], dict[str, Any]] | None = None  # keys of tensors, and numbers, after the round
-        self._probe = server.make([torch.zeros(1)])  # has the options, and makes the schedule's steps
+        # Has the options, and makes the schedule's steps.
+        self._probe = server.make([torch.zeros(1, dtype=torch.float32)])
         self._schedule = server.make_schedule(self._probe)
         self._asked = asked_of(self._probe, self._schedule)
         before = folder / f"round_{values['round'] - 1}"
-        record = find_record(locate_checkpoint(before))
+        record = find_record(before)
         if record is not None and record.parts == (STATE,):
-            saved: dict[str, Any] = from_plain(record.values[STATE], {})
+            self._old, self._prefix = PieceReader(before, STATE, opened), "model/"
+            saved: dict[str, Any] = from_plain(self._old.record.values[STATE], {})
             compare(saved["tensors"], self._tensors, str(before), "the exports")
             asked = saved["asked"]
             others = sorted(key for key in self._asked.keys() & asked.keys() if self._asked[key] != asked[key])
@@ -220,21 +256,20 @@ class OfflineServer:
                 raise CheckpointError(
                     f"{before} is the state of a server optimizer with {there}, not {here}; go on with the same server"
                 )
-            self._old, self._prefix = PieceReader(before, STATE), "model/"
             self._elements, self._numbers = saved["elements"], saved["numbers"]
             self._probe.param_groups[0].update(saved["options"])
             if self._schedule is not None:
                 self._schedule.load_state_dict(saved["schedule"])
         elif start is not None:
-            first = read_told(start, "global")
-            compare(first["tensors"], self._tensors, str(start), "the exports")
-            self._old, self._prefix = PieceReader(start, PART), ""
+            self._old, self._prefix = PieceReader(start, PART, opened), ""
+            check_kind(start, self._old.record, "global")
+            compare(self._old.record.values["global"]["tensors"], self._tensors, str(start), "the exports")
         else:
             raise CheckpointError(
                 f"{folder} has no state of round {values['round'] - 1}, so the model that the cells have started from "
                 "is not known; for a first round give it (--start)"
             )
-        check_data(self._old.index)
+        self._old.check_data()
 
     @torch.no_grad()
     def step(
@@ -272,7 +307,7 @@ class OfflineServer:
     def publish(self, writer: PieceWriter) -> None:
         """Publish the state after the round."""
         assert self._after is not None, "something was trained"
-        self._probe.param_groups[0]["params"][0].grad = torch.zeros(1)
+        self._probe.param_groups[0]["params"][0].grad = torch.zeros(1, dtype=torch.float32)
         self._probe.step()
         if self._schedule is not None:
             self._schedule.step()
@@ -324,10 +359,11 @@ class Round:
 class _Export(PieceReader):
     """An export, with its values."""
 
-    def __init__(self, path: str | Path) -> None:
-        self.values: dict[str, Any] = read_told(Path(path), "export")
-        super().__init__(check_path(path), PART)
+    def __init__(self, path: str | Path, opened: ExitStack) -> None:
+        super().__init__(check_path(path), PART, opened)
         self.path = Path(path)
+        check_kind(self.path, self.record, "export")
+        self.values: dict[str, Any] = self.record.values["export"]
 
 
 def aggregate_exports(
@@ -356,8 +392,36 @@ def aggregate_exports(
     from, as this made it of one export of each cell before its first step. ``progress`` is called with a stage, the
     bytes done and all of its bytes.
     """
-    target = check_path(out)
-    exports = _open_exports(paths)
+    with ExitStack() as opened:
+        return _aggregate(
+            opened,
+            paths,
+            check_path(out),
+            weights=weights,
+            combine=combine,
+            server=server,
+            state=state,
+            start=start,
+            is_tried=is_tried,
+            progress=progress,
+        )
+
+
+def _aggregate(
+    opened: ExitStack,
+    paths: Sequence[str | Path],
+    target: Path,
+    *,
+    weights: Sequence[float] | None,
+    combine: object,
+    server: object,
+    state: str | Path | None,
+    start: str | Path | None,
+    is_tried: bool,
+    progress: Callable[[str, int, int], None] | None,
+) -> Round:
+    """Do what :func:`aggregate_exports` does, with inputs that are held open until the end of ``opened``."""
+    exports = _open_exports(paths, opened)
     values = exports[0].values
     combine_plan, server_plan = RoundPlan(**(values.get("plan") or {})).read()
     combiner = make("combine", combine_plan if combine is None else combine)
@@ -379,12 +443,13 @@ def aggregate_exports(
     sizes = [sum(size for size, _ in export.index.files.values()) for export in exports]
     report = _StageProgress(progress, sum(sizes))
     for export, size in zip(exports, sizes, strict=True):
-        check_data(export.index)
+        export.check_data()
         report("checked", size)
     _check_target(target)
     outer = None
     if optimizer is not None and state is not None:
-        outer = OfflineServer(optimizer, check_path(state), values, None if start is None else check_path(start))
+        first = None if start is None else check_path(start)
+        outer = OfflineServer(optimizer, check_path(state), values, first, opened)
     report = _StageProgress(progress, size_bytes)
     context = _check_values(exports, context, report)
     if not is_tried:
@@ -412,12 +477,12 @@ class _StageProgress:
             self._report(stage, self._done[stage], self._size)
 
 
-def _open_exports(paths: Sequence[str | Path]) -> list[_Export]:
+def _open_exports(paths: Sequence[str | Path], opened: ExitStack) -> list[_Export]:
     """Return the exports by cell, when their values go together."""
     if not paths:
         raise ConfigError("no export is given; give the folder of each cell")
     by_cell: dict[int, _Export] = {}
-    exports = [_Export(path) for path in paths]
+    exports = [_Export(path, opened) for path in paths]
     first = exports[0]
     for export in exports:
         values = export.values

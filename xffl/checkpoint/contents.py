@@ -12,7 +12,7 @@ import json
 import pickle
 import random
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,11 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from xffl.checkpoint.format import FileEntry, Record, check_file, file_entry, sync
+from xffl.checkpoint import composite
+from xffl.checkpoint.format import CellIndex, FileEntry, Record, file_entry
 from xffl.distributed.sharding import Plain, from_plain, local_tensor, sharded_parameters, tensors_named, to_plain
 from xffl.errors import CheckpointError, ConfigError
+from xffl.files import naming_errors, sync
 from xffl.topology import Topology
 
 __all__ = ["Part", "RandomState"]
@@ -37,7 +39,18 @@ Part = nn.Module | torch.optim.Optimizer | Stateful
 
 UNNAMED = ("params", "param_names")  # entries of a parameter group that list its parameters, which are named here
 EXTRA_STATE = "_extra_state"  # what torch calls a module's extra state in a state dict
+LEFT_OUT = "/left_out/"  # marks what a checkpoint does not keep, though the part has it; no part's name is empty
+COMPOSITE = "__composite__"  # stands among the values for a tensor that is kept in boxes
 WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # what it calls a module inside its wrappers; names leave it out
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """An entry of a part's state that a checkpoint does not keep: what it is here, and why it is not kept."""
+
+    value: Any
+    reason: str
+    is_skipped: bool  # by the caller, so that nobody is warned
 
 
 @dataclass
@@ -48,6 +61,27 @@ class Contents:
     values: dict[str, Plain] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
     """Tensors of a model that are another one of it, which comes first"""
+    composites: set[str] = field(default_factory=set)
+    """Tensors that are kept in boxes, see :mod:`xffl.checkpoint.composite`"""
+    left_out: dict[str, LeftOut] = field(default_factory=dict)
+    """What is not kept, by name"""
+
+    def take_apart(self, names: Iterable[str]) -> None:
+        """Put inner tensors and descriptions of boxes in the place of composite tensors; nothing moves.
+
+        The names are those of all ranks of the cell: a rank with few elements may hold a plain part of such a tensor.
+        """
+        within = {inner for value in self.values.values() for inner in tensors_named(value)}
+        for name in sorted(set(names) & self.tensors.keys()):
+            inner, described = composite.take_apart(name, self.tensors.pop(name))
+            self.tensors |= inner
+            self.values |= described
+            if name not in within:  # an entry of a model's state dict, and not a part of another value
+                self.values[name] = {COMPOSITE: True}
+
+    def mark_left_out(self) -> None:
+        """Note among the values what is left out, so that a load leaves it as it is."""
+        self.values |= dict.fromkeys((f"{LEFT_OUT}{name}" for name in self.left_out), True)
 
     def on_host(self) -> Contents:
         """Return a copy in the memory of the host, that nothing else changes; what lies on GPUs comes all together."""
@@ -57,7 +91,7 @@ class Contents:
         }
         for device in {tensor.device for tensor in self.tensors.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
-        return Contents(copies, self.values, self.ties)
+        return replace(self, tensors=copies)
 
 
 def check_parts(parts: Mapping[str, Part]) -> None:
@@ -78,7 +112,14 @@ def _check_name(what: str, name: object, example: str) -> None:
         raise ConfigError(f"{what} name must be a string without '/', such as {example!r}, got {name!r}")
 
 
-def collect(parts: Mapping[str, Part]) -> Contents:
+def check_skip(skip: Collection[str]) -> frozenset[str]:
+    """Refuse what is no list of names."""
+    if isinstance(skip, str) or not all(isinstance(name, str) for name in skip):
+        raise ConfigError(f"skip is {skip!r}; give a list of names, such as ['model/_metadata']")
+    return frozenset(skip)
+
+
+def collect(parts: Mapping[str, Part], skip: Collection[str] = ()) -> Contents:
     """Take what the parts hold now. Nothing moves and nothing is copied.
 
     A model's tensor is ``part/layers.0.weight``, whatever wraps the model; an optimizer's names its parameter so.
@@ -86,16 +127,17 @@ def collect(parts: Mapping[str, Part]) -> Contents:
     contents = Contents()
     for name, part in parts.items():
         if isinstance(part, nn.Module):
-            state = get_model_state_dict(part)
-            contents.ties |= {f"{name}/{key}": f"{name}/{first}" for key, first in _ties(state).items()}
-            for key, value in state.items():
-                plain = to_plain(value, f"{name}/{key}", contents.tensors)
-                if not isinstance(value, torch.Tensor):
-                    contents.values[f"{name}/{key}"] = plain
+            _collect_model(name, part, skip, contents)
         elif isinstance(part, torch.optim.Optimizer):
-            _collect_optimizer(name, part, parameter_names(name, part, parts), contents)
+            _collect_optimizer(name, part, parameter_names(name, part, parts), skip, contents)
         else:
             contents.values[name] = to_plain(part.state_dict(), name, contents.tensors)
+    if unknown := sorted(set(skip) - contents.left_out.keys()):
+        raise ConfigError(
+            f"skip names {unknown[0]!r}, which is no entry that can be left out; tensors and extra states are always "
+            "kept, so name what a model's state_dict has beside them (model/_metadata), or an option of an optimizer's "
+            "group"
+        )
     for name, tensor in contents.tensors.items():
         if tensor.layout != torch.strided:
             raise ConfigError(f"tensor {name!r} is {tensor.layout}; a checkpoint keeps strided ones, make it dense")
@@ -109,8 +151,56 @@ def collect(parts: Mapping[str, Part]) -> Contents:
                 raise ConfigError(
                     f"tensor {key!r} is expanded: several elements are one in memory, which cannot be loaded; clone it"
                 )
-    check_readable(contents.tensors)
+    _find_composites(parts, contents)
+    check_readable({key: one for key, one in contents.tensors.items() if key not in contents.composites})
     return contents
+
+
+def _find_composites(parts: Mapping[str, Part], contents: Contents) -> None:
+    """Note which tensors are kept in boxes: of models only those that torch itself does not read back."""
+    models = tuple(f"{name}/" for name, part in parts.items() if isinstance(part, nn.Module))
+    for key, tensor in contents.tensors.items():
+        if composite.is_composite(tensor) and not (key.startswith(models) and _read_back(tensor) is None):
+            contents.composites.add(key)
+
+
+def _collect_model(name: str, model: nn.Module, skip: Collection[str], contents: Contents) -> None:
+    """Take a model's state dict: tensors and extra states, and of the rest what a checkpoint can keep."""
+    state = get_model_state_dict(model)
+    contents.ties |= {f"{name}/{key}": f"{name}/{first}" for key, first in _ties(state).items()}
+    for key, value in state.items():
+        path = f"{name}/{key}"
+        if isinstance(value, torch.Tensor):
+            to_plain(value, path, contents.tensors)
+        elif is_extra_state(path):
+            contents.values[path] = to_plain(value, path, contents.tensors)
+        elif (plain := _keep(path, value, skip, contents)) is not None:
+            contents.values[path] = plain[0]
+
+
+def _keep(path: str, value: Any, skip: Collection[str], contents: Contents) -> tuple[Plain] | None:
+    """Return an entry that a load could do without as a plain value, or leave it out where it has none."""
+    if path in skip:
+        contents.left_out[path] = LeftOut(value, "skipped by name", is_skipped=True)
+        return None
+    tensors: dict[str, torch.Tensor] = {}
+    try:
+        plain = to_plain(value, path, tensors)
+    except ConfigError as error:
+        contents.left_out[path] = LeftOut(value, str(error).partition(", which")[0], is_skipped=False)
+        return None
+    contents.tensors |= tensors
+    return (plain,)
+
+
+def left_out_text(left_out: Mapping[str, str]) -> str:
+    """Write which entries a checkpoint does not keep, with reasons; pure."""
+    named = "; ".join(f"{name!r} ({reason})" for name, reason in sorted(left_out.items()))
+    return (
+        f"the checkpoint does not keep {named}: it holds no pickled code, so what is neither tensor nor plain value "
+        "stays as it is in the program that loads it. Parameters, buffers and extra states are kept. Name these in "
+        "save_checkpoint(skip=[...]) to leave them out without this warning"
+    )
 
 
 def model_names(name: str, tensors: Iterable[str], values: Mapping[str, Plain]) -> list[str]:
@@ -139,6 +229,24 @@ def modules_with_extra_state(name: str, model: nn.Module) -> Iterator[tuple[str,
     yield from walk(model, f"{name}/")
 
 
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the model inside DDP and ``torch.compile``; local."""
+    while True:
+        inner = model.module if isinstance(model, DistributedDataParallel) else model._modules.get("_orig_mod")
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def takes_more(model: nn.Module) -> bool:
+    """Tell whether a model's loading may want what its state dict has beside tensors and extra states; local.
+
+    ``load_state_dict`` of :class:`torch.nn.Module` refuses such entries as unexpected, unless a hook takes them out.
+    """
+    is_own = type(model).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(model)
+    return is_own or any(module._load_state_dict_pre_hooks for module in model.modules())
+
+
 def is_overlapping(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor is expanded, so that torch does not write to it."""
     local = local_tensor(tensor)
@@ -154,18 +262,39 @@ def check_readable(tensors: Mapping[str, torch.Tensor]) -> None:
         if kind in seen or (kind[0] is torch.Tensor and not local.is_quantized):
             continue
         seen.add(kind)
-        sample = local.cpu()
-        stream = io.BytesIO()
-        try:
-            torch.save(sample, stream)
-            stream.seek(0)
-            torch.empty_like(sample).copy_(torch.load(stream, weights_only=True))
-        except Exception as error:
-            raise ConfigError(
-                f"tensor {name!r} is {type(local).__name__} of {local.dtype}, which torch.load(weights_only=True) does "
-                f"not read ({type(error).__name__}); make it a plain tensor, or give its class to "
-                "torch.serialization.add_safe_globals"
-            ) from error
+        if (error := _read_back(tensor)) is not None:
+            raise ConfigError(_unreadable(name, local, error)) from error
+
+
+def _read_back(tensor: torch.Tensor) -> Exception | None:
+    """Write this rank's part of a tensor to memory and read it again; return what torch raises, if it does."""
+    sample = local_tensor(tensor).detach().cpu()
+    stream = io.BytesIO()
+    try:
+        torch.save(sample, stream)
+        stream.seek(0)
+        torch.empty_like(sample).copy_(torch.load(stream, weights_only=True))
+    except Exception as error:  # noqa: BLE001 - torch and the classes of tensors raise many kinds
+        return error
+    return None
+
+
+def _unreadable(name: str, local: torch.Tensor, error: Exception) -> str:
+    """Write why a tensor cannot be kept, and what helps, which depends on what torch has refused."""
+    title = f"tensor {name!r} is {type(local).__name__} of {local.dtype}"
+    unread = "which torch.load(weights_only=True) does not read"
+    if type(local) is torch.Tensor:
+        return f"{title}, {unread} ({type(error).__name__}); dequantize it before it is saved"
+    inside = "let the class have __tensor_flatten__ and __tensor_unflatten__, so that the tensors in it are kept"
+    if isinstance(error, pickle.UnpicklingError):  # torch's own text advises to run what the file holds
+        return (
+            f"{title}, {unread}, since it does not know the class; make it a plain tensor, give the class to "
+            f"torch.serialization.add_safe_globals, or {inside}"
+        )
+    reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return (
+        f"{title}, whose values torch does not read from a file into a new one ({reason}); make it plain, or {inside}"
+    )
 
 
 def find_buffers(parts: Mapping[str, Part], contents: Contents) -> dict[str, torch.Tensor]:
@@ -243,7 +372,13 @@ def _ties(state: Mapping[str, Any]) -> dict[str, str]:
     return ties
 
 
-def _collect_optimizer(name: str, optimizer: torch.optim.Optimizer, names: list[list[str]], contents: Contents) -> None:
+def _collect_optimizer(
+    name: str,
+    optimizer: torch.optim.Optimizer,
+    names: list[list[str]],
+    skip: Collection[str],
+    contents: Contents,
+) -> None:
     state = optimizer.state_dict()
     flat = [member for members in names for member in members]
     unknown = list(state.keys() - {"state", "param_groups"})
@@ -255,9 +390,12 @@ def _collect_optimizer(name: str, optimizer: torch.optim.Optimizer, names: list[
         )
     for group, members in zip(state["param_groups"], names, strict=True):
         if members:  # an empty group has no name, and its options touch nothing
-            options = {key: value for key, value in group.items() if key not in UNNAMED}
             key = f"{name}/group/{members[0]}"
-            contents.values[key] = {"params": members, "options": to_plain(options, key, contents.tensors)}
+            options: dict[str, Plain] = {}
+            for option, value in group.items():
+                if option not in UNNAMED and (plain := _keep(f"{key}/{option}", value, skip, contents)) is not None:
+                    options[option] = plain[0]
+            contents.values[key] = {"params": members, "options": options}
     for number, of_parameter in state["state"].items():
         key = f"{name}/state/{flat[number]}"
         contents.values[key] = to_plain(of_parameter, key, contents.tensors)
@@ -273,6 +411,8 @@ class RankState:
     values: dict[str, Plain]
     tensors: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    boxes: dict[str, Plain] = field(default_factory=dict)
+    """Composite tensors of this rank, whose inner ones are among the tensors"""
 
 
 def check_rank_state(own: Mapping[str, Stateful] | None) -> Mapping[str, Stateful]:
@@ -301,9 +441,14 @@ def collect_rank_state(own: Mapping[str, Stateful]) -> RankState:
             raise ConfigError(
                 f"own tensor {name!r} is {kind}; a rank keeps dense ones, give what is spread over ranks as a part"
             )
+    boxes: dict[str, Plain] = {}
+    for name in [name for name, tensor in tensors.items() if composite.is_composite(tensor)]:
+        inner, described = composite.take_apart(name, tensors.pop(name))
+        tensors |= inner
+        boxes |= described
     check_readable(tensors)
     copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-    return RankState(values, copies)
+    return RankState(values, copies, boxes=boxes)
 
 
 def write_rank_state(folder: Path, place: int, own: RankState) -> dict[str, FileEntry]:
@@ -312,7 +457,9 @@ def write_rank_state(folder: Path, place: int, own: RankState) -> dict[str, File
         return {}
     file = folder / f"own_{place}.pt"
     content = {"values": json.dumps(own.values, allow_nan=False), "tensors": own.tensors, "buffers": own.buffers}
-    with file.open("wb") as stream:
+    if own.boxes:
+        content["boxes"] = json.dumps(own.boxes, allow_nan=False)
+    with naming_errors(file), file.open("wb") as stream:
         torch.save(content, stream)
     sync(file)
     return {file.name: file_entry(file)}
@@ -348,19 +495,22 @@ def is_same_layout(record: Record, topology: Topology) -> bool:
 
 
 def read_rank_state(
-    folder: Path, place: int, files: Mapping[str, FileEntry], wanted: Collection[str], *, is_same: bool
+    index: CellIndex, place: int, wanted: Collection[str], *, is_same: bool
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Read this rank's file and compare it with its checksum; nothing is changed yet, and no code of it is run."""
-    file = folder / f"own_{place}.pt"
-    if not wanted and not (is_same and file.name in files):
+    file = index.folder / f"own_{place}.pt"
+    if not wanted and not (is_same and file.name in index.files):
         return {}, {}
-    if file.name not in files:
+    if file.name not in index.files:
         raise CheckpointError(f"{file} is in no index; the checkpoint is damaged, load another one")
-    check_file(file, files[file.name])
+    index.check_file(file.name)
     try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
-        values = json.loads(content["values"])
-        states = {name: from_plain(values[name], content["tensors"]) for name in sorted(wanted)}
+        with index.open(file.name) as stream:
+            content = torch.load(stream, map_location="cpu", weights_only=True)
+        values, tensors = json.loads(content["values"]), content["tensors"]
+        for name, boxes in composite.read_boxes(json.loads(content.get("boxes", "{}"))).items():
+            tensors[name] = composite.restore(name, boxes, None, tensors.__getitem__)
+        states = {name: from_plain(values[name], tensors) for name in sorted(wanted)}
         return states, content.get("buffers", {}) if is_same else {}
     except (OSError, RuntimeError, ValueError, TypeError, KeyError, pickle.UnpicklingError) as error:
         raise CheckpointError(

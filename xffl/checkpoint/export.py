@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xffl.checkpoint import format as folders
+from xffl.checkpoint.composite import read_boxes
 from xffl.checkpoint.contents import model_names
-from xffl.checkpoint.format import CellIndex, Record
+from xffl.checkpoint.format import CellIndex, OpenCheckpoint, Record
 from xffl.checkpoint.manager import find_latest_checkpoint
 from xffl.checks import integer
-from xffl.errors import CheckpointError, ConfigError
+from xffl.errors import CheckpointError, ConfigError, ReplacedError
 from xffl.extras import optional_import
+from xffl.files import naming_errors
 
 __all__ = ["Consolidated", "consolidate_checkpoint"]
 
@@ -58,7 +60,9 @@ def consolidate_checkpoint(
     The folder holds ``model.safetensors``, or shards of it with ``model.safetensors.index.json``. It takes its name
     when it is whole. Tensors are read one by one, and a shard of them is in memory at a time. Tied tensors are written
     once, under their first name; the others stand in the files' metadata, as ``safetensors.torch.load_model`` wants it.
-    No code of the checkpoint is run; all files that are read are compared with their checksums first.
+    No code of the checkpoint is run; all files that are read are compared with their checksums first. All are of one
+    save, also where another process replaces or rotates the checkpoint meanwhile: they are held open, and where that
+    comes too late, the newest checkpoint is looked for again.
 
     :param path: The checkpoint's folder; or that of a run, for its newest one, of an elastic run that of the cell with
         the most rounds.
@@ -82,13 +86,42 @@ def consolidate_checkpoint(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists already; give a folder that does not, or an empty one")
     place = folders.check_path(path)
-    of_cell = None if cell is None else _find_of_cell(place, integer("cell (--cell)", cell, 0))
-    folder = folders.locate_checkpoint(of_cell or _find(place))
-    record = folders.read_record(folder)
+    number = None if cell is None else integer("cell (--cell)", cell, 0)
+
+    def write_one_save() -> Consolidated:
+        of_cell = None if number is None else _find_of_cell(place, number)
+        name = of_cell or _find(place)
+        with _opened(name, place) as source, source.noticing_replacement():
+            return _consolidate(source, part, number, of_cell is not None, target, configuration, max_shard_bytes)
+
+    return folders.read_again_if_replaced(write_one_save)
+
+
+def _opened(name: Path, place: Path) -> OpenCheckpoint:
+    """Open the checkpoint that was found in a run's folder, which rotation may have deleted since it was found."""
+    try:
+        return OpenCheckpoint(name)
+    except CheckpointError as error:
+        if name == place:
+            raise
+        raise ReplacedError(f"{error}; another process has deleted it after it was found in {place}") from error
+
+
+def _consolidate(
+    source: OpenCheckpoint,
+    part: str | None,
+    cell: int | None,
+    is_of_cell: bool,
+    target: Path,
+    configuration: list[Path],
+    max_shard_bytes: int,
+) -> Consolidated:
+    """Write a model of the checkpoint that is held open; ``is_of_cell`` if it was found in a cell's own run."""
+    folder, record = source.path, source.read_record()
     if part is None:
         part = record.parts[0] if _GLOBAL in record.values else "model"
-    number = _check_cell(folder, record, cell if of_cell is None else None)
-    index = folders.read_index(folder, record, number)
+    number = _check_cell(folder, record, None if is_of_cell else cell)
+    index = folders.read_index(source, record, number)
     names = _names(folder, record, index, part)
     folders.check_data(index)
     shards = _shards(index, names, max_shard_bytes)
@@ -109,7 +142,7 @@ def consolidate_checkpoint(
             "safetensors knows the tensors' data types"
         ) from error
     lone = record.values.get("cell") if len(record.cells) == 1 else None
-    shown = cell if of_cell is not None and cell is not None else number if lone is None else int(lone)
+    shown = cell if is_of_cell and cell is not None else number if lone is None else int(lone)
     return Consolidated(target, shown, len(names), _bytes(index, names), tuple(files), ties)
 
 
@@ -121,14 +154,18 @@ def _find(path: Path) -> Path:
         return newest
     of_cells = [one for cell in path.glob("cell_*") if (one := find_latest_checkpoint(cell)) is not None]
 
+    records = {one: record for one in of_cells if (record := folders.find_record(one)) is not None}
+
     def rank(checkpoint: Path) -> tuple[int, bool, str]:
-        record = folders.read_record(checkpoint)
+        record = records[checkpoint]
         return int(record.values.get("round", -1)), record.after_round, record.saved_at
 
-    known = [one for one in of_cells if rank(one)[0] >= 0]
-    found = max(known, key=rank, default=path)
+    known = [one for one in records if rank(one)[0] >= 0]
+    if not known:
+        return path
+    found = max(known, key=rank)
     most = [one for one in known if rank(one)[:2] == rank(found)[:2]]
-    if rank(found)[1] and len({folders.read_record(one).values.get("lineage") for one in most}) > 1:
+    if rank(found)[1] and len({records[one].values.get("lineage") for one in most}) > 1:
         raise ConfigError(
             f"{path} has several models of {rank(found)[0]} rounds, since its cells made rounds without each other; "
             f"give one of {', '.join(sorted(map(str, most)))}"
@@ -160,7 +197,8 @@ def _write_shards(
     for number, names in enumerate(shards):
         file = f"{NAME}.safetensors" if len(shards) == 1 else f"{NAME}-{number + 1:05}-of-{len(shards):05}.safetensors"
         tensors = {name.removeprefix(f"{part}/"): folders.read_tensor(index, name) for name in names}
-        save_file(tensors, folder / file, metadata={"format": "pt", **ties})
+        with naming_errors(folder / file):
+            save_file(tensors, folder / file, metadata={"format": "pt", **ties})
         places |= dict.fromkeys(tensors, file)
         files.append(file)
     if len(shards) > 1:
@@ -195,8 +233,15 @@ def _names(folder: Path, record: Record, index: CellIndex, part: str) -> list[st
         raise CheckpointError(f"checkpoint {folder} has the parts {sorted(record.parts)}, not {part!r}; name one")
     if _GLOBAL in record.values:
         return [name for name in index.tensors if name.startswith(f"{part}/") and name not in index.ties]
+    held = model_names(part, index.tensors, index.values)
+    if composites := [(name, boxes[0]) for name, boxes in read_boxes(index.values).items() if name in held]:
+        name, box = composites[0]
+        raise CheckpointError(
+            f"{name!r} of checkpoint {folder} is {box.class_name}, a tensor made of others, which safetensors does not "
+            "keep; load the checkpoint and make the model's tensors plain ones"
+        )
     untied = index.tensors.keys() - index.ties
-    names = [name for name in model_names(part, index.tensors, index.values) if name in untied]
+    names = [name for name in held if name in untied]
     values = [name for name in index.values if name.startswith(f"{part}/group/")]
     if part in index.values or values or not names:
         raise CheckpointError(

@@ -10,7 +10,7 @@
    latest                     the name of the newest one, written by CheckpointManager
    .step_100.partial/         being written, or left by a save that was killed
    .step_100.old/             the one before, while the new one takes its name
-   .step_100.removed/         being deleted
+   .step_100.removed/         being deleted (.step_100.2.removed where a part of another one could not be)
 """
 
 from __future__ import annotations
@@ -21,35 +21,49 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from xffl import __version__
+from xffl.checkpoint.opened import OpenFolder, aside, read_again_if_replaced
+from xffl.checkpoint.removal import discard, sweep
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import Plain
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
+from xffl.files import find_os_error, make_folders, naming_errors, read_text, sealed_json, sync
 
-__all__ = ["CellIndex", "Record", "check_path", "find_record", "locate_checkpoint", "read_index", "read_record"]
+__all__ = [
+    "CellIndex",
+    "OpenCheckpoint",
+    "Record",
+    "check_path",
+    "find_record",
+    "locate_checkpoint",
+    "read_again_if_replaced",
+    "read_record",
+]
 
 LATEST = "latest"
 RECORD = "checkpoint.json"
 INDEX = "index.json"  # where a cell's tensors are
 FORMAT = "xffl checkpoint"
-VERSION = 2
+VERSION = 3
+READS = (2, VERSION)
+"""Versions that are read; records of version 2 have no ``save_number``."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +82,9 @@ class Record:
     own: tuple[str, ...]  # names of what each rank keeps for itself
     values: dict[str, Any]  # plain values, as ``to_plain`` writes them
     indexes: dict[str, str]  # SHA-256 of each cell's index by the cell's folder
+    save_number: int = 0
+    """Counts the saves into the folder that the checkpoint is in, from 1; clocks and steps may go back. 0 in what an
+    xffl wrote that did not count."""
 
     @classmethod
     def now(cls, **fields: Any) -> Record:
@@ -77,8 +94,8 @@ class Record:
 
 
 def temporary_path(path: Path, kind: str) -> Path:
-    """Return the hidden folder beside a checkpoint that holds its ``partial``, ``old`` or ``removed`` form."""
-    return path.with_name(f".{path.name}.{kind}")
+    """Return the hidden folder beside a checkpoint that holds its ``partial`` or ``old`` form."""
+    return aside(path) if kind == "old" else path.with_name(f".{path.name}.{kind}")
 
 
 def locate_checkpoint(path: Path) -> Path:
@@ -87,41 +104,67 @@ def locate_checkpoint(path: Path) -> Path:
     return old if not path.exists() and (old / RECORD).is_file() else path
 
 
-def delete(path: Path) -> None:
-    """Delete a folder, if it is there; of a link to one, such as to an archive, the link alone."""
-    if path.is_symlink():
-        path.unlink()
-    elif path.exists():
-        shutil.rmtree(path)
+class OpenCheckpoint(OpenFolder):
+    """A checkpoint that is held open while it is read, so that all that is read is of one save; local.
+
+    :param path: Its name; it is found aside, too, where a kill came between two renames.
+    :raises CheckpointError: if it does not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            super().__init__(path, (RECORD,))
+        except FileNotFoundError:
+            raise CheckpointError(f"checkpoint {path} does not exist; give the folder of a finished one") from None
+        except NotADirectoryError:
+            raise CheckpointError(
+                f"{path} is no checkpoint of xffl, since it is no folder; give the folder of a finished one"
+            ) from None
+
+    def read_record(self) -> Record:
+        """Read the record."""
+        with self.noticing_replacement():
+            return _read_record(self)
 
 
-def find_record(folder: Path) -> Record | None:
+def find_record(path: Path) -> Record | None:
     """Read the record of a folder that may be no checkpoint."""
     try:
-        return read_record(folder)
+        return read_record(path)
     except CheckpointError:
         return None
 
 
-def read_record(folder: Path) -> Record:
-    """Read the record of a checkpoint."""
-    file = folder / RECORD
+def read_record(path: Path) -> Record:
+    """Read the record of a checkpoint, under its name or aside."""
+
+    def read() -> Record:
+        with OpenCheckpoint(path) as source:
+            return source.read_record()
+
+    return read_again_if_replaced(read)
+
+
+def _read_record(source: OpenCheckpoint) -> Record:
+    folder, file = source.path, source.path / RECORD
     try:
-        raw = file.read_bytes().decode("utf-8")
+        raw = source.read_bytes(RECORD).decode("utf-8")
         fields = json.loads(raw)
     except FileNotFoundError:
-        what = f"is no checkpoint of xffl, or an unfinished one: no {RECORD}" if folder.exists() else "does not exist"
-        raise CheckpointError(f"checkpoint {folder} {what}; give the folder of a finished one") from None
+        raise CheckpointError(
+            f"checkpoint {folder} is no checkpoint of xffl, or an unfinished one: no {RECORD}; give the folder of a "
+            "finished one"
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}; the checkpoint is damaged, load another one") from error
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise CheckpointError(f"{file} is not of xffl; give the folder of a checkpoint of xffl")
-    if (version := fields.get("version")) != VERSION:
+    if (version := fields.get("version")) not in READS:
         raise CheckpointError(
-            f"{file} has format version {version!r}, this xffl reads version {VERSION}; load it with the xffl that "
-            f"wrote it ({fields.get('xffl')})"
+            f"{file} has format version {version!r}, this xffl reads versions {' and '.join(map(str, READS))}; load it "
+            f"with the xffl that wrote it ({fields.get('xffl')})"
         )
-    if raw != _sealed(fields):
+    if raw != sealed_json(fields):
         raise CheckpointError(f"{file} is not as it was written (its checksum differs); load another checkpoint")
     try:
         own = {name: value for name, value in fields.items() if name not in ("format", "version", "sha256")}
@@ -130,36 +173,21 @@ def read_record(folder: Path) -> Record:
         record = Record(**own)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file} lacks fields: {error}; the checkpoint is damaged, load another one") from error
-    if lost := [cell for cell in record.indexes if not (folder / cell / INDEX).is_file()]:
+    if lost := [cell for cell in record.indexes if not source.has(f"{cell}/{INDEX}")]:
         raise CheckpointError(f"checkpoint {folder} lacks the index of a cell, {lost[0]}/{INDEX}; load another one")
     return record
 
 
 def record_text(record: Record) -> str:
     """Return what the record's file holds: JSON, and the checksum of all of it but the checksum."""
-    return _sealed({"format": FORMAT, "version": VERSION, **asdict(record)})
-
-
-def _sealed(fields: Mapping[str, Any]) -> str:
-    """Write the fields as JSON, with the SHA-256 of what the JSON of all others is."""
-    body = {name: value for name, value in fields.items() if name != "sha256"}
-    digest = hashlib.sha256(json.dumps(body, indent=1).encode()).hexdigest()
-    return json.dumps({**body, "sha256": digest}, indent=1) + "\n"
+    return sealed_json({"format": FORMAT, "version": VERSION, **asdict(record)})
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a file so that it survives a power cut."""
-    path.write_text(text, encoding="utf-8")
+    with naming_errors(path):
+        path.write_text(text, encoding="utf-8")
     sync(path)
-
-
-def sync(path: Path) -> None:
-    """Make what a file holds, or the names in a folder, survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def sync_all(folder: Path) -> None:
@@ -174,8 +202,9 @@ def sync_all(folder: Path) -> None:
 def partial_folder(target: Path) -> Iterator[Path]:
     """Yield an empty folder to write into; what is left of it is removed where the block fails."""
     partial = temporary_path(target, "partial")
-    delete(partial)  # of a call that was killed
-    partial.mkdir(parents=True)
+    clear_leftovers(target)
+    make_folders(partial.parent)
+    partial.mkdir()
     try:
         yield partial
     except BaseException:
@@ -183,9 +212,16 @@ def partial_folder(target: Path) -> Iterator[Path]:
         raise
 
 
+def clear_leftovers(target: Path) -> None:
+    """Delete what saves of this name have left that were killed, or could not delete."""
+    sweep(target.parent, target.name)
+    discard(temporary_path(target, "partial"), f"a save of {target} that did not end has left a folder")
+
+
 def publish(path: Path, record: Record) -> None:
     """Give the finished partial folder its name; one process calls it, when all ranks have written theirs."""
     partial = temporary_path(path, "partial")
+    record = replace(record, save_number=_last_number(path.parent) + 1)
     # The record comes last: a folder without it is no checkpoint. It must be on the disk before the folder is renamed,
     # or a power cut could leave the name without the record.
     write_text(partial / RECORD, record_text(record))
@@ -193,28 +229,39 @@ def publish(path: Path, record: Record) -> None:
     replace_folder(path)
 
 
+def _last_number(folder: Path) -> int:
+    """Return the number of the last save into a folder, 0 without one."""
+    # os.path.isfile() is False for folders beside it that this user may not enter, where Path.is_file() raises.
+    here = [path for path in folder.iterdir() if os.path.isfile(path / RECORD) and not path.name.endswith(".partial")]
+    records = [find_record(path) for path in here]
+    return max((record.save_number for record in records if record is not None), default=0)
+
+
 def replace_folder(path: Path) -> None:
-    """Give the partial form of a folder its name, whatever had it before; a kill leaves one of them whole."""
+    """Give the partial form of a folder its name, whatever had it before; a kill leaves one of them whole.
+
+    The new one is whole when this returns. If the one before cannot be deleted, that is told and tried again later.
+    """
     old = temporary_path(path, "old")
     if path.exists():
-        delete(old)  # of a save that was killed while it deleted this
+        discard(old, f"a save of {path} that was killed has left what it replaced")
         # Renamed, not deleted: until the next rename it is the only whole checkpoint, found by locate_checkpoint().
         path.rename(old)
     temporary_path(path, "partial").rename(path)
     # Both renames must be on the disk before the old checkpoint goes.
     sync(path.parent)
-    delete(old)
+    discard(old, f"{path} is saved and whole")
 
 
-def remove_checkpoint(path: Path) -> None:
-    """Delete a checkpoint; what a kill leaves of it is not taken for one."""
-    folder, old, removed = locate_checkpoint(path), temporary_path(path, "old"), temporary_path(path, "removed")
-    if folder != old:
-        delete(old)  # while the newer one stands: it would show again afterwards
-    delete(removed)
-    # Out of the way first: a kill in the middle of a deletion must leave nothing under a checkpoint's name.
-    folder.rename(removed)
-    delete(removed)
+def remove_checkpoint(path: Path, why: str) -> None:
+    """Delete a checkpoint; what a kill or a failure leaves of it is not taken for one.
+
+    ``why`` begins the message if some of it cannot be deleted, which is tried again later.
+    """
+    folder, old = locate_checkpoint(path), temporary_path(path, "old")
+    # Aside first, while the newer one stands: it would show again afterwards.
+    if folder == old or discard(old, why):
+        discard(folder, why)
 
 
 def write_pointer(path: Path) -> None:
@@ -229,7 +276,7 @@ def write_pointer(path: Path) -> None:
 def read_pointer(folder: Path) -> str | None:
     """Return the name in the file ``latest``, which may be of nothing that is there."""
     try:
-        return (folder / LATEST).read_text(encoding="utf-8").strip()
+        return read_text(folder / LATEST).strip()
     except (OSError, ValueError):
         return None
 
@@ -240,30 +287,22 @@ FileEntry = tuple[int, str]  # bytes and checksum of a file
 
 
 def checksum(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    digest = hashlib.sha256()
+    """Return the SHA-256 of a file that this process has written."""
     with path.open("rb") as stream:
-        while block := stream.read(BLOCK_BYTES):
-            digest.update(block)
+        return checksum_of(stream)
+
+
+def checksum_of(stream: BinaryIO) -> str:
+    """Return the SHA-256 of what an open file holds."""
+    digest = hashlib.sha256()
+    while block := stream.read(BLOCK_BYTES):
+        digest.update(block)
     return digest.hexdigest()
 
 
 def file_entry(path: Path) -> FileEntry:
     """Return what an index says of a file, read back from where it was written."""
     return path.stat().st_size, checksum(path)
-
-
-def check_file(path: Path, entry: FileEntry) -> None:
-    """Read a file and compare it with what its index says."""
-    size, digest = entry
-    here = path.stat().st_size if path.is_file() else None
-    if here != size:
-        what = "is missing" if here is None else f"has {here} bytes in place of {size}"
-        raise CheckpointError(f"{path} {what}; the checkpoint is damaged, load another one")
-    if checksum(path) != digest:
-        raise CheckpointError(
-            f"{path} is not as it was written (its {ALGORITHM} differs); the checkpoint is damaged, load another one"
-        )
 
 
 # The tensors of a cell ------------------------------------------------------------------------------------------------
@@ -292,11 +331,44 @@ class _StoredTensor:
 class CellIndex:
     """What a cell's folder holds: tensors and plain values by name."""
 
-    folder: Path
+    source: OpenCheckpoint
+    cell: str  # name of the cell's folder
     tensors: dict[str, _StoredTensor]
     values: dict[str, Plain]
     files: dict[str, FileEntry]  # bytes and checksum of each file
     ties: dict[str, str]  # tensors that are another one of the same model, by name
+
+    @property
+    def folder(self) -> Path:
+        """The cell's folder, for messages; files are opened by :meth:`open`."""
+        return self.source.path / self.cell
+
+    def open(self, file: str) -> AbstractContextManager[BinaryIO]:
+        """Open a file of the cell, which is that of the same save as all others; not while it is still read."""
+        return self.source.open(f"{self.cell}/{file}")
+
+    def hold(self, files: Iterable[str]) -> None:
+        """Open files that are read later, so that a save that replaces the checkpoint cannot take them away."""
+        self.source.hold(f"{self.cell}/{file}" for file in files)
+
+    def check_file(self, file: str) -> None:
+        """Read a file and compare it with what the index says."""
+        path, (size, digest) = self.folder / file, self.files[file]
+        try:
+            with self.open(file) as stream:
+                here = os.fstat(stream.fileno()).st_size
+                if here != size:
+                    raise CheckpointError(
+                        f"{path} has {here} bytes in place of {size}; the checkpoint is damaged, load another one"
+                    )
+                found = checksum_of(stream)
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing; the checkpoint is damaged, load another one") from None
+        if found != digest:
+            raise CheckpointError(
+                f"{path} is not as it was written (its {ALGORITHM} differs); the checkpoint is damaged, load another "
+                "one"
+            )
 
 
 class CellWriter(FileSystemWriter):
@@ -312,7 +384,8 @@ class CellWriter(FileSystemWriter):
         """Write this rank's file and read it back for its checksum; a rank with nothing to write makes none."""
         pieces: list[WriteResult] = []
         if plan.items:
-            pieces = super().write_data(plan, planner).wait()
+            with naming_errors(self.folder):  # before torch pickles it, which loses what lies behind it
+                pieces = super().write_data(plan, planner).wait()
             sync(self.folder)
         places = [(piece, piece.storage_data) for piece in pieces]
         files = {name: file_entry(self.folder / name) for name in {place.relative_path for _, place in places}}
@@ -336,11 +409,24 @@ class CellWriter(FileSystemWriter):
         write_index(self.folder, files, tensors, self.ties, self.values)
 
 
+class _OpenFiles(FileSystem):
+    """The files of a cell that is held open, for torch's reader."""
+
+    def __init__(self, index: CellIndex) -> None:
+        self._index = index
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with self._index.open(os.path.basename(path)) as stream:
+            yield cast(io.IOBase, stream)
+
+
 class CellReader(FileSystemReader):
     """Read a cell's tensors from where the index says; torch opens each with ``weights_only``."""
 
     def __init__(self, index: CellIndex) -> None:
         super().__init__(index.folder)
+        self.fs = _OpenFiles(index)
         self.index = index
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
@@ -363,14 +449,15 @@ def write_index(
     sync(folder)
 
 
-def read_index(checkpoint: Path, record: Record, cell: int = 0) -> CellIndex:
-    """Read the index of a cell in a checkpoint's folder."""
-    folder = checkpoint / f"cell_{cell}"
-    path = folder / INDEX
+def read_index(source: OpenCheckpoint, record: Record, cell: int = 0) -> CellIndex:
+    """Read the index of a cell of a checkpoint."""
+    home = f"cell_{cell}"
+    path = source.path / home / INDEX
     try:
-        if checksum(path) != record.indexes.get(folder.name):
+        raw = source.read_bytes(f"{home}/{INDEX}")
+        if hashlib.sha256(raw).hexdigest() != record.indexes.get(home):
             raise CheckpointError(f"{path} is not the file that was saved (its checksum differs); load another one")
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(raw.decode("utf-8"))
         if content["checksum"] != ALGORITHM:
             raise ValueError(f"its checksums are {content['checksum']!r}")
         files = {str(name): (int(size), str(checked)) for name, (size, checked) in content["files"].items()}
@@ -385,7 +472,7 @@ def read_index(checkpoint: Path, record: Record, cell: int = 0) -> CellIndex:
             tensors[name] = _StoredTensor(dtype, torch.Size(tensor["shape"]), chunks)
         if wrong := [name for name in files if os.path.basename(name) != name]:
             raise ValueError(f"{wrong[0]!r} lies outside the folder")
-        return CellIndex(folder, tensors, dict(content["values"]), files, dict(content["ties"]))
+        return CellIndex(source, home, tensors, dict(content["values"]), files, dict(content["ties"]))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; the checkpoint is damaged, load another one") from error
 
@@ -393,8 +480,10 @@ def read_index(checkpoint: Path, record: Record, cell: int = 0) -> CellIndex:
 def check_data(index: CellIndex, place: int = 0, places: int = 1) -> None:
     """Read this rank's share of a cell's files of tensors, dealt out by size, and compare them with their checksums."""
     names = {chunk.relative_path for tensor in index.tensors.values() for chunk in tensor.chunks}
-    for name in sorted(names, key=lambda name: (-index.files[name][0], name))[place::places]:
-        check_file(index.folder / name, index.files[name])
+    by_size = sorted(names, key=lambda name: (-index.files[name][0], name))
+    index.hold(by_size)  # also those that others check and this rank reads
+    for name in by_size[place::places]:
+        index.check_file(name)
 
 
 def read_tensor(index: CellIndex, name: str) -> torch.Tensor:
@@ -404,7 +493,7 @@ def read_tensor(index: CellIndex, name: str) -> torch.Tensor:
     for chunk in tensor.chunks:
         file = index.folder / chunk.relative_path
         try:
-            with file.open("rb") as stream:
+            with index.open(chunk.relative_path) as stream:
                 stream.seek(chunk.offset)
                 piece = torch.load(io.BytesIO(stream.read(chunk.length)), map_location="cpu", weights_only=True)
             if not isinstance(piece, torch.Tensor) or piece.dtype != tensor.dtype:
@@ -474,11 +563,12 @@ def run_collectively(
     show: Callable[[T], str] = lambda _: "done",
     *,
     world: dist.ProcessGroup | None = None,
+    describe: Callable[[dict[int, str]], XfflError] | None = None,
 ) -> T:
     """Do this rank's share of something, which counts only where it worked on all ranks; collective over the world."""
     error: XfflError | None = None  # kept for the message where a rank dies before all have heard of it
     try:
-        with run_on_all_ranks(f"{what} of a checkpoint", group=world) as share:
+        with run_on_all_ranks(f"{what} of a checkpoint", group=world, describe=describe) as share:
             try:
                 result = act()
                 share(show(result))
@@ -512,4 +602,6 @@ def _reason(error: BaseException) -> str:
         return f"rank {rank} of the cell: {_reason(first)}"
     if isinstance(error, pickle.UnpicklingError):  # torch's own text advises to run what the file holds
         return "a file holds something else than a tensor"
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    hidden = find_os_error(error)
+    behind = "" if hidden is None or hidden is error else f" ({hidden})"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{behind}"

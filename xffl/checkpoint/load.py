@@ -6,6 +6,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,19 +15,21 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.state_dict import set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from xffl.checkpoint import contents
+from xffl import checks
+from xffl.checkpoint import composite, contents
 from xffl.checkpoint import format as folders
+from xffl.checkpoint.composite import Box
 from xffl.checkpoint.contents import Contents, Part
-from xffl.checkpoint.format import Cell, CellIndex, CellReader, Record
-from xffl.checks import shorten
+from xffl.checkpoint.format import Cell, CellIndex, CellReader, OpenCheckpoint, Record, read_again_if_replaced
+from xffl.distributed.consistency import check_consistent, ranks_text
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import bytes_of, from_plain, load_optimizer, spread_whole, tensors_named
-from xffl.errors import CheckpointError, ConfigError, XfflError
+from xffl.errors import CheckpointError, ConfigError, ReplacedError, XfflError
 from xffl.topology import Topology
 
 __all__ = ["compare_cells", "load_checkpoint"]
@@ -45,6 +48,16 @@ class _LoadPlan:
     index: CellIndex
     targets: dict[str, torch.Tensor] = field(default_factory=dict)
     """Tensors that are read where they lie, and new ones of optimizers and other objects that have none yet"""
+    boxes: dict[str, list[Box]] = field(default_factory=dict)
+    """Boxes of the composite tensors that the checkpoint has"""
+    likes: dict[str, tuple[torch.Tensor | None, torch.nn.Parameter | torch.Tensor | None]] = field(default_factory=dict)
+    """Composite tensors to make, with the tensor to fill or to replace, if any, and the parameter it belongs to"""
+    made: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Composite tensors, once they are made"""
+    kept: dict[str, Any] = field(default_factory=dict)
+    """Entries of models' state dicts that stay as they are, since a checkpoint does not keep them"""
+    more: dict[str, set[str]] = field(default_factory=dict)
+    """Entries of each model's state dict beside tensors and extra states"""
     devices: dict[str, torch.device] = field(default_factory=dict)
     """Tensors of the modules' extra states, with where they go"""
     models: dict[str, list[str]] = field(default_factory=dict)  # names of each model's state dict here
@@ -70,7 +83,8 @@ def load_checkpoint(
     another layout as the cell's first rank had them. All names, shapes, dtypes and checksums are compared before
     anything is changed. Extra states of modules come as they were saved, before any weight: where a module refuses its
     own, all get back what they had, and nothing was loaded. Reading the files (tensors, with ``weights_only``, and
-    JSON) runs no code.
+    JSON) runs no code. All ranks read the files of one save: if another process replaces the checkpoint meanwhile, they
+    go on with the files that they have opened, or begin again with the new ones.
 
     The number of cells must be that of the checkpoint, where it was not saved right after a round. Where it was, ``C``
     cells may load what ``S`` cells saved: cell ``c`` reads what cell ``c % S`` has written, and with it what differed
@@ -89,8 +103,26 @@ def load_checkpoint(
     :raises StateError: if the state does not fit torch.distributed.
     :raises CheckpointError: if the checkpoint cannot be trusted or does not fit; the same on all ranks.
     """
+    record = load_with_record(path, parts, state, own=own, reset=reset, local=local)
+    return {name: from_plain(value, {}) for name, value in record.values.items()}
 
-    def check() -> tuple[Path, Cell, Mapping[str, Stateful]]:
+
+def load_with_record(
+    path: str | os.PathLike[str],
+    parts: Mapping[str, Part],
+    state: DistributedState,
+    *,
+    own: Mapping[str, Stateful] | None = None,
+    reset: Collection[str] = (),
+    local: Collection[str] = (),
+    check: Callable[[Record], None] = lambda _: None,
+) -> Record:
+    """Load a checkpoint as :func:`load_checkpoint` does, and return the record of the save that was loaded.
+
+    ``check`` may refuse a record before anything is read or changed.
+    """
+
+    def check_arguments() -> tuple[Path, Cell, Mapping[str, Stateful]]:
         contents.check_parts(parts)
         for knob, names in (("reset", reset), ("local", local)):
             if isinstance(names, str) or not all(isinstance(name, str) for name in names):
@@ -103,26 +135,81 @@ def load_checkpoint(
         names = f"own={sorted(kept)} reset={sorted(set(reset))} local={sorted(set(local))}"
         return f"path={target} parts={sorted(parts)} {names}"
 
-    target, cell, kept = folders.run_collectively("arguments", check, Path(str(path)), NOTHING_LOADED, show)
+    target, cell, kept = folders.run_collectively("arguments", check_arguments, Path(str(path)), NOTHING_LOADED, show)
+
+    has_begun: list[bool] = []
+
+    def load_one_save() -> Record:
+        with ExitStack() as stack:
+            return _load(stack, target, parts, kept, _Request(cell, state.topology, reset, local, check), has_begun)
+
+    try:
+        return read_again_if_replaced(load_one_save)
+    except XfflError as error:
+        if has_begun and PARTLY_LOADED not in str(error):
+            raise type(error)(f"{error}; {PARTLY_LOADED}") from error
+        raise
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What a load was asked for, beside what to load into."""
+
+    cell: Cell
+    topology: Topology
+    reset: Collection[str]
+    local: Collection[str]
+    check: Callable[[Record], None]
+
+
+def _load(
+    stack: ExitStack,
+    target: Path,
+    parts: Mapping[str, Part],
+    kept: Mapping[str, Stateful],
+    asked: _Request,
+    has_begun: list[bool],
+) -> Record:
+    """Load the files of one save, which are held open until the end of ``stack``; collective over the world.
+
+    ``has_begun`` gets an entry before the first tensor is overwritten.
+
+    :raises ReplacedError: if another process has taken away files before they were opened; on all ranks.
+    """
+    cell = asked.cell
 
     def on_all_ranks(what: str, act: Callable[[], T], advice: str = NOTHING_LOADED) -> T:
         return folders.run_collectively(what, act, target, advice)
 
-    folder, record, wanted = folders.run_collectively(
-        "record", lambda: _record(target, parts, kept, reset, state.topology), target, NOTHING_LOADED, str
-    )
+    def open_and_check() -> tuple[OpenCheckpoint, Record, list[str]]:
+        opened = stack.enter_context(OpenCheckpoint(target))
+        record = opened.read_record()
+        asked.check(record)
+        return opened, record, _check_record(opened.path, record, parts, kept, asked)
+
+    source, record, wanted = on_all_ranks("record", open_and_check)
+    _check_same_save(target, source.path, record)
+
+    def reading(what: str, act: Callable[[], T], advice: str = NOTHING_LOADED) -> T:
+        """Do a step that reads files, and say so where the checkpoint was replaced before they were opened."""
+
+        def act_and_notice() -> T:
+            with source.noticing_replacement():
+                return act()
+
+        return on_all_ranks(what, act_and_notice, advice)
+
     current = on_all_ranks("contents", lambda: contents.collect(parts))
     if len(record.cells) != len(cell.sizes):
         names = on_all_ranks("contents", lambda: contents.trained_names(parts))
-        on_all_ranks("comparing cells", lambda: compare_cells(folder, record, names, local, cell))
-    plan = on_all_ranks("comparing", lambda: _plan(folder, record, parts, cell, current))
+        reading("comparing cells", lambda: compare_cells(source, record, names, asked.local, cell))
+    plan = reading("comparing", lambda: _plan(source, record, parts, cell, current))
     on_all_ranks("comparing", lambda: _check_unused(plan, cell))
-    is_same = contents.is_same_layout(record, state.topology)
-    rank_state, buffers = on_all_ranks(
-        "own state",
-        lambda: contents.read_rank_state(plan.index.folder, cell.place, plan.index.files, wanted, is_same=is_same),
+    is_same = contents.is_same_layout(record, asked.topology)
+    rank_state, buffers = reading(
+        "own state", lambda: contents.read_rank_state(plan.index, cell.place, wanted, is_same=is_same)
     )
-    on_all_ranks("reading extra states", lambda: _read_values(plan, buffers))
+    reading("reading extra states", lambda: _read_values(plan, buffers))
     # Extra states come before any weight is written: a module may refuse its own, and then all can be taken back.
     # From the step "reading" on tensors are overwritten, so every message says that the load is partial.
     undo: list[Callable[[], None]] = []
@@ -131,17 +218,32 @@ def load_checkpoint(
     except XfflError:
         on_all_ranks("taking extra states back", lambda: [call() for call in reversed(undo)], PARTLY_LOADED)
         raise
-    on_all_ranks("reading", lambda: _read(plan, cell, buffers), PARTLY_LOADED)
+    has_begun.append(True)
+    reading("reading", lambda: _read(plan, cell, buffers), PARTLY_LOADED)
     on_all_ranks("applying", lambda: _apply(plan, parts, kept, rank_state), PARTLY_LOADED)
-    return {name: from_plain(value, {}) for name, value in record.values.items()}
+    return record
 
 
-def _record(
-    target: Path, parts: Mapping[str, Part], own: Collection[str], reset: Collection[str], topology: Topology
-) -> tuple[Path, Record, list[str]]:
-    """Find the folder, read its record, check that it fits cells and parts, and name the rank state to load."""
-    folder, sizes = folders.locate_checkpoint(target), topology.sizes
-    record = folders.read_record(folder)
+def _check_same_save(target: Path, folder: Path, record: Record) -> None:
+    """Raise if ranks have opened different saves; collective over the world."""
+
+    def describe(by_rank: Mapping[int, str]) -> ReplacedError:
+        ranks_of = checks.group((save, rank) for rank, save in by_rank.items())
+        saves = "; ".join(f"{ranks_text(ranks)}: {save}" for save, ranks in ranks_of.items())
+        return ReplacedError(
+            f"ranks have read different saves of checkpoint {target}: {saves}; it is replaced while it is read, or the "
+            f"ranks do not share the file system; {NOTHING_LOADED}"
+        )
+
+    save = f"number {record.save_number} of {record.saved_at}, {sorted(record.indexes.items())}"
+    check_consistent("saves of a checkpoint", save, describe=describe)
+
+
+def _check_record(
+    folder: Path, record: Record, parts: Mapping[str, Part], own: Collection[str], asked: _Request
+) -> list[str]:
+    """Check that a record fits cells and parts, and name the rank state to load."""
+    sizes = asked.topology.sizes
     if len(record.cells) != len(sizes) and not record.after_round:
         raise CheckpointError(
             f"checkpoint {folder} is of {len(record.cells)} cells {record.cells}, this run has {len(sizes)} {sizes}; "
@@ -152,14 +254,16 @@ def _record(
         raise CheckpointError(
             f"checkpoint {folder} has the parts {sorted(record.parts)}: {difference}; give the parts that were saved"
         )
-    return folder, record, sorted(contents.select_rank_state(folder, record, own, reset, topology))
+    return sorted(contents.select_rank_state(folder, record, own, asked.reset, asked.topology))
 
 
-def _plan(folder: Path, record: Record, parts: Mapping[str, Part], cell: Cell, current: Contents) -> _LoadPlan:
+def _plan(
+    source: OpenCheckpoint, record: Record, parts: Mapping[str, Part], cell: Cell, current: Contents
+) -> _LoadPlan:
     """Find a place for each tensor of the checkpoint that this rank wants, and compare."""
-    index = folders.read_index(folder, record, cell.number % len(record.cells))
+    index = folders.read_index(source, record, cell.number % len(record.cells))
     folders.check_data(index, cell.place, cell.sizes[cell.number])
-    plan = _LoadPlan(index)
+    plan = _LoadPlan(index, boxes=composite.read_boxes(index.values))
     for name, part in parts.items():
         if isinstance(part, nn.Module):
             _want_model(name, current, plan)
@@ -167,14 +271,14 @@ def _plan(folder: Path, record: Record, parts: Mapping[str, Part], cell: Cell, c
             _want_optimizer(name, part, contents.parameter_names(name, part, parts), current, plan)
         elif name in index.values:
             for key in tensors_named(index.values[name]):
-                plan.targets[key] = _target(index, key, current.tensors.get(key), None)
+                _want_tensor(plan, key, current.tensors.get(key), None)
         else:
             plan.problems.append(f"nothing of part {name!r}")
-    for key in (plan.targets.keys() | plan.devices.keys()) - index.tensors.keys():
+    for key in (plan.targets.keys() | plan.devices.keys()) - index.tensors.keys() - plan.boxes.keys():
         plan.problems.append(f"no tensor {key!r}, though it is named")
     if plan.problems:
         raise CheckpointError(
-            f"checkpoint {index.folder} does not fit: {shorten(plan.problems, SHOWN, '; ')}; {NOTHING_LOADED}"
+            f"checkpoint {index.folder} does not fit: {checks.shorten(plan.problems, SHOWN, '; ')}; {NOTHING_LOADED}"
         )
     return plan
 
@@ -186,7 +290,11 @@ def _want_model(name: str, current: Contents, plan: _LoadPlan) -> None:
     plan.models[name] = contents.model_names(name, current.tensors, current.values)
     for key in plan.models[name]:
         tensor, saved = current.tensors.get(key), index.tensors.get(key)
-        if key not in there or (not contents.is_extra_state(key) and (tensor is None) != (saved is None)):
+        if key in plan.boxes and tensor is not None:
+            _want_composite(key, tensor, plan)
+        elif f"{contents.LEFT_OUT}{key}" in index.values and key not in index.values and tensor is None:
+            plan.kept[key] = from_plain(current.values[key], current.tensors)
+        elif key not in there or (not contents.is_extra_state(key) and (tensor is None) != (saved is None)):
             plan.problems.append(f"{key!r} is missing in it")
         elif key in index.values:
             for inner in tensors_named(index.values[key]):
@@ -199,7 +307,32 @@ def _want_model(name: str, current: Contents, plan: _LoadPlan) -> None:
                     f"{key!r} is {tuple(saved.shape)} {saved.dtype} in it, here {tuple(tensor.shape)} {tensor.dtype}"
                 )
             plan.targets[key] = tensor
+    left_out = {key: one.value for key, one in current.left_out.items() if key.startswith(f"{name}/")}
+    plan.kept |= left_out
+    plan.models[name] += left_out
+    plan.more[name] = {
+        key for key in plan.models[name] if key not in current.tensors and not contents.is_extra_state(key)
+    }
     plan.unused |= there - set(plan.models[name])
+
+
+def _want_composite(key: str, tensor: torch.Tensor, plan: _LoadPlan) -> None:
+    """Compare a composite tensor of a model with the boxes that were saved of it."""
+    saved = plan.boxes[key][0]
+    if saved.shape != tensor.shape or saved.dtype != tensor.dtype:
+        plan.problems.append(
+            f"{key!r} is {tuple(saved.shape)} {saved.dtype} in it, here {tuple(tensor.shape)} {tensor.dtype}"
+        )
+    else:
+        plan.likes[key] = (tensor, None)
+
+
+def _want_tensor(plan: _LoadPlan, key: str, now: torch.Tensor | None, parameter: torch.Tensor | None) -> None:
+    """Find a place for a tensor of an optimizer or another object."""
+    if key in plan.boxes:
+        plan.likes[key] = (now, parameter)
+    else:
+        plan.targets[key] = _target(plan.index, key, now, parameter)
 
 
 def _want_optimizer(
@@ -216,7 +349,7 @@ def _want_optimizer(
             if member not in saved:
                 plan.problems.append(f"{name!r} of {member!r} is missing in it")
             for key in tensors_named([saved.get(member), index.values.get(f"{name}/state/{member}")]):
-                plan.targets[key] = _target(index, key, current.tensors.get(key), parameter)
+                _want_tensor(plan, key, current.tensors.get(key), parameter)
     mine = {member for members in names for member in members}
     plan.unused |= {f"{name}/state/{member}" for member in saved.keys() - mine}
 
@@ -225,8 +358,10 @@ def _target(index: CellIndex, key: str, now: torch.Tensor | None, parameter: tor
     """Return the tensor to read into: the one that is there, else one that is spread like the parameter."""
     saved = index.tensors.get(key)
     if saved is None:
-        return torch.empty(0)  # _plan makes it a problem
-    if now is not None and now.shape == saved.shape and now.dtype == saved.dtype and not contents.is_overlapping(now):
+        return torch.empty(0, dtype=torch.float32)  # _plan makes it a problem
+    is_alike = now is not None and now.shape == saved.shape and now.dtype == saved.dtype
+    # What is composite here and was a plain tensor there gets a new plain one: written into it would be rounded.
+    if is_alike and now is not None and not contents.is_overlapping(now) and not composite.is_composite(now):
         return now
     if parameter is not None and parameter.shape == saved.shape and saved.shape:
         return torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False)
@@ -244,19 +379,52 @@ def _check_unused(plan: _LoadPlan, cell: Cell) -> None:
     """Refuse what no rank of the cell wants; collective over the cell. Stages of a pipeline want a part each."""
     nobodys = set.intersection(*folders.gather_in_cell(plan.unused, cell))
     if nobodys:
-        problems = shorten([f"{key!r} has no place here" for key in sorted(nobodys)], SHOWN, "; ")
+        problems = checks.shorten([f"{key!r} has no place here" for key in sorted(nobodys)], SHOWN, "; ")
         raise CheckpointError(f"checkpoint {plan.index.folder} does not fit: {problems}; {NOTHING_LOADED}")
 
 
 def _read_values(plan: _LoadPlan, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Read the modules' extra states into new tensors; local. Those of this rank alone count before the cell's."""
-    tensors = {
-        name: (buffers[name] if name in buffers else folders.read_tensor(plan.index, name)).to(device)
-        for name, device in plan.devices.items()
-    }
-    for key in (key for keys in plan.models.values() for key in keys if key not in plan.targets):
+    """Read composite tensors and the modules' extra states into new tensors; local.
+
+    Of extra states those of this rank alone count before the cell's.
+    """
+
+    def read(name: str) -> torch.Tensor:
+        return folders.read_tensor(plan.index, name)
+
+    for name, (now, parameter) in plan.likes.items():
+        plan.made[name] = _make_composite(name, plan.boxes[name], now, parameter, read)
+        is_filled = now is not None and any(name in keys for keys in plan.models.values())
+        if is_filled and now is not None and (wrong := composite.difference(now, plan.made[name])):
+            raise CheckpointError(f"{name!r} is {wrong}; {NOTHING_LOADED}")
+    tensors: dict[str, torch.Tensor] = {}
+    for name, device in plan.devices.items():
+        if name in plan.boxes:
+            tensors[name] = composite.restore(name, plan.boxes[name], None, read, device)
+        else:
+            tensors[name] = (buffers[name] if name in buffers else read(name)).to(device)
+    special = plan.targets.keys() | plan.likes.keys() | plan.kept.keys()
+    for key in (key for keys in plan.models.values() for key in keys if key not in special):
         saved = plan.index.values
         plan.values[key] = from_plain(saved[key], tensors) if key in saved else tensors[key]
+
+
+def _make_composite(
+    name: str,
+    boxes: list[Box],
+    now: torch.Tensor | None,
+    parameter: torch.Tensor | None,
+    read: Callable[[str], torch.Tensor],
+) -> torch.Tensor:
+    """Make a composite tensor that is spread like the one that is there, else like the parameter; local."""
+    shape = boxes[0].shape
+    for like in (now, parameter):
+        if like is not None and like.shape == shape:
+            return composite.restore(name, boxes, like, read)
+    if not isinstance(parameter, DTensor):
+        return composite.restore(name, boxes, None, read)
+    whole = composite.restore(name, boxes, None, read, parameter.device)
+    return composite.spread_everywhere(whole, parameter)
 
 
 def _try_extra_states(
@@ -291,46 +459,69 @@ def _apply(
     plan: _LoadPlan, parts: Mapping[str, Part], own: Mapping[str, Stateful], rank_state: Mapping[str, Any]
 ) -> None:
     """Give the parts and what this rank keeps for itself what was read. Nothing moves."""
-    held = plan.targets | plan.values
+    held = plan.targets | plan.made | plan.values | plan.kept
     try:
         for name, part in parts.items():
             if isinstance(part, nn.Module):
-                set_model_state_dict(part, {key.removeprefix(f"{name}/"): held[key] for key in plan.models[name]})
+                filled = [key for key in plan.models[name] if key in plan.likes]
+                for key in filled:
+                    _fill_composite(plan, key)
+                # Into the model itself: of a wrapper torch would not call a load_state_dict of the model's own.
+                model = contents.unwrap(part)
+                left = {*filled, *(() if contents.takes_more(model) else plan.more[name])}
+                given = {key.removeprefix(f"{name}/"): held[key] for key in plan.models[name] if key not in left}
+                set_model_state_dict(model, given, options=StateDictOptions(strict=not filled))
             elif isinstance(part, torch.optim.Optimizer):
                 _apply_optimizer(name, part, contents.parameter_names(name, part, parts), plan)
             else:
-                part.load_state_dict(from_plain(plan.index.values[name], plan.targets))
+                part.load_state_dict(from_plain(plan.index.values[name], held))
         for name, saved in rank_state.items():
             own[name].load_state_dict(saved)
     except XfflError as error:  # say of these, too, that tensors have been written before
         raise type(error)(f"{error}; {PARTLY_LOADED}") from error
 
 
+def _fill_composite(plan: _LoadPlan, key: str) -> None:
+    """Write what was made into a model's composite tensor; a class need not say how it is copied."""
+    tensor, _ = plan.likes[key]
+    assert tensor is not None, "a model's tensors are there"
+    with torch.no_grad():
+        composite.copy_inner(tensor, plan.made[key])
+
+
 def _apply_optimizer(name: str, optimizer: torch.optim.Optimizer, names: list[list[str]], plan: _LoadPlan) -> None:
     """Give an optimizer its state and options; an empty group keeps its options."""
     values = plan.index.values
+    held = plan.targets | plan.made
     options = contents.saved_options(name, values)
     groups = optimizer.state_dict()["param_groups"]
     for group, members in zip(groups, names, strict=True):
         if members:
-            group |= from_plain(options[members[0]], plan.targets)
+            group |= from_plain(options[members[0]], held)
     state = {
-        number: from_plain(values[key], plan.targets)
+        number: from_plain(values[key], held)
         for number, key in enumerate(f"{name}/state/{member}" for members in names for member in members)
         if key in values
     }
     load_optimizer(optimizer, {"state": state, "param_groups": groups})
 
 
-def compare_cells(folder: Path, record: Record, names: Collection[str], local: Collection[str], cell: Cell) -> None:
+def compare_cells(
+    source: OpenCheckpoint, record: Record, names: Collection[str], local: Collection[str], cell: Cell
+) -> None:
     """Refuse a checkpoint whose cells hold different weights; collective over the cell."""
     # All ranks of the world share the tensors out; each reads whole ones, two at a time.
     # Stages of a pipeline know other names, and each name must have one rank that reads it.
     mine = sorted(set().union(*folders.gather_in_cell(set(names), cell)) - set(local))[cell.rank :: sum(cell.sizes)]
-    head = folders.read_index(folder, record)
+    head = folders.read_index(source, record)
+    # Of a composite tensor the inner ones are compared, box by box.
+    boxes = {
+        name: [inner for box in of_tensor for inner in box.tensor_names]
+        for name, of_tensor in composite.read_boxes(head.values).items()
+    }
     for number in range(1, len(record.cells)):
-        index = folders.read_index(folder, record, number)
-        for name in mine:
+        index = folders.read_index(source, record, number)
+        for name in (inner for trained in mine for inner in boxes.get(trained, (trained,))):
             if name not in head.tensors:
                 continue  # a problem where the parts are compared
             # Bits are compared: equal NaNs are the same.
@@ -339,7 +530,7 @@ def compare_cells(folder: Path, record: Record, names: Collection[str], local: C
             if not is_same or not torch.equal(*(bytes_of(folders.read_tensor(one, name)) for one in (head, index))):
                 places = sorted({chunk.relative_path for chunk in head.tensors[name].chunks})
                 raise CheckpointError(
-                    f"checkpoint {folder} was saved as right after a round, but {name!r} is not the same in "
+                    f"checkpoint {source.path} was saved as right after a round, but {name!r} is not the same in "
                     f"{index.folder} as in {head.folder} (files {', '.join(places)}); start {len(record.cells)} cells, "
                     f"or give local=[{name!r}] where its policy is local"
                 )

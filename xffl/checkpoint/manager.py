@@ -5,13 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from xffl.checkpoint import format as folders
+from xffl.checkpoint.damage import check_damage, warn_of_damage, warn_of_lost
 from xffl.checkpoint.format import Record
+from xffl.checkpoint.opened import TRIES
+from xffl.checkpoint.removal import sweep
 from xffl.checkpoint.save import PendingSave
 from xffl.checks import integer
 from xffl.errors import CheckpointError, ConfigError
@@ -22,12 +27,14 @@ LOG = logging.getLogger(__name__)
 
 FOLDER = "checkpoints"
 FINAL = "final"
+STEP = re.compile(r"step_(\d+)|\.step_(\d+)\.old")
 
 
 class CheckpointManager:
-    """Save checkpoints by step and keep the newest ones.
+    """Save checkpoints by step and keep those that were saved last.
 
-    The file ``latest`` beside them holds the name of the newest one.
+    The file ``latest`` beside them holds the name of the last one. Which was saved last is counted in the checkpoints'
+    records: clocks may be set back, and a run may go on from an earlier step.
 
     :param output_dir: The run's folder; checkpoints go to ``checkpoints/step_<step>`` in it.
     :param keep_last: How many to keep, at least 1; ``final`` is never deleted, nor is what is no checkpoint of xffl.
@@ -49,14 +56,16 @@ class CheckpointManager:
     def save(self, strategy: Any, step: int, **kwargs: Any) -> None:
         r"""Save the checkpoint of a step through a strategy, then delete the oldest; collective over the world.
 
-        Where the strategy saves in the background, the thread that writes also deletes, when the new one is whole.
+        Where the strategy saves in the background, the thread that writes also deletes, when the new one is whole. If
+        an old one cannot be deleted (a file of it is open on NFS, or a mount point), that is logged as a warning and
+        tried again at the next save and by :func:`auto_resume`.
 
         :param strategy: Its ``save_checkpoint(path, **kwargs)`` is called; an :class:`AsyncSaver`, or what returns its
             :class:`PendingSave`, saves in the background.
         :param step: Number of the step, the same on all ranks.
         :param \**kwargs: Passed on to the strategy.
         :raises ConfigError: if the step is invalid, or the ranks were given different ones.
-        :raises CheckpointError: if the checkpoint could not be saved, or an old one not deleted.
+        :raises CheckpointError: if the checkpoint could not be saved.
         """
         advice = "give all ranks the same step"
         path = folders.run_collectively("step", lambda: self.path_of(step), self.output_dir, advice, str)
@@ -97,51 +106,75 @@ class CheckpointManager:
                         "write it, or return what AsyncSaver.save returned"
                     )
                 folders.write_pointer(saved)  # before anything is deleted, which the pointer may still name
-            for left in self.output_dir.glob(".step_*.removed"):  # of a run that was killed here
-                folders.delete(left)
-            by_step = sorted(_steps(self.output_dir).items(), reverse=True)
-            for step, (folder, _) in by_step[self.keep_last :]:
-                is_kept = self.keep_every is not None and step % self.keep_every == 0
-                if not is_kept and (saved is None or folder.name != saved.name):
-                    folders.remove_checkpoint(folder)
+            sweep(self.output_dir)
+            why = f"{self.output_dir if saved is None else saved} is saved and whole"
+            newest_first = sorted(_steps(self.output_dir), key=lambda one: one.age, reverse=True)
+            for one in newest_first[self.keep_last :]:
+                is_kept = self.keep_every is not None and one.step % self.keep_every == 0
+                if not is_kept and (saved is None or one.path.name != saved.name):
+                    folders.remove_checkpoint(one.path, why)
 
         folders.run_collectively("deleting old ones", rotate, self.output_dir, advice, world=world)
 
 
-def find_latest_checkpoint(experiment_dir: str | os.PathLike[str]) -> Path | None:
-    """Find the newest checkpoint of a run. Reads files only; nothing moves.
+@dataclass(frozen=True)
+class _Saved:
+    """The whole checkpoint of a step."""
 
-    The newest is the one that the file ``latest`` names. Where that is gone or unfinished, or another one was saved at
-    a later time (a kill came before the file was written), it is the one of the highest step. ``final`` is it where it
-    was saved at that step or a later one (at a later time, where it does not say its ``step`` among its values).
-    Unfinished and foreign folders do not count, nor do damaged ones (see :func:`check_checkpoints`).
+    path: Path
+    record: Record
+    step: int
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """What grows from save to save; of an xffl that did not count them, the step."""
+        return self.record.save_number, self.step
+
+
+def find_latest_checkpoint(experiment_dir: str | os.PathLike[str]) -> Path | None:
+    """Find the checkpoint of a run that was saved last. Reads files only; nothing moves.
+
+    That is the one with the highest ``save_number`` in its record. Checkpoints of an xffl that did not count saves come
+    before all others. Where there are none but these, it is the one that the file ``latest`` names; if that is gone or
+    unfinished, or another one was saved at a later time, it is the one of the highest step. Unfinished and foreign
+    folders do not count, nor do damaged ones (see :func:`check_checkpoints`), nor does ``best``.
 
     :param experiment_dir: The run's folder, as given to :class:`CheckpointManager`.
     :return: The checkpoint's folder, or ``None`` where there is none.
     """
     folder = Path(experiment_dir) / FOLDER
+    warn_of_damage(folder)
     steps = _steps(folder)
-    final = _whole(folder / FINAL)
-    whole = {path.name: (path, record) for path, record in steps.values()}
-    if final is not None:
-        whole[FINAL] = (folder / FINAL, final)
-    pointed = whole.get(folders.read_pointer(folder) or "")
-    if pointed is not None and all(record.saved_at <= pointed[1].saved_at for _, record in whole.values()):
-        return pointed[0]
-    latest = max(steps, default=None)
-    if final is None:
-        return None if latest is None else steps[latest][0]
+    records = {one.path: one.record for one in steps}
+    if (final := folders.find_record(folder / FINAL)) is not None:
+        records[folder / FINAL] = final
+    newest = max(records, key=lambda path: records[path].save_number, default=None)
+    if newest is None or records[newest].save_number > 0:
+        return newest
+    return _find_latest_uncounted(folder, steps, records)
+
+
+def _find_latest_uncounted(folder: Path, steps: list[_Saved], records: Mapping[Path, Record]) -> Path:
+    """Return the newest of checkpoints that were saved before saves were counted; there is one."""
+    pointed = folder / (folders.read_pointer(folder) or "")
+    if pointed in records and all(record.saved_at <= records[pointed].saved_at for record in records.values()):
+        return pointed
+    final = records.get(folder / FINAL)
+    latest = max(steps, key=lambda one: one.step, default=None)
+    if final is None or latest is None:
+        return folder / FINAL if latest is None else latest.path
+    # ``final`` is it where it was saved at that step or a later one, at a later time where it does not say its step.
     own = final.values.get("step")
-    if latest is None or (own >= latest if type(own) is int else final.saved_at > steps[latest][1].saved_at):
-        return folder / FINAL
-    return steps[latest][0]
+    is_final = own >= latest.step if type(own) is int else final.saved_at > latest.record.saved_at
+    return folder / FINAL if is_final else latest.path
 
 
 def check_checkpoints(experiment_dir: str | os.PathLike[str]) -> None:
-    """Raise where a run has a checkpoint that cannot be read, which it would silently lose; reads files only."""
+    """Raise where a run has lost a checkpoint, or cannot read one, and would silently go back; reads files only."""
     folder = Path(experiment_dir) / FOLDER
+    check_damage(folder, lambda: find_latest_checkpoint(experiment_dir))
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if re.fullmatch(rf"step_\d+|{FINAL}", path.name) and (path / folders.RECORD).exists():
+        if re.fullmatch(rf"step_\d+|{FINAL}|best", path.name) and (path / folders.RECORD).exists():
             try:
                 folders.read_record(path)
             except CheckpointError as error:
@@ -151,9 +184,10 @@ def check_checkpoints(experiment_dir: str | os.PathLike[str]) -> None:
 
 
 def auto_resume(config: Any, trainer: Any) -> bool:
-    """Load the newest checkpoint of a run, if there is one.
+    """Load the checkpoint of a run that was saved last, if there is one.
 
-    Collective over the world, where it is initialized: the ranks compare what they found.
+    Collective over the world, where it is initialized: the ranks compare what they found. What could not be deleted
+    before is tried again.
 
     :param config: Its ``experiment.output_dir`` is the run's folder.
     :param trainer: Its ``load_checkpoint(path)`` is called.
@@ -164,12 +198,15 @@ def auto_resume(config: Any, trainer: Any) -> bool:
     advice = "give the run's folder on a file system that all ranks share"
 
     def find() -> Path | None:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            sweep(output_dir / FOLDER, level=logging.WARNING)
         check_checkpoints(output_dir)
         return find_latest_checkpoint(output_dir)
 
     latest = folders.run_collectively("latest one", find, output_dir, advice, str)
     if latest is None:
         return False
+    warn_of_lost(output_dir / FOLDER, latest)
     LOG.info("resuming from %s", latest)
     try:
         trainer.load_checkpoint(latest)
@@ -180,20 +217,18 @@ def auto_resume(config: Any, trainer: Any) -> bool:
     return True
 
 
-def _steps(folder: Path) -> dict[int, tuple[Path, Record]]:
+def _steps(folder: Path) -> list[_Saved]:
     """Return the whole checkpoints of steps, also one that a kill left aside while it was replaced."""
-    by_step: dict[int, tuple[Path, Record]] = {}
-    for entry in folder.iterdir() if folder.is_dir() else ():
-        if match := re.fullmatch(r"step_(\d+)|\.step_(\d+)\.old", entry.name):
-            step = match[1] or match[2]
-            path = folder / f"step_{step}"
-            if (record := _whole(path)) is not None:
-                by_step[int(step)] = (path, record)
-    return by_step
-
-
-def _whole(path: Path) -> Record | None:
-    """Read the record of a checkpoint that may be aside or missing."""
-    return folders.find_record(path) or (
-        None if path.exists() else folders.find_record(folders.temporary_path(path, "old"))
-    )
+    saved: list[_Saved] = []
+    for _ in range(TRIES):
+        found = [STEP.fullmatch(entry.name) for entry in folder.iterdir()] if folder.is_dir() else []
+        steps = sorted({match[1] or match[2] for match in found if match is not None})
+        records = {step: folders.find_record(folder / f"step_{step}") for step in steps}
+        saved = [
+            _Saved(folder / f"step_{step}", record, int(step)) for step, record in records.items() if record is not None
+        ]
+        # Where rotation has deleted one since the names were listed, a newer one may be among them now.
+        missing = [folders.locate_checkpoint(folder / f"step_{step}") for step in steps if records[step] is None]
+        if all(path.exists() for path in missing):
+            break
+    return saved

@@ -12,8 +12,9 @@ import os
 import queue
 import shutil
 import threading
+import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,21 +33,28 @@ from xffl.checkpoint.contents import (
     RankState,
     check_parts,
     check_rank_state,
+    check_skip,
     collect,
     collect_rank_state,
     find_buffers,
+    left_out_text,
     write_rank_state,
 )
 from xffl.checkpoint.format import Cell, CellWriter, FileEntry, Record
-from xffl.distributed.consistency import barrier, run_on_all_ranks
+from xffl.distributed.consistency import barrier, difference_of, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group, make_host_groups
 from xffl.distributed.sharding import Plain, bytes_of, to_plain
-from xffl.errors import CheckpointError, ConfigError, StateError
+from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
+from xffl.files import make_folders
 from xffl.topology import Topology
 
 __all__ = ["AsyncSaver", "PendingSave", "save_checkpoint"]
 
+OWN_ADVICE = (
+    "give what each rank has for itself as own={'mine': part}, an object with state_dict and load_state_dict, which "
+    "comes back on the rank that saved it"
+)
 PREVIOUS_STAYS = "what was saved before stays; see that there is space and who may write there, then save again"
 
 
@@ -72,6 +80,7 @@ def save_checkpoint(
     values: Mapping[str, Any] | None = None,
     own: Mapping[str, Stateful] | None = None,
     after_round: bool = False,
+    skip: Collection[str] = (),
 ) -> None:
     """Write a checkpoint, whole or not at all.
 
@@ -94,11 +103,15 @@ def save_checkpoint(
         layout only; their tensors come back on the CPU.
     :param after_round: Whether a round has just given all cells the same weights; then the checkpoint also loads into
         other numbers of cells. The same on all ranks.
+    :param skip: Entries that are left out without a warning, by name (``model/_metadata``): what a model's
+        ``state_dict`` has beside parameters, buffers and extra states, and options of an optimizer's groups. Without it
+        they are kept where they are plain values, and left out with one warning where they are not; loading leaves
+        what was left out as it is there. The same on all ranks.
     :raises ConfigError: if an argument is invalid or cannot be kept, or the ranks were given different ones.
     :raises StateError: if the state does not fit torch.distributed.
     :raises CheckpointError: if it could not be written; the same on all ranks.
     """
-    write_checkpoint(prepare_save(path, parts, state, values, own, after_round))
+    write_checkpoint(prepare_save(path, parts, state, values, own, after_round, skip))
 
 
 def prepare_save(
@@ -108,6 +121,7 @@ def prepare_save(
     values: Mapping[str, Any] | None,
     own: Mapping[str, Stateful] | None,
     after_round: bool,
+    skip: Collection[str],
     *,
     groups: tuple[dist.ProcessGroup, dist.ProcessGroup | None] | None = None,
     is_copied: bool = False,
@@ -122,6 +136,7 @@ def prepare_save(
         check_parts(parts)
         checks.one_of("after_round", after_round, (True, False))
         kept = check_rank_state(own)
+        check_skip(skip)
         target = folders.check_path(path)
         if values is not None and not isinstance(values, Mapping):
             raise ConfigError(f"values is {type(values).__name__}; give a mapping such as {{'step': 100}}")
@@ -133,31 +148,48 @@ def prepare_save(
     def show(checked: tuple[Path, dict[str, Plain], Cell, Mapping[str, Stateful]]) -> str:
         target, plain, _, kept = checked
         names = f"parts={sorted(parts)} values={json.dumps(plain, sort_keys=True)} own={sorted(kept)}"
-        return f"path={target} {names} after_round={after_round}"
+        return f"path={target} {names} after_round={after_round}" + (f" skip={sorted(set(skip))}" if skip else "")
 
     shown = Path(str(path))
-    target, plain, cell, kept = folders.run_collectively("arguments", check, shown, PREVIOUS_STAYS, show, world=world)
+    target, plain, cell, kept = folders.run_collectively(
+        "arguments", check, shown, PREVIOUS_STAYS, show, world=world, describe=_describe_arguments
+    )
 
     def take() -> tuple[Contents, RankState, dict[str, torch.Tensor], dict[str, str]]:
-        contents = collect(parts)
+        contents = collect(parts, skip)
         buffers = find_buffers(parts, contents)
-        taken = contents.on_host() if is_copied else contents
         digests = {name: hashlib.sha256(bytes_of(one.cpu()).numpy().data).hexdigest() for name, one in buffers.items()}
-        return taken, collect_rank_state(kept), buffers, digests
+        return contents, collect_rank_state(kept), buffers, digests
 
     contents, rank_state, buffers, digests = folders.run_collectively(
         "contents", take, target, PREVIOUS_STAYS, world=world
     )
 
-    def set_apart() -> RankState:
-        pairs = {pair for of_rank in folders.gather_in_cell(digests, cell) for pair in of_rank.items()}
+    def set_apart() -> tuple[Contents, RankState]:
+        reasons = {name: one.reason for name, one in contents.left_out.items() if not one.is_skipped}
+        by_rank = folders.gather_in_cell((digests, contents.composites, reasons), cell)
+        if cell.rank == 0 and (left_out := {name: why for _, _, whys in by_rank for name, why in whys.items()}):
+            warnings.warn(left_out_text(left_out), stacklevel=2)
+        contents.mark_left_out()
+        contents.take_apart({name for _, names, _ in by_rank for name in names})
+        pairs = {pair for of_rank, _, _ in by_rank for pair in of_rank.items()}
         kinds = Counter(name for name, _ in pairs)  # how many different buffers of a name there are
         apart = [name for name in buffers if kinds[name] > 1]
-        return replace(rank_state, buffers={name: buffers[name].detach().to("cpu", copy=True) for name in apart})
+        copies = {name: buffers[name].detach().to("cpu", copy=True) for name in apart}
+        return contents.on_host() if is_copied else contents, replace(rank_state, buffers=copies)
 
-    rank_state = folders.run_collectively("buffers", set_apart, target, PREVIOUS_STAYS, world=world)
+    contents, rank_state = folders.run_collectively("buffers", set_apart, target, PREVIOUS_STAYS, world=world)
     names = tuple(sorted(parts))
     return PreparedSave(target, state.topology, cell, names, plain, after_round, contents, rank_state)
+
+
+def _describe_arguments(shown: dict[int, str]) -> XfflError:
+    """Make the error of ranks that were given different arguments; pure."""
+    what = "arguments of a checkpoint"
+    values = {text.partition(" values=")[2].rpartition(" own=")[0] for text in shown.values()}
+    if len(values) == 1:
+        return difference_of(what, shown)
+    return difference_of(what, shown, f"values are the same on all ranks; {OWN_ADVICE}")
 
 
 def write_checkpoint(saving: PreparedSave) -> None:
@@ -193,9 +225,8 @@ def _prepare(path: Path, cell: Cell) -> None:
             f"{path} exists and is no checkpoint that could be replaced; remove it, or give another name"
         )
     # Nothing is deleted before the check above; these folders are of saves that were killed.
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for left in (folders.temporary_path(path, "partial"), folders.temporary_path(path, "removed")):
-        folders.delete(left)
+    make_folders(path.parent)
+    folders.clear_leftovers(path)
     for number in range(len(cell.sizes)):
         (folders.temporary_path(path, "partial") / f"cell_{number}").mkdir(parents=True)
 
@@ -261,7 +292,7 @@ def _merge_in_cell(values: dict[str, Plain], cell: Cell) -> dict[str, Plain] | s
             if merged.setdefault(name, value) != value:
                 return (
                     f"what {name!r} holds on rank {head + rank} is not what it holds on a lower rank of cell "
-                    f"{cell.number}; a checkpoint keeps one value for each cell, so make them the same"
+                    f"{cell.number}; a checkpoint keeps one value for each cell, so make them the same, or {OWN_ADVICE}"
                 )
     return merged
 
@@ -350,6 +381,7 @@ class AsyncSaver:
         values: Mapping[str, Any] | None = None,
         own: Mapping[str, Stateful] | None = None,
         after_round: bool = False,
+        skip: Collection[str] = (),
     ) -> PendingSave:
         """Copy what is to be kept and begin to write it; :meth:`wait` tells whether it went well.
 
@@ -357,7 +389,9 @@ class AsyncSaver:
         the save before this one, and begins nothing where that failed or the saver is closed.
         """
         self.wait()
-        saving = prepare_save(path, parts, self._state, values, own, after_round, groups=self._groups, is_copied=True)
+        saving = prepare_save(
+            path, parts, self._state, values, own, after_round, skip, groups=self._groups, is_copied=True
+        )
         self._do(lambda _: write_checkpoint(saving))
         return PendingSave(saving.target, self)
 

@@ -10,9 +10,10 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from xffl.checks import integer, write_whole
+from xffl.checks import integer
 from xffl.cli.main import HelpFormatter, command_parser
-from xffl.errors import CheckpointError, ConfigError
+from xffl.errors import ConfigError
+from xffl.files import make_folders, write_whole
 from xffl.workflow.documents import Facility, Workflow, parse_facilities, write_workflow
 
 __all__ = ["build_parser", "run"]
@@ -127,21 +128,16 @@ def _sizes(facilities: tuple[Facility, ...], resolved: Any) -> tuple[int, ...] |
 
 def _begin(options: Namespace) -> None:
     """Write the step's results for CWL into this folder, and print the folder that it is to give as ``start``."""
-    from xffl.aggregation.exports import check_folder, read_told
+    from xffl.aggregation.exports import is_written
     from xffl.checkpoint.format import locate_checkpoint
 
     first = integer("--first", options.first, 0, 1)
     results, last = Path(options.results), None
     results.mkdir(parents=True, exist_ok=True)
     for number in range(integer("--rounds", options.rounds), first - 1, -1):
-        folder = results / f"round_{number}"
-        try:
-            if read_told(folder, "global")["round"] == number:
-                check_folder(folder)
-                last = number
-                break
-        except CheckpointError:
-            continue
+        if is_written(results / f"round_{number}", "global", {"round": number}):
+            last = number
+            break
     told: dict[str, Any] = {"round": first if last is None else last + 1, "start": None}
     if last is not None:
         print(locate_checkpoint(results / f"round_{last}"))
@@ -155,6 +151,6 @@ def _begin(options: Namespace) -> None:
 def _record(options: Namespace) -> None:
     told = json.loads(Path(options.metrics).read_text())
     folder = Path(options.results) / "metrics"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folders(folder)
     write_whole(folder / f"round_{told['round']}.json", json.dumps(told, indent=1) + "\n")
     print(f"round {told['round']}: " + ", ".join(f"{name} {value:.4g}" for name, value in told["metrics"].items()))

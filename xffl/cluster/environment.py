@@ -15,7 +15,7 @@ import socket
 import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -27,6 +27,7 @@ from xffl.cluster.hosts import interface_address, route_address
 from xffl.cluster.launch.launchers import LAUNCHERS, Fields, honour_master, read_number
 from xffl.cluster.network import control_address
 from xffl.errors import ConfigError, LaunchError, TopologyError
+from xffl.files import make_folders, naming_errors, read_bytes, read_text, sync
 
 __all__ = [
     "PROOF_KEY",
@@ -34,6 +35,7 @@ __all__ = [
     "ProcessEnvironment",
     "accept_cells",
     "bind_address",
+    "checks_world",
     "complete_federation",
     "detect_environment",
     "elastic_cell",
@@ -289,20 +291,51 @@ def required_cells(environ: Mapping[str, str] = os.environ) -> int | None:
 def accept_cells(
     asked: Federation | None, cells: int, world_size: int, required: int | None, *, is_speaker: bool = True
 ) -> None:
-    """Refuse fewer cells than are required, and say it in a line where a federation turns out to be one cell."""
+    """Refuse fewer cells than are required, and say it in a line where a federation turns out to be one cell.
+
+    A line is said, too, where sizes are only given by the variable that alpha-unito/xffl reads them from.
+    """
     check_cells(cells, required, asked)
+    if asked is None and is_speaker and (line := _foreign_sizes()) is not None:
+        print(line, file=sys.stderr, flush=True)
     # To ranks that xffl exec starts it has said so already.
     if asked is not None and cells == 1 and is_speaker and os.environ.get("XFFL_LAUNCHED_CELLS") != "1":
         print(lone_cell(asked, world_size), file=sys.stderr, flush=True)
 
 
+_FOREIGN_SIZES = "XFFL_FEDERATED_LOCAL_WORLD_SIZE"
+"""What alpha-unito/xffl reads the sizes of cells from."""
+
+
+def _foreign_sizes(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the line for sizes that nothing reads; ``None`` without any, and in a job that is one of several cells."""
+    text = environ.get(_FOREIGN_SIZES, "").strip()
+    if not text or environ.get("XFFL_FEDERATED", "").strip() or environ.get("XFFL_CELL", "").strip():
+        return None
+    return (
+        f"xffl: {_FOREIGN_SIZES}={text} has no effect: alpha-unito/xffl reads the sizes of cells from it, this package "
+        f"from XFFL_FEDERATED; set XFFL_FEDERATED={text}"
+    )
+
+
+def checks_world(environ: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether collectives of the script over all cells are to be reported, as ``XFFL_CHECK_WORLD=1`` says."""
+    text = environ.get("XFFL_CHECK_WORLD", "").strip()
+    if text not in ("", "0", "1"):
+        raise ConfigError(
+            f"XFFL_CHECK_WORLD is {text!r}; give 1 to have collectives of the script over all cells reported, or 0"
+        )
+    return text == "1"
+
+
 _OWN = (
-    *("XFFL_BIND", "XFFL_CELL", "XFFL_CONTROL_IFNAME", "XFFL_EXPORT", "XFFL_FEDERATED", "XFFL_FROM", "XFFL_HOST"),
+    *("XFFL_BIND", "XFFL_CELL", "XFFL_CHECK_WORLD", "XFFL_CONTROL_IFNAME", "XFFL_EXPORT", "XFFL_FEDERATED"),
+    *(_FOREIGN_SIZES, "XFFL_FROM", "XFFL_HOST"),
     *("XFFL_HSDP", "XFFL_IFNAME", "XFFL_ISLAND", "XFFL_LAUNCHED_CELLS", "XFFL_LIGHTHOUSE", "XFFL_LIVES", "XFFL_PYTHON"),
     *("XFFL_REQUIRE_CELLS", "XFFL_RESOLVED", "XFFL_RESTARTS", "XFFL_SCHED", "XFFL_SRUN", "XFFL_SSH", "XFFL_TEMPLATES"),
     *("XFFL_TOKEN", "XFFL_TOKEN_FILE"),
 )
-"""Variables that this package reads; all other ``XFFL_`` ones may be for configurations."""
+"""Variables that this package knows; all other ``XFFL_`` ones may be for configurations."""
 
 
 def requested_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -431,7 +464,7 @@ def token_of(environ: Mapping[str, str] = os.environ) -> bytes:
         )
     try:
         mode = os.stat(name).st_mode
-        token = Path(name).read_text().strip()
+        token = read_text(Path(name)).strip()
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(f"XFFL_TOKEN_FILE {name!r} cannot be read ({error}); give the file of the token") from error
     if stat.S_IMODE(mode) & 0o077:
@@ -458,15 +491,49 @@ def prove_token(token: bytes, life: str, nonce: str | None = None) -> str:
 
 
 def make_token_file(path: Path) -> None:
-    """Write a new token into a file that its owner alone may read; one that is there already stays."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(os.urandom(32).hex() + "\n")
-    except FileExistsError:
+    """Write a new token into a file that its owner alone may read; one that is there already stays.
+
+    An empty file, which a kill or a full disk may have left, is replaced.
+    """
+    if os.path.lexists(path) and not _is_empty(path):
         token_of({"XFFL_TOKEN_FILE": str(path)})
+        return
+    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        make_folders(path.parent)
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file, naming_errors(path):
+            file.write(os.urandom(32).hex() + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        if not _take_name(new, path):  # another process was faster
+            token_of({"XFFL_TOKEN_FILE": str(path)})
+        sync(path.parent)
     except OSError as error:
         raise LaunchError(f"the token's file {path} cannot be written ({error}); give another") from error
+    finally:
+        with suppress(OSError):
+            new.unlink(missing_ok=True)
+
+
+def _is_empty(path: Path) -> bool:
+    """Tell whether a file has nothing in it but white space."""
+    try:
+        return not read_bytes(path).strip()
+    except OSError:  # token_of says what is wrong with it
+        return False
+
+
+def _take_name(new: Path, path: Path) -> bool:
+    """Give a finished file its name, and tell whether that was free, or that of an empty file."""
+    try:
+        os.link(new, path)  # refused where there is one, in one step
+    except FileExistsError:
+        if not _is_empty(path):
+            return False
+        new.replace(path)
+    except OSError:  # a file system without links
+        new.replace(path)
+    return True
 
 
 def bind_address(lighthouse: str, environ: Mapping[str, str] = os.environ) -> str:

@@ -132,7 +132,7 @@ class CrossWorldGroup:
         """Wait until all ranks are here, of which one may first send so many messages, each as long as one may take."""
         options, within_s = dist.AllreduceOptions(), self.timeout_s * (1 + messages)
         options.timeout = timedelta(seconds=within_s)
-        self._wait_apart(self._gloo.allreduce([torch.zeros(1)], options), within_s)
+        self._wait_apart(self._gloo.allreduce([torch.zeros(1, dtype=torch.float32)], options), within_s)
 
     def all_gather(self, rows: list[torch.Tensor], values: torch.Tensor) -> None:
         """Gather the values of each rank."""
@@ -184,7 +184,8 @@ class CrossWorldGroup:
         for nobody in {*range(self.size())} - {self.rank()}:
             # From one that is dead it fails at once, and closes nothing: one of the others has to do it.
             try:
-                self._gloo.recv([torch.zeros(1)], nobody, POISON_TAG).wait(timedelta(milliseconds=1))
+                values = torch.zeros(1, dtype=torch.float32)
+                self._gloo.recv([values], nobody, POISON_TAG).wait(timedelta(milliseconds=1))
             except RuntimeError:
                 continue  # as it should
             raise AssertionError("a receive that nobody sends to has ended well")
@@ -273,7 +274,7 @@ def all_gather_json(value: Any, device: torch.device, group: Group | None = None
     Nothing that is read runs code. ``device`` is where the group's small messages lie.
     """
     text = json.dumps(value).encode()
-    sizes = [int(one) for one in _all_gather(torch.tensor([len(text)], device=device), group)]
+    sizes = [int(one) for one in _all_gather(torch.tensor([len(text)], dtype=torch.int64, device=device), group)]
     row = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     rows = _all_gather(row, group)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import platform
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
 from datetime import timedelta
@@ -15,13 +16,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from xffl import __version__, errors
 from xffl.checks import group
 from xffl.cluster.hosts import Runtime, format_refusal, group_by_runtime, own_format, runtime_table
-from xffl.distributed.collectives import CrossWorldGroup, Group, all_gather_json, all_reduce
+from xffl.distributed.collectives import (
+    CrossWorldGroup,
+    Group,
+    all_gather_json,
+    all_reduce,
+    group_size,
+)
 from xffl.distributed.sharding import bytes_of
+from xffl.distributed.waits import NamedWait
 from xffl.errors import ConfigError, LaunchError, XfflError
 
 if TYPE_CHECKING:
@@ -30,9 +38,11 @@ if TYPE_CHECKING:
 __all__ = [
     "barrier",
     "check_consistent",
+    "clone_store",
     "compute_device",
     "connect",
     "control_device",
+    "difference_of",
     "find_unequal_cells",
     "gather_objects",
     "gather_runtimes",
@@ -104,9 +114,10 @@ def connect(groups: Iterable[Group | None], device: torch.device) -> None:
     """
     for one in dict.fromkeys(groups) if device.type != "cpu" else ():
         if one is not None:
-            all_reduce(torch.zeros(1, device=device), group=one)
+            all_reduce(torch.zeros(1, dtype=torch.float32, device=device), group=one)
 
 
+LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 Describe = Callable[[dict[int, str]], XfflError] | None
 Convert = Callable[[Exception], XfflError] | None
@@ -136,11 +147,13 @@ def check_consistent(
         return
     own = (what, value, None) if error is None else (what, "", (type(error).__name__, str(error)))
     # The call's name is part of what is compared, so that ranks in different calls notice it, too.
-    if _is_same_everywhere(own, group):
+    with NamedWait(what, dist.get_rank(), group_size(group)):
+        is_same = _is_same_everywhere(own, group)
+        told = [] if is_same else all_gather_json(own, control_device(group), group)
+    if is_same:
         if error is not None:
             raise error
         return
-    told = all_gather_json(own, control_device(group), group)
     raise _difference([(what, value, None if wrong is None else tuple(wrong)) for what, value, wrong in told], describe)
 
 
@@ -251,6 +264,32 @@ def check_consistent_on_store(
     raise _rebuild(*verdict)
 
 
+def clone_store(otherwise: str) -> Store:
+    """Return a connection of its own to the store of the world: no other thread's calls wait for those over it; local.
+
+    :param otherwise: What the caller's user may do where there is none.
+    :return: The store; where torch.distributed is not initialized, one of this process.
+    :raises LaunchError: if no second connection can be opened.
+    """
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is None:
+        return HashStore()
+    store = world.get_group_store()
+    try:
+        clone: Store = store.clone()  # type: ignore[attr-defined]
+        return clone
+    except RuntimeError as lost:
+        # A store written in Python (the fake one, or a user's) has no clone, and no connection that a call would keep
+        # busy. Torch says so by this text alone.
+        if "pure virtual function" in str(lost):
+            LOG.debug("the store of the world cannot be cloned: one connection is shared with everything else")
+            return store
+        raise LaunchError(
+            f"no second connection to the store of the world could be opened ({lost}); see that rank 0 can be reached, "
+            f"or {otherwise}"
+        ) from lost
+
+
 def processor_of(device: torch.device) -> str:
     """Return the kind of a processor: the name of the GPU, or machine and vector units of the CPU; local."""
     if device.type == "cuda":
@@ -333,12 +372,16 @@ def _difference(gathered: list[tuple[str, str, tuple[str, str] | None]], describ
     values = {rank: value if len(calls) == 1 else f"{what}: {value}" for rank, (what, value, _) in enumerate(gathered)}
     if describe is not None and len(calls) == 1:
         return describe(values)
+    return difference_of(calls.pop() if len(calls) == 1 else "calls", values)
+
+
+def difference_of(what: str, values: Mapping[int, str], advice: str = "give all ranks the same") -> XfflError:
+    """Make the error that names what each rank was given; pure."""
     by_value = group((value, rank) for rank, value in values.items())
     shown = "; ".join(f"{ranks_text(ranks)}: {value}" for value, ranks in list(by_value.items())[:SHOWN])
     if len(by_value) > SHOWN:
         shown += f"; and {len(by_value) - SHOWN} other values"
-    what = calls.pop() if len(calls) == 1 else "calls"
-    return ConfigError(f"ranks were given different {what}: {shown}; give all ranks the same")
+    return ConfigError(f"ranks were given different {what}: {shown}; {advice}")
 
 
 def _rebuild(name: str, text: str) -> XfflError:

@@ -20,7 +20,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from xffl.checks import integer, one_of, shorten
+from xffl.cluster.environment import checks_world
 from xffl.cluster.network import Timeouts
+from xffl.distributed.activity import RunActivity
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.groups import (
     ALL_KINDS,
@@ -35,8 +37,9 @@ from xffl.distributed.groups import (
     with_host_side,
 )
 from xffl.distributed.parameters import ElasticParameters
+from xffl.distributed.world_check import WorldCheck
 from xffl.errors import ConfigError, StateError, TopologyError
-from xffl.topology import Topology
+from xffl.topology import REPLICATE_AXIS, DataPlace, Topology
 
 __all__ = ["DEFAULT_TIMEOUT_S", "DistributedState", "create_device_mesh", "logger"]
 
@@ -112,7 +115,9 @@ class DistributedState:
     """The rank from which to receive the averaged parameters (Broadcast), ``None`` on senders"""
     federated_group: tuple[dist.ProcessGroup, ...] | None = None
     """Process groups, one for each stream, of the ranks that hold the same shard across federated groups; ``None`` on
-    ranks that send nothing"""
+    ranks that send nothing. Unequal federated groups without HSDP cut the model differently, so that no two of their
+    ranks hold the same shard: all ranks of the world are in one group there, and averaging over it would mix the shards
+    of one federated group. :class:`xffl.Aggregator` averages federated groups of any sizes"""
     replica_group: tuple[dist.ProcessGroup, ...] | None = None
     """Process groups, one for each stream, of the ranks that hold the same shard inside the federated group"""
     federation: dist.ProcessGroup | None = None
@@ -132,11 +137,14 @@ class DistributedState:
     """What stands behind the fields of the set-up."""
     _lone_cell: tuple[int, tuple[int, ...]] | None = field(default=None, init=False, repr=False)
     _elastic: ElasticParameters | None = field(default=None, init=False, repr=False)
+    _data_place: DataPlace | None = field(default=None, init=False, repr=False)
+    """What :func:`set_data_place` was given"""
     _setups: list[Setup] = field(default_factory=list, init=False, repr=False, compare=False)
     """Set-ups, oldest first; the newest is the one that shows."""
     _link_backend: dist.Backend | None = field(default=None, init=False, repr=False)
     _timeouts: Timeouts = field(default=Timeouts.within(DEFAULT_TIMEOUT_S), init=False, repr=False, compare=False)
     """Timeouts of the world and its groups: a vote on the world outlives a stuck exchange."""
+    _activity: RunActivity = field(default_factory=RunActivity, init=False, repr=False, compare=False)
 
     def __str__(self) -> str:
         """Write the fields that are set as a table of two columns."""
@@ -156,6 +164,11 @@ class DistributedState:
     def link_backend(self) -> dist.Backend | None:
         """Backend of what crosses cells, the world too; ``None`` where it is :attr:`backend`."""
         return self._link_backend
+
+    @property
+    def activity(self) -> RunActivity:
+        """What the run has done with its federation, for the lines at the end of a session."""
+        return self._activity
 
     @property
     def handle_count(self) -> int:
@@ -181,20 +194,67 @@ class DistributedState:
         return self._elastic
 
     @property
-    def data_place(self) -> tuple[Topology, int]:
-        """The ranks that samples are dealt out to, and this rank's number among them; needs ``set_global``.
+    def data_place(self) -> DataPlace:
+        """The cells that samples are dealt out to, and this rank's number among their ranks; needs ``set_global``.
 
         Where this job is one cell of several that are jobs of their own, those of all jobs, as they would be in one.
+        Loaders, samplers and streams take the state, and ask for this.
+
+        :raises StateError: if the state does not know its rank and world yet.
         """
         rank = self._place()[0]
+        job = DataPlace(self.topology, rank)
+        if self._data_place is not None:
+            return self._data_place
         if self._lone_cell is None:
-            return self.topology, rank
+            return job
         cell, sizes = self._lone_cell
         replica = self.topology.replica_size  # other cells may have another layout
         if replica is not None and any(size % replica for size in sizes):
             replica = None
-        dealt = Topology(sum(sizes), sizes, replica, self.topology.cell_shape)
-        return dealt, dealt.offsets[cell] + rank
+        shape = self.topology.cell_shape
+        if shape is not None:  # cells of other sizes have other numbers of replicas
+            shape = tuple((name, -1 if name == REPLICATE_AXIS else size) for name, size in dict(shape).items())
+        dealt = Topology(sum(sizes), sizes, replica, shape)
+        return DataPlace(dealt, dealt.offsets[cell] + rank, job)
+
+    @property
+    def cell(self) -> int:
+        """The number of this rank's cell among all cells of the federation; needs ``set_global``.
+
+        Valid in one process (0), in one job with and without federation, and where each cell is a job of its own, over
+        files or in an elastic federation. There ``federated_rank`` is ``None``, and :attr:`topology` has this job's
+        ranks only.
+
+        :raises StateError: if the state does not know its rank and world yet.
+        """
+        return self.data_place.cell
+
+    @property
+    def cells(self) -> int:
+        """How many cells the federation has, this one among them, also where they are jobs of their own.
+
+        In an elastic federation as many as there may be.
+
+        :raises StateError: if the state does not know its rank and world yet.
+        """
+        return self.data_place.cells
+
+    @property
+    def cell_rank(self) -> int:
+        """This rank's number among the ranks of its cell.
+
+        :raises StateError: if the state does not know its rank and world yet.
+        """
+        return self.data_place.cell_rank
+
+    @property
+    def cell_size(self) -> int:
+        """How many ranks this rank's cell has.
+
+        :raises StateError: if the state does not know its rank and world yet.
+        """
+        return self.data_place.cell_size
 
     def is_node_setup(self) -> bool:
         """Return whether the local compute node information is set up."""
@@ -490,7 +550,8 @@ class DistributedState:
             topology = Topology(self._place()[1], federated_group_size, hsdp, cell_shape)
             replicas = f"hsdp={topology.replica_size}{_shape_text(topology)}"
             share(f"federated sizes {topology.sizes}, {replicas}, {self.handle_count} streams")
-        with setup_transaction(self, "set_federated_scaling"):
+            is_checked = checks_world() and topology.cells > 1
+        with setup_transaction(self, "set_federated_scaling") as setup:
             self._topology = topology
             if topology.replica_size is not None:
                 self._partial_hsdp_setup(topology.replica_size)
@@ -498,6 +559,8 @@ class DistributedState:
                 self._set_symmetric_federated_scaling(topology.sizes)
             else:
                 self._set_asymmetric_federated_scaling(topology.sizes)
+        if is_checked:
+            setup.world_check = WorldCheck(topology.cells, is_speaker=self.rank == 0)
 
     def _set_symmetric_federated_scaling(self, federated_group_size: tuple[int, ...] | int) -> None:
         """Create the process groups of federated groups of one size: a step of :meth:`set_federated_scaling`."""
@@ -603,6 +666,8 @@ class Setup:
     groups: list[dist.ProcessGroup] = field(default_factory=list)
     is_open: bool = True
     """Whether the set-up is still being made; its steps belong to it."""
+    world_check: WorldCheck | None = None
+    """What reports collectives over all cells, where this is asked for"""
 
     def destroy(self) -> None:
         """Destroy the groups, newest first. Nothing moves; groups of a world that is gone went with it."""
@@ -612,15 +677,17 @@ class Setup:
 
 
 @contextmanager
-def setup_transaction(state: DistributedState, call: str) -> Iterator[None]:
+def setup_transaction(state: DistributedState, call: str) -> Iterator[Setup]:
     """Put a set-up on top of a state while the block fills its fields; within another set-up, be a step of that.
+
+    The block gets the set-up.
 
     Collective over the world: all ranks have it, or all raise the same error and are as they were. Where making a group
     failed (a network that broke, not an argument), its half may stay behind in the store: make a new world then.
     """
     setups = state._setups
     if setups and setups[-1].is_open:
-        yield
+        yield setups[-1]
         return
     setup = Setup(call, {name: getattr(state, name) for name in _SETUP_FIELDS}, _world())
     for name in _SETUP_FIELDS:
@@ -632,7 +699,7 @@ def setup_transaction(state: DistributedState, call: str) -> Iterator[None]:
             f"outcomes of {call}",
             convert=lambda wrong: StateError(f"{call} could not make its process groups: {wrong}"),
         ) as share:
-            yield
+            yield setup
             share("done")
         setup.is_open = False
     except BaseException:
@@ -645,6 +712,8 @@ def rollback(state: DistributedState, *, destroys: bool = True) -> None:
     setup = state._setups.pop()
     for name, value in setup.before.items():
         setattr(state, name, value)
+    if setup.world_check is not None:
+        setup.world_check.remove()
     if destroys:  # NCCL waits until all that a group carries has ended; a rank that leaves by itself must not
         setup.destroy()
 
@@ -768,6 +837,17 @@ def _shape_text(topology: Topology) -> str:
 def _replica_size(hsdp: object) -> int:
     hint = "give the ranks that hold one copy of the model"
     return integer("replica size (hsdp)", hsdp, hint=hint, error=TopologyError)
+
+
+def set_data_place(state: DistributedState, place: DataPlace | None) -> None:
+    """Say where a rank's data lies, in place of what follows from the state; local.
+
+    A world of replica groups does so: they are jobs of their own, which share the samples of one cell.
+
+    :param state: The rank's state.
+    :param place: The place among all ranks that samples are dealt out to; ``None`` takes it back.
+    """
+    state._data_place = place
 
 
 def create_device_mesh(mesh_shape: tuple[int, ...]) -> torch.Tensor:

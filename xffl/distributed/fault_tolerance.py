@@ -14,6 +14,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -28,13 +29,15 @@ from xffl.checks import one_of
 from xffl.cluster.environment import bind_address, lighthouse_of, replica_group_of, token_of
 from xffl.cluster.network import list_interfaces
 from xffl.distributed.consistency import control_device, run_on_all_ranks
-from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.distributed_state import DistributedState, set_data_place
+from xffl.distributed.gradients import mark_reduced
 from xffl.distributed.parameters import DeviceParameters, FaultToleranceParameters
 from xffl.distributed.replica_transport import ShardTransport, digest, give, local, take
 from xffl.distributed.sharding import bytes_of, from_bytes, reshard, to_plain
 from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, LaunchError, RoundError, StateError
 from xffl.extras import optional_import
+from xffl.topology import DataPlace, Topology
 
 if TYPE_CHECKING:
     from torchft import Manager
@@ -133,9 +136,22 @@ class FaultTolerantWorld(DistributedWorld):
         if manager is not None:
             manager.shutdown(wait=False)
         self._parts.clear()
+        if self.is_set_up:
+            set_data_place(self.state, None)
         self._optimizer, self._pg, self._is_in_step = None, None, False
         super().teardown(synchronize=synchronize)
         self._store = None  # other ranks of this group have left it
+
+    def _place_in(self, group: int, groups: int) -> DataPlace:
+        """Return this rank's place among the ranks of all groups, which are the replicas of one cell.
+
+        There are as many as there may be: what a group that is lost would have trained on is trained on by none.
+        """
+        ranks = groups * self.world_size
+        mesh = replace(self.device_parameters, dp_replicate=groups).resolve((ranks,))
+        dealt = Topology(ranks, None, mesh.replica_size, mesh.cell_shape)
+        job = DataPlace(self.state.topology, self.rank)
+        return DataPlace(dealt, dealt.rank_of(0, group, self.rank), job)
 
     @property
     def ft_manager(self) -> Manager | None:
@@ -179,6 +195,8 @@ class FaultTolerantWorld(DistributedWorld):
                 f"the model is whole on each of the {self.world_size} ranks of this group, which would be replicas; "
                 "give dp_shard=auto, or start one rank in each group"
             )
+        # torchft gives DDP a stand-in for a group, of which nobody can tell the ranks; this group is one rank.
+        mark_reduced(model, (dist.get_rank(),), by="torchft")
         return _data_parallel(manager, model)
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -408,6 +426,7 @@ class FaultTolerantWorld(DistributedWorld):
                 )
             lighthouse, token, self.replica_group = lighthouse_of(), token_of(), replica_group_of()
             share(f"{lighthouse} {self.replica_group}")
+            set_data_place(self.state, self._place_in(*self.replica_group))
             address = bind_address(lighthouse)
             os.environ.setdefault("RUST_LOG", "error")  # read when torchft is imported
             with optional_import("elastic", "fault tolerance needs torchft, which has wheels for x86-64 Linux"):

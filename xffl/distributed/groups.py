@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from math import prod
 from typing import Protocol
 from weakref import WeakSet
@@ -62,9 +63,38 @@ _meshes_made: Counter[tuple[object, ...]] = Counter()
 """How many meshes this process made of each kind of device and ranks: state of the process, not of a world.
 
 torch compares meshes by ranks, shape and dimension names, and its operator caches (which live as long as the process)
-hand out the first of two equal ones, whose groups may be destroyed by then. A name that was never used before is the
-only public cure, so this count must live as long as those caches do.
+hand out the first of two equal ones, whose groups may be destroyed by then. Names that are unequal to those of before
+are the only public cure (:class:`AxisName`), so this count must live as long as those caches do.
 """
+
+
+class AxisName(str):
+    """The name of a mesh's dimension from the second generation of meshes on: a text that equals only its own.
+
+    Users see the documented name; torch sees that two meshes of the same ranks are not the same mesh.
+    """
+
+    generation: int
+
+    def __new__(cls, text: str, generation: int) -> AxisName:
+        """Make the name of a dimension of one generation of meshes."""
+        name = super().__new__(cls, text)
+        name.generation = generation
+        return name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AxisName) and str(self) == str(other) and self.generation == other.generation
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __str__(self) -> str:
+        return "".join(self)  # a plain text
+
+    __hash__ = str.__hash__
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)  # in a file it is a text as any other
 
 
 def make_groups(
@@ -132,12 +162,12 @@ def new_group(
 def cell_mesh(topology: Topology, rank: int, groups: Groups, device_type: str) -> DeviceMesh:
     """Lay a mesh over the groups of this rank's cell. Nothing moves and no group is made.
 
-    The dimensions are ``replica`` and ``shard``, or ``shard`` alone without HSDP. Where this process made a mesh of the
-    same ranks before, they get a number (``shard_2``).
+    The dimensions are ``replica`` and ``shard``, or ``shard`` alone without HSDP.
     """
     cell = topology.cell_of(rank)
-    ranks = torch.tensor([topology.shard_group(cell, one) for one in range(topology.replicas(cell))], device="cpu")
-    suffix = fresh_suffix(device_type, topology.federation(cell))
+    by_replica = [topology.shard_group(cell, one) for one in range(topology.replicas(cell))]
+    ranks = torch.tensor(by_replica, dtype=torch.int64, device="cpu")
+    name = fresh_names(device_type, topology.federation(cell))
     handles = []
     for kind in ("replica", "shard") if topology.is_hsdp else ("federation",):
         members = groups[kind]
@@ -145,10 +175,10 @@ def cell_mesh(topology: Topology, rank: int, groups: Groups, device_type: str) -
             raise StateError(f"this rank is not in its own {kind} group; make the groups from one topology")
         handles.append(members[0])
     if topology.is_hsdp:
-        names = (f"replica{suffix}", f"shard{suffix}")
+        names = (name("replica"), name("shard"))
         mesh = DeviceMesh.from_group(handles, device_type, mesh=ranks, mesh_dim_names=names)
     else:
-        mesh = DeviceMesh.from_group(handles[0], device_type, mesh_dim_names=(f"shard{suffix}",))
+        mesh = DeviceMesh.from_group(handles[0], device_type, mesh_dim_names=(name("shard"),))
     # Else torch gives all ranks of the world rank 0's random state at the first draw for a DTensor on a GPU. Cells come
     # to that draw at different times, or never, and the seeds that were asked for would be lost.
     if mesh.device_type == "cuda" and torch.cuda.is_available() and _random._rng_tracker is None:
@@ -156,10 +186,11 @@ def cell_mesh(topology: Topology, rank: int, groups: Groups, device_type: str) -
     return mesh
 
 
-def fresh_suffix(*key: object) -> str:
-    r"""Return what to end the names of a mesh's dimensions with, so that this process has not used them before."""
+def fresh_names(*key: object) -> Callable[[str], str]:
+    r"""Return what makes the names of a mesh's dimensions, unequal to those that this process has used before."""
     _meshes_made[key] += 1
-    return "" if _meshes_made[key] == 1 else f"_{_meshes_made[key]}"
+    generation = _meshes_made[key]
+    return str if generation == 1 else partial(AxisName, generation=generation)
 
 
 def destroy_group(group: dist.ProcessGroup) -> None:
@@ -353,11 +384,11 @@ def make_cell_meshes(
         here = rank - first
         groups["federated"] = create(tuple(offset + here for offset in topology.offsets[:-1]), "xffl_all_cells")
     # Parts of a mesh are meshes, too, and torch's caches may hold one of the same ranks of an earlier world.
-    suffix = fresh_suffix("DistributedWorld", device_type)
+    name_of = fresh_names("DistributedWorld", device_type)
 
     def mesh_of(axes: Sequence[str], ranks: tuple[int, ...]) -> DeviceMesh:
-        table = torch.tensor(ranks, device="cpu").view([dims.size(axis) for axis in axes])
-        names = tuple(f"{axis}{suffix}" for axis in axes)
+        table = torch.tensor(ranks, dtype=torch.int64, device="cpu").view([dims.size(axis) for axis in axes])
+        names = tuple(map(name_of, axes))
         return DeviceMesh.from_group([groups[axis] for axis in axes], device_type, mesh=table, mesh_dim_names=names)
 
     world_mesh = mesh_of(AXES, topology.federation(topology.cell_of(rank)))
@@ -365,8 +396,8 @@ def make_cell_meshes(
     # FSDP's and tensor parallelism's axes are taken from the model's mesh, which counts last.
     by_name: dict[str, DeviceMesh] = {}
     for axes, parent in ((AXES, world_mesh), (MODEL_AXES, model_mesh)):
-        by_name |= {axis: parent[f"{axis}{suffix}"] for axis in axes}
+        by_name |= {axis: parent[name_of(axis)] for axis in axes}
     for name in ("dp", "dp_cp", "federated"):
         if name in groups:
-            by_name[name] = DeviceMesh.from_group(groups[name], device_type, mesh_dim_names=(f"{name}{suffix}",))
+            by_name[name] = DeviceMesh.from_group(groups[name], device_type, mesh_dim_names=(name_of(name),))
     return CellMeshes(mesh, dims, world_mesh, model_mesh, by_name, groups)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from math import prod
 from typing import Any, Literal
@@ -10,7 +10,14 @@ from typing import Any, Literal
 from xffl.checks import integer, integer_fields, number, one_of
 from xffl.errors import ConfigError
 
-__all__ = ["CommParameters", "DeviceParameters", "ElasticParameters", "FaultToleranceParameters", "MeshSizes"]
+__all__ = [
+    "CommParameters",
+    "DeviceParameters",
+    "ElasticParameters",
+    "FaultToleranceParameters",
+    "MeshSizes",
+    "Options",
+]
 
 AUTO: Literal["auto"] = "auto"  # as a size: what the others leave of the cell's ranks
 
@@ -36,6 +43,46 @@ _CHOICES = {
 }
 
 
+_ELSEWHERE = {
+    "dp_degree": "give dp_shard={value} for FSDP, or dp_replicate={value} for DDP",
+    "enable_fsdp": "FSDP is what dp_shard means: DeviceParameters.FSDP()",
+    "enable_ddp": "DDP is what dp_replicate means: DeviceParameters.DDP()",
+    "tp_degree": "give tp={value}",
+    "pp_degree": "give pp={value}",
+    "cp_degree": "give cp={value}",
+    "fsdp_limit_all_gathers": "FSDP2 always limits how many layers are gathered; leave it out",
+    "mixed_precision": "give param_dtype and reduce_dtype",
+}
+"""Options that the reference documents or other packages have, and what is written here in their place."""
+
+
+class Options:
+    """Options by name: one that is unknown is refused with what to write."""
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        """Make the object where all names are known."""
+        cls.check_names(options)
+        return super().__new__(cls)
+
+    @classmethod
+    def check_names(cls, options: Mapping[str, object], what: str | None = None) -> None:
+        """Raise where there is no option of a name.
+
+        :param options: Options by name.
+        :param what: What messages call them; by default the class.
+        :raises ConfigError: with the option to give instead, or the closest name.
+        """
+        known = [item.name for item in fields(cls)]  # type: ignore[arg-type]
+        what = cls.__name__ if what is None else what
+        for name, value in options.items():
+            if name in known:
+                continue
+            if (advice := _ELSEWHERE.get(name)) is None:
+                one_of(f"{what} option", name, known)
+            else:
+                raise ConfigError(f"{what} has no option {name!r}; {advice.format(value=value)}")
+
+
 @dataclass(frozen=True)
 class MeshSizes:
     """The mesh inside each cell, in numbers."""
@@ -49,7 +96,7 @@ class MeshSizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommParameters:
+class CommParameters(Options):
     """How long ranks wait for each other, in seconds.
 
     :param init_timeout_seconds: For all ranks to have joined.
@@ -65,7 +112,7 @@ class CommParameters:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FaultToleranceParameters:
+class FaultToleranceParameters(Options):
     """How a job trains as one of several replica groups that may be lost and come back.
 
     :param enable: Whether it is one of several; else the world is a plain one.
@@ -85,7 +132,7 @@ class FaultToleranceParameters:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ElasticParameters:
+class ElasticParameters(Options):
     """How a cell that is a job of its own makes rounds with others that may be lost, come back, or come late.
 
     :param lighthouse: Where the lighthouse listens, ``http://HOST:PORT``, or ``file:PATH`` with a file that names it.
@@ -110,7 +157,7 @@ class ElasticParameters:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceParameters:
+class DeviceParameters(Options):
     """How the ranks of a cell share the work on one model; checked before any process group exists.
 
     :param pp: Stages of a pipeline.

@@ -24,7 +24,6 @@ from xffl.cluster.environment import (
     accept_cells,
     complete_federation,
     detect_environment,
-    elastic_cell,
     parse_lighthouse,
     read_over_files,
     required_cells,
@@ -65,7 +64,7 @@ __all__ = [
     "cleanup_distributed_process_group",
     "session",
     "setup_distributed_process_group",
-    "take_elastic_cell",
+    "take_cell",
 ]
 
 _check_seconds = partial(number, "timeout_s", above=0, below=1e9, hint="give seconds, such as 600")
@@ -153,6 +152,7 @@ def session(
     try:
         if lone_cell is not None:
             _take_cell(state, lone_cell, parameters)
+            state.activity.watch_steps()
         yield state
     except BaseException as error:
         note_failure(error)  # before the others lose this rank, so that it counts as the first to fail
@@ -229,6 +229,8 @@ def setup_distributed_process_group(
     try:
         state = _describe(place, request)
         _compare_runtimes(state)
+        if state.topology.cells > 1:
+            state.activity.watch_steps()
         return state
     except BaseException as error:
         note_failure(error)  # before the others lose this rank, so that it counts as the first to fail
@@ -254,9 +256,11 @@ def cleanup_distributed_process_group(
     """Leave the process group and release what the state made; its set-ups are gone afterwards.
 
     Collective over the world with ``synchronize``: the ranks wait for each other first, and for rounds under way, since
-    a process that ends while something still talks to it may abort. After an exception give ``synchronize=False``: a
-    round under way is stopped within two seconds, and a world of several ranks over NCCL, which could not be left
-    without the others, lasts as long as the process.
+    a process that ends while something still talks to it may abort. Rank 0 then says in a line where optimizers have
+    made steps in a federation and there was no round, and where a :class:`~xffl.FederatedScaling` was never entered.
+
+    After an exception give ``synchronize=False``: a round under way is stopped within two seconds, and a world of
+    several ranks over NCCL, which could not be left without the others, lasts as long as the process.
 
     :param state: The state that the set-up returned.
     :param del_obj: Objects to let go of before, such as a model that holds GPU memory; a list is emptied.
@@ -283,8 +287,10 @@ def cleanup_distributed_process_group(
                     "ended or does something else, see their output"
                 ) from broken
             is_together = True
+            state.activity.end(_lesson_of(state))
     finally:
         if not is_together:
+            state.activity.drop()
             stop_threads()
         # The groups go with the world, whose store may be gone with rank 0 already. NCCL would wait for what is under
         # way, and so for ranks that may wait for this one: what it holds goes with the process.
@@ -292,6 +298,25 @@ def cleanup_distributed_process_group(
         if destroys and dist.is_initialized():
             dist.destroy_process_group()
         state._rollback_all(destroys=destroys)
+
+
+def _lesson_of(state: DistributedState) -> str | None:
+    """Return the line for a session that has trained without a round; ``None`` where none was expected of this rank."""
+    made = "although optimizers have made steps"
+    own = "has trained a model of its own"
+    remedy = "put the training loop into a block of xffl.FederatedScaling, or call xffl.Aggregator(...).aggregate()"
+    if state.rank != 0:
+        return None
+    if state.topology.cells > 1:
+        return f"xffl: the session of {state.topology.cells} cells ends without a round, {made}: each {own}; {remedy}"
+    if state.elastic is not None:
+        return f"xffl: the session of an elastic cell ends without a round, {made}: this cell {own}; {remedy}"
+    if state.lone_cell is not None and (export := read_over_files().export) is not None:
+        return (
+            f"xffl: the session of a cell ends without an export to {export}, {made}; put the training loop into a "
+            "block of xffl.FederatedScaling, or call xffl.aggregation.exports.export_cell"
+        )
+    return None
 
 
 def _meet(place: ProcessEnvironment, timeout_s: float, *, is_own_address: bool) -> Store:
@@ -382,9 +407,9 @@ def _read_elastic(elastic: str | ElasticParameters | None, lone_cell: object) ->
     return ElasticParameters(lighthouse=parse_lighthouse(what, text), restarts=restarts_of())
 
 
-def take_elastic_cell(state: DistributedState) -> None:
-    """Let a world that was joined without a session be the cell of an elastic federation that its environment says."""
-    if (lone_cell := elastic_cell()) is not None:
+def take_cell(state: DistributedState) -> None:
+    """Let a world that was joined without a session be the cell of several jobs that its environment says."""
+    if (lone_cell := _read_cell(None, None)) is not None:
         _take_cell(state, lone_cell, _read_elastic(None, lone_cell))
 
 

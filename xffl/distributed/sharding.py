@@ -47,7 +47,9 @@ def spread_as(values: torch.Tensor, like: DTensor) -> DTensor:
     # DTensor.from_local copies what does not lie where the mesh computes, such as shards that FSDP keeps on the CPU.
     spread: Any = like.detach()
     names, made_of = spread.__tensor_flatten__()
-    parts = {name: getattr(spread, name) for name in names} | {"_local_tensor": values.detach()}
+    # A class of tensors may forget its data type in detach(), so only what needs it is detached.
+    local = values.detach() if values.requires_grad else values
+    parts = {name: getattr(spread, name) for name in names} | {"_local_tensor": local}
     made: DTensor = spread.__tensor_unflatten__(parts, made_of, like.shape, like.stride())
     return made
 
@@ -146,8 +148,8 @@ def _counts_here(gradient: torch.Tensor, dims: ParallelDims) -> bool:
         for name, placement in zip(names, gradient.placements, strict=True):
             if placement.is_replicate():
                 continue
-            stem = name.rstrip("0123456789").removesuffix("_")  # later meshes of a process have a number behind
-            axes = AXES_OF.get(stem) or AXES_OF_STATE.get(stem)
+            text = str(name)  # those of later meshes of a process equal no text
+            axes = AXES_OF.get(text) or AXES_OF_STATE.get(text)
             if axes is None:
                 raise ConfigError(f"a gradient is cut along {name!r}, no axis of the world; shard over world.get_mesh")
             cut.update(axes)
@@ -173,7 +175,7 @@ Plain = None | bool | int | float | str | list[Any] | dict[str, Any]
 """What JSON can hold."""
 
 # The only keys of a JSON object that stands for something that JSON does not have.
-TAGS = ("__tensor__", "__tuple__", "__pairs__", "__counter__", "__float__")
+TAGS = ("__tensor__", "__tuple__", "__pairs__", "__counter__", "__float__", "__dtype__")
 
 
 def to_plain(value: Any, path: str, tensors: dict[str, torch.Tensor] | None = None) -> Plain:
@@ -185,6 +187,8 @@ def to_plain(value: Any, path: str, tensors: dict[str, torch.Tensor] | None = No
     if isinstance(value, Real):
         number = float(value)
         return number if math.isfinite(number) else {"__float__": repr(number)}
+    if isinstance(value, torch.dtype):
+        return {"__dtype__": str(value).removeprefix("torch.")}
     if isinstance(value, torch.Tensor):
         if tensors is None:
             raise ConfigError(f"{path} is a tensor, but values are plain Python values; give tensors as a part")
@@ -222,12 +226,21 @@ def from_plain(plain: Plain, tensors: Mapping[str, torch.Tensor]) -> Any:
             return tensors[content]
         if tag == "__float__":
             return float(content)
+        if tag == "__dtype__":
+            return _dtype_of(content)
         if tag == "__tuple__":
             return tuple(from_plain(item, tensors) for item in content)
         if tag in ("__pairs__", "__counter__"):
             pairs = {from_plain(key, tensors): from_plain(item, tensors) for key, item in content}
             return Counter(pairs) if tag == "__counter__" else pairs
     return {key: from_plain(item, tensors) for key, item in plain.items()}
+
+
+def _dtype_of(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no data type of torch")
+    return dtype
 
 
 def tensors_named(plain: Plain) -> Iterator[str]:

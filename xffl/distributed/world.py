@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import numbers
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,7 +32,7 @@ from xffl.distributed.session import (
     find_sizes,
     set_up_cells,
     setup_distributed_process_group,
-    take_elastic_cell,
+    take_cell,
     waits_when_destroyed,
 )
 from xffl.distributed.sharding import local_tensor, total_norm
@@ -119,7 +120,7 @@ class DistributedWorld:
         self._state, self._device = state, None
         try:
             if self._is_joined_here:
-                take_elastic_cell(state)
+                take_cell(state)
             mesh = self._mesh_of(state)
             self._meshes = make_cell_meshes(self._create, mesh, state.topology, state.federation, self.device.type)
         except BaseException as error:
@@ -285,7 +286,7 @@ class DistributedWorld:
             one_of("axis", axis, (*AXES, *JOINED, "federated"))
         if not axes:
             return seed
-        cell = self.state.topology.cell_of(self.rank) if self.lone_cell is None else self.lone_cell
+        cell = self.state.cell if self.lone_cell is None else self.lone_cell
         place = [(axis, cell if axis == "federated" else self.dims.rank(axis)) for axis in sorted(axes)]
         digest = hashlib.blake2b(repr((seed, place)).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") >> 1
@@ -313,7 +314,8 @@ class DistributedWorld:
     def world_mesh(self) -> DeviceMesh:
         """The mesh ``pp, cp, dp_replicate, dp_shard, tp`` over this rank's cell, since cells may have different sizes.
 
-        From the second world of a process on, the names of its dimensions end in a number.
+        Take its parts by :meth:`get_mesh`: torch's own ``world_mesh["tp"]`` knows the names of a process's first world
+        only. The names look the same in every world, but torch must not take two meshes of the same ranks for one.
         """
         return self._made.world_mesh
 
@@ -357,18 +359,20 @@ class DistributedWorld:
 
     # Collectives ------------------------------------------------------------------------------------------------------
 
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", mesh: str = "world") -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor | float, op: str = "sum", mesh: str = "world") -> torch.Tensor:
         """Combine a tensor of each rank, element by element.
 
         Collective over the ranks of the mesh; each sends and receives about twice the tensor's bytes.
 
-        :param tensor: This rank's values, of the same shape and data type on all ranks; left as it is.
+        :param tensor: This rank's values, of the same shape and data type on all ranks; left as it is. A number of
+            Python's is taken as a tensor of 64 bits without dimensions, on this rank's device.
         :param op: ``sum``, ``mean``, ``max`` or ``min``.
         :param mesh: ``world`` (all ranks, across the slow link), ``cell``, or a name that :meth:`get_mesh` knows.
         :return: The same values on all of them.
         :raises ConfigError: if the operation, the mesh or the tensor is invalid.
         """
         one_of("op", op, OPERATIONS)
+        tensor = self._to_tensor(float(tensor) if op == "mean" and isinstance(tensor, int) else tensor)
         if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
             raise ConfigError(f"a {tensor.dtype} tensor has no mean; give a floating-point one")
         group = self.get_group(mesh)
@@ -377,18 +381,19 @@ class DistributedWorld:
         result = result.to(tensor.device)
         return result.div_(group.size()) if op == "mean" else result
 
-    def all_gather(self, tensor: torch.Tensor, mesh: str = "world") -> torch.Tensor:
+    def all_gather(self, tensor: torch.Tensor | float, mesh: str = "world") -> torch.Tensor:
         """Return a tensor of each rank of the mesh, stacked to the shape ``(ranks, *tensor.shape)``.
 
         Collective over the mesh, as :meth:`all_reduce`; each rank receives the tensors of all others.
         """
         group = self.get_group(mesh)
+        tensor = self._to_tensor(tensor)
         values = _copy_to_move(tensor, group)
         gathered = [torch.empty_like(values) for _ in range(group.size())]
         dist.all_gather(gathered, values, group=group)
         return torch.stack(gathered).to(tensor.device)
 
-    def broadcast(self, tensor: torch.Tensor, src: int = 0, mesh: str = "world") -> torch.Tensor:
+    def broadcast(self, tensor: torch.Tensor | float, src: int = 0, mesh: str = "world") -> torch.Tensor:
         """Give a tensor of one rank to the others.
 
         Collective over the ranks of the mesh.
@@ -402,6 +407,7 @@ class DistributedWorld:
         group = self.get_group(mesh)
         if not 0 <= src < group.size():
             raise ConfigError(f"src {src} is outside mesh {mesh!r} of {group.size()} ranks; count along the mesh")
+        tensor = self._to_tensor(tensor)
         result = _copy_to_move(tensor, group)
         dist.broadcast(result, group=group, group_src=src)
         return result.to(tensor.device)
@@ -529,6 +535,18 @@ class DistributedWorld:
         return CPUOffloadPolicy(pin_memory=self.device.type == "cuda")  # a machine without GPUs has no pinned memory
 
     # Internals --------------------------------------------------------------------------------------------------------
+
+    def _to_tensor(self, value: object) -> torch.Tensor:
+        """Return a tensor as it is, and a number of Python's or numpy's as one of 64 bits on this rank's device."""
+        if isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, numbers.Integral):
+            return torch.tensor(int(value), dtype=torch.int64, device=self.device)
+        if isinstance(value, numbers.Real):
+            return torch.tensor(float(value), dtype=torch.float64, device=self.device)
+        raise ConfigError(
+            f"collectives take a tensor or a number, got a {type(value).__name__}; give torch.tensor(...)"
+        )
 
     def _mesh_of(self, state: DistributedState) -> MeshSizes:
         """Fit the device parameters to a state, which is set up by them where it is not yet."""

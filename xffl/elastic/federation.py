@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import logging
+import os
 import secrets
 import socket
 import sys
@@ -19,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from xffl.checks import write_whole
 from xffl.cluster.environment import PROOF_KEY, bind_address, prove_token, resolve_lighthouse, run_token
 from xffl.cluster.hosts import Runtime, group_by_runtime
 from xffl.cluster.launch.failure import lives_of_run
@@ -36,9 +36,12 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.elastic.lighthouse import Lighthouse, Meeting
 from xffl.elastic.roster import CellRecord, Epoch, Standing, cells_text, check_alike, form_epoch
 from xffl.errors import ConfigError, LaunchError, RoundError, StateError
+from xffl.files import read_sealed_json, remove_file, write_sealed_json
 from xffl.topology import Topology
 
 __all__ = ["ElasticFederation", "MeetingLeft", "RoundEnd"]
+
+LOG = logging.getLogger(__name__)
 
 SLICE_S = 10.0
 """How often the leader tells the ranks of its cell that it still waits, so that none of them runs out of time."""
@@ -360,7 +363,7 @@ class ElasticFederation:
         A rank that took the round knows that all ranks had said yes; of one that had not said yes all know that nobody
         took it. Where all are in doubt the next meeting tells.
         """
-        ends = torch.tensor([end, -end], device=control_device())
+        ends = torch.tensor([end, -end], dtype=torch.int64, device=control_device())
         dist.all_reduce(ends, op=dist.ReduceOp.MAX)
         most, least = RoundEnd(int(ends[0])), RoundEnd(-int(ends[1]))
         if most is RoundEnd.TAKEN:
@@ -421,10 +424,14 @@ class ElasticFederation:
         if self._lighthouse is None:
             return
         self._vote = file
-        with suppress(OSError, ValueError, KeyError, TypeError):  # without a vote the others are waited for
-            told = json.loads(file.read_text())
-            file.unlink()
+        if not os.path.lexists(file):
+            return
+        try:
+            told = read_sealed_json(file)
+            remove_file(file)
             self._inherited = str(told["lineage"]), tuple(map(str, told["lives"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:  # without a vote the others are waited for
+            LOG.warning("%s cannot be used (%s): this cell votes for itself alone", file, error)
 
     def _leave_vote(self) -> None:
         """Write this life's vote, and those that it has inherited and not used, for the next life of its cell."""
@@ -435,7 +442,7 @@ class ElasticFederation:
         if not lives:
             return
         with suppress(OSError):  # then the others wait for who may hold a later model
-            write_whole(self._vote, json.dumps({"lineage": version.lineage, "lives": lives}) + "\n")
+            write_sealed_json(self._vote, {"lineage": version.lineage, "lives": lives})
 
 
 def _knock(place: str) -> OSError | None:

@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 
 from xffl.cluster.environment import resolve_lighthouse
 from xffl.cluster.network import limit_silence, open_sockets
-from xffl.elastic.roster import CellRecord
+from xffl.elastic.roster import Attendance, CellRecord
 from xffl.errors import ConfigError, LaunchError
 from xffl.extras import optional_import
 
@@ -89,8 +89,7 @@ class Lighthouse:
         self._heart: ManagerServer | None = None
         self._answers: queue.SimpleQueue[Quorum | Exception] | None = None
         self._witness: socket.socket | None = None
-        self._met = 0
-        """The number of the last meeting."""
+        self._attendance = Attendance()
         self._witnessed: set[int] = set()
         """When the meetings were that the lighthouse has formed since the witness is connected to it."""
         if place.startswith("file:"):
@@ -137,7 +136,7 @@ class Lighthouse:
                 created = answer.created.seconds * 10**9 + answer.created.nanos
                 if _is_open(self._witness):
                     self._witnessed.add(created)
-                self._met = answer.quorum_id
+                self._attendance.note(answer.quorum_id, created)
                 return Meeting(tuple(records), created, answer.quorum_id, tuple(unread), tuple(unproven))
             self._client, self._trouble = None, _text(answer)  # it may have been started again
             time.sleep(AGAIN_S)
@@ -199,7 +198,13 @@ class Lighthouse:
                         connect = timedelta(seconds=CONNECT_S)
                         self._client = self._torchft.LighthouseClient(addr=self._url, connect_timeout=connect)
                     client = self._client
-                    told = replace(record, same_lighthouse=self._is_same(record), met=self._met).to_plain()
+                    self._attendance.forget_before(record.version.created)
+                    told = replace(
+                        record,
+                        same_lighthouse=self._is_same(record),
+                        met=self._attendance.last_number,
+                        has_met_all=self._attendance.covers(record.version, record.doubt),
+                    ).to_plain()
                     self._asked_at = self._url
                     self._limit_silence()
                 answers.put(

@@ -33,7 +33,17 @@ from xffl.cluster.hosts import Runtime, format_refusal
 from xffl.costs import EXCHANGE_FORMAT
 from xffl.errors import ConfigError
 
-__all__ = ["CellRecord", "Epoch", "Standing", "Version", "cells_text", "check_alike", "form_epoch", "least_cells"]
+__all__ = [
+    "Attendance",
+    "CellRecord",
+    "Epoch",
+    "Standing",
+    "Version",
+    "cells_text",
+    "check_alike",
+    "form_epoch",
+    "least_cells",
+]
 
 
 @dataclass(frozen=True)
@@ -76,6 +86,7 @@ class CellRecord:
     looks: int = 0  # how often it has asked since its last round and found somebody missing
     same_lighthouse: bool = False  # the lighthouse is the one that formed the epoch of its version, and of its doubt
     met: int = 0  # the number of the last meeting that it was in, where it is the same lighthouse
+    has_met_all: bool = False  # it was in every meeting from that of its version, and of its doubt, to ``met``
     living: tuple[str, ...] | None = None  # all lives that have entered an epoch and not ended; None: nobody knows
     told: str = ""  # what its user has for the others, as JSON: a text, since numbers may lose bits on the way
     total_weight: float = 0.0  # of all cells, in all rounds that led to its version
@@ -320,9 +331,14 @@ def _refusal(epoch: Epoch, least: int | None, number: int) -> str:
     here = [life for life in voters if life in epoch.votes]
     # Of two halves the one with the lowest cell goes on; of two cells each, or the loss of one would end the run.
     is_half = 2 * len(here) == len(voters) and (known == 2 or (bool(here) and here[0] == voters[0]))
-    # Nor have they where one of the last round has been in all meetings since: one without it has a number of its own.
+    # Nor have they where a cell of the last round has been in every meeting since. A meeting without that cell has a
+    # number of its own, so the cell sees a gap; having seen one, it can never make this claim for that version again.
     has_seen_all = any(
-        member.life in here and member.version == epoch.base and member.same_lighthouse and number - member.met <= 1
+        member.life in here
+        and member.version == epoch.base
+        and member.same_lighthouse
+        and member.has_met_all
+        and number - member.met <= 1
         for member in epoch.members
     )
     if 2 * len(here) > len(voters) or is_half or (has_seen_all and not epoch.missing):
@@ -333,6 +349,35 @@ def _refusal(epoch: Epoch, least: int | None, number: int) -> str:
 def cells_text(cells: Sequence[int]) -> str:
     """Name cells by their numbers."""
     return f"cell{'s' if len(cells) != 1 else ''} {', '.join(map(str, cells))}"
+
+
+class Attendance:
+    """The meetings of one lighthouse that this cell was in, back to the last one that it missed.
+
+    A meeting has the number of the one before it where the same lives met, else the next number. So a number that is
+    left out is a meeting without this cell, in which others may have made a round.
+    """
+
+    def __init__(self) -> None:
+        self.last_number = 0
+        """The number of the last meeting that this cell was in."""
+        self._created: set[int] = set()
+        """When the meetings since the last gap were formed."""
+
+    def note(self, number: int, created: int) -> None:
+        """Note a meeting that this cell was in, whether or not these cells may make a round."""
+        if not 0 <= number - self.last_number <= 1:  # lower: another lighthouse counts anew
+            self._created.clear()
+        self.last_number = number
+        self._created.add(created)
+
+    def covers(self, *versions: Version | None) -> bool:
+        """Tell whether this cell has missed no meeting since the ones whose rounds made these versions."""
+        return {version.created for version in versions if version is not None} <= self._created
+
+    def forget_before(self, created: int) -> None:
+        """Forget the meetings that were formed before a time: nothing will be asked about them."""
+        self._created = {one for one in self._created if one >= created}
 
 
 @dataclass

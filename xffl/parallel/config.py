@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from xffl.checks import integer, integer_fields, number, one_of
 from xffl.cluster.cells import read_federation
-from xffl.distributed.parameters import CommParameters, DeviceParameters
+from xffl.distributed.parameters import CommParameters, DeviceParameters, Options
 from xffl.errors import ConfigError
 
 __all__ = ["DDPConfig", "DistributedConfig", "StrategyConfig", "TrainingConfig", "read_config"]
@@ -166,6 +166,8 @@ def _read(kind: type[T], source: object, where: str, *, is_strict: bool) -> T:
     assert is_dataclass(kind)
     names = [f.name for f in fields(kind)]
     if isinstance(source, Mapping):
+        if is_strict and issubclass(kind, Options):
+            kind.check_names(source, where)
         for name in source if is_strict else ():
             one_of(f"{where} option", name, names)
         values = {name: source[name] for name in names if name in source}

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from xffl.distributed.consistency import run_on_all_ranks
+from xffl.distributed.gradients import mark_reduced
 from xffl.distributed.parameters import AXES, DeviceParameters
 from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, StateError
@@ -171,6 +172,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         engine = zero_model.make_engine(optimizer, self.ds_config, self.world)
         masters = None if self._stage == 0 else Masters(engine, zero_model.module, self.world.get_mesh("dp_shard"))
         mark(zero_model.module, masters)
+        mark_reduced(zero_model.module, self.world.get_group("cell"), by="DeepSpeed")
         return super().wrap_optimizer(zero_model, _engine_optimizer(zero_model, optimizer))
 
     def train_context(self) -> AbstractContextManager[None]:
@@ -198,10 +200,10 @@ class DeepSpeedStrategy(DistributedStrategy):
             return nn.utils.clip_grad_norm_(engine.module.parameters(), max_norm)
         zero.clip_grad = min(max_norm, self.config.training.max_grad_norm or max_norm)
         if self._stage < 3:
-            norm = torch.as_tensor(zero.scaled_global_norm(), device=self.device).float()
+            norm = torch.as_tensor(zero.scaled_global_norm(), dtype=torch.float32, device=self.device)
             norm = norm.where(norm >= 0, torch.inf)  # DeepSpeed returns -1 where it is not finite
         else:
-            squares = torch.zeros((), device=self.device)
+            squares = torch.zeros((), dtype=torch.float32, device=self.device)
             for group in zero.get_fp32_grad_partitions().values():
                 for part in group.values():
                     squares += part.to(self.device).square().sum()
@@ -427,7 +429,7 @@ def _engine_optimizer(model: ZeroModel, inner: torch.optim.Optimizer) -> torch.o
     kind = type(inner)
     subclass: Any = type(f"Engine{kind.__name__}", (EngineOptimizer, kind), {})
     optimizer: EngineOptimizer = subclass.__new__(subclass)
-    torch.optim.Optimizer.__init__(optimizer, [torch.zeros(1)], dict(inner.defaults))
+    torch.optim.Optimizer.__init__(optimizer, [torch.zeros(1, dtype=torch.float32)], dict(inner.defaults))
     optimizer._model, optimizer._inner = model, inner
     optimizer.look_up()
     return optimizer

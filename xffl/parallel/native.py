@@ -128,7 +128,7 @@ class NativeStrategy(DistributedStrategy):
         """Scale the gradients of the whole model down to a norm; collective over the cell."""
         parameters = sharded_parameters(model).values()
         if self._scale is not None and self._scale.unscale(parameters):
-            return torch.full((), torch.inf, device=self.device)
+            return torch.full((), torch.inf, dtype=torch.float32, device=self.device)
         return self.world.clip_grad_norm(parameters, max_norm)
 
     def step(self, *optimizers: torch.optim.Optimizer) -> bool:

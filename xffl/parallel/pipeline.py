@@ -255,7 +255,7 @@ class PipelineModel(nn.Module):
 
     def _mean_loss(self) -> torch.Tensor:
         """Broadcast the last stage's mean loss."""
-        mean = torch.zeros((), device=self._device)
+        mean = torch.zeros((), dtype=torch.float32, device=self._device)
         if self.stage == self.stages - 1:
             whole = [loss.full_tensor() if isinstance(loss, DTensor) else loss for loss in self._losses]
             mean = torch.stack(whole).float().mean()

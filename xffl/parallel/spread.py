@@ -367,7 +367,7 @@ def _replicate(
         for _, tensor in named_tensors(model):
             if tensor.is_contiguous():
                 # Dimensions of size 1 may have any stride, but DDP refuses to copy between tensors of other strides.
-                tensor.as_strided_(tensor.shape, torch.empty(tensor.shape, device="meta").stride())
+                tensor.as_strided_(tensor.shape, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").stride())
     if world is not None and world.pp_enabled:
         group: dist.ProcessGroup | None = world.get_group("dp_replicate")
     else:
@@ -438,6 +438,9 @@ def materialize(
     Module by module every rank makes whole tensors on the CPU, initializes them, and keeps its part, so the largest
     module is all that is ever whole; a module that initializes its children, too (torch's attention), is whole with
     them. The weights are those of the unsharded model where modules are made in the order of ``model.modules()``.
+
+    What ``init_weights`` leaves without values begins as its module's ``reset_parameters`` makes it, before
+    ``init_weights`` is called for that module once more: as it would be in a model that was built with values.
     """
     # A pipeline's stage gives the modules of the whole model: those it does not hold are initialized, too, and dropped,
     # so that random numbers are those of the whole model.
@@ -468,15 +471,44 @@ def materialize(
             covered = [module] if is_alone else [*module.modules()]
             if id(module) in inside or not any(_tensors_of(part) for part in covered):
                 continue
+            if init_weights is not None:
+                try:
+                    with _whole_tensors(name, covered, keep):
+                        init_weights(module)
+                        if _reset_of(module) is not None and any(map(_is_empty, _values_of(module))):
+                            raise _LeftOut  # only now is it known; the children may have to be whole, too
+                except _LeftOut:
+                    covered = [*module.modules()]
+                else:
+                    inside.update(map(id, covered))
+                    continue
             inside.update(map(id, covered))
             with _whole_tensors(name, covered, keep):
-                if init_weights is not None:
-                    init_weights(module)
-                else:
-                    parts: list[nn.Module] = []
-                    module.apply(parts.append)  # each before the module that holds it
-                    for reset in filter(None, map(_reset_of, dict.fromkeys(parts))):
-                        reset()
+                _reset(module)
+                for part in covered if init_weights is not None else ():
+                    if _tensors_of(part):
+                        init_weights(part)
+
+
+class _LeftOut(Exception):
+    """An initializer has left tensors of a module without values."""
+
+
+def _reset(module: nn.Module) -> None:
+    """Initialize a module and all in it by their own ``reset_parameters``."""
+    parts: list[nn.Module] = []
+    module.apply(parts.append)  # each before the module that holds it
+    for reset in filter(None, map(_reset_of, dict.fromkeys(parts))):
+        reset()
+
+
+def _values_of(module: nn.Module) -> list[torch.Tensor]:
+    return [tensor for _, _, tensor in _tensors_of(module)]
+
+
+def _is_empty(values: torch.Tensor) -> bool:
+    """Tell whether a tensor was left without some of its values."""
+    return bool(values.is_floating_point() and values.isnan().any())
 
 
 @contextmanager
@@ -498,10 +530,11 @@ def _whole_tensors(
         for _, holder, leaf, tensor in own:
             holder[leaf] = tensor
     for (module, _, leaf, tensor), values in zip(own, initialized, strict=True):
-        if values is None or (values.is_floating_point() and values.isnan().any()):
+        if values is None or _is_empty(values):
             raise ConfigError(
                 f"tensor {leaf!r} of module {name or 'model'!r} ({type(module).__name__}) was left without values; "
-                "initialize all of it in reset_parameters, or in init_weights"
+                "initialize all of it in reset_parameters, or in init_weights, or build the model with values and not "
+                "on the meta device (in a trainer: setup.meta_device=False)"
             )
         keep(module, tensor, values.detach())
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence
 
+from xffl.checkpoint.format import find_record
 from xffl.checkpoint.load import load_checkpoint
 from xffl.checkpoint.save import save_checkpoint
 from xffl.checks import one_of
@@ -375,7 +376,8 @@ class DistributedStrategy(ABC):
 
         :param path: Folder of the checkpoint.
         :param model: What :meth:`wrap_model` returned, or several by name. ``None`` for the only model that it was
-            called with, together with what :meth:`wrap_optimizer` returned for it, if it was called.
+            called with, together with its optimizer: what :meth:`wrap_optimizer` returned for it, or else, where the
+            checkpoint has an optimizer's state, the only optimizer of torch that holds parameters of it.
         :param optimizer: Its optimizer, or several by name.
         :param others: As in :meth:`save_checkpoint`.
         :param own: As in :meth:`save_checkpoint`.
@@ -389,7 +391,7 @@ class DistributedStrategy(ABC):
         :raises CheckpointError: if it cannot be read or does not fit; on all ranks.
         """
         if model is None:
-            model, optimizer = self._only_model(optimizer)
+            model, optimizer = self._only_model(optimizer, Path(path))
         parts = self._all_parts(model, optimizer, others)
         return load_checkpoint(path, parts, self.state, own=own, reset=reset, local=local)
 
@@ -398,7 +400,7 @@ class DistributedStrategy(ABC):
         for name, part in self._all_parts(model, optimizer, others).items():
             self.world.register(name, part)
 
-    def _only_model(self, optimizer: Optimizers) -> tuple[nn.Module, Optimizers]:
+    def _only_model(self, optimizer: Optimizers, path: Path) -> tuple[nn.Module, Optimizers]:
         """Return the only model that was wrapped, and its optimizer where none is given; collective over the world."""
         with run_on_all_ranks("models to load a checkpoint into") as share:
             gc.collect()  # a model that was dropped stays in the dictionary until its reference cycles are collected
@@ -411,8 +413,19 @@ class DistributedStrategy(ABC):
                     f"the strategy has wrapped several {what}; give load_checkpoint(path, model, optimizer), or "
                     "mappings of them by the names that were saved"
                 )
-            share([len(optimizers) for _, optimizers in wrapped])
-        model, optimizers = wrapped[0]
+            model, known = wrapped[0]
+            optimizers = [*known]
+            if optimizer is None and not optimizers:
+                record = find_record(path)  # a checkpoint that cannot be read is refused when it is loaded
+                has_one = record is not None and "optimizer" in record.parts
+                optimizers = find_optimizers(model) if has_one else []
+            if optimizer is None and len(optimizers) > 1:
+                kinds = ", ".join(sorted(type(one).__name__ for one in optimizers))
+                raise ConfigError(
+                    f"several optimizers hold parameters of the model ({kinds}); give load_checkpoint(path, model, "
+                    "optimizer)"
+                )
+            share([len(wrapped), len(optimizers)])
         return model, next(iter(optimizers), None) if optimizer is None else optimizer
 
     def _all_parts(self, model: Models, optimizer: Optimizers, others: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -459,6 +472,18 @@ class Accumulator:
                 "step was called in the middle of a window, whose gradients are not synchronized; call it where "
                 "is_accumulating_gradients is False, and close() a generator of micro_batches that is left early"
             )
+
+
+def find_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of this process that hold parameters of a model, looked for among all objects; local."""
+    held = set(map(id, model.parameters()))
+    # By the type: isinstance() would ask objects that stand for others, which may load what they stand for.
+    found = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
+    return [
+        one
+        for one in found
+        if any(id(parameter) in held for group in getattr(one, "param_groups", ()) for parameter in group["params"])
+    ]
 
 
 def to_device(batch: T, device: torch.device) -> T:

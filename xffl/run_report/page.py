@@ -13,9 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from xffl.checks import group, write_whole
+from xffl.checks import group
 from xffl.errors import ConfigError
 from xffl.extras import optional_import
+from xffl.files import write_whole
 from xffl.planning.figures import PALETTE, save, topology_figure
 from xffl.planning.partition import partition_figure
 from xffl.planning.text import describe_world

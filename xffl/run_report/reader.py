@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from xffl.checks import flattened, shorten
 from xffl.errors import ConfigError, TopologyError
+from xffl.planning.text import counted
 from xffl.topology import Topology
 
 if TYPE_CHECKING:
@@ -59,7 +60,10 @@ class Series(NamedTuple):
 
 @dataclass(frozen=True)
 class Metrics:
-    """A file of metrics: series by name, and the largest step, epoch (from 0) and number of samples."""
+    """A file of metrics: series by name, the largest step and epoch (from 0), and the number of samples.
+
+    A cell that has come into a run again, after the run had gone on with fewer cells, has counted its samples anew.
+    """
 
     series: dict[str, Series]
     step: int
@@ -169,6 +173,13 @@ class Run:
     def cell_metrics(self) -> dict[int, Metrics]:
         """The metrics of single cells, in their order."""
         return {cell: metrics for cell, metrics in sorted(self.metrics.items()) if cell != FEDERATION}
+
+    @property
+    def gone_cells(self) -> tuple[int, ...]:
+        """Cells that have records and are no more, since the run has gone on with fewer cells."""
+        if self.topology is None or self.is_elastic or self.parts:
+            return ()
+        return tuple(cell for cell in self.cell_metrics if cell >= self.topology.cells)
 
     @cached_property
     def series(self) -> dict[str, dict[int, Series]]:
@@ -281,12 +292,16 @@ def read_metrics(path: Path, notes: list[str]) -> Metrics | None:
     """Read ``metrics/cell_0.jsonl`` or another of its form; ``None`` without a record."""
     times, steps = array("d"), array("d")
     columns: dict[str, tuple[array[int], array[float]]] = {}
-    epoch = samples = 0
+    epoch = samples = samples_before = 0
     for record in _records(path, ("time", "step", "values"), notes):
         row = len(times)
         times.append(record["time"])
         steps.append(record["step"])
-        epoch, samples = max(epoch, _integer(record.get("epoch"))), max(samples, _integer(record.get("samples")))
+        epoch = max(epoch, _integer(record.get("epoch")))
+        seen = _integer(record.get("samples"))
+        if seen < samples:
+            samples_before += samples
+        samples = seen
         for name, value in record["values"].items():
             # Nearly all values are floats: these take the short way.
             number = value if type(value) is float else _number(value)
@@ -303,7 +318,15 @@ def read_metrics(path: Path, notes: list[str]) -> Metrics | None:
         index = np.frombuffer(rows, dtype=np.int64)
         series[name] = Series(where[index], when[index], np.frombuffer(numbers))
     pause = float(np.diff(when).max()) if len(when) > 1 else 0.0
-    return Metrics(series, int(where.max()), epoch, samples, float(when.min()), float(when.max()), pause)
+    return Metrics(
+        series=series,
+        step=int(where.max()),
+        epoch=epoch,
+        samples=samples_before + samples,
+        first_time=float(when.min()),
+        last_time=float(when.max()),
+        longest_pause=pause,
+    )
 
 
 def read_rounds(path: Path, notes: list[str]) -> list[RoundRecord]:
@@ -522,6 +545,11 @@ def _missing(run: Run) -> list[str]:
     cells = 0 if run.topology is None or not run.metrics else run.topology.cells
     if absent := [str(cell) for cell in range(cells) if cell not in run.metrics]:
         notes.append(f"no metrics of cell {', '.join(absent[:20])}{', ...' if len(absent) > 20 else ''}")
+    for cell in run.gone_cells:
+        here = "fewer" if run.topology is None else counted(run.topology.cells, "cell")
+        notes.append(
+            f"cell {cell} is no more: the run has gone on with {here}; its records end at step {run.metrics[cell].step}"
+        )
     for name in ("topology.json", "partition.json", "config.yaml", "origins.json", "environment.json"):
         content = run.configuration if name == "config.yaml" else getattr(run, name.removesuffix(".json"))
         if not content and not any(name in note for note in run.notes):

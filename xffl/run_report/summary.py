@@ -7,7 +7,8 @@ import math
 import re
 import shlex
 import statistics
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -230,22 +231,23 @@ def summary_rows(run: Run) -> list[tuple[str, str]]:
     """
     metrics, records = run.cell_metrics, [record for of_cell in run.rounds.values() for record in of_cell]
     samples = sum(one.samples for one in metrics.values())
+    living = {cell: one for cell, one in metrics.items() if cell not in run.gone_cells}
     rows = [
         ("ranks and cells", _federation_text(run)),
-        ("steps", _by_cell_text({cell: one.step for cell, one in metrics.items()})),
-        ("epoch, from 0", _by_cell_text({cell: one.epoch for cell, one in metrics.items()})),
+        ("steps", _by_cell_text({cell: one.step for cell, one in living.items()})),
+        ("epoch, from 0", _by_cell_text({cell: one.epoch for cell, one in living.items()})),
         ("samples, all cells", number_text(samples) if metrics else "–"),
         ("time", "–" if run.seconds is None else seconds_text(run.seconds)),
     ]
     for name in sort_names(run.series):
         if is_better_high(name) is not None and name.startswith(("train/", "val/", "test/")):
-            rows.append((f"last {name}", _last_text(name, run.series[name])))
+            rows.append((f"last {name}", _last_text(name, _of_living(run, run.series[name]))))
     if rounds := len({record.number for record in records if not record.is_skipped}):
         # Every cell records the same rounds.
         dropped = sum({record.number: len(record.dropped) for record in records}.values())
-        exposed = math.fsum(record.exposed for record in records) / len(run.rounds)
-        behind = math.fsum(record.seconds - record.exposed for record in records) / len(run.rounds)
-        hidden = math.fsum(record.hidden for record in records) / len(run.rounds)
+        exposed = _mean_over_cells(run, lambda record: record.exposed)
+        behind = _mean_over_cells(run, lambda record: record.seconds - record.exposed)
+        hidden = _mean_over_cells(run, lambda record: record.hidden)
         share = f" ({100 * exposed / run.seconds:.1f} % of the time)" if run.seconds else ""
         rows += [
             ("rounds", f"{rounds:,}{f', {dropped} times a cell was left out' if dropped else ''}"),
@@ -264,6 +266,20 @@ def summary_rows(run: Run) -> list[tuple[str, str]]:
     final = ", with final" if finals == max(1, len(run.parts)) else f", {finals} of them final" if finals else ""
     latest = f"; latest {run.latest}" if run.latest else ""
     return [*rows, ("checkpoints", f"{len(run.checkpoints)}{final}{latest}" if run.checkpoints else "none")]
+
+
+def _of_living(run: Run, by_cell: dict[int, Series]) -> dict[int, Series]:
+    """Leave out cells that are no more, unless there are no others."""
+    return {cell: series for cell, series in by_cell.items() if cell not in run.gone_cells} or by_cell
+
+
+def _mean_over_cells(run: Run, value: Callable[[RoundRecord], float]) -> float:
+    """Return the sum of a value over all rounds, of each the mean over the cells that there were in it."""
+    has_all = len({len(records) for records in run.rounds.values()}) == 1
+    if has_all or run.history is not None:
+        return math.fsum(value(record) for records in run.rounds.values() for record in records) / len(run.rounds)
+    recorded = Counter(record.number for records in run.rounds.values() for record in records)
+    return math.fsum(value(one) / recorded[one.number] for records in run.rounds.values() for one in records)
 
 
 def slowest_text(run: Run) -> str:
@@ -285,7 +301,7 @@ def _rate_rows(run: Run) -> list[tuple[str, str]]:
     for name, by_cell in run.series.items():
         shown = name.partition("/")[2].replace("_", " ")
         if name.startswith("throughput/"):
-            own = [series for cell, series in by_cell.items() if cell != FEDERATION]
+            own = [series for cell, series in _of_living(run, by_cell).items() if cell != FEDERATION]
             if medians := [float(np.median(values)) for values in _finite(own or by_cell.values())]:
                 is_additive = "samples" in name or "tokens" in name
                 rate = math.fsum(medians) if is_additive else statistics.fmean(medians)

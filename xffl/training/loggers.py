@@ -9,12 +9,14 @@ from __future__ import annotations
 import csv
 import io
 import json
+import logging
 import math
 import os
 import re
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +24,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from xffl.checks import write_whole
+from xffl.checks import shorten
 from xffl.errors import ConfigError
 from xffl.extras import optional_import
+from xffl.files import make_folders, naming_errors, read_bytes, read_text, write_whole, written_whole
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -44,8 +47,14 @@ __all__ = [
     "tiled",
 ]
 
+LOG = logging.getLogger(__name__)
+
 HEADER = "time,step,epoch,samples,name,value"
 """The first line of a CSV file."""
+CSV_BEGIN = re.compile(rb"[^,]*,\d+,\d+,\d+,")
+"""How a line of a CSV file begins that begins a record"""
+ESCAPED = {ord("\n"): "\\n", ord("\r"): "\\r"}
+"""How line breaks in a name are written into a CSV file"""
 NAMES = {math.inf: "Infinity", -math.inf: "-Infinity"}
 PARAMETERS_AT_ONCE, LONGEST_PARAMETER = 100, 6000
 """What MLflow takes."""
@@ -131,21 +140,28 @@ class LineFile:
     def lines(self) -> int:
         """Whole lines of the file, the header among them."""
         if self._handle is None:
-            return self.path.read_bytes().count(b"\n") if self.path.exists() else 0
+            return read_bytes(self.path).count(b"\n") if self.path.exists() else 0
         return self._lines
 
     def append(self, lines: str) -> None:
         """Write lines: text that ends in a line break."""
         if self._handle is None:
-            if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
+            if self.path.exists() and not read_bytes(self.path).endswith(b"\n"):
                 cut_lines(self.path, lambda index, line: True)
             self._lines = self.lines
             self._handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             if self._header and not self._lines:
                 lines = f"{self._header}\n{lines}"
+        before = os.fstat(self._handle).st_size
         left = memoryview(lines.encode())
-        while left:
-            left = left[os.write(self._handle, left) :]
+        try:
+            with naming_errors(self.path):
+                while left:
+                    left = left[os.write(self._handle, left) :]
+        except OSError:
+            with suppress(OSError):  # the next line must not be put behind half of this one
+                os.ftruncate(self._handle, before)
+            raise
         self._lines += lines.count("\n")
 
     def close(self) -> None:
@@ -155,29 +171,56 @@ class LineFile:
             self._handle = None
 
 
-def cut_lines(path: Path, is_kept: Callable[[int, str], bool]) -> None:
+def cut_lines(path: Path, is_kept: Callable[[int, str], bool], *, drops_torn: bool = False) -> None:
     """Leave the lines of a file out that shall go, and a last one that is not whole; local.
 
-    ``is_kept`` is called with a line's number, from 0, and the line without its end. The new file is written aside and
-    takes the name in the end, so that a kill leaves the old one or the new one.
+    ``is_kept`` is called with a record's line number, from 0, and the record without its last line break: a line, or of
+    a CSV file several lines where a field in quotes has line breaks. The new file is written aside and takes the name
+    in the end, so that a kill leaves the old one or the new one. A line that is no record, such as a power cut leaves
+    in the middle of a file, is an error; with ``drops_torn`` it goes, and a warning says so.
     """
     if not path.exists():
         return
-    before = path.read_bytes()
+    before = read_bytes(path)
     lines = before.split(b"\n")[:-1]  # behind the last line break there is nothing, or half a line
-    lines_kept = []
-    for index, line in enumerate(lines):
+    records = _csv_records(lines) if path.suffix == ".csv" else list(enumerate(lines))
+    records_kept = []
+    torn = []
+    for index, record in records:
         try:
-            if is_kept(index, line.decode()):
-                lines_kept.append(line + b"\n")
+            if is_kept(index, record.decode()):
+                records_kept.append(record + b"\n")
         except (ValueError, LookupError, TypeError) as error:
-            raise ConfigError(
-                f"{path}, line {index + 1} is not a record: {error}; remove that line, or give another "
-                "experiment.output_dir"
-            ) from error
-    after = b"".join(lines_kept)
+            torn.append(index + 1)
+            if not drops_torn:
+                raise ConfigError(
+                    f"{path}, line {index + 1} is not a record: {error}; remove that line, or give another "
+                    "experiment.output_dir"
+                ) from error
+    if torn:
+        LOG.warning("%s: %s no record and left out", path, _lines_text(torn))
+    after = b"".join(records_kept)
     if after != before:
-        write_whole(path, after.decode())
+        with written_whole(path) as file:
+            file.write(after)
+
+
+def _csv_records(lines: Sequence[bytes]) -> list[tuple[int, bytes]]:
+    """Put lines together that are one record, since a field in quotes has line breaks."""
+    records: list[tuple[int, bytes]] = []
+    for index, line in enumerate(lines):
+        is_open = bool(records) and records[-1][1].count(b'"') % 2 == 1
+        # A record that was torn inside of quotes ends where the next one begins.
+        if is_open and not CSV_BEGIN.match(line):
+            first, before = records[-1]
+            records[-1] = first, before + b"\n" + line
+        else:
+            records.append((index, line))
+    return records
+
+
+def _lines_text(numbers: Sequence[int]) -> str:
+    return f"line {numbers[0]} is" if len(numbers) == 1 else f"lines {shorten(numbers, 5)} are"
 
 
 def plain_values(value: Any) -> Any:
@@ -223,13 +266,14 @@ class JSONLinesLogger(FileLogger):
         """Write a PNG file named by the step; all else than letters, digits, dots and dashes becomes an underscore."""
         with optional_import("report", "log_image needs Pillow, a part of matplotlib's installation"):
             from PIL import Image
-        self._images.mkdir(parents=True, exist_ok=True)
+        make_folders(self._images)
         file = self._images / f"{re.sub(r'[^A-Za-z0-9.-]', '_', name)}_{step}.png"
-        Image.fromarray(tiled(images)).save(file)
+        with naming_errors(file):
+            Image.fromarray(tiled(images)).save(file)
 
     def log_text(self, name: str, text: str, *, step: int) -> None:
         """Write one line."""
-        self._texts.path.parent.mkdir(exist_ok=True)
+        make_folders(self._texts.path.parent)
         self._texts.append(json.dumps({"time": time.time(), "step": step, "name": name, "text": text}) + "\n")
 
 
@@ -244,12 +288,18 @@ class CSVLogger(FileLogger):
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         for name, value in values.items():
-            writer.writerow((time_s, step, epoch, samples, name, str(plain_values(value))))
+            shown = name.translate(ESCAPED)  # a line is a record for whoever reads the file line by line
+            writer.writerow((time_s, step, epoch, samples, shown, str(plain_values(value))))
         if values:
             self.files[0].append(text.getvalue())
 
 
 # Others ---------------------------------------------------------------------------------------------------------------
+
+
+def _read_id(file: Path) -> str:
+    """Return the id of a run that a file holds; empty without one, and where a kill has left an empty file."""
+    return read_text(file).strip() if file.exists() else ""
 
 
 class MLflowLogger(Logger):
@@ -269,11 +319,11 @@ class MLflowLogger(Logger):
             from mlflow.tracking import MlflowClient
         self._metric, self._parameter = Metric, Param
         home = (folder / "mlflow").absolute()
-        home.mkdir(exist_ok=True)
+        make_folders(home)
         self._client = MlflowClient(tracking_uri=uri or f"sqlite:///{home / scope}.db")
         file = home / f"{scope}.id"
-        if file.exists():
-            self._id = file.read_text(encoding="utf-8")
+        if known_id := _read_id(file):
+            self._id = known_id
             return
         title = experiment or name
         try:
@@ -284,7 +334,7 @@ class MLflowLogger(Logger):
                 raise
             number = known.experiment_id
         self._id = self._client.create_run(number, run_name=f"{name}-{scope}").info.run_id
-        file.write_text(self._id, encoding="utf-8")
+        write_whole(file, self._id)
 
     def log(self, values: Mapping[str, float], *, step: int, epoch: int, samples: int, time_s: float) -> None:
         """Log a metric for each value; names keep to the characters that MLflow has."""
@@ -384,15 +434,15 @@ class WandBLogger(Logger):
             import wandb
         self._image = wandb.Image
         home = folder / "wandb"
-        home.mkdir(exist_ok=True)
+        make_folders(home)
         file = home / f"{scope}.id"
-        if not file.exists():
-            file.write_text(uuid.uuid4().hex[:16], encoding="utf-8")
+        if not _read_id(file):
+            write_whole(file, uuid.uuid4().hex[:16])
         self._run = wandb.init(
             project=project,
             entity=entity,
             dir=str(folder),
-            id=file.read_text(encoding="utf-8"),
+            id=_read_id(file),
             name=f"{name}-{scope}",
             group=name,
             tags=list(tags),

@@ -28,7 +28,7 @@ from xffl.distributed.sharding import bytes_of, from_bytes
 from xffl.errors import ConfigError
 from xffl.extras import optional_import
 from xffl.topology import Topology
-from xffl.training.data.sampler import place_along
+from xffl.training.data.place import place_along
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -146,7 +146,7 @@ class WeightedSums:
         vector = torch.tensor(numbers + weights, dtype=torch.float64, device=self._device)
         tensors = {place: one for place, one in enumerate(sums) if isinstance(one, torch.Tensor)}
         if tensors:
-            places = torch.tensor(list(tensors), device=self._device)
+            places = torch.tensor(list(tensors), dtype=torch.int64, device=self._device)
             vector[places] = torch.stack(list(tensors.values()))
         return vector
 
@@ -438,7 +438,7 @@ def _joined(part: Metric, counted: list[dict[str, list[torch.Tensor]]]) -> _Stat
     for attribute, kept in list(part.metric_state.items()):
         every = [tensor.to(part.device) for states in counted for tensor in states[attribute]]
         # A list asks once, however many tensors each rank has; one that is empty everywhere asks for nothing.
-        asks = torch.empty(0) if isinstance(kept, list) else every[0]
+        asks = torch.empty(0, dtype=torch.float32) if isinstance(kept, list) else every[0]
         setattr(part, attribute, [asks][: len(every)] if isinstance(kept, list) else asks)
         answers[id(asks)] = every
 

@@ -22,14 +22,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from xffl.checkpoint.manager import CheckpointManager
 from xffl.cluster.launch.failure import ExitCode, note_failure
-from xffl.distributed.consistency import barrier, check_consistent, gather_objects, run_on_all_ranks
+from xffl.distributed.consistency import barrier, check_consistent, clone_store, gather_objects, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.elastic.federation import MeetingLeft
-from xffl.errors import LaunchError, StateError
+from xffl.errors import StateError
 from xffl.training.callbacks.checkpoint import CheckpointCallback
 from xffl.training.callbacks.progress import ProgressCallback, ending_line, name_of
 from xffl.training.mixins.state import StateMixin
@@ -269,28 +269,6 @@ class StopConsensus:
         return StopPoint(reason, steps, rounds)
 
 
-def _clone_store() -> Store:
-    """Return a second connection to the store of the world: no other thread's calls wait for those over it."""
-    world = dist.group.WORLD if dist.is_initialized() else None
-    if world is None:
-        return HashStore()
-    store = world.get_group_store()
-    try:
-        clone: Store = store.clone()  # type: ignore[attr-defined]
-        return clone
-    except RuntimeError as lost:
-        # A store written in Python (the fake one, or a user's) has no clone, and no connection that a call would keep
-        # busy. Torch says so by this text alone.
-        if "pure virtual function" in str(lost):
-            LOG.debug("the store of the world cannot be cloned: signals share it with everything else")
-            return store
-        # Over the one connection, the thread's calls would have the main thread's wait for them.
-        raise LaunchError(
-            f"no second connection to the store of the world could be opened ({lost}); see that rank 0 can be reached, "
-            "or leave signals alone with preempt_signals: []"
-        ) from lost
-
-
 # What a loop calls ----------------------------------------------------------------------------------------------------
 
 
@@ -436,7 +414,8 @@ class Preemption:
         self._own_inbox.__enter__()
         try:
             with run_on_all_ranks("connections of a preemption"):
-                connection = _clone_store()
+                # Over the one connection, the thread's calls would have the main thread's wait for them.
+                connection = clone_store("leave signals alone with preempt_signals: []")
                 # All ranks count before one of them does so again.
                 number = int(connection.add("xffl_preemption", 1) - 1) // topology.world_size
                 store = PrefixStore(f"xffl_preemption_{number}", connection)

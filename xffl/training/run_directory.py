@@ -17,14 +17,13 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
+import csv
+import io
 import json
 import logging
 import os
-import socket
+import re
 import sys
-import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,15 +38,18 @@ import torch
 import torch.distributed as dist
 
 from xffl import __version__
-from xffl.checkpoint.manager import check_checkpoints
-from xffl.checks import flattened, write_whole
+from xffl.checkpoint.damage import check_damage
+from xffl.checkpoint.manager import FOLDER, check_checkpoints, find_latest_checkpoint
+from xffl.checks import flattened
 from xffl.cluster.hosts import describe_host
 from xffl.costs import EXCHANGE_FORMAT
 from xffl.distributed.consistency import gather_objects, gather_runtimes, holders_text, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError, XfflError
+from xffl.files import make_folders, read_text, write_whole
 from xffl.training.config.settings import load_text, to_plain, write_yaml
-from xffl.training.loggers import cut_lines
+from xffl.training.loggers import HEADER, cut_lines
+from xffl.training.run_lock import run_lock
 
 __all__ = ["RunDirectory", "flattened", "on_all_ranks", "plain_config", "rank_log", "run_lock"]
 
@@ -56,14 +58,9 @@ LOG = logging.getLogger(__name__)
 FOLDERS = ("metrics", "rounds", "logs", "traces", "checkpoints", "pictures")
 RECORDS = ("metrics", "rounds", "texts")
 """Folders whose files grow line by line, and are cut on resume."""
+OWN_RECORDS = re.compile(r"(cell_\d+|federation)\.(jsonl|csv)")
+"""Files of records that xffl writes; others a logger of one's own may have written"""
 DEFAULT_ORIGIN = "default"
-
-LOCK_WAIT_S = 10.0
-"""How long a job that has just been told to end may still hold the folder."""
-LOCK_POLL_S = 0.1
-HELD = (errno.EACCES, errno.EAGAIN)
-UNKNOWN = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""What file systems without locks answer."""
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 PACKAGES = (
@@ -120,8 +117,9 @@ class RunDirectory:
                 if folder.rank == 0:
                     if folder.path.exists() and not folder.path.is_dir():
                         raise ConfigError(f"experiment.output_dir {folder.path} is not a folder; give another one")
-                    folder.path.mkdir(parents=True, exist_ok=True)
+                    make_folders(folder.path)
                     folder._held.enter_context(run_lock(folder.path))
+                    check_damage(folder.path / FOLDER, lambda: find_latest_checkpoint(folder.path))
                     if is_resumed or may_restart:
                         check_checkpoints(folder.path)
                     folder._check_free(write_yaml(plain), is_resumed, may_restart)
@@ -190,7 +188,8 @@ class RunDirectory:
             for file in sorted((self.path / kind).glob("[!.]*.*")):
                 if file.stem == self.scope or (self.rank == 0 and file.stem not in others):
                     name = f"{kind}/{file.name}"
-                    cut_lines(file, _keeper(file, step, None if lines is None else lines.get(name)))
+                    keeper = _keeper(file, step, None if lines is None else lines.get(name))
+                    cut_lines(file, keeper, drops_torn=OWN_RECORDS.fullmatch(file.name) is not None)
 
     # What rank 0 does -------------------------------------------------------------------------------------------------
 
@@ -204,7 +203,7 @@ class RunDirectory:
         if is_resumed or not records:
             return
         config = self.path / "config.yaml"
-        if may_restart and config.exists() and config.read_text(encoding="utf-8") == text:
+        if may_restart and config.exists() and _reads_as(config, text):
             for file in records:
                 file.unlink()
             return
@@ -217,16 +216,16 @@ class RunDirectory:
     def _prepare(self) -> str:
         """Make the folders, and a file that the others look for."""
         for name in FOLDERS:
-            (self.path / name).mkdir(parents=True, exist_ok=True)
+            make_folders(self.path / name)
         token = uuid.uuid4().hex
-        self._token.write_text(token, encoding="utf-8")
+        write_whole(self._token, token)
         return token
 
     def _check_visible(self, token: str) -> None:
         """Raise if this rank does not see what rank 0 has made."""
         try:
-            seen = self._token.read_text(encoding="utf-8")
-        except OSError:
+            seen = read_text(self._token)
+        except (OSError, ValueError):
             seen = ""
         if seen != token:
             raise ConfigError(
@@ -237,7 +236,7 @@ class RunDirectory:
     def _changes(self) -> list[str]:
         """Tell what the run is asked for now and was not asked for when it was started before."""
         try:
-            saved = load_text((self.path / "config.yaml").read_text(encoding="utf-8"))
+            saved = load_text(read_text(self.path / "config.yaml"))
         except (OSError, ValueError):  # of a run that was killed before it was written
             return []
         before, now = flattened(saved or {}), flattened(self._about[0])
@@ -283,14 +282,26 @@ def plain_config(config: Any) -> dict[str, Any]:
 def _keeper(file: Path, step: int | None, most: int | None) -> Callable[[int, str], bool]:
     """Return which lines of a file of records stay."""
     is_csv = file.suffix == ".csv"
+    fields = HEADER.count(",") + 1 if OWN_RECORDS.fullmatch(file.name) else None
 
     def is_kept(place: int, line: str) -> bool:
         if is_csv and place == 0:
             return True
-        at = int(line.split(",", 2)[1] if is_csv else json.loads(line)["step"])
+        at = _step_of_row(line, fields) if is_csv else int(json.loads(line)["step"])
         return step is not None and at <= step and (most is None or place < most)
 
     return is_kept
+
+
+def _step_of_row(line: str, fields: int | None) -> int:
+    """Return the step of a record of a CSV file, which must have so many fields."""
+    try:
+        row = next(csv.reader(io.StringIO(line, newline="")), [])
+    except csv.Error as error:  # Python 3.10 reads no zero bytes
+        raise ValueError(str(error)) from error
+    if fields is not None and len(row) != fields:
+        raise ValueError(f"it has {len(row)} fields in place of {fields}")
+    return int(row[1])
 
 
 def on_all_ranks(what: str) -> AbstractContextManager[Callable[[object], None]]:
@@ -299,13 +310,21 @@ def on_all_ranks(what: str) -> AbstractContextManager[Callable[[object], None]]:
     return run_on_all_ranks(what, convert=lambda error: ConfigError(wrong.format(error)), kinds=(OSError,))
 
 
+def _reads_as(path: Path, text: str) -> bool:
+    """Tell whether a file holds a text."""
+    try:
+        return read_text(path) == text
+    except (OSError, ValueError):
+        return False
+
+
 def _write_json(path: Path, value: Any) -> None:
     write_whole(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_text(path))
     except (OSError, ValueError):  # of a run that was killed before it was written
         return None
     return value if isinstance(value, dict) else None
@@ -352,46 +371,6 @@ def _describe_place(state: DistributedState) -> dict[str, Any]:
 
 
 # Who writes -----------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def run_lock(folder: Path) -> Iterator[None]:
-    """Hold the lock on a run's folder, or raise where another process still holds it after some seconds; local.
-
-    A record lock: hosts that share the file system see it, processes that make batches do not inherit it, and it goes
-    with its process. Where a file system has no locks, nothing is locked.
-    """
-    with (folder / ".lock").open("a+", encoding="utf-8") as file:
-        try:
-            _lock(file, time.monotonic() + LOCK_WAIT_S)
-        except OSError as error:
-            if error.errno in HELD:
-                file.seek(0)
-                raise ConfigError(
-                    f"experiment.output_dir {folder} is in use by {file.read().strip() or 'another job'}; wait until "
-                    "that has ended, or give another experiment.output_dir"
-                ) from error
-            if error.errno not in UNKNOWN:
-                raise
-            LOG.info("%s has no locks: nothing keeps another job out", folder)
-        else:
-            file.truncate(0)
-            job = f", SLURM job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
-            file.write(f"process {os.getpid()} on {socket.gethostname()}{job}\n")
-            file.flush()
-        yield
-
-
-def _lock(file: TextIO, deadline: float) -> None:
-    """Lock a file, or raise what kept it from that, until the deadline only where another process holds it."""
-    while True:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except OSError as error:
-            if error.errno not in HELD or time.monotonic() > deadline:
-                raise
-        time.sleep(LOCK_POLL_S)
 
 
 @contextmanager

@@ -121,6 +121,8 @@ class BaseTrainer(PreemptionMixin, LoggerMixin):
         """Why training stops before its last epoch, where it does"""
         self._reports: list[RoundReport] = []
         self._is_in_batch = self._has_backward = self._has_stepped = False
+        self._samples_before = 0
+        """Samples of this cell that its loader has not counted"""
 
     # What a trainer says ----------------------------------------------------------------------------------------------
 
@@ -373,6 +375,12 @@ class BaseTrainer(PreemptionMixin, LoggerMixin):
             self.callbacks.post_train_epoch(self)
         return is_whole
 
+    def on_resumed(self) -> None:
+        """Count samples on from where they stand, whatever the loader has counted in another layout."""
+        loader = self.train_dataloader
+        self._samples_before = self.samples - loader.samples_seen if isinstance(loader, Loader) else 0
+        super().on_resumed()
+
     def _note_place(self) -> None:
         """Note where the next step begins, where it may be lost with another replica group."""
         if self.world.ft_manager is not None:
@@ -400,7 +408,10 @@ class BaseTrainer(PreemptionMixin, LoggerMixin):
         self.local_batches += 1
         loader = self.train_dataloader
         # That other ranks have as many is all that is known of a loader that does not say.
-        self.samples = loader.samples_seen if isinstance(loader, Loader) else self.samples + count * self.world.dp_size
+        if isinstance(loader, Loader):
+            self.samples = self._samples_before + loader.samples_seen
+        else:
+            self.samples += count * self.world.dp_size
         self._is_in_batch = False
         if not self.is_accumulating_gradients and not self.strategy.is_step_lost:
             self.global_step += 1
@@ -411,10 +422,16 @@ class BaseTrainer(PreemptionMixin, LoggerMixin):
         """Do what a training step has left to the trainer."""
         if not self._has_backward:
             loss = find_loss(output)
-            if loss is None or not loss.requires_grad:
+            if loss is not None and not loss.requires_grad:
                 raise StateError(
-                    f"{type(self).__name__}.training_step has neither called backward nor returned a loss with a "
-                    "gradient; do one of them"
+                    f"the loss that {type(self).__name__}.training_step returned has no gradient; return the loss of "
+                    "this rank's own batch: world.all_reduce, detach and item give copies without one. Gradients are "
+                    "averaged over the cell in any case, and log_scalar averages what it is given"
+                )
+            if loss is None:
+                raise StateError(
+                    f"{type(self).__name__}.training_step has neither called backward nor returned a loss; do one of "
+                    "them"
                 )
             self.backward(loss)
             if not self.is_accumulating_gradients and not self._has_stepped:

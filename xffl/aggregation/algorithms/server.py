@@ -72,7 +72,7 @@ class ServerOptimizer:
             raise ConfigError(f"server must be a name, a mapping, a class or a function, got {self.factory!r}")
         if self.device is not None:
             try:
-                torch.empty(0, device=self.device)
+                torch.empty(0, dtype=torch.float32, device=self.device)
             except (AssertionError, RuntimeError, TypeError) as wrong:  # torch asserts that it was built for a device
                 reason = " ".join(str(wrong).split())
                 raise ConfigError(
@@ -304,7 +304,7 @@ class Adaptive(Optimizer):
     def _step_tensor(self, tensor: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[tensor]
         if not state:
-            state["step"] = torch.tensor(0.0)
+            state["step"] = torch.tensor(0.0, dtype=torch.float32)
             state["m"] = torch.zeros_like(tensor)
             state["v"] = torch.full_like(tensor, group["initial"])
         m, v = state["m"], state["v"]

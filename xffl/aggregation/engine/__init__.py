@@ -1,10 +1,11 @@
 """One round between cells, in the order in which data passes through the files.
 
 - ``tensors``: the model's tensors by name, their policies, and what each rank holds of them.
+- ``coverage``: whether the ranks of a cell train one model: who reduces each parameter's gradient, over which ranks.
 - ``plan``: who owns which elements in each cell; groups of equal owners, cut into buckets; form and depth of each.
 - ``groups``: the process groups of a round, and the messages on them: values, and each rank's status in a vote.
 - ``buffers``: views of the model bucket by bucket, staging buffers, pools of buffers.
-- ``finite``: the look for values that are not finite.
+- ``first_round``: what is compared once: replicas inside each cell, and cells that hold the same in spite of training.
 - ``exchange``: the walk over all buckets: check, swap, combine, broadcast, write; its docstring has the timeline.
 - ``pairwise_swap``: the same for two cells that swap whole buckets, of which each takes the mean when it writes it.
 - ``cell``: what the ranks of a cell exchange: the result, on their GPUs where NCCL works inside the cell.

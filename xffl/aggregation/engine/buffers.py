@@ -110,7 +110,7 @@ class Layout:
         if is_same and _places(self._moving) == self._found:
             return
         views = [
-            torch.empty(0) if entry is None else entry.elements(axis)
+            torch.empty(0, dtype=torch.float32) if entry is None else entry.elements(axis)
             for entry, axis in zip(self._entries, self._axis, strict=True)
         ]
         for entry, view, held in zip(self._entries, views, self._held, strict=True):

@@ -158,6 +158,8 @@ class PreparedRound:
     run: RoundRun | None
     error: XfflError | None = None
     source: int | None = None  # see RoundInput
+    # called on all ranks with everybody's status; may communicate over the round's ranks, and raise on all alike
+    inspect: Callable[[Sequence[RoundStatus]], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -435,6 +437,9 @@ class RoundCoordinator:
         if any(other.is_failed for other in statuses):
             with self._exchange_reasons():
                 check_consistent(f"opening of round {status.round}", "", error=error, group=self._group)
+        if prepared.inspect is not None:
+            with self._exchange_reasons():
+                prepared.inspect(statuses)
         return statuses
 
     def _gather_status(self, status: RoundStatus, profile: RoundProfile, within_s: float) -> list[RoundStatus]:

@@ -152,7 +152,8 @@ def _mask(model: GlobalModel, state: Mapping[str, Any], tables: list[Mapping[str
                     f"the state holds {values.numel()} elements of tensor {name!r} and places for {sizes.get(name)}"
                 )
     try:
-        return model.place_owned({name: torch.ones(size) for name, size in sizes.items()}, state["owned"], None)
+        everything = {name: torch.ones(size, dtype=torch.float32) for name, size in sizes.items()}
+        return model.place_owned(everything, state["owned"], None)
     except (KeyError, RuntimeError) as wrong:
         raise CheckpointError(
             f"the state's parts of tensors are those of another model or cut ({wrong}); resume with the same"

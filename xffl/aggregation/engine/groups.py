@@ -339,6 +339,9 @@ class RoundStatus(NamedTuple):
     squares_fit_fp32: bool = False  # differences between its values and others like them stay in fp32
     phase: VotePhase = VotePhase.PREPARE
     merge: MergeMode = MergeMode.REPLACE
+    held: int = 0  # see first_round.ValueDigest, in a first round
+    shared: int = 0
+    is_trained: bool = False
 
     @property
     def merge_text(self) -> str:
@@ -347,9 +350,9 @@ class RoundStatus(NamedTuple):
 
 
 # The bytes do not depend on the machine; the padding leaves room for more fields at the same price.
-_FIELDS = "<3q6d8?2B"
+_FIELDS = "<3q6d8?2B2q?"
 PACKED = struct.Struct(f"{_FIELDS}{STATUS_BYTES - struct.calcsize(_FIELDS)}x")
-"""A status as bytes: three integers, six numbers, eight flags, two enums."""
+"""A status as bytes: three integers, six numbers, eight flags, two enums, two integers, a flag."""
 
 
 def all_gather_status(
@@ -395,10 +398,8 @@ def all_gather_status(
     _swap(dict.fromkeys(children, table), {}, group)
     if device.type == "cuda":
         Progress(device, within_s).drain()
-    return [
-        RoundStatus._make([*fields, VotePhase(phase), MergeMode(merge)])
-        for *fields, phase, merge in PACKED.iter_unpack(table.cpu().numpy().tobytes())
-    ]
+    packed = map(RoundStatus._make, PACKED.iter_unpack(table.cpu().numpy().tobytes()))
+    return [one._replace(phase=VotePhase(one.phase), merge=MergeMode(one.merge)) for one in packed]
 
 
 def _swap(send: Mapping[int, torch.Tensor], receive: Mapping[int, torch.Tensor], group: Group | None) -> None:

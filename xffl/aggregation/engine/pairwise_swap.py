@@ -82,7 +82,8 @@ class PairwiseSwap:
                     moves = [(stages[tick], peer)] if receives else []
                     arriving.append(start_moves(moves, [], groups[tick % len(groups)], TAG))
         if round_groups.is_cross_world:
-            mine, theirs = torch.tensor([not self._finite_check.report().squares_fit_fp32]), torch.tensor([False])
+            mine = torch.tensor([not self._finite_check.report().squares_fit_fp32], dtype=torch.bool)
+            theirs = torch.tensor([False], dtype=torch.bool)
             for work in start_moves([(theirs, peer)], [(mine, peer)], groups[0], TAG):
                 work.wait()
             if mine | theirs:

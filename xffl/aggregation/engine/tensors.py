@@ -237,7 +237,8 @@ def check_tensor(name: str, policy: str, tensor: torch.Tensor) -> None:
 
 # Instead of an axis: every rank of the cell holds the whole tensor; or the shards' parts are not those of one cut along
 # one axis, or not all shards hold one.
-REPLICATED, BY_PARTS = -1, -2
+REPLICATED = -1
+BY_PARTS = -2
 
 
 def canonical_axis(entry: TensorInfo, axes: Sequence[int]) -> int:
@@ -330,6 +331,7 @@ class ReplicaTensors:
     parts: tuple[tuple[Part, ...], ...]  # for each of these its parts, where it is held by parts
     names: tuple[str, ...]  # the names of all
     is_used: tuple[bool, ...]  # which patterns have matched on some shard
+    shards: Mapping[str, tuple[int, ...]]  # by the name of each tensor the shards that hold it, or a part of it
     text: str  # all of this; ranks that may average with each other have the same
 
     @property
@@ -398,7 +400,15 @@ def gather_replica_tensors(rank_tensors: RankTensors, group: dist.ProcessGroup) 
         parts.append(tuple(part for part in by_key.values() if part.numel))
         lines.append(f"{info}{_text(axis, by_key)}")
     is_used = tuple(map(any, zip(*(one.is_used for one in gathered), strict=True)))
-    return ReplicaTensors(tuple(moving), tuple(axes), tuple(parts), tuple(by_name), is_used, "\n".join(lines))
+    return ReplicaTensors(
+        moving=tuple(moving),
+        axes=tuple(axes),
+        parts=tuple(parts),
+        names=tuple(by_name),
+        is_used=is_used,
+        shards={name: tuple(by_shard) for name, by_shard in by_name.items()},
+        text="\n".join(lines),
+    )
 
 
 def _common(name: str, by_shard: dict[int, TensorInfo]) -> TensorInfo:
@@ -496,6 +506,7 @@ class Manifest:
                 raise ConfigError(
                     f"two tensors are called {one.name!r} without the wrappers {sorted(WRAPPERS)}; rename one"
                 )
+        self.model = model
         self._roots = (model,) if extra is None else (model, extra)
         self._places = self._of_roots(_places)
         self._module_names = self._look_up_names()

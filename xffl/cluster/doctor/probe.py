@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import xffl
-from xffl.checks import write_whole
 from xffl.cluster.cells import Federation
 from xffl.cluster.doctor.lines import Line, Message, Program
 from xffl.cluster.environment import PROOF_KEY
@@ -37,6 +36,7 @@ from xffl.cluster.network import Interface, connection_error, list_interfaces
 from xffl.cluster.slurm.allocation import own_host
 from xffl.costs import EXCHANGE_FORMAT
 from xffl.extras import install_command
+from xffl.files import write_whole
 
 __all__ = [
     "ERROR",

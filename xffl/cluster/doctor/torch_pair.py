@@ -102,7 +102,7 @@ def _all_reduce(timeout_s: float, pair: str, rank: int, address: str, port: int)
         store = PrefixStore(pair, connected.result(_left(deadline).total_seconds()))
         # Not by init_process_group: after one that failed, torch would look for the next partner under another name.
         group: Any = ProcessGroupGloo(store, rank, 2, _left(deadline))  # torch's stubs leave its methods out
-        values = torch.full((_ELEMENTS,), float(rank) + 1)
+        values = torch.full((_ELEMENTS,), float(rank) + 1, dtype=torch.float32)
         group.allreduce([values]).wait()
         if not bool((values == 3).all()):
             return {"error": "the sum is wrong"}

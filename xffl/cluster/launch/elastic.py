@@ -19,7 +19,6 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from xffl.checks import write_whole
 from xffl.cluster.environment import bind_address, read_address, restarts_of
 from xffl.cluster.hosts import node_address, reachable_address
 from xffl.cluster.launch.affinity import Share
@@ -31,6 +30,7 @@ from xffl.cluster.network import CELL_HEARTBEAT_TIMEOUT_S, CELL_JOIN_TIMEOUT_S, 
 from xffl.cluster.slurm.allocation import Host, own_host
 from xffl.errors import ConfigError, LaunchError
 from xffl.extras import optional_import
+from xffl.files import write_whole
 
 __all__ = ["CellJob", "SharedLighthouse", "launch_cells", "own_lighthouse", "step_variables"]
 

@@ -20,8 +20,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import IO
 
-from xffl.checks import write_whole
 from xffl.errors import XfflError
+from xffl.files import write_whole
 
 __all__ = [
     "CellLives",

@@ -18,6 +18,7 @@ from typing import Any
 
 from xffl.checks import integer_fields
 from xffl.errors import ConfigError, LaunchError
+from xffl.files import make_folders
 
 __all__ = [
     "Job",
@@ -323,8 +324,8 @@ def submit_job(script: str, job: Job, *, is_chained: bool = False) -> str:
 
     folder = Path(job.run_folder) / "slurm"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        Path(job.log).parent.mkdir(parents=True, exist_ok=True)
+        make_folders(folder)
+        make_folders(Path(job.log).parent)
         jobs = (folder / "jobs").open("a+", encoding="utf-8")
     except OSError as error:
         hint = "give another experiment.output_dir"

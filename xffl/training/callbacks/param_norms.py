@@ -339,8 +339,7 @@ class DriftCallback(_StepCallback):
                 "DriftCallback without copies needs rounds that measure norms; give federation.aggregator: "
                 "{norms: true}, or copies: true"
             )
-        topology, place = trainer.state.data_place
-        norm = report.update_norms[topology.cell_of(place)]
+        norm = report.update_norms[trainer.state.cell]
         return {"norm": norm, "relative": _ratio(norm, self._global_norm)}
 
     @torch.no_grad()

@@ -86,6 +86,8 @@ class _Run:
     loss: torch.Tensor | None = None
     tokens: int = 0
     sent: int = 0
+    first_round_at: int | None = None
+    """The step of the first round since the start, until it comes"""
     cells: str | None = None
     """Who took part in the last round of an elastic run"""
     doing: str | None = None
@@ -142,6 +144,7 @@ class ProgressCallback(Callback):
             seen=deque([(clock.read(), trainer.samples, 0)]),
             interval_s=self.every_s,
             next_s=now + self.every_s,
+            first_round_at=_first_round_of(trainer),
         )
         if self.is_live and console.is_terminal and not console.is_dumb_terminal and rank == 0:
             run.interval_s = 1.0 / REFRESHES_PER_S
@@ -164,6 +167,7 @@ class ProgressCallback(Callback):
         """Count what was sent."""
         if self._run is not None:
             self._run.sent += report.bytes_across
+            self._run.first_round_at = None
             if isinstance(report, ElasticRoundReport):
                 self._run.cells = "cells {} known, {} alive, {} averaged".format(*report.cell_counts)
             self._show(trainer)
@@ -254,7 +258,10 @@ class ProgressCallback(Callback):
         if federation is not None and federation.has_rounds:
             following = ""
             if isinstance(federation.every, int) and run.ending is None:
-                left = max(0, federation.every - trainer.steps_since_round)
+                left = federation.every - trainer.steps_since_round
+                if run.first_round_at is not None:
+                    left = run.first_round_at - step
+                left = max(0, left)
                 following = f", next in {left} step{'' if left == 1 else 's'}"
             facts += [f"round {trainer.rounds}{following}", *([run.cells] if run.cells else [])]
             facts.append(f"sent {decimal(run.sent)}")
@@ -292,7 +299,8 @@ def ending_line(
     for metric in metrics[:SHOWN_VALUES]:
         shown = {f"{values[metric]:.4g}": values[metric] for values in validations if metric in values}
         low, high = (pick(sorted(shown.items()), key=lambda item: item[1])[0] for pick in (min, max))
-        facts.append(f"{metric} {low}" if low == high else f"{metric} {low} to {high}")
+        shown_name = " ".join(metric.split())  # a line break would make two lines of the last one
+        facts.append(f"{shown_name} {low}" if low == high else f"{shown_name} {low} to {high}")
     if len(metrics) > SHOWN_VALUES:
         facts.append(f"{len(metrics) - SHOWN_VALUES} more values")
     if rounds is not None:
@@ -348,13 +356,41 @@ def _number(loss: torch.Tensor | None) -> float | None:
 
 
 def _steps_of(trainer: BaseTrainer) -> int | None:
-    """Return the optimizer steps of a run, where they are known before it ends; local."""
+    """Return the optimizer steps of a run, where they are known before it ends; local.
+
+    Those that were made count as they are: epochs had another length, if the run has gone on with other cells.
+    """
     if getattr(getattr(trainer.config, "federation", None), "max_samples", None) is not None:
         return None
     training = trainer.config.training
     batches = _length(trainer.train_dataloader)
-    steps = None if batches is None else training.epochs * -(-batches // training.gradient_accumulation)
+    steps = None
+    if batches is not None:
+        window = training.gradient_accumulation
+        later = max(0, training.epochs - trainer.current_epoch - 1)
+        steps = trainer.global_step + later * -(-batches // window)
+        if trainer.current_epoch < training.epochs:
+            steps += -(-_batches_left(trainer, batches) // window)
     return min((one for one in (steps, training.max_steps, trainer.last_step) if one is not None), default=None)
+
+
+def _first_round_of(trainer: BaseTrainer) -> int | None:
+    """Return the step of the next round; ``None`` without rounds. What came before may have been in other cells."""
+    scaling = trainer.find_rounds()
+    every = getattr(getattr(trainer.config, "federation", None), "every", None)
+    # Over files there are no steps until a round.
+    if scaling is None or not isinstance(every, int) or scaling.steps_left > every:
+        return None
+    return trainer.global_step + scaling.steps_left
+
+
+def _batches_left(trainer: BaseTrainer, batches: int) -> int:
+    """Return the batches of the current epoch that are still to come; all where the loader does not know its place."""
+    loader = trainer.train_dataloader
+    epoch = getattr(loader, "epoch", trainer.current_epoch)
+    if epoch > trainer.current_epoch:
+        return 0
+    return batches - (int(getattr(loader, "position", 0)) if epoch == trainer.current_epoch else 0)
 
 
 def _length(loader: Any) -> int | None:

@@ -1,8 +1,9 @@
 """Loaders: each rank's batches of its cell's samples, resumable to the sample, on torch's ``DataLoader``.
 
 :class:`CellLoader` is for training, :class:`ValidationLoader` counts every sample once, :func:`adopt_loader` converts a
-plain ``DataLoader``; :mod:`xffl.training.data.streams` is for data without an index. Nothing here communicates: all
-ranks of a cell make the same number of batches, so the collectives of its model meet.
+plain ``DataLoader``; :mod:`xffl.training.data.streams` is for data without an index. All ranks of a cell make the same
+number of batches, so the collectives of its model meet. Nothing is communicated, except that the ranks compare a few
+samples before their first batch (:mod:`xffl.training.data.first_samples`).
 
 Torch's loader is given whole batches as its "samples", each named by a :class:`Key`: the indices in it, and the random
 stream that belongs to it. So a batch can be made again, whichever process reads it and whatever it has read before.
@@ -13,7 +14,9 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -34,14 +37,17 @@ from torch.utils.data import (
 
 from xffl.checks import integer, one_of
 from xffl.errors import ConfigError
-from xffl.topology import Topology
+from xffl.topology import DataPlace
+from xffl.training.data.first_samples import FirstSamples, Meeting
 from xffl.training.data.partition import Partition, iid, index_array
+from xffl.training.data.place import OWN, WHOLE, Placed, cell_shares, place_of, share_of, takes_state
 from xffl.training.data.rng import AUGMENTING
-from xffl.training.data.sampler import CellBatchSampler, data_place, data_places, even_cut
+from xffl.training.data.sampler import ADVICE_CELL, CellBatchSampler, even_cut
 
 __all__ = [
     "CellLoader",
     "Key",
+    "Probe",
     "Randomness",
     "ValidationLoader",
     "adopt_loader",
@@ -53,6 +59,12 @@ __all__ = [
     "validation_loader",
 ]
 
+ADVICE_COMMON = (
+    "All ranks share one dataset out here, so each must have the whole of it in the same order: leave out what splits "
+    "it by rank (a Subset of a rank's indices, datasets' split_dataset_by_node), and give what splits or shuffles it "
+    '(random_split, train_test_split) a seed that is the same on all ranks; or give part="own" where each cell has '
+    "data of its own, or is_compared=False where only the augmentation of samples differs"
+)
 # Training -------------------------------------------------------------------------------------------------------------
 
 
@@ -72,15 +84,21 @@ class CellLoader(Iterable[Any]):
     reproduced. A dataset that draws nothing may say so by an attribute ``is_random = False``, which saves some
     microseconds a batch; a ``TensorDataset`` and token windows need not say it.
 
-    Local. All ranks of a cell give the same arguments, except ``rank``, and make the same calls.
+    Before its first batch each rank compares two samples with those that the others have under the same indices: where
+    they differ, a dataset was split by rank before it came here, or at random without a seed, and all ranks raise
+    ConfigError. A dataset that gives another sample each time it is asked for one is not compared. The ranks wait for
+    each other there, for a minute at most.
+
+    To make one is local. All ranks of a cell give the same arguments, and make the same calls.
 
     :param dataset: Map-style: torch's, a Hugging Face ``Dataset``, a list.
-    :param topology: The federation, ``state.topology``.
-    :param rank: This process's global rank.
+    :param state: The state of this process, which knows its cell and its place in it; where there is none, a
+        :class:`xffl.topology.DataPlace`.
     :param batch_size: Samples of each rank in a step, at most.
     :param part: Which samples are the cell's: a partition of the dataset, this cell's own indices, ``"own"`` where the
-        dataset is this cell's alone, or ``None`` to deal the dataset out at random by ``seed``, to each cell as many
-        samples as its ranks can take (:func:`parts_by_ranks`).
+        dataset is this cell's alone, ``"whole"`` to deal all samples to every cell, each with a shuffle of its own, or
+        ``None`` to deal the dataset out at random by ``seed``, to each cell as many samples as its ranks can take
+        (:func:`parts_by_ranks`).
     :param seed: Of the parts, the shuffling and the augmentation, which are independent of each other.
     :param is_shuffled: Whether each epoch has a new random order.
     :param drop_last: Leave out what does not fill a step on all ranks.
@@ -93,14 +111,15 @@ class CellLoader(Iterable[Any]):
     :param timeout_s: How long to wait for a worker's batch; 0 waits for ever.
     :param worker_init: Called in each worker with its number.
     :param start_method: How workers start, such as ``"fork"``; ``None`` is Python's default.
+    :param is_compared: Whether ranks compare two samples, see above.
     :raises ConfigError: if an argument is invalid, or a rank would have no sample in some step.
     """
 
+    @takes_state
     def __init__(
         self,
         dataset: Any,
-        topology: Topology,
-        rank: int,
+        state: Placed | DataPlace,
         *,
         batch_size: int,
         part: Partition | npt.ArrayLike | None = None,
@@ -116,13 +135,13 @@ class CellLoader(Iterable[Any]):
         timeout_s: float = 0,
         worker_init: Callable[[int], None] | None = None,
         start_method: Any = None,
+        is_compared: bool = True,
     ) -> None:
         _check_indexed(dataset)
         self.dataset = dataset
         self.sampler = CellBatchSampler(
-            _part_of(dataset, topology, part, seed),
-            topology,
-            rank,
+            _part_of(dataset, state, part, seed),
+            state,
             batch_size=batch_size,
             seed=seed,
             is_shuffled=is_shuffled,
@@ -132,7 +151,7 @@ class CellLoader(Iterable[Any]):
         """Which samples come, and where the loop stands."""
         self.cell, self.batch_size, self.samples = self.sampler.cell, self.sampler.batch_size, self.sampler.samples
         """The rank's cell, samples of each rank in a step, at most, and those of the whole cell in an epoch."""
-        place, _ = data_place(topology, rank)
+        place, _ = share_of(place_of(state))
         self.batches = open_loader(
             _Batches(dataset, collate, Randomness(seed, AUGMENTING, self.cell), place),
             # The length is of what is left: torch's loader warns where it yields more or fewer than it says.
@@ -147,18 +166,43 @@ class CellLoader(Iterable[Any]):
             start_method=start_method,
         )
         """Torch's loader. To put something around it that draws ahead, iterate over ``sampler.follow(...)`` of that."""
+        # Of a partition, or indices, a rank may have no other samples than its cell's.
+        is_common = part is None or (isinstance(part, str) and part == WHOLE)
+        self._probe = Probe((0, len(dataset) // 2) if is_common else (self.sampler.first_index,))
+        meeting = Meeting(
+            state, type(dataset).__name__, over_cells=is_common, advice=ADVICE_COMMON if is_common else ADVICE_CELL
+        )
+        self._meeting = meeting if is_compared and meeting.is_needed else None
+        self._is_probing = False
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the rest of the epoch, then stand at the start of the next one."""
-        return self.sampler.follow(self.batches)
+        return self.sampler.follow(self.batches if self._meeting is None else self._compared())
 
     def __len__(self) -> int:
         """Count the batches of a whole epoch."""
         return self.sampler.steps
 
-    def _keys(self) -> Iterator[Key]:
+    def _keys(self) -> Iterator[Key | Probe]:
         epoch, position = self.sampler.epoch, self.sampler.position
-        return (Key(epoch, step, indices) for step, indices in enumerate(self.sampler.draw(), start=position))
+        keys = (Key(epoch, step, indices) for step, indices in enumerate(self.sampler.draw(), start=position))
+        return chain([self._probe], keys) if self._is_probing else keys
+
+    def _compared(self) -> Iterator[Any]:
+        """Yield the batches, once the ranks have compared samples; they are read where the batches are."""
+        meeting, self._meeting, self._is_probing = self._meeting, None, True
+        assert meeting is not None, "only called with one"
+        try:
+            batches = iter(self.batches)  # with workers it asks for the keys twice
+            self._is_probing = False
+            first = next(batches)
+        except Exception as error:
+            self._is_probing = False
+            with suppress(ConfigError):  # the others would wait for this rank
+                meeting.compare(FirstSamples(error=f"{type(error).__name__}: {error}"))
+            raise
+        meeting.compare(replace(first, layout=f"identity {identity_of(self.dataset)!r}"))
+        yield from batches
 
     @property
     def batch_samples(self) -> int:
@@ -203,23 +247,25 @@ class CellLoader(Iterable[Any]):
         self.sampler.load_state_dict(state)
 
 
-def parts_by_ranks(samples: int, topology: Topology, *, seed: int = 0) -> Partition:
+@takes_state
+def parts_by_ranks(samples: int, state: Placed | DataPlace, *, seed: int = 0) -> Partition:
     """Deal so many samples out to the cells at random, in proportion to the ranks that take data; local.
 
     So all cells make equally many steps in an epoch, but for rounding.
     """
-    return iid(samples, topology.cells, seed=seed, shares=data_places(topology))
+    place = place_of(state)
+    return iid(samples, place.cells, seed=seed, shares=cell_shares(place.topology))
 
 
 def _part_of(
-    dataset: Any, topology: Topology, part: Partition | npt.ArrayLike | None, seed: int
+    dataset: Any, state: Placed | DataPlace, part: Partition | npt.ArrayLike | None, seed: int
 ) -> Partition | npt.ArrayLike:
     """Return the partition, or the cell's own indices."""
     count = len(dataset)
     if part is None:
-        return parts_by_ranks(count, topology, seed=seed)
+        return parts_by_ranks(count, state, seed=seed)
     if isinstance(part, str):
-        one_of("part", part, ["own"], hint="or give a Partition, indices or None")
+        one_of("part", part, [OWN, WHOLE], hint="or give a Partition, indices or None")
         return np.arange(count)
     if isinstance(part, Partition):
         if part.samples != count:
@@ -239,8 +285,9 @@ def _part_of(
 # Loaders of the user's ------------------------------------------------------------------------------------------------
 
 
+@takes_state
 def adopt_loader(
-    loader: Any, topology: Topology, rank: int, *, part: Partition | npt.ArrayLike | None = None, seed: int = 0
+    loader: Any, state: Placed | DataPlace, *, part: Partition | npt.ArrayLike | None = None, seed: int = 0
 ) -> Any:
     """Turn a plain ``DataLoader`` into a :class:`CellLoader` of the same dataset; local.
 
@@ -250,8 +297,7 @@ def adopt_loader(
 
     :param loader: A ``DataLoader`` with ``shuffle`` True or False. A loader that keeps its own position (one with
         ``state_dict`` and ``load_state_dict``) is returned as it is.
-    :param topology: The federation, ``state.topology``.
-    :param rank: This process's global rank.
+    :param state: The state of this process, as in :class:`CellLoader`.
     :param part: Which samples are the cell's, as in :class:`CellLoader`.
     :param seed: Of the parts, the shuffling and the augmentation.
     :return: The loader to use.
@@ -265,8 +311,7 @@ def adopt_loader(
         )
     return CellLoader(
         loader.dataset,
-        topology,
-        rank,
+        state,
         part=part,
         seed=seed,
         drop_last=loader.drop_last,
@@ -283,7 +328,7 @@ def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
     if isinstance(loader.dataset, IterableDataset):
         raise ConfigError(
             f"the DataLoader reads the stream {type(loader.dataset).__name__}, which has no index to share out; take "
-            "CellStream(dataset, topology, rank, batch_size=...)"
+            "CellStream(dataset, state, batch_size=...)"
         )
     if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
         raise ConfigError(
@@ -407,34 +452,36 @@ class ValidationLoader(Iterable[Any]):
         return range(start + first, start + last)
 
 
+@takes_state
 def validation_loader(
     dataset: Any,
-    topology: Topology,
-    rank: int,
+    state: Placed | DataPlace,
     *,
     batch_size: int,
     over: Literal["cell", "federation"] = "cell",
     **options: Any,
 ) -> ValidationLoader:
-    r"""Share a dataset out for validation; local, with the same arguments on all ranks except ``rank``.
+    r"""Share a dataset out for validation; local, with the same arguments on all ranks.
 
     :param dataset: Map-style: for ``over="cell"`` all of what this rank's cell validates on, for ``"federation"`` the
         same in all cells.
-    :param topology: The federation, ``state.topology``.
-    :param rank: This process's global rank.
+    :param state: The state of this process, as in :class:`CellLoader`.
     :param batch_size: Samples of each rank in a step, at most.
     :param over: ``"cell"``: each cell counts all samples, which its ranks share out; ``"federation"``: the ranks of all
         cells share them out, and each sample is counted once in the world. Between rounds the cells' models differ;
-        right after a round both give the same means.
+        right after a round both give the same means. Where each cell is a job of its own its ranks are the world, since
+        no reduction reaches those of other cells: both are the same.
     :param \**options: More of :class:`ValidationLoader`: workers, collate and others.
     :return: The loader.
     :raises ConfigError: if an argument is invalid, or the dataset is empty.
     """
     one_of("over", over, ["cell", "federation"])
-    place, places = data_place(topology, rank)
+    # What is summed up over the ranks of this job must be shared out over them, not over those of other jobs.
+    at = place_of(state).in_job
+    place, places = share_of(at)
     if over == "federation":
-        counts = data_places(topology)
-        place, places = sum(counts[: topology.cell_of(rank)]) + place, sum(counts)
+        counts = cell_shares(at.topology)
+        place, places = sum(counts[: at.cell]) + place, sum(counts)
     return ValidationLoader(dataset, place, places, batch_size=batch_size, **options)
 
 
@@ -449,13 +496,19 @@ class Key(NamedTuple):
     indices: npt.NDArray[np.int64]
 
 
-class _Keys(Iterable[Key]):
+class Probe(NamedTuple):
+    """Samples that ranks compare, in the place of a batch's key."""
+
+    indices: tuple[int, ...]
+
+
+class _Keys(Iterable[Key | Probe]):
     """The keys of the batches to come, drawn anew whenever torch's loader is iterated over."""
 
-    def __init__(self, draw: Callable[[], Iterator[Key]], count: Callable[[], int]) -> None:
+    def __init__(self, draw: Callable[[], Iterator[Key | Probe]], count: Callable[[], int]) -> None:
         self._draw, self._count = draw, count
 
-    def __iter__(self) -> Iterator[Key]:
+    def __iter__(self) -> Iterator[Key | Probe]:
         return self._draw()
 
     def __len__(self) -> int:
@@ -493,6 +546,10 @@ class Randomness:
             numpy_random.set_bit_generator(kept[2])
 
 
+READS = 6
+"""How often two samples are read to see whether the dataset draws: a coin for each goes unseen on one rank in 1,000"""
+
+
 class _Batches(Dataset[Any]):
     """A dataset of samples as one of collated batches; the draws of each ``place`` (a rank's part) are its own."""
 
@@ -501,6 +558,7 @@ class _Batches(Dataset[Any]):
     ) -> None:
         self._dataset, self._collate = dataset, collate or default_collate
         self._randomness, self._place = randomness, place
+        self._probing = Randomness(0)  # the same on all ranks, of whatever cell
         self._rows = tensor_rows(dataset) if self._collate is default_collate else None
         inner = dataset
         while type(inner) is Subset:
@@ -508,7 +566,9 @@ class _Batches(Dataset[Any]):
         draws = type(inner) is not TensorDataset and bool(getattr(inner, "is_random", True))
         self._is_random = draws or self._collate is not default_collate
 
-    def __getitem__(self, key: Key) -> Any:
+    def __getitem__(self, key: Key | Probe) -> Any:
+        if isinstance(key, Probe):
+            return self._probed(key)
         if self._rows is not None:
             tensors, places = self._rows
             chosen = torch.from_numpy(key.indices)
@@ -516,11 +576,24 @@ class _Batches(Dataset[Any]):
                 chosen = places.index_select(0, chosen)
             return [tensor.index_select(0, chosen) for tensor in tensors]
         with self._randomness.of(key.epoch, key.step, self._place) if self._is_random else nullcontext():
-            # Some datasets read many samples faster together; torch's own loader asks in the same way.
-            together = getattr(self._dataset, "__getitems__", None)
-            indices = key.indices.tolist()
-            samples = together(indices) if together else [self._dataset[index] for index in indices]
-            return self._collate(samples)
+            return self._collate(self._read(key.indices.tolist()))
+
+    def _read(self, indices: list[int]) -> list[Any]:
+        # Some datasets read many samples faster together; torch's own loader asks in the same way.
+        together = getattr(self._dataset, "__getitems__", None)
+        return list(together(indices)) if together else [self._dataset[index] for index in indices]
+
+    def _probed(self, probe: Probe) -> FirstSamples:
+        """Read some samples several times, with the global generators seeded alike on all ranks."""
+        found: FirstSamples | None = None
+        for _ in range(READS if self._is_random else 1):
+            with self._probing.of():
+                again = FirstSamples.of(self._read(list(probe.indices)), (0, 0))
+            if found is not None and found.digests != again.digests:
+                return FirstSamples(is_random=True)  # by a generator of its own
+            found = again
+        assert found is not None, "samples are read at least once"
+        return found
 
 
 def tensor_rows(dataset: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None] | None:

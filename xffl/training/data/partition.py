@@ -26,8 +26,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from xffl.checks import integer, number, shorten, written_whole
+from xffl.checks import integer, number, shorten
 from xffl.errors import CheckpointError, ConfigError
+from xffl.files import written_whole
+from xffl.training.data.place import Cells, count_cells
 from xffl.training.data.rng import ORDER, PROPORTIONS, REPAIR, Draws, Floats, Indices, portions
 
 __all__ = ["Partition", "by_key", "dirichlet", "iid", "index_array", "inner_dirichlet", "quantity", "shards"]
@@ -160,12 +162,12 @@ class Partition:
 
 
 def iid(
-    samples: int | Sized, cells: int, *, seed: int = 0, shares: Sequence[float] | None = None, minimum: int = 1
+    samples: int | Sized, cells: Cells, *, seed: int = 0, shares: Sequence[float] | None = None, minimum: int = 1
 ) -> Partition:
     """Deal the samples out at random.
 
     :param samples: How many there are, or anything of that length.
-    :param cells: Number of cells, at least 1.
+    :param cells: The state, whose cells these are, or their number, ``state.cells``.
     :param seed: Of the random order.
     :param shares: Relative size of each cell's part, such as ``(2, 1)``; ``None`` means equal parts.
     :param minimum: Least samples of a cell.
@@ -181,7 +183,7 @@ def iid(
 
 def quantity(
     samples: int | Sized,
-    cells: int,
+    cells: Cells,
     *,
     alpha: float,
     seed: int = 0,
@@ -191,7 +193,7 @@ def quantity(
     """Deal the samples out at random, in parts whose sizes are a Dirichlet draw (quantity skew).
 
     :param samples: How many there are, or anything of that length.
-    :param cells: Number of cells, at least 1.
+    :param cells: The state, whose cells these are, or their number, ``state.cells``.
     :param alpha: Concentration: large for equal parts, small for one part that has nearly all.
     :param seed: Of the sizes and of the random order.
     :param shares: Expected relative size of each cell's part; ``None`` means equal ones.
@@ -211,7 +213,7 @@ def quantity(
 
 def dirichlet(
     labels: npt.ArrayLike,
-    cells: int,
+    cells: Cells,
     *,
     alpha: float,
     seed: int = 0,
@@ -225,7 +227,7 @@ def dirichlet(
     the small ones.
 
     :param labels: The label of each sample, 1-D.
-    :param cells: Number of cells, at least 1.
+    :param cells: The state, whose cells these are, or their number, ``state.cells``.
     :param alpha: Concentration: large for IID parts, small for classes that are each in one cell.
     :param seed: Of the proportions and of which sample goes where.
     :param shares: Expected relative size of each cell's part; ``None`` means equal ones.
@@ -257,7 +259,7 @@ def dirichlet(
 
 def inner_dirichlet(
     labels: npt.ArrayLike,
-    cells: int,
+    cells: Cells,
     *,
     alpha: float,
     sizes: Sequence[int] | None = None,
@@ -270,7 +272,7 @@ def inner_dirichlet(
     samples left, and takes one. So the last places take what is left, and no sample is used twice.
 
     :param labels: The label of each sample, 1-D.
-    :param cells: Number of cells, at least 1.
+    :param cells: The state, whose cells these are, or their number, ``state.cells``.
     :param alpha: Concentration of each cell's mixture over the classes: large for even ones, small for cells of one
         class.
     :param sizes: Samples of each cell, together at most all; ``None`` shares all samples out equally.
@@ -304,7 +306,7 @@ def inner_dirichlet(
 
 
 def shards(
-    labels: npt.ArrayLike, cells: int, *, shards_per_cell: int | Sequence[int] = 2, seed: int = 0, minimum: int = 1
+    labels: npt.ArrayLike, cells: Cells, *, shards_per_cell: int | Sequence[int] = 2, seed: int = 0, minimum: int = 1
 ) -> Partition:
     """Sort the samples by label, cut them into equal shards, and deal these out at random (pathological non-IID).
 
@@ -312,7 +314,7 @@ def shards(
     have nothing to do with those of the model.
 
     :param labels: The label of each sample, 1-D.
-    :param cells: Number of cells, at least 1.
+    :param cells: The state, whose cells these are, or their number, ``state.cells``.
     :param shards_per_cell: For all cells, or one number for each: so cells become unequal.
     :param seed: Of the deal, and of the order inside a class.
     :param minimum: Least samples of a cell; only checked.
@@ -338,7 +340,7 @@ def shards(
 
 
 def by_key(
-    keys: npt.ArrayLike, cells: int, *, seed: int = 0, shares: Sequence[float] | None = None, minimum: int = 1
+    keys: npt.ArrayLike, cells: Cells, *, seed: int = 0, shares: Sequence[float] | None = None, minimum: int = 1
 ) -> Partition:
     """Keep samples of the same key together, and deal the keys out so that sizes are balanced.
 
@@ -346,7 +348,7 @@ def by_key(
     that has least for its share.
 
     :param keys: The key of each sample, 1-D, of any kind that can be sorted.
-    :param cells: Number of cells, at least 1.
+    :param cells: The state, whose cells these are, or their number, ``state.cells``.
     :param seed: Decides between keys of the same size.
     :param shares: Relative size of each cell's part; ``None`` means equal ones.
     :param minimum: Least samples of a cell; only checked, as keys are not split.
@@ -411,15 +413,15 @@ def _checked_alpha(alpha: float) -> float:
     return number("alpha", alpha, LEAST_ALPHA, MOST_ALPHA, hint="give one such as 0.5")
 
 
-def _checked_cells(cells: int, samples: int, minimum: int) -> int:
+def _checked_cells(cells: Cells, samples: int, minimum: int) -> int:
     """Return the number of cells, for which there are enough samples."""
-    cells = integer("cells", cells)
-    if cells * integer("minimum", minimum, 0) > samples:
+    count = count_cells(cells)
+    if count * integer("minimum", minimum, 0) > samples:
         raise ConfigError(
-            f"{samples} samples are too few for {cells} cells of at least {minimum}; lower minimum to "
-            f"{samples // cells} or less, or take fewer cells"
+            f"{samples} samples are too few for {count} cells of at least {minimum}; lower minimum to "
+            f"{samples // count} or less, or take fewer cells"
         )
-    return cells
+    return count
 
 
 def _checked_shares(shares: Sequence[float] | None, cells: int) -> Floats:

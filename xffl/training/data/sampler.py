@@ -1,7 +1,8 @@
 """Samplers: each cell draws from its own part only, and the ranks of a cell share every step's samples out.
 
 All ranks of a cell draw one shuffled order in each epoch, cut it into the same number of steps, and take a part of each
-step. So collectives inside the cell (FSDP's, DDP's) meet, and every sample counts once. Nothing is communicated.
+step. So collectives inside the cell (FSDP's, DDP's) meet, and every sample counts once. Nothing is communicated, except
+that the ranks compare what they draw from, once (:mod:`xffl.training.data.first_samples`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from torch.utils.data import Sampler
 
 from xffl.checks import integer
 from xffl.errors import ConfigError, StateError
-from xffl.topology import Topology
+from xffl.topology import DataPlace
+from xffl.training.data.first_samples import FirstSamples, Meeting
 from xffl.training.data.partition import Partition, index_array
+from xffl.training.data.place import Placed, place_of, share_of, takes_state
 from xffl.training.data.rng import SHUFFLING, Draws, Indices
 
 __all__ = [
@@ -27,64 +30,31 @@ __all__ = [
     "CellOrder",
     "CellSampler",
     "check_identity",
-    "data_place",
-    "data_places",
     "even_cut",
-    "place_along",
 ]
 
+ADVICE_CELL = (
+    "The ranks of a cell share its samples out, so each must have the same dataset, part and options: give all of them "
+    "the whole dataset of the cell, not a rank's share of it"
+)
+ADVICE_PARTS = (
+    "All cells must make the same partition of the same dataset: give all ranks the same samples, labels and seed, or, "
+    'where each cell has data of its own, part="own" or its indices'
+)
 Drawn = TypeVar("Drawn")
 """What a sampler yields: indices, or lists of them."""
 Batch = TypeVar("Batch")
-
-DATA_AXES = "dp_"
-"""How the axes of a cell's shape begin that cut the data; along the others (tensor, pipeline, ...) it is the same."""
-
-
-def place_along(topology: Topology, rank: int, axes: str | tuple[str, ...]) -> tuple[int, int, bool]:
-    """Return a rank's place along those axes of its cell's shape whose names begin so, and how many places there are.
-
-    The third value tells whether it is the first of the ranks at this place. Without a shape each rank has its own.
-    """
-    at = topology.coordinates(rank)
-    if topology.cell_shape is None:
-        return at.local_rank, topology.sizes[at.cell], True
-    place, places, stride, is_first = 0, 1, 1, True
-    for name, given in reversed(tuple(dict(topology.cell_shape).items())):
-        size = topology.replicas(at.cell) if given == -1 else given
-        along = at.local_rank // stride % size
-        if name.startswith(axes):
-            place += along * places
-            places *= size
-        elif along:
-            is_first = False
-        stride *= size
-    return place, places, is_first
-
-
-def data_place(topology: Topology, rank: int) -> tuple[int, int]:
-    """Return which part of a cell's samples a rank takes, and into how many parts they are cut.
-
-    Every rank takes a part of its own, whether its cell is cut into replicas, shards or both. In cells with a shape,
-    ranks that differ only along other axes than ``dp_*`` take the same samples.
-    """
-    return place_along(topology, rank, DATA_AXES)[:2]
-
-
-def data_places(topology: Topology) -> list[int]:
-    """Return into how many parts each cell's samples are cut."""
-    return [data_place(topology, topology.federation(cell)[0])[1] for cell in range(topology.cells)]
 
 
 class CellOrder(Sampler[Drawn]):
     """What both samplers share: the cell's order, its steps, and where the training loop stands in them.
 
-    Local. All ranks of a cell give the same arguments, except ``rank``, and the same calls.
+    Local. All ranks of a cell give the same arguments, and the same calls.
 
-    :param part: The partition, of which each cell takes its part, or this cell's own indices in any order (for
-        validation, the same in all cells).
-    :param topology: The federation, ``state.topology``.
-    :param rank: This process's global rank.
+    :param part: The partition, of which each cell takes its part, or this cell's own indices in any order:
+        ``range(len(dataset))`` in all cells deals all samples to every cell, each with a shuffle of its own.
+    :param state: The state of this process, which knows its cell and its place in it; where there is none, a
+        :class:`xffl.topology.DataPlace`.
     :param batch_size: Samples of each rank in a step, at most.
     :param seed: Of the shuffling; each cell and epoch has a random stream of its own.
     :param is_shuffled: Whether each epoch has a new random order; ``False`` keeps the order of the part, as validation
@@ -94,11 +64,11 @@ class CellOrder(Sampler[Drawn]):
     :raises ConfigError: if an argument is invalid, or a rank would have no sample in some step.
     """
 
+    @takes_state
     def __init__(
         self,
         part: Partition | npt.ArrayLike,
-        topology: Topology,
-        rank: int,
+        state: Placed | DataPlace,
         *,
         batch_size: int,
         seed: int = 0,
@@ -107,9 +77,10 @@ class CellOrder(Sampler[Drawn]):
         is_padded: bool = False,
     ) -> None:
         super().__init__()
-        self.cell = topology.cell_of(rank)
-        self._indices = _indices_of(part, topology, self.cell)
-        self._place, self._places = data_place(topology, rank)
+        place = place_of(state)
+        self.cell = place.cell
+        self._indices = _indices_of(part, place.cells, self.cell)
+        self._place, self._places = share_of(place)
         self.batch_size = integer("batch_size", batch_size, 1)
         self._seed = integer("seed", seed, 0)
         for what, switch in (("is_shuffled", is_shuffled), ("drop_last", drop_last), ("is_padded", is_padded)):
@@ -124,6 +95,7 @@ class CellOrder(Sampler[Drawn]):
         self.samples = count if self._tail == "keep" else self.steps * per_step
         """Samples of the whole cell in an epoch; repeated ones count as often as they come."""
         self._check_steps()
+        self._meetings = self._meetings_of(part, state)
         self._epoch = self._position = 0
         self._is_followed = self._is_drawn = False
 
@@ -144,6 +116,11 @@ class CellOrder(Sampler[Drawn]):
     def samples_seen(self) -> int:
         """Samples that the whole cell has taken since the first epoch, at the loop's position."""
         return self._epoch * self.samples + (self._step(self._position - 1)[1] if self._position else 0)
+
+    @property
+    def first_index(self) -> int:
+        """A sample of the cell's, the same on all of its ranks."""
+        return int(self._indices[0])
 
     def samples_of(self, step: int) -> int:
         """Count this rank's samples of a step."""
@@ -244,11 +221,24 @@ class CellOrder(Sampler[Drawn]):
                     "or iterate over sampler.follow(loader), which does"
                 )
             self._is_drawn = True
+        while self._meetings:
+            meeting, layout = self._meetings.pop()
+            meeting.compare(FirstSamples(layout=layout))
         order = self._indices
         if self._is_shuffled:
             order = order[Draws(self._seed, SHUFFLING, self.cell, self._epoch).permutation(len(order))]
         order = np.resize(order, self.samples)  # a longer one begins again
         return (order[slice(*self._share(step))] for step in range(self._position, self.steps))
+
+    def _meetings_of(self, part: Partition | npt.ArrayLike, state: Placed | DataPlace) -> list[tuple[Meeting, str]]:
+        """Return who must draw from the same samples in the same way, and what they compare before they first draw."""
+        own = ", ".join(f"{name} {str(value)[:12]}" for name, value in self._identity().items())
+        layout = f"{len(self._indices)} samples ({own})"
+        found = [(Meeting(state, type(self).__name__, over_cells=False, advice=ADVICE_CELL), layout)]
+        if isinstance(part, Partition):
+            parts = f"a partition of {part.samples} samples with digest {part.digest[:12]}"
+            found.append((Meeting(state, "partition", over_cells=True, advice=ADVICE_PARTS), parts))
+        return [(meeting, text) for meeting, text in found if meeting.is_needed]
 
     def _share(self, step: int) -> tuple[int, int]:
         """Return where this rank's samples of a step start and stop in the order."""
@@ -345,13 +335,13 @@ class CellSampler(CellOrder[int]):
         return step * per_step, min((step + 1) * per_step, self.samples)
 
 
-def _indices_of(part: Partition | npt.ArrayLike, topology: Topology, cell: int) -> Indices:
+def _indices_of(part: Partition | npt.ArrayLike, cells: int, cell: int) -> Indices:
     """Return the cell's samples in the order in which they were given."""
     if isinstance(part, Partition):
-        if part.cells != topology.cells:
+        if part.cells != cells:
             raise ConfigError(
-                f"the partition is for {part.cells} cells, but the topology has {topology.cells}; make it for "
-                f"{topology.cells}"
+                f"the partition is for {part.cells} cells, but there are {cells}; make it for state.cells, which "
+                "counts cells that are jobs of their own, too"
             )
         if empty := [number for number, mine in enumerate(part.parts) if not len(mine)]:
             # Told by all cells: the others would wait for these at the next round.

@@ -16,8 +16,9 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from xffl.checks import integer, one_of, written_whole
+from xffl.checks import integer, one_of
 from xffl.errors import ConfigError
+from xffl.files import write_whole, written_whole
 from xffl.training.data.rng import Indices
 
 __all__ = [
@@ -113,7 +114,7 @@ class CharacterTokenizer:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the vocabulary as JSON; local."""
-        Path(path).write_text(json.dumps({"characters": self.characters}) + "\n", encoding="utf-8")
+        write_whole(Path(path), json.dumps({"characters": self.characters}) + "\n")
 
     def encode(self, text: str) -> npt.NDArray[Any]:
         """Return the number of each character."""
@@ -398,10 +399,8 @@ def write_tokens(
             count += len(ids)
         file.seek(0)
         _write_header(file, dtype, count)
-        file.flush()
-        os.fsync(file.fileno())
         _about(target).unlink(missing_ok=True)  # a kill must not leave what tells of the tokens before
-    _about(target).write_text(json.dumps({"vocabulary_size": size, "end": end, "tokens": count}) + "\n")
+    write_whole(_about(target), json.dumps({"vocabulary_size": size, "end": end, "tokens": count}) + "\n")
     return count
 
 

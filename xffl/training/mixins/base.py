@@ -129,6 +129,13 @@ class TrainerMixin:
         """
         return {}
 
+    def counters(self) -> dict[str, float]:
+        """Return what this part of the trainer has counted, by name; the same on all ranks of a cell, and local."""
+        return {}
+
+    def load_counters(self, state: Mapping[str, float]) -> None:
+        """Take over what :meth:`counters` has returned; local. Earlier checkpoints may lack some of it."""
+
     def local_tensors(self) -> set[str]:
         """Return the trained tensors that rounds leave to each cell, by their names in checkpoints."""
         return set()

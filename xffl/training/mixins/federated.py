@@ -6,7 +6,7 @@ import json
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,16 @@ from torch.optim import Optimizer
 
 from xffl.aggregation.config import RoundArguments, validate_round_config
 from xffl.aggregation.engine.tensors import Manifest
-from xffl.aggregation.exports import RoundPlan, agreed_global, export_cell, load_global
+from xffl.aggregation.exports import RoundPlan, agreed_global, export_cell, load_agreed_global
 from xffl.aggregation.federated_scaling import FederatedScaling
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
-from xffl.checkpoint.format import write_text
 from xffl.checks import index_of, integer_fields, one_of
 from xffl.cluster.cells import parse_cell
+from xffl.distributed.distributed_state import set_data_place
 from xffl.distributed.sharding import sharded_parameters
 from xffl.errors import ConfigError, StateError
+from xffl.files import make_folders, write_whole
+from xffl.topology import DataPlace, Topology
 from xffl.training.mixins.base import StatePart
 from xffl.training.mixins.validation import ValidationMixin
 
@@ -182,12 +184,21 @@ class FederatedMixin(ValidationMixin):
         lone = self.lone_cell()
         if lone is not None:
             self.world.lone_cell = lone[0]
+            if self.state.lone_cell is None:
+                set_data_place(self.state, self._place_in(lone[0], lone[1]))
         elif self.state.lone_cell is not None:
             raise ConfigError(
                 "XFFL_CELL is set, but not federation.cell; start with xffl exec, which gives it to the configuration, "
                 "or unset it"
             )
         super().configure()
+
+    def _place_in(self, cell: int, sizes: tuple[int, ...]) -> DataPlace:
+        """Return this rank's place among the ranks of all cells, which get what they would get in one job."""
+        mesh = self.world.device_parameters.resolve(sizes)
+        dealt = Topology(sum(sizes), sizes, mesh.replica_size, mesh.cell_shape)
+        job = DataPlace(self.state.topology, self.world.rank)
+        return DataPlace(dealt, dealt.offsets[cell] + self.world.rank, job)
 
     def lone_cell(self) -> tuple[int, tuple[int, ...]] | None:
         """Return which cell this job is, and the ranks of all cells, as ``federation.cell`` says.
@@ -249,7 +260,8 @@ class FederatedMixin(ValidationMixin):
                 "output_dir of its rounds so far, and callbacks a CheckpointCallback, which keeps them. After a round "
                 "that ended early (training.max_steps, epochs, early stopping) there is no other"
             )
-        load_global(path, self.federated_model(), self.state, policies=self._policies())
+        model = self.federated_model()
+        load_agreed_global(path, model, self.state, policies=self._policies(), only=(number, digest))
         self._global_round, self._global_digest = number, digest
         self._fresh = self.steps_since_round = 0
 
@@ -259,9 +271,8 @@ class FederatedMixin(ValidationMixin):
             raise ConfigError("the model is to be measured, but the trainer has no validation loader; give it one")
         values = {"round": self._global_round, "start": self._global_digest, "metrics": self.perform_validation_epoch()}
         if self.state.rank == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(path.with_name(f".{path.name}"), json.dumps(values, indent=1) + "\n")
-            path.with_name(f".{path.name}").replace(path)
+            make_folders(path.parent)
+            write_whole(path, json.dumps(values, indent=1) + "\n")
 
     def _round_number(self, asked: FederationConfig) -> int:
         """Return which round this job is for."""
@@ -282,7 +293,7 @@ class FederatedMixin(ValidationMixin):
     def has_federation_ended(self) -> bool:
         """Whether all cells together have trained on as many samples as the federation was to; known after rounds."""
         most = self.section("federation", FederationConfig).max_samples
-        return most is not None and self._scaling is not None and self._scaling.total_weight >= most
+        return most is not None and self._scaling is not None and self.total_weight >= most
 
     def give_to_round(self) -> None:
         """Export to ``federation.export_to``; collective over the world."""
@@ -381,8 +392,43 @@ class FederatedMixin(ValidationMixin):
             told["stopped"] = self.stopped_cells
         return told
 
+    _rounds_before: int = 0
+    """Rounds before those that the aggregator has counted: those before a start that has left its state out"""
+    _weight_before: float = 0.0
+    """The weight of all cells in those rounds"""
+
+    @property
+    def total_weight(self) -> float:
+        """Sum of the weights that all cells had in all rounds of the run, also before a change of cells."""
+        return self._weight_before + (0.0 if self._scaling is None else self._scaling.total_weight)
+
+    def on_resumed(self) -> None:
+        """Count rounds and their samples on, also where ``experiment.reset`` has left the rounds' own state out."""
+        scaling = self._scaling
+        if scaling is not None and self.lone_cell() is None:
+            self._rounds_before = max(0, self.rounds - scaling.aggregator.rounds)
+            self._weight_before = max(0.0, self._saved_weight - scaling.total_weight)
+        super().on_resumed()
+
+    _saved_weight: float = 0.0
+
+    def counters(self) -> dict[str, float]:
+        """Add the weight of all cells in all rounds, where the run ends by it."""
+        counters = super().counters()
+        asked = self.section("federation", FederationConfig)
+        if asked.max_samples is not None and self._scaling is not None and self.lone_cell() is None:
+            counters["total_weight"] = self.total_weight
+        return counters
+
+    def load_counters(self, state: Mapping[str, float]) -> None:
+        """Take it over."""
+        super().load_counters(state)
+        self._saved_weight = float(state.get("total_weight", 0.0))
+
     def _on_round(self, report: RoundReport) -> None:
-        """Note what the other cells know now, and pass the report on."""
+        """Note what the other cells know now, and pass the report on, with the number of the round in the run."""
+        if self._rounds_before:
+            report = replace(report, round=report.round + self._rounds_before)
         lone = self.lone_cell()
         if isinstance(report, ElasticRoundReport) and lone is not None:
             own = report.told[report.cells.index(lone[0])]

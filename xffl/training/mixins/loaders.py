@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, Dataset
 from xffl.aggregation.algorithms.registry import make
 from xffl.checks import integer_fields
 from xffl.errors import ConfigError
-from xffl.topology import Topology
 from xffl.training.data.loaders import CellLoader, adopt_loader, options_of, parts_by_ranks, validation_loader
 from xffl.training.data.partition import Partition
+from xffl.training.data.place import WHOLE
 from xffl.training.mixins.base import StatePart, TrainerMixin
 
 __all__ = ["DataConfig", "DataLoaderSetupMixin"]
@@ -74,45 +74,30 @@ class DataLoaderSetupMixin(TrainerMixin):
         data = self.section("data", DataConfig)
         own = {"batch_size": self.config.training.batch_size, "seed": self.config.experiment.seed}
         options = own | self._read_options(data) | options
-        (topology, rank), seed = self._data_place(), options["seed"]
         if part is None:
-            part = self._deal(len(dataset), labels, seed)  # type: ignore[arg-type]
-        if labels is not None and isinstance(part, Partition):
-            classes = np.unique(np.asarray(labels))
-            counts, lone = part.table(labels).tolist(), self.lone_cell()
-            # Of a cell that is a job of its own the run's folder tells its own row.
-            self.run_directory.write_partition(classes.tolist(), counts if lone is None else [counts[lone[0]]])
-        return CellLoader(dataset, topology, rank, part=part, **options)
+            part = self._deal(len(dataset), labels, options["seed"])  # type: ignore[arg-type]
+        if labels is not None and (isinstance(part, Partition) or (isinstance(part, str) and part == WHOLE)):
+            self._write_partition(part, labels)
+        return CellLoader(dataset, self.state, part=part, **options)
 
-    def _data_place(self) -> tuple[Topology, int]:
-        """Return the ranks that training samples are dealt out to, and this rank among them.
+    def _write_partition(self, part: Partition | str, labels: npt.ArrayLike) -> None:
+        """Tell the run's folder how many samples of each class the cells have."""
+        classes, counts = np.unique(np.asarray(labels), return_counts=True)
+        table = part.table(labels).tolist() if isinstance(part, Partition) else [counts.tolist()] * self.state.cells
+        # Of a cell that is a job of its own the run's folder tells its own row.
+        is_lone = self.lone_cell() is not None
+        self.run_directory.write_partition(classes.tolist(), [table[self.state.cell]] if is_lone else table)
 
-        Cells that are jobs of their own get what they would get in one job. Replica groups count as the replicas of one
-        cell, as many as there may be: what a group that is lost would have trained on is trained on by none.
-        """
-        world, topology = self.world, self.state.topology
-        lone = self.lone_cell()
-        if lone is not None:
-            cell, sizes = lone
-            mesh = world.device_parameters.resolve(sizes)
-            dealt = Topology(sum(sizes), sizes, mesh.replica_size, mesh.cell_shape)
-            return dealt, dealt.offsets[cell] + world.rank
-        if world.replica_group is None:
-            return topology, world.rank
-        number, most = world.replica_group
-        ranks = most * world.world_size
-        mesh = replace(world.device_parameters, dp_replicate=most).resolve((ranks,))
-        dealt = Topology(ranks, None, mesh.replica_size, mesh.cell_shape)
-        return dealt, dealt.rank_of(0, number, world.rank)
-
-    def _deal(self, samples: int, labels: npt.ArrayLike | None, seed: int) -> Partition:
+    def _deal(self, samples: int, labels: npt.ArrayLike | None, seed: int) -> Partition | str:
         """Deal the samples out to the cells as the configuration says."""
-        (topology, _), spec = self._data_place(), self.section("data", DataConfig).partition
+        spec = self.section("data", DataConfig).partition
         if spec is None:
-            return parts_by_ranks(samples, topology, seed=seed)
+            return parts_by_ranks(samples, self.state, seed=seed)
+        if spec == WHOLE:
+            return WHOLE
         deal = make("partition", spec)
         try:
-            made = deal(samples if labels is None else np.asarray(labels), topology.cells, seed=seed)
+            made = deal(samples if labels is None else np.asarray(labels), self.state.cells, seed=seed)
         except (TypeError, IndexError, ConfigError) as wrong:
             if isinstance(wrong, ConfigError) and labels is not None:
                 raise
@@ -134,7 +119,7 @@ class DataLoaderSetupMixin(TrainerMixin):
         data = self.section("data", DataConfig)
         batch_size = data.validation_batch_size or self.config.training.batch_size
         options = {"batch_size": batch_size, **self._read_options(data), **options}
-        return validation_loader(dataset, self.state.topology, self.world.rank, **options)
+        return validation_loader(dataset, self.state, **options)
 
     def _read_options(self, data: DataConfig) -> dict[str, Any]:
         """Return how the configuration wants samples read; pinned memory is for a run on GPUs, not for a machine."""
@@ -153,11 +138,20 @@ class DataLoaderSetupMixin(TrainerMixin):
         if train is None:
             raise ConfigError(f"{type(self).__name__}.configure_dataloaders returned no loader for training")
         if isinstance(train, DataLoader):
-            train = adopt_loader(train, *self._data_place(), seed=self.config.experiment.seed)
+            train = self._adopt(train)
         if isinstance(validation, DataLoader):
             validation = self.validation_loader(validation.dataset, **options_of(validation))
         self.train_dataloader, self.val_dataloader = train, validation
         super().setup()
+
+    def _adopt(self, train: DataLoader[Any]) -> Any:
+        """Make a loader for cells of a plain one, whose samples are dealt out as the configuration says."""
+        seed = self.config.experiment.seed
+        part = None
+        if not hasattr(train, "state_dict"):  # else it is taken as it is
+            options_of(train)  # refuses what has no samples to deal out
+            part = self._deal(len(train.dataset), None, seed)  # type: ignore[arg-type]
+        return adopt_loader(train, self.state, part=part, seed=seed)
 
     def checkpoint_parts(self) -> dict[str, Any]:
         """Return the training loader, where it knows its position."""

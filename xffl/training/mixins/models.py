@@ -58,7 +58,8 @@ class ModelSetupMixin(TrainerMixin):
 
         Of models on the meta device it is called once for each module that has tensors of its own; the model's
         attribute then stands for that module alone, whole and on the CPU, so that ``self.model.apply(fn)`` initializes
-        module by module, as it does for a whole model. What it does must not depend on the module's name.
+        module by module, as it does for a whole model. What it does must not depend on the module's name. What it
+        leaves without values is as the modules' ``reset_parameters`` make it.
         """
 
     def module_initializer(self, name: str) -> Callable[[nn.Module], object] | None:

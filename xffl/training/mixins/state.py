@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from xffl.checkpoint.contents import RandomState
-from xffl.checks import written_whole
+from xffl.checkpoint.format import locate_checkpoint, read_record
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.errors import CheckpointError
+from xffl.files import read_sealed, write_sealed
 from xffl.training.mixins.base import StatePart, TrainerMixin
 
 __all__ = ["StateMixin"]
@@ -55,7 +57,8 @@ class StateMixin(TrainerMixin):
         """
         if self.state.topology.cells == 1:
             return list(counts)
-        most: list[int] = self.world.all_reduce(torch.tensor(counts, device=self.device), "max", "world").tolist()
+        own = torch.tensor(counts, dtype=torch.int64, device=self.device)
+        most: list[int] = self.world.all_reduce(own, "max", "world").tolist()
         return most
 
     def save_checkpoint(self, path: str | Path, *, saver: Callable[..., T] | None = None, **values: Any) -> T | None:
@@ -108,6 +111,9 @@ class StateMixin(TrainerMixin):
             reset=("*",) if self.config.experiment.reset else (),
             local=self.local_tensors(),
         )
+        record = read_record(locate_checkpoint(Path(path)))
+        if self.run_directory.cell >= len(record.cells):
+            self.samples = 0  # those that were loaded are of the cell whose files this new one has read
         self.on_resumed()
         self.callbacks.post_load_checkpoint(self, str(path))
         return values
@@ -115,7 +121,7 @@ class StateMixin(TrainerMixin):
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all parts on this rank; local. Files are written by :meth:`save_checkpoint`."""
         return {
-            "trainer": {**self._counters(), "callbacks": self.callbacks.state_dict()},
+            "trainer": {**self.counters(), "callbacks": self.callbacks.state_dict()},
             "models": {name: model.state_dict() for name, model in self.named_models().items()},
             "optimizers": {name: one.state_dict() for name, one in self.named_optimizers().items()},
             "schedulers": {name: one.state_dict() for name, one in self.named_schedulers().items()},
@@ -132,7 +138,7 @@ class StateMixin(TrainerMixin):
         """
         trainer = dict(state_dict["trainer"])
         self.callbacks.load_state_dict(trainer.pop("callbacks"))
-        self._load_counters(trainer)
+        self.load_counters(trainer)
         for name, model in self.named_models().items():
             model.load_state_dict(state_dict["models"][name], strict=strict)
         for name, optimizer in self.named_optimizers().items():
@@ -147,7 +153,7 @@ class StateMixin(TrainerMixin):
         """Return the counters, and which step of all replica groups this is, where there are several."""
         manager = self.world.ft_manager
         groups = {} if manager is None else {"replica_groups": manager}
-        counters = StatePart(self._counters, self._load_counters)
+        counters = StatePart(self.counters, self.load_counters)
         return {**super().checkpoint_parts(), "trainer": counters, **groups}
 
     def own_parts(self) -> dict[str, Any]:
@@ -175,7 +181,7 @@ class StateMixin(TrainerMixin):
             "places in the data", convert=lambda error: CheckpointError(f"{file} cannot be read ({error}); {advice}")
         ):
             if self.state.rank == 0 and file.exists():
-                told[0] = torch.load(file, weights_only=True)
+                told[0] = torch.load(io.BytesIO(read_sealed(file)), weights_only=True)
         dist.broadcast_object_list(told, src=0)
         self._place = told[0]
         return self._place is not None
@@ -188,8 +194,9 @@ class StateMixin(TrainerMixin):
         """
         if self.state.elastic is None or self.state.rank != 0:
             return
-        with written_whole(self.run_directory.path / PLACE) as file:
-            torch.save({name: part.state_dict() for name, part in self.checkpoint_parts().items()}, file)
+        buffer = io.BytesIO()
+        torch.save({name: part.state_dict() for name, part in self.checkpoint_parts().items()}, buffer)
+        write_sealed(self.run_directory.path / PLACE, buffer.getvalue())
 
     def take_place(self) -> bool:
         """Join the other cells, and go on where the last round has left this cell, if they hold a model that has it.
@@ -215,9 +222,12 @@ class StateMixin(TrainerMixin):
     def _others(self) -> dict[str, Any]:
         return {**self.checkpoint_parts(), "callbacks": self.callbacks}
 
-    def _counters(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in COUNTERS}
+    def counters(self) -> dict[str, float]:
+        """Add the steps, epochs, samples and rounds."""
+        return {**super().counters(), **{name: getattr(self, name) for name in COUNTERS}}
 
-    def _load_counters(self, state: Mapping[str, Any]) -> None:
+    def load_counters(self, state: Mapping[str, float]) -> None:
+        """Take them over."""
+        super().load_counters(state)
         for name in COUNTERS:
             setattr(self, name, int(state[name]))

@@ -20,6 +20,7 @@ from xffl.checks import integer, number
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import reshard
 from xffl.errors import ConfigError
+from xffl.files import naming_errors
 from xffl.parallel.spread import is_meta
 from xffl.training.models.weights import ADVICE, bare_model, is_adapter, new_folder, package, whole
 
@@ -126,7 +127,8 @@ def save_adapters(model: nn.Module, folder: str | os.PathLike[str], state: Distr
     def write() -> None:
         tensors = adapter_state(model) if number == 0 else {}
         if target is not None:
-            package("safetensors.torch").save_file(tensors, target / WRITTEN[0], metadata={"format": "pt"})
+            with naming_errors(target / WRITTEN[0]):
+                package("safetensors.torch").save_file(tensors, target / WRITTEN[0], metadata={"format": "pt"})
             config = copy.deepcopy(_adapted(model).peft_config[ADAPTER])
             config.inference_mode = True  # what peft writes: loaded adapters are frozen unless asked otherwise
             config.save_pretrained(target)

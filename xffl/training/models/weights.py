@@ -35,12 +35,14 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from xffl.aggregation.engine.tensors import tensors_of, ties_of
 from xffl.checkpoint.format import check_path, partial_folder, replace_folder, run_collectively, sync_all, this_cell
+from xffl.checkpoint.opened import OpenFolder, read_again_if_replaced
 from xffl.checks import shorten
 from xffl.distributed.consistency import find_unequal_cells, run_on_all_ranks, sum_of_bits
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import local_tensor, reshard
 from xffl.errors import CheckpointError, ConfigError
 from xffl.extras import optional_import
+from xffl.files import naming_errors, write_whole
 from xffl.parallel.pipeline import PipelineModel
 
 __all__ = [
@@ -105,26 +107,44 @@ def load_weights(model: nn.Module, folder: str | os.PathLike[str], state: Distri
         anything is changed, but for a file that fails while it is read.
     :raises ConfigError: if the cells have read different values, or an argument is invalid.
     """
-
-    def check() -> _Reader:
-        if not isinstance(folder, (str, os.PathLike)):
-            raise ConfigError(f"folder must be the path of the model's files, got {folder!r}")
-        reader = _Reader(Path(folder))
-        _check(model, reader)
-        return reader
-
     path = Path(str(folder))
-    reader = run_collectively("comparing weights", check, path, "nothing was loaded", str)
     advice = "the model is filled in part; load it again"
-    run_collectively("reading weights", lambda: _fill(model, reader), path, advice)
+
+    def load_one_save() -> None:
+        with ExitStack() as stack:
+
+            def check() -> _Reader:
+                if not isinstance(folder, (str, os.PathLike)):
+                    raise ConfigError(f"folder must be the path of the model's files, got {folder!r}")
+                return _open(model, Path(folder), stack)
+
+            reader = run_collectively("comparing weights", check, path, "nothing was loaded", str)
+            run_collectively("reading weights", lambda: _fill(model, reader), path, advice)
+
+    read_again_if_replaced(load_one_save)
     agree_on_base(model, state, only_frozen=False)
 
 
 def read_weights(model: nn.Module, folder: Path) -> None:
     """Do what :func:`load_weights` does for a model of this process alone; local."""
-    reader = _Reader(folder)
-    _check(model, reader)
-    _fill(model, reader)
+
+    def read_one_save() -> None:
+        with ExitStack() as stack:
+            _fill(model, _open(model, folder, stack))
+
+    read_again_if_replaced(read_one_save)
+
+
+def _open(model: nn.Module, folder: Path, stack: ExitStack) -> _Reader:
+    """Open a folder of weights until the end of ``stack``, and compare its tensors with the model."""
+    try:
+        source = stack.enter_context(OpenFolder(folder, (SINGLE, INDEX)))
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}; give a folder with weights") from None
+    with source.noticing_replacement():
+        reader = _Reader(source)
+        _check(model, reader)
+        return reader
 
 
 class _ListedFiles(FileSystem):
@@ -140,15 +160,16 @@ class _ListedFiles(FileSystem):
 class _Reader(HuggingFaceStorageReader):
     """Torch's reader, of those tensors alone that the folder's index lists: torch reads all files that it finds.
 
-    The headers are read when it is made, the values when they are asked for.
+    The headers are read when it is made, the values when they are asked for, both from the folder that is held open.
     """
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(str(folder))
-        self.folder = folder
+    def __init__(self, source: OpenFolder) -> None:
+        super().__init__(str(source.descriptor_path))
+        self.source, self.folder = source, source.name
+        folder = self.folder
         self.tensors: dict[str, TensorStorageMetadata] = {}
         storage: dict[MetadataIndex, Any] = {}
-        for file, names in _files_of(folder).items():
+        for file, names in _files_of(source).items():
             self.fs = _ListedFiles([file])
             try:
                 part = super().read_metadata()
@@ -184,16 +205,17 @@ class _Reader(HuggingFaceStorageReader):
             raise CheckpointError(f"the weights in {self.folder} cannot be read: {error}; copy them again") from wrong
 
 
-def _files_of(folder: Path) -> dict[str, set[str] | None]:
+def _files_of(source: OpenFolder) -> dict[str, set[str] | None]:
     """Return a folder's files, and the names that each must hold where an index lists them."""
+    folder = source.name
     path = folder / INDEX
-    if not path.is_file():
-        if not (folder / SINGLE).is_file():
+    if not source.has(INDEX):
+        if not source.has(SINGLE):
             raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}; give a folder with weights")
         return {SINGLE: None}
     files: dict[str, set[str]] = {}
     try:
-        for name, file in json.loads(path.read_text(encoding="utf-8"))["weight_map"].items():
+        for name, file in json.loads(source.read_bytes(INDEX))["weight_map"].items():
             if os.path.basename(file) != file:
                 raise ValueError(f"{name!r} lies outside the folder")
             files.setdefault(file, set()).add(name)
@@ -232,6 +254,13 @@ def _check(model: nn.Module, reader: _Reader) -> None:
 @torch.no_grad()
 def _fill(model: nn.Module, reader: _Reader) -> None:
     reshard(model)
+    with reader.source.noticing_replacement():
+        _fill_from(model, reader)
+    # Other ranks may have opened the folder after it was replaced; where that did not happen by now, all have the same.
+    reader.source.check_not_replaced()
+
+
+def _fill_from(model: nn.Module, reader: _Reader) -> None:
     found = [
         ([name for name in one.names if name in reader.tensors], one.tensor.detach()) for one in file_tensors(model)
     ]
@@ -385,7 +414,8 @@ def _write(model: nn.Module, base: Any, files: _Files, folder: Path | None) -> N
                 whole_tensors[name] = values.cpu().contiguous()
         if folder is not None and failed is None:
             try:
-                package("safetensors.torch").save_file(whole_tensors, folder / file, metadata={"format": "pt"})
+                with naming_errors(folder / file):
+                    package("safetensors.torch").save_file(whole_tensors, folder / file, metadata={"format": "pt"})
             except Exception as error:  # noqa: BLE001 - raised later: the others gather with this rank
                 failed = error
     if failed is not None:
@@ -396,7 +426,7 @@ def _write(model: nn.Module, base: Any, files: _Files, folder: Path | None) -> N
         where = {name: file for file, tensors in files.items() for name in tensors}
         total = sum(one.tensor.numel() * one.tensor.itemsize for tensors in files.values() for one in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_whole(folder / INDEX, json.dumps(index, indent=2) + "\n")
     config = copy.deepcopy(base.config)
     config.use_cache = True  # causal_lm has switched it off for training
     # FSDP2 has put another class in front of the model's.

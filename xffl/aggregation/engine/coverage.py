@@ -1,0 +1,198 @@
+"""The check that the ranks of a cell train one model: who reduces each parameter's gradient, over which ranks.
+
+A round takes each shard from one rank of a cell and gives the result to all of them. Where ranks of a cell train apart,
+its result is a patchwork of their models, and where gradients are reduced over ranks of several cells, the cells are
+one. Neither shows in a loss curve, so both are refused where the model is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from math import prod
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from xffl.aggregation.engine.tensors import tensors_of
+from xffl.checks import shorten
+from xffl.distributed.consistency import gather_objects, ranks_text, run_on_all_ranks
+from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.gradients import find_reduction
+from xffl.distributed.sharding import reshard
+from xffl.errors import ConfigError
+
+__all__ = ["check_gradients", "check_lone_cell"]
+
+REMEDY = (
+    "spread the whole model by xffl.shard(model, state), or wrap it by DistributedDataParallel(model, "
+    "process_group=state.federation), before the Aggregator or FederatedScaling is made; where the training loop "
+    "reduces gradients over the cell itself, say so by Aggregator(..., gradients_reduced_by_caller=True), or "
+    "FederatedScaling(..., aggregator={'gradients_reduced_by_caller': True})"
+)
+
+
+class Reduction(NamedTuple):
+    """Ranks that get the same gradient of a parameter, or gradients of other parts of it, and what sees to it."""
+
+    ranks: frozenset[int]
+    by: str
+
+
+def check_gradients(
+    model: nn.Module,
+    state: DistributedState,
+    *,
+    is_reduced_by_caller: bool,
+    holders_of: Callable[[str], Collection[int]] | None = None,
+) -> None:
+    """Raise unless the gradients of all parameters that train are reduced over this rank's cell, and no further.
+
+    Local. What is known of a parameter comes from the mesh of a DTensor, from a DistributedDataParallel module around
+    it, and from :func:`xffl.distributed.gradients.mark_reduced`. ``holders_of`` tells which ranks of the cell hold a
+    tensor, where not all do (stages of a pipeline).
+    """
+    topology, rank = state.topology, dist.get_rank()
+    cell = frozenset(topology.federation(topology.cell_of(rank)))
+    wrapped = _ddp_reductions(model)
+    meshes: dict[DeviceMesh, frozenset[int]] = {}
+    for name, module, leaf, tensor in tensors_of(model):
+        if leaf not in module._parameters:
+            continue
+        reductions = list(wrapped.get(id(tensor), ()))
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            ranks = meshes.setdefault(mesh, frozenset(mesh.mesh.flatten().tolist()))
+            reductions.append(Reduction(ranks, "the mesh of its DTensor"))
+        if (mark := find_reduction(tensor)) is not None:
+            reductions.append(Reduction(frozenset(mark.ranks), mark.by))
+        for reduction in reductions:
+            _check_inside(name, reduction, cell, state)
+        if not tensor.requires_grad or is_reduced_by_caller:
+            continue
+        needed = cell if holders_of is None else frozenset(holders_of(name))
+        if (reached := _count_reached(reductions, needed)) < len(needed):
+            raise ConfigError(_uncovered(name, tensor, reductions, reached, len(needed)))
+
+
+def check_lone_cell(model: nn.Module, state: DistributedState, *, is_reduced_by_caller: bool) -> None:
+    """Check a model as :func:`check_gradients` does, in a job that is one cell; collective over the world.
+
+    It gathers the names of each rank's tensors, once.
+    """
+    with run_on_all_ranks("models"):
+        reshard(model)
+        names = [name for name, *_ in tensors_of(model)]
+    holders: dict[str, list[int]] = {}
+    for rank, held in enumerate(gather_objects(names)):
+        for name in held:
+            holders.setdefault(name, []).append(rank)
+    with run_on_all_ranks("models"):
+        check_gradients(model, state, is_reduced_by_caller=is_reduced_by_caller, holders_of=lambda name: holders[name])
+
+
+def _ddp_reductions(model: nn.Module) -> Mapping[int, list[Reduction]]:
+    """Return, by the id of each parameter whose gradient a DDP module reduces, the ranks of its process group."""
+    reductions: dict[int, list[Reduction]] = {}
+    for prefix, module in model.named_modules():
+        if not isinstance(module, nn.parallel.DistributedDataParallel):
+            continue
+        ranks = _ranks_of(module.process_group)
+        if ranks is None:
+            continue
+        for parameter in _reduced_parameters(prefix, module):
+            reductions.setdefault(id(parameter), []).append(Reduction(ranks, "DistributedDataParallel"))
+    return reductions
+
+
+def _ranks_of(group: dist.ProcessGroup) -> frozenset[int] | None:
+    """Return a group's ranks of the world; ``None`` where torch does not know it, as torchft's stand-in for a group.
+
+    Who gives such a group to DDP reduces gradients by a hook, and marks the parameters.
+    """
+    try:
+        return frozenset(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError):
+        return None
+
+
+def _reduced_parameters(prefix: str, module: nn.parallel.DistributedDataParallel) -> list[nn.Parameter]:
+    """Return the parameters whose gradients a DDP module reduces, as far as torch tells."""
+    ignored = set(module.parameters_to_ignore)
+    made_with: list[nn.Parameter] | None = getattr(module, "_module_parameters", None)
+    known = None if made_with is None else set(map(id, made_with))
+    training = [
+        (name, one)
+        for name, one in module.module.named_parameters()
+        if one.requires_grad and name not in ignored and (known is None or id(one) in known)
+    ]
+    in_reducer = _find_in_reducer(module, len(training))
+    if in_reducer is not None:
+        unfrozen = [repr(name) for name, one in training if id(one) not in in_reducer]
+        if unfrozen:
+            raise ConfigError(
+                f"parameters {shorten(unfrozen)} in the DistributedDataParallel module {prefix or 'model'!r} were "
+                "unfrozen after it was made, and it reduces the gradients of those that trained then; call "
+                "requires_grad_() before DistributedDataParallel or xffl.shard"
+            )
+    # DDP leaves these to a hook of its own, and counts them among those that it ignores.
+    delayed = [one for one in getattr(module, "_delay_all_reduce_params", ()) if one.requires_grad]
+    return [one for _, one in training] + delayed
+
+
+def _find_in_reducer(module: nn.parallel.DistributedDataParallel, training: int) -> set[int] | None:
+    """Return the ids of the parameters that DDP's reducer has, where they may be others than those that train.
+
+    ``None`` where all parameters train, as many as the reducer has, or torch does not tell: the API is private. For a
+    moment it takes as much memory as the gradients.
+    """
+    tell = getattr(module, "_get_ddp_logging_data", None)
+    show = getattr(getattr(module, "reducer", None), "_get_zeros_like_grad_buckets", None)
+    if tell is None or show is None:
+        return None
+    are_all_training = all(one.requires_grad for one in module.module.parameters())
+    if are_all_training and tell().get("num_parameter_tensors") == training:
+        return None
+    return {id(one) for bucket in show() for one in bucket.parameters()}
+
+
+def _check_inside(name: str, reduction: Reduction, cell: frozenset[int], state: DistributedState) -> None:
+    """Raise where gradients would cross between cells in every step."""
+    if reduction.ranks <= cell:
+        return
+    cells = sorted({state.topology.cell_of(rank) for rank in reduction.ranks})
+    raise ConfigError(
+        f"the gradient of parameter {name!r} is reduced over {ranks_text(reduction.ranks)} (by {reduction.by}), which "
+        f"are of cells {', '.join(map(str, cells))}: it would cross between cells in every step, and the cells would "
+        "be one; a cell's gradients stay in the cell: give DistributedDataParallel(model, "
+        "process_group=state.federation), fully_shard(model, mesh=state.fsdp_mesh), or xffl.shard(model, state)"
+    )
+
+
+def _count_reached(reductions: Collection[Reduction], needed: frozenset[int]) -> int:
+    """Return on how many of the ranks a step is the same, or is made to another part of the parameter.
+
+    Groups that have this rank alone in common are axes of a grid, whose sizes multiply: a group of b ranks, each of
+    which is in a group of a ranks with none of the others, links at least a * b ranks.
+    """
+    axes: list[frozenset[int]] = []
+    for reduction in reductions:
+        axis = reduction.ranks & needed
+        for other in [one for one in axes if len(one & axis) > 1]:
+            axes.remove(other)
+            axis |= other
+        axes.append(axis)
+    return prod(len(axis) for axis in axes)
+
+
+def _uncovered(name: str, tensor: torch.Tensor, reductions: Collection[Reduction], reached: int, needed: int) -> str:
+    what = "a DTensor" if isinstance(tensor, DTensor) else "a plain tensor"
+    if reductions:
+        known = ", ".join(f"over {len(one.ranks)} ranks by {one.by}" for one in reductions)
+        why = f"its gradient is reduced {known}, which reaches {reached} of the {needed} ranks of a cell"
+    else:
+        why = f"nothing reduces its gradient over the {needed} ranks of a cell (neither DDP nor FSDP2 has it)"
+    return f"parameter {name!r} is {what}, and {why}: they would train it apart; {REMEDY}"

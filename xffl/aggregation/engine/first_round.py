@@ -1,0 +1,341 @@
+"""What is compared once, in an aggregator's first round: the replicas inside each cell, and the cells with each other.
+
+Each rank tells two sums of its values' bits with its status in the vote, so that nothing more is sent where all is as
+it should be; reading the values takes about 10 ms for 100 MB. Ranks of a cell that hold the same part of a parameter
+hold the same bits if their gradients were reduced over the cell. Cells that all hold the same bits after local steps
+have trained on the same data, or their gradients have crossed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import sys
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from xffl.aggregation.engine.groups import RoundGroups, RoundScope, RoundStatus
+from xffl.aggregation.engine.tensors import REPLICATED, Manifest, ModelTensor, ReplicaTensors
+from xffl.checks import group as group_pairs
+from xffl.distributed.collectives import all_gather_json
+from xffl.distributed.consistency import control_device, message_device, ranks_text
+from xffl.errors import RoundError
+
+__all__ = ["FirstRound", "ValueDigest"]
+
+TOLERANCE = 1e-3
+"""How far replicas on unlike processors may be apart, of the largest value of the tensor."""
+
+PIECE = 2**16
+"""Elements that are summed up at a time on a CPU: their sum in 64 bits stays in the cache."""
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+SALT_BYTES = 16
+
+
+@dataclass(frozen=True)
+class ValueDigest:
+    """What a rank tells of the parameters that train and are averaged; zeros from the second round on."""
+
+    held: int = 0
+    """Of all of its elements: equal on the replicas of a shard"""
+    shared: int = 0
+    """Of the elements that several shards of a replica hold alike: equal on these"""
+    is_trained: bool = False
+    """Whether the values have changed since the aggregator was made or has loaded a state"""
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Ranks of one cell that should hold the same elements of a tensor, by what they hold."""
+
+    name: str
+    cell: int
+    shards: tuple[int, ...]
+    """The shards that these elements are of"""
+    ranks: tuple[tuple[int, ...], ...]
+
+
+@dataclass
+class FirstRound:
+    """The comparison in the first round; collective calls are those of the round's own ranks.
+
+    Making one is collective over the cell with ``is_private``, or where the cell has several ranks: 16 bytes.
+    """
+
+    manifest: Manifest
+    scope: RoundScope
+    round_groups: RoundGroups
+    axes: Sequence[int]  # of this rank's cell
+    replica_tensors: ReplicaTensors | None
+    arithmetic: float
+    is_private: bool  # whether nothing about single cells' values may be told to others
+    is_over: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        topology = self.scope.topology
+        self._at = topology.coordinates(self.scope.rank)
+        self._entries = [entry for entry in self.manifest.moving if entry.is_stepped]
+        self._shared = self._find_shared()
+        self._sums: list[int] = []
+        self._copies: dict[str, torch.Tensor] = {}
+        self._is_unlike = self._find_unlike()
+        self._salt = self._make_salt() if self.is_private else b""
+        # Elastic cells make an aggregator right before a round; how many steps were made is told then.
+        self._start = None if self.scope.goes_on else self._read_sums()
+
+    # Places -----------------------------------------------------------------------------------------------------------
+
+    def _find_shared(self) -> dict[int, dict[str, tuple[int, ...]]]:
+        """Return, for each shard of this rank's cell, the tensors that other shards hold alike, with these shards."""
+        shards = tuple(range(self.scope.topology.shards(self._at.cell)))
+        found: dict[int, dict[str, tuple[int, ...]]] = {shard: {} for shard in shards}
+        tensors = self.replica_tensors
+        infos = self.manifest.moving if tensors is None else tensors.moving
+        axes = self.axes if tensors is None else tensors.axes
+        for index, (info, axis) in enumerate(zip(infos, axes, strict=True)):
+            holders = [shards] if axis == REPLICATED else []
+            if tensors is not None:
+                holders += [part.holders for part in tensors.parts[index]]
+            for several in holders:
+                for shard in several if len(several) > 1 else ():
+                    found[shard][info.name] = several
+        return found
+
+    def _place_of(self, entry: ModelTensor) -> tuple[int, ...]:
+        return self._shared[self._at.shard].get(entry.name, (self._at.shard,))
+
+    @property
+    def _is_of_cells(self) -> bool:
+        """Whether what meets here are cells, not units of several cells, whose ranks have averaged in rounds below."""
+        if self.scope.cross_world is not None:
+            return True
+        topology, first = self.scope.state.topology, self.scope.first
+        last = first + self.scope.topology.world_size - 1
+        return topology.cell_of(last) - topology.cell_of(first) + 1 == self.scope.topology.cells
+
+    # Reading ----------------------------------------------------------------------------------------------------------
+
+    def note_start(self) -> None:
+        """Take the model as it is for the start of training; local, after a state was loaded."""
+        if not self.is_over and not self.scope.goes_on:
+            self._start = self._read_sums()
+
+    def read(self, *, has_steps: bool) -> ValueDigest:
+        """Return what this rank tells of its values; local."""
+        if self.is_over:
+            return ValueDigest()
+        self._sums = self._read_sums()
+        if self._is_unlike:  # the steps of a delayed round go on while it is compared
+            self._copies = {entry.name: entry.elements(0).clone() for entry in self._entries}
+        is_trained = has_steps if self._start is None else has_steps and self._sums != self._start
+        shared = self._shared[self._at.shard]
+        return ValueDigest(
+            held=self._seal(_fold(zip(self._entries, self._sums, strict=True))),
+            shared=self._seal(
+                _fold(pair for pair in zip(self._entries, self._sums, strict=True) if pair[0].name in shared)
+            ),
+            is_trained=is_trained,
+        )
+
+    @torch.no_grad()
+    def _read_sums(self) -> list[int]:
+        sums = [_sum_of_bits(entry.elements(0)) for entry in self._entries]
+        by_device = group_pairs((one.device, index) for index, one in enumerate(sums))
+        values = dict.fromkeys(range(len(sums)), 0)
+        for indices in by_device.values():
+            values |= dict(zip(indices, torch.stack([sums[index] for index in indices]).tolist(), strict=True))
+        return list(values.values())
+
+    def _seal(self, number: int) -> int:
+        """Return a number that only tells ranks of this cell whether two were equal, with ``is_private``."""
+        if not self._salt:
+            return number
+        sealed = hashlib.blake2b(self._salt + number.to_bytes(8, "big", signed=True), digest_size=8).digest()
+        return int.from_bytes(sealed, "big", signed=True)
+
+    def _make_salt(self) -> bytes:
+        """Draw a number that the ranks of a cell know, and no other; collective over the cell."""
+        group = self.round_groups.cell
+        salt = torch.frombuffer(bytearray(os.urandom(SALT_BYTES)), dtype=torch.uint8)
+        if group is None:
+            return bytes(salt.tolist())
+        salt = salt.to(control_device(group))
+        dist.broadcast(salt, group=group, group_src=0)
+        return bytes(salt.tolist())
+
+    def _find_unlike(self) -> bool:
+        """Tell whether this cell's ranks compute on several kinds of processors; collective over the cell."""
+        group = self.round_groups.cell
+        if group is None:
+            return False
+        extremes = torch.tensor([self.arithmetic, -self.arithmetic], dtype=torch.float64, device=control_device(group))
+        dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=group)
+        low, high = extremes.tolist()
+        return bool(low != -high)
+
+    # Comparing --------------------------------------------------------------------------------------------------------
+
+    def compare(self, statuses: Sequence[RoundStatus]) -> None:
+        """Raise RoundError, on all ranks alike, where replicas inside a cell differ; warn where all cells are equal.
+
+        Given all ranks' statuses it moves nothing, unless there are differences: then it is collective over the ranks
+        of the round.
+        """
+        if self.is_over:
+            return
+        if self._is_of_cells:
+            cells = self._differing_cells(statuses)
+            if cells:
+                self._explain(cells, statuses)
+        self.is_over = True
+        self._copies.clear()
+        if self.scope.rank == 0 and not self.is_private and self._are_cells_equal(statuses):
+            print(
+                f"xffl: warning: all {self.scope.topology.cells} cells have made steps and hold the same bits in their "
+                "first round: they train on the same data with the same seeds, or their gradients cross between cells, "
+                "so a round averages equal models; give each cell data of its own (the manual's page on "
+                "data)",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _differing_cells(self, statuses: Sequence[RoundStatus]) -> list[int]:
+        """Return the cells in which ranks that hold the same elements have told other sums."""
+        topology = self.scope.topology
+        cells: list[int] = []
+        for cell in range(topology.cells):
+            if any(statuses[rank].is_nonfinite for rank in topology.federation(cell)):
+                continue  # refused, or left out, for that
+            replicas, shards = range(topology.replicas(cell)), range(topology.shards(cell))
+            held = [{statuses[topology.rank_of(cell, one, shard)].held for one in replicas} for shard in shards]
+            shared = [
+                {statuses[topology.rank_of(cell, one, shard)].shared for one in replicas for shard in alike}
+                for alike in self._shards_alike(cell)
+            ]
+            if any(len(sums) > 1 for sums in (*held, *shared)):
+                cells.append(cell)
+        return cells
+
+    def _shards_alike(self, cell: int) -> list[list[int]]:
+        """Return sets of shards of a cell that hold the same shared elements."""
+        if self.replica_tensors is None:
+            return [list(range(self.scope.topology.shards(cell)))]
+        return list(group_pairs((tuple(sorted(held.items())), shard) for shard, held in self._shared.items()).values())
+
+    def _explain(self, cells: Collection[int], statuses: Sequence[RoundStatus]) -> None:
+        """Raise for the first tensor that differs inside a cell, or write how little it does; collective."""
+        mismatches = self._find_mismatches(cells)
+        for one in mismatches:
+            kinds = [{statuses[rank].arithmetic for rank in ranks} for ranks in one.ranks]
+            if any(one_kind & other for one_kind, other in itertools.combinations(kinds, 2)):
+                raise RoundError(_refusal(one))
+        world = self.scope.world
+        mine = [
+            (index, self._distance(one))
+            for index, one in enumerate(mismatches)
+            if any(self.scope.rank in ranks for ranks in one.ranks)
+        ]
+        told = itertools.chain.from_iterable(all_gather_json(mine, control_device(world), world))
+        distances: dict[int, float] = dict(told)
+        index, worst = max(distances.items(), key=lambda pair: pair[1], default=(0, 0.0))
+        if worst > TOLERANCE:
+            raise RoundError(_refusal(mismatches[index], f", by {worst:.1e} of the largest value,"))
+        if self.scope.rank == 0:
+            print(
+                f"xffl: in cells {', '.join(map(str, cells))} replicas on unlike processors hold slightly different "
+                f"values (by {worst:.1e} of the largest value of {mismatches[index].name!r} at most); rounds make them "
+                "equal",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _find_mismatches(self, cells: Collection[int]) -> list[Mismatch]:
+        """Return what differs, the same on all ranks; collective over the ranks of the round."""
+        topology, world = self.scope.topology, self.scope.world
+        own: list[tuple[str, tuple[int, ...], int]] = []
+        if self._at.cell in cells:
+            own = [
+                (entry.name, self._place_of(entry), self._seal(one))
+                for entry, one in zip(self._entries, self._sums, strict=True)
+            ]
+        told = all_gather_json(own, control_device(world), world)
+        mismatches = []
+        for cell in cells:
+            by_place: dict[tuple[str, tuple[int, ...]], dict[int, list[int]]] = {}
+            for rank in topology.federation(cell):
+                for name, place, value in told[rank]:
+                    by_place.setdefault((name, tuple(place)), {}).setdefault(value, []).append(rank)
+            for (name, place), by_value in sorted(by_place.items()):
+                if len(by_value) > 1:
+                    mismatches.append(Mismatch(name, cell, place, tuple(map(tuple, by_value.values()))))
+        return mismatches
+
+    def _distance(self, mismatch: Mismatch) -> float:
+        """Return how far ranks are apart, of the largest value; collective over those that hold these elements."""
+        groups = self.round_groups
+        several = groups.holders.get(mismatch.shards, groups.cell)
+        group = groups.replica if len(mismatch.shards) == 1 else several
+        assert group is not None, "there are several ranks"
+        values = self._copies[mismatch.name]
+        dtype = torch.promote_types(values.dtype, torch.float32)
+        low = values.to(message_device(values.device, group), dtype).contiguous()
+        high = low.clone()
+        dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
+        dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
+        largest = torch.maximum(low.abs(), high.abs()).max().item()
+        return (high - low).max().item() / largest if largest else 0.0
+
+    def _are_cells_equal(self, statuses: Sequence[RoundStatus]) -> bool:
+        """Tell whether all cells that contribute have trained and hold the same bits."""
+        topology = self.scope.topology
+        sums: list[tuple[int, ...]] = []
+        for cell in range(topology.cells):
+            told = [statuses[rank] for rank in topology.federation(cell)]
+            if any(one.is_absent for one in told):
+                continue
+            if not any(one.is_trained for one in told) or any(one.is_nonfinite for one in told):
+                return False
+            first = [statuses[topology.rank_of(cell, 0, shard)] for shard in range(topology.shards(cell))]
+            if topology.cell_shape is None:  # cells may be cut into different numbers of shards
+                sums.append(((sum(one.held - one.shared for one in first) + first[0].shared) % 2**64,))
+            else:
+                sums.append(tuple(one.held for one in first))
+        return len(sums) > 1 and len(set(sums)) == 1
+
+
+def _refusal(mismatch: Mismatch, by: str = "") -> str:
+    shown = " and ".join(map(ranks_text, mismatch.ranks[:4]))
+    return (
+        f"parameter {mismatch.name!r} is not the same on {shown} of cell {mismatch.cell}{by} which hold copies of it: "
+        "they train apart, or have started from different values; all ranks keep their weights. Reduce gradients over "
+        "the ranks of a cell and start from the same weights, by xffl.shard(model, state) or "
+        "DistributedDataParallel(model, process_group=state.federation)"
+    )
+
+
+def _fold(sums: Iterable[tuple[ModelTensor, int]]) -> int:
+    """Return one number of 64 bits for the sums of several tensors; that of a whole is the sum of its parts'."""
+    total = 0
+    for entry, one in sums:
+        factor = int.from_bytes(hashlib.blake2b(entry.name.encode(), digest_size=8).digest(), "big") | 1
+        total += factor * one
+    return (total + 2**63) % 2**64 - 2**63
+
+
+def _sum_of_bits(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the bits of all elements as integers, modulo 2^64; local."""
+    flat = values.reshape(-1)
+    bits = flat.view(BITS[flat.itemsize])
+    if bits.device.type != "cpu":
+        return bits.sum(dtype=torch.int64)
+    total = torch.zeros((), dtype=torch.int64)
+    wide = torch.empty(min(PIECE, bits.numel()), dtype=torch.int64)
+    for piece in torch.split(bits, PIECE) if bits.numel() else ():
+        total += wide[: piece.numel()].copy_(piece).sum()
+    return total

@@ -1,0 +1,87 @@
+"""What a run has done with its federation: at the end of a session it tells whether cells have trained without rounds.
+
+A cell that trains and makes no round has a model of its own, and nothing else would say so.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from xffl.distributed.callers import find_caller
+
+__all__ = ["RunActivity"]
+
+
+class RunActivity:
+    """What the ranks of a state have done so far, as far as the end of the run may have to tell of it; local.
+
+    Optimizer steps count from :meth:`watch_steps` to :meth:`end`; an export for a round over files counts as a round.
+    """
+
+    def __init__(self) -> None:
+        self._has_round = False
+        self._has_step = False
+        self._hook: Any = None
+        self._expected: list[weakref.finalize[Any, Any]] = []
+
+    def watch_steps(self) -> None:
+        """Note from now on whether an optimizer makes a step."""
+        if self._hook is None:
+            self._hook = register_optimizer_step_post_hook(self._note_step)
+
+    def _note_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._has_step = True
+
+    def note_round(self) -> None:
+        """Note a round, or what stands for one."""
+        self._has_round = True
+
+    def expect_entry(self, block: object) -> weakref.finalize[Any, Any]:
+        """Expect that a ``with`` block that was made is entered: its ``detach()`` is to be called then.
+
+        Else one line says so: where the session ends, or before it where the object is collected.
+        """
+        frame = inspect.currentframe()
+        place = find_caller(None if frame is None else frame.f_back).place
+        where = "" if place is None else f" of {place}"
+        name = type(block).__name__
+        line = (
+            f"xffl: the {name}{where} was never entered, so it has made no rounds; put the training loop into a block: "
+            f"with {name}(...):"
+        )
+        expected = weakref.finalize(block, _tell_unentered, line)
+        self._expected.append(expected)
+        return expected
+
+    def end(self, lesson: str | None) -> None:
+        """Say what is missing, once: ``lesson`` where optimizers have stepped and there was no round."""
+        self._stop_watching()
+        for expected in self._expected:
+            expected()  # does nothing where it was detached
+        self._expected.clear()
+        if lesson is not None and self._has_step and not self._has_round:
+            print(lesson, file=sys.stderr, flush=True)
+
+    def drop(self) -> None:
+        """Say nothing any more: an error has ended the run."""
+        self._stop_watching()
+        for expected in self._expected:
+            expected.detach()
+        self._expected.clear()
+
+    def _stop_watching(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+
+def _tell_unentered(line: str) -> None:
+    # At the interpreter's end last_type tells that an error has ended the script.
+    if sys.exc_info()[0] is None and getattr(sys, "last_type", None) is None:
+        print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,55 @@
+"""Which line of the user's script a call comes from, for messages that name it."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+__all__ = ["Caller", "find_caller"]
+
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+_LIBRARIES = tuple(f"{path}{os.sep}" for path in {*sysconfig.get_paths().values()} if path)
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Where a call comes from."""
+
+    place: str | None
+    """The line of the script, ``FILE:LINE``; ``None`` where only libraries are on the stack (a thread of theirs)."""
+    call: str | None
+    """The public function of xffl that this line calls, if it is one: ``set_fsdp``, or ``FederatedScaling``."""
+    is_own: bool
+    """Whether a function of xffl stands between the line and the call."""
+
+
+def find_caller(frame: FrameType | None) -> Caller:
+    """Find the line of the script that has led to a frame: the nearest one outside xffl, torch and other libraries."""
+    entry: FrameType | None = None
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(_PACKAGE):
+            entry = frame
+        elif not _is_of_library(path):
+            return Caller(f"{path}:{frame.f_lineno}", _name_of(entry), entry is not None)
+        frame = frame.f_back
+    return Caller(None, _name_of(entry), entry is not None)
+
+
+def _is_of_library(path: str) -> bool:
+    return path.startswith(("<frozen", *_LIBRARIES)) or any(part in path for part in _INSTALLED)
+
+
+def _name_of(frame: FrameType | None) -> str | None:
+    """Return the name by which a script calls a function of xffl; ``None`` where it is no public one."""
+    if frame is None:
+        return None
+    name = frame.f_code.co_name
+    if name in ("__init__", "__enter__", "__exit__") and "self" in frame.f_locals:
+        kind = type(frame.f_locals["self"]).__name__
+        return {"__init__": kind, "__enter__": f"the entry into {kind}", "__exit__": f"the end of {kind}"}[name]
+    return None if name.startswith(("_", "<")) else name

@@ -1,0 +1,108 @@
+"""Parameters that FSDP leaves whole on every rank, and the mean of their gradients over the ranks that it cuts over.
+
+FSDP2 cannot cut a scalar, and one of its units has one data type. Such a parameter is left to this module
+(``ignored_params`` of :func:`torch.distributed.fsdp.fully_shard`): it is on all ranks, and an all-reduce behind the
+accumulation of its gradient takes the place of FSDP's reduce-scatter, in the same backward passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from xffl.distributed.consistency import message_device
+from xffl.distributed.gradients import mark_reduced
+from xffl.errors import ConfigError
+
+__all__ = ["WholeParameters", "find_whole"]
+
+
+def find_whole(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Parameter]:
+    """Return the parameters that patterns of names (:mod:`fnmatch`) choose, a tied one under its first name; local.
+
+    :raises ConfigError: if a pattern chooses none.
+    """
+    names = dict(model.named_parameters(remove_duplicate=False))
+    chosen: set[int] = set()
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise ConfigError(f"keep_whole holds {pattern!r}; give names of parameters, or patterns such as '*.scale'")
+        found = {id(parameter) for name, parameter in names.items() if fnmatchcase(name, pattern)}
+        if not found:
+            raise ConfigError(
+                f"keep_whole names {pattern!r}, but no parameter of the model is called so; give names as "
+                "named_parameters() has them, or patterns such as '*.scale'"
+            )
+        chosen |= found
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in chosen}
+
+
+def _refuse_factor(factor: float) -> None:
+    raise ConfigError(
+        f"set_gradient_divide_factor({factor}) was called, but parameters that keep_whole names are reduced to the mean; "
+        "scale the loss instead"
+    )
+
+
+class WholeParameters:
+    """Reduce the gradients of parameters that FSDP does not manage, whenever it reduces those of its own.
+
+    Backward passes of which FSDP only adds gradients up (``set_requires_gradient_sync(False)``, or
+    ``set_requires_all_reduce(False)``) do the same here: the next one that reduces takes the mean of what each rank has
+    added up, and what was reduced before is the same on all ranks, so that its mean stays.
+
+    As FSDP's, the reduction is collective over the mesh: a parameter is used on all of its ranks in the same passes.
+
+    :param model: The model, after ``fully_shard``.
+    :param parameters: What it was told to ignore.
+    :param mesh: The mesh that FSDP cuts over; replicas count among its ranks.
+    """
+
+    def __init__(self, model: FSDPModule, parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
+        self._groups = [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
+        self._divisor = float(mesh.size())
+        self._is_reducing = self._is_reducing_all = True
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(self._reduce)
+        mark_reduced(trained, mesh.mesh.flatten().tolist(), by="xffl.shard (keep_whole)")
+        self._follow(model, "set_requires_gradient_sync", self._set_reducing)
+        self._follow(model, "set_requires_all_reduce", self._set_reducing_all)
+        self._follow(model, "set_gradient_divide_factor", _refuse_factor)
+
+    @torch.no_grad()
+    def _reduce(self, parameter: torch.Tensor) -> None:
+        """Replace a gradient by its mean over the ranks; collective over the mesh."""
+        gradient = parameter.grad
+        if gradient is None or not (self._is_reducing and self._is_reducing_all):
+            return
+        for group in self._groups:
+            moved = gradient.to(message_device(gradient.device, group))
+            dist.all_reduce(moved, group=group)
+            if moved is not gradient:
+                gradient.copy_(moved)
+        gradient.div_(self._divisor)
+
+    def _set_reducing(self, requires_gradient_sync: bool, **unused: Any) -> None:
+        self._is_reducing = requires_gradient_sync
+
+    def _set_reducing_all(self, requires_all_reduce: bool, **unused: Any) -> None:
+        self._is_reducing_all = requires_all_reduce
+
+    @staticmethod
+    def _follow(model: FSDPModule, name: str, heed: Callable[..., None]) -> None:
+        """Hear of what a caller tells FSDP of the whole model: torch has no public way to ask it."""
+        original = getattr(model, name)
+
+        def told(*args: Any, **kwargs: Any) -> Any:
+            heed(*args, **kwargs)
+            return original(*args, **kwargs)
+
+        setattr(model, name, told)

@@ -1,0 +1,240 @@
+"""The lock on a run's folder: one job at a time writes into it.
+
+It is a record lock of ``fcntl``. Where the file system answers that it has none, a file takes its place that is made
+with ``O_EXCL`` and says which process has made it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TextIO
+
+from xffl.cluster.hosts import host_identity
+from xffl.errors import ConfigError
+from xffl.files import ENOTSUPP, naming_errors, read_text, remove_file
+
+__all__ = ["run_lock"]
+
+LOG = logging.getLogger(__name__)
+
+LOCK, OWNER = ".lock", ".lock.owner"
+LOCK_WAIT_S = 10.0
+"""How long a job that has just been told to end may still hold the folder."""
+LOCK_POLL_S = 0.1
+HELD = (errno.EACCES, errno.EAGAIN)
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, ENOTSUPP, errno.EBADF, errno.EINVAL)
+"""What file systems without locks answer: NFS without its lock service, autofs, some mounts of EFS."""
+FREE = "wait until that has ended, or give another experiment.output_dir"
+
+
+@contextmanager
+def run_lock(folder: Path) -> Iterator[None]:
+    """Hold the lock on a run's folder, or raise where another process still holds it after some seconds; local.
+
+    A record lock: hosts that share the file system see it, processes that make batches do not inherit it, and it goes
+    with its process. Where the file system has none, a warning says so, and the file ``.lock.owner`` keeps other jobs
+    out. It is taken over from a process of this host that has ended; whether one of another host has ended nobody can
+    tell, so the message names the file to delete.
+    """
+    lock = folder / LOCK
+    if os.path.lexists(lock) and not lock.is_file():
+        raise ConfigError(f"experiment.output_dir {folder} has a {LOCK} that is no regular file; remove {lock}")
+    with lock.open("a+", encoding="utf-8") as file:
+        try:
+            _lock(file, time.monotonic() + LOCK_WAIT_S)
+        except OSError as error:
+            if error.errno in HELD:
+                file.seek(0)
+                holder = file.read().strip() or "another job"
+                raise ConfigError(f"experiment.output_dir {folder} is in use by {holder}; {FREE}") from error
+            if error.errno not in NO_LOCKS:
+                raise
+            LOG.warning(
+                "%s is on a file system without locks (%s); the file %s keeps other jobs out instead",
+                folder,
+                error.strerror or error,
+                OWNER,
+            )
+            holding = _owner_file(folder)
+        else:
+            file.truncate(0)
+            job = f", SLURM job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
+            with naming_errors(lock):
+                file.write(f"process {os.getpid()} on {os.uname().nodename}{job}\n")
+                file.flush()
+            yield
+            return
+    with holding:
+        yield
+
+
+def _lock(file: TextIO, deadline: float) -> None:
+    """Lock a file, or raise what kept it from that, until the deadline only where another process holds it."""
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError as error:
+            if error.errno not in HELD or time.monotonic() > deadline:
+                raise
+        time.sleep(LOCK_POLL_S)
+
+
+# Without locks --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """The process that holds a folder, as its file says."""
+
+    host: str
+    """Name of the host with the kernel's boot id"""
+    namespace: int
+    """Of process numbers: containers of a host have their own"""
+    process: int
+    started: int
+    """When the process was started, in ticks since the boot; numbers of processes come again"""
+    since: str
+
+    @classmethod
+    def here(cls) -> _Owner:
+        """Describe this process."""
+        state = _state_of(os.getpid())
+        return cls(
+            host=host_identity(),
+            namespace=_namespace(),
+            process=os.getpid(),
+            started=0 if state is None else state[1],
+            since=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> _Owner | None:
+        """Read what a file holds; ``None`` where it is not whole, as of a process that was killed while it wrote."""
+        try:
+            fields = json.loads(text)
+            return cls(
+                host=str(fields["host"]),
+                namespace=int(fields["namespace"]),
+                process=int(fields["process"]),
+                started=int(fields["started"]),
+                since=str(fields["since"]),
+            )
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is known to have ended; that of another host is not known."""
+        if (self.host, self.namespace) != (host_identity(), _namespace()):
+            return False
+        state = _state_of(self.process)
+        if state is not None:
+            return state[0] == "Z" or state[1] != self.started
+        return not _is_there(self.process)  # where processes of other users do not show
+
+    def __str__(self) -> str:
+        """Name the process."""
+        return f"process {self.process} on {self.host.partition('/')[0]} since {self.since}"
+
+
+@contextmanager
+def _owner_file(folder: Path) -> Iterator[None]:
+    """Hold the file that stands for the lock."""
+    path = folder / OWNER
+    own = json.dumps(asdict(_Owner.here())) + "\n"
+    deadline = time.monotonic() + LOCK_WAIT_S
+    while not _make(path, own):
+        text = _read(path)
+        if text is None:  # its process has just ended
+            continue
+        owner = _Owner.parse(text)
+        if owner is not None and owner.has_ended:
+            LOG.warning("%s was held by %s, which has ended: it is taken over", folder, owner)
+            _remove_if(path, text)
+            continue
+        if time.monotonic() > deadline:
+            holder = "another job" if owner is None else str(owner)
+            raise ConfigError(
+                f"experiment.output_dir {folder} is in use by {holder}; {FREE}; if that has ended without removing it, "
+                f"delete {path}"
+            )
+        time.sleep(LOCK_POLL_S)
+    try:
+        yield
+    finally:
+        _remove_if(path, own)
+
+
+def _make(path: Path, text: str) -> bool:
+    """Make the file, and tell whether there was none."""
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    except FileExistsError:
+        return False
+    with naming_errors(path), os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    return True
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return read_text(path)
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        return ""
+
+
+def _remove_if(path: Path, text: str) -> None:
+    """Remove the file, if it still holds this text."""
+    # Moved aside before it is compared: another process may take it over at the same time and make its own.
+    aside = path.with_name(f"{path.name}.{os.urandom(4).hex()}")
+    try:
+        path.rename(aside)
+    except FileNotFoundError:
+        return
+    if _read(aside) != text:
+        with suppress(FileExistsError):
+            os.link(aside, path)
+    remove_file(aside)
+
+
+def _state_of(process: int) -> tuple[str, int] | None:
+    """Return a process's state, such as ``R`` or ``Z``, and when it was started; ``None`` where that is not known."""
+    try:
+        # The name stands in parentheses, and may have spaces and parentheses in it.
+        fields = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return fields[0], int(fields[19])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _is_there(process: int) -> bool:
+    """Tell whether there is a process of this number."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _namespace() -> int:
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
