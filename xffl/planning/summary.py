@@ -240,7 +240,7 @@ def _smaller_memory(memory: CellMemory | None) -> str | None:
 
 def _rounded_up(number: float) -> int:
     """Round up to two digits."""
-    step = 10 ** max(0, math.floor(math.log10(max(number, 1))) - 1)
+    step = int(10 ** max(0, math.floor(math.log10(max(number, 1))) - 1))
     return math.ceil(number / step) * step
 
 
