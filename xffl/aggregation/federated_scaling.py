@@ -134,7 +134,7 @@ class FederatedScaling:
         is_alone = state.topology.cells == 1 and not state.is_federated_scaling_setup() and state.lone_cell is None
         if is_alone and state.rank == 0:
             print(NO_CELLS, file=sys.stderr, flush=True)  # a federation of one cell was reported at its set-up
-        self._is_told = state.rank == 0 and not is_alone and (topology.cells > 1 or state.elastic is not None)
+        self._is_told = state.rank == 0 and not is_alone and (cells > 1 or state.elastic is not None)
         """Whether this rank says what rounds do not average."""
         self._config: RoundConfig = config
         self._optimizers, self._weight, self._on_round = config.optimizers, weight, on_round
