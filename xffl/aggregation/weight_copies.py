@@ -12,7 +12,7 @@ parameter. Moments of gradients are not: their distance from the weights is abou
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,7 +54,8 @@ def tell_copies(optimizers: Sequence[Optimizer], say: Callable[[str], None] | No
                 "(docs: Algorithms, Optimizers with a second copy of the weights)"
             )
         else:
-            handles.append(optimizer.register_step_post_hook(torch.compiler.disable(_Watch(say))))
+            watch: Any = torch.compiler.disable(_Watch(say))  # type: ignore[no-untyped-call]
+            handles.append(optimizer.register_step_post_hook(watch))
     return handles
 
 
@@ -65,6 +66,8 @@ def find_copies(optimizer: Optimizer) -> list[str]:
     counts: dict[str, int] = {}
     with torch.no_grad():
         for parameter, state in optimizer.state.items():
+            if not isinstance(parameter, torch.Tensor) or not isinstance(state, Mapping):
+                continue  # what some optimizers keep for all parameters
             own = local_tensor(parameter).detach()
             for key, value in state.items():
                 held = local_tensor(value) if isinstance(value, torch.Tensor) else None
@@ -88,7 +91,7 @@ class _Watch:
         self._seen: frozenset[str] = frozenset()
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
-        state: dict[str, Any] = next(iter(optimizer.state.values()), {})
+        state = next((one for one in optimizer.state.values() if isinstance(one, Mapping)), {})
         names = frozenset(map(str, state))
         if names <= self._seen:
             return

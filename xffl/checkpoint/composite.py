@@ -105,7 +105,8 @@ def box_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim, tuple(tensor.shape)
     # What torch.distributed.checkpoint asks of a DTensor, too. A rank without elements has no box, or an empty one.
-    chunks = tensor.detach().__create_chunk_list__()
+    spread: Any = tensor.detach()
+    chunks = spread.__create_chunk_list__()
     if not chunks:
         return (0,) * tensor.ndim, tuple(_local_part(tensor).shape)
     if len(chunks) > 1:
@@ -148,9 +149,10 @@ def restore(
     local = local if device is None else _move(local, device)
     if not isinstance(like, DTensor):
         return local
+    spread: Any = like
     if like.dtype != whole.dtype:
-        like = torch.empty_like(like, dtype=whole.dtype, requires_grad=False)
-    return spread_as(local, like)
+        spread = torch.empty_like(like, dtype=whole.dtype, requires_grad=False)
+    return spread_as(local, spread)
 
 
 def spread_everywhere(values: torch.Tensor, beside: DTensor) -> DTensor:
@@ -215,7 +217,8 @@ def _class_name(tensor: torch.Tensor) -> str | None:
 
 
 def _subclasses(kind: type) -> Iterator[type]:
-    for child in kind.__subclasses__():
+    children: list[type] = kind.__subclasses__()
+    for child in children:
         yield child
         yield from _subclasses(child)
 
