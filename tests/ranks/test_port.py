@@ -6,12 +6,10 @@ import re
 import textwrap
 from pathlib import Path
 
-import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.worlds import run_script
-from xffl.distributed import DistributedState
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples/06_port"
@@ -62,7 +60,6 @@ def test_the_diff_of_the_page_makes_one_script_of_the_other() -> None:
     assert apply_diff((EXAMPLE / "before.py").read_text(), diff) == (EXAMPLE / "after.py").read_text()
 
 
-@pytest.mark.skipif(not hasattr(DistributedState, "cell_rank"), reason="needs state.cell, cells, cell_rank, cell_size")
 def test_the_ported_script_trains_the_same_in_one_cell_and_agrees_in_two(tmp_path: Path) -> None:
     words = [str(EXAMPLE / "before.py"), *ONE_EPOCH]
     before = run_script(4, words, tmp_path)
