@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from xffl.extras import lazy_names
 
 if TYPE_CHECKING:
-    from xffl.checkpoint.contents import RandomState
     from xffl.checkpoint.export import consolidate_checkpoint
+    from xffl.checkpoint.generators import RandomState
     from xffl.checkpoint.load import load_checkpoint
     from xffl.checkpoint.manager import CheckpointManager, auto_resume, find_latest_checkpoint
     from xffl.checkpoint.save import AsyncSaver, PendingSave, save_checkpoint
