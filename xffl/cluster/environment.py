@@ -57,7 +57,6 @@ __all__ = [
     "restarts_of",
     "run_token",
     "sources_named",
-    "tell_unread_federation",
     "token_of",
     "use_interface",
 ]
@@ -211,17 +210,6 @@ def complete_federation(
         replica_size if hsdp is None else hsdp,
         tuple(f"{name}={text}" for name, text in variables.items()),
     )
-
-
-def tell_unread_federation(environ: Mapping[str, str] = os.environ) -> None:
-    """Say in a line that the variable by which the alpha-unito project makes cells is not read here."""
-    if sizes := environ.get("XFFL_FEDERATED_LOCAL_WORLD_SIZE", "").strip():
-        print(
-            f"xffl: XFFL_FEDERATED_LOCAL_WORLD_SIZE={sizes} is not read, and all ranks are in one cell; give the ranks "
-            f"of each cell by XFFL_FEDERATED={sizes}, --federated {sizes} or xffl.session(federated=...)",
-            file=sys.stderr,
-            flush=True,
-        )
 
 
 @contextmanager

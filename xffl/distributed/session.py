@@ -29,7 +29,6 @@ from xffl.cluster.environment import (
     required_cells,
     restarts_of,
     sources_named,
-    tell_unread_federation,
     use_interface,
 )
 from xffl.cluster.hosts import pick_gpu
@@ -487,8 +486,6 @@ def _request(
     hsdp = hsdp if index_of(hsdp) is None else index_of(hsdp)  # the setters refuse what is not an integer
     if sizes is None:  # one cell
         link = None
-        if place.rank == 0:
-            tell_unread_federation()
     elif link is not None:
         kind = with_host_side(kind)
     request = _Request(kind, chosen, sizes, hsdp, count, timeouts, parameters, link, sources)
