@@ -50,6 +50,8 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.kept import ALONE, Own
+from xffl.aggregation.exports import export_cell, load_global
+from xffl.aggregation.offline import aggregate_exports
 from xffl.checkpoint import (
     AsyncSaver,
     CheckpointManager,
@@ -723,6 +725,46 @@ def _near(found: dict[str, torch.Tensor]) -> list[int]:
 def _is_equal(found: dict[str, torch.Tensor], value: int) -> bool:
     right = make_parts(value)[0]["model"].state_dict()
     return found.keys() == right.keys() and all(torch.equal(found[name], right[name]) for name in right)
+
+
+@kind("read.aggregate", short=2, long=60)
+def read_exports(one: Try) -> None:
+    """Aggregate the exports of two cells ten times beside a process that writes one of them anew."""
+
+    def export(cell: int, value: int) -> None:
+        model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 8))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(value)
+        export_cell(one.folder / f"cell_{cell}", model, ALONE, cell=cell, cells=2, weight=1.0, round=1)
+
+    def act(tell: Callable[[Any], None]) -> None:
+        for value in range(1, 100_000):
+            export(0, value)
+            if value == 1:
+                tell(value)
+
+    export(1, 0)
+    child = Child(act)
+    child.first()
+    named: XfflError | None = None
+    try:
+        for number in range(READS):
+            out = one.folder / f"out_{number}"
+            try:
+                aggregate_exports([one.folder / "cell_0", one.folder / "cell_1"], out)
+            except XfflError as error:
+                named = error
+                continue
+            model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 8))
+            load_global(out, model, ALONE)
+            if len(values := {float(x) for tensor in model.parameters() for x in tensor.flatten()}) > 1:
+                raise MixtureError(f"the mean of two cells holds {sorted(values)} in place of one value")
+    finally:
+        child.kill()
+        child.told()
+    if named is not None:
+        raise named
 
 
 @kind("read.ranks", short=1, long=30)

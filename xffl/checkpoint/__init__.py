@@ -4,7 +4,7 @@
 (``contents``), and lets torch write them, at once or on a thread, with an index in JSON into a folder that gets its
 name last (``format``). ``load`` goes the way back and compares everything before it changes anything. ``manager`` names
 checkpoints by step and deletes the oldest, and ``export`` makes safetensors files of one, without a process group.
-Whoever reads holds the folder of one save open (``opened``), and what cannot be deleted is left for later (``removal``).
+Who reads one holds the folder of one save open (``opened``). What cannot be deleted is left for later (``removal``).
 
 The names below are imported when they are first used, so that reading files starts light.
 """

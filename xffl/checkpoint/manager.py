@@ -114,7 +114,9 @@ class CheckpointManager:
                 if not is_kept and (saved is None or one.path.name != saved.name):
                     folders.remove_checkpoint(one.path, why)
 
-        folders.run_collectively("deleting old ones", rotate, self.output_dir, advice, world=world)
+        folders.run_collectively(
+            "naming it in latest and deleting old ones", rotate, self.output_dir, advice, world=world
+        )
 
 
 @dataclass(frozen=True)

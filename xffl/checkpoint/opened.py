@@ -45,7 +45,8 @@ class OpenFolder:
     """A folder that is held open; local.
 
     :param path: Its name, under which it may be replaced. Between the two renames of a save it lies aside, and is
-        opened there if it has a file of one of the names ``marks``.
+        opened there if it is whole.
+    :param marks: Names of files, one of which a whole folder has.
     :raises FileNotFoundError: if there is none.
     """
 
