@@ -151,7 +151,7 @@ def over_the_world(rank: int, world_size: int, folder: str) -> list[tuple[str, s
         dist.all_gather_object([None] * dist.get_world_size(state.federation), 1, group=state.federation)
         DistributedSampler(range(8), num_replicas=2, rank=0)  # type: ignore[arg-type]
         spread = xffl.shard(model, state)
-        spread(torch.ones(1, 2)).sum().backward()
+        spread(torch.full((1, 2), 1.0 + rank)).sum().backward()
         optimizer = torch.optim.SGD(spread.parameters(), lr=0.1)
         with xffl.FederatedScaling(spread, optimizer, state, every=1):
             optimizer.step()
@@ -191,7 +191,7 @@ def _train(state: DistributedState, ends: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step() -> None:
-        model(torch.ones(1, 2)).sum().backward()
+        model(torch.full((1, 2), 1.0 + dist.get_rank())).sum().backward()
         optimizer.step()
 
     if ends == "no round":
