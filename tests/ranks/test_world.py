@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import pickle
@@ -66,7 +67,9 @@ def walk(rank: int, world_size: int, layout: str) -> None:
         names = world.world_mesh.mesh_dim_names
         assert names is not None and [str(name) for name in names] == list(AXES) and str(names) == str(AXES)
         meshes.append([world.world_mesh, *map(world.get_mesh, (*AXES, *JOINED))])
-        assert pickle.loads(pickle.dumps(names)) == AXES
+        # A copy equals the mesh's own names and no other mesh's: a state dict of DTensors can be loaded again.
+        assert pickle.loads(pickle.dumps(names)) == copy.deepcopy(names) == names
+        assert all(names != other[0].mesh_dim_names for other in meshes[:-1])
         assert world.world_mesh.mesh.tolist() == torch.tensor(cell).view(sizes).tolist()
         for name in (*AXES, *JOINED):
             expected = neighbours(cell, sizes, JOINED.get(name, (name,)), rank)

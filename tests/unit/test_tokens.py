@@ -206,7 +206,7 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytes
             write_tokens(path, [[1]], **options)  # type: ignore[arg-type]
     assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 2
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", killed)  # after the tokens, before what tells of them
+        patch.setattr("xffl.training.data.tokens.write_whole", killed)  # after the tokens, before what tells of them
         with pytest.raises(KeyboardInterrupt):
             write_tokens(path, [[1, 1, 1]], vocabulary_size=2)
     assert TokenDataset(path, sequence_length=1).vocabulary_size in (None, 2)

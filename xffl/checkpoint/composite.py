@@ -141,7 +141,7 @@ def restore(
         device = _local_part(like).device
     same = [box for box in boxes if (box.offsets, box.sizes) == (offsets, sizes)]
     if 0 in sizes:
-        local = torch.empty(sizes, dtype=whole.dtype)
+        local = torch.empty(sizes, dtype=whole.dtype, device="cpu")
     elif same:
         local = _make(same[0].inner, read)
     else:

@@ -20,7 +20,7 @@ Generator = torch.Generator | np.random.Generator | np.random.RandomState | rand
 
 def _python_state(state: Any) -> dict[str, Any]:
     version, numbers, gauss = state
-    return {"version": version, "numbers": torch.tensor(numbers, dtype=torch.int64), "gauss": gauss}
+    return {"version": version, "numbers": torch.tensor(numbers, dtype=torch.int64, device="cpu"), "gauss": gauss}
 
 
 def _python_state_from(state: Mapping[str, Any]) -> Any:

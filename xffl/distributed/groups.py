@@ -69,9 +69,10 @@ are the only public cure (:class:`AxisName`), so this count must live as long as
 
 
 class AxisName(str):
-    """The name of a mesh's dimension from the second generation of meshes on: a text that equals only its own.
+    """The name of a mesh's dimension from the second generation of meshes on: ``dp_shard``, which equals ``dp_shard_2``.
 
-    Users see the documented name; torch sees that two meshes of the same ranks are not the same mesh.
+    Users see the documented name. torch compares names, so that two meshes of the same ranks are not the same mesh; a
+    copy, also one from a file, is a plain text with the number of the generation, and equals the name it was made of.
     """
 
     generation: int
@@ -83,18 +84,22 @@ class AxisName(str):
         return name
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, AxisName) and str(self) == str(other) and self.generation == other.generation
+        return self._numbered() == (other._numbered() if isinstance(other, AxisName) else other)
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
+    def __hash__(self) -> int:
+        return hash(self._numbered())
+
     def __str__(self) -> str:
         return "".join(self)  # a plain text
 
-    __hash__ = str.__hash__
-
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        return str, (str(self),)  # in a file it is a text as any other
+        return str, (self._numbered(),)
+
+    def _numbered(self) -> str:
+        return f"{self!s}_{self.generation}"
 
 
 def make_groups(

@@ -334,8 +334,8 @@ def _sum_of_bits(values: torch.Tensor) -> torch.Tensor:
     bits = flat.view(BITS[flat.itemsize])
     if bits.device.type != "cpu":
         return bits.sum(dtype=torch.int64)
-    total = torch.zeros((), dtype=torch.int64)
-    wide = torch.empty(min(PIECE, bits.numel()), dtype=torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device="cpu")
+    wide = torch.empty(min(PIECE, bits.numel()), dtype=torch.int64, device="cpu")
     for piece in torch.split(bits, PIECE) if bits.numel() else ():
         total += wide[: piece.numel()].copy_(piece).sum()
     return total
