@@ -69,7 +69,7 @@ are the only public cure (:class:`AxisName`), so this count must live as long as
 
 
 class AxisName(str):
-    """The name of a mesh's dimension from the second generation of meshes on: ``dp_shard``, which equals ``dp_shard_2``.
+    """The name of a mesh's dimension from the second generation of meshes on: ``dp_shard``, equal to ``dp_shard_2``.
 
     Users see the documented name. torch compares names, so that two meshes of the same ranks are not the same mesh; a
     copy, also one from a file, is a plain text with the number of the generation, and equals the name it was made of.
