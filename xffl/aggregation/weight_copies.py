@@ -100,8 +100,8 @@ class _Watch:
             self._say(
                 f"xffl: optimizer {type(optimizer).__name__} keeps a copy of the weights in its state "
                 f"({', '.join(copies)}): that copy is in no round, so it differs between cells, and if the optimizer "
-                "writes it into the weights, that undoes a part of each round (docs: Algorithms, Optimizers with a "
-                "second copy of the weights)"
+                "writes it into the weights, that undoes a part of each round "
+                "(docs: Algorithms, Optimizers with a second copy of the weights)"
             )
 
 
