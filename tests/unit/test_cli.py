@@ -59,6 +59,7 @@ def test_commands_of_the_upstream_project_name_what_took_over(command: str, succ
         assert ran.stdout == ""
         assert len(ran.stderr.splitlines()) == 1
         assert "alpha-unito/xffl" in ran.stderr
+        assert "(docs/from_upstream.rst)" in ran.stderr
         for successor in successors:
             assert successor in ran.stderr
             assert successor.split()[1] in COMMANDS
