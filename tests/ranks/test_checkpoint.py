@@ -442,7 +442,7 @@ EXPECTED = {
     "missing part": ("CheckpointError", "it has no ['ema']"),
     "extra part": ("CheckpointError", "['optimizer', 'schedule'] were not asked for"),
     "no folder": ("CheckpointError", "does not exist"),
-    "not of xffl": ("CheckpointError", "no checkpoint.json"),
+    "not of xffl": ("CheckpointError", "no checkpoint.json", "put checkpoint.json back from a backup"),
     "other model": ("CheckpointError", "'model/embed_tokens.weight' is missing", "more"),
     "cut": ("CheckpointError", "cell_1/__1_0.distcp has", "rank 3 of 4"),  # the two share the files out
     "flipped": ("CheckpointError", "flipped/cell_1/__0_0.distcp is not as it was written", "rank 2 of 4"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import xffl
 from tests.ports import free_port
@@ -201,3 +202,18 @@ def refusals(rank: int, world_size: int) -> None:
 
 def test_parameters_that_cannot_be_cut_name_what_to_write() -> None:
     run_world(2, refusals)
+
+
+def ignored_by_own_fsdp(rank: int, world_size: int) -> None:
+    state = new_state(rank, world_size)
+    state.set_federated_scaling((2, 1))
+    model = Scaled()
+    fully_shard(model, mesh=state.fsdp_mesh, ignored_params={model.scale})
+    told = r"'scale' is a plain tensor.*xffl\.shard\(model, state, keep_whole=\['scale'\]\)"
+    with pytest.raises(xffl.ConfigError, match=told):
+        xffl.Aggregator(model, state)
+    state.unset_federated_scaling()
+
+
+def test_scalars_that_an_own_fully_shard_ignores_name_what_to_write() -> None:
+    run_world(3, ignored_by_own_fsdp)

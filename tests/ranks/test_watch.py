@@ -119,8 +119,30 @@ def _collectives_of_a_script(folder: str) -> list[tuple[str, Callable[[], Any]]]
         ("calls all_reduce over", lambda: DTensor.from_local(x, mesh, [Partial()]).full_tensor()),
         ("calls all_reduce over", lambda: dist.nn.functional.all_reduce(x)),
         ("makes a DistributedSampler for", lambda: DistributedSampler(range(8))),  # type: ignore[arg-type]
-        ("over the default group", lambda: dcp.save({"x": x}, checkpoint_id=f"{folder}/{next(numbers)}")),
+        (
+            "in save of torch.distributed.checkpoint) over",
+            lambda: dcp.save({"x": x}, checkpoint_id=f"{folder}/{next(numbers)}"),
+        ),
+        (
+            "in load of torch.distributed.checkpoint) over",
+            lambda: dcp.load({"x": x}, checkpoint_id=f"{folder}/0"),
+        ),
     ]
+
+
+def _advice(words: str) -> str:
+    """Return what a report says to give, by its words."""
+    if "torch.distributed.checkpoint" in words:
+        return f"; give process_group=state.federation to {words.split()[1]}, and a folder to each cell ("
+    if "DistributedSampler" in words:
+        return "; give num_replicas=state.cell_size and rank=state.cell_rank, and data of the cell's own, or use "
+    name = words.split()[1]
+    root = ""
+    if name.startswith(("broadcast", "scatter")):
+        root = " and group_src=0"
+    elif name in ("reduce", "gather", "gather_object"):
+        root = " and group_dst=0"
+    return f"; give group=state.federation{root} for the ranks of this cell ("
 
 
 def dist_barrier_of_script() -> None:
@@ -132,6 +154,22 @@ def _said(call: Callable[[], Any]) -> str:
     with redirect_stderr(told):
         call()
     return told.getvalue()
+
+
+def _follow_advice(state: xffl.DistributedState, folder: str) -> None:
+    """Make calls with a root as the reports say; in the second cell rank 0 of the world is in no group of it."""
+    x = torch.ones(2)
+    group, size, is_root = state.federation, state.cell_size, state.cell_rank == 0
+    dist.broadcast(x, group=group, group_src=0)
+    dist.reduce(x, group=group, group_dst=0)
+    dist.gather(x, [torch.zeros(2) for _ in range(size)] if is_root else None, group=group, group_dst=0)
+    dist.scatter(x, [torch.zeros(2) for _ in range(size)] if is_root else None, group=group, group_src=0)
+    dist.broadcast_object_list([1], group=group, group_src=0)
+    dist.gather_object(1, [None] * size if is_root else None, group=group, group_dst=0)
+    dist.scatter_object_list([None], [1] * size if is_root else None, group=group, group_src=0)
+    own = f"{folder}/cell_{state.cell}"
+    dcp.save({"x": x}, checkpoint_id=own, process_group=group)
+    dcp.load({"x": x}, checkpoint_id=own, process_group=group)
 
 
 def over_the_world(rank: int, world_size: int, folder: str) -> list[tuple[str, str]]:
@@ -149,7 +187,13 @@ def over_the_world(rank: int, world_size: int, folder: str) -> list[tuple[str, s
     def own() -> None:
         dist.all_reduce(torch.ones(2), group=state.federation)
         dist.all_gather_object([None] * dist.get_world_size(state.federation), 1, group=state.federation)
-        DistributedSampler(range(8), num_replicas=2, rank=0)  # type: ignore[arg-type]
+        sampler = DistributedSampler(
+            range(8),  # type: ignore[arg-type]
+            num_replicas=state.cell_size,
+            rank=state.cell_rank,
+        )
+        assert len(sampler) == 8 // state.cell_size
+        _follow_advice(state, folder)
         spread = xffl.shard(model, state)
         spread(torch.full((1, 2), 1.0 + rank)).sum().backward()
         optimizer = torch.optim.SGD(spread.parameters(), lr=0.1)
@@ -178,6 +222,7 @@ def test_collectives_of_the_script_over_all_cells_are_reported(tmp_path: Path) -
     first, *others = run_world(3, over_the_world, str(tmp_path / "saved"))
     for words, said in first:
         assert words in said and bool(words) == bool(said), (words, said)
+        assert " the default group, " not in said or _advice(words) in said, (words, said)
         assert said.count("xffl: ") == said.count(f"xffl: {__file__}:") == int(" the default group, " in said)
     assert "XFFL_CHECK_WORLD is 'yes'" in first[-1][1]
     for said in others:

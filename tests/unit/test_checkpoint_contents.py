@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import random
 import warnings
 from pathlib import Path
@@ -107,7 +108,8 @@ def test_the_warning_names_all_in_one(tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         save_checkpoint(tmp_path / "it", {"outer": outer, "optimizer": optimizer}, ALONE)
-    assert len(told) == 1
+    assert [(one.filename, one.category) for one in told] == [(__file__, UserWarning)]
+    assert "save_checkpoint(" in linecache.getline(told[0].filename, told[0].lineno)
     assert "'outer/_metadata'" in str(told[0].message) and "optimizer/group/outer/weight/norm'" in str(told[0].message)
     optimizer.param_groups[0]["lr"] = 5
     load_checkpoint(tmp_path / "it", {"outer": outer, "optimizer": optimizer}, ALONE)

@@ -59,6 +59,7 @@ def test_commands_of_the_upstream_project_name_what_took_over(command: str, succ
         assert ran.stdout == ""
         assert len(ran.stderr.splitlines()) == 1
         assert "alpha-unito/xffl" in ran.stderr
+        assert "(docs/from_upstream.rst)" in ran.stderr
         for successor in successors:
             assert successor in ran.stderr
             assert successor.split()[1] in COMMANDS
@@ -89,7 +90,8 @@ def test_plan_says_when_the_slow_link_waits_for_buckets() -> None:
     assert "--bucket-mib" in xffl(*SIMULATE.split(), "--bucket-mib", "0.5", "--link-ms", "50").stdout
 
 
-def test_the_forecasts_of_the_page_on_rounds_are_those_of_its_commands() -> None:
+def test_the_forecasts_of_the_page_on_rounds_are_those_of_its_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     page = (ROOT / "docs/round_cheaper.rst").read_text()
     section = page[page.index("says what a round costs before a job is queued") :]
     block = re.search(r"^   xffl (plan .*)$", section, re.MULTILINE)

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from xffl.cli.main import main
+from xffl.planning.text import seconds_text
 
 LABELS = ("Round", "Training", "Memory", "Try")
 FACILITIES = "--federated 8,8 --hsdp 4 --params 1e9 --simulate --link-gbps 1 --link-ms 10 --step-s 1 --every 500"
@@ -98,13 +99,57 @@ def test_suggestions_have_the_effect_that_they_name_until_nothing_is_left(
         else:
             words += f" {option[1]}{option[2] or ''}"
         after = ending(planned(words, capsys))
-        share = re.search(r"training (\S+ %)$", found["Try"])
+        share = re.search(r"training (\S+ %)(?:; memory (\S+ GB) instead of (\S+ GB))?$", found["Try"])
         assert share is not None
+        assert found["Memory"].startswith(share[3] or found["Memory"])
+        assert after["Memory"].startswith(share[2] or found["Memory"])
         assert after["Training"].startswith(share[1])
         if (shorter := re.search(r"a round of (\S+ m?s) instead", found["Try"])) is not None:
             assert f"takes {shorter[1]}," in after["Round"]
     assert found["Try"].startswith("nothing: rounds take"), taken
     assert taken
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (12.3e-6, "12.3 us"),
+        (999.4e-6, "999 us"),
+        (999.9e-6, "1 ms"),
+        (0.0999, "99.9 ms"),
+        (0.99951, "0.9995 s"),
+        (32.0912, "32.09 s"),
+        (9999.7, "10000 s"),
+        (123456.7, "123457 s"),
+    ],
+)
+def test_seconds_are_written_without_exponents(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text
+
+
+def test_more_memory_is_part_of_the_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--federated 4,4 --params 8e9 --simulate --link-gbps 10 --link-ms 10 --step-s 1 --every 10"
+    found = ending(planned(words, capsys))
+    assert found["Try"].startswith("--codec int8 ")
+    assert found["Try"].endswith("; memory 64 GB instead of 40 GB")
+    found = ending(planned(f"{words} --codec int8", capsys))
+    assert found["Memory"].startswith("64 GB ")
+    assert "memory" not in found["Try"]
+
+
+def test_no_cells_are_suggested_where_data_parallelism_costs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--federated 8,4 --hsdp 1 --params 1e8 --simulate --link-gbps 100 --link-ms 1 --step-s 0.1 --every 5"
+    assert ending(planned(words, capsys))["Try"] == "no cells: data parallelism over all ranks, training 100.0 %"
+
+
+@pytest.mark.parametrize("option", ["--params", "--link-gbps", "--step-s"])
+def test_what_is_no_number_is_said_in_words(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--federated", "4,4", option, "8B"])
+    told = capsys.readouterr().err
+    assert "'8B' is no number; give one such as 25 or 8e9" in told
+    assert "<class" not in told
 
 
 def test_assumptions_are_listed_only_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

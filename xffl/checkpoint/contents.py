@@ -415,12 +415,19 @@ class RankState:
 
 def check_rank_state(own: Mapping[str, Stateful] | None) -> Mapping[str, Stateful]:
     """Refuse what cannot be kept."""
+    from xffl.checkpoint.generators import Generator  # which needs this module
+
     if own is None:
         return {}
     if not isinstance(own, Mapping):
         raise ConfigError(f"own is {type(own).__name__}; give a mapping such as {{'random': RandomState()}}")
     for name, kept in own.items():
         _check_name("own", name, "random")
+        if isinstance(kept, Generator):
+            raise ConfigError(
+                f"own {name!r} is a random generator, {type(kept).__module__}.{type(kept).__name__}; give "
+                f"RandomState(state.current_device, generators={{{name!r}: ...}})"
+            )
         if not isinstance(kept, Stateful) or isinstance(kept, (torch.nn.Module, torch.optim.Optimizer)):
             raise ConfigError(
                 f"own {name!r} is {type(kept).__name__}; give an object with state_dict and load_state_dict, and "

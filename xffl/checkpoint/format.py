@@ -153,7 +153,7 @@ def _read_record(source: OpenCheckpoint) -> Record:
     except FileNotFoundError:
         raise CheckpointError(
             f"checkpoint {folder} is no checkpoint of xffl, or an unfinished one: no {RECORD}; give the folder of a "
-            "finished one"
+            f"finished one, or put {RECORD} back from a backup"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}; the checkpoint is damaged, load another one") from error

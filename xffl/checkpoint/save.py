@@ -12,7 +12,6 @@ import os
 import queue
 import shutil
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -41,6 +40,7 @@ from xffl.checkpoint.contents import (
     write_rank_state,
 )
 from xffl.checkpoint.format import Cell, CellWriter, FileEntry, Record
+from xffl.distributed.callers import warn_of_script
 from xffl.distributed.consistency import barrier, difference_of, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group, make_host_groups
@@ -169,7 +169,7 @@ def prepare_save(
         reasons = {name: one.reason for name, one in contents.left_out.items() if not one.is_skipped}
         by_rank = folders.gather_in_cell((digests, contents.composites, reasons), cell)
         if cell.rank == 0 and (left_out := {name: why for _, _, whys in by_rank for name, why in whys.items()}):
-            warnings.warn(left_out_text(left_out), stacklevel=2)
+            warn_of_script(left_out_text(left_out))
         contents.mark_left_out()
         contents.take_apart({name for _, names, _ in by_rank for name in names})
         pairs = {pair for of_rank, _, _ in by_rank for pair in of_rank.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from argparse import ArgumentTypeError
 from bisect import bisect_right
 from collections import Counter
 from dataclasses import asdict
@@ -106,16 +107,18 @@ def build_parser() -> ArgumentParser:
     )
     parser.add_argument("--world", type=int, metavar="N", help="number of ranks (default: the sum of the sizes)")
     parser.add_argument("--hsdp", type=int, metavar="RANKS", help="ranks that hold one copy of the model")
-    parser.add_argument("--params", type=float, metavar="COUNT", help="parameters of the model (8e9); adds the traffic")
-    parser.add_argument("--bytes-per-param", type=float, metavar="BYTES", help="as sent (default: 4, or --dtype's)")
-    parser.add_argument("--link-gbps", type=float, metavar="GBPS", help="rate of the slow link; adds the time")
+    parser.add_argument(
+        "--params", type=_float, metavar="COUNT", help="parameters of the model (8e9); adds the traffic"
+    )
+    parser.add_argument("--bytes-per-param", type=_float, metavar="BYTES", help="as sent (default: 4, or --dtype's)")
+    parser.add_argument("--link-gbps", type=_float, metavar="GBPS", help="rate of the slow link; adds the time")
     parser.add_argument(
         "--link-backend",
         choices=("gloo", "nccl"),
         help="communication library between cells of GPUs; with gloo, copies to and from the hosts' memory count",
     )
     parser.add_argument(
-        "--pcie-gbps", type=float, metavar="GBPS", help="rate between a GPU and its host, with gloo (default: 200)"
+        "--pcie-gbps", type=_float, metavar="GBPS", help="rate between a GPU and its host, with gloo (default: 200)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--assumptions", action="store_true", help="also list what the numbers rest on, as JSON does")
@@ -124,7 +127,7 @@ def build_parser() -> ArgumentParser:
     )
     group = parser.add_argument_group("with --simulate")
     for name, metavar, told in _NUMBERS:
-        group.add_argument(_option(name), type=float, metavar=metavar, help=told)
+        group.add_argument(_option(name), type=_float, metavar=metavar, help=told)
     for name, told in _COUNTS:
         group.add_argument(_option(name), type=int, metavar="N", help=told)
     group.add_argument(
@@ -209,6 +212,14 @@ def run(options: Namespace) -> int:
     summary = _summarize(options, topology, traffic, memory, forecaster)
     print("\n".join(["", *summary_lines(summary)]))
     return 0
+
+
+def _float(text: str) -> float:
+    """Read an option's number; said in other words than those of the parser, which name a class."""
+    try:
+        return float(text)
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is no number; give one such as 25 or 8e9") from None
 
 
 def _option(name: str) -> str:
@@ -347,9 +358,12 @@ def _cell_memory(options: Namespace, topology: Topology, inside: dict[str, Any] 
     axes = _axes(options, topology, topology.sizes.index(min(topology.sizes)))
     zero = _zero(options)
     model, training, rounds = _training_sizes(options, topology)
-    parts = rank_memory(axes, model, training, zero=zero, **rounds)
-    if inside is None:  # nothing has said which layers there are, and so how much is gathered at a time
-        parts = tuple(part for part in parts if part.what != "gathered")
+    totals = []
+    for codec in (rounds["codec"], True):
+        parts = rank_memory(axes, model, training, zero=zero, **{**rounds, "codec": codec})
+        if inside is None:  # nothing has said which layers there are, and so how much is gathered at a time
+            parts = tuple(part for part in parts if part.what != "gathered")
+        totals.append(total_bytes(parts))
     ranks = prod(axes.values())
     with_fsdp = None
     if ranks > 1 and training.optimizer != "adafactor":
@@ -358,7 +372,8 @@ def _cell_memory(options: Namespace, topology: Topology, inside: dict[str, Any] 
         strategy=options.strategy or DeviceParameters(**axes).strategy,
         dtype=training.dtype,
         optimizer=training.optimizer,
-        total=total_bytes(parts),
+        total=totals[0],
+        with_codec=totals[1],
         with_fsdp=with_fsdp,
         sent=None if inside is None else total_bytes(step_traffic(axes, model, training, zero=zero)),
         is_wrapped=options.layers is not None,

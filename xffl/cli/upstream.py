@@ -19,5 +19,5 @@ def refuse_upstream_command(name: str) -> None:
     if name in UPSTREAM_COMMANDS:
         raise ConfigError(
             f"{name!r} is a command of alpha-unito/xffl, not of this package: {UPSTREAM_COMMANDS[name]} "
-            "(docs: From alpha-unito/xffl)"
+            "(docs/from_upstream.rst)"
         )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sysconfig
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["Caller", "find_caller"]
+__all__ = ["Caller", "find_caller", "warn_of_script"]
 
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _LIBRARIES = tuple(f"{path}{os.sep}" for path in {*sysconfig.get_paths().values()} if path)
@@ -38,6 +40,19 @@ def find_caller(frame: FrameType | None) -> Caller:
             return Caller(f"{path}:{frame.f_lineno}", _name_of(entry), entry is not None)
         frame = frame.f_back
     return Caller(None, _name_of(entry), entry is not None)
+
+
+def warn_of_script(text: str) -> None:
+    """Warn, at the line of the script that has led here; where libraries alone are on the stack, at the caller's."""
+    level = 1  # this function
+    frame = inspect.currentframe()
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith(_PACKAGE) and not _is_of_library(path):
+            break
+        frame = frame.f_back
+        level += 1
+    warnings.warn(text, stacklevel=2 if frame is None else level)
 
 
 def _is_of_library(path: str) -> bool:

@@ -196,7 +196,10 @@ def setup_distributed_process_group(
     others, see :func:`session`. Raises StateError if torch.distributed is set up already, LaunchError if joining fails.
     """
     if dist.is_initialized():
-        raise StateError("torch.distributed is initialized already; fill a DistributedState with its setters instead")
+        raise StateError(
+            "torch.distributed is initialized already; leave init_process_group out of the script, since the session "
+            "calls it, or fill a DistributedState with its setters (docs/port_fsdp2.rst, An own init_process_group)"
+        )
     error: XfflError | None = None
     try:
         use_interface(ifname)

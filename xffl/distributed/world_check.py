@@ -11,7 +11,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from types import FunctionType, ModuleType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -29,6 +29,13 @@ _NO_COLLECTIVES = frozenset(
     | {"send", "recv", "isend", "irecv", "send_object_list", "recv_object_list", "isend_inplace", "irecv_inplace"}
 )
 """Functions with a group that are no collectives, beside those that look something up (``get_``)."""
+
+_CHECKPOINT_MODULES = (
+    "torch.distributed.checkpoint.state_dict_loader",
+    "torch.distributed.checkpoint.state_dict_saver",
+)
+_CHECKPOINT_CALLS = ("async_save", "load", "save")
+"""Functions with ``process_group`` that call collectives in the place of the script."""
 
 Collective = Callable[..., Any]
 
@@ -62,14 +69,18 @@ class WorldCheck:
 
     def _wrap(self, function: Collective) -> Collective:
         name = function.__name__
-        position = [*inspect.signature(function).parameters].index("group")
+        parameters = [*inspect.signature(function).parameters]
+        position = parameters.index("group")
+        # src and dst, and their default 0, count ranks of the world: in other cells that rank is not in the group.
+        roots = "".join(f" and {root}=0" for root in ("group_src", "group_dst") if root in parameters)
+        advice = f"give group=state.federation{roots} for the ranks of this cell"
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling():
                 group = args[position] if position < len(args) else kwargs.get("group")
                 if is_world(group):
-                    self._tell(f"calls {name} over", "give group=state.federation for the ranks of this cell")
+                    self._tell(f"calls {name}", "over", advice)
             return function(*args, **kwargs)
 
         return wrapper
@@ -83,12 +94,17 @@ class WorldCheck:
         def init(sampler: Any, *args: Any, **kwargs: Any) -> None:
             given = signature.bind_partial(sampler, *args, **kwargs).arguments
             if given.get("num_replicas") is None:
-                self._tell("makes a DistributedSampler for", "give num_replicas and rank, or use xffl's CellLoader")
+                self._tell(
+                    "makes a DistributedSampler",
+                    "for",
+                    "give num_replicas=state.cell_size and rank=state.cell_rank, and data of the cell's own, or use "
+                    "xffl's CellLoader",
+                )
             original(sampler, *args, **kwargs)
 
         DistributedSampler.__init__ = init  # type: ignore[assignment,method-assign]
 
-    def _tell(self, what: str, advice: str) -> None:
+    def _tell(self, what: str, preposition: str, advice: str) -> None:
         frame = inspect.currentframe()
         wrapper = None if frame is None else frame.f_back
         caller = find_caller(None if wrapper is None else wrapper.f_back)
@@ -96,12 +112,31 @@ class WorldCheck:
             return
         self._told.add(caller.place)
         if self._is_speaker:
+            if (checkpoint_call := _find_checkpoint_call(wrapper, caller.place)) is not None:
+                what += f" (in {checkpoint_call} of torch.distributed.checkpoint)"
+                advice = f"give process_group=state.federation to {checkpoint_call}, and a folder to each cell"
             print(
-                f"xffl: {caller.place} {what} the default group, the ranks of all {self._cells} cells; {advice} "
-                "(XFFL_CHECK_WORLD=1 reports this)",
+                f"xffl: {caller.place} {what} {preposition} the default group, the ranks of all {self._cells} cells; "
+                f"{advice} (XFFL_CHECK_WORLD=1 reports this)",
                 file=sys.stderr,
                 flush=True,
             )
+
+
+def _find_checkpoint_call(frame: FrameType | None, place: str) -> str | None:
+    """Return the function of torch's distributed checkpoints, ``save`` or ``load``, that a line of the script calls.
+
+    :param frame: Where a collective is called.
+    :param place: The line of the script, ``FILE:LINE``.
+    :return: Its name; ``None`` where the collective is not in one.
+    """
+    found: str | None = None
+    while frame is not None and f"{frame.f_code.co_filename}:{frame.f_lineno}" != place:
+        name = frame.f_code.co_name
+        if frame.f_globals.get("__name__") in _CHECKPOINT_MODULES and name in _CHECKPOINT_CALLS:
+            found = name
+        frame = frame.f_back
+    return found
 
 
 def is_world(group: object) -> bool:

@@ -29,7 +29,7 @@ def traffic_lines(traffic: dict[str, Any]) -> list[str]:
     for name, form in (("all-gather", traffic["all_gather"]), ("two-hop", traffic["two_hop"])):
         took = ""
         if form["seconds"] is not None:
-            took = f"; {form['seconds']:.3g} s at {traffic['link_gbps']:g} Gbit/s"
+            took = f"; {seconds_text(form['seconds'])} at {traffic['link_gbps']:g} Gbit/s"
         sent = f"each cell sends {bytes_text(form['bytes_per_cell'])}, all cells {bytes_text(form['bytes_total'])}"
         lines.append(f"  {name:<10}  {sent}{took}")
     lines.append(f"  intra-cell  all cells send {bytes_text(traffic['home_bytes_total'])} between their replicas")

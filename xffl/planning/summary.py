@@ -59,6 +59,7 @@ class CellMemory:
     :param dtype: Type of the weights.
     :param optimizer: Name of the optimizer.
     :param total: Bytes; ``None`` where the optimizer's depend on a width that is not given.
+    :param with_codec: Bytes if rounds use a lossy codec; ``None`` where the optimizer's are not known.
     :param with_fsdp: Bytes with FSDP over the whole cell; ``None`` where that is impossible.
     :param sent: Bytes that the rank sends in a forward and backward pass; ``None`` where they are not known.
     :param is_wrapped: Whether the model's layers, which FSDP gathers one by one, are known.
@@ -69,6 +70,7 @@ class CellMemory:
     dtype: str
     optimizer: str
     total: float | None
+    with_codec: float | None
     with_fsdp: float | None
     sent: float | None
     is_wrapped: bool
@@ -147,10 +149,13 @@ def find_suggestion(summary: PlanSummary) -> str:
     lost = 1 - base.utilization
     if lost <= FEW:
         return f"nothing: rounds take {_percent(lost)} of the time"
+    if summary.data_parallel is not None and summary.data_parallel >= 1 - FEW:
+        return f"no cells: data parallelism over all ranks, training {_percent(summary.data_parallel)}"
     for remedy in _remedies(base, summary.options):
         better = summary.options.forecast(**remedy.changes)
         if better.exposed <= WORTHWHILE * base.exposed or better.utilization >= 1 - FEW:
-            return f"{remedy.option} ({remedy.argument}): {_effect(base, better)}"
+            costs = _more_memory(summary.memory, remedy)
+            return f"{remedy.option} ({remedy.argument}): {_effect(base, better)}{costs}"
     return "a faster link: no other option shortens these rounds by a fifth"
 
 
@@ -180,6 +185,15 @@ def _effect(base: RoundForecast, better: RoundForecast) -> str:
     if better.exposed < WORTHWHILE * base.exposed:
         return f"training waits {seconds_text(better.exposed)} for a round, {training}"
     return training
+
+
+def _more_memory(memory: CellMemory | None, remedy: _Remedy) -> str:
+    """Write what a rank holds with a changed option, where that is more."""
+    if memory is None or memory.total is None or memory.with_codec is None or "codec_ratio" not in remedy.changes:
+        return ""
+    if memory.with_codec <= memory.total:
+        return ""
+    return f"; memory {bytes_text(memory.with_codec)} instead of {bytes_text(memory.total)}"
 
 
 def _describe_round(summary: PlanSummary) -> str:
@@ -212,7 +226,7 @@ def _describe_training(summary: PlanSummary) -> str:
     if seconds is None:
         missing = "the model's size and the link's rate" if summary.traffic is None else "the link's rate"
         return f"not forecast: it needs {missing}"
-    return f"99 % of the time at most, with {_duration(99 * seconds)} of local steps between two rounds"
+    return f"99 % of the time needs {_duration(99 * seconds)} of local steps between two rounds, at least"
 
 
 def _describe_memory(memory: CellMemory | None) -> str:

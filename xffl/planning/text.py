@@ -151,9 +151,9 @@ def bytes_text(count: float) -> str:
 
 def seconds_text(seconds: float) -> str:
     """Write seconds with three or four digits and a unit, such as ``32.09 s`` or ``10 ms``."""
-    if 0 < seconds < 1:
-        return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} us"
-    return f"{seconds:.4g} s"
+    if 0 < seconds < 0.9995:  # what three digits would round to 1000 is written in the next unit
+        return f"{1e3 * seconds:.3g} ms" if seconds >= 0.9995e-3 else f"{1e6 * seconds:.3g} us"
+    return f"{seconds:.4g} s" if seconds < 9999.5 else f"{seconds:.0f} s"
 
 
 def _cell_block(topology: Topology, cell: int, width: int) -> list[str]:

@@ -28,7 +28,7 @@ from xffl.errors import ConfigError
 __all__ = ["check_gradients", "check_lone_cell"]
 
 REMEDY = (
-    "spread the whole model by xffl.shard(model, state), or wrap it by DistributedDataParallel(model, "
+    "spread the whole model by xffl.shard(model, state{whole}), or wrap it by DistributedDataParallel(model, "
     "process_group=state.federation), before the Aggregator or FederatedScaling is made; where the training loop "
     "reduces gradients over the cell itself, say so by Aggregator(..., gradients_reduced_by_caller=True), or "
     "FederatedScaling(..., aggregator={'gradients_reduced_by_caller': True})"
@@ -195,4 +195,6 @@ def _uncovered(name: str, tensor: torch.Tensor, reductions: Collection[Reduction
         why = f"its gradient is reduced {known}, which reaches {reached} of the {needed} ranks of a cell"
     else:
         why = f"nothing reduces its gradient over the {needed} ranks of a cell (neither DDP nor FSDP2 has it)"
-    return f"parameter {name!r} is {what}, and {why}: they would train it apart; {REMEDY}"
+    # FSDP cannot cut a scalar, so a script that shards by itself may have ignored it.
+    whole = f", keep_whole=[{name!r}]" if tensor.ndim == 0 else ""
+    return f"parameter {name!r} is {what}, and {why}: they would train it apart; {REMEDY.replace('{whole}', whole)}"

@@ -199,8 +199,8 @@ class FirstRound:
             print(
                 f"xffl: warning: all {self.scope.topology.cells} cells have made steps and hold the same bits in their "
                 "first round: they train on the same data with the same seeds, or their gradients cross between cells, "
-                "so a round averages equal models; give each cell data of its own (the manual's page on "
-                "data)",
+                "so a round averages equal models; give each cell data of its own, by "
+                "Subset(data, range(state.cell, len(data), state.cells)) or xffl's CellLoader (docs/data.rst)",
                 file=sys.stderr,
                 flush=True,
             )
