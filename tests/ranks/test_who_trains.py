@@ -32,6 +32,15 @@ from xffl.distributed.sharding import local_tensor
 NONE = "nothing was raised"
 
 
+class Sparse(nn.Module):
+    """A part that does not train, and gradients that are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4, sparse=True)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -315,6 +324,7 @@ def right(rank: int, world_size: int) -> None:
         torch.compile(xffl.shard(net(), state)),
         DistributedDataParallel(frozen, process_group=state.federation),
         DistributedDataParallel(delayed, process_group=state.federation, **options),
+        DistributedDataParallel(Sparse(), process_group=state.federation),
     ):
         assert xffl.Aggregator(model, state, policies={"*": "average"}).aggregate().round == 1  # type: ignore[arg-type]
     options = {"gradients_reduced_by_caller": True}  # what the caller answers for
