@@ -286,6 +286,8 @@ def test_a_session_that_trains_without_a_round_says_so() -> None:
         assert len(lines) == len(parts), (ends, lines)
         assert all(part in line for part, line in zip(parts, lines, strict=True)), (ends, lines)
         assert all(f"{__file__}:" in line for line in lines if NEVER in line)
+        # Nobody sees what a script does with the groups of its state.
+        assert all("unless the script averages the cells itself" in line for line in lines if NO_ROUND in line)
 
 
 def lone_cells(rank: int, world_size: int, folder: str) -> dict[str, str]:
