@@ -25,6 +25,7 @@ from tests.rounds import aggregator_of
 from tests.worlds import run_world
 from xffl.aggregation.elastic import ElasticAggregator
 from xffl.aggregation.engine.coverage import check_lone_cell
+from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.hierarchical import Level, Levels
 from xffl.distributed.gradients import find_reduction, mark_reduced
 from xffl.distributed.sharding import local_tensor
@@ -555,7 +556,21 @@ def equal_cells(rank: int, world_size: int, setup: dict[str, Any]) -> list[bool]
 
         return run
 
-    return [is_told(run) for run in (alike, unlike, without_steps, resumed, in_a_loop(0), in_a_loop(2))]
+    def elastic(*by: float) -> Callable[[nn.Module], None]:
+        """The aggregator is made after steps, and does not know what they have changed."""
+
+        def run(model: nn.Module) -> None:
+            scope = RoundScope(state, state.topology, goes_on=True)
+            aggregator = xffl.Aggregator(model, scope)
+            for one in by:
+                moved(model, one)
+                aggregator.aggregate()
+
+        return run
+
+    told = [is_told(run) for run in (alike, unlike, without_steps, resumed, in_a_loop(0), in_a_loop(2))]
+    # After steps with a learning rate of 0, steps on the same data, on others, and none that change anything.
+    return told + [is_told(elastic(*by)) for by in ((0.0, 1.0), (0.0, 1.0 + cell), (0.0, 0.0), (1.0 + cell, 0.0))]
 
 
 @pytest.mark.parametrize(
@@ -568,7 +583,7 @@ def equal_cells(rank: int, world_size: int, setup: dict[str, Any]) -> list[bool]
 )
 def test_cells_that_are_equal_in_spite_of_steps_are_told(world_size: int, setup: dict[str, Any]) -> None:
     told = run_world(world_size, equal_cells, setup)
-    assert told[0] == [True, False, False, False, False, True]
+    assert told[0] == [True, False, False, False, False, True, True, False, False, False]
     assert not any(any(one) for one in told[1:])
 
 
@@ -577,7 +592,7 @@ def one_cell(rank: int, world_size: int) -> list[bool]:
 
 
 def test_one_cell_is_equal_to_no_other() -> None:
-    assert run_world(2, one_cell) == [[False] * 6] * 2
+    assert run_world(2, one_cell) == [[False] * 10] * 2
 
 
 def price(rank: int, world_size: int) -> float:
