@@ -135,6 +135,53 @@ def test_parameters_left_whole_train_as_in_one_process(tmp_path: Path) -> None:
     run_world(4, fsdp_and_rounds, str(tmp_path))
 
 
+class Branching(nn.Module):
+    """The caller chooses what a pass uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, is_whole: bool) -> dict[str, tuple[torch.Tensor, ...]]:
+        y = self.layer(x)
+        return {"y": (y * self.scale if is_whole else y,)}
+
+
+def unused(rank: int, world_size: int) -> None:
+    """The pass that reduces uses other parameters than the one before it."""
+    state = new_state(rank, world_size)
+    for hsdp, setting in ((None, "set_requires_gradient_sync"), (2, "set_requires_all_reduce")):
+        if hsdp is None:
+            state.set_fsdp()
+        else:
+            state.set_hsdp(hsdp)
+        torch.manual_seed(3)
+        plain = Branching()
+        torch.manual_seed(3)
+        model: Any = xffl.shard(Branching(), state, keep_whole=["scale"])
+        for step in range(2):
+            for number, is_whole in enumerate((True, True, False)):
+                getattr(model, setting)(number == 2)
+                model(_batch(step, 3 * rank + number), is_whole)["y"][0].square().sum().backward()
+                for one in range(world_size):
+                    (plain(_batch(step, 3 * one + number), is_whole)["y"][0].square().sum() / world_size).backward()
+            # The second step adds to the gradients of the first.
+            torch.testing.assert_close(model.scale.grad, plain.scale.grad, rtol=1e-5, atol=1e-6)
+        getattr(model, setting)(False)
+        model(_batch(9, rank), True)["y"][0].square().sum().backward()
+        model.zero_grad()
+        getattr(model, setting)(True)
+        model(_batch(9, rank), False)["y"][0].square().sum().backward()
+        assert model.scale.grad is None
+        if hsdp is not None:
+            state.unset_hsdp()
+
+
+def test_parameters_unused_in_the_pass_that_reduces_are_reduced_in_it() -> None:
+    run_world(4, unused)
+
+
 def strategies(rank: int, world_size: int, port: int) -> None:
     be_launched(rank, world_size, port)
     distributed = {"strategy": "fsdp", "device": "cpu", "keep_whole": WHOLE}

@@ -8,6 +8,7 @@ import itertools
 import os
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from contextlib import redirect_stderr, suppress
 from pathlib import Path
@@ -29,6 +30,7 @@ from tests.ports import free_port
 from tests.ranks.test_state import new_state
 from tests.worlds import be_launched, run_world
 from xffl.distributed import DistributedState, waits
+from xffl.distributed.callers import find_caller
 
 
 class _Told(io.StringIO):
@@ -84,6 +86,21 @@ def test_a_rank_that_waits_in_a_call_of_all_ranks_names_it(tmp_path: Path) -> No
         assert f"rank 0 has waited 0.05 s in {call} at {__file__}:" in text, text
         assert "every rank must make this call" in text
     assert second == [""] * len(calls)
+
+
+@pytest.mark.parametrize(
+    ("folder", "is_script"),
+    [
+        (sys.prefix, True),  # a virtual environment made in the folder of a project
+        (f"{sys.base_prefix}/share/project", True),
+        *((sysconfig.get_path(kind), False) for kind in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")),
+    ],
+)
+def test_scripts_beside_the_libraries_of_python_are_scripts(folder: str, is_script: bool) -> None:
+    frames: dict[str, Any] = {}
+    exec(compile("import sys; frame = sys._getframe()", f"{folder}/train.py", "exec"), frames)
+    place = find_caller(frames["frame"]).place
+    assert place is not None and place.startswith(f"{folder}/train.py:") == is_script
 
 
 ALIAS = dist.all_reduce  # as "from torch.distributed import all_reduce" at the top of a script
@@ -314,6 +331,8 @@ def test_a_session_that_trains_without_a_round_says_so() -> None:
         assert len(lines) == len(parts), (ends, lines)
         assert all(part in line for part, line in zip(parts, lines, strict=True)), (ends, lines)
         assert all(f"{__file__}:" in line for line in lines if NEVER in line)
+        # Nobody sees what a script does with the groups of its state.
+        assert all("unless the script averages the cells itself" in line for line in lines if NO_ROUND in line)
 
 
 def lone_cells(rank: int, world_size: int, folder: str) -> dict[str, str]:

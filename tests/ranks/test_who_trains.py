@@ -25,11 +25,21 @@ from tests.rounds import aggregator_of
 from tests.worlds import run_world
 from xffl.aggregation.elastic import ElasticAggregator
 from xffl.aggregation.engine.coverage import check_lone_cell
+from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.hierarchical import Level, Levels
 from xffl.distributed.gradients import find_reduction, mark_reduced
 from xffl.distributed.sharding import local_tensor
 
 NONE = "nothing was raised"
+
+
+class Sparse(nn.Module):
+    """A part that does not train, and gradients that are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4, sparse=True)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
 
 
 class Net(nn.Module):
@@ -315,6 +325,7 @@ def right(rank: int, world_size: int) -> None:
         torch.compile(xffl.shard(net(), state)),
         DistributedDataParallel(frozen, process_group=state.federation),
         DistributedDataParallel(delayed, process_group=state.federation, **options),
+        DistributedDataParallel(Sparse(), process_group=state.federation),
     ):
         assert xffl.Aggregator(model, state, policies={"*": "average"}).aggregate().round == 1  # type: ignore[arg-type]
     options = {"gradients_reduced_by_caller": True}  # what the caller answers for
@@ -548,7 +559,21 @@ def equal_cells(rank: int, world_size: int, setup: dict[str, Any]) -> list[bool]
 
         return run
 
-    return [is_told(run) for run in (alike, unlike, without_steps, resumed, in_a_loop(0), in_a_loop(2))]
+    def elastic(*by: float) -> Callable[[nn.Module], None]:
+        """The aggregator is made after steps, and does not know what they have changed."""
+
+        def run(model: nn.Module) -> None:
+            scope = RoundScope(state, state.topology, goes_on=True)
+            aggregator = xffl.Aggregator(model, scope)
+            for one in by:
+                moved(model, one)
+                aggregator.aggregate()
+
+        return run
+
+    told = [is_told(run) for run in (alike, unlike, without_steps, resumed, in_a_loop(0), in_a_loop(2))]
+    # After steps with a learning rate of 0, steps on the same data, on others, and none that change anything.
+    return told + [is_told(elastic(*by)) for by in ((0.0, 1.0), (0.0, 1.0 + cell), (0.0, 0.0), (1.0 + cell, 0.0))]
 
 
 @pytest.mark.parametrize(
@@ -561,7 +586,7 @@ def equal_cells(rank: int, world_size: int, setup: dict[str, Any]) -> list[bool]
 )
 def test_cells_that_are_equal_in_spite_of_steps_are_told(world_size: int, setup: dict[str, Any]) -> None:
     told = run_world(world_size, equal_cells, setup)
-    assert told[0] == [True, False, False, False, False, True]
+    assert told[0] == [True, False, False, False, False, True, True, False, False, False]
     assert not any(any(one) for one in told[1:])
 
 
@@ -570,7 +595,7 @@ def one_cell(rank: int, world_size: int) -> list[bool]:
 
 
 def test_one_cell_is_equal_to_no_other() -> None:
-    assert run_world(2, one_cell) == [[False] * 6] * 2
+    assert run_world(2, one_cell) == [[False] * 10] * 2
 
 
 def price(rank: int, world_size: int) -> float:

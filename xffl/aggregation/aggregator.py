@@ -565,6 +565,7 @@ class Aggregator:
                     ) from error
             self.rounds += 1
             self._coordinator.release()
+        self._first_round.note_end()
         self._activity.note_round()
         return outcome.report(time.perf_counter() - start)
 

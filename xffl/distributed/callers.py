@@ -13,7 +13,9 @@ from types import FrameType
 __all__ = ["Caller", "find_caller", "warn_of_script"]
 
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
-_LIBRARIES = tuple(f"{path}{os.sep}" for path in {*sysconfig.get_paths().values()} if path)
+# Not "data", which is the prefix of Python, or the folder of a virtual environment: scripts may lie in it.
+_KINDS = ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
+_LIBRARIES = tuple(f"{sysconfig.get_path(kind)}{os.sep}" for kind in _KINDS)
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 

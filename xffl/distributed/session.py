@@ -306,7 +306,7 @@ def cleanup_distributed_process_group(
 def _lesson_of(state: DistributedState) -> str | None:
     """Return the line for a session that has trained without a round; ``None`` where none was expected of this rank."""
     made = "although optimizers have made steps"
-    own = "has trained a model of its own"
+    own = "has trained a model of its own, unless the script averages the cells itself"
     remedy = "put the training loop into a block of xffl.FederatedScaling, or call xffl.Aggregator(...).aggregate()"
     if state.rank != 0:
         return None

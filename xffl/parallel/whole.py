@@ -7,7 +7,8 @@ accumulation of its gradient takes the place of FSDP's reduce-scatter, in the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -47,6 +48,26 @@ def find_whole(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Parame
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in chosen}
 
 
+def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in what a module returns, in the containers that models return."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for one in output.values():
+            yield from _tensors_in(one)
+    elif isinstance(output, (list, tuple)):
+        for one in output:
+            yield from _tensors_in(one)
+    elif is_dataclass(output) and not isinstance(output, type):
+        for field in fields(output):
+            yield from _tensors_in(getattr(output, field.name))
+
+
+def _call_at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call a function where the backward pass that runs now ends, as FSDP2 does: torch has no public way."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
 def _refuse_factor(factor: float) -> None:
     raise ConfigError(
         f"set_gradient_divide_factor({factor}) was called, but gradients of parameters that keep_whole names are "
@@ -59,7 +80,8 @@ class WholeParameters:
 
     Backward passes of which FSDP only adds gradients up (``set_requires_gradient_sync(False)``, or
     ``set_requires_all_reduce(False)``) do the same here: the next one that reduces takes the mean of what each rank has
-    added up, and what was reduced before is the same on all ranks, so that its mean stays.
+    added up, and what was reduced before is the same on all ranks, so that its mean stays. As FSDP does, it takes at
+    its end those that it has not used itself.
 
     As FSDP's, the reduction is collective over the mesh: a parameter is used on all of its ranks in the same passes.
 
@@ -72,10 +94,18 @@ class WholeParameters:
         self._groups = [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
         self._divisor = float(mesh.size())
         self._is_reducing = self._is_reducing_all = True
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        self._is_end_awaited = False
+        self._trained = trained = [parameter for parameter in parameters if parameter.requires_grad]
+        self._left: set[int] = set()  # ids of parameters whose gradients were added up and not reduced
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(self._reduce)  # type: ignore[no-untyped-call]
         mark_reduced(trained, mesh.mesh.flatten().tolist(), by="xffl.shard (keep_whole)")
+        if trained:
+            assert isinstance(model, nn.Module)
+            watch = torch.compiler.disable(self._watch_backward)  # type: ignore[no-untyped-call]
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.register_forward_hook(watch)
         self._follow(model, "set_requires_gradient_sync", self._set_reducing)
         self._follow(model, "set_requires_all_reduce", self._set_reducing_all)
         self._follow(model, "set_gradient_divide_factor", _refuse_factor)
@@ -84,14 +114,41 @@ class WholeParameters:
     def _reduce(self, parameter: torch.Tensor) -> None:
         """Replace a gradient by its mean over the ranks; collective over the mesh."""
         gradient = parameter.grad
-        if gradient is None or not (self._is_reducing and self._is_reducing_all):
+        if gradient is None:
             return
+        if not (self._is_reducing and self._is_reducing_all):
+            self._left.add(id(parameter))
+            return
+        self._left.discard(id(parameter))
         for group in self._groups:
             moved = gradient.to(message_device(gradient.device, group))
             dist.all_reduce(moved, group=group)
             if moved is not gradient:
                 gradient.copy_(moved)
         gradient.div_(self._divisor)
+
+    def _watch_backward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Wait for a backward pass through what a module of FSDP returns: its own begins there, too."""
+        for tensor in _tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._await_end)  # type: ignore[no-untyped-call]
+
+    def _await_end(self, gradient: torch.Tensor) -> None:
+        if self._is_end_awaited or not (self._is_reducing and self._is_reducing_all):
+            return
+        self._is_end_awaited = True
+        _call_at_end_of_backward(self._reduce_left)
+
+    def _reduce_left(self) -> None:
+        """Reduce what earlier passes have left and this one did not use; collective over the mesh where there is any.
+
+        Gradients that were set to ``None`` since then are not there any more.
+        """
+        self._is_end_awaited = False
+        for parameter in self._trained:
+            if id(parameter) in self._left:
+                self._reduce(parameter)
+        self._left.clear()
 
     def _set_reducing(self, requires_gradient_sync: bool, **unused: Any) -> None:
         self._is_reducing = requires_gradient_sync

@@ -146,8 +146,8 @@ def _reduced_parameters(prefix: str, module: nn.parallel.DistributedDataParallel
 def _find_in_reducer(module: nn.parallel.DistributedDataParallel, training: int) -> set[int] | None:
     """Return the ids of the parameters that DDP's reducer has, where they may be others than those that train.
 
-    ``None`` where all parameters train, as many as the reducer has, or torch does not tell: the API is private. For a
-    moment it takes as much memory as the gradients.
+    ``None`` where all parameters train, as many as the reducer has, or torch does not tell: the API is private, and
+    fails where a gradient is sparse. For a moment it takes as much memory as the gradients.
     """
     tell = getattr(module, "_get_ddp_logging_data", None)
     show = getattr(getattr(module, "reducer", None), "_get_zeros_like_grad_buckets", None)
@@ -156,7 +156,11 @@ def _find_in_reducer(module: nn.parallel.DistributedDataParallel, training: int)
     are_all_training = all(one.requires_grad for one in module.module.parameters())
     if are_all_training and tell().get("num_parameter_tensors") == training:
         return None
-    return {id(one) for bucket in show() for one in bucket.parameters()}
+    try:
+        buckets = show()
+    except RuntimeError:
+        return None
+    return {id(one) for bucket in buckets for one in bucket.parameters()}
 
 
 def _check_inside(name: str, reduction: Reduction, cell: frozenset[int], state: DistributedState) -> None:

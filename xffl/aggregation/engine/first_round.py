@@ -3,7 +3,9 @@
 Each rank tells two sums of its values' bits with its status in the vote, so that nothing more is sent where all is as
 it should be; reading the values takes about 10 ms for 100 MB. Ranks of a cell that hold the same part of a parameter
 hold the same bits if their gradients were reduced over the cell. Cells that all hold the same bits after local steps
-have trained on the same data, or their gradients have crossed.
+have trained on the same data, or their gradients have crossed; unless the steps changed nothing, as those of a learning
+rate of 0 that warms up. Elastic cells, whose values before their steps are not known in the first round, are judged by
+the second.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ class ValueDigest:
     shared: int = 0
     """Of the elements that several shards of a replica hold alike: equal on these"""
     is_trained: bool = False
-    """Whether the values have changed since the aggregator was made or has loaded a state"""
+    """Whether the values have changed since the aggregator was made or has loaded a state; that steps were made, where
+    what they started from is not known"""
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class FirstRound:
         self._salt = self._make_salt() if self.is_private else b""
         # Elastic cells make an aggregator right before a round; how many steps were made is told then.
         self._start = None if self.scope.goes_on else self._read_sums()
+        self._is_second = False  # whether cells without a start were equal in the first round: the same on all ranks
 
     # Places -----------------------------------------------------------------------------------------------------------
 
@@ -126,6 +130,11 @@ class FirstRound:
         if not self.is_over and not self.scope.goes_on:
             self._start = self._read_sums()
 
+    def note_end(self) -> None:
+        """Take the model behind a round for the start of training, where it was not known; local."""
+        if self._is_second and not self.is_over:
+            self._start = self._read_sums()
+
     def read(self, *, has_steps: bool) -> ValueDigest:
         """Return what this rank tells of its values; local."""
         if self.is_over:
@@ -133,14 +142,15 @@ class FirstRound:
         self._sums = self._read_sums()
         if self._is_unlike:  # the steps of a delayed round go on while it is compared
             self._copies = {entry.name: entry.elements(0).clone() for entry in self._entries}
-        is_trained = has_steps if self._start is None else has_steps and self._sums != self._start
+        # Without a start: in a second round, where the first one was not written.
+        is_changed = not self._is_second if self._start is None else self._sums != self._start
         shared = self._shared[self._at.shard]
         return ValueDigest(
             held=self._seal(_fold(zip(self._entries, self._sums, strict=True))),
             shared=self._seal(
                 _fold(pair for pair in zip(self._entries, self._sums, strict=True) if pair[0].name in shared)
             ),
-            is_trained=is_trained,
+            is_trained=has_steps and is_changed,
         )
 
     @torch.no_grad()
@@ -193,14 +203,18 @@ class FirstRound:
             cells = self._differing_cells(statuses)
             if cells:
                 self._explain(cells, statuses)
-        self.is_over = True
         self._copies.clear()
-        if self.scope.rank == 0 and not self.is_private and self._are_cells_equal(statuses):
+        are_equal = not self.is_private and self._are_cells_equal(statuses)
+        if are_equal and self.scope.goes_on and not self._is_second:
+            self._is_second = True
+            return
+        self.is_over = True
+        if are_equal and self.scope.rank == 0:
             print(
                 f"xffl: warning: all {self.scope.topology.cells} cells have made steps and hold the same bits in their "
-                "first round: they train on the same data with the same seeds, or their gradients cross between cells, "
-                "so a round averages equal models; give each cell data of its own, by "
-                "Subset(data, range(state.cell, len(data), state.cells)) or xffl's CellLoader (docs/data.rst)",
+                f"{'second' if self._is_second else 'first'} round: they train on the same data with the same seeds, "
+                "or their gradients cross between cells, so a round averages equal models; give each cell data of its "
+                "own, by Subset(data, range(state.cell, len(data), state.cells)) or xffl's CellLoader (docs/data.rst)",
                 file=sys.stderr,
                 flush=True,
             )
