@@ -289,7 +289,7 @@ class Called(Coded):
 
 def trained_parts(optimizer_class: type[torch.optim.Optimizer], steps: int, **options: Any) -> dict[str, Any]:
     model = nn.Linear(8, 4)
-    optimizer = optimizer_class(model.parameters(), **options)  # type: ignore[call-arg]
+    optimizer = optimizer_class(model.parameters(), **options)
     trained(optimizer, model, range(steps))
     return {"model": model, "optimizer": optimizer}
 
