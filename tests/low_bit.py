@@ -72,6 +72,9 @@ class Coded(torch.Tensor):
         raise NotImplementedError(f"{func} of {cls.__name__}")
 
 
+torch.serialization.add_safe_globals([Coded])  # as torchao does
+
+
 class Hollow(torch.Tensor):
     """A class that does not say what it is made of."""
 

@@ -6,7 +6,7 @@ import linecache
 import random
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -276,6 +276,86 @@ def test_a_class_that_is_not_imported_is_named(tmp_path: Path, monkeypatch: pyte
     monkeypatch.undo()
     with pytest.raises(xffl.CheckpointError, match=r"class elsewhere\.low_bit\.Coded.*import the package.*elsewhere"):
         load_checkpoint(tmp_path / "it", {"model": model, "optimizer": LowBitSGD(model.parameters())}, ALONE)
+
+
+class Called(Coded):
+    """A class of the program that the model and the optimizer do not use."""
+
+    calls: ClassVar[list[Any]] = []
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> Coded:
+        cls.calls.append(context)
+        return super().__tensor_unflatten__(parts, context, size, stride)
+
+
+def trained_parts(optimizer_class: type[torch.optim.Optimizer], steps: int, **options: Any) -> dict[str, Any]:
+    model = nn.Linear(8, 4)
+    optimizer = optimizer_class(model.parameters(), **options)
+    trained(optimizer, model, range(steps))
+    return {"model": model, "optimizer": optimizer}
+
+
+def test_a_class_that_nobody_vouches_for_is_not_called(tmp_path: Path) -> None:
+    saved = trained_parts(LowBitSGD, 1, kind=Called.of)
+    own = {"own": Own(Called.of(torch.randn(4, 8)))}
+    save_checkpoint(tmp_path / "it", saved, ALONE)
+    save_checkpoint(tmp_path / "kept", {"part": Own(1)}, ALONE, own=own)
+    Called.calls.clear()
+    for parts in (trained_parts(LowBitSGD, 0), trained_parts(LowBitSGD, 1), trained_parts(torch.optim.SGD, 0)):
+        before = parts["model"].weight.detach().clone()
+        with pytest.raises(xffl.CheckpointError, match=r"Called.*add_safe_globals.*nothing was loaded"):
+            load_checkpoint(tmp_path / "it", parts, ALONE)
+        assert torch.equal(parts["model"].weight, before)
+    with pytest.raises(xffl.CheckpointError, match=r"Called.*add_safe_globals"):
+        load_checkpoint(tmp_path / "kept", {"part": Own(1)}, ALONE, own={"own": Own(None)})
+    assert Called.calls == []
+    load_checkpoint(tmp_path / "it", trained_parts(LowBitSGD, 1, kind=Called.of), ALONE)  # the class of what is there
+    assert len(Called.calls) == 1
+    fresh = trained_parts(LowBitSGD, 0)
+    with torch.serialization.safe_globals([Called]):
+        load_checkpoint(tmp_path / "it", fresh, ALONE)
+    assert isinstance(fresh["optimizer"].state[fresh["model"].weight]["momentum"], Called)
+
+
+class Lying(Coded):
+    """Is made with another shape than it was."""
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> Coded:
+        shape, dtype = context
+        return cls(parts["codes"], parts["scales"], parts["table"], *cls.made_as(shape, dtype))
+
+    made_as: ClassVar[Any] = staticmethod(lambda shape, dtype: (shape, dtype))
+
+
+@pytest.mark.parametrize("wrong", [lambda shape, dtype: ((2, 16), dtype), lambda shape, _: (shape, torch.int32)])
+def test_what_is_made_must_be_what_was_saved(wrong: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(tmp_path / "it", trained_parts(LowBitSGD, 1, kind=Lying.of), ALONE)
+    monkeypatch.setattr(Lying, "made_as", staticmethod(wrong))
+    with pytest.raises(xffl.CheckpointError, match=r"weight/momentum' is \(4, 8\) torch.float32 .*its parts make"):
+        load_checkpoint(tmp_path / "it", trained_parts(LowBitSGD, 1, kind=Lying.of), ALONE)
+
+
+class PlainSGD(LowBitSGD):
+    """Keeps the same state in plain tensors."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, kind=torch.clone)
+
+
+def test_a_state_of_another_kind_than_that_of_the_optimizer_is_refused(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "coded", trained_parts(LowBitSGD, 1), ALONE)
+    save_checkpoint(tmp_path / "plain", trained_parts(PlainSGD, 1), ALONE)
+    for name, kind, match in (
+        ("coded", PlainSGD, r"weight/momentum' is .*Coded in it, here a plain tensor.*nothing was loaded"),
+        ("plain", LowBitSGD, r"weight/momentum' is a plain tensor in it, here .*Coded; nothing was loaded"),
+    ):
+        parts = trained_parts(kind, 1)
+        before = parts["model"].weight.detach().clone()
+        with pytest.raises(xffl.CheckpointError, match=match):
+            load_checkpoint(tmp_path / name, parts, ALONE)
+        assert torch.equal(parts["model"].weight, before)
 
 
 # Generators of a program ----------------------------------------------------------------------------------------------

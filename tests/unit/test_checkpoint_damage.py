@@ -18,7 +18,7 @@ from xffl.checkpoint import auto_resume, find_latest_checkpoint, save_checkpoint
 from xffl.checkpoint.damage import find_damage, find_lost
 from xffl.checkpoint.format import write_pointer
 from xffl.distributed.distributed_state import DistributedState
-from xffl.errors import CheckpointError
+from xffl.errors import CheckpointError, ConfigError
 from xffl.training.run_directory import RunDirectory
 
 ALONE = DistributedState(rank=0, world_size=1)
@@ -131,6 +131,62 @@ def test_a_checkpoint_that_is_gone_as_a_whole_is_told(run: Path, caplog: pytest.
     with pytest.raises(CheckpointError, match=r"latest names final, and neither this nor any other .*begins anew"):
         start(run)
     assert contents(run) == before
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Path:
+    """Make a run with records, and the folder of checkpoints without any."""
+    RunDirectory.open(tmp_path, ALONE, Config()).close()
+    (tmp_path / "metrics" / "cell_0.jsonl").write_text('{"time": 1.0, "step": 3, "values": {}}\n')
+    return tmp_path
+
+
+def link_to_nothing(folder: Path) -> None:
+    folder.rmdir()
+    folder.symlink_to(folder.parent / "unmounted" / "checkpoints")
+
+
+def put_a_file(folder: Path) -> None:
+    folder.rmdir()
+    folder.write_text("")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "match"),
+    [
+        (link_to_nothing, r"checkpoints is a link to .*unmounted/checkpoints, which is not there"),
+        (put_a_file, r"checkpoints is no folder"),
+        (lambda folder: (folder / "latest").write_bytes(b"\xff\xfe"), "latest names no checkpoint .*cannot be read"),
+        (lambda folder: (folder / "latest").write_text(""), "latest names no checkpoint .*it is empty"),
+        (lambda folder: os.mkfifo(folder / "latest"), "latest names no checkpoint .*FIFO"),
+        (lambda folder: (folder / "latest").symlink_to("gone"), "latest names no checkpoint .*No such file"),
+    ],
+)
+def test_what_may_hide_checkpoints_is_no_reason_to_begin_anew(
+    spoil: Callable[[Path], Any], match: str, bare: Path
+) -> None:
+    spoil(bare / "checkpoints")
+    before = contents(bare)
+    for options in ({"may_restart": True}, {"is_resumed": True}, {}):
+        with pytest.raises(CheckpointError, match=match):
+            RunDirectory.open(bare, ALONE, Config(), **options)  # type: ignore[arg-type]
+        with pytest.raises(CheckpointError, match=match):
+            auto_resume(SimpleNamespace(experiment=SimpleNamespace(output_dir=bare)), Trainer())
+    assert contents(bare) == before
+
+
+def test_a_pointer_that_cannot_be_read_is_not_needed_beside_a_checkpoint(run: Path) -> None:
+    (run / "checkpoints" / "latest").write_bytes(b"\xff")
+    assert start(run) == run / "checkpoints" / "final"
+
+
+def test_records_are_kept_where_the_folder_cannot_be_made_ready(bare: Path) -> None:
+    (bare / "pictures").rmdir()
+    (bare / "pictures").write_text("")
+    before = contents(bare)
+    with pytest.raises(ConfigError, match="cannot be written: .*pictures"):
+        RunDirectory.open(bare, ALONE, Config(), may_restart=True)
+    assert contents(bare) == before
 
 
 def test_hidden_and_foreign_folders_are_no_damage(run: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,7 +3,9 @@
 Low-bit states of optimizers are of this kind (torchao: codes, scales and a table for each block of values), also as the
 local part of a DTensor. torch calls such a class a traceable wrapper subclass: ``__tensor_flatten__`` gives the names
 of the inner tensors and the context, and ``__tensor_unflatten__`` makes the tensor of them. A checkpoint keeps the
-inner tensors as they are and the context as plain values, so nothing is rounded and no code of a file is run.
+inner tensors as they are and the context as plain values, so nothing is rounded and no code of a file is run. A class
+that a checkpoint names is called only if the program vouches for it: it is the class of the tensor that is filled or
+replaced, or one that was given to ``torch.serialization.add_safe_globals``, as torchao does with its own.
 
 The inner tensors of different ranks are not parts of one larger tensor (each has its own scales). So each rank's box of
 the whole tensor is kept by itself, under a name with its offsets and sizes. A rank with the same box reads exactly what
@@ -13,7 +15,7 @@ to be exact.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -123,6 +125,8 @@ def restore(
     like: torch.Tensor | None,
     read: Callable[[str], torch.Tensor],
     device: torch.device | None = None,
+    *,
+    replaced: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Make a tensor of the boxes that were saved of it; local.
 
@@ -132,9 +136,12 @@ def restore(
         holds, and where; ``None`` for the whole.
     :param read: Returns a tensor of the checkpoint by name, on the CPU.
     :param device: Where the whole goes; ``None`` for the CPU.
+    :param replaced: The tensor whose place it takes, whatever its shape; its classes may be made, as those of ``like``.
     :return: The tensor, spread as ``like`` is.
-    :raises CheckpointError: if there is no such box, and it cannot be made of others exactly.
+    :raises CheckpointError: if there is no such box, and it cannot be made of others exactly; or if nobody vouches for
+        its class.
     """
+    kinds = kinds_in(like) | kinds_in(replaced)
     whole = boxes[0]
     offsets, sizes = ((0,) * len(whole.shape), tuple(whole.shape)) if like is None else box_of(like)
     if like is not None:
@@ -143,9 +150,9 @@ def restore(
     if 0 in sizes:
         local = torch.empty(sizes, dtype=whole.dtype, device="cpu")
     elif same:
-        local = _make(same[0].inner, read)
+        local = _make_box(path, same[0], read, kinds)
     else:
-        local = _join(path, boxes, offsets, sizes, read)
+        local = _join(path=path, boxes=boxes, offsets=offsets, sizes=sizes, read=read, kinds=kinds)
     local = local if device is None else _move(local, device)
     if not isinstance(like, DTensor):
         return local
@@ -186,15 +193,42 @@ def difference(target: torch.Tensor, made: torch.Tensor) -> str | None:
     return next(filter(None, (difference(getattr(mine, one), getattr(its, one)) for one in names)), None)
 
 
-def find_class(name: str) -> Any:
-    """Return the tensor class of a name that this process has imported; nothing is imported for a checkpoint."""
-    found = [kind for kind in _subclasses(torch.Tensor) if _title(kind) == name]
-    if not found:
+def kinds_in(tensor: torch.Tensor | None) -> set[type]:
+    """Return the classes that a tensor is made of, its own and those of its inner ones; none of a plain one; local."""
+    if tensor is None or not is_composite(tensor):
+        return set()
+    local = _local_part(tensor)
+    names, _ = local.__tensor_flatten__()  # type: ignore[attr-defined]
+    return {type(local)}.union(*(kinds_in(getattr(local, name)) for name in names))
+
+
+def class_name(tensor: torch.Tensor) -> str | None:
+    """Return the name of the class of this rank's part, as a checkpoint has it; ``None`` of a plain one; local."""
+    return _class_name(_local_part(tensor))
+
+
+def find_class(name: str, kinds: Collection[type]) -> Any:
+    """Return the tensor class of a name, if the program vouches for it; nothing is imported for a checkpoint.
+
+    :param name: The name that a checkpoint has.
+    :param kinds: Classes of the tensor that is to be filled or replaced.
+    :return: The class, one of these or of ``torch.serialization.get_safe_globals``.
+    :raises CheckpointError: if it is none of them.
+    """
+    safe = [one[0] if isinstance(one, tuple) else one for one in torch.serialization.get_safe_globals()]
+    for kind in (*kinds, *safe):
+        if isinstance(kind, type) and issubclass(kind, torch.Tensor) and _title(kind) == name:
+            return kind
+    if not any(_title(kind) == name for kind in _subclasses(torch.Tensor)):
         raise CheckpointError(
             f"the checkpoint has tensors of the class {name}, which this process has not imported; import the package "
-            f"that has it ({name.partition('.')[0]}) before loading"
+            f"that has it ({str(name).partition('.')[0]}) before loading"
         )
-    return found[-1]
+    raise CheckpointError(
+        f"the checkpoint has tensors of the class {name}, whose code would be called to make them, and the tensors "
+        "here are of other classes; if the checkpoint may have it, give the class to "
+        "torch.serialization.add_safe_globals before loading; nothing was loaded"
+    )
 
 
 # Taking apart and putting together ------------------------------------------------------------------------------------
@@ -259,7 +293,7 @@ def _check_made_again(
     """Refuse a tensor that what is kept of it does not make again."""
     reason = ""
     try:
-        made = _make(inner, tensors.__getitem__, kind=type(tensor))
+        made = _make(inner, tensors.__getitem__, kinds_in(tensor))
         _, again = made.__tensor_flatten__()  # type: ignore[attr-defined]
         if made.shape != tensor.shape or made.dtype != tensor.dtype or not _is_equal(context, again):
             reason = f"it becomes {tuple(made.shape)} {made.dtype} with {again}"
@@ -272,15 +306,28 @@ def _check_made_again(
         )
 
 
-def _make(inner: Inner, read: Callable[[str], torch.Tensor], *, kind: Any = None) -> torch.Tensor:
-    """Make the tensor that plain values describe."""
+def _make(inner: Inner, read: Callable[[str], torch.Tensor], kinds: Collection[type]) -> torch.Tensor:
+    """Make the tensor that plain values describe, of these classes or those that are safe."""
     if "class" not in inner:
         (name,) = tensors_named(inner)
         return read(name)
-    kind = find_class(inner["class"]) if kind is None else kind
-    parts = {name: _make(one, read) for name, one in inner["inner"].items()}
+    kind = find_class(inner["class"], kinds)
+    parts = {name: _make(one, read, kinds) for name, one in inner["inner"].items()}
     context = from_plain(inner["context"], {})
     made: torch.Tensor = kind.__tensor_unflatten__(parts, context, torch.Size(inner["size"]), tuple(inner["stride"]))
+    return made
+
+
+def _make_box(path: str, box: Box, read: Callable[[str], torch.Tensor], kinds: Collection[type]) -> torch.Tensor:
+    """Make what a box has, which must be what the box says."""
+    made = _make(box.inner, read, kinds)
+    # A class may forget its data type inside a DTensor and say another one of floating point than the whole.
+    is_alike = made.dtype == box.dtype or (made.is_floating_point() and box.dtype.is_floating_point)
+    if tuple(made.shape) != box.sizes or not is_alike:
+        raise CheckpointError(
+            f"{path!r} is {box.sizes} {box.dtype} in the checkpoint, and its parts make {tuple(made.shape)} "
+            f"{made.dtype}; the checkpoint is damaged, load another one"
+        )
     return made
 
 
@@ -313,6 +360,7 @@ def _join(
     offsets: tuple[int, ...],
     sizes: tuple[int, ...],
     read: Callable[[str], torch.Tensor],
+    kinds: Collection[type],
 ) -> torch.Tensor:
     """Make a box of rows of those that were saved, if that is exact.
 
@@ -347,7 +395,7 @@ def _join(
         if first > at:
             break
         try:
-            pieces.append(_rows(_make(box.inner, read), at - first, end - first))
+            pieces.append(_rows(_make_box(path, box, read, kinds), at - first, end - first))
         except CheckpointError:
             raise
         except Exception as error:

@@ -517,6 +517,8 @@ def read_rank_state(
             tensors[name] = composite.restore(name, boxes, None, tensors.__getitem__)
         states = {name: from_plain(values[name], tensors) for name in sorted(wanted)}
         return states, content.get("buffers", {}) if is_same else {}
+    except CheckpointError:  # of a class that nobody vouches for; it is a RuntimeError, too
+        raise
     except (OSError, RuntimeError, ValueError, TypeError, KeyError, pickle.UnpicklingError) as error:
         raise CheckpointError(
             f"{file} holds no own state: {type(error).__name__}; the checkpoint is damaged, load another one"

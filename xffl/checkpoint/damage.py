@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from xffl.checkpoint import format as folders
 from xffl.errors import CheckpointError
+from xffl.files import read_text
 
 __all__ = ["check_damage", "find_damage", "find_lost", "warn_of_damage", "warn_of_lost"]
 
@@ -57,12 +58,14 @@ def check_damage(checkpoints: Path, find_latest: Callable[[], Path | None]) -> N
 
     :param checkpoints: The folder in which the run publishes its checkpoints.
     :param find_latest: Finds the newest of those that are whole.
-    :raises CheckpointError: if a published checkpoint has data and no record, or ``latest`` names one that is not there
-        and there is no other.
+    :raises CheckpointError: if a published checkpoint has data and no record; if ``latest`` names one that is not
+        there, or cannot be read, and there is no other; or if the folder is a link to nothing, or no folder.
     """
+    _check_folder(checkpoints)
     lost = find_lost(checkpoints)
     damaged = find_damage(checkpoints)
-    if not damaged and lost is None:
+    unread = _unread_pointer(checkpoints)
+    if not damaged and lost is None and unread is None:
         return
     latest = find_latest()
     if latest is None:
@@ -75,6 +78,11 @@ def check_damage(checkpoints: Path, find_latest: Callable[[], Path | None]) -> N
             f"published checkpoints have lost their record, {folders.RECORD}, to a purge of old files or to a delete "
             f"that was interrupted: {', '.join(map(str, damaged))}. Put {folders.RECORD} back; or, {accept}. "
             "experiment.reset does not skip this"
+        )
+    if latest is None and lost is None:
+        raise CheckpointError(
+            f"{checkpoints / folders.LATEST} names no checkpoint ({unread}), and none is there, though the file is "
+            f"written with the first. Put the checkpoints back; or, {accept}. experiment.reset does not skip this"
         )
     if latest is None:
         raise CheckpointError(
@@ -99,6 +107,31 @@ def warn_of_lost(checkpoints: Path, latest: Path) -> None:
             lost,
             latest.name,
         )
+
+
+def _check_folder(checkpoints: Path) -> None:
+    """Refuse what is there in the folder's place and hides what a run has saved, such as a link to an unmounted one."""
+    if checkpoints.is_dir() or not os.path.lexists(checkpoints):
+        return
+    what = "no folder"
+    if checkpoints.is_symlink():
+        what = f"a link to {os.readlink(checkpoints)}, which is not there, or no folder"
+    raise CheckpointError(
+        f"{checkpoints} is {what}, so what the run has saved is not seen. Put the folder back (mount its file "
+        f"system); or, to accept the loss, delete {checkpoints}: the run then begins anew, and its records are "
+        "removed. experiment.reset does not skip this"
+    )
+
+
+def _unread_pointer(checkpoints: Path) -> str | None:
+    """Tell why the file ``latest``, which is there, names nothing; ``None`` without the file, or with a name in it."""
+    file = checkpoints / folders.LATEST
+    if not os.path.lexists(file):
+        return None
+    try:
+        return None if read_text(file).strip() else "it is empty"
+    except (OSError, ValueError) as error:
+        return f"it cannot be read: {error}"
 
 
 def _is_first() -> bool:

@@ -59,6 +59,8 @@ class _LoadPlan:
     """Boxes of the composite tensors that the checkpoint has"""
     likes: dict[str, tuple[torch.Tensor | None, torch.nn.Parameter | torch.Tensor | None]] = field(default_factory=dict)
     """Composite tensors to make, with the tensor to fill or to replace, if any, and the parameter it belongs to"""
+    classes: dict[str, set[str | None]] = field(default_factory=dict)
+    """Names of the classes of each optimizer's state here; ``None`` for plain tensors"""
     made: dict[str, torch.Tensor] = field(default_factory=dict)
     """Composite tensors, once they are made"""
     kept: dict[str, Any] = field(default_factory=dict)
@@ -226,7 +228,7 @@ def _load(
     rank_state, buffers = reading(
         "own state", lambda: contents.read_rank_state(plan.index, cell.place, wanted, is_same=is_same)
     )
-    reading("reading extra states", lambda: _read_values(plan, buffers))
+    reading("reading extra states", lambda: _read_values(plan, buffers, current))
     # Extra states come before any weight is written: a module may refuse its own, and then all can be taken back.
     # From the step "reading" on tensors are overwritten, so every message says that the load is partial.
     undo: list[Callable[[], None]] = []
@@ -358,6 +360,9 @@ def _want_optimizer(
     """Compare an optimizer's parameters with those saved, and find a place for the state of each."""
     index = plan.index
     saved = contents.saved_options(name, index.values)
+    states = f"{name}/state/"
+    plan.classes[name] = {composite.class_name(one) for key, one in current.tensors.items() if key.startswith(states)}
+    of_boxes = {box.class_name for key, boxes in plan.boxes.items() if key.startswith(states) for box in boxes}
     for group, members in zip(optimizer.param_groups, names, strict=True):
         options = {json.dumps(saved[member], sort_keys=True) for member in members if member in saved}
         if len(options) > 1:
@@ -366,7 +371,11 @@ def _want_optimizer(
             if member not in saved:
                 plan.problems.append(f"{name!r} of {member!r} is missing in it")
             for key in tensors_named([saved.get(member), index.values.get(f"{name}/state/{member}")]):
-                _want_tensor(plan, key, current.tensors.get(key), parameter)
+                now = current.tensors.get(key)
+                here = None if now is None else composite.class_name(now)
+                if here is not None and key in index.tensors and here not in of_boxes:
+                    plan.problems.append(f"{key!r} is a plain tensor in it, here {here}")
+                _want_tensor(plan, key, now, parameter)
     mine = {member for members in names for member in members}
     plan.unused |= {f"{name}/state/{member}" for member in saved.keys() - mine}
 
@@ -400,7 +409,7 @@ def _check_unused(plan: _LoadPlan, cell: Cell) -> None:
         raise CheckpointError(f"checkpoint {plan.index.folder} does not fit: {problems}; {NOTHING_LOADED}")
 
 
-def _read_values(plan: _LoadPlan, buffers: Mapping[str, torch.Tensor]) -> None:
+def _read_values(plan: _LoadPlan, buffers: Mapping[str, torch.Tensor], current: Contents) -> None:
     """Read composite tensors and the modules' extra states into new tensors; local.
 
     Of extra states those of this rank alone count before the cell's.
@@ -414,16 +423,30 @@ def _read_values(plan: _LoadPlan, buffers: Mapping[str, torch.Tensor]) -> None:
         is_filled = now is not None and any(name in keys for keys in plan.models.values())
         if is_filled and now is not None and (wrong := composite.difference(now, plan.made[name])):
             raise CheckpointError(f"{name!r} is {wrong}; {NOTHING_LOADED}")
+        _check_kind(plan, name, now)
     tensors: dict[str, torch.Tensor] = {}
     for name, device in plan.devices.items():
         if name in plan.boxes:
-            tensors[name] = composite.restore(name, plan.boxes[name], None, read, device)
+            tensors[name] = composite.restore(
+                name, plan.boxes[name], None, read, device, replaced=current.tensors.get(name)
+            )
         else:
             tensors[name] = (buffers[name] if name in buffers else read(name)).to(device)
     special = plan.targets.keys() | plan.likes.keys() | plan.kept.keys()
     for key in (key for keys in plan.models.values() for key in keys if key not in special):
         saved = plan.index.values
         plan.values[key] = from_plain(saved[key], tensors) if key in saved else tensors[key]
+
+
+def _check_kind(plan: _LoadPlan, name: str, now: torch.Tensor | None) -> None:
+    """Refuse a state of a class that the optimizer, which has one already, does not use here; local."""
+    made = composite.class_name(plan.made[name])
+    for used in (used for optimizer, used in plan.classes.items() if name.startswith(f"{optimizer}/state/")):
+        if now is not None and made is not None and made not in used:
+            raise CheckpointError(
+                f"{name!r} is {made} in it, here {composite.class_name(now) or 'a plain tensor'}, and no state of the "
+                f"optimizer here is of that class: another kind of optimizer has saved it; {NOTHING_LOADED}"
+            )
 
 
 def _make_composite(
@@ -437,10 +460,10 @@ def _make_composite(
     shape = boxes[0].shape
     for like in (now, parameter):
         if like is not None and like.shape == shape:
-            return composite.restore(name, boxes, like, read)
+            return composite.restore(name, boxes, like, read, replaced=now)
     if not isinstance(parameter, DTensor):
-        return composite.restore(name, boxes, None, read)
-    whole = composite.restore(name, boxes, None, read, parameter.device)
+        return composite.restore(name, boxes, None, read, replaced=now)
+    whole = composite.restore(name, boxes, None, read, parameter.device, replaced=now)
     return composite.spread_everywhere(whole, parameter)
 
 

@@ -122,8 +122,10 @@ class RunDirectory:
                     check_damage(folder.path / FOLDER, lambda: find_latest_checkpoint(folder.path))
                     if is_resumed or may_restart:
                         check_checkpoints(folder.path)
-                    folder._check_free(write_yaml(plain), is_resumed, may_restart)
+                    superseded = folder._check_free(write_yaml(plain), is_resumed, may_restart)
                     token = [folder._prepare()]
+                    for file in superseded:  # last: where any of this fails, the run keeps its records
+                        file.unlink()
                 share(f"{folder.path}, is_resumed={is_resumed}")
             if dist.is_initialized():
                 dist.broadcast_object_list(token, src=0)
@@ -197,16 +199,14 @@ class RunDirectory:
     def _token(self) -> Path:
         return self.path / ".seen"
 
-    def _check_free(self, text: str, is_resumed: bool, may_restart: bool) -> None:
-        """Refuse a folder that holds another run."""
+    def _check_free(self, text: str, is_resumed: bool, may_restart: bool) -> list[Path]:
+        """Refuse a folder that holds another run, and return the records of a run that begins anew."""
         records = [file for kind in RECORDS for file in (self.path / kind).glob("[!.]*.*") if file.stat().st_size]
         if is_resumed or not records:
-            return
+            return []
         config = self.path / "config.yaml"
         if may_restart and config.exists() and _reads_as(config, text):
-            for file in records:
-                file.unlink()
-            return
+            return records
         raise ConfigError(
             f"experiment.output_dir {self.path} holds the records of another run, and nothing to go on from "
             f"({records[0].relative_to(self.path)}); give another experiment.output_dir, remove that one, or set "
