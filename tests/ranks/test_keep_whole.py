@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import xffl
 from tests.ports import free_port
 from tests.ranks.test_state import new_state
+from tests.ranks.test_strategies_page import shown
 from tests.tasks import whole_weights
 from tests.worlds import be_launched, run_world
 from xffl.checkpoint import load_checkpoint, save_checkpoint
@@ -146,6 +148,35 @@ class Branching(nn.Module):
     def forward(self, x: torch.Tensor, is_whole: bool) -> dict[str, tuple[torch.Tensor, ...]]:
         y = self.layer(x)
         return {"y": (y * self.scale if is_whole else y,)}
+
+
+def clipped(rank: int, world_size: int) -> None:
+    """The function that the page on strategies shows, for loops without a strategy."""
+    kept: dict[str, Any] = {"torch": torch}
+    exec(shown("from torch.distributed.tensor import DTensor"), kept)
+    state = new_state(rank, world_size)
+    for hsdp in (None, 2):
+        if hsdp is None:
+            state.set_fsdp()
+        else:
+            state.set_hsdp(hsdp)
+        model = xffl.shard(_built(), state, keep_whole=WHOLE)
+        plain = _built()
+        _loss(model, _batch(0, rank)).backward()
+        for part in range(world_size):
+            (_loss(plain, _batch(0, part)) / world_size).backward()
+        norm = kept["clip_grad_norm"](model, 0.01)
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.01).double())
+        for name, one in model.named_parameters():
+            gradient: Any = one.grad
+            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            torch.testing.assert_close(whole, plain.get_parameter(name).grad, rtol=1e-5, atol=1e-6)
+        if hsdp is not None:
+            state.unset_hsdp()
+
+
+def test_gradients_of_cut_and_whole_parameters_are_clipped_together() -> None:
+    run_world(4, clipped)
 
 
 def unused(rank: int, world_size: int) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 import xffl
 from tests.rounds import aggregator_of
@@ -153,6 +154,16 @@ def ignored_by_ddp(state: xffl.DistributedState) -> nn.Module:
     return DistributedDataParallel(model, process_group=state.federation)
 
 
+def module_in_ddp(state: xffl.DistributedState) -> nn.Module:
+    """The script trains by the wrapper, and keeps the module for its checkpoints."""
+    return DistributedDataParallel(net(), process_group=state.federation).module  # type: ignore[no-any-return]
+
+
+def average_of_weights(state: xffl.DistributedState) -> nn.Module:
+    spread = DistributedDataParallel(net(), process_group=state.federation)
+    return nn.ModuleDict({"model": spread, "average": AveragedModel(spread.module)})
+
+
 def ddp_of_one_rank(state: xffl.DistributedState) -> nn.Module:
     groups = [dist.new_group([rank]) for rank in range(4)]
     return DistributedDataParallel(net(), process_group=groups[dist.get_rank()])
@@ -191,6 +202,8 @@ TWO_CELLS: dict[Callable[[xffl.DistributedState], nn.Module], tuple[str, ...]] =
     added_after_ddp: ("'extra.weight'",),
     unfrozen_after_ddp: ("'head.weight'", "unfrozen"),
     refrozen_after_ddp: ("'head.weight'", "unfrozen"),
+    module_in_ddp: ("'backbone.0.weight'", "give them what DistributedDataParallel returned, not the module in it"),
+    average_of_weights: ("'average.backbone.0.weight'", "freeze what does not train", "requires_grad_(False)"),
     ignored_by_ddp: ("'head.weight'", "plain tensor"),
     ddp_of_one_rank: ("'backbone.0.weight'", "1 of the 2 ranks"),
     module_replaced_after_shard: ("'head.weight'", "plain tensor"),
@@ -326,6 +339,7 @@ def right(rank: int, world_size: int) -> None:
         DistributedDataParallel(frozen, process_group=state.federation),
         DistributedDataParallel(delayed, process_group=state.federation, **options),
         DistributedDataParallel(Sparse(), process_group=state.federation),
+        nn.ModuleDict({"model": xffl.shard(net(), state), "average": net().requires_grad_(False)}),
     ):
         assert xffl.Aggregator(model, state, policies={"*": "average"}).aggregate().round == 1  # type: ignore[arg-type]
     options = {"gradients_reduced_by_caller": True}  # what the caller answers for

@@ -82,7 +82,8 @@ def shard(
         has no use for them.
     :param keep_whole: Names of parameters, or patterns of them (:mod:`fnmatch`), that FSDP leaves whole on every rank,
         such as scalars and parameters of another data type (``"*.scale"``). Their gradients are averaged over the
-        cell's ranks whenever FSDP reduces its own, one all-reduce each. Plain and DDP cells have no use for them.
+        cell's ranks whenever FSDP reduces its own, one all-reduce each. torch's ``clip_grad_norm_`` refuses such a
+        model: the page on strategies shows how to clip it. Plain and DDP cells have no use for them.
     :return: The model to use: the same object, or its DDP wrapper.
     :raises StateError: if torch.distributed is not initialized.
     :raises ConfigError: if the model or an argument is invalid, or the ranks' models differ; on all ranks alike.

@@ -29,9 +29,12 @@ __all__ = ["check_gradients", "check_lone_cell"]
 
 REMEDY = (
     "spread the whole model by xffl.shard(model, state{whole}), or wrap it by DistributedDataParallel(model, "
-    "process_group=state.federation), before the Aggregator or FederatedScaling is made; where the training loop "
-    "reduces gradients over the cell itself, say so by Aggregator(..., gradients_reduced_by_caller=True), or "
-    "FederatedScaling(..., aggregator={'gradients_reduced_by_caller': True})"
+    "process_group=state.federation), before the Aggregator or FederatedScaling is made, and give them what "
+    "DistributedDataParallel returned, not the module in it; freeze what does not train, such as an average of the "
+    "weights, by requires_grad_(False); policy 'local' leaves a parameter out of rounds, but a cell trains it as one, "
+    "too; where the training loop reduces gradients over the cell itself, say so by "
+    "Aggregator(..., gradients_reduced_by_caller=True), or FederatedScaling(..., "
+    "aggregator={'gradients_reduced_by_caller': True})"
 )
 
 
