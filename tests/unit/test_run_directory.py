@@ -11,6 +11,7 @@ import logging
 import multiprocessing
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -355,6 +356,107 @@ def test_the_file_in_place_of_a_lock_keeps_out_who_lives(tmp_path: Path, caplog:
     with run_lock(tmp_path):
         file.write_text(left)  # of who has deleted the file, as the message says, and made his own
     assert file.read_text() == left
+
+
+def outcome(act: Callable[[], object]) -> None:
+    """Run something in a process that ends with it."""
+    process = multiprocessing.get_context("fork").Process(target=act)
+    process.start()
+    process.join()
+
+
+def lock_once(folder: Path) -> None:
+    with run_lock(folder):
+        pass
+
+
+@pytest.mark.usefixtures("no_locks")
+@pytest.mark.parametrize("has_links", [True, False])
+def test_the_file_in_place_of_a_lock_is_whole_or_not_there(
+    has_links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(source: object, target: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", refuse)
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match=r"No space left on device: .*/\.lock\.owner"), run_lock(tmp_path):
+            pass
+    assert {one.name for one in tmp_path.iterdir()} <= {".lock"}
+    with run_lock(tmp_path):
+        assert json.loads((tmp_path / ".lock.owner").read_text())["process"] == os.getpid()
+    if has_links:
+
+        def die_before_it_is_whole() -> None:
+            monkeypatch.setattr(os, "fsync", lambda handle: os._exit(1))
+            lock_once(tmp_path)
+
+        outcome(die_before_it_is_whole)
+        assert not (tmp_path / ".lock.owner").exists()
+        lock_once(tmp_path)
+    assert not list(tmp_path.glob(".lock.owner*"))
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_one_process_at_a_time_takes_over_what_another_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / ".lock.owner"
+
+    def die_as_holder() -> None:
+        with run_lock(tmp_path):
+            os._exit(1)
+
+    def die_while_taking_over() -> None:
+        monkeypatch.setattr(run_lock_module, "remove_file", lambda path: os._exit(1))
+        lock_once(tmp_path)
+
+    outcome(die_as_holder)
+    stale = file.read_text()
+    for _ in range(2):  # who takes over is killed, and who takes over from that, too
+        outcome(die_while_taking_over)
+    lock_once(tmp_path)
+    assert not list(tmp_path.glob(".lock.owner*"))
+
+    # Another one has taken it over since this one has read whose it was: its file stays where it is all the time.
+    file.write_text(stale)
+    read = run_lock_module._read
+    living = json.dumps(json.loads(stale) | {"process": os.getpid(), "started": run_lock_module._Owner.here().started})
+    seen = []
+
+    def read_and_lose(path: Path) -> str | None:
+        assert file.exists()
+        text = read(path)
+        if path == file and not seen:
+            file.write_text(living)
+        seen.append(path)
+        return text
+
+    monkeypatch.setattr(run_lock_module, "_read", read_and_lose)
+    with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"), run_lock(tmp_path):
+        pass
+    assert file.read_text() == living and [one.name for one in tmp_path.glob(".lock.owner*")] == [file.name]
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_what_names_no_process_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    file = tmp_path / ".lock.owner"
+    for wrong in ("1e400", "-1", "1" + "0" * 30, "null", "[]"):
+        file.write_text(
+            f'{{"host": {json.dumps(host_identity())}, "namespace": {run_lock_module._namespace()}, '
+            f'"process": {wrong}, "started": 1, "since": ""}}'
+        )
+        with pytest.raises(ConfigError, match=rf"in use by another job; .*delete {file}"):
+            lock_once(tmp_path)
+    file.unlink()
+    file.symlink_to("gone")
+    with pytest.raises(ConfigError, match=rf"in use by another job; .*delete {file}"):
+        lock_once(tmp_path)
 
 
 def test_torn_records_and_names_of_several_lines_do_not_stop_a_resume(

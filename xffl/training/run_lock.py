@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import logging
 import os
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -105,6 +107,8 @@ class _Owner:
     started: int
     """When the process was started, in ticks since the boot; numbers of processes come again"""
     since: str
+    token: str = ""
+    """Random, so that no two files are the same"""
 
     @classmethod
     def here(cls) -> _Owner:
@@ -116,21 +120,28 @@ class _Owner:
             process=os.getpid(),
             started=0 if state is None else state[1],
             since=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            token=uuid.uuid4().hex,
         )
 
     @classmethod
     def parse(cls, text: str) -> _Owner | None:
-        """Read what a file holds; ``None`` where it is not whole, as of a process that was killed while it wrote."""
+        """Read what a file holds; ``None`` where it is not whole, as of a process that was killed while it wrote.
+
+        Only where files cannot be linked is one seen before it is whole.
+        """
         try:
             fields = json.loads(text)
+            if not 0 < int(fields["process"]) < 2**31:
+                raise ValueError(f"no process has the number {fields['process']}")
             return cls(
                 host=str(fields["host"]),
                 namespace=int(fields["namespace"]),
                 process=int(fields["process"]),
                 started=int(fields["started"]),
                 since=str(fields["since"]),
+                token=str(fields.get("token", "")),
             )
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             return None
 
     @property
@@ -156,12 +167,9 @@ def _owner_file(folder: Path) -> Iterator[None]:
     deadline = time.monotonic() + LOCK_WAIT_S
     while not _make(path, own):
         text = _read(path)
-        if text is None:  # its process has just ended
-            continue
-        owner = _Owner.parse(text)
-        if owner is not None and owner.has_ended:
+        owner = None if text is None else _Owner.parse(text)
+        if text is not None and owner is not None and owner.has_ended and _take_away(path, text, own):
             LOG.warning("%s was held by %s, which has ended: it is taken over", folder, owner)
-            _remove_if(path, text)
             continue
         if time.monotonic() > deadline:
             holder = "another job" if owner is None else str(owner)
@@ -171,22 +179,51 @@ def _owner_file(folder: Path) -> Iterator[None]:
             )
         time.sleep(LOCK_POLL_S)
     try:
+        # What killed processes have left beside; who holds the folder knows that nobody takes it over now.
+        for left in folder.glob(f"{OWNER}.*"):
+            remove_file(left)
         yield
     finally:
-        _remove_if(path, own)
+        if _read(path) == own:
+            remove_file(path)
 
 
 def _make(path: Path, text: str) -> bool:
-    """Make the file, and tell whether there was none."""
+    """Make the file with its text in it at once, and tell whether there was none."""
+    # A kill, or a full disk, must not leave the name with half of the text in it, of which nobody knows whose it is.
+    aside = path.with_name(f"{OWNER}.{os.urandom(8).hex()}")
     try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        _write_new(aside, text)
+        try:
+            os.link(aside, path)
+        except FileExistsError:
+            return _read(path) == text  # NFS asks again where an answer was lost, and finds what it has made itself
+        except OSError:  # file systems without links: CIFS, some of FUSE
+            LOG.debug("%s cannot be linked, and is made where it lies", path)
+        else:
+            return True
+    finally:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+    try:
+        _write_new(path, text)
     except FileExistsError:
         return False
-    with naming_errors(path), os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
     return True
+
+
+def _write_new(path: Path, text: str) -> None:
+    """Write a file that is not there yet; where that fails it is removed."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        with naming_errors(path), os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        with suppress(OSError):  # what kept it from being written is what its user has to see
+            path.unlink()
+        raise
 
 
 def _read(path: Path) -> str | None:
@@ -198,18 +235,27 @@ def _read(path: Path) -> str | None:
         return ""
 
 
-def _remove_if(path: Path, text: str) -> None:
-    """Remove the file, if it still holds this text."""
-    # Moved aside before it is compared: another process may take it over at the same time and make its own.
-    aside = path.with_name(f"{path.name}.{os.urandom(4).hex()}")
+def _take_away(path: Path, text: str, own: str) -> bool:
+    """Remove a file of a process that has ended, and tell whether this process did; one at a time may.
+
+    A file named after the text says who may. No two files have the same text, so once this one is gone its name cannot
+    come back with this text in it, and who comes late finds another text and removes nothing. Where the process that
+    may has ended, too, its file is taken away in the same way.
+    """
+    claim = path.with_name(f"{OWNER}.{hashlib.sha256(text.encode()).hexdigest()[:32]}")
+    if not _make(claim, own):
+        its = _read(claim)
+        claimer = None if its is None else _Owner.parse(its)
+        if its is not None and claimer is not None and claimer.has_ended and _take_away(claim, its, own):
+            return _take_away(path, text, own)
+        return False
     try:
-        path.rename(aside)
-    except FileNotFoundError:
-        return
-    if _read(aside) != text:
-        with suppress(FileExistsError):
-            os.link(aside, path)
-    remove_file(aside)
+        if _read(path) != text:
+            return False
+        remove_file(path)
+        return True
+    finally:
+        remove_file(claim)
 
 
 def _state_of(process: int) -> tuple[str, int] | None:
