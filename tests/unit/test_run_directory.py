@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -441,6 +441,44 @@ def test_one_process_at_a_time_takes_over_what_another_has_left(
     with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"), run_lock(tmp_path):
         pass
     assert file.read_text() == living and [one.name for one in tmp_path.glob(".lock.owner*")] == [file.name]
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_who_held_a_folder_before_a_boot_or_a_requeue_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / ".lock.owner"
+    monkeypatch.setattr(run_lock_module, "_machine", lambda: "this-machine")
+    for name, value in (("SLURM_JOB_ID", "7"), ("SLURM_RESTART_COUNT", "2"), ("SLURM_CLUSTER_NAME", "c")):
+        monkeypatch.setenv(name, value)
+    here = asdict(run_lock_module._Owner.here())
+    host = here["host"].partition("/")[0]
+    long_ago = "2001-01-01T00:00:00+00:00"
+    elsewhere = here | {"host": "other/boot", "machine": "", "job": ""}
+    booted = here | {"host": f"{host}/before", "since": long_ago, "job": ""}
+    for changes, has_ended in (
+        (elsewhere | {"job": "c/7", "restarts": 1}, True),
+        (elsewhere | {"job": "c/7", "restarts": 2}, False),  # another node of the same start
+        (elsewhere | {"job": "c/8", "restarts": 1}, False),
+        (elsewhere | {"job": "/7", "restarts": 1}, False),
+        (elsewhere | {"restarts": 1}, False),
+        (booted, True),
+        (booted | {"since": here["since"]}, False),  # later than the boot: it is another machine's
+        (booted | {"machine": "another"}, False),
+        (booted | {"machine": ""}, False),
+        (booted | {"host": "other/before"}, False),
+        (booted | {"host": f"{host}/"}, False),
+    ):
+        text = json.dumps(changes)
+        file.write_text(text)
+        if has_ended:
+            with run_lock(tmp_path):
+                assert file.read_text() != text
+            assert not file.exists()
+        else:
+            with pytest.raises(ConfigError, match=rf"delete {file}"):
+                lock_once(tmp_path)
+            assert file.read_text() == text
 
 
 @pytest.mark.usefixtures("no_locks")

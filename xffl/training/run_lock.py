@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import TextIO
 
@@ -45,8 +45,9 @@ def run_lock(folder: Path) -> Iterator[None]:
 
     A record lock: hosts that share the file system see it, processes that make batches do not inherit it, and it goes
     with its process. Where the file system has none, a warning says so, and the file ``.lock.owner`` keeps other jobs
-    out. It is taken over from a process of this host that has ended; whether one of another host has ended nobody can
-    tell, so the message names the file to delete.
+    out. It is taken over from a process of this host that has ended, also before the last boot, and from an earlier
+    start of the same SLURM job; whether any other of another host has ended nobody can tell, so the message names the
+    file to delete.
     """
     lock = folder / LOCK
     if os.path.lexists(lock) and not lock.is_file():
@@ -107,6 +108,12 @@ class _Owner:
     started: int
     """When the process was started, in ticks since the boot; numbers of processes come again"""
     since: str
+    machine: str = ""
+    """The machine's own id, which stays over boots"""
+    job: str = ""
+    """SLURM's cluster and job, which stay where the job is put back into the queue"""
+    restarts: int = 0
+    """How often SLURM had started that job again"""
     token: str = ""
     """Random, so that no two files are the same"""
 
@@ -120,6 +127,9 @@ class _Owner:
             process=os.getpid(),
             started=0 if state is None else state[1],
             since=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            machine=_machine(),
+            job=_slurm_job(),
+            restarts=_slurm_restarts(),
             token=uuid.uuid4().hex,
         )
 
@@ -133,12 +143,17 @@ class _Owner:
             fields = json.loads(text)
             if not 0 < int(fields["process"]) < 2**31:
                 raise ValueError(f"no process has the number {fields['process']}")
+            if "/" not in str(fields["host"]) or datetime.fromisoformat(str(fields["since"])).tzinfo is None:
+                raise ValueError("no host, or no time of a zone")
             return cls(
                 host=str(fields["host"]),
                 namespace=int(fields["namespace"]),
                 process=int(fields["process"]),
                 started=int(fields["started"]),
                 since=str(fields["since"]),
+                machine=str(fields.get("machine", "")),
+                job=str(fields.get("job", "")),
+                restarts=int(fields.get("restarts", 0)),
                 token=str(fields.get("token", "")),
             )
         except (ValueError, KeyError, TypeError, OverflowError):
@@ -146,13 +161,27 @@ class _Owner:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process is known to have ended; that of another host is not known."""
+        """Whether the process is known to have ended; that of another host is not known.
+
+        It has where SLURM has started its job again since, on whatever host, and where this host has.
+        """
+        if self.job and self.job == _slurm_job() and self.restarts < _slurm_restarts():
+            return True
+        if self._is_of_earlier_boot:
+            return True
         if (self.host, self.namespace) != (host_identity(), _namespace()):
             return False
         state = _state_of(self.process)
         if state is not None:
             return state[0] == "Z" or state[1] != self.started
         return not _is_there(self.process)  # where processes of other users do not show
+
+    @property
+    def _is_of_earlier_boot(self) -> bool:
+        """Whether this machine has been started since; others may have its name, and copies of a disk its id."""
+        (name, boot), (here, now) = self.host.split("/", 1), host_identity().split("/", 1)
+        is_here = name == here and self.machine != "" and self.machine == _machine()
+        return is_here and boot != "" and now != "" and boot != now and datetime.fromisoformat(self.since) < _booted()
 
     def __str__(self) -> str:
         """Name the process."""
@@ -277,6 +306,34 @@ def _is_there(process: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def _machine() -> str:
+    """Return the machine's id, empty where it has none."""
+    try:
+        return Path("/etc/machine-id").read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _booted() -> datetime:
+    """Return when this machine was started; long ago where nobody tells."""
+    try:
+        seconds = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return datetime.min.replace(tzinfo=timezone.utc)
+    return datetime.now(timezone.utc) - timedelta(seconds=seconds)
+
+
+def _slurm_job() -> str:
+    """Return SLURM's cluster and job, empty outside of a job."""
+    job = os.environ.get("SLURM_JOB_ID", "")
+    return f"{os.environ.get('SLURM_CLUSTER_NAME', '')}/{job}" if job else ""
+
+
+def _slurm_restarts() -> int:
+    count = os.environ.get("SLURM_RESTART_COUNT", "")
+    return int(count) if count.isdecimal() else 0
 
 
 def _namespace() -> int:
