@@ -211,6 +211,24 @@ def test_what_is_asked_for_is_written_once_the_run_has_gone_on(
     assert not caplog.records
 
 
+def test_an_option_that_is_new_since_the_run_began_is_no_change(
+    tmp_path: Path, state: DistributedState, caplog: pytest.LogCaptureFixture
+) -> None:
+    def resume(config: dict[str, Any], origins: dict[str, str]) -> str:
+        RunDirectory.open(tmp_path, state, {"a": 1}).close()  # by a version without the others
+        caplog.clear()
+        folder = RunDirectory.open(tmp_path, state, config, origins, is_resumed=True)
+        folder.confirm()
+        folder.close()
+        return caplog.text
+
+    asked = {"a": 1, "new": {"whole": [], "text": "x"}}
+    assert "other values" not in resume(asked, {"a": "command line"})
+    assert "other values: new.text None -> x;" in resume(asked, {"a": "command line", "new.text": "command line"})
+    assert "other values: new.text None -> x, new.whole;" in resume(asked, {"new": "configuration file"})
+    assert "other values: new.text None -> x;" in resume(asked, {})  # who has given it nobody says
+
+
 def test_each_start_is_noted(tmp_path: Path, state: DistributedState) -> None:
     def start(*, is_resumed: bool) -> Any:
         folder = RunDirectory.open(tmp_path, state, Config(), is_resumed=is_resumed)
