@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from xffl.cluster.hosts import pick_gpu
 from xffl.cluster.launch.launch import launch_distributed
 from xffl.distributed import DeviceParameters
 from xffl.parallel import DistributedStrategy, shard
+from xffl.training.mixins.state import StateMixin
 
 ALONE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "single": ("single", {}, {}),
@@ -72,6 +75,34 @@ def test_bfloat16_stays_close_to_float32() -> None:
             losses[precision] = loss.item()
             assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
     assert 0 < abs(losses["bf16"] - losses["no"]) < 0.02
+
+
+def test_a_trainer_has_loaded_what_is_deleted_right_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_and_lose(*args: Any, **options: Any) -> dict[str, Any]:
+        values = load_it(*args, **options)
+        shutil.rmtree(tmp_path / "it")  # as another run does that keeps fewer checkpoints
+        return values
+
+    with DistributedStrategy.from_config(configure("single", {}, {})) as strategy:
+        models = {"model": strategy.wrap_model(Decoder(), loss=loss_of)}
+        strategy.save_checkpoint(tmp_path / "it", models, {}, step=3)
+        load_it = strategy.load_checkpoint
+        monkeypatch.setattr(strategy, "load_checkpoint", load_and_lose)
+        trainer = SimpleNamespace(
+            strategy=strategy,
+            named_models=lambda: models,
+            named_optimizers=dict,
+            _others=dict,
+            own_parts=dict,
+            local_tensors=list,
+            config=SimpleNamespace(experiment=SimpleNamespace(reset=False)),
+            run_directory=SimpleNamespace(cell=1),
+            samples=9,
+            on_resumed=lambda: None,
+            callbacks=SimpleNamespace(post_load_checkpoint=lambda *_: None),
+        )
+        assert StateMixin.load_checkpoint(trainer, tmp_path / "it") == {"step": 3}  # type: ignore[arg-type]
+        assert trainer.samples == 0  # those were of the only cell that was saved
 
 
 def test_resuming_a_strategy_equals_never_having_stopped(tmp_path: Path) -> None:

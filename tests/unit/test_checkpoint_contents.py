@@ -411,12 +411,15 @@ def test_generators_that_do_not_fit_are_named(tmp_path: Path) -> None:
         ),
     ):
         state = random.getstate()
-        with pytest.raises(xffl.CheckpointError, match=match):
-            load_checkpoint(tmp_path / name, {"part": Own(2)}, ALONE, own={"random": RandomState(generators=given)})
+        part = Own(2)
+        with pytest.raises(xffl.CheckpointError, match=match) as error:
+            load_checkpoint(tmp_path / name, {"part": part}, ALONE, own={"random": RandomState(generators=given)})
         assert random.getstate() == state
+        assert part.value == 2 and "nothing was loaded" in str(error.value) and "in part" not in str(error.value)
     for wrong, match in (
         ([kept["data"]], "generators is list"),
         ({"data": 3}, "generator 'data' is int; give a torch"),
+        ({"data": random.SystemRandom()}, "generator 'data' is SystemRandom, which has no state"),
     ):
         with pytest.raises(xffl.ConfigError, match=match):
             RandomState(generators=wrong)  # type: ignore[arg-type]

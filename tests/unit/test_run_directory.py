@@ -11,7 +11,8 @@ import logging
 import multiprocessing
 import os
 import warnings
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -210,6 +211,24 @@ def test_what_is_asked_for_is_written_once_the_run_has_gone_on(
     assert not caplog.records
 
 
+def test_an_option_that_is_new_since_the_run_began_is_no_change(
+    tmp_path: Path, state: DistributedState, caplog: pytest.LogCaptureFixture
+) -> None:
+    def resume(config: dict[str, Any], origins: dict[str, str]) -> str:
+        RunDirectory.open(tmp_path, state, {"a": 1}).close()  # by a version without the others
+        caplog.clear()
+        folder = RunDirectory.open(tmp_path, state, config, origins, is_resumed=True)
+        folder.confirm()
+        folder.close()
+        return caplog.text
+
+    asked = {"a": 1, "new": {"whole": [], "text": "x"}}
+    assert "other values" not in resume(asked, {"a": "command line"})
+    assert "other values: new.text None -> x;" in resume(asked, {"a": "command line", "new.text": "command line"})
+    assert "other values: new.text None -> x, new.whole;" in resume(asked, {"new": "configuration file"})
+    assert "other values: new.text None -> x;" in resume(asked, {})  # who has given it nobody says
+
+
 def test_each_start_is_noted(tmp_path: Path, state: DistributedState) -> None:
     def start(*, is_resumed: bool) -> Any:
         folder = RunDirectory.open(tmp_path, state, Config(), is_resumed=is_resumed)
@@ -355,6 +374,145 @@ def test_the_file_in_place_of_a_lock_keeps_out_who_lives(tmp_path: Path, caplog:
     with run_lock(tmp_path):
         file.write_text(left)  # of who has deleted the file, as the message says, and made his own
     assert file.read_text() == left
+
+
+def outcome(act: Callable[[], object]) -> None:
+    """Run something in a process that ends with it."""
+    process = multiprocessing.get_context("fork").Process(target=act)
+    process.start()
+    process.join()
+
+
+def lock_once(folder: Path) -> None:
+    with run_lock(folder):
+        pass
+
+
+@pytest.mark.usefixtures("no_locks")
+@pytest.mark.parametrize("has_links", [True, False])
+def test_the_file_in_place_of_a_lock_is_whole_or_not_there(
+    has_links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(source: object, target: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", refuse)
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match=r"No space left on device: .*/\.lock\.owner"), run_lock(tmp_path):
+            pass
+    assert {one.name for one in tmp_path.iterdir()} <= {".lock"}
+    with run_lock(tmp_path):
+        assert json.loads((tmp_path / ".lock.owner").read_text())["process"] == os.getpid()
+    if has_links:
+
+        def die_before_it_is_whole() -> None:
+            monkeypatch.setattr(os, "fsync", lambda handle: os._exit(1))
+            lock_once(tmp_path)
+
+        outcome(die_before_it_is_whole)
+        assert not (tmp_path / ".lock.owner").exists()
+        lock_once(tmp_path)
+    assert not list(tmp_path.glob(".lock.owner*"))
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_one_process_at_a_time_takes_over_what_another_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / ".lock.owner"
+
+    def die_as_holder() -> None:
+        with run_lock(tmp_path):
+            os._exit(1)
+
+    def die_while_taking_over() -> None:
+        monkeypatch.setattr(run_lock_module, "remove_file", lambda path: os._exit(1))
+        lock_once(tmp_path)
+
+    outcome(die_as_holder)
+    stale = file.read_text()
+    for _ in range(2):  # who takes over is killed, and who takes over from that, too
+        outcome(die_while_taking_over)
+    lock_once(tmp_path)
+    assert not list(tmp_path.glob(".lock.owner*"))
+
+    # Another one has taken it over since this one has read whose it was: its file stays where it is all the time.
+    file.write_text(stale)
+    read = run_lock_module._read
+    living = json.dumps(json.loads(stale) | {"process": os.getpid(), "started": run_lock_module._Owner.here().started})
+    seen = []
+
+    def read_and_lose(path: Path) -> str | None:
+        assert file.exists()
+        text = read(path)
+        if path == file and not seen:
+            file.write_text(living)
+        seen.append(path)
+        return text
+
+    monkeypatch.setattr(run_lock_module, "_read", read_and_lose)
+    with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"), run_lock(tmp_path):
+        pass
+    assert file.read_text() == living and [one.name for one in tmp_path.glob(".lock.owner*")] == [file.name]
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_who_held_a_folder_before_a_boot_or_a_requeue_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / ".lock.owner"
+    monkeypatch.setattr(run_lock_module, "_machine", lambda: "this-machine")
+    for name, value in (("SLURM_JOB_ID", "7"), ("SLURM_RESTART_COUNT", "2"), ("SLURM_CLUSTER_NAME", "c")):
+        monkeypatch.setenv(name, value)
+    here = asdict(run_lock_module._Owner.here())
+    host = here["host"].partition("/")[0]
+    long_ago = "2001-01-01T00:00:00+00:00"
+    elsewhere = here | {"host": "other/boot", "machine": "", "job": ""}
+    booted = here | {"host": f"{host}/before", "since": long_ago, "job": ""}
+    for changes, has_ended in (
+        (elsewhere | {"job": "c/7", "restarts": 1}, True),
+        (elsewhere | {"job": "c/7", "restarts": 2}, False),  # another node of the same start
+        (elsewhere | {"job": "c/8", "restarts": 1}, False),
+        (elsewhere | {"job": "/7", "restarts": 1}, False),
+        (elsewhere | {"restarts": 1}, False),
+        (booted, True),
+        (booted | {"since": here["since"]}, False),  # later than the boot: it is another machine's
+        (booted | {"machine": "another"}, False),
+        (booted | {"machine": ""}, False),
+        (booted | {"host": "other/before"}, False),
+        (booted | {"host": f"{host}/"}, False),
+    ):
+        text = json.dumps(changes)
+        file.write_text(text)
+        if has_ended:
+            with run_lock(tmp_path):
+                assert file.read_text() != text
+            assert not file.exists()
+        else:
+            with pytest.raises(ConfigError, match=rf"delete {file}"):
+                lock_once(tmp_path)
+            assert file.read_text() == text
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_what_names_no_process_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    file = tmp_path / ".lock.owner"
+    for wrong in ("1e400", "-1", "1" + "0" * 30, "null", "[]"):
+        file.write_text(
+            f'{{"host": {json.dumps(host_identity())}, "namespace": {run_lock_module._namespace()}, '
+            f'"process": {wrong}, "started": 1, "since": ""}}'
+        )
+        with pytest.raises(ConfigError, match=rf"in use by another job; .*delete {file}"):
+            lock_once(tmp_path)
+    file.unlink()
+    file.symlink_to("gone")
+    with pytest.raises(ConfigError, match=rf"in use by another job; .*delete {file}"):
+        lock_once(tmp_path)
 
 
 def test_torn_records_and_names_of_several_lines_do_not_stop_a_resume(

@@ -119,6 +119,11 @@ class RandomState:
                     f"generator {name!r} is {type(generator).__name__}; give a torch.Generator, "
                     "numpy.random.Generator, numpy.random.RandomState or random.Random by a name that is a string"
                 )
+            if isinstance(generator, random.SystemRandom):
+                raise ConfigError(
+                    f"generator {name!r} is {type(generator).__name__}, which has no state to keep; give a "
+                    "random.Random, or leave it out"
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each generator as plain values and tensors; local."""
@@ -132,8 +137,12 @@ class RandomState:
             state["generators"] = {name: _state_of(one) for name, one in self._generators.items()}
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set each generator to what :meth:`state_dict` returned, on a device of the same kind; local."""
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise where a state does not fit the generators that are here; local, and nothing is changed.
+
+        :param state: What :meth:`state_dict` has returned, on a device of the same kind.
+        :raises CheckpointError: if the names or kinds of the generators are others, or the kind of the device.
+        """
         is_cuda = self._device.type == "cuda"
         if (state["cuda"] is not None) != is_cuda:
             was = "had none" if is_cuda else "had a GPU"
@@ -153,10 +162,15 @@ class RandomState:
                     f"generator {name!r} was saved as {saved[name]['kind']} and is {kind} here; give one of the same "
                     "kind on the same kind of device, or name the random state in reset"
                 )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set each generator to what :meth:`state_dict` returned, on a device of the same kind; local."""
+        self.check_state(state)
+        saved = state.get("generators", {})
         random.setstate(_python_state_from(state["python"]))
         np.random.set_state(_numpy_state_from(state["numpy"]))
         torch.set_rng_state(state["torch"])
         for name, generator in self._generators.items():
             _set_state(generator, saved[name]["state"])
-        if is_cuda:
+        if self._device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda"], self._device)

@@ -26,6 +26,7 @@ from xffl.checkpoint import format as folders
 from xffl.checkpoint.composite import Box
 from xffl.checkpoint.contents import Contents, Part
 from xffl.checkpoint.format import Cell, CellIndex, CellReader, OpenCheckpoint, Record, read_again_if_replaced
+from xffl.checkpoint.generators import RandomState
 from xffl.distributed.consistency import check_consistent, ranks_text
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import (
@@ -228,6 +229,7 @@ def _load(
     rank_state, buffers = reading(
         "own state", lambda: contents.read_rank_state(plan.index, cell.place, wanted, is_same=is_same)
     )
+    on_all_ranks("own state", lambda: _check_generators(kept, rank_state))
     reading("reading extra states", lambda: _read_values(plan, buffers, current))
     # Extra states come before any weight is written: a module may refuse its own, and then all can be taken back.
     # From the step "reading" on tensors are overwritten, so every message says that the load is partial.
@@ -407,6 +409,17 @@ def _check_unused(plan: _LoadPlan, cell: Cell) -> None:
     if nobodys:
         problems = checks.shorten([f"{key!r} has no place here" for key in sorted(nobodys)], SHOWN, "; ")
         raise CheckpointError(f"checkpoint {plan.index.folder} does not fit: {problems}; {NOTHING_LOADED}")
+
+
+def _check_generators(own: Mapping[str, Stateful], rank_state: Mapping[str, Any]) -> None:
+    """Refuse states of random generators that do not fit those here, before any weight is written; local."""
+    for name, saved in rank_state.items():
+        kept = own[name]
+        if isinstance(kept, RandomState):
+            try:
+                kept.check_state(saved)
+            except CheckpointError as error:
+                raise CheckpointError(f"{error}; {NOTHING_LOADED}") from error
 
 
 def _read_values(plan: _LoadPlan, buffers: Mapping[str, torch.Tensor], current: Contents) -> None:

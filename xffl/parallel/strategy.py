@@ -19,13 +19,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence
 
-from xffl.checkpoint.format import find_record
-from xffl.checkpoint.load import load_checkpoint
+from xffl.checkpoint.format import Record, find_record
+from xffl.checkpoint.load import load_with_record
 from xffl.checkpoint.save import save_checkpoint
 from xffl.checks import one_of
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.parameters import DeviceParameters
+from xffl.distributed.sharding import from_plain
 from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, StateError
 from xffl.parallel.config import PRECISIONS, StrategyConfig, read_config
@@ -84,6 +85,8 @@ class DistributedStrategy(ABC):
             mesh, asked.federated, backend=asked.backend, link_backend=asked.link_backend, device=asked.device
         )
         self._accumulator = Accumulator(self._synchronize)
+        self.loaded_record: Record | None = None
+        """The record of the checkpoint that was loaded last; the folder may be another save's, or gone, since then"""
         self.has_taken_over = False
         """Whether the last batches ended because another replica group's state was taken over"""
         self.is_step_lost = False
@@ -393,7 +396,9 @@ class DistributedStrategy(ABC):
         if model is None:
             model, optimizer = self._only_model(optimizer, Path(path))
         parts = self._all_parts(model, optimizer, others)
-        return load_checkpoint(path, parts, self.state, own=own, reset=reset, local=local)
+        record = load_with_record(path, parts, self.state, own=own, reset=reset, local=local)
+        self.loaded_record = record
+        return {name: from_plain(value, {}) for name, value in record.values.items()}
 
     def register(self, model: Models, optimizer: Optimizers = None, *, others: Mapping[str, Any] | None = None) -> None:
         """Let replica groups that come back take these parts over; local, with arguments as :meth:`save_checkpoint`."""

@@ -243,10 +243,18 @@ class RunDirectory:
         changed = []
         for name in sorted(before.keys() | now.keys()):
             values = before.get(name), now.get(name)
-            if values[0] != values[1]:
+            is_new = name not in before and self._is_default(name, values[1])  # of a later version of xffl
+            if values[0] != values[1] and not is_new:
                 is_short = not any(isinstance(value, (list, dict)) for value in values)
                 changed.append(f"{name} {values[0]} -> {values[1]}" if is_short else name)
         return changed
+
+    def _is_default(self, name: str, value: Any) -> bool:
+        """Tell whether nobody has given a value; where no origins are known, whether it is nothing."""
+        origins = self._about[1]
+        if not origins:
+            return value in (None, [], {})
+        return not any(name == given or name.startswith(f"{given}.") for given in origins)
 
     def _write_about(self, before: Mapping[str, Any] | None) -> None:
         """Write what the run is; ``before`` is its environment so far, where it goes on."""

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import logging
 import os
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import TextIO
 
@@ -43,8 +45,9 @@ def run_lock(folder: Path) -> Iterator[None]:
 
     A record lock: hosts that share the file system see it, processes that make batches do not inherit it, and it goes
     with its process. Where the file system has none, a warning says so, and the file ``.lock.owner`` keeps other jobs
-    out. It is taken over from a process of this host that has ended; whether one of another host has ended nobody can
-    tell, so the message names the file to delete.
+    out. It is taken over from a process of this host that has ended, also before the last boot, and from an earlier
+    start of the same SLURM job; whether any other of another host has ended nobody can tell, so the message names the
+    file to delete.
     """
     lock = folder / LOCK
     if os.path.lexists(lock) and not lock.is_file():
@@ -105,6 +108,14 @@ class _Owner:
     started: int
     """When the process was started, in ticks since the boot; numbers of processes come again"""
     since: str
+    machine: str = ""
+    """The machine's own id, which stays over boots"""
+    job: str = ""
+    """SLURM's cluster and job, which stay where the job is put back into the queue"""
+    restarts: int = 0
+    """How often SLURM had started that job again"""
+    token: str = ""
+    """Random, so that no two files are the same"""
 
     @classmethod
     def here(cls) -> _Owner:
@@ -116,32 +127,61 @@ class _Owner:
             process=os.getpid(),
             started=0 if state is None else state[1],
             since=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            machine=_machine(),
+            job=_slurm_job(),
+            restarts=_slurm_restarts(),
+            token=uuid.uuid4().hex,
         )
 
     @classmethod
     def parse(cls, text: str) -> _Owner | None:
-        """Read what a file holds; ``None`` where it is not whole, as of a process that was killed while it wrote."""
+        """Read what a file holds; ``None`` where it is not whole, as of a process that was killed while it wrote.
+
+        Only where files cannot be linked is one seen before it is whole.
+        """
         try:
             fields = json.loads(text)
+            if not 0 < int(fields["process"]) < 2**31:
+                raise ValueError(f"no process has the number {fields['process']}")
+            if "/" not in str(fields["host"]) or datetime.fromisoformat(str(fields["since"])).tzinfo is None:
+                raise ValueError("no host, or no time of a zone")
             return cls(
                 host=str(fields["host"]),
                 namespace=int(fields["namespace"]),
                 process=int(fields["process"]),
                 started=int(fields["started"]),
                 since=str(fields["since"]),
+                machine=str(fields.get("machine", "")),
+                job=str(fields.get("job", "")),
+                restarts=int(fields.get("restarts", 0)),
+                token=str(fields.get("token", "")),
             )
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             return None
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process is known to have ended; that of another host is not known."""
+        """Whether the process is known to have ended; that of another host is not known.
+
+        It has where SLURM has started its job again since, on whatever host, and where this host has.
+        """
+        if self.job and self.job == _slurm_job() and self.restarts < _slurm_restarts():
+            return True
+        if self._is_of_earlier_boot:
+            return True
         if (self.host, self.namespace) != (host_identity(), _namespace()):
             return False
         state = _state_of(self.process)
         if state is not None:
             return state[0] == "Z" or state[1] != self.started
         return not _is_there(self.process)  # where processes of other users do not show
+
+    @property
+    def _is_of_earlier_boot(self) -> bool:
+        """Whether this machine has been started since; others may have its name, and copies of a disk its id."""
+        (name, boot), (here, now) = self.host.split("/", 1), host_identity().split("/", 1)
+        is_here = name == here and self.machine != "" and self.machine == _machine()
+        return is_here and boot != "" and now != "" and boot != now and datetime.fromisoformat(self.since) < _booted()
 
     def __str__(self) -> str:
         """Name the process."""
@@ -156,12 +196,9 @@ def _owner_file(folder: Path) -> Iterator[None]:
     deadline = time.monotonic() + LOCK_WAIT_S
     while not _make(path, own):
         text = _read(path)
-        if text is None:  # its process has just ended
-            continue
-        owner = _Owner.parse(text)
-        if owner is not None and owner.has_ended:
+        owner = None if text is None else _Owner.parse(text)
+        if text is not None and owner is not None and owner.has_ended and _take_away(path, text, own):
             LOG.warning("%s was held by %s, which has ended: it is taken over", folder, owner)
-            _remove_if(path, text)
             continue
         if time.monotonic() > deadline:
             holder = "another job" if owner is None else str(owner)
@@ -171,22 +208,51 @@ def _owner_file(folder: Path) -> Iterator[None]:
             )
         time.sleep(LOCK_POLL_S)
     try:
+        # What killed processes have left beside; who holds the folder knows that nobody takes it over now.
+        for left in folder.glob(f"{OWNER}.*"):
+            remove_file(left)
         yield
     finally:
-        _remove_if(path, own)
+        if _read(path) == own:
+            remove_file(path)
 
 
 def _make(path: Path, text: str) -> bool:
-    """Make the file, and tell whether there was none."""
+    """Make the file with its text in it at once, and tell whether there was none."""
+    # A kill, or a full disk, must not leave the name with half of the text in it, of which nobody knows whose it is.
+    aside = path.with_name(f"{OWNER}.{os.urandom(8).hex()}")
     try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        _write_new(aside, text)
+        try:
+            os.link(aside, path)
+        except FileExistsError:
+            return _read(path) == text  # NFS asks again where an answer was lost, and finds what it has made itself
+        except OSError:  # file systems without links: CIFS, some of FUSE
+            LOG.debug("%s cannot be linked, and is made where it lies", path)
+        else:
+            return True
+    finally:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+    try:
+        _write_new(path, text)
     except FileExistsError:
         return False
-    with naming_errors(path), os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
     return True
+
+
+def _write_new(path: Path, text: str) -> None:
+    """Write a file that is not there yet; where that fails it is removed."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        with naming_errors(path), os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        with suppress(OSError):  # what kept it from being written is what its user has to see
+            path.unlink()
+        raise
 
 
 def _read(path: Path) -> str | None:
@@ -198,18 +264,27 @@ def _read(path: Path) -> str | None:
         return ""
 
 
-def _remove_if(path: Path, text: str) -> None:
-    """Remove the file, if it still holds this text."""
-    # Moved aside before it is compared: another process may take it over at the same time and make its own.
-    aside = path.with_name(f"{path.name}.{os.urandom(4).hex()}")
+def _take_away(path: Path, text: str, own: str) -> bool:
+    """Remove a file of a process that has ended, and tell whether this process did; one at a time may.
+
+    A file named after the text says who may. No two files have the same text, so once this one is gone its name cannot
+    come back with this text in it, and who comes late finds another text and removes nothing. Where the process that
+    may has ended, too, its file is taken away in the same way.
+    """
+    claim = path.with_name(f"{OWNER}.{hashlib.sha256(text.encode()).hexdigest()[:32]}")
+    if not _make(claim, own):
+        its = _read(claim)
+        claimer = None if its is None else _Owner.parse(its)
+        if its is not None and claimer is not None and claimer.has_ended and _take_away(claim, its, own):
+            return _take_away(path, text, own)
+        return False
     try:
-        path.rename(aside)
-    except FileNotFoundError:
-        return
-    if _read(aside) != text:
-        with suppress(FileExistsError):
-            os.link(aside, path)
-    remove_file(aside)
+        if _read(path) != text:
+            return False
+        remove_file(path)
+        return True
+    finally:
+        remove_file(claim)
 
 
 def _state_of(process: int) -> tuple[str, int] | None:
@@ -231,6 +306,34 @@ def _is_there(process: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def _machine() -> str:
+    """Return the machine's id, empty where it has none."""
+    try:
+        return Path("/etc/machine-id").read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _booted() -> datetime:
+    """Return when this machine was started; long ago where nobody tells."""
+    try:
+        seconds = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return datetime.min.replace(tzinfo=timezone.utc)
+    return datetime.now(timezone.utc) - timedelta(seconds=seconds)
+
+
+def _slurm_job() -> str:
+    """Return SLURM's cluster and job, empty outside of a job."""
+    job = os.environ.get("SLURM_JOB_ID", "")
+    return f"{os.environ.get('SLURM_CLUSTER_NAME', '')}/{job}" if job else ""
+
+
+def _slurm_restarts() -> int:
+    count = os.environ.get("SLURM_RESTART_COUNT", "")
+    return int(count) if count.isdecimal() else 0
 
 
 def _namespace() -> int:

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from xffl.checkpoint.format import locate_checkpoint, read_record
 from xffl.checkpoint.generators import RandomState
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.errors import CheckpointError
@@ -111,8 +110,9 @@ class StateMixin(TrainerMixin):
             reset=("*",) if self.config.experiment.reset else (),
             local=self.local_tensors(),
         )
-        record = read_record(locate_checkpoint(Path(path)))
-        if self.run_directory.cell >= len(record.cells):
+        # Not read again: another run that writes there may have replaced or deleted the checkpoint since.
+        record = self.strategy.loaded_record
+        if record is not None and self.run_directory.cell >= len(record.cells):
             self.samples = 0  # those that were loaded are of the cell whose files this new one has read
         self.on_resumed()
         self.callbacks.post_load_checkpoint(self, str(path))
