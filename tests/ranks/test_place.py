@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import time
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -16,13 +17,14 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 from tests.ranks.test_round import make_state
 from tests.worlds import run_world
+from xffl.cluster.network import Timeouts
 from xffl.distributed import DistributedState
 from xffl.errors import ConfigError
 from xffl.topology import DataPlace
 from xffl.training.data import first_samples
 from xffl.training.data.loaders import CellLoader, adopt_loader
 from xffl.training.data.partition import iid
-from xffl.training.data.sampler import CellBatchSampler
+from xffl.training.data.sampler import CellBatchSampler, CellSampler
 from xffl.training.data.streams import CellStream
 
 SAMPLES = 48
@@ -176,19 +178,110 @@ def compares_datasets(state: DistributedState) -> None:
     assert 'part="own"' in alike(lambda: CellLoader(of_cell, state, batch_size=2))
     assert alike(lambda: CellLoader(of_cell, state, batch_size=2, part="own")) == ""
     assert alike(lambda: CellLoader(Moody(), state, batch_size=2)) == ""
+    # The samples of cells that were split by rank need not be equally many.
+    short = TensorDataset(torch.arange(SAMPLES - state.cell))
+    text = alike(lambda: CellLoader(short, state, batch_size=3))
+    assert "a partition of 48 samples" in text and "a partition of 47 samples" in text
+
+
+def taken(loader: Any) -> list[int]:
+    return [int(one) for (batch,) in loader for one in batch]
+
+
+def tells_loaders_apart(state: DistributedState, patch: pytest.MonkeyPatch) -> None:
+    """Cells iterate over loaders in another order, or over one that the others have not: no error, and no long wait."""
+    patch.setattr(first_samples, "ACROSS_S", 0.3)
+    start = time.monotonic()
+    ones, others = TensorDataset(torch.arange(40.0)), TensorDataset(torch.arange(100.0, 180.0))
+    alike_in_length = TensorDataset(torch.arange(200.0, 240.0))
+    for part in (None, "whole"):
+        loaders = [CellLoader(data, state, batch_size=2, part=part) for data in (ones, others, alike_in_length)]
+        counts = [len(taken(loader)) for loader in (loaders if state.cell == 0 else loaders[::-1])]
+        assert all(counts)
+        dist.barrier()
+    streams = [CellStream(data, state, batch_size=2) for data in (Stream(), Stream("seeded globally"))]
+    for stream in streams if state.cell == 0 else streams[::-1]:
+        assert len(list(stream)) == SAMPLES // 8
+    dist.barrier()
+    if state.cell == 0:  # one more loader, before one that all cells have
+        assert taken(CellLoader(TensorDataset(torch.arange(16.0)), state, batch_size=2, part="whole", seed=7))
+    assert alike(lambda: CellLoader(ones, state, batch_size=4, part="whole", seed=8)) == ""
+    assert time.monotonic() - start < 30.0
+
+
+def turns_it_off(state: DistributedState) -> None:
+    """Without a comparison nothing is asked for, neither of the samples nor of the partition."""
+    rank = state.rank or 0
+    with pytest.MonkeyPatch.context() as patch:
+
+        def refuse(*_: Any) -> None:
+            raise AssertionError("compared")
+
+        patch.setattr(first_samples.Meeting, "compare", refuse)
+        longer = TensorDataset(torch.arange(SAMPLES + 8 * (rank // 2)))
+        assert taken(CellLoader(longer, state, batch_size=2, is_compared=False))
+        assert taken(adopt_loader(DataLoader(longer, batch_size=2), state, is_compared=False))
+        for sampler in (CellBatchSampler, CellSampler):
+            assert list(sampler(iid(48, 2, seed=rank // 2), state, batch_size=2, is_compared=False))
+        with pytest.raises(AssertionError, match="compared"):
+            taken(CellLoader(TensorDataset(torch.arange(SAMPLES)), state, batch_size=2))
+    dist.barrier()
+
+
+class Computed(Dataset[Any]):
+    """Samples whose last digits depend on the processor; or those of the last half are other ones."""
+
+    is_random = False
+
+    def __init__(self, cell: int, by: float, *, is_late: bool = False) -> None:
+        self.cell, self.by, self.is_late = cell, by, is_late
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        value = torch.sin(torch.arange(400.0) * (index + 1) / 7)
+        noise = self.by * self.cell * torch.cos(torch.arange(400.0) * 5)
+        return value if self.is_late and index < SAMPLES // 2 else value + noise
+
+
+def compares_roughly(state: DistributedState) -> None:
+    """Unlike processors compute unlike last digits; what is shown is what differs."""
+    for workers in (0, 1):
+        assert alike(partial(CellLoader, Computed(state.cell, 1e-6), state, batch_size=2, workers=workers)) == ""
+    text = alike(lambda: CellLoader(Computed(state.cell, 0.1, is_late=True), state, batch_size=2))
+    assert "ranks 0-1 have as sample 1 a Tensor with digest" in text
+    shown = [part.split()[0] for part in text.split("digest ")[1:]]
+    assert len(shown) == 2 and shown[0].strip(";.") != shown[1].strip(";.")
+
+
+def raises_late(state: DistributedState, patch: pytest.MonkeyPatch) -> None:
+    """A cell that comes when the other has gone on finds what it has left, and says so."""
+    patch.setattr(first_samples, "ACROSS_S", 0.3)
+    make = partial(CellStream, Stream("of the cell"), state, batch_size=2)
+    late = make()
+    text = told(lambda: late) if state.cell == 0 else ""
+    dist.barrier()
+    text = told(lambda: late) if state.cell == 1 else text
+    if state.cell == 0:
+        assert text == ""
+    else:
+        assert "ranks 0-1 begin with 0; ranks 2-3 begin with 100" in text
+        assert "Not all ranks raise this: cell 0 came first, waited for 0.3 s for the other cells" in text
+    dist.barrier()
 
 
 def waits_no_longer(state: DistributedState, patch: pytest.MonkeyPatch) -> None:
     """A rank that looks at a batch by itself is not held up for ever; what it has read is compared later."""
-    patch.setattr(first_samples, "PATIENCE_S", 0.2)
+    patch.setattr(state, "_timeouts", Timeouts.within(0.9))
     stream = CellStream(Stream(), state, batch_size=2)
     if state.rank == 0:
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             assert next(iter(stream)).tolist() == [0, 4]
-        assert "rank 0 has waited for 0.2 s for all of ranks 0-3" in str(found[-1].message)
+        assert "rank 0 has waited for 0.3 s for all of ranks 0-1" in str(found[-1].message)
     dist.barrier()
-    patch.setattr(first_samples, "PATIENCE_S", 60.0)
+    patch.undo()
     if state.rank != 0:
         assert next(iter(stream)).tolist() == [state.rank, 4 + (state.rank or 0)]
 
@@ -198,12 +291,13 @@ def compare(rank: int, world_size: int) -> None:
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     state = make_state(rank, (2, 2), None)
-    refuses(state)
-    goes_on(state)
-    takes_own(state)
-    compares_datasets(state)
     with pytest.MonkeyPatch.context() as patch:
-        waits_no_longer(state, patch)
+        patch.setattr(first_samples, "ACROSS_S", 60.0)  # a busy machine may hold a cell up
+        for compared in (refuses, goes_on, takes_own, compares_datasets, turns_it_off, compares_roughly):
+            compared(state)
+    for check in (tells_loaders_apart, raises_late, waits_no_longer):
+        with pytest.MonkeyPatch.context() as patch:
+            check(state, patch)
 
 
 def test_ranks_compare_what_they_read_first() -> None:

@@ -364,3 +364,77 @@ def test_what_is_compared() -> None:
     )
     failed = FirstSamples(error="OSError: gone")
     assert difference({0: own, 1: failed}, "Stream", "Do.").endswith("samples of Stream: rank 1: OSError: gone")
+
+
+NUMBERS_OF_A_SAMPLE = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
+
+
+def with_noise(value: Any, by: float) -> Any:
+    noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return (value.double() * (1 + by * noise)).to(value.dtype)
+
+
+NEAR: list[tuple[Any, Any]] = [
+    (1.0, math.nextafter(1.0, 2.0)),
+    (0.9995, math.nextafter(0.9995, 0.0)),  # 1.00 and 0.999 if they were rounded to three digits
+    (1e-9, -1e-9),  # left of numbers that cancel out
+    (0.0, -0.0),
+    (1 + 1j, 1 + 1.0000001j),
+    ({1.0, 2.0, "a"}, {1.0000001, 2.0, "a"}),
+    (NUMBERS_OF_A_SAMPLE, with_noise(NUMBERS_OF_A_SAMPLE, 1e-6)),
+    (NUMBERS_OF_A_SAMPLE.half(), with_noise(NUMBERS_OF_A_SAMPLE.half(), 1e-3)),
+    (NUMBERS_OF_A_SAMPLE.bfloat16(), with_noise(NUMBERS_OF_A_SAMPLE.bfloat16(), 8e-3)),
+    (NUMBERS_OF_A_SAMPLE.numpy(), with_noise(NUMBERS_OF_A_SAMPLE, 1e-6).numpy()),
+    ((torch.tensor([math.inf, math.nan, 1.0]), 3), (torch.tensor([math.inf, math.nan, 1.0000001]), 3)),
+    (torch.tensor([1e300, 1e300], dtype=torch.float64), torch.tensor([1e300, 1e300], dtype=torch.float64)),
+    (torch.zeros(0), torch.zeros(0)),
+    (
+        torch.complex(NUMBERS_OF_A_SAMPLE, NUMBERS_OF_A_SAMPLE),
+        torch.complex(with_noise(NUMBERS_OF_A_SAMPLE, 1e-6), NUMBERS_OF_A_SAMPLE),
+    ),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), NEAR, ids=range(len(NEAR)))
+def test_what_processors_compute_otherwise_is_the_same_sample(one: Any, other: Any) -> None:
+    told = {rank: FirstSamples.of([7, {"x": value}], (0, 0)) for rank, value in enumerate((one, other))}
+    assert difference(told, "Mel", "Do.") == ""
+
+
+FAR: list[tuple[Any, Any]] = [
+    *UNLIKE[:2],
+    *UNLIKE[3:],  # all but the numbers that processors compute otherwise
+    (1.0, 1.01),
+    (1e-3, 2e-3),
+    (1j, 1.01j),
+    ({1.0}, {2.0}),
+    (torch.tensor([1.0, math.nan]), torch.tensor([1.0, 0.0])),
+    (torch.eye(10)[3], torch.eye(10)[4]),
+    (NUMBERS_OF_A_SAMPLE, NUMBERS_OF_A_SAMPLE.flip(1)),
+    (NUMBERS_OF_A_SAMPLE.bfloat16(), NUMBERS_OF_A_SAMPLE.bfloat16().flip(1)),
+    (NUMBERS_OF_A_SAMPLE[0].numpy(), NUMBERS_OF_A_SAMPLE[1].numpy()),
+    (1.0, 1),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), FAR, ids=range(len(FAR)))
+def test_other_samples_are_told_apart(one: Any, other: Any) -> None:
+    told = {rank: FirstSamples.of([7, value], (0, 0)) for rank, value in enumerate((one, other))}
+    text = difference(told, "Stream", "Do.")
+    assert text.startswith("the ranks do not read the same data from Stream: rank 0 has as sample 1 ")
+    shown = text.removesuffix(". Do.").split(" has as sample 1 ")
+    assert len(shown) == 3 and shown[1].removesuffix("; rank 1") != shown[2]
+
+
+def test_what_was_read_is_the_same_behind_json() -> None:
+    own = FirstSamples.of([1.5, (2, "a")], (1, 2), "layout")
+    assert FirstSamples.from_json(json.loads(json.dumps(dataclasses.asdict(own)))).has(0, own)
+    assert dataclasses.asdict(FirstSamples.from_json(dataclasses.asdict(own))) == dataclasses.asdict(own)
+
+
+def test_samples_that_look_alike_are_shown_by_their_digests() -> None:
+    long = "a" * 80
+    told = {rank: FirstSamples.of([text], (0, 0)) for rank, text in enumerate((long + "b", long + "c"))}
+    assert difference(told, "Stream", "Do.").count("(digest ") == 2
+    shorter = {0: FirstSamples.of([1, 2], (0, 0)), 1: FirstSamples.of([1], (0, 0))}
+    assert "rank 0 has as sample 1 2; rank 1 has as sample 1 no sample" in difference(shorter, "Stream", "Do.")

@@ -65,6 +65,7 @@ ADVICE_COMMON = (
     '(random_split, train_test_split) a seed that is the same on all ranks; or give part="own" where each cell has '
     "data of its own, or is_compared=False where only the augmentation of samples differs"
 )
+
 # Training -------------------------------------------------------------------------------------------------------------
 
 
@@ -86,8 +87,11 @@ class CellLoader(Iterable[Any]):
 
     Before its first batch each rank compares two samples with those that the others have under the same indices: where
     they differ, a dataset was split by rank before it came here, or at random without a seed, and all ranks raise
-    ConfigError. A dataset that gives another sample each time it is asked for one is not compared. The ranks wait for
-    each other there, for a minute at most.
+    ConfigError. Floating-point numbers are compared roughly, as processors compute unlike last digits. A dataset that
+    gives another sample each time it is asked for one is not compared. The ranks of a cell wait for each other there,
+    for a minute at most, and cells for each other for 5 s at most (less where the session's timeout is short): a cell
+    that comes later raises alone. Cells compare loaders of the same class and length of dataset, part, batch size and
+    seed, so they may iterate over unlike ones in another order.
 
     To make one is local. All ranks of a cell give the same arguments, and make the same calls.
 
@@ -111,7 +115,7 @@ class CellLoader(Iterable[Any]):
     :param timeout_s: How long to wait for a worker's batch; 0 waits for ever.
     :param worker_init: Called in each worker with its number.
     :param start_method: How workers start, such as ``"fork"``; ``None`` is Python's default.
-    :param is_compared: Whether ranks compare two samples, see above.
+    :param is_compared: Whether ranks compare the options, the partition and two samples, see above.
     :raises ConfigError: if an argument is invalid, or a rank would have no sample in some step.
     """
 
@@ -147,6 +151,7 @@ class CellLoader(Iterable[Any]):
             is_shuffled=is_shuffled,
             drop_last=drop_last,
             is_padded=is_padded,
+            is_compared=is_compared,
         )
         """Which samples come, and where the loop stands."""
         self.cell, self.batch_size, self.samples = self.sampler.cell, self.sampler.batch_size, self.sampler.samples
@@ -169,10 +174,18 @@ class CellLoader(Iterable[Any]):
         # Of a partition, or indices, a rank may have no other samples than its cell's.
         is_common = part is None or (isinstance(part, str) and part == WHOLE)
         self._probe = Probe((0, len(dataset) // 2) if is_common else (self.sampler.first_index,))
-        meeting = Meeting(
-            state, type(dataset).__name__, over_cells=is_common, advice=ADVICE_COMMON if is_common else ADVICE_CELL
-        )
-        self._meeting = meeting if is_compared and meeting.is_needed else None
+        self._meeting: Meeting | None = None
+        if is_compared:
+            meeting = Meeting(
+                state,
+                type(dataset).__name__,
+                over_cells=is_common,
+                advice=ADVICE_COMMON if is_common else ADVICE_CELL,
+                # The samples that are compared do not depend on the seed.
+                kind=f"{part if isinstance(part, str) else ''} {batch_size} {seed}",
+                length=len(dataset),
+            )
+            self._meeting = meeting if meeting.is_needed else None
         self._is_probing = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -287,7 +300,12 @@ def _part_of(
 
 @takes_state
 def adopt_loader(
-    loader: Any, state: Placed | DataPlace, *, part: Partition | npt.ArrayLike | None = None, seed: int = 0
+    loader: Any,
+    state: Placed | DataPlace,
+    *,
+    part: Partition | npt.ArrayLike | None = None,
+    seed: int = 0,
+    is_compared: bool = True,
 ) -> Any:
     """Turn a plain ``DataLoader`` into a :class:`CellLoader` of the same dataset; local.
 
@@ -300,6 +318,7 @@ def adopt_loader(
     :param state: The state of this process, as in :class:`CellLoader`.
     :param part: Which samples are the cell's, as in :class:`CellLoader`.
     :param seed: Of the parts, the shuffling and the augmentation.
+    :param is_compared: Whether ranks compare what they read first, as in :class:`CellLoader`.
     :return: The loader to use.
     :raises ConfigError: if the loader draws samples in a way that cannot be shared out.
     """
@@ -320,6 +339,7 @@ def adopt_loader(
         worker_init=loader.worker_init_fn,
         **options_of(loader),
         is_shuffled=_is_shuffled(loader.sampler),
+        is_compared=is_compared,
     )
 
 
@@ -589,7 +609,7 @@ class _Batches(Dataset[Any]):
         for _ in range(READS if self._is_random else 1):
             with self._probing.of():
                 again = FirstSamples.of(self._read(list(probe.indices)), (0, 0))
-            if found is not None and found.digests != again.digests:
+            if found is not None and found.bits != again.bits:
                 return FirstSamples(is_random=True)  # by a generator of its own
             found = again
         assert found is not None, "samples are read at least once"

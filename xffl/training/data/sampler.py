@@ -61,6 +61,8 @@ class CellOrder(Sampler[Drawn]):
         wants it, and needs no ``set_epoch``.
     :param drop_last: Leave out what does not fill a step on all ranks; with shuffling other samples in each epoch.
     :param is_padded: Repeat the first samples of the epoch's order so that all batches are full.
+    :param is_compared: Whether the ranks of the cell compare what they draw from before they first draw, and all cells
+        the partition, if it is one.
     :raises ConfigError: if an argument is invalid, or a rank would have no sample in some step.
     """
 
@@ -75,6 +77,7 @@ class CellOrder(Sampler[Drawn]):
         is_shuffled: bool = True,
         drop_last: bool = False,
         is_padded: bool = False,
+        is_compared: bool = True,
     ) -> None:
         super().__init__()
         place = place_of(state)
@@ -95,7 +98,7 @@ class CellOrder(Sampler[Drawn]):
         self.samples = count if self._tail == "keep" else self.steps * per_step
         """Samples of the whole cell in an epoch; repeated ones count as often as they come."""
         self._check_steps()
-        self._meetings = self._meetings_of(part, state)
+        self._meetings = self._meetings_of(part, state) if is_compared else []
         self._epoch = self._position = 0
         self._is_followed = self._is_drawn = False
 
@@ -237,7 +240,16 @@ class CellOrder(Sampler[Drawn]):
         found = [(Meeting(state, type(self).__name__, over_cells=False, advice=ADVICE_CELL), layout)]
         if isinstance(part, Partition):
             parts = f"a partition of {part.samples} samples with digest {part.digest[:12]}"
-            found.append((Meeting(state, "partition", over_cells=True, advice=ADVICE_PARTS), parts))
+            meeting = Meeting(
+                state,
+                "partition",
+                over_cells=True,
+                advice=ADVICE_PARTS,
+                # Not the seed: parts that were dealt out by another one in each cell must be found.
+                kind=f"{type(self).__name__} {self.batch_size}",
+                length=part.samples,
+            )
+            found.append((meeting, parts))
         return [(meeting, text) for meeting, text in found if meeting.is_needed]
 
     def _share(self, step: int) -> tuple[int, int]:

@@ -65,8 +65,9 @@ class CellStream(Iterable[Any]):
     Before its first batch each rank compares the first samples of the stream with those of the others: where they
     differ, the stream splits itself by rank, or is shuffled without a seed, and all ranks raise ConfigError. The ranks
     of all cells are compared; those of the cell alone with ``part`` ``"own"`` or ``"whole"``, and where each cell is a
-    job of its own. They wait for each other there, for a minute at most. Nothing else is communicated, except with
-    ``part="rank"``.
+    job of its own. Floating-point numbers are compared roughly. The ranks of a cell wait for each other there, for a
+    minute at most, and cells for each other for 5 s at most (less where the session's timeout is short): a cell that
+    comes later raises alone. Nothing else is communicated, except with ``part="rank"``.
 
     Iterating, epochs and resuming are as in :class:`CellLoader <xffl.training.data.loaders.CellLoader>`, except that
     nobody knows the length before the end. A resumed stream reads the consumed part of the epoch again and throws it
@@ -154,13 +155,17 @@ class CellStream(Iterable[Any]):
             "seed": integer("seed", seed, 0),
             "resume": resume,
         }
-        meeting = Meeting(
-            state,
-            type(dataset).__name__,
-            over_cells=part is None,
-            advice=ADVICE_ALL if part is None else ADVICE_CELL,
-        )
-        self._meeting = meeting if is_compared and part != RANK and meeting.is_needed else None
+        self._meeting: Meeting | None = None
+        if is_compared and part != RANK:
+            meeting = Meeting(
+                state,
+                type(dataset).__name__,
+                over_cells=part is None,
+                advice=ADVICE_ALL if part is None else ADVICE_CELL,
+                # Not the seed: by another one in each cell the stream may be shuffled otherwise, which must be found.
+                kind=f"{part or ''} {batch_size}",
+            )
+            self._meeting = meeting if meeting.is_needed else None
         self.batches = open_loader(
             self._steps,
             None,
