@@ -209,6 +209,15 @@ def tells_loaders_apart(state: DistributedState, patch: pytest.MonkeyPatch) -> N
     assert time.monotonic() - start < 30.0
 
 
+def begins_anew_with_each_state(state: DistributedState) -> None:
+    """What one cell has made with the state of an earlier session does not shift the numbers of this one's loaders."""
+    before, after = (make_state(dist.get_rank(), (2, 2), None) for _ in range(2))
+    if state.cell == 0:
+        CellStream(Stream(), before, batch_size=7)
+    text = alike(partial(CellStream, Stream("of the cell"), after, batch_size=7))
+    assert text.startswith("ConfigError: the ranks do not read the same data from Stream: ranks 0-1 begin with 0; ")
+
+
 def turns_it_off(state: DistributedState) -> None:
     """Without a comparison nothing is asked for, neither of the samples nor of the partition."""
     rank = state.rank or 0
@@ -293,7 +302,15 @@ def compare(rank: int, world_size: int) -> None:
     state = make_state(rank, (2, 2), None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(first_samples, "ACROSS_S", 60.0)  # a busy machine may hold a cell up
-        for compared in (refuses, goes_on, takes_own, compares_datasets, turns_it_off, compares_roughly):
+        for compared in (
+            refuses,
+            goes_on,
+            takes_own,
+            compares_datasets,
+            begins_anew_with_each_state,
+            turns_it_off,
+            compares_roughly,
+        ):
             compared(state)
     for check in (tells_loaders_apart, raises_late, waits_no_longer):
         with pytest.MonkeyPatch.context() as patch:

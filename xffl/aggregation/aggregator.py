@@ -347,7 +347,14 @@ class Aggregator:
             shared=values.shared,
             is_trained=values.is_trained,
         )
-        return PreparedRound(status, profile, run, error, given.source, self._first_round.compare)
+        return PreparedRound(
+            status=status,
+            profile=profile,
+            run=run,
+            error=error,
+            source=given.source,
+            inspect=self._first_round.compare,
+        )
 
     def aggregate_async(
         self,

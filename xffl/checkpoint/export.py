@@ -92,7 +92,15 @@ def consolidate_checkpoint(
         of_cell = None if number is None else _find_of_cell(place, number)
         name = of_cell or _find(place)
         with _opened(name, place) as source, source.noticing_replacement():
-            return _consolidate(source, part, number, of_cell is not None, target, configuration, max_shard_bytes)
+            return _consolidate(
+                source=source,
+                part=part,
+                cell=number,
+                is_of_cell=of_cell is not None,
+                target=target,
+                configuration=configuration,
+                max_shard_bytes=max_shard_bytes,
+            )
 
     return folders.read_again_if_replaced(write_one_save)
 

@@ -472,7 +472,14 @@ def read_index(source: OpenCheckpoint, record: Record, cell: int = 0) -> CellInd
             tensors[name] = _StoredTensor(dtype, torch.Size(tensor["shape"]), chunks)
         if wrong := [name for name in files if os.path.basename(name) != name]:
             raise ValueError(f"{wrong[0]!r} lies outside the folder")
-        return CellIndex(source, home, tensors, dict(content["values"]), files, dict(content["ties"]))
+        return CellIndex(
+            source=source,
+            cell=home,
+            tensors=tensors,
+            values=dict(content["values"]),
+            files=files,
+            ties=dict(content["ties"]),
+        )
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; the checkpoint is damaged, load another one") from error
 

@@ -111,7 +111,17 @@ def save_checkpoint(
     :raises StateError: if the state does not fit torch.distributed.
     :raises CheckpointError: if it could not be written; the same on all ranks.
     """
-    write_checkpoint(prepare_save(path, parts, state, values, own, after_round, skip))
+    write_checkpoint(
+        prepare_save(
+            path=path,
+            parts=parts,
+            state=state,
+            values=values,
+            own=own,
+            after_round=after_round,
+            skip=skip,
+        )
+    )
 
 
 def prepare_save(
@@ -390,7 +400,15 @@ class AsyncSaver:
         """
         self.wait()
         saving = prepare_save(
-            path, parts, self._state, values, own, after_round, skip, groups=self._groups, is_copied=True
+            path=path,
+            parts=parts,
+            state=self._state,
+            values=values,
+            own=own,
+            after_round=after_round,
+            skip=skip,
+            groups=self._groups,
+            is_copied=True,
         )
         self._do(lambda _: write_checkpoint(saving))
         return PendingSave(saving.target, self)

@@ -9,6 +9,7 @@ the new set-up, or all are as they were. Set-ups form a stack, so that ``unset_*
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
@@ -145,6 +146,7 @@ class DistributedState:
     _timeouts: Timeouts = field(default=Timeouts.within(DEFAULT_TIMEOUT_S), init=False, repr=False, compare=False)
     """Timeouts of the world and its groups: a vote on the world outlives a stuck exchange."""
     _activity: RunActivity = field(default_factory=RunActivity, init=False, repr=False, compare=False)
+    _meetings: Counter[str] = field(default_factory=Counter, init=False, repr=False, compare=False)
 
     def __str__(self) -> str:
         """Write the fields that are set as a table of two columns."""
@@ -169,6 +171,11 @@ class DistributedState:
     def activity(self) -> RunActivity:
         """What the run has done with its federation, for the lines at the end of a session."""
         return self._activity
+
+    @property
+    def meetings(self) -> Counter[str]:
+        """How many loaders of each kind have been made with this state, by which cells pair them to compare samples."""
+        return self._meetings
 
     @property
     def handle_count(self) -> int:

@@ -59,11 +59,6 @@ SHOWN = 60
 """Characters of a sample in a message"""
 
 
-_made: Counter[str] = Counter()
-"""Meetings over cells that this process has made, by their kind: loaders that are alike are told apart by the order in
-which they were made, since cells may iterate over them in another one."""
-
-
 @dataclass(frozen=True)
 class FirstSamples:
     """What a rank has read first.
@@ -149,9 +144,14 @@ class Meeting:
         self._cells = range(len(self._offsets) - 1) if over_cells else range(self._cell, self._cell + 1)
         timeouts = getattr(state, "timeouts", None)
         self._timeout_s = float("inf") if timeouts is None else timeouts.session_s
-        self._kind, self._length = kind, length
-        self._number = _made[self._name(length)]
-        _made[self._name(length)] += 1
+        self._kind = kind
+        self._length = length
+        # Loaders that are alike are told apart by the order in which they were made, since cells may iterate over them
+        # in another one.
+        made = getattr(state, "meetings", None)
+        self._made: Counter[str] = Counter() if made is None else made
+        self._number = self._made[self._name(length)]
+        self._made[self._name(length)] += 1
 
     @property
     def is_needed(self) -> bool:
@@ -219,7 +219,7 @@ class Meeting:
         own = {rank: values for rank, (_, _, values) in records.items()}
         store.set(f"{at}/{self._cell}", json.dumps([prefix, own]))
         near = [] if length is None else [length - 1, length + 1]
-        tables = [at, *(self._table(one, number) for one in near if self._name(one) not in _made)]
+        tables = [at, *(self._table(one, number) for one in near if self._name(one) not in self._made)]
         wait_s = min(ACROSS_S, self._timeout_s / 10, PATIENCE_S)
         deadline = time.monotonic() + wait_s
         # That others do not come is nothing unusual, but torch prints lines where a wait at the store runs out.
