@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -78,6 +79,10 @@ class Asker(Callback):
         step = trainer.global_step - (moment == "post_optimizer_step")
         if self.is_mine and moment == self.plan["moment"] and step == self.plan["step"]:
             self.is_mine = False
+            waits_for = self.plan.get("waits_for")
+            deadline = time.monotonic() + 60.0
+            while waits_for is not None and not Path(waits_for).exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
             for name in self.plan.get("signals", ["SIGUSR2"]):
                 os.kill(os.getpid(), getattr(signal, name))
             threading.Event().wait(self.plan.get("waits_s", 0.0))
@@ -207,7 +212,7 @@ EPOCHS: Case = {  # the last step is that of an epoch
 LAST = {"ranks": [0, 1], "step": 5, "moment": "pre_train_batch", "waits_s": 2.0}
 SCENES: dict[str, tuple[Case, dict[str, Any] | None]] = {
     "nobody asks": (ALONE, None),
-    "during setup": (ALONE, {"ranks": [1], "step": 0, "moment": "pre_setup"}),
+    "during setup": (ALONE, {"ranks": [1], "step": 0, "moment": "pre_setup", "waits_s": 1.0}),
     "and again": ({**ALONE, "run": "during setup"}, None),
     "during a validation": (ALONE, {"ranks": [0], "step": 5, "moment": "pre_val_batch"}),
     "during a checkpoint, twice": (
@@ -263,7 +268,7 @@ def alone_at_the_end(rank: int, world_size: int, folder: str, plan: dict[str, An
     consensus.INTERVAL_S = 0.01
     case: Case = {"federated": (1, 1), "saving": {"save_final": True}}
     config = configure(case, Path(folder))
-    stopper = [Stopper()] if rank == 1 else []
+    stopper = [Stopper(Path(folder) / "has_ended")] if rank == 1 else []
     trainer = TaskTrainer(config, callbacks=[*([] if plan is None else [Asker(plan, rank)]), *stopper, Witness()])
     try:
         trainer.fit(joined(rank, world_size))
@@ -273,7 +278,10 @@ def alone_at_the_end(rank: int, world_size: int, folder: str, plan: dict[str, An
 
 
 class Stopper(Callback):
-    """End this cell early."""
+    """End this cell early, and leave a file where it has."""
+
+    def __init__(self, told: Path) -> None:
+        self.told = told
 
     def pre_train(self, trainer: Any) -> None:
         if trainer.global_step >= 4:
@@ -282,10 +290,12 @@ class Stopper(Callback):
     def post_optimizer_step(self, trainer: Any) -> None:
         if trainer.global_step >= 4:
             trainer.stop("done")
+            self.told.touch()
 
 
 def test_a_cell_without_rounds_waits_for_the_others(tmp_path: Path) -> None:
-    plan = {"ranks": [0], "step": 15, "moment": "pre_train_batch"}
+    ended = str(tmp_path / "has_ended")
+    plan = {"ranks": [0], "step": 15, "moment": "pre_train_batch", "waits_for": ended}
     found = run_world(2, alone_at_the_end, str(tmp_path), plan)
     assert [one["code"] for one in found] == [75, 75]
     assert found[0]["step"] >= 15 and found[1]["step"] == 4
@@ -401,6 +411,7 @@ TASK = """
 import os
 import signal
 import threading
+import time
 
 import torch
 import torch.distributed as dist

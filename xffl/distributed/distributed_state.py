@@ -178,6 +178,11 @@ class DistributedState:
         return self._meetings
 
     @property
+    def setup_number(self) -> int:
+        """Which set-up of the world the newest one of this state is, the same on all ranks; 0 where there is none."""
+        return self._setups[-1].number if self._setups else 0
+
+    @property
     def handle_count(self) -> int:
         """Process groups of each kind that carry a round: one for each stream."""
         return 1 if self.streams is None else len(self.streams)
@@ -671,6 +676,8 @@ class Setup:
     before: dict[str, Any]
     world: dist.ProcessGroup | None
     groups: list[dist.ProcessGroup] = field(default_factory=list)
+    number: int = 0
+    """Set-ups that this rank has made in its world until now; all ranks make them together"""
     is_open: bool = True
     """Whether the set-up is still being made; its steps belong to it."""
     world_check: WorldCheck | None = None
@@ -708,10 +715,19 @@ def setup_transaction(state: DistributedState, call: str) -> Iterator[Setup]:
         ) as share:
             yield setup
             share("done")
+        setup.number = _count_setup()
         setup.is_open = False
     except BaseException:
         rollback(state)
         raise
+
+
+def _count_setup() -> int:
+    """Count a set-up of this rank in the store of the world, and return which one it is; local."""
+    world = _world()
+    if world is None or dist.get_backend() == "fake":  # a world that only looks like one has no store
+        return 0
+    return int(world.get_group_store().add(f"xffl_setups/{dist.get_rank()}", 1))
 
 
 def rollback(state: DistributedState, *, destroys: bool = True) -> None:

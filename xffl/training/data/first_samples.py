@@ -148,6 +148,7 @@ class Meeting:
         self._length = length
         # Loaders that are alike are told apart by the order in which they were made, since cells may iterate over them
         # in another one.
+        self._setup_number = getattr(state, "setup_number", 0)  # sessions of one world may follow each other
         made = getattr(state, "meetings", None)
         self._made: Counter[str] = Counter() if made is None else made
         self._number = self._made[self._name(length)]
@@ -202,7 +203,7 @@ class Meeting:
 
     def _name(self, length: int | None) -> str:
         """Return under what name cells find those of the same kind."""
-        return f"{self._what} {self._kind} {length} {self._offsets} {self._cells}"
+        return f"{self._setup_number} {self._what} {self._kind} {length} {self._offsets} {self._cells}"
 
     def _judge(self, store: Store, prefix: str) -> tuple[str, list[str]]:
         """Return what is wrong with what was read, or nothing, and the prefixes of those whose ranks it concerns.
