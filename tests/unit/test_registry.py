@@ -308,7 +308,7 @@ def test_every_entry_can_be_made(entry: AlgorithmInfo) -> None:
     elif entry.kind == "partition":
         assert callable(made)
     elif entry.kind != "algorithm":
-        assert type(made) is registry.load(entry.target, "entry")
+        assert type(made) is registry.load(entry, "entry")
 
 
 @pytest.mark.parametrize("entry", entries("algorithm"), ids=lambda entry: entry.name)
