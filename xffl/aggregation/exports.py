@@ -119,7 +119,7 @@ class RoundPlan:
             return
         if not isinstance(spec, (str, Mapping)):
             raise CheckpointError(f"the exports ask for {kind} {shown(spec)}, which is no name; export them again")
-        name, options = read_spec(kind, spec)
+        name, _ = read_spec(kind, spec)
         if name not in ("none", "fedavg") and not is_builtin(kind, name):
             raise CheckpointError(
                 f"the exports ask for {kind} {shown(name)}, which is not xffl's own, and what a file names is not "
