@@ -32,6 +32,7 @@ from xffl.checkpoint.format import OpenCheckpoint, check_data, read_index, read_
 from xffl.cli.main import main
 from xffl.cluster.environment import read_over_files
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
+from xffl.naming import Writer
 from xffl.parallel import DistributedConfig
 from xffl.training import Callback, ExperimentConfig, FederationConfig, TrainingParameters
 from xffl.training.callbacks import CheckpointCallback
@@ -385,7 +386,7 @@ def test_what_a_lone_cell_cannot_be() -> None:
     options = {"policies": {"*": "average"}, "rails": True, "server": "diloco", "nonfinite": "reject"}
     assert FederationConfig(cell="1/4,2", aggregator=options).plan.read()[1] == "diloco"
     with pytest.raises(ConfigError, match="exports hold options as JSON, which .* are not; give server and combine by"):
-        RoundPlan(options={"combine": make("combine", "median")}).check()
+        RoundPlan(options={"combine": make("combine", "median", writer=Writer.USER)}).check()
 
 
 def test_a_cell_that_has_lost_its_steps_or_is_in_another_round_is_told(tmp_path: Path) -> None:

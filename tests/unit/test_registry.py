@@ -20,6 +20,8 @@ from xffl.aggregation.algorithms.schedules import EverySteps, PerCell, Warmup
 from xffl.aggregation.algorithms.server import ServerOptimizer
 from xffl.aggregation.federated_scaling import FederatedScaling
 from xffl.errors import ConfigError
+from xffl.naming import Writer
+from xffl.training.data import partition
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -99,7 +101,7 @@ def test_what_is_no_spec_is_refused(spec: object) -> None:
 def test_reading_a_mapping_leaves_it_alone() -> None:
     spec = {"name": "fedadam", "lr": 0.5}
     read_spec("server", spec)
-    make("server", spec)
+    make("server", spec, writer=Writer.USER)
     assert spec == {"name": "fedadam", "lr": 0.5}
 
 
@@ -138,7 +140,7 @@ OWN = f"{__name__}.Lowest"
     ],
 )
 def test_ones_own_class_by_dotted_path_with_typed_options(spec: object, wanted: tuple[Any, ...]) -> None:
-    made = make("combine", spec)
+    made = make("combine", spec, writer=Writer.USER)
     assert type(made) is Lowest
     assert (made.power, made.keep, made.label) == wanted
     assert isinstance(made.power, float) and isinstance(made.keep, tuple)
@@ -146,7 +148,7 @@ def test_ones_own_class_by_dotted_path_with_typed_options(spec: object, wanted: 
 
 def test_what_is_made_already_is_returned_as_it_is() -> None:
     for kind, made in (("combine", Lowest()), ("schedule", EverySteps(3)), ("partition", len)):
-        assert make(kind, made) is made
+        assert make(kind, made, writer=Writer.USER) is made
 
 
 @pytest.mark.parametrize(
@@ -176,31 +178,33 @@ def test_what_is_made_already_is_returned_as_it_is() -> None:
 )
 def test_a_wrong_spec_tells_what_there_is(kind: str, spec: object, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        make(kind, spec)
+        make(kind, spec, writer=Writer.USER)
 
 
 def test_specs_may_be_nested() -> None:
-    made = make("schedule", {"name": "warmup", "rounds": 2, "every": 1, "then": "per_cell:counts=(4,8)"})
+    made = make(
+        "schedule", {"name": "warmup", "rounds": 2, "every": 1, "then": "per_cell:counts=(4,8)"}, writer=Writer.USER
+    )
     assert made == Warmup(2, 1, PerCell((4, 8)))
-    assert make("schedule", "warmup:rounds=2,every=1,then=50") == Warmup(2, 1, EverySteps(50))
+    assert make("schedule", "warmup:rounds=2,every=1,then=50", writer=Writer.USER) == Warmup(2, 1, EverySteps(50))
 
 
 def test_a_server_is_made_by_its_own_rules() -> None:
-    made = make("server", "AdamW:lr=0.1")
+    made = make("server", "AdamW:lr=0.1", writer=Writer.USER)
     assert isinstance(made, ServerOptimizer) and made.factory is torch.optim.AdamW
-    assert make("server", "none") is None and make("server", made) is made
+    assert make("server", "none", writer=Writer.USER) is None and make("server", made, writer=Writer.USER) is made
 
 
 # Algorithms -----------------------------------------------------------------------------------------------------------
 
 
 def server_options(spec: object) -> dict[str, Any]:
-    aggregator, _ = resolve_algorithm(spec)
+    aggregator, _ = resolve_algorithm(spec, writer=Writer.USER)
     return dict(aggregator["server"].options)
 
 
 def test_fedavg_sets_nothing() -> None:
-    assert resolve_algorithm("fedavg") == ({}, {})
+    assert resolve_algorithm("fedavg", writer=Writer.USER) == ({}, {})
 
 
 def test_options_go_to_the_part_that_knows_them() -> None:
@@ -215,8 +219,8 @@ def test_options_go_to_the_part_that_knows_them() -> None:
 
 
 def test_none_leaves_a_part_out() -> None:
-    assert resolve_algorithm({"name": "scaffold", "client": None, "privacy": None}) == ({}, {})
-    assert resolve_algorithm({"name": "streaming_diloco", "alpha": "1e-1"})[1]["alpha"] == 0.1
+    assert resolve_algorithm({"name": "scaffold", "client": None, "privacy": None}, writer=Writer.USER) == ({}, {})
+    assert resolve_algorithm({"name": "streaming_diloco", "alpha": "1e-1"}, writer=Writer.USER)[1]["alpha"] == 0.1
 
 
 def test_options_may_name_their_part_or_replace_it() -> None:
@@ -229,25 +233,27 @@ def test_options_may_name_their_part_or_replace_it() -> None:
 
 
 def test_parts_may_be_put_together() -> None:
-    aggregator, scaling = resolve_algorithm({"name": "fednova", "server": "fedyogi", "lr": 0.2})
+    aggregator, scaling = resolve_algorithm({"name": "fednova", "server": "fedyogi", "lr": 0.2}, writer=Writer.USER)
     assert aggregator["server"].options["rule"] == "yogi" and aggregator["server"].options["lr"] == 0.2
     assert type(aggregator["combine"]).__name__ == "NormalizedMean" and scaling == {}
     mine = Lowest()
-    assert resolve_algorithm({"name": "fedavg", "combine": mine}) == ({"combine": mine}, {})
+    assert resolve_algorithm({"name": "fedavg", "combine": mine}, writer=Writer.USER) == ({"combine": mine}, {})
 
 
 def test_streaming_diloco_sets_the_round_as_well() -> None:
-    aggregator, scaling = resolve_algorithm("streaming_diloco")
+    aggregator, scaling = resolve_algorithm("streaming_diloco", writer=Writer.USER)
     server = aggregator.pop("server")
     assert server.options == {"lr": 0.4, "momentum": 0.9, "nesterov": True}
     assert aggregator == {"fragments": 3, "overlap": True} and scaling == {"delay": 1, "alpha": 0.5}
-    aggregator, scaling = resolve_algorithm({"name": "streaming_diloco", "fragments": 2, "delay": 5, "lr": 0.7})
+    aggregator, scaling = resolve_algorithm(
+        {"name": "streaming_diloco", "fragments": 2, "delay": 5, "lr": 0.7}, writer=Writer.USER
+    )
     assert aggregator["fragments"] == 2 and aggregator["server"].options["lr"] == 0.7 and scaling["delay"] == 5
 
 
 def test_resolving_leaves_the_presets_alone() -> None:
     before = repr(entries())
-    resolve_algorithm({"name": "streaming_diloco", "fragments": 9, "lr": 0.1, "combine": "median"})
+    resolve_algorithm({"name": "streaming_diloco", "fragments": 9, "lr": 0.1, "combine": "median"}, writer=Writer.USER)
     assert repr(entries()) == before
 
 
@@ -266,7 +272,7 @@ def test_resolving_leaves_the_presets_alone() -> None:
 )
 def test_an_option_that_belongs_nowhere_is_refused(spec: object, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        resolve_algorithm(spec)
+        resolve_algorithm(spec, writer=Writer.USER)
 
 
 class Twin(Mean):
@@ -296,13 +302,13 @@ NEEDED = {
 
 @pytest.mark.parametrize("entry", entries(), ids=lambda entry: f"{entry.kind}-{entry.name}")
 def test_every_entry_can_be_made(entry: AlgorithmInfo) -> None:
-    made = make(entry.kind, {"name": entry.name, **NEEDED.get((entry.kind, entry.name), {})})
+    made = make(entry.kind, {"name": entry.name, **NEEDED.get((entry.kind, entry.name), {})}, writer=Writer.USER)
     if entry.kind == "server":
         assert isinstance(made, ServerOptimizer)
     elif entry.kind == "partition":
         assert callable(made)
     elif entry.kind != "algorithm":
-        assert type(made) is registry.load(entry.target, "entry")
+        assert type(made) is registry.load(entry, "entry")
 
 
 @pytest.mark.parametrize("entry", entries("algorithm"), ids=lambda entry: entry.name)
@@ -312,9 +318,7 @@ def test_an_algorithm_sets_keywords_that_there_are(entry: AlgorithmInfo) -> None
 
 
 def test_a_partition_is_a_function_with_its_options_bound() -> None:
-    bound = make("partition", "dirichlet:alpha=0.5")
-    assert bound.func is registry.load("xffl.training.data.partition.dirichlet", "test") and bound.keywords == {
-        "alpha": 0.5
-    }
+    bound = make("partition", "dirichlet:alpha=0.5", writer=Writer.USER)
+    assert bound.func is partition.dirichlet and bound.keywords == {"alpha": 0.5}
     with pytest.raises(ConfigError, match="alpha='x'"):
-        make("partition", "dirichlet:alpha=x")
+        make("partition", "dirichlet:alpha=x", writer=Writer.USER)

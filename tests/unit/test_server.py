@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 from xffl.aggregation.algorithms.server import RULES, Adaptive, ServerOptimizer, server_of
 from xffl.aggregation.engine.global_model import VECTORS
 from xffl.errors import ConfigError
+from xffl.naming import Writer
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUNDS = 10
@@ -140,19 +141,19 @@ def adaptive(
     ],
 )
 def test_ten_rounds_equal_the_paper(spec: str, formula: Callable[..., np.ndarray]) -> None:
-    server = server_of(spec)
+    server = server_of(spec, writer=Writer.USER)
     assert server is not None
     assert_same(run_torch(server), run_numpy(formula))
 
 
 def test_lr_1_without_momentum_is_the_mean() -> None:
-    server = server_of("diloco:lr=1.0,momentum=0.0,nesterov=false")
+    server = server_of("diloco:lr=1.0,momentum=0.0,nesterov=false", writer=Writer.USER)
     assert server is not None
     assert_same(run_torch(server), run_numpy(lambda number, weights, delta, memory: weights + delta))
 
 
 def test_a_schedule_takes_one_step_for_each_round() -> None:
-    server = server_of({"name": "sgd", "schedule": "StepLR:step_size=3,gamma=0.5"})
+    server = server_of({"name": "sgd", "schedule": "StepLR:step_size=3,gamma=0.5"}, writer=Writer.USER)
     assert server is not None
     assert_same(run_torch(server), run_numpy(lambda n, weights, delta, memory: weights + 0.5 ** ((n - 1) // 3) * delta))
 
@@ -160,7 +161,7 @@ def test_a_schedule_takes_one_step_for_each_round() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_fp32_pieces_step_like_the_whole(name: str) -> None:
     """To the last bit: replicas of a shard, and ranks that hold it in other pieces, must not part."""
-    server = server_of(name)
+    server = server_of(name, writer=Writer.USER)
     assert server is not None
     start, draws = torch.linspace(-3, 3, 1000), torch.Generator().manual_seed(0)
     cuts = [1, 130, 131, 700]
@@ -212,14 +213,14 @@ FLWR = {"eta": 0.1, "tau": 1e-3}
 )
 def test_ten_rounds_equal_flwr(spec: str, strategy: str, options: dict[str, Any]) -> None:
     wanted = run_flwr(strategy, **options)
-    server = server_of(spec)
+    server = server_of(spec, writer=Writer.USER)
     assert server is not None
     assert_same(run_torch(server), wanted)
 
 
 def test_fedadam_equals_flwr_where_it_counts_rounds_as_kingma_and_ba_do() -> None:
     wanted = run_flwr("FedAdam", first_round=0, beta_1=0.9, beta_2=0.99, **FLWR)
-    server = server_of("fedadam:initial=0.0,is_bias_corrected=true")
+    server = server_of("fedadam:initial=0.0,is_bias_corrected=true", writer=Writer.USER)
     assert server is not None
     assert_same(run_torch(server), wanted)
 
@@ -239,7 +240,7 @@ def test_fedadam_equals_flwr_by_a_schedule_with_its_correction() -> None:
 def test_the_paper_is_not_flwr(spec: str, strategy: str) -> None:
     """What the docstring of Adaptive says of flwr is so, or it has come closer to the paper."""
     wanted = run_flwr(strategy, beta_1=0.9, beta_2=0.99, **FLWR)
-    server = server_of(spec)
+    server = server_of(spec, writer=Writer.USER)
     assert server is not None
     assert not np.allclose(run_torch(server)[0][0], wanted[0][0], rtol=1e-6)
 
@@ -298,7 +299,7 @@ def test_options_outside_their_range_are_refused(options: dict[str, Any], told: 
 
 @pytest.mark.parametrize("name", [*PRESETS, "AdamW", "fedadam:is_bias_corrected=true"])
 def test_resuming_equals_never_having_stopped(name: str) -> None:
-    spec = server_of(name)
+    spec = server_of(name, writer=Writer.USER)
     assert spec is not None
     server = ServerOptimizer(spec.factory, spec.options, lambda one: StepLR(one, 3, 0.5))
     wanted = run_torch(server, torch.float32)[-1]
@@ -381,7 +382,7 @@ def made_by_function(tensors: Any, lr: float) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("spec", [None, "none", "fedavg", {"name": "fedavg"}])
 def test_the_plain_mean_needs_no_optimizer(spec: object) -> None:
-    assert server_of(spec) is None
+    assert server_of(spec, writer=Writer.USER) is None
 
 
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "Rprop", "ASGD")
@@ -389,7 +390,7 @@ ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_optimizers_of_torch_by_name_and_path(name: str) -> None:
-    found = [server_of(f"{prefix}{name}:lr=0.25") for prefix in ("", "torch.optim.")]
+    found = [server_of(f"{prefix}{name}:lr=0.25", writer=Writer.USER) for prefix in ("", "torch.optim.")]
     for server in found:
         assert server is not None and server.factory is getattr(torch.optim, name) and server.options == {"lr": 0.25}
         made = server.make([torch.zeros(3)])
@@ -406,7 +407,7 @@ def test_every_optimizer_of_torch_is_taken_or_refused_with_a_reason() -> None:
     refused = {}
     for name in kinds:
         try:
-            server_of(name)
+            server_of(name, writer=Writer.USER)
         except ConfigError as error:
             refused[name] = str(error)
     assert kinds.keys() - refused.keys() == set(ELEMENTWISE)
@@ -427,14 +428,14 @@ def test_every_optimizer_of_torch_is_taken_or_refused_with_a_reason() -> None:
     ],
 )
 def test_ones_own_optimizer(spec: object) -> None:
-    server = server_of(spec)
+    server = server_of(spec, writer=Writer.USER)
     assert server is not None
     tensor = torch.zeros(2)
     optimizer = server.make([tensor])
     tensor.grad = torch.tensor([1.0, -1.0])
     optimizer.step()
     assert tensor.tolist() == [-0.5, 0.5]
-    assert server_of(server) is server
+    assert server_of(server, writer=Writer.USER) is server
 
 
 @pytest.mark.parametrize(
@@ -452,7 +453,7 @@ def test_ones_own_optimizer(spec: object) -> None:
         ("AdamW:lr=-1", "Invalid learning rate"),
         ("none:lr=1", "no options such as lr"),
         ("torch.optim.Nope", "cannot be imported"),
-        ("builtins.len", "must make a torch.optim.Optimizer"),
+        ("builtins.len", "must be a class, or a function that returns an object, of torch.optim.optimizer.Optimizer"),
         ({"lr": 0.1}, "has no name"),
         ({"name": "sgd", "device": "nowhere"}, "device 'nowhere'"),
         ({"name": "sgd", "schedule": "StepLR"}, "required: step_size"),
@@ -466,11 +467,11 @@ def test_ones_own_optimizer(spec: object) -> None:
 )
 def test_what_cannot_be_meant_is_refused(spec: object, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        server_of(spec)
+        server_of(spec, writer=Writer.USER)
 
 
 def test_the_device_is_kept() -> None:
-    server = server_of({"name": "fedadam", "device": "cpu"})
+    server = server_of({"name": "fedadam", "device": "cpu"}, writer=Writer.USER)
     assert server is not None and server.device == torch.device("cpu")
     assert ServerOptimizer(torch.optim.SGD).device is None
 
@@ -483,11 +484,12 @@ def test_the_text_is_the_same_in_other_processes_and_tells_options_apart() -> No
         "import sys, torch\n"
         "from xffl.aggregation.algorithms.server import ServerOptimizer, server_of\n"
         "from torch.optim.lr_scheduler import LambdaLR\n"
-        f"texts = [str(server_of(spec)) for spec in {SPECS!r}]\n"
+        "from xffl.naming import Writer\n"
+        f"texts = [str(server_of(spec, writer=Writer.USER)) for spec in {SPECS!r}]\n"
         "rates = (lambda n: 1 / (n + 1), lambda n: 1 / (n + 2))\n"
         "texts += [str(ServerOptimizer(torch.optim.SGD, {}, lambda o, f=f: LambdaLR(o, f))) for f in rates]\n"
-        "texts.append(str(server_of({'name': 'sgd', 'device': 'cpu'})))\n"
-        "texts.append(str(server_of({'name': 'sgd', 'schedule': 'CosineAnnealingLR:T_max=9'})))\n"
+        "texts.append(str(server_of({'name': 'sgd', 'device': 'cpu'}, writer=Writer.USER)))\n"
+        "texts.append(str(server_of({'name': 'sgd', 'schedule': 'CosineAnnealingLR:T_max=9'}, writer=Writer.USER)))\n"
         "print('\\n'.join(texts))"
     )
     environ = {**os.environ, "PYTHONHASHSEED": "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"}

@@ -22,6 +22,7 @@ from xffl.checks import integer, one_of
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import sharded_parameters
 from xffl.errors import ConfigError
+from xffl.naming import Writer
 from xffl.parallel.zero_view import is_cut
 
 if TYPE_CHECKING:
@@ -129,13 +130,13 @@ def validate_round_config(asked: RoundArguments) -> None:
         _parse_delay(asked.delay, schedule)
     check_merge(asked.alpha)
     if asked.client is not None:
-        registry.make("client", asked.client)
+        registry.make("client", asked.client, writer=Writer.USER)
 
 
 def _parse(asked: RoundArguments) -> RoundConfig:
     """Parse what needs neither a model nor the cells."""
     aggregator, algorithm = asked.aggregator, asked.algorithm
-    options, preset = ({}, {}) if algorithm is None else registry.resolve_algorithm(algorithm)
+    options, preset = ({}, {}) if algorithm is None else registry.resolve_algorithm(algorithm, writer=Writer.USER)
     schedule = schedule_of(preset.get("every") if asked.every is None else asked.every)
     if not isinstance(aggregator, Aggregator | Levels):
         if not isinstance(aggregator, Mapping | None):
@@ -153,7 +154,7 @@ def _parse(asked: RoundArguments) -> RoundConfig:
         raise ConfigError(f"algorithm {algorithm!r} has a client of its own; give either, or client as its option")
     config = RoundConfig(
         schedule,
-        preset.get("client") if asked.client is None else registry.make("client", asked.client),
+        preset.get("client") if asked.client is None else registry.make("client", asked.client, writer=Writer.USER),
         options,
         _parse_delay(preset.get("delay", 0) if asked.delay is None else asked.delay, schedule),
         preset.get("alpha") if asked.alpha is None else asked.alpha,

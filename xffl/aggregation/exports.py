@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from xffl.aggregation.algorithms.combiners import Combiner
-from xffl.aggregation.algorithms.registry import find_algorithm, make, resolve_algorithm
+from xffl.aggregation.algorithms.registry import find_algorithm, is_builtin, make, parts_of_algorithm, read_spec
 from xffl.aggregation.engine.consensus import checked_number, checked_weight
 from xffl.aggregation.engine.coverage import check_lone_cell
 from xffl.aggregation.engine.tensors import Manifest, Pattern
@@ -34,7 +34,7 @@ from xffl.checkpoint.format import (
 )
 from xffl.checkpoint.load import load_with_record
 from xffl.checkpoint.save import save_checkpoint
-from xffl.checks import integer
+from xffl.checks import integer, shown
 from xffl.cluster.environment import read_over_files
 from xffl.cluster.hosts import format_refusal
 from xffl.costs import EXCHANGE_FORMAT
@@ -42,6 +42,7 @@ from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import bytes_of, from_bytes, local_tensor
 from xffl.errors import CheckpointError, ConfigError, StateError
+from xffl.naming import Writer
 
 __all__ = [
     "RoundPlan",
@@ -61,27 +62,69 @@ _CROSSING = ("atomic", "bucket_bytes", "form", "gradients_reduced_by_caller", "n
 """Keywords of an aggregator that change no bit of a round: how it crosses a network, and who reduces gradients."""
 
 
+PLANNED = ("combine", "server")
+"""What a plan says about a round."""
+
+
 @dataclass(frozen=True)
 class RoundPlan:
     """How exports are combined, in the terms of rounds over a network; plain values.
 
     :param algorithm: An algorithm by name, with options.
     :param options: ``server`` and ``combine``, as for :class:`xffl.Aggregator`.
+    :param writer: Who wrote it: the user, or whoever wrote the export that it stands in, whose names are not imported.
     """
 
     algorithm: Any = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    writer: Writer = Writer.USER
 
     def plain(self) -> dict[str, Any]:
         """Return it as an export holds it, without options that change no bit."""
-        options = {name: one for name, one in self.options.items() if name in ("server", "combine")}
+        options = {name: one for name, one in self.options.items() if name in PLANNED}
         return {"algorithm": self.algorithm, "options": options}
 
-    def read(self) -> tuple[Any, Any]:
-        """Return the combiner and the server optimizer."""
-        preset = {} if self.algorithm is None else resolve_algorithm(self.algorithm)[0]
-        options = {**preset, **self.options}
-        return options.get("combine", "mean"), options.get("server")
+    def read(self, given: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
+        """Return what says how to make the combiner, and what how to make the server optimizer; nothing is made.
+
+        What is ``given``, and not ``None``, takes the place of what the plan says, of which nothing is looked up then.
+        """
+        given = {kind: one for kind, one in (given or {}).items() if one is not None}
+        parts: dict[str, Any] = {"combine": "mean", "server": None}
+        if self.algorithm is not None:
+            parts |= parts_of_algorithm(self.algorithm, writer=self.writer, replaced=given)[1]
+        parts |= {**self.options, **given}
+        for kind in PLANNED:
+            if kind not in given and self.writer is not Writer.USER:
+                self._check_builtin(kind, parts[kind])
+        return parts["combine"], parts["server"]
+
+    def compare(self, given: Mapping[str, Any]) -> list[str]:
+        """Return how what is given differs from a name of the user's own that the plan asks for; nothing is made."""
+        told = []
+        algorithm = {} if self.algorithm is None else find_algorithm(self.algorithm)[1]
+        for kind, mine in given.items():
+            theirs = self.options.get(kind, algorithm.get(kind))
+            if mine is None or not isinstance(theirs, (str, Mapping)):
+                continue
+            name, options = read_spec(kind, theirs)
+            own_name, own_options = read_spec(kind, mine) if isinstance(mine, (str, Mapping)) else (repr(mine), {})
+            if not is_builtin(kind, name) and (name, _texts(options)) != (own_name, _texts(own_options)):
+                told.append(f"the exports ask for {kind} {shown(theirs)}, and this round is made with {shown(mine)}")
+        return told
+
+    def _check_builtin(self, kind: str, spec: Any) -> None:
+        """Refuse a name that a file has and only the user may give."""
+        if spec is None:
+            return
+        if not isinstance(spec, (str, Mapping)):
+            raise CheckpointError(f"the exports ask for {kind} {shown(spec)}, which is no name; export them again")
+        name, _ = read_spec(kind, spec)
+        if name not in ("none", "fedavg") and not is_builtin(kind, name):
+            raise CheckpointError(
+                f"the exports ask for {kind} {shown(name)}, which is not xffl's own, and what a file names is not "
+                f"imported; if this name is yours or you trust it, give it yourself, with its options: --{kind} NAME"
+            )
 
     def check(self) -> None:
         """Refuse options that rounds over files do not have."""
@@ -97,13 +140,18 @@ class RoundPlan:
             raise ConfigError(
                 f"{name} {options[name]!r} is not supported in rounds over files, only server and combine; leave it out"
             )
-        check_combiner(make("combine", self.read()[0]))
+        check_combiner(make("combine", self.read()[0], writer=self.writer))
         try:
             json.dumps(self.plain())
         except TypeError as error:
             raise ConfigError(
                 f"exports hold options as JSON, which {self.options} are not; give server and combine by name"
             ) from error
+
+
+def _texts(options: Mapping[str, Any]) -> dict[str, str]:
+    """Return options as texts, as a command line gives them; lists are written alike in brackets of both kinds."""
+    return {name: str(list(one) if isinstance(one, tuple) else one) for name, one in options.items()}
 
 
 def check_combiner(combiner: Combiner) -> None:

@@ -48,6 +48,7 @@ from xffl.costs import EXCHANGE_FORMAT
 from xffl.distributed.sharding import Plain, from_plain, to_plain
 from xffl.errors import CheckpointError, ConfigError
 from xffl.files import naming_errors, sync
+from xffl.naming import Writer
 
 __all__ = ["Box", "OfflineServer", "PieceReader", "PieceWriter", "Round", "aggregate_exports", "boxes"]
 
@@ -353,6 +354,7 @@ class Round:
     shares: tuple[float, ...]  # weight of each cell, relative to the sum of all
     tensors: int
     size_bytes: int  # of the tensors of the result
+    differences: tuple[str, ...] = ()  # between what the exports ask for and what was given
     was_there: bool = False  # whether the result of the same exports existed already, as it was written
 
 
@@ -423,11 +425,14 @@ def _aggregate(
     """Do what :func:`aggregate_exports` does, with inputs that are held open until the end of ``opened``."""
     exports = _open_exports(paths, opened)
     values = exports[0].values
-    combine_plan, server_plan = RoundPlan(**(values.get("plan") or {})).read()
-    combiner = make("combine", combine_plan if combine is None else combine)
+    given = {"combine": combine, "server": server}
+    plan = RoundPlan(**(values.get("plan") or {}), writer=Writer.OTHERS)
+    is_stepped = values["round"] > 0 or server is not None
+    combine_spec, server_spec = plan.read(given if is_stepped else {**given, "server": "none"})
+    combiner = make("combine", combine_spec, writer=plan.writer if combine is None else Writer.USER)
     optimizer = None
-    if values["round"] > 0 or server is not None:
-        optimizer = server_of(server_plan if server is None else server)
+    if is_stepped:
+        optimizer = server_of(server_spec, writer=plan.writer if server is None else Writer.USER)
     if optimizer is not None and state is None:
         raise ConfigError("a server optimizer needs the folder where its state goes from round to round; give --state")
     context = _context(exports, combiner, weights)
@@ -437,7 +442,7 @@ def _aggregate(
     counted = [[one.record.indexes[CELL_FOLDER], one.values["weight"], one.values["steps"]] for one in exports]
     asked = [str(combiner), None if optimizer is None else str(optimizer), None if weights is None else list(weights)]
     made_of = {"exports": counted, "asked": asked}
-    made = Round(values["round"], values["cells"], shares, len(kinds), size_bytes)
+    made = Round(values["round"], values["cells"], shares, len(kinds), size_bytes, tuple(plan.compare(given)))
     if is_written(target, "global", {"made_of": made_of}):
         return replace(made, was_there=True)
     sizes = [sum(size for size, _ in export.index.files.values()) for export in exports]

@@ -15,6 +15,7 @@ from xffl.aggregation.privacy import Privacy, SecureSum
 from xffl.checks import integer, number, one_of
 from xffl.costs import FORMS
 from xffl.errors import ConfigError
+from xffl.naming import Writer
 
 if TYPE_CHECKING:
     from xffl.aggregation.engine.tensors import Manifest
@@ -86,16 +87,18 @@ class Options:
         one_of("nonfinite", plain["nonfinite"], NONFINITE)
         one_of("form", plain["form"], FORMS)
         one_of("server_step", plain.get("server_step", "auto"), SERVER_STEPS)
-        combiner = make("combine", combine)
+        combiner = make("combine", combine, writer=Writer.USER)
         if not isinstance(combiner, Coordinatewise | WeightedCombiner):
             raise ConfigError(
                 f"combine must be a Combiner (derive it from Coordinatewise or WeightedCombiner), got {combine!r}"
             )
-        optimizer = server_of(server)
-        private = None if privacy is None else make("privacy", privacy)
+        optimizer = server_of(server, writer=Writer.USER)
+        private = None if privacy is None else make("privacy", privacy, writer=Writer.USER)
         if not isinstance(private, Privacy | None):
             raise ConfigError(f"privacy must be a xffl.aggregation.privacy.Privacy, got {privacy!r}")
-        sums = None if secure is False else SecureSum() if secure is True else make("privacy", secure)
+        sums = (
+            None if secure is False else SecureSum() if secure is True else make("privacy", secure, writer=Writer.USER)
+        )
         if not isinstance(sums, SecureSum | None):
             raise ConfigError(f"secure must be True, False or a SecureSum, got {secure!r}")
         options = cls(**plain, combiner=combiner, server=optimizer, privacy=private, secure=sums)

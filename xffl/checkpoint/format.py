@@ -24,6 +24,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
+from dataclasses import fields as dataclass_fields
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
@@ -33,18 +34,22 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from xffl import __version__
 from xffl.checkpoint.opened import OpenFolder, aside, read_again_if_replaced
 from xffl.checkpoint.removal import discard, sweep
+from xffl.checkpoint.tables import FileEntry, StoredTensor, read_files, read_tensors
+from xffl.checkpoint.torch_files import FileSlice, check_archive, load_archive
+from xffl.checks import shown
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import Plain
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
 from xffl.files import find_os_error, make_folders, naming_errors, read_text, sealed_json, sync
+from xffl.reading import Fields, parse_json
 
 __all__ = [
     "CellIndex",
@@ -64,6 +69,14 @@ FORMAT = "xffl checkpoint"
 VERSION = 3
 READS = (2, VERSION)
 """Versions that are read; records of version 2 have no ``save_number``."""
+MOST_RANKS = 2**31
+MOST_NAMES = 10**6
+"""Parts, names of own state and values of a record at most"""
+MOST_AXES = 64
+VALUES_DEPTH = 200
+"""How deep plain values may be nested"""
+INDEX_LIMIT = 2**31
+"""Characters of a cell's index at most, which has the plain values of parts"""
 
 
 @dataclass(frozen=True)
@@ -149,33 +162,70 @@ def _read_record(source: OpenCheckpoint) -> Record:
     folder, file = source.path, source.path / RECORD
     try:
         raw = source.read_bytes(RECORD).decode("utf-8")
-        fields = json.loads(raw)
+        content = parse_json(raw, depth=VALUES_DEPTH)
     except FileNotFoundError:
         raise CheckpointError(
             f"checkpoint {folder} is no checkpoint of xffl, or an unfinished one: no {RECORD}; give the folder of a "
             f"finished one, or put {RECORD} back from a backup"
         ) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}; the checkpoint is damaged, load another one") from error
-    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{file} is not of xffl; give the folder of a checkpoint of xffl")
-    if (version := fields.get("version")) not in READS:
+    if (version := content.get("version")) not in READS:
         raise CheckpointError(
-            f"{file} has format version {version!r}, this xffl reads versions {' and '.join(map(str, READS))}; load it "
-            f"with the xffl that wrote it ({fields.get('xffl')})"
+            f"{file} has format version {shown(version)}, this xffl reads versions {' and '.join(map(str, READS))}; "
+            f"load it with the xffl that wrote it ({shown(content.get('xffl'))})"
         )
-    if raw != sealed_json(fields):
+    if raw != sealed_json(content):
         raise CheckpointError(f"{file} is not as it was written (its checksum differs); load another checkpoint")
-    try:
-        own = {name: value for name, value in fields.items() if name not in ("format", "version", "sha256")}
-        own |= {name: tuple(fields[name]) for name in ("cells", "parts", "own")}
-        own["cell_shape"] = None if (shape := fields["cell_shape"]) is None else tuple(map(tuple, shape))
-        record = Record(**own)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{file} lacks fields: {error}; the checkpoint is damaged, load another one") from error
+    record = _record_of(
+        Fields(content, f"{file}", error=CheckpointError, hint="the checkpoint is damaged, load another one")
+    )
     if lost := [cell for cell in record.indexes if not source.has(f"{cell}/{INDEX}")]:
         raise CheckpointError(f"checkpoint {folder} lacks the index of a cell, {lost[0]}/{INDEX}; load another one")
     return record
+
+
+def _record_of(fields: Fields) -> Record:
+    """Return the record that a file holds, each value checked."""
+    known = {one.name for one in dataclass_fields(Record)}
+    fields.refuse_others(*known, "format", "version", "sha256")
+    cells = fields.list_of("cells", MOST_RANKS, Fields.integer, 1, MOST_RANKS)
+    if not cells:
+        fields.fail(f"{fields.place('cells')} is empty; a checkpoint is of one cell at least")
+    indexes = fields.mapping_of("indexes", MOST_RANKS, Fields.text)
+    if others := sorted(indexes.keys() - {f"cell_{number}" for number in range(len(cells))}):
+        fields.fail(f"{fields.place('indexes')} names {shown(others[0])}, but the checkpoint is of {len(cells)} cells")
+    return Record(
+        xffl=fields.text("xffl"),
+        torch=fields.text("torch"),
+        saved_at=fields.text("saved_at"),
+        world_size=fields.integer("world_size", 1, MOST_RANKS),
+        cells=tuple(cells),
+        replica_size=fields.optional("replica_size", Fields.integer, 1, MOST_RANKS),
+        cell_shape=_cell_shape_of(fields),
+        after_round=fields.boolean("after_round"),
+        parts=tuple(fields.list_of("parts", MOST_NAMES, Fields.text)),
+        own=tuple(fields.list_of("own", MOST_NAMES, Fields.text)),
+        values=fields.mapping_of("values", MOST_NAMES, Fields.any),
+        indexes=indexes,
+        save_number=fields.integer("save_number") if "save_number" in fields else 0,
+    )
+
+
+def _cell_shape_of(fields: Fields) -> tuple[tuple[str, int], ...] | None:
+    """Return the names and sizes of the axes of the mesh in a cell; ``None`` where there is none."""
+    if fields.any("cell_shape") is None:
+        return None
+    axes = []
+    for pair in fields.list_of("cell_shape", MOST_AXES, Fields.any):
+        if not isinstance(pair, list) or len(pair) != 2 or not isinstance(pair[0], str):
+            fields.fail(f"{fields.place('cell_shape')} must be pairs of a name and a size, got {shown(pair)}")
+        axes.append(
+            (pair[0], Fields({"size": pair[1]}, fields.place("cell_shape"), error=CheckpointError).integer("size", 1))
+        )
+    return tuple(axes)
 
 
 def record_text(record: Record) -> str:
@@ -283,7 +333,6 @@ def read_pointer(folder: Path) -> str | None:
 
 ALGORITHM = "sha256"  # name of the algorithm in the index of a cell
 BLOCK_BYTES = 1 << 20
-FileEntry = tuple[int, str]  # bytes and checksum of a file
 
 
 def checksum(path: Path) -> str:
@@ -309,31 +358,12 @@ def file_entry(path: Path) -> FileEntry:
 
 
 @dataclass(frozen=True)
-class _Chunk:
-    """A box of a tensor and the bytes of a file that hold it. torch's reader knows the last four by these names."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    relative_path: str
-    offset: int
-    length: int
-    transform_descriptors: None = None
-
-
-@dataclass(frozen=True)
-class _StoredTensor:
-    dtype: torch.dtype
-    shape: torch.Size
-    chunks: tuple[_Chunk, ...]
-
-
-@dataclass(frozen=True)
 class CellIndex:
     """What a cell's folder holds: tensors and plain values by name."""
 
     source: OpenCheckpoint
     cell: str  # name of the cell's folder
-    tensors: dict[str, _StoredTensor]
+    tensors: dict[str, StoredTensor]
     values: dict[str, Plain]
     files: dict[str, FileEntry]  # bytes and checksum of each file
     ties: dict[str, str]  # tensors that are another one of the same model, by name
@@ -439,6 +469,19 @@ class CellReader(FileSystemReader):
             metadata.storage_data |= {dcp.MetadataIndex(name, chunk.offsets): chunk for chunk in tensor.chunks}
         return metadata
 
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what the plan asks for; each piece is looked at before torch reads it."""
+        for chunk in {self.storage_data[item.storage_index] for item in plan.items}:
+            with self.index.open(chunk.relative_path) as stream:
+                try:
+                    check_archive(FileSlice(stream, chunk.offset, chunk.length))
+                except ValueError as error:
+                    raise CheckpointError(
+                        f"{self.index.folder / chunk.relative_path} holds no tensor at {chunk.offset}: {error}; the "
+                        "checkpoint is damaged, load another one"
+                    ) from error
+        return super().read_data(plan, planner)
+
 
 def write_index(
     folder: Path, files: dict[str, Any], tensors: dict[str, Any], ties: dict[str, str], values: Mapping[str, Plain]
@@ -457,30 +500,27 @@ def read_index(source: OpenCheckpoint, record: Record, cell: int = 0) -> CellInd
         raw = source.read_bytes(f"{home}/{INDEX}")
         if hashlib.sha256(raw).hexdigest() != record.indexes.get(home):
             raise CheckpointError(f"{path} is not the file that was saved (its checksum differs); load another one")
-        content = json.loads(raw.decode("utf-8"))
-        if content["checksum"] != ALGORITHM:
-            raise ValueError(f"its checksums are {content['checksum']!r}")
-        files = {str(name): (int(size), str(checked)) for name, (size, checked) in content["files"].items()}
-        tensors = {}
-        for name, tensor in content["tensors"].items():
-            chunks = tuple(_Chunk(tuple(chunk[0]), tuple(chunk[1]), *chunk[2:]) for chunk in tensor["chunks"])
-            if any(chunk.relative_path not in files for chunk in chunks):
-                raise ValueError(f"{name!r} lies in no file that it knows")
-            dtype = getattr(torch, tensor["dtype"])
-            if not isinstance(dtype, torch.dtype):
-                raise ValueError(f"{name!r} is of no known dtype")
-            tensors[name] = _StoredTensor(dtype, torch.Size(tensor["shape"]), chunks)
-        if wrong := [name for name in files if os.path.basename(name) != name]:
-            raise ValueError(f"{wrong[0]!r} lies outside the folder")
+        content = parse_json(raw, limit=INDEX_LIMIT, depth=VALUES_DEPTH)
+        if not isinstance(content, dict) or content.get("checksum") != ALGORITHM:
+            raise ValueError(f"its checksums must be {ALGORITHM}")
+        files = read_files(content.get("files"))
+        tensors = read_tensors(content.get("tensors"), files)
+        values, ties = content.get("values"), content.get("ties")
+        if not isinstance(values, dict) or not isinstance(ties, dict):
+            raise ValueError(f"its values and ties must be mappings, got {shown(values)} and {shown(ties)}")
+        if wrong := [name for name, first in ties.items() if not isinstance(first, str)]:
+            raise ValueError(f"the tie {shown(wrong[0])} must name a tensor, got {shown(ties[wrong[0]])}")
         return CellIndex(
             source=source,
             cell=home,
             tensors=tensors,
-            values=dict(content["values"]),
+            values=values,
             files=files,
-            ties=dict(content["ties"]),
+            ties=ties,
         )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except CheckpointError:
+        raise
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; the checkpoint is damaged, load another one") from error
 
 
@@ -502,14 +542,17 @@ def read_tensor(index: CellIndex, name: str) -> torch.Tensor:
         try:
             with index.open(chunk.relative_path) as stream:
                 stream.seek(chunk.offset)
-                piece = torch.load(io.BytesIO(stream.read(chunk.length)), map_location="cpu", weights_only=True)
+                piece = load_archive(stream.read(chunk.length))
             if not isinstance(piece, torch.Tensor) or piece.dtype != tensor.dtype:
                 raise ValueError("it holds something else than a tensor of this dtype")
             box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            if tuple(piece.shape) != chunk.sizes:
+                raise ValueError(f"it holds a tensor of shape {tuple(piece.shape)} in place of {chunk.sizes}")
             whole[box] = piece
-        except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
+            reason = str(error) if isinstance(error, ValueError) else type(error).__name__
             raise CheckpointError(
-                f"{file} does not hold {name!r}: {type(error).__name__}; the checkpoint is damaged, load another one"
+                f"{file} does not hold {name!r}: {reason}; the checkpoint is damaged, load another one"
             ) from error
     return whole
 

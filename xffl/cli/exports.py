@@ -60,6 +60,8 @@ def _aggregate(options: Namespace) -> int:
     with _bar() as progress:
         given |= {"weights": weights, "is_tried": options.dry_run, "progress": progress}
         made = aggregate_exports(options.exports, options.out, **given)
+    for difference in made.differences:
+        print(f"xffl: {difference}", file=sys.stderr)
     shares = ", ".join(f"cell {cell} {share:.1%}" for cell, share in enumerate(made.shares))
     would = "is already " if made.was_there else "would be " if options.dry_run else ""
     print(f"{options.out}: {would}round {made.number} of {shares}: {made.tensors} tensors, {made.size_bytes} bytes")

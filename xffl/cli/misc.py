@@ -253,7 +253,7 @@ def _describe_options(entry: AlgorithmInfo) -> str:
     if not entry.target:
         words = {**entry.aggregator, **entry.scaling}
         return ", ".join(f"{key} = {value}" for key, value in words.items()) or "none"
-    target = load(entry.target, f"{entry.kind} {entry.name!r}")
+    target = load(entry, f"{entry.kind} {entry.name!r}")
     return describe_options(target, leading=1 if entry.kind == "server" else 0, preset=entry.options)
 
 

@@ -19,14 +19,23 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
-from xffl.checks import group
+from xffl.checks import group, shown
 from xffl.distributed.parameters import AXES, AXES_OF
 from xffl.errors import ConfigError
 
 if TYPE_CHECKING:
     from xffl.distributed.groups import ParallelDims
 
-__all__ = ["Plain", "bytes_of", "from_bytes", "from_plain", "local_tensor", "sharded_parameters", "to_plain"]
+__all__ = [
+    "Plain",
+    "bytes_of",
+    "dtype_of",
+    "from_bytes",
+    "from_plain",
+    "local_tensor",
+    "sharded_parameters",
+    "to_plain",
+]
 
 
 def reshard(model: nn.Module) -> None:
@@ -227,7 +236,7 @@ def from_plain(plain: Plain, tensors: Mapping[str, torch.Tensor]) -> Any:
         if tag == "__float__":
             return float(content)
         if tag == "__dtype__":
-            return _dtype_of(content)
+            return dtype_of(content)
         if tag == "__tuple__":
             return tuple(from_plain(item, tensors) for item in content)
         if tag in ("__pairs__", "__counter__"):
@@ -236,10 +245,12 @@ def from_plain(plain: Plain, tensors: Mapping[str, torch.Tensor]) -> Any:
     return {key: from_plain(item, tensors) for key, item in plain.items()}
 
 
-def _dtype_of(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
+def dtype_of(name: object) -> torch.dtype:
+    """Return the data type of a name that somebody else may have written, or raise ValueError; local."""
+    # Not by getattr: torch imports modules of its own when it is asked for their names.
+    dtype = vars(torch).get(name) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no data type of torch")
+        raise ValueError(f"{shown(name)} is no data type of torch")
     return dtype
 
 

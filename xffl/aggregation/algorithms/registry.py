@@ -4,6 +4,9 @@ Importing this needs no torch: the entries are data, and what they name is impor
 
 A *spec* says what is wanted: ``"fedprox"``, ``"fedprox:mu=0.1"``, ``{"name": "fedprox", "mu": 0.1}``, the same with
 the dotted path of a class or function of one's own (``"mylab.robust.Mine:k=3"``), or an object that is made already.
+
+Whoever makes what a spec says tells who wrote it (:class:`xffl.naming.Writer`). A spec of a file or of a peer stands
+for an entry, whose options are numbers and words, or it is refused: nothing that it names is imported or called.
 """
 
 from __future__ import annotations
@@ -12,11 +15,10 @@ import ast
 import inspect
 import re
 from argparse import ArgumentError
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import yaml
@@ -24,8 +26,20 @@ from jsonargparse import ArgumentParser
 
 from xffl.checks import one_of
 from xffl.errors import ConfigError
+from xffl.naming import Writer, check_maker, import_named
 
-__all__ = ["ENTRIES", "KINDS", "AlgorithmInfo", "entries", "find", "make", "read_spec", "resolve_algorithm"]
+__all__ = [
+    "ENTRIES",
+    "KINDS",
+    "AlgorithmInfo",
+    "entries",
+    "find",
+    "is_builtin",
+    "make",
+    "parts_of_algorithm",
+    "read_spec",
+    "resolve_algorithm",
+]
 
 KINDS: Mapping[str, str] = {
     "algorithm": "",
@@ -37,6 +51,16 @@ KINDS: Mapping[str, str] = {
     "partition": "",
 }
 """The kinds of entries, each with the class that what it makes is an instance of, where there is one."""
+
+_BASES: Mapping[str, tuple[str, ...]] = {
+    **{kind: (base,) for kind, base in KINDS.items() if base},
+    "privacy": ("xffl.aggregation.privacy.Privacy", "xffl.aggregation.privacy.SecureSum"),
+    "schedule of the server": ("torch.optim.lr_scheduler.LRScheduler",),
+}
+"""The classes of which one is derived, or returned, by what a name of a kind stands for."""
+
+_HOMES = {"server": "torch.optim", "schedule of the server": "torch.optim.lr_scheduler"}
+"""Modules whose classes need no dotted path, by what is looked for."""
 
 # The kinds that an algorithm is put together from, and whose keywords they are.
 _SIDES = {"server": "aggregator", "combine": "aggregator", "privacy": "aggregator", "client": "scaling"}
@@ -55,23 +79,24 @@ def find(kind: str, name: str) -> AlgorithmInfo | None:
     return next((entry for entry in entries(kind) if entry.name == name), None)
 
 
-def make(kind: str, spec: object) -> Any:
+def make(kind: str, spec: object, *, writer: Writer) -> Any:
     """Make what a spec (see the module) of a kind says; what is neither text nor mapping is made already; local.
 
     That is an instance of the kind's class; for ``partition`` a function with its options bound, for ``server`` and
-    ``algorithm`` what ``server_of`` and :func:`resolve_algorithm` return.
+    ``algorithm`` what ``server_of`` and :func:`resolve_algorithm` return. ``writer`` wrote the spec.
     """
     one_of("kind", kind, KINDS)
     if kind == "algorithm":
-        return resolve_algorithm(spec)
+        return resolve_algorithm(spec, writer=writer)
     if kind == "server":
         # The server's module needs torch, and reads this one.
-        return import_module("xffl.aggregation.algorithms.server").server_of(spec)
+        server_of = import_named("xffl.aggregation.algorithms.server.server_of", kind, writer=Writer.USER)
+        return server_of(spec, writer=writer)
     if not isinstance(spec, (str, Mapping)):
         return _checked_instance(kind, spec)
     name, own = read_spec(kind, spec)
-    target, preset = locate(kind, name)
-    options = {**preset, **check_options(f"{kind} {name!r}", target, own, bound=preset)}
+    target, preset = locate(kind, name, writer=writer)
+    options = {**preset, **check_options(f"{kind} {name!r}", target, own, bound=preset, writer=writer)}
     if kind == "partition":
         return partial(target, **options)
     try:
@@ -91,6 +116,8 @@ def read_spec(kind: str, spec: object) -> tuple[str, dict[str, Any]]:
         return name, options
     if not isinstance(spec, str) or not spec.strip():
         raise ConfigError(f"{kind} {spec!r} is neither a name nor a mapping; give name, or name:option=value")
+    if len(spec) > LONGEST_SPEC:
+        raise ConfigError(f"{kind} {_cut(spec)!r} has {len(spec)} characters; give {LONGEST_SPEC} at most")
     name, _, rest = spec.partition(":")
     options = {}
     for piece in re.split(r",(?![^(\[]*[)\]])", rest) if rest.strip() else ():  # at commas outside brackets
@@ -100,40 +127,70 @@ def read_spec(kind: str, spec: object) -> tuple[str, dict[str, Any]]:
         if value[:1] in ("(", "["):  # which the types' parser does not read
             try:
                 options[key] = list(ast.literal_eval(value))
-            except (ValueError, SyntaxError, TypeError) as wrong:
+            except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as wrong:
                 raise ConfigError(f"{value!r} is not a list of values; write (1,2)") from wrong
         else:
             options[key] = value
     return name.strip(), options
 
 
-def locate(kind: str, name: str, *, home: str | None = None) -> tuple[Any, Mapping[str, Any]]:
-    """Import what a name stands for; local."""
+def is_builtin(kind: str, name: str) -> bool:
+    """Tell whether a name needs no import of a user's: that of an entry, or of a class of torch; local."""
+    return (kind in KINDS and find(kind, name) is not None) or _find_at_home(kind, name) is not None
+
+
+def locate(kind: str, name: str, *, writer: Writer) -> tuple[Any, Mapping[str, Any]]:
+    """Return what a name stands for, a class or function that makes what is looked for, and its preset options; local.
+
+    What ``writer`` may name is said in the module.
+    """
+    what = f"{kind} {name!r}"
     entry = find(kind, name) if kind in KINDS else None
     if entry is not None:
-        return load(entry.target, f"{kind} {name!r}"), entry.options
-    if "." in name:
-        return load(name, f"{kind} {name!r}"), {}
-    if home is not None and inspect.isclass(candidate := getattr(import_module(home), name, None)):
+        return load(entry, what), entry.options
+    if (candidate := _find_at_home(kind, name)) is not None:
         return candidate, {}
+    if "." in name and len(name) <= LONGEST_NAME:
+        target = import_named(name, what, writer=writer)
+        if kind in _BASES:
+            bases = [import_named(base, what, writer=Writer.USER) for base in _BASES[kind]]
+            check_maker(target, bases, what)
+        return target, {}
     known = [one.name for one in entries(kind)] if kind in KINDS else []
-    choices = ", ".join([*known, *([f"a class of {home}"] if home else [])])
-    raise ConfigError(f"{kind} {name!r} is unknown; choose one of {choices}, or give the dotted path of your own")
+    choices = ", ".join([*known, *([f"a class of {_HOMES[kind]}"] if kind in _HOMES else [])])
+    raise ConfigError(f"{kind} {_cut(name)!r} is unknown; choose one of {choices}, or give the dotted path of your own")
 
 
-def load(path: str, what: str) -> Any:
-    """Import an object by its dotted path; local."""
-    module, _, name = path.rpartition(".")
-    try:
-        return getattr(import_module(module), name)
-    except (ImportError, AttributeError, TypeError, ValueError) as wrong:
-        raise ConfigError(f"{what}: {path} cannot be imported ({wrong}); give that of a class or function") from wrong
+def _find_at_home(kind: str, name: str) -> Any:
+    """Return the class of this name in the module of a kind, ``None`` where there is none; local."""
+    if kind not in _HOMES:
+        return None
+    name = name.removeprefix(f"{_HOMES[kind]}.")
+    home, _, last = _HOMES[kind].rpartition(".")
+    module = import_named(f"{home}.{last}", kind, writer=Writer.USER)
+    # Not by getattr, which may import what a module makes when it is asked for a name.
+    candidate = vars(module).get(name)
+    base = import_named(_BASES[kind][0], kind, writer=Writer.USER)
+    return candidate if inspect.isclass(candidate) and issubclass(candidate, base) else None
+
+
+def load(entry: AlgorithmInfo, what: str) -> Any:
+    """Import what an entry stands for; local."""
+    return import_named(entry.target, what, writer=Writer.USER)
 
 
 def check_options(
-    what: str, target: Any, options: Mapping[str, Any], *, bound: Mapping[str, Any] | None = None, leading: int = 0
+    what: str,
+    target: Any,
+    options: Mapping[str, Any],
+    *,
+    writer: Writer,
+    bound: Mapping[str, Any] | None = None,
+    leading: int = 0,
 ) -> dict[str, Any]:
     """Check options against the types that a class or function asks for; local."""
+    if writer is not Writer.USER:
+        _check_plain(what, options)
     with suppress(TypeError, ValueError):  # what has no signature is the parser's to refuse
         asked = [one for one in _options_of(target, leading) if one.default is one.empty]
         if not options and not asked:
@@ -151,12 +208,47 @@ def check_options(
     parser, _ = _parser(what, target, {*left_out, *(bound or {}).keys() - options.keys()}, leading)
     try:
         parsed = parser.parse_object(dict(options))
-    except (ArgumentError, TypeError, ValueError) as wrong:
+    except (ArgumentError, TypeError, ValueError, OverflowError) as wrong:
         known, reason = describe_options(target, leading=leading), " ".join(str(wrong).split())
         raise ConfigError(
             f"{what} cannot be made with {_shown(options) or 'no options'}: {reason}; it takes {known}"
         ) from wrong
+    if writer is not Writer.USER:
+        _check_plain(what, {name: parsed[name] for name in options})  # no class or function that a word stands for
     return {name: parsed[name] for name in options}
+
+
+LONGEST_SPEC = 4096
+"""Characters of a spec at most; to find its commas takes time with the square of them"""
+LONGEST_NAME = 200
+"""Characters of a name at most"""
+MOST_OPTIONS = 32
+"""Options of a spec, and items of a list among them, at most, where somebody else wrote them"""
+_WORD = re.compile(r"[A-Za-z_]\w{0,63}|[-+]?(?:\d{1,20}\.?\d{0,20}|\.\d{1,20})(?:[eE][-+]?\d{1,3})?", re.ASCII)
+"""A word or a number, as an option of somebody else may be: nothing in it can be looked up as a path."""
+
+
+def _check_plain(what: str, options: Mapping[str, Any]) -> None:
+    """Refuse options of somebody else that could stand for more than numbers and words; pure."""
+    # Whatever parses them by their types would import the classes that a dotted path or a mapping names.
+    for key, value in options.items():
+        items = value if isinstance(value, (list, tuple)) else [value]
+        is_plain = all(one is None or isinstance(one, (bool, float)) or _is_word(one) for one in items)
+        if not is_plain or not _WORD.fullmatch(key) or max(len(options), len(items)) > MOST_OPTIONS:
+            raise ConfigError(
+                f"{what} has the option {_cut(key)}={_cut(repr(value))} in a file or message; options there are "
+                f"numbers, single words or {MOST_OPTIONS} of them in a list at most; give this by an option of your own"
+            )
+
+
+def _is_word(value: object) -> bool:
+    if isinstance(value, int):
+        return abs(value) < 2**63
+    return isinstance(value, str) and (not value or _WORD.fullmatch(value) is not None)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST_NAME else f"{text[:LONGEST_NAME]}..."
 
 
 def describe_options(target: Any, *, leading: int = 0, preset: Mapping[str, Any] | None = None) -> str:
@@ -177,62 +269,93 @@ def find_algorithm(spec: object) -> tuple[AlgorithmInfo, dict[str, Any]]:
     entry = find("algorithm", name)
     if entry is None:
         known = ", ".join(one.name for one in entries("algorithm"))
-        raise ConfigError(f"algorithm {name!r} is unknown; choose one of {known}")
+        raise ConfigError(f"algorithm {_cut(name)!r} is unknown; choose one of {known}")
     return entry, options
 
 
-def resolve_algorithm(spec: object) -> tuple[dict[str, Any], dict[str, Any]]:
+def resolve_algorithm(spec: object, *, writer: Writer) -> tuple[dict[str, Any], dict[str, Any]]:
     """Turn a named algorithm into keywords of the aggregator and of the training loop; local.
 
     An option goes where it belongs: to a keyword that the algorithm sets (``fragments``, ``delay``), or to the one of
     its parts that knows it (``lr`` to the server optimizer, ``mu`` to the client). ``server``, ``combine``, ``client``
     and ``privacy`` replace a part, or, as a mapping without a name, change options of the one that is there.
+    ``writer`` wrote the spec.
+    """
+    keywords, parts = parts_of_algorithm(spec, writer=writer)
+    for kind, part in parts.items():
+        if part is not None or kind not in _OPTIONAL:
+            keywords[_SIDES[kind]][kind] = make(kind, part, writer=writer)
+    return keywords["aggregator"], keywords["scaling"]
+
+
+def parts_of_algorithm(
+    spec: object, *, writer: Writer, replaced: Collection[str] = ()
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Return an algorithm's keywords, and the specs of its parts by kind, of which nothing is made; local.
+
+    Kinds in ``replaced`` are given otherwise. So options that may be meant for such a part are left out, and nothing is
+    looked up for it.
     """
     entry, options = find_algorithm(spec)
     name = entry.name
+    if writer is not Writer.USER:
+        _check_plain(f"algorithm {name!r}", {key: one for key, one in options.items() if key not in _SIDES})
     keywords = {"aggregator": dict(entry.aggregator), "scaling": dict(entry.scaling)}
     parts = {kind: keywords[side].pop(kind) for kind, side in _SIDES.items() if kind in keywords[side]}
     for kind in _SIDES.keys() & options.keys():
         parts[kind] = _changed(kind, parts.get(kind), options[kind])
     changes: dict[str, dict[str, Any]] = {}
+    looked_at = {kind: part for kind, part in parts.items() if kind not in replaced}
     for key in options.keys() - _SIDES.keys():
         side = next((side for side, words in keywords.items() if key in words), None)
         if side is not None:
             # No class says which type a keyword has: a text is what it would be in a configuration file.
             keywords[side][key] = _plain(options[key]) if isinstance(options[key], str) else options[key]
-        else:
-            changes.setdefault(_owner(name, key, parts, keywords), {})[key] = options[key]
+            continue
+        owner = _owner(name, key, looked_at, keywords, writer=writer, is_required=len(looked_at) == len(parts))
+        if owner is not None:
+            changes.setdefault(owner, {})[key] = options[key]
     for kind, change in changes.items():
         parts[kind] = _changed(kind, parts[kind], change)
-    for kind, part in parts.items():
-        if part is not None or kind not in _OPTIONAL:
-            keywords[_SIDES[kind]][kind] = make(kind, part)
-    return keywords["aggregator"], keywords["scaling"]
+    return keywords, parts
 
 
-def _owner(name: str, key: str, parts: Mapping[str, Any], keywords: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the part of an algorithm that an option belongs to."""
+def _owner(
+    name: str,
+    key: str,
+    parts: Mapping[str, Any],
+    keywords: Mapping[str, Mapping[str, Any]],
+    *,
+    writer: Writer,
+    is_required: bool,
+) -> str | None:
+    """Return the part of an algorithm that an option belongs to; ``None`` where none of these, and it may be none."""
     takes: dict[str, list[str]] = {}
     for kind, part in parts.items():
         if isinstance(part, (str, Mapping)):
             title, _ = read_spec(kind, part)
-            is_server = kind == "server"  # a class of torch.optim, called with parameters first
-            target, _ = locate(kind, title, home="torch.optim" if is_server else None)
-            takes[kind] = _parser(f"{kind} {title!r}", target, set(), int(is_server))[1]
+            target, _ = locate(kind, title, writer=writer)
+            # A class of torch.optim is called with parameters first.
+            takes[kind] = _parser(f"{kind} {title!r}", target, set(), int(kind == "server"))[1]
     owners = [kind for kind, options in takes.items() if key in options]
     if len(owners) == 1:
         return owners[0]
     if owners:
         choice = " or ".join(f'"{owner}": {{"{key}": ...}}' for owner in owners)
         raise ConfigError(f"algorithm {name!r} has several options {key}; say which is meant: {choice}")
+    if not is_required:
+        return None
     there = [*(word for words in keywords.values() for word in words), *_SIDES]
     there += [f"{option} ({kind})" for kind, options in takes.items() for option in options]
-    raise ConfigError(f"algorithm {name!r} has no option {key}; there are: {', '.join(there)}")
+    raise ConfigError(f"algorithm {name!r} has no option {_cut(key)}; there are: {', '.join(there)}")
 
 
 def _plain(text: str) -> object:
     """Read a text as a configuration file's value; YAML takes ``1e-1`` for a text."""
-    value = yaml.safe_load(text)
+    try:
+        value = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as wrong:  # the latter for numbers of thousands of digits
+        raise ConfigError(f"option {_cut(text)!r} is no value of YAML ({' '.join(str(wrong).split())})") from wrong
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:
@@ -250,7 +373,7 @@ def _changed(kind: str, part: object, change: object) -> object:
 
 
 def _checked_instance(kind: str, instance: Any) -> Any:
-    base = load(KINDS[kind], kind) if KINDS[kind] else None
+    base = import_named(KINDS[kind], kind, writer=Writer.USER) if KINDS[kind] else None
     if base is not None and not isinstance(instance, base):
         raise ConfigError(f"{kind} must be a name or an object of {KINDS[kind]}, got {instance!r}")
     if kind == "partition" and not callable(instance):

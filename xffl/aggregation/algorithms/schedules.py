@@ -16,6 +16,7 @@ from xffl.aggregation.algorithms import registry
 from xffl.aggregation.report import RoundReport
 from xffl.checks import integer, integer_fields, number
 from xffl.errors import ConfigError
+from xffl.naming import Writer
 
 __all__ = ["Balanced", "Divergence", "EveryEpochs", "EverySeconds", "EverySteps", "PerCell", "Schedule", "Warmup"]
 
@@ -58,7 +59,7 @@ def schedule_of(every: object) -> Schedule:
     if isinstance(every, Schedule):
         return every
     if isinstance(every, (str, Mapping)):
-        schedule: Schedule = registry.make("schedule", every)
+        schedule: Schedule = registry.make("schedule", every, writer=Writer.USER)
         return schedule
     return EverySteps(every)  # type: ignore[arg-type]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from xffl.aggregation.algorithms.registry import check_options, locate, read_spec
 from xffl.checks import number, one_of
 from xffl.errors import ConfigError, XfflError
+from xffl.naming import Writer
 
 __all__ = ["RULES", "Adaptive", "ServerOptimizer", "asked_of", "options_of", "server_of"]
 
@@ -37,6 +39,9 @@ _UNFIT = {
 """Classes of torch.optim that cannot step flat pieces of shards, and why."""
 
 _PROBE_ROUNDS = 5
+
+_DEVICE = re.compile(r"(?:cpu|cuda)(?::\d{1,3})?", re.ASCII)
+"""A device that somebody else may ask for"""
 
 
 @dataclass(frozen=True)
@@ -162,8 +167,8 @@ class ServerOptimizer:
         return pieces, text, states[0]
 
 
-def server_of(spec: object) -> ServerOptimizer | None:
-    """Return the server optimizer that a spec asks for, ``None`` for the plain mean; local.
+def server_of(spec: object, *, writer: Writer) -> ServerOptimizer | None:
+    """Return the server optimizer that a spec of ``writer`` asks for, ``None`` for the plain mean; local.
 
     A spec of the registry: an entry of kind ``server`` or a class of :mod:`torch.optim`, by name (``AdamW``) or dotted
     path, with options, ``device`` and ``schedule`` among them: a function, or a spec of a class in
@@ -180,9 +185,11 @@ def server_of(spec: object) -> ServerOptimizer | None:
             raise ConfigError(f"server {name!r} is the plain mean, which has no options such as {', '.join(options)}")
         return None
     device, schedule = options.pop("device", None), options.pop("schedule", None)
-    factory, preset = locate("server", name, home="torch.optim")
-    checked = check_options(f"server {name!r}", factory, options, bound=preset, leading=1)
-    return ServerOptimizer(factory, {**preset, **checked}, _schedule_of(schedule), device)
+    if writer is not Writer.USER and device is not None and not _DEVICE.fullmatch(str(device)):
+        raise ConfigError(f"device {str(device)[:40]!r} of the server comes from a file; there it is cpu or cuda")
+    factory, preset = locate("server", name, writer=writer)
+    checked = check_options(f"server {name!r}", factory, options, bound=preset, leading=1, writer=writer)
+    return ServerOptimizer(factory, {**preset, **checked}, _schedule_of(schedule, writer), device)
 
 
 def asked_of(optimizer: Optimizer, schedule: LRScheduler | None) -> dict[str, str]:
@@ -195,7 +202,7 @@ def asked_of(optimizer: Optimizer, schedule: LRScheduler | None) -> dict[str, st
     return description
 
 
-def _schedule_of(spec: object) -> Schedule | None:
+def _schedule_of(spec: object, writer: Writer) -> Schedule | None:
     if spec is None:
         return None
     if not isinstance(spec, (str, Mapping)):
@@ -203,8 +210,9 @@ def _schedule_of(spec: object) -> Schedule | None:
             raise ConfigError(f"schedule of the server must be a name, a mapping or a function, got {spec!r}")
         return spec
     name, options = read_spec("schedule of the server", spec)
-    factory, _ = locate("schedule of the server", name, home="torch.optim.lr_scheduler")
-    return partial(factory, **check_options(f"schedule {name!r} of the server", factory, options, leading=1))
+    factory, _ = locate("schedule of the server", name, writer=writer)
+    what = f"schedule {name!r} of the server"
+    return partial(factory, **check_options(what, factory, options, leading=1, writer=writer))
 
 
 def _refusal(title: str, why: str) -> str:

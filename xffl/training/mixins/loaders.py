@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from xffl.aggregation.algorithms.registry import make
 from xffl.checks import integer_fields
 from xffl.errors import ConfigError
+from xffl.naming import Writer
 from xffl.training.data.loaders import CellLoader, adopt_loader, options_of, parts_by_ranks, validation_loader
 from xffl.training.data.partition import Partition
 from xffl.training.data.place import WHOLE
@@ -95,7 +96,7 @@ class DataLoaderSetupMixin(TrainerMixin):
             return parts_by_ranks(samples, self.state, seed=seed)
         if spec == WHOLE:
             return WHOLE
-        deal = make("partition", spec)
+        deal = make("partition", spec, writer=Writer.USER)
         try:
             made = deal(samples if labels is None else np.asarray(labels), self.state.cells, seed=seed)
         except (TypeError, IndexError, ConfigError) as wrong:
