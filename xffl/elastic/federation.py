@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from xffl.cluster.environment import PROOF_KEY, bind_address, prove_token, resolve_lighthouse, run_token
+from xffl.cluster.environment import PROOF_KEY, bind_address, prove_token, resolve_lighthouse, token_of
 from xffl.cluster.hosts import Runtime, group_by_runtime
 from xffl.cluster.launch.failure import lives_of_run
 from xffl.cluster.network import CELL_HEARTBEAT_TIMEOUT_S, CELL_JOIN_TIMEOUT_S
@@ -113,7 +113,7 @@ class ElasticFederation:
         self._known: dict[int, Runtime] = {}  # what the cells run that this one has met
         life = [f"{self.cell}.{secrets.token_hex(6)}"]
         with run_on_all_ranks("tokens and lighthouses"):
-            self._token = run_token()
+            self._token = token_of()
             if state.rank == 0:
                 host = bind_address(asked.lighthouse)
                 self._store = TCPStore(
