@@ -465,8 +465,8 @@ def token_of(environ: Mapping[str, str] = os.environ) -> bytes:
     if not (name := environ.get("XFFL_TOKEN_FILE", "").strip()):
         raise LaunchError(
             "cells and replica groups give their weights to those that know the run's token, and there is none; set "
-            "XFFL_TOKEN, or XFFL_TOKEN_FILE to a file that xffl lighthouse --token-file has made (XFFL_TOKEN=none gives "
-            "them to anybody)"
+            "XFFL_TOKEN, or XFFL_TOKEN_FILE to a file that xffl lighthouse --token-file has made (or, to give them to "
+            "anybody, XFFL_TOKEN=none)"
         )
     try:
         mode = os.stat(name).st_mode
@@ -504,8 +504,8 @@ def warn_without_token(token: bytes) -> None:
     """Say on standard error what it means that a run does without a token."""
     if not token:
         print(
-            f"xffl: XFFL_TOKEN={NO_TOKEN}: whoever reaches the lighthouse or a host of this run can read and change its "
-            "model; see the page Security of the manual",
+            f"xffl: XFFL_TOKEN={NO_TOKEN}: whoever reaches the lighthouse or a host of this run can read and change "
+            "its model; see the page Security of the manual",
             file=sys.stderr,
             flush=True,
         )

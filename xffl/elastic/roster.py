@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -43,7 +44,10 @@ __all__ = [
     "check_alike",
     "form_epoch",
     "least_cells",
+    "name_cell",
 ]
+
+_LIFE = re.compile(r"(\d{1,9})\.[0-9a-f]{1,64}")
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,7 @@ class CellRecord:
     group: str = ""  # the name of the process group that it still has, whole
     left: tuple[int, ...] = ()  # cells that have finished and left
     inherited: tuple[str, ...] = ()  # lives of its cell that have ended with its version, and left it their votes
+    serial: int = 0  # how many requests this life has made before: a record with a lower number is an older one
     is_finished: bool = False  # it leaves after the next round
     looks: int = 0  # how often it has asked since its last round and found somebody missing
     same_lighthouse: bool = False  # the lighthouse is the one that formed the epoch of its version, and of its doubt
@@ -131,6 +136,12 @@ def cell_of(life: str) -> int:
     return int(life.partition(".")[0])
 
 
+def name_cell(life: str) -> str:
+    """Return which cell a life says it is one of; it may be anybody's text."""
+    found = _LIFE.fullmatch(life)
+    return f"cell {found[1]}" if found is not None else f"who calls itself {life[:40]!r}"
+
+
 def least_cells(cells: int) -> int:
     """Return how many cells a round needs by default: more than half of those that are known, of two one."""
     return 1 if cells == 2 else cells // 2 + 1
@@ -175,6 +186,12 @@ class Epoch:
     def group(self) -> str:
         """Return what a process group of its members is called: a name that no other has, and how many they are."""
         return f"{self.base.round + 1}.{self.created}/{len(self.members)}"
+
+    @property
+    def digest(self) -> bytes:
+        """Return a digest of all that its members have told: who has the same was in the same meeting."""
+        told = [self.created, self.first, *(member.to_plain() for member in self.members)]
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).digest()
 
     @property
     def membership(self) -> str:
@@ -370,6 +387,10 @@ class Attendance:
             self._created.clear()
         self.last_number = number
         self._created.add(created)
+
+    def note_absence(self) -> None:
+        """Note that others may have met without this cell, whatever the number of their meeting."""
+        self._created.clear()
 
     def covers(self, *versions: Version | None) -> bool:
         """Tell whether this cell has missed no meeting since the ones whose rounds made these versions."""
