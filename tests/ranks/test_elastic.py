@@ -464,7 +464,9 @@ def test_a_stranger_may_tell_the_lighthouse_anything(lighthouse: str) -> None:
 
 def test_a_cell_with_another_token_is_refused_alone(lighthouse: str) -> None:
     failures.clear()
-    told = run(lighthouse, (1, 1, 1), mortal=(2,), tokens={2: "that of another run"}, parameters={"meeting_timeout_s": 30.0})
+    told = run(
+        lighthouse, (1, 1, 1), mortal=(2,), tokens={2: "that of another run"}, parameters={"meeting_timeout_s": 30.0}
+    )
     assert [one.cell for one in told] == [0, 1]
     check_alike(told)
     [text] = failures
