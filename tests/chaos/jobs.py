@@ -51,7 +51,7 @@ class Jobs(System):
         with (self.folder / "output.log").open("ab") as output:
             self.processes[place] = subprocess.Popen(
                 self.wrap(place, command),
-                env=environment() | {"XFFL_TOKEN": "the run's"} | self.environ,
+                env=environment() | {"XFFL_TOKEN": "the run's own token"} | self.environ,
                 cwd=REPO,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -95,7 +95,12 @@ def run(kind: str, pythons: list[str], args: argparse.Namespace, folder: Path) -
             port, here, size = ports[cell], rank % ranks, ranks
         environ = os.environ | {"RANK": str(here), "LOCAL_RANK": str(here), "WORLD_SIZE": str(size)}
         environ |= {"LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        environ |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1", "XFFL_TOKEN": "of this test"}
+        environ |= {
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "OMP_NUM_THREADS": "1",
+            "XFFL_TOKEN": "the token of this test",
+        }
         environ["PYTHONPATH"] = str(Path(__file__).parents[2])
         processes.append(subprocess.Popen([pythons[cell], *words, "--cell", str(cell)], env=environ))
     codes = [process.wait(300) for process in processes]

@@ -31,7 +31,7 @@ from xffl.elastic.roster import CellRecord, Version
 
 pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="needs the extra elastic")
 
-TOKEN = "the run's"
+TOKEN = "the run's own token"
 
 
 class Federation:
@@ -153,7 +153,8 @@ def test_faults_that_are_planted(capsys: pytest.CaptureFixture[str]) -> None:
         bind="127.0.0.1:0", min_replicas=7, join_timeout_ms=20000, quorum_tick_ms=100, heartbeat_timeout_ms=2000
     )
     url = f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
-    tokens = {0: b"right", 1: b"wrong", 4: None, 5: b"", 6: b"right"}
+    right, wrong = b"the right one of all", b"the wrong one of all"
+    tokens = {0: right, 1: wrong, 4: None, 5: b"", 6: right}
     stores = {cell: TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), False) for cell in tokens}
     for cell, token in tokens.items():
         if token is not None:
@@ -175,7 +176,7 @@ def test_faults_that_are_planted(capsys: pytest.CaptureFixture[str]) -> None:
         while not read_lighthouse(url).cells[6].is_lost:
             time.sleep(0.1)
         assert [(one["ranks"], one["lag"]) for one in cells(url, capsys)["cells"]] == [(n + 1, 6 - n) for n in range(7)]
-        code, found = doctor(url, "--timeout", "4", token="right")
+        code, found = doctor(url, "--timeout", "4", token=right.decode())
     for cell in range(6):
         lines[cell].leave()
     server.shutdown()

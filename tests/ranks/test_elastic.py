@@ -146,7 +146,7 @@ def member(rank: int, world: int, plan: Plan) -> Told:
         time.sleep(0.01)
     be_launched(rank - sum(plan.sizes[:cell]), plan.sizes[cell], plan.ports[cell])
     os.environ["XFFL_FAULT"] = plan.fault
-    os.environ["XFFL_TOKEN"] = plan.tokens.get(cell, "the run's")
+    os.environ["XFFL_TOKEN"] = plan.tokens.get(cell, "the run's own token")
     told, used = Told(cell), 0
     elastic = ElasticParameters(lighthouse=plan.url, **plan.parameters)
     unlike = mock.patch.object(aggregator, "arithmetic_of", return_value=float(os.getpid()))
@@ -464,7 +464,9 @@ def test_a_stranger_may_tell_the_lighthouse_anything(lighthouse: str) -> None:
 
 def test_a_cell_with_another_token_is_refused_alone(lighthouse: str) -> None:
     failures.clear()
-    told = run(lighthouse, (1, 1, 1), mortal=(2,), tokens={2: "another"}, parameters={"meeting_timeout_s": 30.0})
+    told = run(
+        lighthouse, (1, 1, 1), mortal=(2,), tokens={2: "that of another run"}, parameters={"meeting_timeout_s": 30.0}
+    )
     assert [one.cell for one in told] == [0, 1]
     check_alike(told)
     [text] = failures
@@ -940,7 +942,7 @@ def come_back(rank: int, world: int, plan: Plan, names: list[str]) -> dict[str, 
     """Be a cell that ends with all others, and comes back without a checkpoint, with an old one, or with the newest."""
     cell = next(cell for cell, _ in enumerate(plan.sizes) if rank < sum(plan.sizes[: cell + 1]))
     be_launched(rank - sum(plan.sizes[:cell]), plan.sizes[cell], plan.ports[cell])
-    os.environ["XFFL_TOKEN"] = "the run's"
+    os.environ["XFFL_TOKEN"] = "the run's own token"
     told: dict[str, list[Life]] = {}
     with xffl.session(cell=cell, cells=len(plan.sizes), hsdp=plan.hsdp, elastic=plan.url, timeout_s=60) as state:
         for name in names:
@@ -1041,7 +1043,7 @@ def test_a_cell_that_finds_no_others_says_what_it_waits_for(lighthouse: str) -> 
 def ends(rank: int, ranks: int, url: str, case: str) -> str:
     """Be the only cell that is left, and leave: without others for a round, or with a model that none takes."""
     be_launched(rank, ranks, free_port())
-    os.environ["XFFL_TOKEN"] = "the run's"
+    os.environ["XFFL_TOKEN"] = "the run's own token"
     elastic = ElasticParameters(lighthouse=url, meeting_timeout_s=1.0)
     with xffl.session(cell=0, cells=3 if case == "alone" else 2, elastic=elastic) as state:
         model = xffl.shard(nn.Linear(2, 2), state)

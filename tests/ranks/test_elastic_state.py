@@ -36,7 +36,7 @@ def play(model: nn.Module, rounds: ElasticAggregator, cell: int, until: int) -> 
 def going_back(rank: int, world: int, url: str, ports: tuple[int, ...], folder: Path) -> list[str]:
     """Go on twice from one state: at once, and once more when rounds have been made behind it."""
     be_launched(0, 1, ports[rank])
-    os.environ["XFFL_TOKEN"] = "the run's"
+    os.environ["XFFL_TOKEN"] = "the run's own token"
     elastic = ElasticParameters(lighthouse=url)
     with xffl.session(cell=rank, cells=world, elastic=elastic, timeout_s=60) as state:
         torch.manual_seed(0)
@@ -92,7 +92,7 @@ def in_stages(rank: int, world: int, url: str, ports: tuple[int, ...]) -> dict[i
     """Be a stage of a cell, the second of which loses all that it has, and comes again."""
     cell, stage = divmod(rank, 2)
     be_launched(stage, 2, ports[cell])
-    os.environ["XFFL_TOKEN"] = "the run's"
+    os.environ["XFFL_TOKEN"] = "the run's own token"
     shape, elastic, told = DeviceParameters(pp=2), ElasticParameters(lighthouse=url), {}
     with xffl.session(cell=cell, cells=2, device_parameters=shape, elastic=elastic, timeout_s=60) as state:
         for until in (4, 30) if cell else (30,):

@@ -633,7 +633,7 @@ def test_one_cell_of_a_run_whose_lighthouse_is_elsewhere(xffl: Start, environ: d
     words = "--elastic 127.0.0.1:1 --cell 1/3 --processes 2 --restarts 2"
     code, _, err = finish(xffl(words, PLACE + "tell()"))
     assert code == 2 and "LaunchError" in err and "set XFFL_TOKEN" in err and err.count("\n") == 1
-    environ |= {"XFFL_TOKEN": "mine", "SLURM_RESTART_COUNT": "4"}
+    environ |= {"XFFL_TOKEN": "mine-for-this-run", "SLURM_RESTART_COUNT": "4"}
     script = """
 tell(os.environ["XFFL_LIGHTHOUSE"], os.environ["XFFL_TOKEN"])
 open(f"told.{life}.{rank}", "w").close()
@@ -641,7 +641,7 @@ wait_for(f"told.{life}.{1 - int(rank)}")
 sys.exit(3 if life == "4" else 0)
 """
     code, out, err = finish(xffl(words, PLACE + script))
-    lines = [f"1/3 {life} {rank} 2 http://127.0.0.1:1 mine" for life in (4, 5) for rank in (0, 1)]
+    lines = [f"1/3 {life} {rank} 2 http://127.0.0.1:1 mine-for-this-run" for life in (4, 5) for rank in (0, 1)]
     assert code == 0 and sorted(out.splitlines()) == lines
     assert "cell 1 ended with exit code 3; it is started again (restart 1 of 2)" in err
 
@@ -649,7 +649,7 @@ sys.exit(3 if life == "4" else 0)
 def test_a_job_runs_the_lighthouse_until_it_ends_and_then_another_one_does(
     xffl: Start, environ: dict[str, str], tmp_path: Path
 ) -> None:
-    environ["XFFL_TOKEN"] = "mine"
+    environ["XFFL_TOKEN"] = "mine-for-this-run"
     file = tmp_path / "run" / "lighthouse"
 
     def start(cell: int) -> subprocess.Popen[str]:
@@ -684,7 +684,7 @@ def test_a_job_runs_the_lighthouse_until_it_ends_and_then_another_one_does(
 
 
 def test_a_preempted_cell_comes_back_but_in_a_job_that_has_to_leave(xffl: Start, environ: dict[str, str]) -> None:
-    environ["XFFL_TOKEN"] = "mine"
+    environ["XFFL_TOKEN"] = "mine-for-this-run"
     words, script = (
         "--elastic a:1 --cell 0/2 --processes 1 --launcher local",
         PLACE + "sys.exit(0 if life == '1' else 75)",

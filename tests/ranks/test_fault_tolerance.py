@@ -58,7 +58,7 @@ pytestmark = pytest.mark.skipif(
 
 HEARTBEAT_S = 5.0
 """As xffl lighthouse takes it where nothing is said."""
-TOKEN = "known to both"
+TOKEN = "known to both of them"
 
 
 class Lighthouse:

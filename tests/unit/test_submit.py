@@ -460,10 +460,10 @@ def test_the_token_is_in_a_file_of_its_owner(
     assert token not in (tmp_path / "scripts").read_text()
     assert (project / "runs/demo/cell_1/slurm/jobs").read_text() == "12\n"
     assert main(words) == 0 and file.read_text().strip() == token  # what is there stays
-    monkeypatch.setenv("XFFL_TOKEN", "mine")
+    monkeypatch.setenv("XFFL_TOKEN", "mine, for this run")
     assert not any("TOKEN" in word for one in commands(dry(capsys, *words[2:])) for word in one)
     monkeypatch.delenv("XFFL_TOKEN")
-    (project / "own").write_text("mine")
+    (project / "own").write_text("mine, for this run")
     monkeypatch.setenv("XFFL_TOKEN_FILE", "own")
     assert "may be read by others" in dry(capsys, *words[2:], code=2)
     (project / "own").chmod(0o600)

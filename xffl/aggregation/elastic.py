@@ -475,7 +475,7 @@ class ElasticAggregator:
             tries=tries,
             restarts=tuple(member.restarts for member in epoch.members),
             left=epoch.left,
-            told=tuple(json.loads(member.told) if member.told else {} for member in epoch.members),
+            told=tuple(member.told_values() for member in epoch.members),
         )
 
     def discard(self) -> None:

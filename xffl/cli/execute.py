@@ -462,7 +462,7 @@ def _start_all_cells(
     sizes, is_local = layout.topology.sizes, start.kind == "local"
     check_cells(len(sizes), environment.required_cells(), federated)
     environ = _environ_of_cells()
-    if not any(environ.get(name, "").strip() for name in ("XFFL_TOKEN", "XFFL_TOKEN_FILE")):
+    if not environment.has_token(environ):
         environ["XFFL_TOKEN"] = os.urandom(32).hex()
     environment.token_of(environ)
     with ExitStack() as stack:

@@ -23,7 +23,7 @@ from xffl.checks import integer
 from xffl.cli.execute import CONFIGURATIONS, is_lighthouse, print_help
 from xffl.cli.main import command_parser
 from xffl.cluster.cells import Federation, parse_federation
-from xffl.cluster.environment import make_token_file, parse_lighthouse, run_token
+from xffl.cluster.environment import has_token, make_token_file, parse_lighthouse, token_of
 from xffl.cluster.launch.failure import ExitCode, code_of_signal
 from xffl.cluster.slurm import submit
 from xffl.cluster.slurm.job_monitor import Follower, exit_code_of, expand_pattern, log_pattern
@@ -313,7 +313,9 @@ class _Elastic:
     def _token(self) -> dict[str, str]:
         """Return the variable that names the file of the run's token, which is made where the user gives none."""
         file = os.environ.get("XFFL_TOKEN_FILE", "").strip()
-        if not run_token():
+        if has_token():
+            token_of()  # raises what is wrong with it
+        else:
             file = os.path.join(self.run_folder, "token")
             if not self.options.dry_run:
                 make_token_file(Path(file))

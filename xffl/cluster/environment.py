@@ -40,6 +40,7 @@ __all__ = [
     "detect_environment",
     "elastic_cell",
     "federation_variables",
+    "has_token",
     "lighthouse_of",
     "make_token_file",
     "parse_lighthouse",
@@ -59,6 +60,7 @@ __all__ = [
     "sources_named",
     "token_of",
     "use_interface",
+    "warn_without_token",
 ]
 
 _PARTS = (("rank", "world_size"), ("node_local_rank", "node_local_size"), ("node_rank", "node_world_size"))
@@ -454,13 +456,17 @@ def replica_group_of(environ: Mapping[str, str] = os.environ) -> tuple[int, int]
 
 
 def token_of(environ: Mapping[str, str] = os.environ) -> bytes:
-    """Return the run's token: the text of ``XFFL_TOKEN``, or of the file that ``XFFL_TOKEN_FILE`` names."""
+    """Return the run's token: the text of ``XFFL_TOKEN``, or of the file that ``XFFL_TOKEN_FILE`` names.
+
+    It is empty where ``XFFL_TOKEN=none`` says that the run does without; LaunchError where nothing is said.
+    """
     if token := environ.get("XFFL_TOKEN", "").strip():
-        return token.encode()
+        return b"" if token == NO_TOKEN else _long_enough(token, "XFFL_TOKEN")
     if not (name := environ.get("XFFL_TOKEN_FILE", "").strip()):
         raise LaunchError(
             "cells and replica groups give their weights to those that know the run's token, and there is none; set "
-            "XFFL_TOKEN, or XFFL_TOKEN_FILE to a file that xffl lighthouse --token-file has made"
+            "XFFL_TOKEN, or XFFL_TOKEN_FILE to a file that xffl lighthouse --token-file has made (or, to give them to "
+            "anybody, XFFL_TOKEN=none)"
         )
     try:
         mode = os.stat(name).st_mode
@@ -471,15 +477,44 @@ def token_of(environ: Mapping[str, str] = os.environ) -> bytes:
         raise LaunchError(f"XFFL_TOKEN_FILE {name!r} may be read by others; make a new token, and chmod 600 its file")
     if not token:
         raise LaunchError(f"XFFL_TOKEN_FILE {name!r} is empty; remove it, and let xffl lighthouse make another")
+    return _long_enough(token, f"XFFL_TOKEN_FILE {name!r}")
+
+
+def _long_enough(token: str, source: str) -> bytes:
+    """Return a token as bytes; who records one message of a run can try short ones without asking anybody."""
+    if len(token) < LEAST_TOKEN:
+        raise LaunchError(
+            f"{source} has a token of {len(token)} characters, and fewer than {LEAST_TOKEN} can be guessed; make one "
+            "with: openssl rand -hex 32"
+        )
     return token.encode()
+
+
+def has_token(environ: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether it is said what the run's token is, or that there is none."""
+    return any(environ.get(name, "").strip() for name in ("XFFL_TOKEN", "XFFL_TOKEN_FILE"))
 
 
 def run_token(environ: Mapping[str, str] = os.environ) -> bytes:
     """Return the run's token as :func:`token_of`; nothing where neither variable is set."""
-    is_set = any(environ.get(name, "").strip() for name in ("XFFL_TOKEN", "XFFL_TOKEN_FILE"))
-    return token_of(environ) if is_set else b""
+    return token_of(environ) if has_token(environ) else b""
 
 
+def warn_without_token(token: bytes) -> None:
+    """Say on standard error what it means that a run does without a token."""
+    if not token:
+        print(
+            f"xffl: XFFL_TOKEN={NO_TOKEN}: whoever reaches the lighthouse or a host of this run can read and change "
+            "its model; see the page Security of the manual",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+NO_TOKEN = "none"
+"""What ``XFFL_TOKEN`` says where a run is to do without a token."""
+LEAST_TOKEN = 16
+"""Characters of a token, at least."""
 PROOF_KEY = "xffl/token"
 """Where a cell keeps in its store what :func:`prove_token` makes of its token."""
 

@@ -148,16 +148,18 @@ class CrossWorldGroup:
         options.rootRank, options.rootTensor, options.timeout = source, 0, timedelta(seconds=self.timeout_s)
         self._gloo.broadcast([values], options).wait(timedelta(seconds=self.timeout_s))
 
-    def unproven(self, token: bytes, timeout_s: float) -> list[int]:
-        """Return the ranks that do not know a token, which is not sent; collective over the group.
+    def unproven(self, token: bytes, timeout_s: float, agreed: bytes = b"") -> list[int]:
+        """Return the ranks that do not know a token, or have agreed on something else; collective over the group.
 
-        Each two ranks send each other 32 random bytes, then an HMAC of both, of their numbers and the group's name.
+        Neither is sent. Each two ranks send each other 32 random bytes, then an HMAC of both, of their numbers, of the
+        group's name and of what they have agreed on.
         """
         others = [rank for rank in range(self.size()) if rank != self.rank()]
         mine = os.urandom(NONCE_BYTES)
 
         def proof(sender: int, receiver: int, nonces: bytes) -> bytes:
-            return hmac.new(token, f"{self.name} {sender} {receiver} ".encode() + nonces, hashlib.sha256).digest()
+            asked = f"{self.name} {sender} {receiver} ".encode() + nonces + agreed
+            return hmac.new(token, asked, hashlib.sha256).digest()
 
         theirs = self._swap(dict.fromkeys(others, mine), timeout_s)
         proofs = {rank: proof(self.rank(), rank, theirs[rank] + mine) for rank in others}

@@ -26,7 +26,7 @@ from torch.distributed import GradBucket, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.fsdp import FSDPModule
 
 from xffl.checks import one_of
-from xffl.cluster.environment import bind_address, lighthouse_of, replica_group_of, token_of
+from xffl.cluster.environment import bind_address, lighthouse_of, replica_group_of, token_of, warn_without_token
 from xffl.cluster.network import list_interfaces
 from xffl.distributed.consistency import control_device, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState, set_data_place
@@ -429,6 +429,8 @@ class FaultTolerantWorld(DistributedWorld):
             if self.replica_group is not None:
                 set_data_place(self.state, self._place_in(*self.replica_group))
             address = bind_address(lighthouse)
+            if self.rank == 0:
+                warn_without_token(token)
             os.environ.setdefault("RUST_LOG", "error")  # read when torchft is imported
             with optional_import("elastic", "fault tolerance needs torchft, which has wheels for x86-64 Linux"):
                 import torchft.manager

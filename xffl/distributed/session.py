@@ -29,7 +29,9 @@ from xffl.cluster.environment import (
     required_cells,
     restarts_of,
     sources_named,
+    token_of,
     use_interface,
+    warn_without_token,
 )
 from xffl.cluster.hosts import pick_gpu
 from xffl.cluster.launch.failure import note_failure
@@ -422,6 +424,10 @@ def _take_cell(
     """Note which cell this job is, and how its rounds are made."""
     state._lone_cell, state._elastic = _check_cell(*lone_cell, state), elastic
     if elastic is not None:
+        with run_on_all_ranks("tokens"):
+            token = token_of()
+        if state.rank == 0:
+            warn_without_token(token)
         arm_fault(lone_cell[0], state.rank or 0, elastic.restarts)
 
 

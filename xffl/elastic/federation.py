@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from xffl.cluster.environment import PROOF_KEY, bind_address, prove_token, resolve_lighthouse, run_token
+from xffl.cluster.environment import PROOF_KEY, bind_address, prove_token, resolve_lighthouse, token_of
 from xffl.cluster.hosts import Runtime, group_by_runtime
 from xffl.cluster.launch.failure import lives_of_run
 from xffl.cluster.network import CELL_HEARTBEAT_TIMEOUT_S, CELL_JOIN_TIMEOUT_S
@@ -34,7 +34,7 @@ from xffl.distributed.consistency import (
 )
 from xffl.distributed.distributed_state import DistributedState
 from xffl.elastic.lighthouse import Lighthouse, Meeting
-from xffl.elastic.roster import CellRecord, Epoch, Standing, cells_text, check_alike, form_epoch
+from xffl.elastic.roster import CellRecord, Epoch, Standing, cells_text, check_alike, form_epoch, name_cell
 from xffl.errors import ConfigError, LaunchError, RoundError, StateError
 from xffl.files import read_sealed_json, remove_file, write_sealed_json
 from xffl.topology import Topology
@@ -105,6 +105,8 @@ class ElasticFederation:
         self._said = ""
         self._warned: set[str] = set()
         self._doubled_since: float | None = None
+        self._spoofed_since: float | None = None
+        """Since when somebody else speaks at the lighthouse in the name of a cell of the last round."""
         self._lighthouse: Lighthouse | None = None
         self._lives = lives_of_run()
         if asked.lighthouse.startswith("file:"):
@@ -113,7 +115,7 @@ class ElasticFederation:
         self._known: dict[int, Runtime] = {}  # what the cells run that this one has met
         life = [f"{self.cell}.{secrets.token_hex(6)}"]
         with run_on_all_ranks("tokens and lighthouses"):
-            self._token = run_token()
+            self._token = token_of()
             if state.rank == 0:
                 host = bind_address(asked.lighthouse)
                 self._store = TCPStore(
@@ -212,12 +214,15 @@ class ElasticFederation:
         if meeting.unread and not is_agreed:
             raise meeting.unread[0]
         # Where others may still come, who has another token than they is not known yet.
-        others = {_cell_text(life) for life in meeting.unproven}
+        others = {name_cell(life) for life in meeting.unproven}
         if others and len(others) >= self.cells - 1 and len(meeting.records) == 1 and not is_agreed:
             raise ConfigError(
-                f"{_cell_text(meeting.unproven[0])} runs with another token than this cell {self.cell}; give all "
+                f"{name_cell(meeting.unproven[0])} runs with another token than this cell {self.cell}; give all "
                 "cells of a run the same one (XFFL_TOKEN, or XFFL_TOKEN_FILE)"
             )
+        self._warn_of_strangers(meeting)
+        if self._awaits_member(meeting):
+            return None
         epoch = form_epoch(meeting.records, meeting.created, meeting.number, least=self._asked.least_cells)
         if self.life not in epoch.lives:
             check_alike((*epoch.members, *epoch.strangers))
@@ -228,7 +233,7 @@ class ElasticFederation:
                 f"cell {finished[0]} has finished the run, and no cell that is left holds its model: there is nothing "
                 "to go on from; take the result from that cell"
             )
-        self._warn_of(meeting, epoch)
+        self._warn_of(epoch)
         return epoch
 
     def _check_double(self, epoch: Epoch) -> None:
@@ -250,18 +255,18 @@ class ElasticFederation:
         """Return what this cell tells the others; ``ended`` are the cells that are known not to start again."""
         standing, topology = self.standing, self._state.topology
         return CellRecord(
-            self.cell,
-            self.cells,
-            self.life,
-            self._asked.restarts,
-            topology.world_size,
-            topology.replica_size,
-            self._address,
-            standing.version,
-            standing.doubt,
-            self._group_name,
-            tuple(sorted({*standing.left, *ended})),
-            self._inherited_votes(),
+            cell=self.cell,
+            cells=self.cells,
+            life=self.life,
+            restarts=self._asked.restarts,
+            ranks=topology.world_size,
+            replica_size=topology.replica_size,
+            address=self._address,
+            version=standing.version,
+            doubt=standing.doubt,
+            group=self._group_name,
+            left=tuple(sorted({*standing.left, *ended})),
+            inherited=self._inherited_votes(),
             looks=looks,
             living=None if self._lives is None else self._lives.living(),
             total_weight=standing.total_weight,
@@ -272,13 +277,29 @@ class ElasticFederation:
         lineage, lives = self._inherited
         return lives if lineage == self.standing.version.lineage else ()
 
-    def _warn_of(self, meeting: Meeting, epoch: Epoch) -> None:
-        for stranger in epoch.strangers:
-            self._warn(f"cell {stranger.cell} has another number of cells, or replica size, and is left out")
+    def _awaits_member(self, meeting: Meeting) -> bool:
+        """Return whether a cell of the last round is to ask again: somebody else has just spoken in its name.
+
+        It does so at once when it sees that. For as long as a cell that is late is waited for, the others do, too.
+        """
+        if self._members and {*self._members} & {*meeting.unproven, *meeting.refused}:
+            if self._spoofed_since is None:
+                self._spoofed_since = time.monotonic()
+            return time.monotonic() < self._spoofed_since + CELL_JOIN_TIMEOUT_S
+        self._spoofed_since = None
+        return False
+
+    def _warn_of_strangers(self, meeting: Meeting) -> None:
         for error in meeting.unread:
             self._warn(f"{error}; it is left out")
+        for life, why in meeting.refused.items():
+            self._warn(f"{name_cell(life)} {why}; it is left out")
         for life in meeting.unproven:
-            self._warn(f"{_cell_text(life)} does not know this run's token (XFFL_TOKEN), and is left out")
+            self._warn(f"{name_cell(life)} does not know this run's token (XFFL_TOKEN), and is left out")
+
+    def _warn_of(self, epoch: Epoch) -> None:
+        for stranger in epoch.strangers:
+            self._warn(f"cell {stranger.cell} has another number of cells, or replica size, and is left out")
         is_lost = not epoch.base.is_agreed and any(member.restarts for member in epoch.members)
         if is_lost and not epoch.refusal and self.cell == epoch.first:
             self._warn("no cell holds an agreed model; the run begins from round 1")
@@ -333,10 +354,13 @@ class ElasticFederation:
             connect_s=CONNECT_S,
             timeout_s=self._message_s,
         )
-        # A record may have been read at the lighthouse, and told again by somebody else.
-        if unproven := self._group.unproven(self._token, CONNECT_S):
+        # A record may have been read at the lighthouse, and told again by somebody else, in place of a newer one.
+        if unproven := self._group.unproven(self._token, CONNECT_S, epoch.digest):
             cells = sorted({epoch.cells[topology.cell_of(rank)] for rank in unproven})
-            raise RuntimeError(f"who has come as cells {', '.join(map(str, cells))} does not know this run's token")
+            raise RuntimeError(
+                f"who has come as {cells_text(cells)} does not know this run's token, or has heard other things at the "
+                "meeting"
+            )
         self._group_name = epoch.group
         return Place(topology, first, self._group, True)
 
@@ -453,9 +477,3 @@ def _knock(place: str) -> OSError | None:
     except OSError as error:
         return error
     return None
-
-
-def _cell_text(life: str) -> str:
-    """Return which cell a life says it is one of; it may be anybody's."""
-    cell = life.partition(".")[0]
-    return f"cell {cell}" if cell.isdecimal() else f"who calls itself {life[:40]!r}"

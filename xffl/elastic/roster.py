@@ -24,16 +24,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from xffl.checks import shown
 from xffl.cluster.hosts import Runtime, format_refusal
 from xffl.costs import EXCHANGE_FORMAT
 from xffl.errors import ConfigError
+from xffl.reading import Fields, parse_json
 
 __all__ = [
+    "LONGEST_TOLD",
     "Attendance",
     "CellRecord",
     "Epoch",
@@ -43,7 +47,17 @@ __all__ = [
     "check_alike",
     "form_epoch",
     "least_cells",
+    "name_cell",
 ]
+
+LONGEST_TOLD = 1 << 18
+"""Characters of what a cell's user has for the others, at most."""
+_LONGEST_NAME = 300
+_MOST_CELLS = 1 << 16
+_MOST_RANKS = 1 << 24
+_MOST_LIVES = 1 << 16
+_LATEST_NS = (1 << 63) - 1
+_LIFE = re.compile(r"(\d{1,9})\.[0-9a-f]{1,64}")
 
 
 @dataclass(frozen=True)
@@ -61,9 +75,21 @@ class Version:
         return bool(self.lineage)
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Version:
-        """Return the version that :func:`dataclasses.asdict` has made numbers and texts of."""
-        return cls(plain["round"], plain["created"], plain["lineage"], tuple(plain["voters"]))
+    def from_plain(cls, plain: Mapping[str, Any], what: str = "the version", *, hint: str = "") -> Version:
+        """Return the version that :func:`dataclasses.asdict` has made numbers and texts of.
+
+        Whoever has written it: ConfigError where a value is not of its type, or beyond its limit.
+        """
+        return cls._read(Fields(plain, what, hint=hint))
+
+    @classmethod
+    def _read(cls, told: Fields) -> Version:
+        return cls(
+            round=told.integer("round"),
+            created=told.integer("created", 0, _LATEST_NS),
+            lineage=told.text("lineage", _LONGEST_NAME),
+            voters=tuple(told.list_of("voters", _MOST_CELLS, _read_life)),
+        )
 
 
 @dataclass(frozen=True)
@@ -82,6 +108,7 @@ class CellRecord:
     group: str = ""  # the name of the process group that it still has, whole
     left: tuple[int, ...] = ()  # cells that have finished and left
     inherited: tuple[str, ...] = ()  # lives of its cell that have ended with its version, and left it their votes
+    serial: int = 0  # how many requests this life has made before: a record with a lower number is an older one
     is_finished: bool = False  # it leaves after the next round
     looks: int = 0  # how often it has asked since its last round and found somebody missing
     same_lighthouse: bool = False  # the lighthouse is the one that formed the epoch of its version, and of its doubt
@@ -101,34 +128,80 @@ class CellRecord:
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> CellRecord:
         """Return what :meth:`to_plain` has made numbers and texts of; ConfigError for what another xffl has told."""
+        cell = shown(plain.get("cell", "?"))
         if (number := plain.get("format")) != EXCHANGE_FORMAT:
             runtime = plain.get("runtime")
             xffl = runtime.get("xffl") if isinstance(runtime, Mapping) else None
-            theirs = f"{number or 'unknown'}{f' (xffl {xffl})' if xffl else ''}"
-            raise ConfigError(format_refusal(f"cell {plain.get('cell', '?')}", theirs, "this cell"))
+            theirs = f"{shown(number) if number else 'unknown'}{f' (xffl {xffl!s:.40})' if xffl else ''}"
+            raise ConfigError(format_refusal(f"cell {cell}", theirs, "this cell"))
+        told = Fields(plain, f"the record of cell {cell}", hint="run one version of xffl in all cells")
+        told.refuse_others(*(one.name for one in fields(cls)))
+        cells = told.integer("cells", 1, _MOST_CELLS)
+        ranks = told.integer("ranks", 1, _MOST_RANKS)
+        doubt = told.optional("doubt", Fields.mapping)
+        record = cls(
+            cell=told.integer("cell", 0, cells - 1),
+            cells=cells,
+            life=_read_life(told, "life"),
+            restarts=told.integer("restarts"),
+            ranks=ranks,
+            replica_size=told.optional("replica_size", Fields.integer, 1, ranks),
+            address=told.text("address", _LONGEST_NAME),
+            version=Version._read(told.mapping("version")),
+            doubt=None if doubt is None else Version._read(doubt),
+            group=told.text("group", _LONGEST_NAME),
+            left=tuple(told.list_of("left", cells, Fields.integer, 0, cells - 1)),
+            inherited=tuple(told.list_of("inherited", _MOST_LIVES, _read_life)),
+            looks=told.integer("looks"),
+            serial=told.integer("serial"),
+            is_finished=told.boolean("is_finished"),
+            same_lighthouse=told.boolean("same_lighthouse"),
+            met=told.integer("met", 0, _LATEST_NS),
+            has_met_all=told.boolean("has_met_all"),
+            living=None if plain.get("living") is None else tuple(told.list_of("living", _MOST_LIVES, _read_life)),
+            told=told.text("told", LONGEST_TOLD),
+            total_weight=told.number("total_weight", 0),
+            runtime=_read_runtime(told.mapping("runtime")),
+        )
+        if cell_of(record.life) != record.cell:
+            told.fail(f"{told.place('life')} is {record.life}, one of cell {cell_of(record.life)}")
+        record.told_values()
+        return record
+
+    def told_values(self) -> dict[str, Any]:
+        """Return what its user has for the others."""
         try:
-            doubt = plain["doubt"]
-            return cls(
-                **{
-                    **plain,
-                    "version": Version.from_plain(plain["version"]),
-                    "doubt": None if doubt is None else Version.from_plain(doubt),
-                    "left": tuple(plain["left"]),
-                    "inherited": tuple(plain["inherited"]),
-                    "living": None if plain["living"] is None else tuple(plain["living"]),
-                    "runtime": Runtime(**plain["runtime"]),
-                }
-            )
-        except (KeyError, TypeError) as error:
-            raise ConfigError(
-                f"cell {plain.get('cell', '?')} has told what this xffl does not know ({error}); run one version of "
-                "xffl in all cells"
-            ) from error
+            values = parse_json(self.told, limit=LONGEST_TOLD) if self.told else {}
+        except ValueError as error:
+            raise ConfigError(f"cell {self.cell} has told what cannot be read: {error}") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"cell {self.cell} has told no mapping of names to values, but {shown(values)}")
+        return values
+
+
+def _read_life(told: Fields, name: str) -> str:
+    """Return the name of one start of a cell's job."""
+    life = told.text(name, _LONGEST_NAME)
+    if _LIFE.fullmatch(life) is None:
+        told.fail(f"{told.place(name)} is no start of a cell's job: {shown(life)}")
+    return life
+
+
+def _read_runtime(told: Fields) -> Runtime:
+    names = [one.name for one in fields(Runtime)]
+    told.refuse_others(*names)
+    return Runtime(**{name: told.text(name, _LONGEST_NAME) for name in names if name in told})
 
 
 def cell_of(life: str) -> int:
     """Return the number of the cell that a life is one of: its text begins with it, ``2.8f0c``."""
     return int(life.partition(".")[0])
+
+
+def name_cell(life: str) -> str:
+    """Return which cell a life says it is one of; it may be anybody's text."""
+    found = _LIFE.fullmatch(life)
+    return f"cell {found[1]}" if found is not None else f"who calls itself {life[:40]!r}"
 
 
 def least_cells(cells: int) -> int:
@@ -175,6 +248,12 @@ class Epoch:
     def group(self) -> str:
         """Return what a process group of its members is called: a name that no other has, and how many they are."""
         return f"{self.base.round + 1}.{self.created}/{len(self.members)}"
+
+    @property
+    def digest(self) -> bytes:
+        """Return a digest of all that its members have told: who has the same was in the same meeting."""
+        told = [self.created, self.first, *(member.to_plain() for member in self.members)]
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).digest()
 
     @property
     def membership(self) -> str:
@@ -370,6 +449,10 @@ class Attendance:
             self._created.clear()
         self.last_number = number
         self._created.add(created)
+
+    def note_absence(self) -> None:
+        """Note that others may have met without this cell, whatever the number of their meeting."""
+        self._created.clear()
 
     def covers(self, *versions: Version | None) -> bool:
         """Tell whether this cell has missed no meeting since the ones whose rounds made these versions."""
