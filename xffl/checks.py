@@ -21,6 +21,7 @@ __all__ = [
     "number",
     "one_of",
     "shorten",
+    "shown",
 ]
 
 K = TypeVar("K")
@@ -50,7 +51,7 @@ def integer(
         kind = _KINDS.get(minimum, f"an integer of {minimum} or more")
         if maximum is not None:
             kind = f"an integer from {minimum} to {maximum}"
-        raise error(f"{what} must be {kind}, got {value!r}" + (f"; {hint}" if hint else ""))
+        raise error(f"{what} must be {kind}, got {shown(value)}" + (f"; {hint}" if hint else ""))
     return number
 
 
@@ -73,21 +74,32 @@ def number(
     above: float = -math.inf,
     below: float = math.inf,
     hint: str = "",
+    error: type[XfflError] = ConfigError,
 ) -> float:
     """Return a finite ``float`` in ``[minimum, maximum]`` that lies above ``above`` and below ``below``, or raise.
 
     Booleans and texts are no numbers.
     """
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and _is_finite(value)
     if not (is_number and minimum <= value <= maximum and above < value < below):
         limits = [(">=", minimum), (">", above), ("<=", maximum), ("<", below)]
         rule = " and ".join(f"{sign} {limit:g}" for sign, limit in limits if math.isfinite(limit))
         kind = f"a number {rule}" if rule else "a finite number"
-        raise ConfigError(f"{what} must be {kind}, got {value!r}" + (f"; {hint}" if hint else ""))
+        raise error(f"{what} must be {kind}, got {shown(value)}" + (f"; {hint}" if hint else ""))
     return float(value)
 
 
-def one_of(what: str, value: Any, choices: Iterable[Any], *, hint: str = "") -> None:
+def _is_finite(value: Any) -> bool:
+    """Say whether a number is finite as a float; an integer of hundreds of digits is none."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def one_of(
+    what: str, value: Any, choices: Iterable[Any], *, hint: str = "", error: type[XfflError] = ConfigError
+) -> None:
     """Raise where a value is none of the choices; the message names the closest one."""
     known = list(choices)
     # A switch is no number, so 1 is not True; but names of a type of their own, such as torch's backends, are texts.
@@ -95,10 +107,10 @@ def one_of(what: str, value: Any, choices: Iterable[Any], *, hint: str = "") -> 
     if any(kind is type(choice) and value == choice for choice in known):
         return
     names = [choice for choice in known if isinstance(choice, str)]
-    near = closest(value, names, 0.5) if isinstance(value, str) else None
+    near = closest(value[:100], names, 0.5) if isinstance(value, str) else None
     meant = f" (did you mean {near!r}?)" if near is not None else ""
-    shown = ", ".join(repr(choice) for choice in known)
-    raise ConfigError(f"{what} must be one of {shown}, got {value!r}{meant}" + (f"; {hint}" if hint else ""))
+    listed = ", ".join(repr(choice) for choice in known)
+    raise error(f"{what} must be one of {listed}, got {shown(value)}{meant}" + (f"; {hint}" if hint else ""))
 
 
 def closest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
@@ -111,6 +123,17 @@ def shorten(items: Iterable[Any], most: int = 5, separator: str = ", ") -> str:
     texts = [str(item) for item in items]
     more = len(texts) - most
     return separator.join(texts[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def shown(value: Any, most: int = 200) -> str:
+    """Return a value as Python writes it, for an error: cut where it is long, described where it has no such text."""
+    if type(value) is int and value.bit_length() > 4 * most:
+        return f"an integer of some {int(value.bit_length() * math.log10(2)) + 1} digits"
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits inside it, or too deep
+        return f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def group(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:

@@ -17,7 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from xffl.errors import XfflError
+from xffl.errors import ConfigError, XfflError
+from xffl.reading import JSON_LIMIT, Fields, parse_json
 
 __all__ = [
     "find_os_error",
@@ -25,6 +26,7 @@ __all__ = [
     "naming_errors",
     "open_regular",
     "read_bytes",
+    "read_fields",
     "read_sealed",
     "read_sealed_json",
     "read_text",
@@ -169,7 +171,7 @@ def read_sealed_json(path: Path) -> dict[str, Any]:
     Earlier versions wrote it without. A ValueError says what is wrong with the file.
     """
     text = read_text(path)
-    fields = json.loads(text)
+    fields = parse_json(text)
     if not isinstance(fields, dict):
         raise ValueError(f"it holds a {type(fields).__name__}, not an object")
     if "sha256" not in fields:
@@ -200,15 +202,45 @@ def open_regular(path: Path) -> BinaryIO:
         raise
 
 
-def read_bytes(path: Path) -> bytes:
-    """Return what a regular file holds."""
+def read_bytes(path: Path, limit: int | None = None) -> bytes:
+    """Return what a regular file holds; an OSError says so where that is more than ``limit`` bytes."""
     with open_regular(path) as file:
-        return file.read()
+        if limit is None:
+            return file.read()
+        size = os.fstat(file.fileno()).st_size
+        content = b"" if size > limit else file.read(limit + 1)  # it may grow meanwhile
+        if max(size, len(content)) > limit:
+            raise OSError(errno.EFBIG, f"it has {max(size, len(content))} bytes; at most {limit} are read", str(path))
+        return content
 
 
-def read_text(path: Path) -> str:
-    """Return the UTF-8 text that a regular file holds; bytes that are none are a ValueError."""
-    return read_bytes(path).decode("utf-8")
+def read_fields(
+    path: Path,
+    *,
+    error: type[XfflError] = ConfigError,
+    hint: str = "",
+    limit: int = JSON_LIMIT,
+    is_finite: bool = False,
+) -> Fields:
+    """Return the fields of a file that holds a JSON object, to be read with their types and limits.
+
+    Whatever is wrong with the file raises ``error`` with its path: it cannot be opened, is no regular file, is longer
+    than ``limit`` bytes, or holds something else. See :func:`xffl.reading.parse_json`.
+    """
+    try:
+        value = parse_json(read_bytes(path, limit), is_finite=is_finite)
+    except (OSError, ValueError) as reason:
+        told = reason.strerror if isinstance(reason, OSError) and reason.strerror else str(reason)
+        raise error(f"file {path} cannot be read: {told}" + (f"; {hint}" if hint else "")) from reason
+    return Fields(value, f"file {path}", error=error, hint=hint)
+
+
+def read_text(path: Path, limit: int | None = None) -> str:
+    """Return the UTF-8 text that a regular file holds; bytes that are none are a ValueError.
+
+    ``limit`` is as for :func:`read_bytes`.
+    """
+    return read_bytes(path, limit).decode("utf-8")
 
 
 def _kind_text(mode: int) -> str:

@@ -33,6 +33,8 @@ WITHOUT_TORCH = (
     "errors",
     "extras",
     "checks",
+    "reading",
+    "yaml_text",
     "files",
     "topology",
     "costs",
