@@ -23,7 +23,7 @@ from tests.ports import WORKER, WORKERS, free_ports
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 DEADLINE_S = 120
-JOBS = 750  # with ports of their own, see xffl.cluster.launch.launchers
+JOBS = 750  # with ports of their own, see xffl.cluster.launchers
 MINISLURM = HERE / "slurm" / "minislurm.sh"
 TUN = Path("/dev/net/tun")
 

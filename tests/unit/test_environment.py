@@ -30,7 +30,7 @@ from xffl.cluster.environment import (
     use_interface,
 )
 from xffl.cluster.hosts import expand_counts, expand_hosts, interface_address, node_address
-from xffl.cluster.launch.launchers import LAUNCHERS, Claim, number_nodes
+from xffl.cluster.launchers import LAUNCHERS, Claim, number_nodes
 from xffl.distributed.parameters import DeviceParameters
 from xffl.distributed.session import setup_distributed_process_group
 from xffl.errors import ConfigError, LaunchError, XfflError
@@ -102,7 +102,7 @@ SLURM_STEPS = {
 
 @pytest.mark.parametrize("name", SLURM_STEPS)
 def test_slurm_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xffl.cluster.launch.launchers.node_address", lambda node: f"addr-of-{node}")
+    monkeypatch.setattr("xffl.cluster.launchers.node_address", lambda node: f"addr-of-{node}")
     found = [detect_environment(environ) for environ in recording(name)]
     assert places(found) == SLURM_STEPS[name]
     assert {e.launcher for e in found} == {"slurm"}
@@ -112,7 +112,7 @@ def test_slurm_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_steps_and_jobs_have_their_own_ports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xffl.cluster.launch.launchers.node_address", lambda node: node)
+    monkeypatch.setattr("xffl.cluster.launchers.node_address", lambda node: node)
     environ = recording("srun_even")[0]
     ports = {
         detect_environment({**environ, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).master_port

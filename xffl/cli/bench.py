@@ -14,7 +14,7 @@ from jsonargparse import ArgumentParser, Namespace
 from xffl.cli import execute
 from xffl.cli.main import command_parser
 from xffl.cluster.environment import detect_environment, parse_sizes
-from xffl.cluster.launch.launchers import LAUNCHERS
+from xffl.cluster.launchers import LAUNCHERS
 from xffl.errors import ConfigError
 
 __all__ = ["build_parser", "run"]

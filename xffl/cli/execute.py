@@ -27,7 +27,7 @@ from xffl.cluster.launch.elastic import CellJob, SharedLighthouse, launch_cells,
 from xffl.cluster.launch.failure import ExitCode, FailureRecord, RankFailure, record_failure
 from xffl.cluster.launch.job_layout import JobLayout, LaunchOptions, check_started, fit_hosts, lay_out
 from xffl.cluster.launch.launch import launch_local
-from xffl.cluster.launch.launchers import LAUNCHERS
+from xffl.cluster.launchers import LAUNCHERS
 from xffl.cluster.launch.logs import following, make_log_dir
 from xffl.cluster.launch.runner import RankJob, be_rank, check_script, run_script, take_share
 from xffl.cluster.launch.srun import launch_srun

@@ -1,7 +1,7 @@
 """The place of this process among all: told by explicit arguments, torchrun, an MPI launcher, a SLURM step, or nobody.
 
 This package is the only reader of the environment's process variables; the launchers it knows are a table in
-:mod:`xffl.cluster.launch.launchers`.
+:mod:`xffl.cluster.launchers`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from xffl.checks import integer
 from xffl.cluster.cells import Federation, check_cells, lone_cell, parse_cell, parse_federation, parse_sizes
 from xffl.cluster.hosts import interface_address, route_address
-from xffl.cluster.launch.launchers import LAUNCHERS, Fields, honour_master, read_number
+from xffl.cluster.launchers import LAUNCHERS, Fields, honour_master, read_number
 from xffl.cluster.network import control_address
 from xffl.errors import ConfigError, LaunchError, TopologyError
 from xffl.files import make_folders, naming_errors, read_bytes, read_text, sync

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 SLURM_PORTS = (20000, 31999)
-"""Where the rendezvous of a SLURM step lies, see :mod:`xffl.cluster.launch.launchers`."""
+"""Where the rendezvous of a SLURM step lies, see :mod:`xffl.cluster.launchers`."""
 
 CELL_HEARTBEAT_TIMEOUT_S = 2
 """Seconds without a heartbeat after which a cell of an elastic federation counts as lost; cells look again for one that

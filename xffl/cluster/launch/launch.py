@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from xffl.cluster.launch.affinity import limit_threads
 from xffl.cluster.launch.failure import ExitCode, FailureRecord, JobWatch, RankFailure, caught_signals, read_failure
 from xffl.cluster.launch.job_layout import LaunchOptions
-from xffl.cluster.launch.launchers import torchrun_variables
+from xffl.cluster.launchers import torchrun_variables
 from xffl.cluster.launch.runner import LINGER_S, RankJob, check_script
 from xffl.errors import LaunchError
 

@@ -153,7 +153,7 @@ class _Ranks:
                 self._stop(order["stop"])
 
     def _start(self, rendezvous: Mapping[str, str]) -> None:
-        from xffl.cluster.launch.launchers import torchrun_variables
+        from xffl.cluster.launchers import torchrun_variables
 
         job = self._job
         for local in range(job["slots"]):

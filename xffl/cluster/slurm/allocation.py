@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from xffl.cluster.hosts import expand_counts, expand_hosts
-from xffl.cluster.launch.launchers import LAUNCHERS, read_number
+from xffl.cluster.launchers import LAUNCHERS, read_number
 from xffl.errors import ConfigError, LaunchError
 
 __all__ = ["Allocation", "Host", "ask_switches", "find_allocation", "own_host", "parse_hosts"]
