@@ -2,6 +2,10 @@
 
 Every small file that a later start of a run reads is written here: aside, flushed to the disk, then renamed. Reads go
 through :func:`open_regular`, which does not wait for a writer where somebody has put a FIFO in a file's place.
+
+Who may read a file is decided in one place, too: every file that xffl makes has the mode that the user's umask leaves
+(:func:`create`), whatever it holds; a secret, such as a run's token, has mode 0600 from the moment at which it exists.
+Nothing is written through a symbolic link that somebody may have put where a file is expected.
 """
 
 from __future__ import annotations
@@ -15,12 +19,13 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any, BinaryIO, Literal
 
 from xffl.errors import ConfigError, XfflError
 from xffl.reading import JSON_LIMIT, Fields, parse_json
 
 __all__ = [
+    "create",
     "find_os_error",
     "make_folders",
     "naming_errors",
@@ -48,6 +53,48 @@ WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG,
 """What a library may hide that fails to write"""
 RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 """How libraries written in Rust, such as safetensors, end the text of an error of the operating system"""
+
+
+# Making them ----------------------------------------------------------------------------------------------------------
+
+
+def create(path: Path, how: Literal["new", "replace", "append"] = "new", *, is_secret: bool = False) -> BinaryIO:
+    """Open a file for writing, never through a link: another user may have put one there that leads elsewhere.
+
+    The file gets the mode that the umask leaves, and a secret one 0600, whatever the umask is.
+
+    :param path: The file. Links among the folders above it are followed.
+    :param how: ``new`` raises a FileExistsError where anything has the name; ``replace`` and ``append`` take a regular
+        file that is there, which keeps its mode.
+    :param is_secret: Whether only its owner may read it; needs ``new``.
+    :return: The open file, unbuffered where it is appended to, so that each write is one.
+    :raises OSError: where the path is a link, a FIFO, a socket, a device or a folder.
+    """
+    if is_secret and how != "new":
+        raise ValueError(f"a secret goes into a new file, not one to {how}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    flags |= {"new": os.O_EXCL, "replace": 0, "append": os.O_APPEND}[how]
+    try:
+        handle = os.open(path, flags, 0o600 if is_secret else 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP and path.is_symlink():
+            raise OSError(
+                errno.ELOOP, "it is a link, which xffl does not write through; remove it", str(path)
+            ) from None
+        raise
+    try:
+        mode = os.fstat(handle).st_mode
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, f"it is {_kind_text(mode)}, not a regular file", str(path))
+        os.set_blocking(handle, True)
+        if is_secret:
+            os.fchmod(handle, 0o600)  # a umask such as 0777 leaves less, and its owner could not read it
+        if how == "replace":
+            os.ftruncate(handle, 0)
+        return os.fdopen(handle, "ab", 0) if how == "append" else os.fdopen(handle, "wb")
+    except BaseException:
+        os.close(handle)
+        raise
 
 
 # Making them durable --------------------------------------------------------------------------------------------------
@@ -108,7 +155,7 @@ def written_whole(path: Path) -> Iterator[IO[bytes]]:
     beside = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
     try:
         with naming_errors(path):
-            with beside.open("wb") as file:
+            with create(beside) as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import pytest
 import yaml
 
 from tests.cluster.conftest import ROOT, slurm_up
+from xffl.cluster.slurm.submit import Job, SlurmConfig, find_template, render_script
+from xffl.errors import ConfigError
 
 WORKFLOWS = ROOT / "workflows" / "slurm"
 HOSTILE = "a'; echo foo"
@@ -87,6 +90,7 @@ def json_lines(text: str) -> list[dict[str, Any]]:
 
 SLOW = """
 import time
+from dataclasses import replace
 from pathlib import Path
 from train import DigitsTrainer
 
@@ -251,6 +255,28 @@ def test_a_job_at_its_time_limit_goes_on_later_with_the_same_result(
 
     for file in ("metrics/cell_0.jsonl", "metrics/cell_1.jsonl", "metrics/federation.jsonl"):
         assert values("halves", file) == values(HOSTILE, file) != []
+
+
+# Names ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["a'; echo foo", 'say "hi" $HOME `id` !x', "# a  b #c", "%x %j", "-n", "é ü", "a:b=c"])
+def test_sbatch_takes_a_jobs_name_as_it_is(
+    name: str, start: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    job = Job(
+        name=name, folder=str(tmp_path), run_folder=str(tmp_path), log=f"{tmp_path}/%j.log", command=("true",),
+        tasks_per_node=1,
+    )  # fmt: skip
+    script = tmp_path / "script"
+    script.write_text(render_script(SlurmConfig(extra=("--hold",)), job, find_template()))
+    number = start("sbatch", "--parsable", str(script)).stdout.strip()
+    shown = start("scontrol", "--oneliner", "show", "job", number).stdout
+    start("scancel", number)
+    assert f" JobName={name} UserId=" in shown and "Comment=" not in shown
+    # A backslash would end the quotes: what follows would be an option of the job.
+    with pytest.raises(ConfigError, match="without a backslash"):
+        render_script(SlurmConfig(), replace(job, name=f"a\\' --comment=INJECTED '{name}"), find_template())
 
 
 # workflows/slurm ------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import stat
@@ -91,13 +92,39 @@ def test_a_site_of_nvidia_gpus_leaves_them_to_the_scheduler(environ: dict[str, s
     assert "CUDA_VISIBLE_DEVICES" not in after_reading("cuda.sh", ("sh", "-eu"), environ)
 
 
-def test_a_site_of_amd_gpus_hides_them_once(environ: dict[str, str]) -> None:
+def test_a_site_of_amd_gpus_hides_them_once(environ: dict[str, str], tmp_path: Path) -> None:
     by_slurm = {"ROCR_VISIBLE_DEVICES": "2,3", "CUDA_VISIBLE_DEVICES": "2,3", "GPU_DEVICE_ORDINAL": "2,3"}
-    found = after_reading("rocm.sh", ("sh", "-eu"), {**environ, **by_slurm, "TMPDIR": "/scratch/of node"})
+    scratch = tmp_path / "scratch of node"
+    scratch.mkdir()
+    found = after_reading("rocm.sh", ("sh", "-eu"), {**environ, **by_slurm, "TMPDIR": str(scratch)})
     assert found["ROCR_VISIBLE_DEVICES"] == "2,3" and not {"CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"} & found.keys()
-    assert found["MIOPEN_USER_DB_PATH"] == f"/scratch/of node/miopen-{os.getuid()}" == found["MIOPEN_CUSTOM_CACHE_DIR"]
-    found = after_reading("rocm.sh", ("sh", "-eu"), {**environ, "HIP_VISIBLE_DEVICES": "1"})
-    assert found["HIP_VISIBLE_DEVICES"] == "1"
+    (cache,) = scratch.iterdir()
+    assert found["MIOPEN_USER_DB_PATH"] == str(cache) == found["MIOPEN_CUSTOM_CACHE_DIR"]
+    assert cache.stat().st_mode & 0o777 == 0o700
+    # The ranks that the job starts share it; on another node it is made.
+    cache.rmdir()
+    for _ in range(2):
+        assert after_reading("rocm.sh", ("sh", "-eu"), {**environ, "SITE_CACHE": str(cache)})["SITE_CACHE"] == str(
+            cache
+        )
+    assert cache.stat().st_mode & 0o777 == 0o700 and len([*scratch.iterdir()]) == 1
+    found = after_reading("rocm.sh", ("sh", "-eu"), {**environ, "HIP_VISIBLE_DEVICES": "1", "TMPDIR": str(scratch)})
+    assert found["HIP_VISIBLE_DEVICES"] == "1" and found["SITE_CACHE"] != str(cache)
+
+
+def test_shell_files_use_no_name_in_a_shared_folder_that_others_know() -> None:
+    """A name in /tmp or $TMPDIR comes from mktemp."""
+    files = [*WORKFLOWS.rglob("*.sh"), *WORKFLOWS.rglob("*.sbatch"), *(ROOT / "xffl").rglob("*.sh")]
+    files += [*(ROOT / "tests" / "cluster").rglob("*.sh"), *(ROOT / "examples").rglob("*.sh"), ROOT / "Makefile"]
+    files += [file for file in (ROOT / ".ci").iterdir() if file.suffix == ""]
+    known = re.compile(r"(?<![\w.$}])/tmp/|TMPDIR[^\s\"]*/|/dev/shm/")
+    found = [
+        f"{file.relative_to(ROOT)}: {line.strip()}"
+        for file in files
+        for line in file.read_text().splitlines()
+        if known.search(line) and "mktemp" not in line and not line.lstrip().startswith("#")
+    ]
+    assert len(files) > 20 and not found
 
 
 @pytest.mark.parametrize("site", SITES)

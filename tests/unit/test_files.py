@@ -10,14 +10,16 @@ import stat
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from xffl.errors import ConfigError
 from xffl.files import (
+    create,
     find_os_error,
     make_folders,
     naming_errors,
@@ -271,3 +273,96 @@ def test_all_that_is_saved_on_a_full_disk_says_so_with_the_path(tmp_path: Path) 
     ):
         assert "No space left on device" in told[what] and file in told[what], told[what]
     assert ran.stdout.splitlines()[-1] == "steps ['1', '3']"
+
+
+# Who may read them, and links -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def masked() -> Iterator[Callable[[int], int]]:
+    """Return what sets the umask, which is as before after the test."""
+    before = os.umask(0o022)
+    yield os.umask
+    os.umask(before)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_the_umask_says_who_may_read_a_file(umask: int, tmp_path: Path, masked: Callable[[int], int]) -> None:
+    masked(umask)
+    for how in ("new", "replace", "append"):
+        create(tmp_path / how, how).close()
+    write_whole(tmp_path / "whole", "text")
+    write_sealed(tmp_path / "sealed", b"text")
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o666 & ~umask}
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o077, 0o777])
+def test_a_secret_is_its_owners_from_the_first_moment(
+    umask: int, tmp_path: Path, masked: Callable[[int], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    real = os.open
+
+    def noted(path: object, flags: int, mode: int = 0o777, **more: Any) -> int:
+        asked.append(mode)
+        return real(path, flags, mode, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", noted)
+    masked(umask)
+    with create(tmp_path / "secret", is_secret=True) as file:
+        assert os.fstat(file.fileno()).st_mode & 0o777 == 0o600
+        file.write(b"token")
+    assert asked == [0o600]
+    with pytest.raises(ValueError, match="a secret goes into a new file"):
+        create(tmp_path / "secret", "append", is_secret=True)
+
+
+@pytest.mark.parametrize("how", ["new", "replace", "append"])
+@pytest.mark.parametrize("leads", ["to a file", "nowhere", "to a FIFO"])
+def test_nothing_is_written_through_a_link(how: Any, leads: str, tmp_path: Path) -> None:
+    aim = tmp_path / "aim"
+    if leads == "to a file":
+        aim.write_text("kept")
+    elif leads == "to a FIFO":
+        os.mkfifo(aim)
+    (tmp_path / "link").symlink_to(aim)
+    with pytest.raises(OSError) as caught:
+        create(tmp_path / "link", how)
+    assert caught.value.filename == str(tmp_path / "link")
+    assert how == "new" or "it is a link, which xffl does not write through; remove it" in str(caught.value)
+    assert aim.exists() is (leads != "nowhere") and (not aim.is_file() or aim.read_text() == "kept")
+
+
+@pytest.mark.parametrize("how", ["replace", "append"])
+def test_what_is_no_regular_file_is_not_written(how: Any, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    reader = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with pytest.raises(OSError, match="it is a FIFO, not a regular file"):
+            create(tmp_path / "fifo", how)
+    finally:
+        os.close(reader)
+    with pytest.raises(OSError, match="it is a device, not a regular file"):
+        create(Path("/dev/null"), how)
+
+
+def test_a_file_that_is_there_is_replaced_or_appended_to(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("old text")
+    with create(file, "append") as opened:
+        opened.write(b" and more")
+    assert file.read_text() == "old text and more"
+    with create(file, "replace") as opened:
+        opened.write(b"new")
+    assert file.read_text() == "new"
+    with pytest.raises(FileExistsError):
+        create(file)
+
+
+def test_a_file_that_is_written_whole_takes_the_place_of_a_link(tmp_path: Path) -> None:
+    aim = tmp_path / "aim"
+    aim.write_text("kept")
+    (tmp_path / "page").symlink_to(aim)
+    write_whole(tmp_path / "page", "mine")
+    assert aim.read_text() == "kept" and (tmp_path / "page").read_text() == "mine"
+    assert not (tmp_path / "page").is_symlink()

@@ -195,10 +195,42 @@ def test_options_of_sbatch() -> None:
     assert "--signal" not in render_script(SlurmConfig(signal_s=None), job(), find_template())
 
 
-@pytest.mark.parametrize("name", ["a\nb", "", "a\tb", "a\x00b"])
+@pytest.mark.parametrize("name", ["a\nb", "", "a\tb", "a\x00b", "a\\nb", "\\", "a\\' --wrap=id '", "a\u202eb"])
 def test_what_cannot_stand_in_a_script_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="--job-name of the batch script would be"):
         render_script(SlurmConfig(), job(name=name), find_template())
+
+
+@pytest.mark.parametrize(
+    "key", ["partition", "account", "qos", "constraint", "nodelist", "switches", "dependency", "memory"]
+)
+@pytest.mark.parametrize("value", ["a\\' --wrap=id '", "a\n#SBATCH --wrap=id", ""])
+def test_no_value_adds_an_option_of_sbatch(key: str, value: str) -> None:
+    told = {"memory": "mem"}.get(key, key)
+    with pytest.raises(ConfigError, match=f"--{told} of the batch script would be .* without a backslash"):
+        render_script(SlurmConfig(**{key: value}), job(), find_template())
+
+
+def test_a_path_of_the_output_has_no_backslash() -> None:
+    with pytest.raises(ConfigError, match=r"--output of the batch script would be '/tmp/a\\\\b.log'"):
+        render_script(SlurmConfig(), job(log="/tmp/a\\b.log"), find_template())
+    with pytest.raises(ConfigError, match=r"slurm.extra has '--x\\n#SBATCH --wrap=id'"):
+        render_script(SlurmConfig(extra=("--x\n#SBATCH --wrap=id",)), job(), find_template())
+
+
+def test_what_a_template_puts_into_a_line_of_sbatch_is_checked_alike() -> None:
+    template = "#!/bin/bash\n# @NAME@\n#SBATCH --chdir=@FOLDER@\n@DIRECTIVES@\ncd @FOLDER@; @COMMAND@\n"
+    assert "#SBATCH --chdir='/tmp/a b'\n" in render_script(SlurmConfig(), job(folder="/tmp/a b"), template)
+    for folder in ("/tmp/a\n#SBATCH --wrap=id", "/tmp/a\\b"):
+        with pytest.raises(ConfigError, match="@FOLDER@ of the batch script would be"):
+            render_script(SlurmConfig(), job(folder=folder), template)
+        assert shlex.quote(folder) in render_script(SlurmConfig(), job(folder=folder), find_template())
+
+
+@pytest.mark.parametrize("word", ["a\x00b", "a\udcffb"])
+def test_what_no_script_can_hold_is_told_with_its_line(word: str) -> None:
+    with pytest.raises(ConfigError, match=r"line \d+ of the batch script would have the character '\\(x00|udcff)'"):
+        render_script(SlurmConfig(), job(command=("echo", word)), find_template())
 
 
 @pytest.mark.parametrize(
@@ -589,7 +621,9 @@ def test_submission_keeps_the_script_and_refuses_a_second_job(
     assert submit_job("echo hi\n", mine) == "12"
     assert (tmp_path / "script").read_text() == "echo hi\n" and (tmp_path / "logs").is_dir()
     kept = tmp_path / "a'; echo foo" / "slurm" / "12.sbatch"
-    assert kept.read_text() == "echo hi\n" and kept.stat().st_mode & 0o777 == 0o600
+    assert (
+        kept.read_text() == "echo hi\n" and kept.stat().st_mode == (kept.parent / "jobs").stat().st_mode
+    )  # the umask's
     assert kept.with_name("jobs").read_text() == "12\n"
     program("squeue", "printf '11\\n12\\n'")
     with pytest.raises(LaunchError, match=r"job 12, which has not ended, writes to .*afterany:12"):

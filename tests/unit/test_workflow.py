@@ -200,3 +200,35 @@ def test_a_site_changes_nothing_of_a_step(site: str, tmp_path: Path) -> None:
         "<--experiment.output_dir></a home/run><--data.path></x y>"
     )
     assert (tmp_path / "export").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("place", "told"),
+    [
+        ("ssh:-oProxyCommand=id", "is on host '-oProxyCommand=id'"),
+        ("ssh:$(id)@h", r"is on host '\$\(id\)@h'"),
+        ("ssh:h`id`", "is on host 'h`id`'"),
+        ("ssh:h;id", "is on host 'h;id'"),
+        ("ssh:h,slurm,workdir=/a b", "'workdir=/a b', which becomes part of a command there"),
+        ("ssh:h,workdir=/$(id)", r"'workdir=/\$\(id\)', which becomes part of a command there"),
+        ("ssh:h,slurm,workdir=/w,partition=gpu;id", "'partition=gpu;id', which becomes part of a command there"),
+        ("ssh:h,slurm,workdir=/w,account=-x", "'account=-x', which becomes part of a command there"),
+        ("ssh:h,key=/a\nb", r"'key=/a\\nb'; give printable characters in one line"),
+        ("local,home=/a\x1b[2J", r"'home=/a\\x1b\[2J'; give printable characters in one line"),
+    ],
+)
+def test_no_option_of_a_facility_becomes_a_command(place: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        parse_facilities([f"a={place}"])
+
+
+@pytest.mark.parametrize("name", ["round", "rounds", "first"])
+def test_a_number_of_a_step_is_not_computed(name: str, tmp_path: Path) -> None:
+    """What stands in brackets in a number would be run by bash's arithmetic."""
+    (tmp_path / "site.sh").write_text("xffl() { :; }\n")
+    given = {"round": "1", "rounds": "2", "first": "1"} | {name: "a[$(touch ran)]"}
+    words = [word for key, value in given.items() for word in (f"--{key}", value)]
+    command = ["bash", str(WRITTEN / "steps.sh"), "aggregate", "--site", str(tmp_path / "site.sh"), "--results", "r"]
+    ran = subprocess.run([*command, *words], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 2 and f"--{name} is 'a[$(touch ran)]'; give a number" in ran.stderr
+    assert not (tmp_path / "ran").exists()

@@ -29,9 +29,18 @@ if [ -n "${ROCR_VISIBLE_DEVICES:-}" ]; then unset HIP_VISIBLE_DEVICES CUDA_VISIB
 
 # MIOpen keeps the kernels that it has tuned in a database below the home folder. Its locks are slow, or fail, on the
 # file systems that nodes share, and all ranks want them at once.
-site_cache="${TMPDIR:-/tmp}/miopen-$(id -u)"
-export MIOPEN_USER_DB_PATH="${MIOPEN_USER_DB_PATH:-$site_cache}"
-export MIOPEN_CUSTOM_CACHE_DIR="${MIOPEN_CUSTOM_CACHE_DIR:-$site_cache}"
+# Its name is drawn, once for a job, since another user of the node could put something of his own at a name that he
+# knows. On the job's other nodes it is made anew.
+if [ -z "${SITE_CACHE:-}" ]; then
+    SITE_CACHE=$(mktemp -d "${TMPDIR:-/tmp}/miopen-XXXXXXXXXX") || return 1
+    export SITE_CACHE
+fi
+mkdir -m 700 "$SITE_CACHE" 2>/dev/null || { [ -O "$SITE_CACHE" ] && [ ! -L "$SITE_CACHE" ]; } || {
+    echo "SITE_CACHE=$SITE_CACHE is no folder of your own on $(uname -n)" >&2
+    return 1
+}
+export MIOPEN_USER_DB_PATH="${MIOPEN_USER_DB_PATH:-$SITE_CACHE}"
+export MIOPEN_CUSTOM_CACHE_DIR="${MIOPEN_CUSTOM_CACHE_DIR:-$SITE_CACHE}"
 
 # RCCL finds InfiniBand and Infinity Fabric by itself. On a Slingshot network load the module of the plugin, such as
 # aws-ofi-rccl: without it RCCL takes TCP.

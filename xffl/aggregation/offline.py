@@ -47,7 +47,7 @@ from xffl.checkpoint.format import (
 from xffl.costs import EXCHANGE_FORMAT
 from xffl.distributed.sharding import Plain, from_plain, to_plain
 from xffl.errors import CheckpointError, ConfigError
-from xffl.files import naming_errors, sync
+from xffl.files import create, naming_errors, sync
 from xffl.naming import Writer
 
 __all__ = ["Box", "OfflineServer", "PieceReader", "PieceWriter", "Round", "aggregate_exports", "boxes"]
@@ -149,7 +149,7 @@ class PieceWriter:
         self._cleanup = ExitStack()
         self._home = self._cleanup.enter_context(partial_folder(target)) / CELL_FOLDER
         self._home.mkdir()
-        self._file = self._cleanup.enter_context((self._home / DATA).open("wb"))
+        self._file = self._cleanup.enter_context(create(self._home / DATA))
         self._sum, self._size = hashlib.sha256(), 0
         self._tensors: dict[str, dict[str, Any]] = {}
 

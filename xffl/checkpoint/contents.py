@@ -26,7 +26,7 @@ from xffl.checkpoint import composite
 from xffl.checkpoint.format import CellIndex, FileEntry, Record, file_entry
 from xffl.distributed.sharding import Plain, from_plain, local_tensor, sharded_parameters, tensors_named, to_plain
 from xffl.errors import CheckpointError, ConfigError
-from xffl.files import naming_errors, sync
+from xffl.files import create, naming_errors, sync
 from xffl.topology import Topology
 
 __all__ = ["Part"]
@@ -464,7 +464,7 @@ def write_rank_state(folder: Path, place: int, own: RankState) -> dict[str, File
     content = {"values": json.dumps(own.values, allow_nan=False), "tensors": own.tensors, "buffers": own.buffers}
     if own.boxes:
         content["boxes"] = json.dumps(own.boxes, allow_nan=False)
-    with naming_errors(file), file.open("wb") as stream:
+    with naming_errors(file), create(file, "replace") as stream:
         torch.save(content, stream)
     sync(file)
     return {file.name: file_entry(file)}

@@ -48,7 +48,7 @@ from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import Plain
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
-from xffl.files import find_os_error, make_folders, naming_errors, read_text, sealed_json, sync
+from xffl.files import create, find_os_error, make_folders, naming_errors, read_text, sealed_json, sync
 from xffl.reading import Fields, parse_json
 
 __all__ = [
@@ -235,8 +235,8 @@ def record_text(record: Record) -> str:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file so that it survives a power cut."""
-    with naming_errors(path):
-        path.write_text(text, encoding="utf-8")
+    with naming_errors(path), create(path, "replace") as file:
+        file.write(text.encode())
     sync(path)
 
 
@@ -317,6 +317,7 @@ def remove_checkpoint(path: Path, why: str) -> None:
 def write_pointer(path: Path) -> None:
     """Let the file ``latest`` beside a checkpoint name it, at once; one process calls it."""
     new = path.with_name(f".{LATEST}.new")
+    new.unlink(missing_ok=True)  # of a start that was killed
     # A rename replaces the file at once, so that readers see the old name or the new one.
     write_text(new, path.name + "\n")
     new.replace(path.with_name(LATEST))

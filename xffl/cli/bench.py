@@ -16,6 +16,7 @@ from xffl.cli.main import command_parser
 from xffl.cluster.environment import detect_environment, parse_sizes
 from xffl.cluster.launchers import LAUNCHERS
 from xffl.errors import ConfigError
+from xffl.files import write_whole
 
 __all__ = ["build_parser", "run"]
 
@@ -121,7 +122,7 @@ def _show(record: Mapping[str, Any], folder: Path | None, *, as_json: bool) -> N
     sys.stdout.flush()
     if folder is None:
         return
-    (folder / "bench.json").write_text(text)
+    write_whole(folder / "bench.json", text)
     written = ["bench.json"]
     try:
         for name in ("bench.svg", "bench.png"):

@@ -27,11 +27,11 @@ from xffl.cluster.launch.elastic import CellJob, SharedLighthouse, launch_cells,
 from xffl.cluster.launch.failure import ExitCode, FailureRecord, RankFailure, record_failure
 from xffl.cluster.launch.job_layout import JobLayout, LaunchOptions, check_started, fit_hosts, lay_out
 from xffl.cluster.launch.launch import launch_local
-from xffl.cluster.launchers import LAUNCHERS
 from xffl.cluster.launch.logs import following, make_log_dir
 from xffl.cluster.launch.runner import RankJob, be_rank, check_script, run_script, take_share
 from xffl.cluster.launch.srun import launch_srun
 from xffl.cluster.launch.ssh import launch_ssh
+from xffl.cluster.launchers import LAUNCHERS
 from xffl.cluster.slurm.allocation import Allocation, Host, ask_switches, find_allocation, own_host, parse_hosts
 from xffl.errors import ConfigError, LaunchError
 from xffl.topology import Topology

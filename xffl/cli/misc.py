@@ -21,8 +21,8 @@ from jsonargparse import ArgumentParser, Namespace
 from xffl.checks import integer, number, one_of
 from xffl.cli.main import command_parser
 from xffl.cluster import environment
-from xffl.cluster.launchers import LAUNCHERS
 from xffl.cluster.launch.logs import Stream, list_rank_files
+from xffl.cluster.launchers import LAUNCHERS
 from xffl.errors import ConfigError, XfflError
 from xffl.extras import install_command, optional_import
 

@@ -143,7 +143,7 @@ def _begin(options: Namespace) -> None:
         print(locate_checkpoint(results / f"round_{last}"))
         told["start"] = {"class": "Directory", "location": "start"}
     told["more"] = told["round"] <= options.rounds
-    Path("cwl.output.json").write_text(json.dumps(told) + "\n")
+    write_whole(Path("cwl.output.json"), json.dumps(told) + "\n")
     where = f"round {told['round']} is the next of {options.rounds}" if told["more"] else "all rounds are made"
     print(where, file=sys.stderr)
 

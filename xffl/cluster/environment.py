@@ -27,7 +27,7 @@ from xffl.cluster.hosts import interface_address, route_address
 from xffl.cluster.launchers import LAUNCHERS, Fields, honour_master, read_number
 from xffl.cluster.network import control_address
 from xffl.errors import ConfigError, LaunchError, TopologyError
-from xffl.files import make_folders, naming_errors, read_bytes, read_text, sync
+from xffl.files import create, make_folders, naming_errors, read_bytes, read_text, sync
 
 __all__ = [
     "PROOF_KEY",
@@ -536,8 +536,8 @@ def make_token_file(path: Path) -> None:
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         make_folders(path.parent)
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file, naming_errors(path):
-            file.write(os.urandom(32).hex() + "\n")
+        with create(new, is_secret=True) as file, naming_errors(path):
+            file.write(f"{os.urandom(32).hex()}\n".encode())
             file.flush()
             os.fsync(file.fileno())
         if not _take_name(new, path):  # another process was faster

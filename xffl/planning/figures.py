@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from xffl.errors import ConfigError
 from xffl.extras import optional_import
+from xffl.files import written_whole
 from xffl.planning.text import (
     Piece,
     count_pieces,
@@ -64,7 +65,10 @@ def save(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     is_svg = path.suffix.lower() == ".svg"
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "xffl"}):
-        figure.savefig(path, dpi=160, metadata={"Date": None} if is_svg else None)
+        # Aside and then renamed: what has the name, such as a link of somebody else, is replaced and not written to.
+        with written_whole(path) as file:
+            kind = path.suffix.removeprefix(".").lower() or None
+            figure.savefig(file, format=kind, dpi=160, metadata={"Date": None} if is_svg else None)
 
 
 def colour_of(index: int) -> str:

@@ -111,6 +111,8 @@ def write_report(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[
     template = _load_template()
     found = read_runs(runs)
     folder = Path(out) if out is not None else found[0].folder / "pictures"
+    if out is None and folder.is_symlink():  # somebody else who may write into the run's folder can have made it
+        raise ConfigError(f"{str(folder)!r} is a link, which the page is not written through; give --out FOLDER")
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{str(folder)!r} is not a folder; give one with --out FOLDER, it is made if it is missing")
     folder.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ import torch
 from xffl.checks import shorten
 from xffl.errors import ConfigError
 from xffl.extras import optional_import
-from xffl.files import make_folders, naming_errors, read_bytes, read_text, write_whole, written_whole
+from xffl.files import create, make_folders, naming_errors, read_bytes, read_text, write_whole, written_whole
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -149,7 +149,8 @@ class LineFile:
             if self.path.exists() and not read_bytes(self.path).endswith(b"\n"):
                 cut_lines(self.path, lambda index, line: True)
             self._lines = self.lines
-            self._handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            with create(self.path, "append") as file:
+                self._handle = os.dup(file.fileno())
             if self._header and not self._lines:
                 lines = f"{self._header}\n{lines}"
         before = os.fstat(self._handle).st_size

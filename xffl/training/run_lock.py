@@ -19,11 +19,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO
 
 from xffl.cluster.hosts import host_identity
 from xffl.errors import ConfigError
-from xffl.files import ENOTSUPP, naming_errors, read_text, remove_file
+from xffl.files import ENOTSUPP, create, naming_errors, read_bytes, read_text, remove_file
 
 __all__ = ["run_lock"]
 
@@ -50,15 +50,14 @@ def run_lock(folder: Path) -> Iterator[None]:
     file to delete.
     """
     lock = folder / LOCK
-    if os.path.lexists(lock) and not lock.is_file():
+    if os.path.lexists(lock) and (lock.is_symlink() or not lock.is_file()):
         raise ConfigError(f"experiment.output_dir {folder} has a {LOCK} that is no regular file; remove {lock}")
-    with lock.open("a+", encoding="utf-8") as file:
+    with create(lock, "append") as file:
         try:
             _lock(file, time.monotonic() + LOCK_WAIT_S)
         except OSError as error:
             if error.errno in HELD:
-                file.seek(0)
-                holder = file.read().strip() or "another job"
+                holder = read_bytes(lock).decode(errors="replace").strip() or "another job"
                 raise ConfigError(f"experiment.output_dir {folder} is in use by {holder}; {FREE}") from error
             if error.errno not in NO_LOCKS:
                 raise
@@ -73,15 +72,14 @@ def run_lock(folder: Path) -> Iterator[None]:
             file.truncate(0)
             job = f", SLURM job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
             with naming_errors(lock):
-                file.write(f"process {os.getpid()} on {os.uname().nodename}{job}\n")
-                file.flush()
+                file.write(f"process {os.getpid()} on {os.uname().nodename}{job}\n".encode())
             yield
             return
     with holding:
         yield
 
 
-def _lock(file: TextIO, deadline: float) -> None:
+def _lock(file: BinaryIO, deadline: float) -> None:
     """Lock a file, or raise what kept it from that, until the deadline only where another process holds it."""
     while True:
         try:
@@ -243,10 +241,10 @@ def _make(path: Path, text: str) -> bool:
 
 def _write_new(path: Path, text: str) -> None:
     """Write a file that is not there yet; where that fails it is removed."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    opened = create(path)
     try:
-        with naming_errors(path), os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with naming_errors(path), opened as file:
+            file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())
     except BaseException:

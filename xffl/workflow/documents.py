@@ -19,7 +19,13 @@ from xffl.errors import ConfigError
 __all__ = ["Facility", "Workflow", "parse_facilities", "write_workflow"]
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
-_PLACE = re.compile(r"(?:(?P<user>[^@:/\s]+)@)?(?P<host>\[[0-9a-fA-F:]+\]|[^@:/\s]+)(?::(?P<port>\d+))?")
+_PLACE = re.compile(
+    r"(?:(?P<user>[A-Za-z0-9_][\w.-]*)@)?(?P<host>\[[0-9a-fA-F:]+\]|[A-Za-z0-9_][\w.-]*)(?::(?P<port>\d{1,5}))?",
+    re.ASCII,
+)
+_VALUE = re.compile(r"[\w@%+=:./~-]*", re.ASCII)
+"""Values that StreamFlow puts into command lines as they are, where a shell would take any other character for its own.
+"""
 _TAKEN = ("aggregate", "begin", "measure", "record")
 _SLURM = {name: name for name in ("partition", "nodes", "gpus", "time", "account", "qos")} | {"gpus": "gpusPerNode"}
 """What a job may ask SLURM for, and what StreamFlow calls it."""
@@ -74,6 +80,13 @@ def _parse(text: str) -> Facility:
             raise ConfigError(
                 f"facility {text!r} has {option!r}; give slurm, or once each {', '.join((*_OWN, *_SLURM))}"
             )
+        if (key in _SLURM or key == "workdir") and not (_VALUE.fullmatch(value) and value[0] != "-"):
+            raise ConfigError(
+                f"facility {text!r} has {option!r}, which becomes part of a command there; give letters, digits and "
+                "@ % + = : . / ~ _ -"
+            )
+        if not value.isprintable():
+            raise ConfigError(f"facility {text!r} has {option!r}; give printable characters in one line")
         if key in _SLURM and not is_slurm:
             raise ConfigError(f"facility {text!r} has {option!r}, which is for batch jobs; add slurm")
         given[key] = value

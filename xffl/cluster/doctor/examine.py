@@ -28,8 +28,8 @@ from xffl.cluster.doctor.probe import ERROR, OK, WARNING, Finding, HostChecks, R
 from xffl.cluster.environment import ProcessEnvironment, detect_environment
 from xffl.cluster.hosts import interface_address
 from xffl.cluster.launch.affinity import limit_threads
-from xffl.cluster.launchers import LAUNCHERS
 from xffl.cluster.launch.ssh import job_of_hosts, shared_environment, ssh_command
+from xffl.cluster.launchers import LAUNCHERS
 from xffl.cluster.network import SLURM_PORTS
 from xffl.cluster.slurm.allocation import Host, find_allocation
 from xffl.errors import LaunchError, XfflError

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from xffl.errors import XfflError
-from xffl.files import write_whole
+from xffl.files import create, write_whole
 
 __all__ = [
     "CellLives",
@@ -323,7 +323,7 @@ class CellLives:
         if self._own is not None:
             return
         hidden = self._folder / f".{life}"
-        file = hidden.open("wb")
+        file = create(hidden)
         # A record lock: children of this process do not have it, so it ends with this process alone.
         fcntl.lockf(file, fcntl.LOCK_EX)
         hidden.rename(self._folder / f"life.{life}")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from xffl.errors import ConfigError
+from xffl.files import create
 
 __all__ = [
     "LineBuffer",
@@ -172,14 +173,14 @@ def redirect(file: RankFile) -> int:
     """Send standard output and error of this process to a log file from now on; what the file holds stays."""
     try:
         file.folder.mkdir(parents=True, exist_ok=True)
-        log = os.open(file.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        log = create(file.path, "append")
     except OSError as error:
         why = f"cannot be written: {error.strerror}"
         raise ConfigError(f"log file {file.path} {why}; give another --log-dir") from error
-    before = os.dup(2)
-    for number in (1, 2):
-        os.dup2(log, number)
-    os.close(log)
+    with log:
+        before = os.dup(2)
+        for number in (1, 2):
+            os.dup2(log.fileno(), number)
     return before
 
 

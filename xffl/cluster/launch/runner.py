@@ -23,8 +23,8 @@ from typing import Any
 from xffl.cluster.environment import elastic_cell, requested_federation
 from xffl.cluster.launch.affinity import bind_if_asked, limit_threads, take_turns_if_crowded
 from xffl.cluster.launch.failure import ExitCode, code_of_signal, describe_failure, record_failure
-from xffl.cluster.launchers import LAUNCHERS
 from xffl.cluster.launch.logs import RankFile, mark, redirect
+from xffl.cluster.launchers import LAUNCHERS
 from xffl.errors import LaunchError, XfflError
 from xffl.topology import Topology
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from xffl.checks import integer_fields
 from xffl.errors import ConfigError, LaunchError
-from xffl.files import make_folders
+from xffl.files import create, make_folders, write_whole
 
 __all__ = [
     "Job",
@@ -221,6 +221,7 @@ def render_script(slurm: SlurmConfig, job: Job, template: str) -> str:
         "SETUP": _setup(slurm.setup),
         "TASK": _task(job.tasks),
     }
+    named = {"FOLDER": job.folder, "NAME": job.name}
     places = _PLACE.findall(template)
     if "COMMAND" not in places or "DIRECTIVES" not in places:
         raise ConfigError("the template of batch scripts lacks @COMMAND@ or @DIRECTIVES@; put both into it")
@@ -230,7 +231,21 @@ def render_script(slurm: SlurmConfig, job: Job, template: str) -> str:
     if unknown:
         known = ", ".join(f"@{name}@" for name in texts)
         raise ConfigError(f"the template of batch scripts has @{unknown[0]}@, which nothing fills; there are {known}")
-    return _PLACE.sub(lambda place: texts[place[1]], template)
+
+    def fill(place: re.Match[str]) -> str:
+        line = template[template.rfind("\n", 0, place.start()) + 1 : place.start()]
+        if line.startswith("#") and place[1] in named:  # sbatch reads it, or it must end with the line
+            return _quoted_for_sbatch(f"@{place[1]}@", named[place[1]])
+        return texts[place[1]]
+
+    script = _PLACE.sub(fill, template)
+    if odd := re.search("[\0\ud800-\udfff]", script):
+        line = script.count("\n", 0, odd.start()) + 1
+        raise ConfigError(
+            f"line {line} of the batch script would have the character {odd[0]!r}, which SLURM does not take; leave it "
+            "out of names, words and values"
+        )
+    return script
 
 
 def _directives(slurm: SlurmConfig, job: Job) -> list[str]:
@@ -258,14 +273,26 @@ def _directives(slurm: SlurmConfig, job: Job) -> list[str]:
     found = []
     for name, value in options.items():
         if value is not None:
-            if value == "" or not str(value).isprintable():
-                told = f"--{name} of the batch script would be {value!r}"
-                raise ConfigError(f"{told}; give printable characters in one line")
-            found.append(f"--{name}={shlex.quote(str(value))}")
+            found.append(f"--{name}={_quoted_for_sbatch(f'--{name}', str(value))}")
     found.append("--requeue" if slurm.requeue else "--no-requeue")
-    if any("\n" in line for line in slurm.extra):
-        raise ConfigError("slurm.extra has an option of several lines; give one in each item")
+    for line in slurm.extra:
+        if not line.isprintable():
+            raise ConfigError(f"slurm.extra has {line!r}; give each item one option, in printable characters")
     return [*found, *slurm.extra]
+
+
+def _quoted_for_sbatch(what: str, text: str) -> str:
+    """Quote a value for a line that sbatch reads; raise where none of its quotes would keep the value what it is.
+
+    To sbatch a backslash is an escape inside of single quotes, too, where it is none to a shell: a quote behind it would
+    end the value, and what follows would be options of the job.
+    """
+    if text == "" or not text.isprintable() or "\\" in text:
+        raise ConfigError(
+            f"{what} of the batch script would be {text!r}; give printable characters in one line, without a backslash, "
+            "which sbatch takes for an escape"
+        )
+    return shlex.quote(text)
 
 
 _REQUEUES = '[ "$status" -eq 75 ]'
@@ -326,7 +353,7 @@ def submit_job(script: str, job: Job, *, is_chained: bool = False) -> str:
     try:
         make_folders(folder)
         make_folders(Path(job.log).parent)
-        jobs = (folder / "jobs").open("a+", encoding="utf-8")
+        jobs = create(folder / "jobs", "append")
     except OSError as error:
         hint = "give another experiment.output_dir"
         raise LaunchError(f"{folder} cannot be written: {error.strerror}; {hint}") from error
@@ -341,11 +368,8 @@ def submit_job(script: str, job: Job, *, is_chained: bool = False) -> str:
             raise LaunchError(f"sbatch refused the job: {'; '.join(lines)}; change the section slurm (--dry-run)")
         number = ran.stdout.strip().partition(";")[0]
         try:
-            os.write(jobs.fileno(), f"{number}\n".encode())  # without a buffer that would be written at the file's end
-            # For its owner alone: it holds the words of the command line, some of which may be secret.
-            copy = os.open(folder / f"{number}.sbatch", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(copy, "w", encoding="utf-8") as kept:
-                kept.write(script)
+            jobs.write(f"{number}\n".encode())
+            write_whole(folder / f"{number}.sbatch", script)
         except OSError as error:
             raise LaunchError(
                 f"job {number} is submitted, but {folder} cannot be written: {error.strerror}; squeue -j {number} "

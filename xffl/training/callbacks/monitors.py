@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -244,7 +246,11 @@ class ProfilerCallback(Callback):
             self._cycles += 1
             folder.mkdir(parents=True, exist_ok=True)
             number = f"_{self._cycles}" if self._cycles > 1 else ""
-            profiled.export_chrome_trace(str(folder / f"rank_{rank}{number}.json"))
+            name = f"rank_{rank}{number}.json"
+            # torch opens a path, and would follow a link: the folder aside is this user's alone.
+            with tempfile.TemporaryDirectory(dir=folder) as aside:
+                profiled.export_chrome_trace(os.path.join(aside, name))
+                os.replace(os.path.join(aside, name), folder / name)
 
         activities = [ProfilerActivity.CPU]
         if trainer.device.type == "cuda":

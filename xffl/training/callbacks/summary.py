@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from xffl.aggregation.engine.tensors import WRAPPERS, tensors_of
 from xffl.checks import integer
+from xffl.files import create
 from xffl.training.callbacks.base import Callback
 from xffl.training.callbacks.param_norms import local
 
@@ -112,7 +114,7 @@ class ModelSummaryCallback(Callback):
                 console.print(table)
         path = Path(trainer.config.experiment.output_dir) / FILE
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", encoding="utf-8") as file:
+        with io.TextIOWrapper(create(path, "replace"), encoding="utf-8") as file:
             console = Console(file=file, width=PLAIN_WIDTH, force_terminal=False, color_system=None)
             for table in tables:
                 table.box = box.MARKDOWN

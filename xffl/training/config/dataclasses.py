@@ -68,7 +68,7 @@ class ExperimentConfig:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        if not self.name or os.sep in self.name:
+        if not self.name.isprintable() or not self.name or os.sep in self.name:
             raise ConfigError(f"experiment.name must be the name of a folder such as 'digits', got {self.name!r}")
         check_signals(self.preempt_signals)
         integer_fields(self, "seed", minimum=0, prefix="experiment.")

@@ -25,6 +25,9 @@ set -euo pipefail
 for name in home cell project configuration round rounds first start metrics results address lighthouse; do
     declare "$name=${xffl_step[$name]:-}"
 done
+for name in round rounds first; do # bash would run what stands in brackets in a number
+    [[ ${!name:-0} =~ ^[0-9]+$ ]] || { echo "--$name is ${!name@Q}; give a number" >&2 && exit 2; }
+done
 case $home in /*) ;; *) home=$HOME/$home ;; esac
 
 # Rounds over files
