@@ -53,7 +53,7 @@ def main(folder: str, way: str, which: str) -> None:
         if way == "raise":
             raise ValueError("seven years " + "of luck" * 300)
         if way == "lost":
-            raise RuntimeError("Connection closed by peer")
+            raise RuntimeError("[gloo] Connection closed by peer")
         if way == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if way == "exit":

@@ -382,7 +382,7 @@ def test_wrong_set_ups_are_one_line_and_exit_2(
     assert told.out == "" and told.err.startswith(f"xffl: {message}") and told.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", [["plan", "--bogus", "1"], ["exec", "train.py"], ["exec", "--processes", "two", "x"]])
+@pytest.mark.parametrize("words", [["plan", "--bogus", "1"], ["exec", __file__], ["exec", "--processes", "two", "x"]])
 def test_wrong_options_exit_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(words)
@@ -528,6 +528,9 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
         ("exec --elastic file:a/b s.py", "exec --elastic file:a/b", "s.py"),
         ("exec --elastic=a:1 s.py", "exec --elastic=a:1", "s.py"),
         ("exec --processes", "exec --processes", ""),
+        ("exec --processes 2 -m a.b -x", "exec --processes 2", "-m a.b -x"),
+        ("exec --elastic -m a.b", "exec --elastic", "-m a.b"),
+        ("exec --processes 2 - -x", "exec --processes 2", "- -x"),
     ],
 )
 def test_the_script_begins_at_the_first_word_that_is_no_option(words: str, own: str, script: str) -> None:
@@ -576,8 +579,8 @@ def test_failures_in_words() -> None:
 def test_a_record_tells_of_causes(tmp_path: Path) -> None:
     try:
         try:
-            raise ConnectionResetError("Connection reset by peer")
-        except ConnectionResetError as cause:
+            raise RuntimeError("[gloo/transport/tcp/pair.cc:525] Read error: Connection reset by peer")
+        except RuntimeError as cause:
             raise RoundError("round 3 did not take place;\n the old weights stand") from cause
     except RoundError as error:
         written = describe_failure(error)
@@ -589,7 +592,7 @@ def test_a_record_tells_of_causes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("way", "lost"), [("raise other", True), ("raise other from None", False)])
 def test_what_was_being_handled_is_a_cause_unless_it_is_hidden(way: str, lost: bool) -> None:
-    code = f"try:\n raise EOFError('connection reset')\nexcept EOFError:\n {way}"
+    code = f"try:\n raise RuntimeError('gloo: connection reset')\nexcept RuntimeError:\n {way}"
     with pytest.raises(ValueError, match="x") as told:
         exec(code, {"other": ValueError("x")})
     assert describe_failure(told.value).lost_peer is lost

@@ -32,6 +32,7 @@ MODULES = sorted(
 WITHOUT_TORCH = (
     "errors",
     "extras",
+    "callers",
     "checks",
     "reading",
     "yaml_text",

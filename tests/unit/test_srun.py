@@ -42,7 +42,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
 
     def put(program: str) -> dict[str, str]:
         (tmp_path / "fake.py").write_text(BEGIN + program)
-        (tmp_path / "train.py").write_text("")
+        (tmp_path / "train.py").write_text("pass")
         job = {"JOB_ID": "3", "JOB_NODELIST": "n1", "TASKS_PER_NODE": "2", "NTASKS": "2"}
         given = {f"SLURM_{name}": text for name, text in job.items()}
         given |= {"XFFL_SRUN": f"{sys.executable} {tmp_path}/fake.py", "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -204,7 +204,7 @@ time.sleep(20)
 )
 def test_a_rank_that_cannot_begin_tells_it(given: dict[str, str], message: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    (tmp_path / "train.py").write_text("")
+    (tmp_path / "train.py").write_text("pass")
     job = RankJob((str(tmp_path / "train.py"),), str(tmp_path / "file" / "logs"), is_marked=True)
     places = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
     places |= {"GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "XFFL_HOST": "n1"}

@@ -34,7 +34,7 @@ END = "import os; print('hello from', os.environ['RANK'])"
 ONE_ENDS = """
 import os, signal, sys, time
 def stop(number, frame):
-    raise RuntimeError("Connection closed by peer")
+    raise RuntimeError("[gloo] Connection closed by peer")
 signal.signal(signal.SIGTERM, stop)
 open("up." + os.environ["RANK"], "w").close()
 while not (os.path.exists("up.0") and os.path.exists("up.1")):
@@ -126,17 +126,20 @@ def test_a_rank_that_fails_leaves_no_children(end: str, left: list[int]) -> None
 
 
 def test_a_lost_peer_is_told_where_no_host_is_lost() -> None:
-    ended = launch("raise RuntimeError('Connection closed by peer')")
+    ended = launch("raise RuntimeError('[gloo] Connection closed by peer')")
     assert isinstance(ended, RankFailure) and ended.record is not None and ended.record.lost_peer
 
 
 def test_a_rank_that_left_with_0_while_another_one_lost_its_peer_is_named() -> None:
     ended = launch(
         "import os, time\nif os.environ['RANK'] == '1':\n    open('left', 'w').close()\n    raise SystemExit\n"
-        "while not os.path.exists('left'):\n    time.sleep(0.01)\ntime.sleep(2)\nraise EOFError('Socket closed')"
+        "while not os.path.exists('left'):\n    time.sleep(0.01)\ntime.sleep(2)\nraise RuntimeError('[gloo] Socket closed')"
     )
     assert isinstance(ended, RankFailure)
-    assert (ended.rank, ended.describe()) == (0, "failed with EOFError: Socket closed; rank 1 left with code 0")
+    assert (ended.rank, ended.describe()) == (
+        0,
+        "failed with RuntimeError: [gloo] Socket closed; rank 1 left with code 0",
+    )
 
 
 def test_a_lost_host_is_named(capfd: pytest.CaptureFixture[str]) -> None:

@@ -357,10 +357,10 @@ def test_the_command_line_of_a_configuration(project: Path, capsys: pytest.Captu
     for line in ("--nodes=1", "--ntasks-per-node=4", "--time=2:00:00", "--partition=long", "--job-name=demo"):
         assert f"#SBATCH {line}\n" in script
     assert f"cd -- {shlex.quote(str(project))}\n" in script
-    (line,) = (line for line in script.splitlines() if "xffl exec" in line and not line.startswith("#"))
+    (line,) = (line for line in script.splitlines() if "__main__.py exec" in line and not line.startswith("#"))
     command_line = shlex.split(line.partition(' "$@" ||')[0])
     assert command_line[1:] == [
-        "-m", "xffl", "exec", "--federated=auto", "--hsdp=2", "--require-cells=2", "--merge", "config.yaml",
+        command._PROGRAM, "exec", "--federated=auto", "--hsdp=2", "--require-cells=2", "--merge", "config.yaml",
         "--config=more.yaml", f"--title={HOSTILE[0]}", "--tags+=a  b",
     ]  # fmt: skip
 
@@ -389,7 +389,7 @@ def test_mistakes_are_told_before_the_queue(project: Path, capsys: pytest.Captur
         (["config.yaml", "--slurm.signal", "USR1"], "slurm.signal is USR1, but the run listens to USR2, TERM"),
         (["config.yaml", "--follow", "--no-follow"], "--follow and --no-follow are both given"),
         (["config.yaml", "--title"], "--title on the command line has no value"),
-        (["nowhere.py"], "'nowhere.py' is not a file"),
+        (["nowhere.py"], "script 'nowhere.py' does not exist"),
         ([], "no file is given"),
     ):
         assert message in dry(capsys, *words, code=2)
@@ -401,7 +401,7 @@ def test_mistakes_are_told_before_the_queue(project: Path, capsys: pytest.Captur
 
 def commands(scripts: str) -> list[list[str]]:
     """Return the words of the commands of some scripts."""
-    lines = [line for line in scripts.splitlines() if "xffl exec" in line and not line.startswith("#")]
+    lines = [line for line in scripts.splitlines() if "__main__.py exec" in line and not line.startswith("#")]
     return [shlex.split(line.partition(' "$@" ||')[0]) for line in lines]
 
 
@@ -425,7 +425,7 @@ def test_each_cell_of_an_elastic_run_is_a_job(project: Path, capsys: pytest.Capt
         assert scripts.count("--nodes=2\n") == scripts.count("--ntasks-per-node=2\n") == 3
         for cell, command_line in enumerate(commands(scripts)):
             assert command_line == [
-                "env", f"XFFL_TOKEN_FILE={run}/token", sys.executable, "-m", "xffl", "exec", "--merge",
+                "env", f"XFFL_TOKEN_FILE={run}/token", sys.executable, command._PROGRAM, "exec", "--merge",
                 f"--elastic=file:{run}/lighthouse", f"--cell={cell}/3", "config.yaml", f"--title={HOSTILE[0]}",
             ]  # fmt: skip
             assert f"#SBATCH --job-name=demo_cell_{cell}\n" in scripts
@@ -434,7 +434,7 @@ def test_each_cell_of_an_elastic_run_is_a_job(project: Path, capsys: pytest.Capt
     assert not (project / "runs").exists()
     scripts = dry(capsys, "--elastic", "http://a:1", "--cells=2", "--cell=1", "config.yaml")
     assert (
-        commands(scripts)[0][6:] == ["--elastic=http://a:1", "--cell=1/2", "config.yaml"]
+        commands(scripts)[0][5:] == ["--elastic=http://a:1", "--cell=1/2", "config.yaml"]
         and len(commands(scripts)) == 1
     )
 
@@ -469,12 +469,12 @@ def test_a_script_is_that_of_each_cell(project: Path, capsys: pytest.CaptureFixt
     scripts = dry(capsys, "--elastic", "--cells", "3", *words)
     for cell, command_line in enumerate(commands(scripts)):
         run = f"{project}/runs/submit_train"
-        assert command_line[6:] == [
+        assert command_line[5:] == [
             f"--elastic=file:{run}/lighthouse", f"--cell={cell}/3", "submit_train.py", "--elastic", "x",
         ]  # fmt: skip
     assert "--signal" not in scripts
     assert len(commands(dry(capsys, "--elastic", "--federated=1", "--cells", "2", "submit_train.py"))) == 2
-    assert commands(dry(capsys, "--cells", "2", "--elastic", "submit_train.py"))[1][7] == "--cell=1/2"
+    assert commands(dry(capsys, "--cells", "2", "--elastic", "submit_train.py"))[1][6] == "--cell=1/2"
 
 
 def test_the_token_is_in_a_file_of_its_owner(

@@ -28,7 +28,8 @@ from xffl.cluster.launch.failure import ExitCode, FailureRecord, RankFailure, re
 from xffl.cluster.launch.job_layout import JobLayout, LaunchOptions, check_started, fit_hosts, lay_out
 from xffl.cluster.launch.launch import launch_local
 from xffl.cluster.launch.logs import following, make_log_dir
-from xffl.cluster.launch.runner import RankJob, be_rank, check_script, run_script, take_share
+from xffl.cluster.launch.runner import RankJob, be_rank, run_script, take_share
+from xffl.cluster.launch.script import CONFIGURATIONS, check_command, is_module, is_stream, read_source
 from xffl.cluster.launch.srun import launch_srun
 from xffl.cluster.launch.ssh import launch_ssh
 from xffl.cluster.launchers import LAUNCHERS
@@ -39,11 +40,9 @@ from xffl.topology import Topology
 if TYPE_CHECKING:
     from xffl.aggregation.exports import RoundPlan
 
-__all__ = ["CONFIGURATIONS", "build_parser", "is_lighthouse", "print_help", "run", "split_command"]
+__all__ = ["build_parser", "is_lighthouse", "print_help", "run", "split_command"]
 
 _FLAGS = ("-h", "--help", "--traceback", "--merge")  # after any other option, the next word is its value
-CONFIGURATIONS = (".yaml", ".yml")
-"""Ends of names of files that are configurations, and no scripts."""
 _RANK = Path(__file__).with_name("exec_rank.py")  # what each process runs that is started for a configuration
 _GRACE_S = 10.0
 _RESTARTS = 3
@@ -51,7 +50,8 @@ _OF_ALL_CELLS = ("XFFL_FEDERATED", "XFFL_LAUNCHED_CELLS", "XFFL_REQUIRE_CELLS") 
 _RUN = ".run"  # behind the name of a file of what is measured: the folder of the run that measures
 
 _EXAMPLES = """\
-SCRIPT follows xffl's options; everything after it is passed to the script unchanged.
+SCRIPT follows xffl's options; everything after it is passed to the script unchanged. -m package.train in its place runs
+a module, as python -m does, and - (or /dev/stdin, or a pipe) a script that is read here, once, for all ranks.
 
 examples:
   xffl exec --processes 4 --federated 2,2 train.py --lr 0.1
@@ -61,6 +61,7 @@ examples:
   salloc -N 4 --ntasks-per-node 4 xffl exec --federated auto --log-dir logs config.yaml
   xffl exec --hosts a:4,b:4 --federated hosts:. train.py
   mpirun -n 8 xffl exec --federated 4,4 train.py
+  xffl exec --processes 4 --federated 2,2 -m package.train --lr 0.1
   xffl exec --cell 0/2 --from global/round_2 --export cell_0/round_3 config.yaml
   xffl exec --elastic --federated 4,4 train.py
   xffl exec --elastic http://10.0.0.1:29510 --cell 0/2 --processes 4 train.py
@@ -84,7 +85,7 @@ def build_parser() -> ArgumentParser:
         "Start a script, or the training run of a configuration, in several processes: on this machine, on "
         "the nodes of a SLURM job, or on hosts by ssh.",
         _EXAMPLES,
-        usage="xffl exec [options] SCRIPT [arguments]",
+        usage="xffl exec [options] SCRIPT | -m MODULE | - [arguments]",
     )
     processes = "number of processes; required for a script on one machine"
     parser.add_argument("--processes", type=int, metavar="N", help=processes)
@@ -120,9 +121,9 @@ def build_parser() -> ArgumentParser:
 
 
 def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Cut ``exec [options] SCRIPT [arguments]`` before the script."""
+    """Cut ``exec [options] SCRIPT [arguments]`` before the script, the ``-m`` of a module, or the ``-`` of a stream."""
     at = 1
-    while at < len(words) and words[at].startswith("-"):
+    while at < len(words) and words[at].startswith("-") and words[at] not in ("-", "-m"):
         if words[at] == "--":
             return list(words[:at]), list(words[at + 1 :])
         has_value = words[at] not in _FLAGS
@@ -151,7 +152,10 @@ def run(options: Namespace, command: Sequence[str]) -> int:
     if options.launcher == "auto":
         take_share()  # a configuration's trainer imports torch
     over_files = environment.read_over_files({name: options[name] for name in ("cell", "from", "export", "measure")})
-    options.failures = RankJob.pop(os.environ).failures  # of a cell that this command has started
+    of_cell = RankJob.pop(os.environ)  # where this command has started this one for a cell
+    options.failures, options.source = of_cell.failures, of_cell.source
+    if not command[0].endswith(CONFIGURATIONS):
+        _look_at_script(options, command, is_first=of_cell == RankJob())
     if options.elastic is not None or (over_files.cell is not None and os.environ.get("XFFL_LIGHTHOUSE", "").strip()):
         _check_elastic(options, over_files)
         if options.elastic and _started(options) is None:
@@ -174,7 +178,7 @@ def run(options: Namespace, command: Sequence[str]) -> int:
             with environment.sources_named(sources):
                 Topology(started, federated, replica_size)
         environment.request_federation(federated, replica_size)
-        return _be_rank(options, lambda: run_script(command))
+        return _be_rank(options, lambda: run_script(command, options.source))
     if options.elastic is not None and federated is None:
         raise ConfigError(_NO_CELLS)
     start = _find_start(options, options.processes, federated)
@@ -185,6 +189,39 @@ def run(options: Namespace, command: Sequence[str]) -> int:
     if options.elastic is not None:
         return _start_all_cells(options, start, layout, command, federated)
     return _start(options, start, layout, command, federated=federated)
+
+
+def _look_at_script(options: Namespace, command: Sequence[str], *, is_first: bool) -> None:
+    """Read the script here where ranks could not read it, see that there is one, and say what may be a mistake."""
+    started = _started(options)
+    if options.source is None and is_stream(command[0]):
+        if started is not None and started > 1:
+            raise LaunchError(
+                f"script {command[0]!r} can be read once, but a launcher has started {started} processes; write it to "
+                "a file, and give the path of that, or leave the launcher out: xffl exec --processes N starts ranks "
+                "itself and hands them the text"
+            )
+        options.source = read_source(command[0])
+    if options.source is None:
+        check_command(command)
+    if is_first and started is None:
+        _hint_at_options(command)
+
+
+def _hint_at_options(command: Sequence[str]) -> None:
+    """Say which words behind the script look like options of this command; the script may have some of these names."""
+    known = {name for action in build_parser()._actions for name in action.option_strings if name.startswith("--")}
+    behind = command[2 if is_module(command) else 1 :]
+    behind = behind[: behind.index("--")] if "--" in behind else behind
+    mine = [word for word in behind if word.partition("=")[0] in known - {"--help"}]
+    if mine:
+        names = ", ".join(dict.fromkeys(word.partition("=")[0] for word in mine))
+        who = "-m " + command[1] if is_module(command) else command[0]
+        print(
+            f"xffl: {names} behind {who} goes to the script; an option of xffl exec stands before it: "
+            f"xffl exec {mine[0]} ... {who}",
+            file=sys.stderr,
+        )
 
 
 def _run_configuration(options: Namespace, file: str, words: Sequence[str], over_files: environment.OverFiles) -> int:
@@ -457,8 +494,6 @@ def _start_all_cells(
     """Start a lighthouse, and each cell as a job of its own: on this machine, or as a step of the SLURM job."""
     if layout.sizes is None:
         raise ConfigError(_NO_CELLS)
-    if not command[0].endswith(CONFIGURATIONS):
-        check_script(command[0])
     sizes, is_local = layout.topology.sizes, start.kind == "local"
     check_cells(len(sizes), environment.required_cells(), federated)
     environ = _environ_of_cells()
@@ -479,7 +514,7 @@ def _start_all_cells(
         for number, (size, share, step) in enumerate(zip(sizes, shares, steps, strict=True)):
             where = [f"--launcher={'local' if is_local else 'srun'}", f"--processes={size}"]
             own = {**environ, **step, **(share.environ if share else {}), "XFFL_CELL": f"{number}/{len(sizes)}"}
-            jobs.append(CellJob(number, [*where, *more], command, own, share, log_dir))
+            jobs.append(CellJob(number, [*where, *more], command, own, share, log_dir, options.source))
         return launch_cells(
             jobs, restarts=_restarts(options), timeout_s=options.timeout, lighthouse=lighthouse, are_all_here=is_local
         )
@@ -494,7 +529,7 @@ def _start_one_cell(options: Namespace, command: Sequence[str]) -> int:
     if options.merge:
         words.append("--merge")
     log_dir = None if options.log_dir is None else make_log_dir(options.log_dir)
-    job = CellJob(number, words, command, _environ_of_cells(), log_dir=log_dir)
+    job = CellJob(number, words, command, _environ_of_cells(), log_dir=log_dir, source=options.source)
     kind, _, file = os.environ["XFFL_LIGHTHOUSE"].partition(":")
     with ExitStack() as stack:
         lighthouse = None
@@ -559,6 +594,7 @@ def _start(
             grace_s=options.grace or _GRACE_S,
             log_dir=log_dir,
             is_labelled=options.merge and log_dir is None,
+            source=options.source,
         )
         if start.kind == "local":
             ended = launch_local(start.slots, command, asked)

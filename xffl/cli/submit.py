@@ -19,12 +19,14 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
+import xffl
 from xffl.checks import integer
-from xffl.cli.execute import CONFIGURATIONS, is_lighthouse, print_help
+from xffl.cli.execute import is_lighthouse, print_help
 from xffl.cli.main import command_parser
 from xffl.cluster.cells import Federation, parse_federation
 from xffl.cluster.environment import has_token, make_token_file, parse_lighthouse, token_of
 from xffl.cluster.launch.failure import ExitCode, code_of_signal
+from xffl.cluster.launch.script import CONFIGURATIONS, check_command, is_stream, name_of
 from xffl.cluster.slurm import submit
 from xffl.cluster.slurm.job_monitor import Follower, exit_code_of, expand_pattern, log_pattern
 from xffl.cluster.slurm.submit import Job, SlurmConfig, cancel_jobs, shape_cell, tasks_of_node, tasks_of_sweep, word_of
@@ -32,6 +34,8 @@ from xffl.errors import ConfigError, LaunchError
 
 __all__ = ["build_parser", "join_elastic", "run"]
 
+_PROGRAM = str(Path(xffl.__file__).with_name("__main__.py"))
+"""What a job runs: by its path, since ``python -m`` looks for Python's own modules in the job's folder first."""
 _PASSED_ON = ("federated", "hsdp", "require_cells", "log_dir", "merge")  # options that are those of xffl exec
 _FLAGS = ("--dry-run", "--follow", "--no-follow", "--cancel-on-interrupt", "--merge")
 _VALUES = ("--template", "--federated", "--hsdp", "--require-cells", "--log-dir", "--elastic", "--cells", "--cell")
@@ -90,9 +94,14 @@ def build_parser() -> ArgumentParser:
 
 
 def join_elastic(words: Sequence[str]) -> list[str]:
-    """Write ``--elastic`` and its value in one word: it may have none, and is not to take the file for it."""
+    """Write ``--elastic`` and its value in one word: it may have none, and is not to take the file for it.
+
+    The ``-m`` of a module, or the ``-`` of a stream, ends the options.
+    """
     joined, at = list(words), 0
     while at < len(joined) and joined[at].startswith("-"):
+        if joined[at] in ("-m", "-"):
+            return [*joined[:at], "--", *joined[at:]]
         if joined[at] == "--elastic":
             url = [word for word in joined[at + 1 : at + 2] if is_lighthouse(word)]
             joined[at : at + 1 + len(url)] = [f"--elastic={''.join(url)}"]
@@ -102,6 +111,8 @@ def join_elastic(words: Sequence[str]) -> list[str]:
 
 def run(options: Namespace) -> int:
     """Submit the job, or those of all cells, and follow them."""
+    if options.words[:1] == ["--"]:
+        del options.words[0]
     file, *words = options.words or [""]
     is_configuration = file.endswith(CONFIGURATIONS)
     if is_configuration:
@@ -110,8 +121,11 @@ def run(options: Namespace) -> int:
             return print_help(file, words, "xffl submit {} [options] [--KEY VALUE ...]")
     elif not file:
         raise ConfigError("no file is given; write xffl submit config.yaml, or xffl submit [options] SCRIPT")
-    elif not os.path.isfile(file):
-        raise ConfigError(f"{file!r} is not a file; write xffl submit config.yaml, or xffl submit [options] SCRIPT")
+    elif is_stream(file):
+        hint = "write the script to a file, and give the path of that"
+        raise ConfigError(f"{file!r} can be read now, but not when the job starts; {hint}")
+    else:
+        check_command(options.words, "write xffl submit config.yaml, or xffl submit [options] SCRIPT")
     if options.follow and options.no_follow:
         raise ConfigError("--follow and --no-follow are both given; leave one of them out")
     if options.require_cells is not None:
@@ -230,7 +244,7 @@ def _plan_script(file: str, words: Sequence[str], options: Namespace) -> list[tu
     slurm = resolved.slurm
     if not {"slurm.signal", "slurm.signal_s"} & resolved.origins.keys():
         slurm = dataclasses.replace(slurm, signal_s=None)  # which would kill a script that does not listen to it
-    name = Path(file).stem
+    name = name_of([file, *words])
     run_folder = os.path.abspath(os.path.join("runs", name))
     if options.elastic is not None:
         elastic = _Elastic(name, run_folder, [file, *words], options, is_exclusive=not options.elastic)
@@ -349,7 +363,7 @@ def _job(
         folder=os.getcwd(),
         run_folder=run_folder,
         log=own_log or os.path.abspath(str(slurm.output)),
-        command=(sys.executable, "-m", "xffl", "exec", *passed, *words),
+        command=(sys.executable, _PROGRAM, "exec", *passed, *words),
         tasks_per_node=tasks_per_node,
         tasks=tasks,
     )

@@ -13,7 +13,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from xffl.distributed.callers import find_caller
+from xffl.callers import find_caller
 
 __all__ = ["RunActivity"]
 

@@ -7,7 +7,7 @@ import sys
 import threading
 from types import FrameType, TracebackType
 
-from xffl.distributed.callers import find_caller
+from xffl.callers import find_caller
 
 __all__ = ["TELL_AFTER_S", "NamedWait"]
 

@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DistributedSampler
 
-from xffl.distributed.callers import find_caller
+from xffl.callers import find_caller
 
 __all__ = ["WorldCheck", "is_world"]
 

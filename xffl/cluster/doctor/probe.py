@@ -74,12 +74,15 @@ _NAMES = ("XFFL_IFNAME", "XFFL_CONTROL_IFNAME", "GLOO_SOCKET_IFNAME")
 
 _LIMIT_S = 20.0
 _ASK_MPI = """\
+import sys
+sys.path[0] or sys.path.pop(0)
 import mpi4py
 mpi4py.rc.initialize = mpi4py.rc.finalize = False
 from mpi4py import MPI
 print(" ".join(MPI.Get_library_version().strip("\\0 ").splitlines()[0].split()))
 """
-"""Only asks for the name: MPI_Init in a child of a rank would act for the rank."""
+"""Only asks for the name: MPI_Init in a child of a rank would act for the rank. Not from the working folder, which Python
+looks into first."""
 MPI_LAUNCHERS = ("openmpi", "mpich", "pals", "mvapich")  # rows of the table of launchers that are an mpirun
 _FAMILIES = {
     "openmpi": r"open ?mpi|openrte|prrte|prte",

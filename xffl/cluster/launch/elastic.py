@@ -22,6 +22,7 @@ from pathlib import Path
 from xffl.cluster.environment import bind_address, read_address, restarts_of
 from xffl.cluster.hosts import node_address, reachable_address
 from xffl.cluster.launch.affinity import Share
+from xffl.cluster.launch.child import child_command
 from xffl.cluster.launch.failure import CellLives, ExitCode, caught_signals, code_of_signal, read_failure
 from xffl.cluster.launch.job_layout import JobLayout
 from xffl.cluster.launch.launch import held_port
@@ -55,6 +56,7 @@ class CellJob:
     environ: Mapping[str, str]
     share: Share | None = None  # what it has of this machine, where other cells are on it
     log_dir: str | None = None
+    source: str | None = None  # the script itself, where it was read here
 
 
 def launch_cells(
@@ -173,11 +175,11 @@ class _Cell:
         if job.log_dir is not None:
             options.append(f"--log-dir={os.path.join(job.log_dir, f'cell_{job.number}', f'life_{life}')}")
         self._failures = tempfile.mkdtemp(dir=self._folder)
-        told = {"XFFL_RESTARTS": str(life), **RankJob(failures=self._failures).variables()}
+        told = {"XFFL_RESTARTS": str(life), **RankJob(failures=self._failures, source=job.source).variables()}
         if self._lives is not None:
             told["XFFL_LIVES"] = self._folder
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "xffl", "exec", *options, "--", *job.command],
+            [*child_command("xffl.cli.main"), "exec", *options, "--", *job.command],
             env={**job.environ, **told},
             start_new_session=True,
             preexec_fn=partial(_begin_cell, job.share),
@@ -226,7 +228,7 @@ class LighthouseProcess:
         self._started_at = time.monotonic()
         times = ("--heartbeat-timeout", str(CELL_HEARTBEAT_TIMEOUT_S), "--join-timeout", str(CELL_JOIN_TIMEOUT_S))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "xffl", "lighthouse", "--bind", self.address, *times],
+            [*child_command("xffl.cli.main"), "lighthouse", "--bind", self.address, *times],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             start_new_session=True,

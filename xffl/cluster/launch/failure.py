@@ -18,9 +18,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from pathlib import Path
+from types import TracebackType
 from typing import IO
 
-from xffl.errors import XfflError
+from xffl.callers import find_place, is_of_package, is_of_python
+from xffl.errors import ConfigError, TopologyError, XfflError
 from xffl.files import create, write_whole
 
 __all__ = [
@@ -33,8 +35,12 @@ __all__ = [
     "code_of_signal",
     "describe_failure",
     "first_failure",
+    "is_left_to_others",
+    "is_only_lost_peer",
+    "leave_to_others",
     "lives_of_run",
     "note_failure",
+    "note_hint",
     "read_failure",
     "record_failure",
 ]
@@ -57,14 +63,19 @@ def code_of_signal(number: int) -> int:
     return 128 + number
 
 
-_LOST_PEER = (
+_SIGNS = (
     *("broken pipe", "connection closed by peer", "connection refused", "connection reset", "connection was closed"),
     *("connection was likely closed", "dead peer", "failed to recv", "remote process exited", "socket closed"),
     "timed out waiting",
 )
-"""What gloo, NCCL and the store say, in lower case, when another rank has gone."""
+"""What gloo, NCCL and the store say, in lower case, when another rank has gone. Whether it was one of them that said so,
+and not the script's own connection to somebody else, :func:`_tells_of_lost_peer` finds out."""
+_NEVER_OF_PEERS = (ConfigError, TopologyError)
+_TORCH = f"{os.sep}torch{os.sep}distributed{os.sep}"
 
 _NOTED_AT = "_xffl_noted_at"
+_HINT = "_xffl_hint"
+_TOLD_ELSEWHERE = "_xffl_told_elsewhere"
 
 
 @dataclass(frozen=True)
@@ -76,7 +87,13 @@ class FailureRecord:
     headline: str  # the exception in one line; empty for a rank that left by sys.exit
     traceback: str
     is_xffl: bool  # whether it is an XfflError, which needs no traceback to be understood
-    lost_peer: bool  # whether it only says that another rank has gone
+    lost_peer: bool  # whether it says that another rank has gone
+    place: str = ""  # the line of the script, FILE:LINE, that an XfflError came through
+
+    @property
+    def text(self) -> str:
+        """The exception in one line, with the line of the script where there is no traceback to show it."""
+        return f"{self.headline} (at {self.place})" if self.place else self.headline
 
 
 @dataclass(frozen=True)
@@ -92,7 +109,7 @@ class RankFailure:
         """Return in words how the rank ended."""
         if self.record is not None and self.record.headline:
             suspects = f"; {self.suspects}" if self.record.lost_peer and self.suspects else ""
-            return f"failed with {self.record.headline}{suspects}"
+            return f"failed with {self.record.text}{suspects}"
         if self.record is None and self.exit_code > 128:
             number = self.exit_code - 128
             name = signal.Signals(number).name if number in set(signal.Signals) else "a signal"
@@ -106,21 +123,72 @@ def note_failure(error: BaseException) -> None:
         setattr(error, _NOTED_AT, time.time())
 
 
+def note_hint(error: BaseException, hint: str) -> None:
+    """Note what the user may do about an exception that Python itself raises; it is told with the exception's text."""
+    setattr(error, _HINT, hint)
+
+
 def describe_failure(error: BaseException, *, skip: Container[str] = ()) -> FailureRecord:
     """Describe what ended this rank."""
     note_failure(error)
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in skip:
         frames = frames.tb_next
-    leaves = isinstance(error, SystemExit)
+    leaves, is_xffl = isinstance(error, SystemExit), isinstance(error, XfflError)
+    hint = f". HINT: {getattr(error, _HINT)}" if hasattr(error, _HINT) else ""
+    headline = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ") + hint
     return FailureRecord(
         time=getattr(error, _NOTED_AT),
         exit_code=_exit_code(error),
-        headline="" if leaves else f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": "),
+        headline="" if leaves else headline,
         traceback="" if leaves else "".join(traceback.format_exception(type(error), error, frames)),
-        is_xffl=isinstance(error, XfflError),
-        lost_peer=any(sign in str(link).lower() for link in _chain(error) for sign in _LOST_PEER),
+        is_xffl=is_xffl,
+        lost_peer=any(map(_tells_of_lost_peer, _chain(error))),
+        place=(find_place(error.__traceback__) or "") if is_xffl else "",
     )
+
+
+def is_only_lost_peer(error: BaseException) -> bool:
+    """Tell whether an exception and all that led to it say no more than that another rank has gone."""
+    links = list(_chain(error))
+    told = list(map(_tells_of_lost_peer, links))
+    return any(told) and all(one or isinstance(link, XfflError) for one, link in zip(told, links, strict=True))
+
+
+def _tells_of_lost_peer(error: BaseException) -> bool:
+    """Tell whether torch.distributed, or xffl after it, says that another rank has gone.
+
+    The script's own connections end with the same words: a tracking server that is down refuses a connection, too.
+    """
+    text = str(error).lower()
+    if not any(sign in text for sign in _SIGNS) or isinstance(error, _NEVER_OF_PEERS):
+        return False
+    if isinstance(error, XfflError) or type(error).__module__.startswith("torch.distributed"):  # DistBackendError, ...
+        return True
+    if isinstance(error, RuntimeError) and "gloo" in text:  # from C++, called by whoever waits
+        return True
+    return _is_raised_by_torch(error.__traceback__)
+
+
+def _is_raised_by_torch(frames: TracebackType | None) -> bool:
+    """Tell whether the last frame that is none of Python's own library is one of torch.distributed, or of xffl."""
+    is_theirs = False
+    while frames is not None:
+        path = frames.tb_frame.f_code.co_filename
+        if not is_of_python(path):
+            is_theirs = _TORCH in path or is_of_package(path)
+        frames = frames.tb_next
+    return is_theirs
+
+
+def leave_to_others(error: BaseException) -> None:
+    """Note that every rank raises this error and another one tells it, so that this rank says nothing when it ends."""
+    setattr(error, _TOLD_ELSEWHERE, True)
+
+
+def is_left_to_others(error: BaseException) -> bool:
+    """Tell whether another rank tells this error, which all of them raise."""
+    return hasattr(error, _TOLD_ELSEWHERE)
 
 
 def record_failure(record: FailureRecord, folder: str, rank: int) -> None:

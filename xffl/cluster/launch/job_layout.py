@@ -40,6 +40,7 @@ class LaunchOptions:
     grace_s: float = 10.0  # for ranks to end by themselves, before they are killed
     log_dir: str | None = None
     is_labelled: bool = False  # whether cell and rank stand before each line that ranks print
+    source: str | None = None  # the script itself, where it was read here; see script.read_source
 
 
 def fit_hosts(

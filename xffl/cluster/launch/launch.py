@@ -6,16 +6,17 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from xffl.cluster.launch.affinity import limit_threads
+from xffl.cluster.launch.child import child_command
 from xffl.cluster.launch.failure import ExitCode, FailureRecord, JobWatch, RankFailure, caught_signals, read_failure
 from xffl.cluster.launch.job_layout import LaunchOptions
-from xffl.cluster.launch.runner import LINGER_S, RankJob, check_script
+from xffl.cluster.launch.runner import LINGER_S, RankJob
+from xffl.cluster.launch.script import check_command, check_script
 from xffl.cluster.launchers import torchrun_variables
 from xffl.errors import LaunchError
 
@@ -33,7 +34,8 @@ def launch_local(processes: int, command: Sequence[str], options: LaunchOptions)
     ``grace_s``, or at the next SIGINT, is killed; SIGUSR1 and SIGUSR2 are passed on to the ranks alone. If this process
     is killed, Linux ends the ranks. Call it from the main thread.
     """
-    check_script(command[0])
+    if options.source is None:
+        check_command(command)
     watch = JobWatch(options.timeout_s, options.grace_s)
     # The variables of an agent above this process are not for the ranks.
     own = {name: text for name, text in os.environ.items() if not name.startswith("TORCHELASTIC_")}
@@ -42,7 +44,8 @@ def launch_local(processes: int, command: Sequence[str], options: LaunchOptions)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, exit codes are lost
     folder = tempfile.TemporaryDirectory(prefix="xffl-exec-")
     with folder as failures, held_port() as port, caught_signals() as take_signals:
-        variables |= RankJob(log_dir=options.log_dir, failures=failures, parent=os.getpid()).variables()
+        job = RankJob(log_dir=options.log_dir, failures=failures, parent=os.getpid(), source=options.source)
+        variables |= job.variables()
         ranks = _Ranks(watch, failures)
         try:
             ranks.start(processes, command, {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
@@ -90,7 +93,7 @@ class _Ranks:
     def start(self, processes: int, command: Sequence[str], environ: Mapping[str, str]) -> None:
         for rank in range(processes):
             place = {"rank": rank, "world_size": processes, "node_local_rank": rank, "node_local_size": processes}
-            words = [sys.executable, "-m", "xffl.cluster.launch.runner", *command]
+            words = [*child_command("xffl.cluster.launch.runner"), *command]
             own = {**environ, **torchrun_variables(**place)}
             try:
                 self._running[rank] = subprocess.Popen(words, env=own, start_new_session=True)
@@ -205,7 +208,7 @@ def launch_distributed(
     check_script(script)
     if num_nodes < 1 or gpus_per_node < 1:
         raise LaunchError(f"{num_nodes} nodes of {gpus_per_node} processes are invalid; give at least 1 of each")
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={gpus_per_node}"]
+    command = [*child_command("torch.distributed.run"), f"--nproc-per-node={gpus_per_node}"]
     if num_nodes == 1 and master_port is None:
         command.append("--standalone")
     elif master_port is None:

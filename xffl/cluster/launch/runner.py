@@ -1,7 +1,7 @@
-"""One rank of a job: ``python -m xffl.cluster.launch.runner SCRIPT [arguments]``, started by the launchers only.
+"""One rank of a job, started by the launchers only, with the script and its arguments behind the module's name.
 
-It runs the script as Python itself would, except that an uncaught exception is told to the launcher, which shows the
-first one, instead of being printed by every rank.
+It runs the script as Python itself would (:mod:`xffl.cluster.launch.script`), except that an uncaught exception is told
+to the launcher, which shows the first one, instead of being printed by every rank.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import ctypes
 import io
 import json
 import os
-import runpy
 import signal
 import sys
 import threading
@@ -22,13 +21,21 @@ from typing import Any
 
 from xffl.cluster.environment import elastic_cell, requested_federation
 from xffl.cluster.launch.affinity import bind_if_asked, limit_threads, take_turns_if_crowded
-from xffl.cluster.launch.failure import ExitCode, code_of_signal, describe_failure, record_failure
+from xffl.cluster.launch.failure import (
+    ExitCode,
+    code_of_signal,
+    describe_failure,
+    is_left_to_others,
+    is_only_lost_peer,
+    record_failure,
+)
 from xffl.cluster.launch.logs import RankFile, mark, redirect
+from xffl.cluster.launch.script import OWN_FILES, run_command
 from xffl.cluster.launchers import LAUNCHERS
-from xffl.errors import LaunchError, XfflError
+from xffl.errors import XfflError
 from xffl.topology import Topology
 
-__all__ = ["LINGER_S", "RankJob", "be_rank", "check_script", "die_with_parent", "main", "run_script", "take_share"]
+__all__ = ["LINGER_S", "RankJob", "be_rank", "die_with_parent", "main", "run_script", "take_share"]
 
 _VARIABLE = "XFFL_RUNNER"
 _PR_SET_PDEATHSIG = 1
@@ -36,7 +43,7 @@ _EXIT_DEADLINE_S = 10.0
 DELIVERY_S = 0.5  # for a failed rank's story to arrive: srun drops what is under way when an exit ends the step
 LINGER_S = 1.5
 """How long a rank that is not the first to fail, or has been preempted, stays before it leaves."""
-_OWN_FILES = (__file__, runpy.run_path.__code__.co_filename)
+_OWN_FILES = (__file__, *OWN_FILES)
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,7 @@ class RankJob:
     is_marked: bool = False  # whether failures are told in marked lines on standard error
     is_tied: bool = True  # whether the rank is to be killed when the process that started it dies
     parent: int | None = None  # that process, if known; it may have died before the rank could tie itself to it
+    source: str | None = None  # the script itself, where the launcher has read it: standard input, or a pipe
 
     def variables(self) -> dict[str, str]:
         """Return the environment variable that tells it to the ranks."""
@@ -79,7 +87,7 @@ def main() -> None:
         if job.is_marked and rank == 0:
             steps = (os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID"))
             _tell(tell, rank, {"step": None if None in steps else ".".join(map(str, steps))})
-        run_script(job.command or sys.argv[1:])
+        run_script(job.command or sys.argv[1:], job.source)
     except SystemExit as error:
         if error.code not in (None, 0):
             _report(error, job, rank, tell, has_log=has_log)
@@ -91,23 +99,12 @@ def main() -> None:
     sys.exit(code)
 
 
-def run_script(command: Sequence[str]) -> None:
+def run_script(command: Sequence[str], source: str | None = None) -> None:
     """Run a script in this process as Python itself would; what ends it is passed on."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Lines come at once and whole, even where Python is told not to buffer: ranks would mix words.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
-    sys.argv[:] = command
-    if not getattr(sys.flags, "safe_path", False):  # Python 3.11 and later, with -P or PYTHONSAFEPATH
-        sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
-    runpy.run_path(command[0], run_name="__main__")
-
-
-def check_script(script: str, advice: str = "give the path of a Python script") -> None:
-    """Raise if there is nothing that :func:`run_script` could run; local."""
-    if not os.path.exists(script):
-        raise LaunchError(f"script {script!r} does not exist in {os.getcwd()}; {advice}")
-    if os.path.isdir(script) and not os.path.exists(os.path.join(script, "__main__.py")):
-        raise LaunchError(f"script {script!r} is a folder without __main__.py; {advice}")
+    run_command(command, source)
 
 
 def find_place(environ: Mapping[str, str]) -> tuple[int, int]:
@@ -208,10 +205,13 @@ def be_rank(work: Callable[[], object], *, timeout_s: float | None = None, log_d
     try:
         work()
     except XfflError as error:
-        if terminal != 2:  # where it is told now is the log file
-            os.write(terminal, f"xffl: {type(error).__name__}: {error}\n".encode(errors="replace"))
+        record = describe_failure(error, skip=_OWN_FILES)
+        if terminal != 2:
+            sys.stderr.write(f"xffl: {record.text}\n")
+        if not is_left_to_others(error):
+            os.write(terminal, f"xffl: {record.text}\n".encode(errors="replace"))
         _leave_mpi()
-        raise
+        return ExitCode.REFUSED
     except SystemExit as left:
         if left.code == ExitCode.PREEMPTED:
             time.sleep(LINGER_S)  # the launcher ends all ranks as soon as one has left: let the others get as far
@@ -224,7 +224,7 @@ def be_rank(work: Callable[[], object], *, timeout_s: float | None = None, log_d
         record = describe_failure(error, skip=(*_OWN_FILES, sys.modules[work.__module__].__file__ or ""))
         who = "" if world_size == 1 else f"rank {rank} "
         text = f"{record.traceback}xffl: {who}failed with {record.headline}\n"
-        if record.lost_peer:
+        if is_only_lost_peer(error):
             text = f"xffl: {who}lost another rank: {record.headline}\n"
         sys.stdout.flush()
         if terminal != 2:

@@ -19,10 +19,12 @@ from typing import IO, BinaryIO
 
 from xffl.cluster.hosts import expand_hosts, node_address
 from xffl.cluster.launch.affinity import limit_threads
+from xffl.cluster.launch.child import child_command
 from xffl.cluster.launch.failure import ExitCode, FailureRecord, JobWatch, RankFailure, caught_signals
 from xffl.cluster.launch.job_layout import JobLayout, LaunchOptions
 from xffl.cluster.launch.logs import LineBuffer, MarkedLines, Message, line_prefix
-from xffl.cluster.launch.runner import RankJob, check_script, die_with_parent
+from xffl.cluster.launch.runner import RankJob, die_with_parent
+from xffl.cluster.launch.script import check_command
 from xffl.errors import LaunchError
 
 __all__ = ["launch_srun", "read_task_ends", "srun_command"]
@@ -57,8 +59,9 @@ def launch_srun(layout: JobLayout, command: Sequence[str], options: LaunchOption
     The ranks get SLURM's variables; they meet at the first host. SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on, and
     what is left after ``grace_s`` is killed; SIGUSR1 and SIGUSR2, too. If this process is killed, srun ends the step.
     """
-    check_script(command[0])
-    job = RankJob(tuple(command), options.log_dir, is_marked=True, is_tied=False)
+    if options.source is None:
+        check_command(command)
+    job = RankJob(tuple(command), options.log_dir, is_marked=True, is_tied=False, source=options.source)
     watch = JobWatch(options.timeout_s, options.grace_s)
     with tempfile.TemporaryDirectory(prefix="xffl-exec-") as folder:
         hostfile = Path(folder, "hosts")
@@ -91,7 +94,7 @@ def srun_command(layout: JobLayout, environ: Mapping[str, str], *, is_labelled: 
         words.append(f"--cpus-per-task={environ['SLURM_CPUS_PER_TASK']}")
     if is_labelled:
         words.append("--label")
-    return [*words, sys.executable, "-m", "xffl.cluster.launch.runner"]
+    return [*words, *child_command("xffl.cluster.launch.runner")]
 
 
 def read_task_ends(line: str) -> dict[int, int] | None:

@@ -42,8 +42,8 @@ _SSH = (
     "-o ServerAliveCountMax=4 -o ControlMaster=no -o ControlPath=none"
 )
 """A shared connection would stay in the background, and end all of a host's jobs together."""
-_BOOT = (  # the same for every job
-    'import sys, json; job = json.loads(sys.stdin.readline()); sys.path.append(job["path"]); '
+_BOOT = (  # the same for every job; with -c the path begins with the folder in which ssh begins, whatever lies there
+    'import sys; sys.path[0] or sys.path.pop(0); import json; job = json.loads(sys.stdin.readline()); sys.path.append(job["path"]); '
     "from {} import main; main(job)"
 )
 
@@ -177,9 +177,10 @@ def launch_ssh(layout: JobLayout, command: Sequence[str], options: LaunchOptions
     watch = JobWatch(options.timeout_s, options.grace_s)
     variables = {**shared_environment(os.environ), **options.environ}
     limit_threads(variables)
-    variables |= RankJob(log_dir=options.log_dir, is_marked=True).variables()
+    variables |= RankJob(log_dir=options.log_dir, is_marked=True, source=options.source).variables()
     told = {**job_of_hosts(variables), "command": list(command), "grace_s": options.grace_s, "silence_s": _SILENCE_S}
     told["world_size"] = layout.topology.world_size
+    told["has_source"] = options.source is not None
     with caught_signals() as take_signals:
         job = _Job(layout, watch, options.is_labelled, take_signals)
         try:

@@ -25,11 +25,6 @@ from xffl.cluster.network import SLURM_PORTS
 __all__ = ["free_port", "main", "refusal"]
 
 _TRIES = 100
-_RUN = (
-    "import sys; from importlib.util import find_spec; path = sys.argv.pop(1); "
-    'find_spec("xffl") or sys.path.append(path); from xffl.cluster.launch.runner import main; main()'
-)
-"""Runs a rank. PYTHONPATH could not stand in for the path: it goes before the packages of this Python."""
 _CHUNK_BYTES = 1 << 16
 _POLL_S = 0.1
 
@@ -73,11 +68,12 @@ def refusal(job: Mapping[str, Any]) -> str | None:
         return f"folder {job['cwd']!r}: {error.strerror}; start from a folder that all hosts share"
     if "command" not in job:
         return None
-    from xffl.cluster.launch.runner import check_script  # of the same version, as is known now
+    from xffl.cluster.launch.script import check_command  # of the same version, as is known now
     from xffl.errors import LaunchError
 
     try:
-        check_script(job["command"][0], "it must be there on every host")
+        if not job.get("has_source"):
+            check_command(job["command"], "it must be there on every host")
         socket.getaddrinfo(job["meet"], None)
     except LaunchError as lack:
         return str(lack)
@@ -153,6 +149,7 @@ class _Ranks:
                 self._stop(order["stop"])
 
     def _start(self, rendezvous: Mapping[str, str]) -> None:
+        from xffl.cluster.launch.child import child_command
         from xffl.cluster.launchers import torchrun_variables
 
         job = self._job
@@ -163,7 +160,7 @@ class _Ranks:
             environ = {**os.environ, **job["environ"], **rendezvous, **torchrun_variables(**place)}
             environ["XFFL_HOST"] = job["host"].rpartition("@")[2]
             process = subprocess.Popen(
-                [sys.executable, "-c", _RUN, job["path"], *job["command"]],
+                [*child_command("xffl.cluster.launch.runner"), *job["command"]],
                 env=environ,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

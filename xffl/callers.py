@@ -8,13 +8,14 @@ import sysconfig
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 
-__all__ = ["Caller", "find_caller", "warn_of_script"]
+__all__ = ["Caller", "find_caller", "find_place", "is_of_package", "is_of_python", "is_of_script", "warn_of_script"]
 
-_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+_PACKAGE = f"{Path(__file__).parent}{os.sep}"
 # Not "data", which is the prefix of Python, or the folder of a virtual environment: scripts may lie in it.
 _KINDS = ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
+_PYTHON = tuple(f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("stdlib", "platstdlib"))
 _LIBRARIES = tuple(f"{sysconfig.get_path(kind)}{os.sep}" for kind in _KINDS)
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
@@ -38,7 +39,7 @@ def find_caller(frame: FrameType | None) -> Caller:
         path = frame.f_code.co_filename
         if path.startswith(_PACKAGE):
             entry = frame
-        elif not _is_of_library(path):
+        elif is_of_script(path):
             return Caller(f"{path}:{frame.f_lineno}", _name_of(entry), entry is not None)
         frame = frame.f_back
     return Caller(None, _name_of(entry), entry is not None)
@@ -50,15 +51,39 @@ def warn_of_script(text: str) -> None:
     frame = inspect.currentframe()
     while frame is not None:
         path = frame.f_code.co_filename
-        if not path.startswith(_PACKAGE) and not _is_of_library(path):
+        if is_of_script(path):
             break
         frame = frame.f_back
         level += 1
     warnings.warn(text, stacklevel=2 if frame is None else level)
 
 
-def _is_of_library(path: str) -> bool:
-    return path.startswith(("<frozen", *_LIBRARIES)) or any(part in path for part in _INSTALLED)
+def find_place(traceback: TracebackType | None) -> str | None:
+    """Find the line of the script, ``FILE:LINE``, that a traceback goes through last; ``None`` where there is none."""
+    place = None
+    while traceback is not None:
+        path = traceback.tb_frame.f_code.co_filename
+        if is_of_script(path):
+            place = f"{path}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return place
+
+
+def is_of_package(path: str) -> bool:
+    """Tell whether a file is one of xffl's own."""
+    return path.startswith(_PACKAGE)
+
+
+def is_of_python(path: str) -> bool:
+    """Tell whether a file is one of Python's own library."""
+    is_installed = any(part in path for part in _INSTALLED)  # in the same folder
+    return path.startswith(("<frozen", *_PYTHON)) and not is_installed
+
+
+def is_of_script(path: str) -> bool:
+    """Tell whether a file is the user's own: none of xffl, of Python or of an installed package."""
+    is_installed = path.startswith(("<frozen", *_LIBRARIES)) or any(part in path for part in _INSTALLED)
+    return not is_of_package(path) and not is_installed
 
 
 def _name_of(frame: FrameType | None) -> str | None:
