@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import json
 import math
 import os
 import pickle
 import random
+import re
 import signal
 import socket
 import struct
@@ -15,11 +17,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from importlib.util import find_spec
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -45,7 +48,7 @@ from xffl.distributed import (
     FaultTolerantWorld,
 )
 from xffl.distributed.fault_tolerance import CommittedOptimizer, _make_group
-from xffl.distributed.replica_transport import NONCE_BYTES, ShardTransport
+from xffl.distributed.replica_transport import MOST_SILENT, NONCE_BYTES, ShardTransport, prove_members
 from xffl.errors import CheckpointError, ConfigError, LaunchError, RoundError, StateError, XfflError
 from xffl.parallel import DistributedConfig
 from xffl.topology import Topology
@@ -228,7 +231,7 @@ def test_kills_at_random_and_a_lighthouse_that_is_gone_for_a_while() -> None:
 def test_a_store_that_went_with_its_group_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A group that dies after the agreement and before all have connected takes the store along."""
     monkeypatch.setattr("xffl.distributed.fault_tolerance.CONNECT_S", 1.0)
-    group = _make_group(torch.device("cpu"), timedelta(seconds=600), None, 1)
+    group = _make_group(torch.device("cpu"), timedelta(seconds=600), None, 1, b"token")
     begun = time.monotonic()
     with pytest.raises(RuntimeError, match="client socket has timed out|Connection refused"):
         group.configure(f"127.0.0.1:{free_port()}/torchft/1/0", "island_0", 0, 2, 1, 0, 1, [1, 2])
@@ -618,7 +621,7 @@ STATE = {
 
 @pytest.fixture
 def transports() -> Iterator[list[ShardTransport]]:
-    made = [ShardTransport("127.0.0.1", token) for token in (b"one", b"one", b"two")]
+    made = [ShardTransport("127.0.0.1", token, lambda: STATE["user"]) for token in (b"one", b"one", b"two")]
     yield made
     for one in made:
         one.shutdown()
@@ -647,6 +650,29 @@ def test_who_does_not_know_the_token_gets_nothing(transports: list[ShardTranspor
         sent.result(timeout=10)  # and a group that never comes is not waited for longer
 
 
+@contextmanager
+def hostile_giver(taker: ShardTransport, answer: Callable[[socket.socket], None], *, is_known: bool) -> Iterator[str]:
+    """Be asked for a state by one taker, prove to know the token or not, and then answer with anything."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        host, port = listener.getsockname()
+
+        def give() -> None:
+            link, _ = listener.accept()
+            with link, suppress(OSError):
+                link.sendall(bytes(NONCE_BYTES))
+                got = link.recv(4096)
+                asked = f"{host}:{port}".encode() + got[NONCE_BYTES : NONCE_BYTES + 8]
+                proof = taker._proof(b"giver", bytes(NONCE_BYTES), got[:NONCE_BYTES], asked)
+                link.sendall(proof if is_known else bytes(32))
+                answer(link)
+                link.recv(1)
+
+        thread = threading.Thread(target=give)
+        thread.start()
+        yield f"{host}:{port}"
+        thread.join()
+
+
 def test_a_giver_without_the_token_and_a_hostile_pickle_are_refused(
     transports: list[ShardTransport], tmp_path: Path
 ) -> None:
@@ -658,32 +684,102 @@ def test_a_giver_without_the_token_and_a_hostile_pickle_are_refused(
             return os.system, (f"touch {touched}",)
 
     data = pickle.dumps(Hostile())
-    taker = transports[0]
     for is_known in (False, True):
-        listener = socket.create_server(("127.0.0.1", 0))
-
-        host, port = listener.getsockname()
-
-        def give(listener: socket.socket = listener, is_known: bool = is_known, place: str = f"{host}:{port}") -> None:
-            link, _ = listener.accept()
-            with link, suppress(OSError):
-                link.sendall(bytes(NONCE_BYTES))
-                got = link.recv(4096)
-                asked = place.encode() + got[NONCE_BYTES : NONCE_BYTES + 8]
-                proof = taker._proof(b"giver", bytes(NONCE_BYTES), got[:NONCE_BYTES], asked) if is_known else bytes(32)
-                link.sendall(proof + struct.pack("!Q", len(data)) + data)
-                link.recv(1)
-
-        thread = threading.Thread(target=give)
-        thread.start()
-        told = (
-            "could not be read: (JSONDecodeError|UnicodeDecodeError)" if is_known else "does not know the run's token"
-        )
-        with pytest.raises(CheckpointError if is_known else LaunchError, match=told):
-            taker.recv_checkpoint(0, f"{host}:{port}", 7, timedelta(seconds=20))
-        thread.join()
-        listener.close()
+        told = "could not be read: (ValueError|UnicodeDecodeError)" if is_known else "does not know the run's token"
+        answer = struct.pack("!Q", len(data)) + data
+        with (
+            hostile_giver(transports[0], methodcaller("sendall", answer), is_known=is_known) as place,
+            pytest.raises(CheckpointError if is_known else LaunchError, match=told),
+        ):
+            transports[0].recv_checkpoint(0, place, 7, timedelta(seconds=20))
     assert not touched.exists()
+
+
+CLAIMS: dict[str, tuple[dict[str, Any], str]] = {
+    "bytes": ({"tensors": [["a", "torch.uint8", [10**15]]]}, f"tensors of {10**15} bytes, and at most .*no memory was"),
+    "many": ({"tensors": [["a", "torch.uint8", [2**26]]] * 4096}, "no memory was taken"),
+    "nothing": ({"tensors": [["a", "torch.uint8", [2**40, 2**40, 0]]]}, "no name, data type and shape of a tensor"),
+    "shape": ({"tensors": [["a", "torch.uint8", [-1]]]}, "no name, data type and shape of a tensor"),
+    "type": ({"tensors": [["a", "os.system", [1]]]}, "no name, data type and shape of a tensor"),
+    "list": ({"tensors": 3}, "tensors of the state of .* must be a list"),
+    "step": ({"step": 8}, "gave the state of step 8 for that of step 7"),
+    "no step": ({"step": "7"}, "step of the state of .* must be an integer"),
+    "part": (
+        {"plain": {"user": {"model": 1, "x": 2}, "torchft": {"step": 7, "batches_committed": 1}}},
+        "whose part 'bf",
+    ),
+    "no parts": ({"plain": [1]}, "must be a mapping"),
+    "numbers": (
+        {"plain": {"user": dict.fromkeys(STATE["user"]), "torchft": {"step": 7}}},
+        "batches_committed .* missing",
+    ),
+    "dtype": ({"plain": {"__dtype__": "os"}}, "'os' is no data type of torch"),
+    "name": ({"plain": {"__tensor__": "nobody"}}, "KeyError: 'nobody'"),
+}
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_what_a_giver_claims_is_compared_with_the_own_state(claim: str, transports: list[ShardTransport]) -> None:
+    claimed, told = CLAIMS[claim]
+    text = json.dumps({"step": 7, "plain": {}, "tensors": []} | claimed).encode()
+    answer = struct.pack("!Q", len(text)) + text + b"\1"
+    with (
+        hostile_giver(transports[0], methodcaller("sendall", answer), is_known=True) as place,
+        pytest.raises(CheckpointError, match=told),
+    ):
+        transports[0].recv_checkpoint(0, place, 7, timedelta(seconds=20))
+
+
+def test_a_giver_that_is_slow_or_announces_an_endless_text_is_left(transports: list[ShardTransport]) -> None:
+    def trickle(link: socket.socket) -> None:
+        link.sendall(struct.pack("!Q", 1 << 20))
+        while link.send(b" "):
+            time.sleep(0.02)
+
+    begun = time.monotonic()
+    with (
+        hostile_giver(transports[0], trickle, is_known=True) as place,
+        pytest.raises(CheckpointError, match="could not be read: TimeoutError"),
+    ):
+        transports[0].recv_checkpoint(0, place, 7, timedelta(seconds=0.5))
+    assert time.monotonic() - begun < 10
+    with (
+        hostile_giver(transports[0], methodcaller("sendall", b"\xff" * 8), is_known=True) as place,
+        pytest.raises(CheckpointError, match=f"announces {2**64 - 1} bytes of text, and at most .*nothing was read"),
+    ):
+        transports[0].recv_checkpoint(0, place, 7, timedelta(seconds=20))
+    for place in ("nowhere", "127.0.0.1:99999", "\0:1"):
+        with pytest.raises(CheckpointError, match="could not be read: (ValueError: where the group gives|gaierror)"):
+            transports[0].recv_checkpoint(0, place, 7, timedelta(seconds=20))
+
+
+def test_strangers_who_say_nothing_keep_nobody_away(transports: list[ShardTransport]) -> None:
+    giver, taker, _ = transports
+    host, port = giver.metadata().split(":")
+    with ExitStack() as stack, ThreadPoolExecutor() as pool:
+        for _ in range(MOST_SILENT + 40):
+            stack.enter_context(socket.create_connection((host, int(port))))
+        sent = pool.submit(giver.send_checkpoint, [1], 7, STATE, timedelta(seconds=20))
+        assert taker.recv_checkpoint(0, giver.metadata(), 7, timedelta(seconds=5))["torchft"] == STATE["torchft"]
+        sent.result(timeout=5)
+
+
+def test_groups_that_meet_prove_that_they_know_the_token() -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor() as pool:
+        tokens = [b"one", b"one", b"two"]
+        told = [pool.submit(prove_members, store, token, "g", rank, 3) for rank, token in enumerate(tokens)]
+        for rank, others in enumerate(("[2]", "[2]", "[0, 1]")):
+            with pytest.raises(LaunchError, match=f"^replica groups {re.escape(others)} of the 3 that have met do not"):
+                told[rank].result(timeout=20)
+        # What somebody has read is of no use with other random bytes.
+        again = dist.HashStore()
+        again.set("nonce/0", store.get("nonce/0"))
+        again.set("proof/0", store.get("proof/0"))
+        with pytest.raises(LaunchError, match=r"^replica groups \[0\] of the 2"):
+            prove_members(again, b"one", "g", 1, 2)
+        both = [pool.submit(prove_members, dist.PrefixStore("good", store), b"one", "g", rank, 2) for rank in (0, 1)]
+        assert [one.result(timeout=20) for one in both] == [None, None]
 
 
 def test_a_state_of_another_step_is_not_given(

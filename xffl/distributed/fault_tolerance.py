@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,7 +33,7 @@ from xffl.distributed.consistency import control_device, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState, set_data_place
 from xffl.distributed.gradients import mark_reduced
 from xffl.distributed.parameters import DeviceParameters, FaultToleranceParameters
-from xffl.distributed.replica_transport import ShardTransport, digest, give, local, take
+from xffl.distributed.replica_transport import ShardTransport, digest, give, local, prove_members, take
 from xffl.distributed.sharding import bytes_of, from_bytes, reshard, to_plain
 from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, LaunchError, RoundError, StateError
@@ -109,6 +110,8 @@ class FaultTolerantWorld(DistributedWorld):
         self._is_in_step = self._has_taken_over = self._is_checked = False
         self._is_torn = False
         """Whether some ranks of this group hold another group's state and others their own"""
+        self._warned = ""
+        """What was written last about a group that does not know the token"""
         self._spoiled: str | None = None
         """The part that could not be taken over"""
 
@@ -299,8 +302,11 @@ class FaultTolerantWorld(DistributedWorld):
             dist.all_gather(every, own)
         table = torch.stack(every)
         (step, *_), (_, any_failed, any_taken, any_stranger) = table.amin(0).tolist(), table.amax(0).tolist()
-        if any_stranger:
-            raise LaunchError(f"a rank of this replica group got no state of another one: {original}")
+        if any_stranger and manager.batches_committed() == 0:
+            raise LaunchError(f"a rank of this replica group could not join another one: {original}")
+        if is_stranger and str(original) != self._warned:  # those that have made steps go on once it has gone
+            self._warned = str(original)
+            print(f"xffl: {original}; steps fail while it is there", file=sys.stderr, flush=True)
         has_taken_over = bool(table[:, 2].all())
         if any_taken:
             self._is_torn = not has_taken_over
@@ -353,6 +359,10 @@ class FaultTolerantWorld(DistributedWorld):
         one_of("op over replica groups", op, OVER_GROUPS)
         self._manager.allreduce(result, reduce_op=OVER_GROUPS[op]).wait()
         return result
+
+    def _own_state(self) -> dict[str, Any]:
+        """Return what this rank would give to another group now; nothing is copied."""
+        return {name: take(part) for name, part in self._parts.items()}
 
     # Internals --------------------------------------------------------------------------------------------------------
 
@@ -439,7 +449,7 @@ class FaultTolerantWorld(DistributedWorld):
         logging.getLogger("torchft").setLevel(logging.ERROR)
         timeout = timedelta(seconds=self.device_parameters.comm.train_timeout_seconds)
         host, port, life = self._meet(address)
-        self._pg = _make_group(self.device, timeout, self.replica_group, self.world_size)
+        self._pg = _make_group(self.device, timeout, self.replica_group, self.world_size, token)
         server, bind = torchft.manager.ManagerServer, {"bind": f"{address}:0"}  # torchft's own choice: all interfaces
         with mock.patch.object(torchft.manager, "ManagerServer", lambda **options: server(**options | bind)):
             self._manager = torchft.Manager(
@@ -463,7 +473,7 @@ class FaultTolerantWorld(DistributedWorld):
                 # Of its last digits torchft makes the ranks that configure() of the groups gets, see _make_group.
                 replica_id=f"island_{'x' if self.replica_group is None else self.replica_group[0]}_{life}",
                 hostname=address,
-                checkpoint_transport=ShardTransport(address, token),
+                checkpoint_transport=ShardTransport(address, token, self._own_state),
             )
 
     def _meet(self, address: str) -> tuple[str, int, int]:
@@ -531,9 +541,12 @@ def _average_bucket(manager: Manager, bucket: GradBucket) -> torch.futures.Futur
     return done
 
 
-def _make_group(device: torch.device, timeout: timedelta, place: tuple[int, int] | None, ranks: int) -> Any:
-    """Make torchft's group over the ranks at one place of all replica groups, with three changes."""
+def _make_group(
+    device: torch.device, timeout: timedelta, place: tuple[int, int] | None, ranks: int, token: bytes
+) -> Any:
+    """Make torchft's group over the ranks at one place of all replica groups, with four changes."""
     import torchft
+    from torchft.process_group import create_store_client
 
     is_gloo = device.type == "cpu"
     base = torchft.ProcessGroupGloo if is_gloo else torchft.ProcessGroupNCCL
@@ -558,8 +571,14 @@ def _make_group(device: torch.device, timeout: timedelta, place: tuple[int, int]
                 )
                 raise RuntimeError(self.conflict)
             self.set_timeout(connect_timeout)  # the store's, which is in a process of one of the groups
+            address = f"{store_addr}/{hash(tuple(lives)) & (1 << 62) - 1}"
             try:
-                super().configure(f"{store_addr}/{hash(tuple(lives)) & (1 << 62) - 1}", *rest)
+                _, rank, size, *_ = rest
+                if size > 1:
+                    # The lighthouse takes anybody for a group. No gradient goes to one that does not know the token.
+                    store = create_store_client(f"{address}/proofs", connect_timeout)
+                    prove_members(store, token, f"{lives}", rank, size)
+                super().configure(address, *rest)
             finally:
                 self.set_timeout(timeout)
 

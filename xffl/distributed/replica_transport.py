@@ -17,29 +17,42 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from xffl.checks import shown
+from xffl.cluster.environment import read_address
 from xffl.distributed import sharding
 from xffl.errors import CheckpointError, ConfigError, LaunchError, XfflError
+from xffl.reading import Fields, parse_json
 
-__all__ = ["ShardTransport", "digest", "give", "local", "take"]
+__all__ = ["ShardTransport", "digest", "give", "local", "prove_members", "take"]
 
 NONCE_BYTES = 32
 PROOF_BYTES = 32
-LONGEST_TEXT = 1 << 30  # bytes of the text that says what follows; a longer one is refused
+# A state may be as many times as large as what its taker holds, which may not have moments or a history yet.
+MOST_GROWTH = 16
+LEAST_BYTES = 64 << 20  # and as large as this in any case
+MOST_TEXT_GROWTH = 64
+LEAST_TEXT = 16 << 20
+DEEPEST = 200  # levels of values inside of values
 START_S = 5.0  # how long a group waits for one that it is to give its state to, and that may be lost meanwhile
 TRANSFER_S = 60.0  # how long a connection that has proven itself may stand still
-MOST_LINKS = 64  # connections at a time; more are closed
+MOST_LINKS = 64  # connections that have proven themselves, at a time; more are closed
+MOST_SILENT = 64  # connections that have not proven themselves yet; for another one the oldest of them is closed
 WHOLE = b"\1"  # sent when all was sent before anybody stepped on, and when all has arrived
 SHAKE_S = 10.0  # how long a connection may take to prove that it knows the token
+PIECE_BYTES = 1 << 22
+MOST_DIMENSIONS = 64
+MOST_ELEMENTS = 1 << 62
 DTYPES = {
     str(dtype): dtype
     for dtype in vars(torch).values()
@@ -72,14 +85,22 @@ class ShardTransport:
        taker > giver   32 random bytes, the step, HMAC(token, "taker", both, address and step)
        giver > taker   HMAC(token, "giver", both, address and step), length of the text, text, tensors' bytes, 1
        taker > giver   1
+
+    :param address: Where to listen.
+    :param token: The run's.
+    :param own_state: Returns what this rank would give now, by the names of its parts. What others give may have these
+        parts, and a few times this size.
     """
 
-    def __init__(self, address: str, token: bytes) -> None:
+    def __init__(self, address: str, token: bytes, own_state: Callable[[], Mapping[str, Any]]) -> None:
         self._token = token
+        self._own_state = own_state
         self._changed = threading.Condition()
         self._offer: _Offer | None = None
         self._is_closed = False
         self._free = threading.Semaphore(MOST_LINKS)
+        self._silent: dict[socket.socket, str] = {}
+        """Connections that have not proven themselves yet, the oldest first, and the addresses of their hosts"""
         self._listener = socket.create_server((address, 0), backlog=128)
         self._thread = threading.Thread(target=self._listen, name="xffl-state", daemon=True)
         self._thread.start()
@@ -113,37 +134,71 @@ class ShardTransport:
         """Return: nothing is sent any more once :meth:`send_checkpoint` has returned."""
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
-        """Fetch the state of a rank at this rank's place in another group."""
-        host, _, port = metadata.rpartition(":")
+        """Fetch the state of a rank at this rank's place in another group, and take no longer than the timeout."""
+        deadline = time.monotonic() + timeout.total_seconds()
         try:
-            with socket.create_connection((host, int(port)), timeout.total_seconds()) as link:
-                theirs, mine = _read(link, NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
-                asked = metadata.encode() + struct.pack("!q", step)
-                link.sendall(mine + struct.pack("!q", step) + self._proof(b"taker", theirs, mine, asked))
-                if not hmac.compare_digest(_read(link, PROOF_BYTES), self._proof(b"giver", theirs, mine, asked)):
-                    raise LaunchError(
-                        f"{metadata} does not know the run's token, or knows another one; give all replica groups the "
-                        "same (XFFL_TOKEN, XFFL_TOKEN_FILE)"
-                    )
-                (length,) = struct.unpack("!Q", _read(link, 8))
-                if length > LONGEST_TEXT:
-                    raise CheckpointError(f"{metadata} announces {length} bytes of text; nothing was read")
-                content = json.loads(_read(link, length))
-                tensors = {name: _read_tensor(link, dtype, shape) for name, dtype, shape in content["tensors"]}
-                state = sharding.from_plain(content["plain"], tensors)
-                if _read(link, 1) != WHOLE:
-                    raise ValueError("it does not end as it should")
+            with closing(self._connect(metadata, deadline)) as link:
+                self._prove_taker(link, metadata, step, deadline)
+                state = self._read_state(link, metadata, step, deadline)
                 link.sendall(WHOLE)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
             if isinstance(error, XfflError):
                 raise
             raise CheckpointError(
-                f"the state of replica group {src_rank} at {metadata} could not be read: {type(error).__name__}: "
-                f"{error}; it is asked for again in the next step"
+                f"the state of replica group {src_rank} at {shown(metadata)} could not be read: "
+                f"{type(error).__name__}: {error}; it is asked for again in the next step"
             ) from error
-        if content.get("step") != step:
-            raise CheckpointError(f"{metadata} gave the state of step {content.get('step')} for that of step {step}")
         return state
+
+    def _connect(self, metadata: str, deadline: float) -> socket.socket:
+        try:
+            host, port = read_address("where the group gives its state", metadata)
+        except LaunchError as error:
+            raise ValueError(str(error)) from error
+        return socket.create_connection((host.strip("[]"), port), max(0.001, deadline - time.monotonic()))
+
+    def _prove_taker(self, link: socket.socket, metadata: str, step: int, deadline: float) -> None:
+        """Prove to the giver that this rank knows the token, and see that the giver does."""
+        theirs, mine = _read(link, NONCE_BYTES, deadline), secrets.token_bytes(NONCE_BYTES)
+        asked = metadata.encode() + struct.pack("!q", step)
+        link.sendall(mine + struct.pack("!q", step) + self._proof(b"taker", theirs, mine, asked))
+        told = _read(link, PROOF_BYTES, deadline)
+        if not hmac.compare_digest(told, self._proof(b"giver", theirs, mine, asked)):
+            raise LaunchError(
+                f"{metadata} does not know the run's token, or knows another one; give all replica groups the same "
+                "(XFFL_TOKEN, XFFL_TOKEN_FILE)"
+            )
+
+    def _read_state(self, link: socket.socket, metadata: str, step: int, deadline: float) -> dict[str, Any]:
+        """Read a state; before memory is taken for it, its size and parts are compared with this rank's own."""
+        own_tensors: dict[str, torch.Tensor] = {}
+        own = self._own_state()
+        own_text = json.dumps(sharding.to_plain(own, "state", own_tensors))
+        own_bytes = sum(tensor.nbytes for tensor in own_tensors.values())
+        most_text = LEAST_TEXT + MOST_TEXT_GROWTH * len(own_text)
+        (length,) = struct.unpack("!Q", _read(link, 8, deadline))
+        if length > most_text:
+            raise CheckpointError(
+                f"{metadata} announces {length} bytes of text, and at most {most_text} go with the state of this rank; "
+                "nothing was read"
+            )
+        content = parse_json(_read(link, length, deadline), limit=most_text, depth=DEEPEST)
+        told = Fields(content, f"the state of {metadata}", error=CheckpointError)
+        if (theirs := told.integer("step")) != step:
+            raise CheckpointError(f"{metadata} gave the state of step {theirs} for that of step {step}")
+        table = [_read_shape(told, row) for row in told.list_of("tensors", most_text, Fields.any)]
+        most_bytes = LEAST_BYTES + MOST_GROWTH * own_bytes
+        size = sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in table)
+        if size > most_bytes:
+            raise CheckpointError(
+                f"{metadata} announces tensors of {size} bytes, and at most {most_bytes} go with the {own_bytes} bytes "
+                "of this rank; no memory was taken"
+            )
+        tensors = {name: _read_tensor(link, dtype, shape, deadline) for name, dtype, shape in table}
+        state = sharding.from_plain(told.any("plain"), tensors)
+        if _read(link, 1, deadline) != WHOLE:
+            raise ValueError("it does not end as it should")
+        return _checked_state(state, own, metadata)
 
     def shutdown(self, wait: bool = True) -> None:
         """Stop listening."""
@@ -159,32 +214,38 @@ class ShardTransport:
     def _listen(self) -> None:
         while not self._is_closed:
             try:
-                link, _ = self._listener.accept()
+                link, (host, *_) = self._listener.accept()
             except OSError:  # this was closed, or the system has no more files for the moment
                 time.sleep(0.05)
                 continue
-            if not self._free.acquire(blocking=False):
-                link.close()
-                continue
+            self._note_silent(link, host)
             threading.Thread(target=self._answer, args=(link,), name="xffl-state-link", daemon=True).start()
+
+    def _note_silent(self, link: socket.socket, host: str) -> None:
+        """Note a new connection, and close the oldest that is silent where there are too many.
+
+        Of the host that has most of them, so that a crowd from one host does not keep others away.
+        """
+        with self._changed:
+            self._silent[link] = host
+            if len(self._silent) <= MOST_SILENT:
+                return
+            [(crowded, _)] = Counter(self._silent.values()).most_common(1)
+            oldest = next(one for one, its_host in self._silent.items() if its_host == crowded)
+            del self._silent[oldest]
+        with suppress(OSError):  # it has just ended by itself
+            oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
 
     def _answer(self, link: socket.socket) -> None:
         """Give one connection what is offered, if it knows the token; whoever goes away or does not is left alone."""
         with link, suppress(OSError, ValueError), ExitStack() as stack:
-            stack.callback(self._free.release)
-            deadline = time.monotonic() + SHAKE_S
-            mine = secrets.token_bytes(NONCE_BYTES)
-            link.settimeout(SHAKE_S)
-            link.sendall(mine)
-            theirs, asked = _read(link, NONCE_BYTES, deadline), _read(link, 8, deadline)
-            proof = _read(link, PROOF_BYTES, deadline)
-            (step,) = struct.unpack("!q", asked)
-            asked = self.metadata().encode() + asked
-            if not hmac.compare_digest(proof, self._proof(b"taker", mine, theirs, asked)):
-                link.sendall(bytes(PROOF_BYTES))
+            proven = self._prove_giver(link)
+            if proven is None or not self._free.acquire(blocking=False):
                 return
+            stack.callback(self._free.release)
+            step, proof = proven
             link.settimeout(TRANSFER_S)
-            link.sendall(self._proof(b"giver", mine, theirs, asked))
+            link.sendall(proof)
             with self._changed:
                 # The other group may hear of this rank before this rank has begun to send.
                 is_there = self._changed.wait_for(
@@ -197,6 +258,25 @@ class ShardTransport:
             with self._changed:
                 offer.left -= 1
                 self._changed.notify_all()
+
+    def _prove_giver(self, link: socket.socket) -> tuple[int, bytes] | None:
+        """Return for which step a taker asks that knows the token, and what proves to it that this rank does."""
+        try:
+            deadline = time.monotonic() + SHAKE_S
+            mine = secrets.token_bytes(NONCE_BYTES)
+            link.settimeout(SHAKE_S)
+            link.sendall(mine)
+            theirs, asked = _read(link, NONCE_BYTES, deadline), _read(link, 8, deadline)
+            proof = _read(link, PROOF_BYTES, deadline)
+            (step,) = struct.unpack("!q", asked)
+            asked = self.metadata().encode() + asked
+            if hmac.compare_digest(proof, self._proof(b"taker", mine, theirs, asked)):
+                return step, self._proof(b"giver", mine, theirs, asked)
+            link.sendall(bytes(PROOF_BYTES))
+            return None
+        finally:
+            with self._changed:
+                self._silent.pop(link, None)
 
     def _give(self, link: socket.socket, offer: _Offer) -> bool:
         """Send a state; tell whether all of it is what was offered."""
@@ -220,28 +300,88 @@ class ShardTransport:
         return hmac.new(self._token, side + giver + taker + asked, hashlib.sha256).digest()
 
 
-def _read(link: socket.socket, count: int, deadline: float | None = None) -> bytes:
-    data = bytearray(count)
-    _fill(link, memoryview(data), deadline)
+def prove_members(store: dist.Store, token: bytes, name: str, rank: int, size: int) -> None:
+    """Prove to the ranks that meet at a store that this one knows the token, and see that all of them do.
+
+    Collective over them. Each writes 32 random bytes, then an HMAC of those of all, of its number and of the name of
+    what they form. Raises LaunchError that names who could not make it; what fails is torch's store where one does not
+    come.
+    """
+
+    def proof(member: int, nonces: Sequence[bytes]) -> bytes:
+        return hmac.new(
+            token, f"member {member} of {size} in {name} ".encode() + b"".join(nonces), hashlib.sha256
+        ).digest()
+
+    mine = secrets.token_bytes(NONCE_BYTES)
+    store.set(f"nonce/{rank}", mine)
+    nonces = [mine if member == rank else bytes(store.get(f"nonce/{member}")) for member in range(size)]
+    # Of one length, or two lists of them could be one text.
+    is_whole = all(len(nonce) == NONCE_BYTES for nonce in nonces)
+    store.set(f"proof/{rank}", proof(rank, nonces))
+    told = [bytes(store.get(f"proof/{member}")) for member in range(size)]
+    unproven = [
+        member
+        for member in range(size)
+        if member != rank and not (is_whole and hmac.compare_digest(told[member], proof(member, nonces)))
+    ]
+    if unproven:
+        raise LaunchError(
+            f"replica groups {unproven} of the {size} that have met do not know this run's token; give all of them the "
+            "same (XFFL_TOKEN, XFFL_TOKEN_FILE), and see that strangers do not reach the lighthouse"
+        )
+
+
+def _read(link: socket.socket, count: int, deadline: float) -> bytes:
+    """Read so many bytes, or as many as come until the deadline; memory is taken as they come."""
+    data = bytearray()
+    while len(data) < count:
+        piece = bytearray(min(PIECE_BYTES, count - len(data)))
+        _fill(link, memoryview(piece), deadline)
+        data += piece
     return bytes(data)
 
 
-def _fill(link: socket.socket, place: memoryview, deadline: float | None = None) -> None:
+def _fill(link: socket.socket, place: memoryview, deadline: float) -> None:
     while place:
-        if deadline is not None:
-            link.settimeout(max(0.001, deadline - time.monotonic()))
+        link.settimeout(max(0.001, min(TRANSFER_S, deadline - time.monotonic())))
         count = link.recv_into(place)
         if not count:
             raise ConnectionError("the connection was closed")
         place = place[count:]
 
 
-def _read_tensor(link: socket.socket, dtype: str, shape: list[int]) -> torch.Tensor:
-    if dtype not in DTYPES or not all(isinstance(size, int) and size >= 0 for size in shape):
-        raise ValueError(f"a tensor of {dtype} and shape {shape}")
-    data = torch.empty(math.prod(shape) * DTYPES[dtype].itemsize, dtype=torch.uint8)
-    _fill(link, data.numpy().data)
-    return data.view(DTYPES[dtype]).view(shape)
+def _read_shape(told: Fields, row: Any) -> tuple[str, torch.dtype, list[int]]:
+    """Return name, data type and shape of a tensor that is to come."""
+    name, dtype, shape = row if isinstance(row, list) and len(row) == 3 else (None, None, None)
+    is_shape = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+    # A tensor of no bytes may have other sizes than 0, which torch multiplies, too.
+    is_small = is_shape and len(shape) <= MOST_DIMENSIONS and math.prod(max(1, size) for size in shape) < MOST_ELEMENTS
+    if not isinstance(name, str) or dtype not in list(DTYPES) or not is_small:
+        told.fail(f"{told.place('tensors')} has no name, data type and shape of a tensor, but {shown(row)}")
+    return name, DTYPES[dtype], shape
+
+
+def _read_tensor(link: socket.socket, dtype: torch.dtype, shape: list[int], deadline: float) -> torch.Tensor:
+    data = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
+    _fill(link, data.numpy().data, deadline)
+    return data.view(dtype).view(shape)
+
+
+def _checked_state(state: Any, own: Mapping[str, Any], metadata: str) -> dict[str, Any]:
+    """Return a state that has the parts of this rank, and the two numbers that torchft's manager adds."""
+    told = Fields(state, f"the state of {metadata}", error=CheckpointError)
+    parts = told.mapping("user")
+    different = sorted({*parts} ^ {*own})
+    if different:
+        where = "is missing there" if different[0] in own else "is not registered here"
+        raise CheckpointError(
+            f"{metadata} gave a state whose part {shown(different[0])} {where}; register the same parts in all replica "
+            "groups"
+        )
+    manager = told.mapping("torchft")
+    numbers = {name: manager.integer(name) for name in ("step", "batches_committed")}
+    return {"user": {name: parts.any(name) for name in parts}, "torchft": numbers}
 
 
 def take(part: Any) -> Any:
