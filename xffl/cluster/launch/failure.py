@@ -15,15 +15,17 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, Any
 
 from xffl.callers import find_place, is_of_package, is_of_python
 from xffl.errors import ConfigError, TopologyError, XfflError
-from xffl.files import create, write_whole
+from xffl.files import create, read_bytes, write_whole
+from xffl.reading import Fields, parse_json
 
 __all__ = [
     "CellLives",
@@ -41,6 +43,7 @@ __all__ = [
     "lives_of_run",
     "note_failure",
     "note_hint",
+    "parse_failure",
     "read_failure",
     "record_failure",
 ]
@@ -73,6 +76,8 @@ and not the script's own connection to somebody else, :func:`_tells_of_lost_peer
 _NEVER_OF_PEERS = (ConfigError, TopologyError)
 _TORCH = f"{os.sep}torch{os.sep}distributed{os.sep}"
 
+_MAX_BYTES = 2**24
+"""Of a record; its traceback may be long"""
 _NOTED_AT = "_xffl_noted_at"
 _HINT = "_xffl_hint"
 _TOLD_ELSEWHERE = "_xffl_told_elsewhere"
@@ -199,8 +204,25 @@ def record_failure(record: FailureRecord, folder: str, rank: int) -> None:
 def read_failure(folder: str, rank: int) -> FailureRecord | None:
     """Read what :func:`record_failure` has written; ``None`` where the rank wrote none, or was killed while it did."""
     try:
-        return FailureRecord(**json.loads(_file(folder, rank).read_text()))
-    except (FileNotFoundError, ValueError):
+        return parse_failure(parse_json(read_bytes(_file(folder, rank), _MAX_BYTES)))
+    except (OSError, ValueError):
+        return None
+
+
+def parse_failure(content: Any) -> FailureRecord | None:
+    """Return the record that a rank has told, as JSON holds it; ``None`` where it is none, as a script may print."""
+    readers: dict[str, Callable[[Fields, str], Any]] = {
+        "float": Fields.number,
+        "int": partial(Fields.integer, minimum=-(2**31), maximum=2**31),
+        "str": partial(Fields.text, limit=_MAX_BYTES),
+        "bool": Fields.boolean,
+    }
+    try:
+        told = Fields(content, "the record of a rank")
+        # A record of another version may lack what has a default, or have more.
+        known = [one for one in fields(FailureRecord) if one.name in told or one.default is MISSING]
+        return FailureRecord(**{one.name: readers[str(one.type)](told, one.name) for one in known})
+    except ConfigError:
         return None
 
 
