@@ -34,15 +34,17 @@ from xffl.checkpoint.format import (
 )
 from xffl.checkpoint.load import load_with_record
 from xffl.checkpoint.save import save_checkpoint
+from xffl.checkpoint.tables import read_counts
 from xffl.checks import integer, shown
 from xffl.cluster.environment import read_over_files
 from xffl.cluster.hosts import format_refusal
 from xffl.costs import EXCHANGE_FORMAT
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.sharding import bytes_of, from_bytes, local_tensor
+from xffl.distributed.sharding import bytes_of, dtype_of, from_bytes, local_tensor
 from xffl.errors import CheckpointError, ConfigError, StateError
 from xffl.naming import Writer
+from xffl.reading import Fields
 
 __all__ = [
     "RoundPlan",
@@ -408,15 +410,65 @@ def _read_record(path: Path, kind: str) -> Record:
 
 
 def check_kind(path: Path, record: Record, kind: str) -> None:
-    """Refuse a checkpoint that is no ``export`` or no ``global`` model, or of another version of the exchange; pure."""
-    if record.parts != (PART,) or len(record.cells) != 1 or not isinstance(record.values.get(kind), dict):
+    """Refuse what is no ``export`` or no ``global`` model, is of another version of the exchange, or is damaged; pure.
+
+    All values of it are of the types and within the limits that are written.
+    """
+    values = record.values.get(kind)
+    if record.parts != (PART,) or len(record.cells) != 1 or not isinstance(values, dict):
         wanted = "the model of a round of exports; give what xffl aggregate wrote"
         if kind == "export":
             wanted = "the export of a cell; give what --export wrote"
         raise CheckpointError(f"{path} is not {wanted}")
     # Exports that were written before they had a number are of the first format.
-    if (theirs := record.values[kind].get("format", 1)) != EXCHANGE_FORMAT:
-        raise CheckpointError(format_refusal(str(path), f"{theirs} (xffl {record.xffl})"))
+    if (theirs := values.get("format", 1)) != EXCHANGE_FORMAT:
+        raise CheckpointError(format_refusal(str(path), f"{shown(theirs)} (xffl {record.xffl})"))
+    fields = Fields(values, f"{path}", error=CheckpointError, hint="it is damaged, write it anew")
+    cells = fields.integer("cells", 1, MOST_CELLS)
+    fields.integer("round")
+    read_tensor_kinds(fields)
+    if kind == "global":
+        fields.list_of("shares", MOST_CELLS, Fields.number, 0.0)
+        fields.optional("made_of", Fields.mapping)
+        return
+    fields.integer("cell", 0, cells - 1)
+    fields.number("steps", 0.0)
+    fields.number("weight", 0.0)
+    fields.optional("start", Fields.text)
+    if fields.optional("sizes", Fields.list_of, cells, Fields.integer, 1) not in (None, []):
+        count = len(values["sizes"])
+        if count != cells:
+            fields.fail(f"{fields.place('sizes')} has {count} numbers for {cells} cells")
+    plan = fields.optional("plan", Fields.mapping)
+    if plan is not None:
+        plan.refuse_others("algorithm", "options")
+        plan.mapping("options").refuse_others(*PLANNED)
+
+
+MOST_CELLS = 10**6
+MOVING = ("average", "first")
+"""Policies of tensors that a round moves"""
+
+
+def read_tensor_kinds(fields: Fields) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return the data type and the shape of each tensor that values name; an error where they are not as written."""
+    kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    tensors = fields.mapping("tensors")
+    for name in tensors:
+        entry = tensors.any(name)
+        if not isinstance(entry, list) or len(entry) != 4 or not isinstance(entry[1], bool):
+            tensors.fail(f"{tensors.place(name)} must be a policy, a switch, a dtype and a shape, got {shown(entry)}")
+        policy, is_stepped, dtype, shape = entry
+        if policy not in MOVING:
+            tensors.fail(f"{tensors.place(name)} has the policy {shown(policy)}; it is one of {', '.join(MOVING)}")
+        try:
+            kind = dtype_of(str(dtype).removeprefix("torch."))
+            kinds[name] = kind, read_counts(shape, "shape")
+        except ValueError as error:
+            tensors.fail(f"{tensors.place(name)} is no tensor: {error}")
+        if (policy == "average" or is_stepped) and not (kind.is_floating_point or kind.is_complex):
+            tensors.fail(f"{tensors.place(name)} is {kind}, which has no mean")
+    return kinds
 
 
 def compare(theirs: Mapping[str, Any], ours: Mapping[str, Any], who: str, other: str) -> None:

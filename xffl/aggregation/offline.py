@@ -22,11 +22,28 @@ import torch
 
 from xffl.aggregation.algorithms.combiners import Combiner, Coordinatewise
 from xffl.aggregation.algorithms.registry import make
-from xffl.aggregation.algorithms.server import ServerOptimizer, asked_of, options_of, server_of
+from xffl.aggregation.algorithms.server import (
+    ServerOptimizer,
+    asked_of,
+    load_options,
+    load_schedule,
+    options_of,
+    server_of,
+)
 from xffl.aggregation.engine.buffers import sum_of_squares
 from xffl.aggregation.engine.exchange import weigh_cells
+from xffl.aggregation.engine.global_model import MOST_ASKED, MOST_KEPT
 from xffl.aggregation.engine.plan import RoundContext
-from xffl.aggregation.exports import CELL_FOLDER, PART, RoundPlan, check_combiner, check_kind, compare, is_written
+from xffl.aggregation.exports import (
+    CELL_FOLDER,
+    PART,
+    RoundPlan,
+    check_combiner,
+    check_kind,
+    compare,
+    is_written,
+    read_tensor_kinds,
+)
 from xffl.aggregation.mean import combined, weighted_mean, wide_type
 from xffl.checkpoint.format import (
     INDEX,
@@ -44,11 +61,14 @@ from xffl.checkpoint.format import (
     read_index,
     write_index,
 )
+from xffl.checkpoint.tables import StoredTensor
+from xffl.checks import shown
 from xffl.costs import EXCHANGE_FORMAT
-from xffl.distributed.sharding import Plain, from_plain, to_plain
+from xffl.distributed.sharding import Plain, dtype_of, from_plain, to_plain
 from xffl.errors import CheckpointError, ConfigError
 from xffl.files import create, naming_errors, sync
 from xffl.naming import Writer
+from xffl.reading import Fields
 
 __all__ = ["Box", "OfflineServer", "PieceReader", "PieceWriter", "Round", "aggregate_exports", "boxes"]
 
@@ -79,14 +99,31 @@ class PieceReader:
 
     def kind(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """Return a tensor's data type and shape."""
-        tensor = self.index.tensors[f"{self._part}/{name}"]
+        tensor = self._tensor(name)
         return tensor.dtype, tuple(tensor.shape)
+
+    def check_kinds(self, kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+        """Refuse files whose tensors are other ones than their values say."""
+        for name, kind in kinds.items():
+            if self.kind(name) != kind:
+                raise CheckpointError(
+                    f"{self.index.folder / INDEX} has {name!r} as {self.kind(name)}, and {self.path} says {kind}; "
+                    "write it anew"
+                )
+
+    def _tensor(self, name: str) -> StoredTensor:
+        tensor = self.index.tensors.get(f"{self._part}/{name}")
+        if tensor is None:
+            raise CheckpointError(f"{self.index.folder / INDEX} has no tensor {name!r} of {self._part}; write it anew")
+        return tensor
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """Return a piece of a tensor as a flat copy of real numbers."""
-        tensor = self.index.tensors[f"{self._part}/{name}"]
+        tensor = self._tensor(name)
         width = tensor.dtype.itemsize
         starts, sizes = box
+        if len(sizes) != len(tensor.shape):
+            raise CheckpointError(f"{self.index.folder / INDEX} has {name!r} in the shape {tuple(tensor.shape)}")
         piece = np.empty((*sizes, width), np.uint8)
         filled = 0
         for chunk in tensor.chunks:
@@ -113,7 +150,11 @@ class PieceReader:
                     start, size = _find_storage(stream, offset + length)
                     if size != math.prod(shape):
                         raise ValueError(f"{size} bytes in place of {math.prod(shape)}")
-                except (ValueError, KeyError, zipfile.BadZipFile) as error:
+                    if not offset <= start <= start + size <= offset + length:
+                        raise ValueError(
+                            f"bytes {start} to {start + size} lie outside of {offset} to {offset + length}"
+                        )
+                except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
                     raise CheckpointError(
                         f"{self.index.folder / file} holds no {name!r} as xffl writes it ({error}); write it anew"
                     ) from error
@@ -210,8 +251,14 @@ def _find_storage(stream: BinaryIO, end: int) -> tuple[int, int]:
     """Return where the storage of the file of torch's that ends there begins, and how many bytes it has."""
     # What stands before an archive in a file is a prefix for zipfile, which counts from the file's begin all the same.
     with mmap.mmap(stream.fileno(), end, access=mmap.ACCESS_READ) as archive:
-        entries = zipfile.ZipFile(archive).infolist()  # type: ignore[call-overload]
-        (entry,) = (one for one in entries if one.filename.rpartition("/")[0].endswith("/data"))
+        try:
+            entries = zipfile.ZipFile(archive).infolist()  # type: ignore[call-overload]
+        except Exception as error:  # damaged archives raise errors of many kinds
+            raise ValueError(f"no archive: {type(error).__name__}") from error
+        found = [one for one in entries if one.filename.rpartition("/")[0].endswith("/data")]
+        if len(found) != 1:
+            raise ValueError(f"{len(found)} storages in place of one")
+        entry = found[0]
         if entry.compress_type != zipfile.ZIP_STORED:
             raise ValueError("it is compressed")
         # A local header has 30 bytes, a name and an extra field; its last four bytes are the lengths of these two.
@@ -248,19 +295,7 @@ class OfflineServer:
         record = find_record(before)
         if record is not None and record.parts == (STATE,):
             self._old, self._prefix = PieceReader(before, STATE, opened), "model/"
-            saved: dict[str, Any] = from_plain(self._old.record.values[STATE], {})
-            compare(saved["tensors"], self._tensors, str(before), "the exports")
-            asked = saved["asked"]
-            others = sorted(key for key in self._asked.keys() & asked.keys() if self._asked[key] != asked[key])
-            if others:
-                there, here = (", ".join(f"{key}={one[key]}" for key in others) for one in (asked, self._asked))
-                raise CheckpointError(
-                    f"{before} is the state of a server optimizer with {there}, not {here}; go on with the same server"
-                )
-            self._elements, self._numbers = saved["elements"], saved["numbers"]
-            self._probe.param_groups[0].update(saved["options"])
-            if self._schedule is not None:
-                self._schedule.load_state_dict(saved["schedule"])
+            self._take_up(before)
         elif start is not None:
             self._old, self._prefix = PieceReader(start, PART, opened), ""
             check_kind(start, self._old.record, "global")
@@ -271,6 +306,51 @@ class OfflineServer:
                 "is not known; for a first round give it (--start)"
             )
         self._old.check_data()
+        self._check_old(Fields(values, "the exports", error=CheckpointError))
+
+    def _take_up(self, before: Path) -> None:
+        """Go on from the state after the round before, whose values somebody else may have written."""
+        hint = "it is damaged, go on from another state"
+        try:
+            plain = from_plain(self._old.record.values[STATE], {})
+        except (KeyError, ValueError) as error:
+            raise CheckpointError(f"{before} has no state of a server optimizer ({error}); {hint}") from error
+        saved = Fields(plain, f"{before}", error=CheckpointError, hint=hint)
+        read_tensor_kinds(saved)
+        compare(saved.any("tensors"), self._tensors, str(before), "the exports")
+        asked = saved.mapping_of("asked", MOST_ASKED, Fields.text, MOST_ASKED)
+        others = sorted(key for key in self._asked.keys() & asked.keys() if self._asked[key] != asked[key])
+        if others:
+            there, here = (", ".join(f"{key}={one[key]}" for key in others) for one in (asked, self._asked))
+            raise CheckpointError(
+                f"{before} is the state of a server optimizer with {there}, not {here}; go on with the same server"
+            )
+        self._elements = saved.list_of("elements", MOST_KEPT, Fields.text)
+        numbers = saved.mapping_of("numbers", MOST_KEPT, Fields.any)
+        for name, value in numbers.items():
+            try:
+                _number(value)
+            except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+                saved.fail(f"numbers.{name} of {before} is {shown(value)}, which is no number ({error})")
+        self._numbers = numbers
+        load_options(self._probe, saved.any("options"))
+        if self._schedule is not None:
+            load_schedule(self._schedule, saved.any("schedule"))
+
+    def _check_old(self, values: Fields) -> None:
+        """Refuse a state, or a model to start from, whose tensors are not those that are stepped."""
+        wanted: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        for name, (dtype, shape) in read_tensor_kinds(values).items():
+            if not self._prefix:
+                wanted[name] = dtype, shape
+            elif self._tensors[name][1]:
+                real = dtype.to_real() if dtype.is_complex else dtype
+                kind = wide_type(real), (*shape, 2) if dtype.is_complex else shape
+                wanted |= {f"{self._prefix}{name}": kind}
+                for key in self._elements:
+                    found = self._old.kind(f"{key}/{name}")
+                    wanted[f"{key}/{name}"] = found[0] if found[0].is_floating_point else kind[0], kind[1]
+        self._old.check_kinds(wanted)
 
     @torch.no_grad()
     def step(
@@ -293,7 +373,13 @@ class OfflineServer:
             optimizer.state[weights].update(state)
         # From what was written, so that what rounding to a narrow type has left out is not taken for a step.
         weights.grad = torch.sub(weights.to(mean.dtype).to(weights.dtype), mean.to(weights.dtype))
-        optimizer.step()
+        try:
+            optimizer.step()
+        except (ArithmeticError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{self._old.path}: the state of the server optimizer does not fit it at tensor {name!r} "
+                f"({type(error).__name__}: {error}); go on from another state"
+            ) from error
         state = optimizer.state.get(weights, {})
         elements = sorted(
             key for key, one in state.items() if isinstance(one, torch.Tensor) and one.shape == weights.shape != ()
@@ -332,7 +418,11 @@ def _plain(value: Any) -> Any:
 
 def _number(value: Any) -> Any:
     if isinstance(value, dict) and value.keys() == {"dtype", "value"}:
-        return torch.tensor(value["value"], dtype=getattr(torch, value["dtype"]))
+        if type(value["value"]) not in (bool, int, float):
+            raise ValueError("its value must be a number")
+        return torch.tensor(value["value"], dtype=dtype_of(value["dtype"]))
+    if value is not None and type(value) not in (bool, int, float):
+        raise ValueError("it must be a number, or a number with its dtype")
     return value
 
 
@@ -366,6 +456,7 @@ class _Export(PieceReader):
         self.path = Path(path)
         check_kind(self.path, self.record, "export")
         self.values: dict[str, Any] = self.record.values["export"]
+        self.check_kinds(read_tensor_kinds(Fields(self.values, str(self.path), error=CheckpointError)))
 
 
 def aggregate_exports(

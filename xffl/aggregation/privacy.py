@@ -29,11 +29,12 @@ from typing import Any
 import torch
 
 from xffl.aggregation.mean import CHUNK, piece_length
-from xffl.checks import integer, number, one_of
+from xffl.checks import integer, number, one_of, shown
 from xffl.distributed.collectives import Group, all_gather_json
 from xffl.distributed.consistency import control_device, run_on_all_ranks
 from xffl.errors import CheckpointError, ConfigError, RoundError, StateError
 from xffl.extras import optional_import
+from xffl.reading import Fields
 from xffl.topology import Topology
 
 __all__ = ["Accountant", "KeyPair", "Keystream", "Masker", "Noise", "Privacy", "SecureSum", "make_masker", "privatize"]
@@ -236,18 +237,27 @@ class Accountant:
         self._spent |= self._read(state)
 
     def _read(self, state: Mapping[str, Any]) -> Counter[tuple[float, str, int]]:
+        """Return what a state counts, which somebody else may have written."""
+        hint = "the state is not that of a privacy accountant, load another one"
+        fields = Fields(state, "the state of privacy", error=CheckpointError, hint=hint)
         spent: Counter[tuple[float, str, int]] = Counter()
-        try:
-            for noise, where, cells, rounds in state["spent"]:
-                if where not in PLACES or noise < 0 or cells < 1 or rounds < 0:
-                    raise ValueError(f"{(noise, where, cells, rounds)} does not count exchanges")
-                spent[float(noise), where, int(cells)] += int(rounds)
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"the state is not that of a privacy accountant ({type(error).__name__}: {error}); load another one"
-            ) from error
+        for kind in fields.list_of("spent", MOST_KINDS, Fields.any):
+            if not isinstance(kind, list | tuple) or len(kind) != 4:
+                fields.fail(f"{fields.place('spent')} must have noise, where, cells and rounds, got {shown(kind)}")
+            one = Fields(
+                dict(zip(("noise", "where", "cells", "rounds"), kind, strict=True)),
+                "what privacy has spent",
+                error=CheckpointError,
+                hint=hint,
+            )
+            # Infinite noise would count as exchanges that cost nothing, and so would parts of a count.
+            key = one.number("noise", 0.0, MOST_NOISE), one.choice("where", PLACES), one.integer("cells", 1)
+            spent[key] += one.integer("rounds", 0)
         return spent
 
+
+MOST_KINDS = 1_000_000
+"""Kinds of exchanges (noise, place, cells) of a state at most"""
 
 LEAST_CELLS = 3
 """Cells whose sum hides each of them: of two, each would find the other's values by taking its own off."""

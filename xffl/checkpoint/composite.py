@@ -23,7 +23,18 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from xffl.distributed.sharding import Plain, bytes_of, from_plain, spread_as, spread_whole, tensors_named, to_plain
+from xffl.checkpoint.tables import read_counts
+from xffl.checks import shown
+from xffl.distributed.sharding import (
+    Plain,
+    bytes_of,
+    dtype_of,
+    from_plain,
+    spread_as,
+    spread_whole,
+    tensors_named,
+    to_plain,
+)
 from xffl.errors import CheckpointError, ConfigError
 
 __all__ = ["Box", "box_of", "copy_inner", "is_composite", "read_boxes", "restore", "take_apart"]
@@ -87,19 +98,56 @@ def take_apart(path: str, tensor: torch.Tensor) -> tuple[dict[str, torch.Tensor]
 
 
 def read_boxes(values: Mapping[str, Plain]) -> dict[str, list[Box]]:
-    """Return the boxes among the plain values of a cell's index, by the tensor's name; pure."""
+    """Return the boxes among the plain values of a cell's index, by the tensor's name; pure.
+
+    :param values: The values, of which others than boxes are left alone.
+    :return: Boxes by the tensor's name.
+    :raises CheckpointError: if a box is not of the form that is written.
+    """
     boxes: dict[str, list[Box]] = {}
     for key, value in values.items():
         if key.startswith(PREFIX) and isinstance(value, dict):
-            box = Box(
-                offsets=tuple(value["offsets"]),
-                sizes=tuple(value["sizes"]),
-                shape=torch.Size(value["shape"]),
-                dtype=getattr(torch, value["dtype"]),
-                inner=value["inner"],
-            )
-            boxes.setdefault(value["path"], []).append(box)
+            try:
+                path, box = _read_box(value)
+            except ValueError as error:
+                raise CheckpointError(
+                    f"{shown(key)} is no box of a tensor: {error}; the checkpoint is damaged, load another one"
+                ) from error
+            boxes.setdefault(path, []).append(box)
     return boxes
+
+
+def _read_box(value: dict[str, Any]) -> tuple[str, Box]:
+    """Return a box and the name of its tensor; a ValueError says what is wrong."""
+    path, inner = value.get("path"), value.get("inner")
+    if not isinstance(path, str):
+        raise ValueError(f"path must be a text, got {shown(path)}")
+    counts = {name: read_counts(value.get(name), name) for name in ("offsets", "sizes", "shape")}
+    if len(set(map(len, counts.values()))) > 1 or any(
+        start + size > whole for start, size, whole in zip(*counts.values(), strict=True)
+    ):
+        raise ValueError(f"it leaves its tensor: {counts}")
+    _check_inner(inner)
+    dtype = dtype_of(value.get("dtype"))
+    return path, Box(counts["offsets"], counts["sizes"], torch.Size(counts["shape"]), dtype, inner)
+
+
+def _check_inner(inner: Any) -> None:
+    """Refuse what does not describe a tensor, without a look at its class; a ValueError says what is wrong."""
+    if not isinstance(inner, dict):
+        raise ValueError(f"inner must be a mapping, got {shown(inner)}")
+    if "class" not in inner:
+        if inner.keys() != {"__tensor__"} or not isinstance(inner["__tensor__"], str):
+            raise ValueError(f"a plain tensor must have a name, got {shown(inner)}")
+        return
+    if not isinstance(inner["class"], str) or not isinstance(inner.get("inner"), dict):
+        raise ValueError(f"a tensor must have a class and tensors in it, got {shown(inner)}")
+    if "context" not in inner:
+        raise ValueError(f"a tensor must have a context, got {shown(inner)}")
+    for name in ("size", "stride"):
+        read_counts(inner.get(name), name)
+    for one in inner["inner"].values():
+        _check_inner(one)
 
 
 def box_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -221,12 +269,12 @@ def find_class(name: str, kinds: Collection[type]) -> Any:
             return kind
     if not any(_title(kind) == name for kind in _subclasses(torch.Tensor)):
         raise CheckpointError(
-            f"the checkpoint has tensors of the class {name}, which this process has not imported; import the package "
-            f"that has it ({str(name).partition('.')[0]}) before loading"
+            f"the checkpoint has tensors of the class {name[:200]}, which this process has not imported; import the "
+            f"package that has it ({name.partition('.')[0][:100]}) before loading"
         )
     raise CheckpointError(
-        f"the checkpoint has tensors of the class {name}, whose code would be called to make them, and the tensors "
-        "here are of other classes; if the checkpoint may have it, give the class to "
+        f"the checkpoint has tensors of the class {name[:200]}, whose code would be called to make them, and the "
+        "tensors here are of other classes; if the checkpoint may have it, give the class to "
         "torch.serialization.add_safe_globals before loading; nothing was loaded"
     )
 

@@ -23,10 +23,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from xffl.checkpoint import composite
-from xffl.checkpoint.format import CellIndex, FileEntry, Record, file_entry
+from xffl.checkpoint.format import INDEX_LIMIT, VALUES_DEPTH, CellIndex, FileEntry, Record, file_entry
+from xffl.checkpoint.torch_files import load_archive
+from xffl.checks import shown
 from xffl.distributed.sharding import Plain, from_plain, local_tensor, sharded_parameters, tensors_named, to_plain
 from xffl.errors import CheckpointError, ConfigError
 from xffl.files import create, naming_errors, sync
+from xffl.reading import parse_json
 from xffl.topology import Topology
 
 __all__ = ["Part"]
@@ -511,18 +514,41 @@ def read_rank_state(
     index.check_file(file.name)
     try:
         with index.open(file.name) as stream:
-            content = torch.load(stream, map_location="cpu", weights_only=True)
-        values, tensors = json.loads(content["values"]), content["tensors"]
-        for name, boxes in composite.read_boxes(json.loads(content.get("boxes", "{}"))).items():
+            content = load_archive(stream)
+        values, tensors, buffers, described = _read_rank_content(content)
+        for name, boxes in composite.read_boxes(described).items():
             tensors[name] = composite.restore(name, boxes, None, tensors.__getitem__)
         states = {name: from_plain(values[name], tensors) for name in sorted(wanted)}
-        return states, content.get("buffers", {}) if is_same else {}
+        return states, buffers if is_same else {}
     except CheckpointError:  # of a class that nobody vouches for; it is a RuntimeError, too
         raise
-    except (OSError, RuntimeError, ValueError, TypeError, KeyError, pickle.UnpicklingError) as error:
+    except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
+        reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise CheckpointError(
-            f"{file} holds no own state: {type(error).__name__}; the checkpoint is damaged, load another one"
+            f"{file} holds no own state: {reason}; the checkpoint is damaged, load another one"
         ) from error
+
+
+def _read_rank_content(
+    content: Any,
+) -> tuple[dict[str, Plain], dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Plain]]:
+    """Return values, tensors, buffers and boxes of a rank's file, each of the type that is written."""
+    if not isinstance(content, dict):
+        raise ValueError(f"it holds a {type(content).__name__}, not a mapping")
+    told: list[dict[str, Plain]] = []
+    for name in ("values", "boxes"):
+        text = content.get(name, "{}")
+        read = parse_json(text, limit=INDEX_LIMIT, depth=VALUES_DEPTH) if isinstance(text, str) else None
+        if not isinstance(read, dict):
+            raise ValueError(f"its {name} are {shown(text)}, not a mapping in JSON")
+        told.append(read)
+    held: list[dict[str, torch.Tensor]] = []
+    for name in ("tensors", "buffers"):
+        tensors = content.get(name, {})
+        if not isinstance(tensors, dict) or not all(isinstance(one, torch.Tensor) for one in tensors.values()):
+            raise ValueError(f"its {name} are {shown(tensors)}, not a mapping of tensors")
+        held.append(tensors)
+    return told[0], held[0], held[1], told[1]
 
 
 def _layout(sizes: Sequence[int], of: Record | Topology) -> str:

@@ -224,9 +224,22 @@ def to_plain(value: Any, path: str, tensors: dict[str, torch.Tensor] | None = No
 
 
 def from_plain(plain: Plain, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Read what :func:`to_plain` has written."""
+    """Read what :func:`to_plain` has written; local.
+
+    :param plain: The value, which somebody else may have written.
+    :param tensors: Tensors by name, of those that the value refers to.
+    :return: What was written.
+    :raises ValueError: if the value is not of the form that is written; nothing in it is called or imported.
+    """
+    try:
+        return _read_plain(plain, tensors)
+    except (AttributeError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"it is no plain value as it is written ({type(error).__name__}: {error})") from error
+
+
+def _read_plain(plain: Plain, tensors: Mapping[str, torch.Tensor]) -> Any:
     if isinstance(plain, list):
-        return [from_plain(item, tensors) for item in plain]
+        return [_read_plain(item, tensors) for item in plain]
     if not isinstance(plain, dict):
         return plain
     if len(plain) == 1:
@@ -238,11 +251,11 @@ def from_plain(plain: Plain, tensors: Mapping[str, torch.Tensor]) -> Any:
         if tag == "__dtype__":
             return dtype_of(content)
         if tag == "__tuple__":
-            return tuple(from_plain(item, tensors) for item in content)
+            return tuple([_read_plain(item, tensors) for item in content])
         if tag in ("__pairs__", "__counter__"):
-            pairs = {from_plain(key, tensors): from_plain(item, tensors) for key, item in content}
+            pairs = {_read_plain(key, tensors): _read_plain(item, tensors) for key, item in content}
             return Counter(pairs) if tag == "__counter__" else pairs
-    return {key: from_plain(item, tensors) for key, item in plain.items()}
+    return {key: _read_plain(item, tensors) for key, item in plain.items()}
 
 
 def dtype_of(name: object) -> torch.dtype:

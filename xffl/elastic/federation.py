@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 import socket
 import sys
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from xffl.checks import shown
 from xffl.cluster.environment import PROOF_KEY, bind_address, prove_token, resolve_lighthouse, token_of
 from xffl.cluster.hosts import Runtime, group_by_runtime
 from xffl.cluster.launch.failure import lives_of_run
@@ -37,6 +39,7 @@ from xffl.elastic.lighthouse import Lighthouse, Meeting
 from xffl.elastic.roster import CellRecord, Epoch, Standing, cells_text, check_alike, form_epoch, name_cell
 from xffl.errors import ConfigError, LaunchError, RoundError, StateError
 from xffl.files import read_sealed_json, remove_file, write_sealed_json
+from xffl.reading import Fields
 from xffl.topology import Topology
 
 __all__ = ["ElasticFederation", "MeetingLeft", "RoundEnd"]
@@ -451,10 +454,9 @@ class ElasticFederation:
         if not os.path.lexists(file):
             return
         try:
-            told = read_sealed_json(file)
+            self._inherited = read_vote(file)
             remove_file(file)
-            self._inherited = str(told["lineage"]), tuple(map(str, told["lives"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:  # without a vote the others are waited for
+        except (OSError, ValueError, StateError) as error:  # without a vote the others are waited for
             LOG.warning("%s cannot be used (%s): this cell votes for itself alone", file, error)
 
     def _leave_vote(self) -> None:
@@ -467,6 +469,24 @@ class ElasticFederation:
             return
         with suppress(OSError):  # then the others wait for who may hold a later model
             write_sealed_json(self._vote, {"lineage": version.lineage, "lives": lives})
+
+
+_LIFE = re.compile(r"\d{1,9}\.[\w.]{1,100}", re.ASCII)
+"""The text of a life, which begins with the number of its cell"""
+MOST_LIVES = 10_000
+"""Lives of a cell that a vote is inherited from, at most"""
+
+
+def read_vote(file: Path) -> tuple[str, tuple[str, ...]]:
+    """Return the lineage and the lives that a vote is of, as :meth:`ElasticFederation.leave` writes it; local.
+
+    Raises what :func:`~xffl.files.read_sealed_json` does, and StateError for what is no vote.
+    """
+    told = Fields(read_sealed_json(file), str(file), error=StateError)
+    lives = told.list_of("lives", MOST_LIVES, Fields.text, 200)
+    if wrong := [life for life in lives if not _LIFE.fullmatch(life)]:
+        told.fail(f"{told.place('lives')} must be such as 2.8f0c, got {shown(wrong[0])}")
+    return told.text("lineage", 200), tuple(lives)
 
 
 def _knock(place: str) -> OSError | None:

@@ -15,6 +15,7 @@ from tests.chaos.inputs.parsers_planning import words_of
 from tests.unit.test_run_report import run_files
 from xffl.aggregation.algorithms.registry import resolve_algorithm
 from xffl.aggregation.compression import codec_of
+from xffl.naming import Writer
 from xffl.training.data.partition import Partition, quantity
 from xffl.training.data.tokens import CharacterTokenizer, TokenDataset, write_tokens
 from xffl.training.loggers import cut_lines
@@ -144,7 +145,7 @@ SPECS = (b"fedavgm:momentum=0.9", b"fedadam:lr=1e-2,betas=(0.9,0.99)", b"fedavg"
 
 
 def read_algorithm(content: bytes, folder: Path) -> None:
-    resolve_algorithm(content.decode("utf-8", errors="replace"))
+    resolve_algorithm(content.decode("utf-8", errors="replace"), writer=Writer.USER)
 
 
 def read_codec(content: bytes, folder: Path) -> None:

@@ -19,11 +19,20 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from xffl.aggregation.algorithms.registry import check_options, locate, read_spec
-from xffl.checks import number, one_of
-from xffl.errors import ConfigError, XfflError
+from xffl.checks import number, one_of, shown
+from xffl.errors import CheckpointError, ConfigError, XfflError
 from xffl.naming import Writer
 
-__all__ = ["RULES", "Adaptive", "ServerOptimizer", "asked_of", "options_of", "server_of"]
+__all__ = [
+    "RULES",
+    "Adaptive",
+    "ServerOptimizer",
+    "asked_of",
+    "load_options",
+    "load_schedule",
+    "options_of",
+    "server_of",
+]
 
 Factory = Callable[..., Optimizer]
 Schedule = Callable[[Optimizer], LRScheduler]
@@ -227,6 +236,64 @@ def _title(factory: object) -> str:
 def options_of(optimizer: Optimizer) -> dict[str, Any]:
     """Return the options of an optimizer's only group."""
     return {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+
+
+def load_options(optimizer: Optimizer, saved: object) -> None:
+    """Take over the options of a saved state, which somebody else may have written; local.
+
+    Raises CheckpointError where one is of another kind than the optimizer's own.
+    """
+    own = options_of(optimizer)
+    checked = _alike(own, saved, "option")
+    if "params" in checked:
+        raise CheckpointError("the saved options of the server optimizer have params, which is no option")
+    optimizer.param_groups[0].update(checked)
+
+
+def load_schedule(schedule: LRScheduler, saved: object) -> None:
+    """Take over the saved state of a schedule, which somebody else may have written; local.
+
+    Raises CheckpointError where it is of another kind of schedule, or would take the place of the schedule's methods.
+    """
+    # LRScheduler.load_state_dict writes whatever it is given over the object's attributes.
+    checked = _alike(schedule.state_dict(), saved, "value of the schedule")
+    for name in checked:
+        if name == "optimizer" or callable(getattr(type(schedule), name, None)):
+            raise CheckpointError(f"the saved schedule of the server has {name!r}, which is no state of a schedule")
+    try:
+        schedule.load_state_dict(checked)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the saved schedule of the server does not fit {_title(type(schedule))} ({type(error).__name__}: "
+            f"{error}); go on with the same server"
+        ) from error
+
+
+def _alike(own: Mapping[str, Any], saved: object, what: str) -> dict[str, Any]:
+    """Return saved values by name, copied, if those that are here, too, are of the same kind."""
+    if not isinstance(saved, Mapping):
+        raise CheckpointError(
+            f"the saved {what}s of the server are {shown(saved)}, no mapping; go on with the same server"
+        )
+    for name, value in saved.items():
+        mine = own.get(name) if isinstance(name, str) else None
+        if not isinstance(name, str) or not (mine is None or value is None or _kind(mine) == _kind(value)):
+            raise CheckpointError(
+                f"the saved {what} {shown(name)} of the server is {shown(value)}, here {shown(mine)}; go on with the "
+                "same server"
+            )
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in saved.items()}
+
+
+def _kind(value: object) -> str:
+    """Return what a saved value may be replaced by."""
+    if isinstance(value, bool):
+        return "a switch"
+    if isinstance(value, (int, float)):
+        return "a number" if math.isfinite(value) else "a number that is not finite"
+    if isinstance(value, (list, tuple)):
+        return f"{len(value)} numbers" if all(_kind(one) == "a number" for one in value) else "a list"
+    return type(value).__name__
 
 
 def _plain(value: object) -> str:

@@ -12,17 +12,19 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from xffl.aggregation.algorithms.server import asked_of
+from xffl.aggregation.algorithms.server import asked_of, load_options, load_schedule
 from xffl.aggregation.engine.buffers import Layout
 from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.engine.plan import Bucket, GroupTransfer
 from xffl.aggregation.engine.tensors import TensorInfo
 from xffl.aggregation.mean import piece_length, wide_type
 from xffl.aggregation.options import Options
+from xffl.checks import shown
 from xffl.distributed.collectives import all_reduce
 from xffl.distributed.consistency import control_device, find_unequal_cells, sum_of_bits
 from xffl.distributed.sharding import local_tensor, reshard
 from xffl.errors import CheckpointError, ConfigError, StateError
+from xffl.reading import Fields
 
 __all__ = ["GlobalModel", "check_start", "choose_server_step", "digest_of"]
 
@@ -462,7 +464,9 @@ class GlobalModel:
                 f"{sorted(self._optimizers)}; resume with the same server and fragments"
             )
         for fragment in self._optimizers:
-            self._check_asked(fragment, state["optimizers"][fragment].get("asked", {"class": "unknown"}))
+            saved = state["optimizers"][fragment]
+            _check_saved(saved)
+            self._check_asked(fragment, saved.get("asked", {"class": "unknown"}))
         self.forget()  # what follows may end halfway
         for fragment, optimizer in self._optimizers.items():
             saved = state["optimizers"][fragment]
@@ -471,9 +475,9 @@ class GlobalModel:
                 if saved["elements"] or saved["numbers"]:
                     numbers = {key: _copied(value) for key, value in saved["numbers"].items()}
                     optimizer.state[values] = {key: torch.empty_like(values) for key in saved["elements"]} | numbers
-            optimizer.param_groups[0].update({key: _copied(value) for key, value in saved["options"].items()})
+            load_options(optimizer, saved["options"])
             if fragment in self._schedules:
-                self._schedules[fragment].load_state_dict(saved["schedule"])
+                load_schedule(self._schedules[fragment], saved["schedule"])
         ended = {fragment: state["optimizers"][fragment].get("ended") for fragment in self._optimizers}
         self._ended = {fragment: why for fragment, why in ended.items() if why is not None}
         self._is_known = True
@@ -619,6 +623,35 @@ def _cuts(optimizer: Optimizer, values: torch.Tensor) -> list[tuple[slice, dict[
 def _whole(transfer: GroupTransfer) -> list[tuple[Bucket, slice]]:
     """Return all buckets of a group, and of each all elements."""
     return [(bucket, slice(0, bucket.stop - bucket.start)) for bucket in transfer.buckets]
+
+
+MOST_KEPT = 64
+"""What a server optimizer keeps for each element, and as numbers for all, at most"""
+MOST_ASKED = 10**6
+"""What a server optimizer was made with, at most: values, and characters of one"""
+
+
+def _check_saved(saved: Any) -> None:
+    """Refuse the saved state of a server optimizer that is not of the form that is written; local."""
+    fields = Fields(saved, "a server optimizer's saved state", error=CheckpointError, hint="load another checkpoint")
+    for name in ("numbers", "options"):
+        fields.mapping(name)
+    fields.any("schedule")
+    for name in ("elements", "numbers"):
+        names = fields.any(name)
+        if (
+            not isinstance(names, Mapping | Sequence)
+            or len(names) > MOST_KEPT
+            or not all(isinstance(one, str) for one in names)
+        ):
+            fields.fail(f"{fields.place(name)} must be at most {MOST_KEPT} names, got {shown(names)}")
+    if fields.optional("asked", Fields.mapping) is not None:
+        fields.mapping_of("asked", MOST_ASKED, Fields.text, MOST_ASKED)
+    for name, value in saved["numbers"].items():
+        if not isinstance(value, torch.Tensor | int | float | None) or (
+            isinstance(value, torch.Tensor) and value.numel() != 1
+        ):
+            fields.fail(f"{fields.place(name)} must be a number, got {shown(value)}")
 
 
 def _copied(value: Any) -> Any:

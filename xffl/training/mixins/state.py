@@ -12,9 +12,12 @@ import torch
 import torch.distributed as dist
 
 from xffl.checkpoint.generators import RandomState
+from xffl.checkpoint.torch_files import load_archive
+from xffl.checks import shown
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.errors import CheckpointError
 from xffl.files import read_sealed, write_sealed
+from xffl.reading import COUNT_LIMIT
 from xffl.training.mixins.base import StatePart, TrainerMixin
 
 __all__ = ["StateMixin"]
@@ -30,6 +33,22 @@ COUNTERS = (
     *("global_step", "current_epoch", "ended_epochs", "local_batches", "samples"),
     *("rounds", "measured_rounds", "steps_since_round"),
 )
+
+
+PLACE_LIMIT = 2**30
+"""Bytes of the file at most; it has counters and states of schedulers and loaders, and no tensors of a model"""
+
+
+def read_place_file(file: Path) -> dict[str, Any]:
+    """Return what :meth:`StateMixin.keep_place` has written; a ValueError or an OSError says what is wrong with it."""
+    place = load_archive(read_sealed(file), limit=PLACE_LIMIT)
+    trainer = place.get("trainer") if isinstance(place, dict) else None
+    if not isinstance(trainer, dict) or not all(isinstance(part, Mapping) for part in place.values()):
+        raise ValueError("it holds no states of a trainer's parts")
+    for name in COUNTERS:
+        if type(trainer.get(name)) not in (int, float) or not 0 <= trainer[name] <= COUNT_LIMIT:
+            raise ValueError(f"{name} must be a number from 0 to {COUNT_LIMIT}, got {shown(trainer.get(name))}")
+    return place
 
 
 class StateMixin(TrainerMixin):
@@ -181,7 +200,7 @@ class StateMixin(TrainerMixin):
             "places in the data", convert=lambda error: CheckpointError(f"{file} cannot be read ({error}); {advice}")
         ):
             if self.state.rank == 0 and file.exists():
-                told[0] = torch.load(io.BytesIO(read_sealed(file)), weights_only=True)
+                told[0] = read_place_file(file)
         dist.broadcast_object_list(told, src=0)
         self._place = told[0]
         return self._place is not None
@@ -213,11 +232,22 @@ class StateMixin(TrainerMixin):
             return False
         if scaling.aggregator.rounds >= place["trainer"]["rounds"]:
             for name, part in self.checkpoint_parts().items():
-                part.load_state_dict(place[name])
+                self._take_part(name, part, place)
             LOG.info("going on from step %d, after round %d", self.global_step, self.rounds)
         self._place = None
         self.on_resumed()
         return True
+
+    def _take_part(self, name: str, part: Any, place: Mapping[str, Any]) -> None:
+        """Give a part the state that was kept of it, in a file that somebody else may have written; local."""
+        file = Path(self.config.experiment.output_dir) / PLACE
+        try:
+            part.load_state_dict(place[name])
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{file} has no state that fits {name} ({type(error).__name__}: {error}); remove it, and the cell "
+                "starts from its checkpoint"
+            ) from error
 
     def _others(self) -> dict[str, Any]:
         return {**self.checkpoint_parts(), "callbacks": self.callbacks}

@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from xffl.aggregation.engine.tensors import tensors_of, ties_of
 from xffl.checkpoint.format import check_path, partial_folder, replace_folder, run_collectively, sync_all, this_cell
 from xffl.checkpoint.opened import OpenFolder, read_again_if_replaced
-from xffl.checks import shorten
+from xffl.checks import shorten, shown
 from xffl.distributed.consistency import find_unequal_cells, run_on_all_ranks, sum_of_bits
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import local_tensor, reshard
@@ -44,6 +44,7 @@ from xffl.errors import CheckpointError, ConfigError
 from xffl.extras import optional_import
 from xffl.files import naming_errors, write_whole
 from xffl.parallel.pipeline import PipelineModel
+from xffl.reading import Fields, parse_json
 
 __all__ = [
     "INDEX",
@@ -66,6 +67,7 @@ __all__ = [
 SINGLE = "model.safetensors"
 """The one file of a small model."""
 INDEX = "model.safetensors.index.json"
+MOST_TENSORS = 10**6  # that an index lists
 """The file that lists the tensors of each file, where there are several."""
 EXTRAS = {"transformers": "hf", "huggingface_hub": "hf", "safetensors": "hf", "peft": "lora"}
 
@@ -173,7 +175,7 @@ class _Reader(HuggingFaceStorageReader):
             self.fs = _ListedFiles([file])
             try:
                 part = super().read_metadata()
-            except (OSError, KeyError, package("safetensors").SafetensorError) as error:
+            except (OSError, KeyError, ValueError, TypeError, package("safetensors").SafetensorError) as error:
                 what = f"unknown data type {error}" if isinstance(error, KeyError) else error
                 raise CheckpointError(f"{folder / file} cannot be read: {what}; copy the files again") from error
             listed = part.state_dict_metadata if names is None else names
@@ -215,11 +217,12 @@ def _files_of(source: OpenFolder) -> dict[str, set[str] | None]:
         return {SINGLE: None}
     files: dict[str, set[str]] = {}
     try:
-        for name, file in json.loads(source.read_bytes(INDEX))["weight_map"].items():
-            if os.path.basename(file) != file:
-                raise ValueError(f"{name!r} lies outside the folder")
+        listed = Fields(parse_json(source.read_bytes(INDEX)), str(path), error=CheckpointError)
+        for name, file in listed.mapping_of("weight_map", MOST_TENSORS, Fields.text, may_be_empty=False).items():
+            if os.path.basename(file) != file or file in (".", ".."):
+                raise ValueError(f"{shown(name)} lies outside the folder")
             files.setdefault(file, set()).add(name)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; copy the model's files again") from error
     return dict(files)
 
