@@ -126,6 +126,7 @@ def test_strangers_neither_delay_nor_confuse_the_meeting() -> None:
         for stranger in (*STRANGERS, *[b""] * 40):
             stack.enter_context(connection := connect(port)).sendall(stranger)
         stack.enter_context(dripping(connection))
+        assert {one.address for one in find_listeners({os.getpid()}) if one.port == port} == {"127.0.0.1"}
         begun = time.monotonic()
         ranks = [stack.enter_context(connect(port)) for _ in range(2)]
         for rank, connection in enumerate(ranks, 1):

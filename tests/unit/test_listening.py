@@ -54,13 +54,16 @@ def name_for(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> str:
 
 def test_sockets_are_found_with_their_addresses() -> None:
     """The oracle of the tests of sockets: it sees both families, and tells loopback from all addresses."""
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("", 0)) as two:
-        with socket.create_server(("::1", 0), family=socket.AF_INET6) as three:
-            expected = {("127.0.0.1", one), ("0.0.0.0", two), ("::1", three)}  # noqa: S104
-            found = find_listeners({os.getpid()})
-            assert {Listener(os.getpid(), address, own.getsockname()[1]) for address, own in expected} <= found
-    assert [Listener(1, address, 1).is_loopback for address in ("127.0.0.1", "::1", "0.0.0.0", "::")] == [1, 1, 0, 0]  # noqa: S104
-    assert [Listener(1, address, 1).is_everywhere for address in ("127.0.0.1", "0.0.0.0", "::")] == [0, 1, 1]  # noqa: S104
+    with (
+        socket.create_server(("127.0.0.1", 0)) as one,
+        socket.create_server(("", 0)) as two,
+        socket.create_server(("::1", 0), family=socket.AF_INET6) as three,
+    ):
+        expected = {("127.0.0.1", one), ("0.0.0.0", two), ("::1", three)}
+        found = find_listeners({os.getpid()})
+        assert {Listener(os.getpid(), address, own.getsockname()[1]) for address, own in expected} <= found
+    assert [Listener(1, address, 1).is_loopback for address in ("127.0.0.1", "::1", "0.0.0.0", "::")] == [1, 1, 0, 0]
+    assert [Listener(1, address, 1).is_everywhere for address in ("127.0.0.1", "0.0.0.0", "::")] == [0, 1, 1]
 
 
 # Where rank 0 listens -------------------------------------------------------------------------------------------------
@@ -94,7 +97,7 @@ def test_where_the_name_is_of_no_use_the_named_interface_counts(
         monkeypatch.delenv(variable, raising=False)
     host = name_for(monkeypatch, name)
     everywhere = serve_store(host, 0, 2, timedelta(seconds=5), is_local=False)
-    assert addresses_at(everywhere.port) == {"0.0.0.0"}  # noqa: S104
+    assert addresses_at(everywhere.port) == {"0.0.0.0"}
     assert f"port {everywhere.port} of all of its addresses; set XFFL_CONTROL_IFNAME" in capsys.readouterr().err
     monkeypatch.setattr(listening, "control_address", lambda environ: "127.0.0.3")
     monkeypatch.setattr(listening, "is_loopback", lambda host: host == "127.0.1.1")
@@ -197,7 +200,7 @@ def test_another_program_at_the_port_is_no_store(
     answer: Callable[[socket.socket], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch itself waits without end for the first."""
-    monkeypatch.setattr(stores, "_ANSWER_S", 0.7)
+    monkeypatch.setattr(stores, "_ANSWER_S", 0.3)
 
     def serve(listener: socket.socket) -> None:
         while True:
@@ -205,7 +208,7 @@ def test_another_program_at_the_port_is_no_store(
                 connection, _ = listener.accept()
             except OSError:
                 return
-            threading.Thread(target=lambda: _without_errors(answer, connection), daemon=True).start()
+            threading.Thread(target=_without_errors, args=(answer, connection), daemon=True).start()
 
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         threading.Thread(target=serve, args=[listener], daemon=True).start()

@@ -481,6 +481,8 @@ class HostChecks:
         needs = self._request.needs
         versions, interfaces = find_versions(), list_interfaces()
         network, address = check_interfaces(self._environ, machines, interfaces)
+        if machines == 1 and not any(self._environ.get(name) for name in _NAMES):
+            address = LOOPBACK  # as stores and gloo in a job of one host
         gpus, count = check_gpus("gpu" in needs, self._environ)
         findings = [
             *check_packages(versions),
