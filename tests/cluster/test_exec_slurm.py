@@ -253,7 +253,8 @@ def test_two_jobs_at_once_on_one_node(slurm: dict[str, str], tmp_path: Path) -> 
         code, out, err = finish(process)
         assert (code, out) == (0, ""), err
         texts = [(tmp_path / f"logs{job}" / f"rank_0000{rank}.log").read_text() for rank in range(2)]
-        assert [json.loads(text.splitlines()[-1])["total"] for text in texts] == [3.0, 3.0]
+        joined = [json.loads(text.splitlines()[-1]) for text in texts]
+        assert [(one["total"], one["listens"]) for one in joined] == [(3.0, ["127.0.0.1"])] * 2
 
 
 def test_logs_and_the_merged_stream(slurm: dict[str, str], tmp_path: Path) -> None:

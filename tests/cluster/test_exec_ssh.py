@@ -65,6 +65,8 @@ def test_two_jobs_at_once(ssh: dict[str, str], tmp_path: Path) -> None:
         assert [(one["cell"], one["total"], one["node"]) for one in joined] == [
             (0, 6.0, [0, 2, 0, 2]), (0, 6.0, [1, 2, 0, 2]), (1, 6.0, [0, 1, 1, 2]),
         ]  # fmt: skip
+        assert A in joined[0]["listens"]  # the store, at the address where the ranks meet; gloo at the host's name
+        assert not {"0.0.0.0", "::"} & {address for one in joined for address in one["listens"]}
 
 
 @pytest.mark.parametrize(

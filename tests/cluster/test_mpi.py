@@ -40,3 +40,4 @@ def test_a_session_over_mpi(mpi: Mpi, run: Run) -> None:
     found = run([*mpi.command(3), *LAYOUT, "2,1"], mpi.environ)
     assert [e["cell"] for e in found] == [0, 0, 1]
     assert {e["total"] for e in found} == {6.0}
+    assert {tuple(e["listens"]) for e in found} == {("127.0.0.1",)}  # beside what MPI listens at

@@ -15,7 +15,7 @@ from tests.ports import free_port
 from tests.ranks.test_session import be_rank
 from tests.rounds import aggregator_of
 from tests.worlds import run_world
-from xffl.cluster.network import Timeouts, list_interfaces
+from xffl.cluster.network import Interface, Timeouts, list_interfaces
 from xffl.distributed.distributed_state import DistributedState
 
 LEVELS = Timeouts(connect_s=0.5, home_s=1.0, across_s=3.0, session_s=100.0)
@@ -97,17 +97,17 @@ def open_session(address: str, *session_s: float, **variables: str) -> list[Any]
 
 
 @pytest.fixture
-def outside() -> str:
-    """Return an address of this host that is not loopback."""
-    found = [i.address for i in list_interfaces() if i.is_up and i.address and not i.is_loopback]
+def outside() -> Interface:
+    """Return an interface of this host that is not loopback."""
+    found = [i for i in list_interfaces() if i.is_up and i.address and not i.is_loopback]
     if not found:
         pytest.skip("this host has no interface but loopback")
-    return str(found[0])
+    return found[0]
 
 
-def test_the_store_is_on_the_control_interface(outside: str) -> None:
-    for variables, expected in (({}, outside), ({"XFFL_CONTROL_IFNAME": "lo"}, "127.0.0.1")):
-        assert open_session(outside, 30.0, 30.0, **variables) == [(expected, 25.0)] * 2
+def test_the_store_of_one_host_is_on_loopback_unless_an_interface_is_named(outside: Interface) -> None:
+    for variables, expected in (({}, "127.0.0.1"), ({"XFFL_CONTROL_IFNAME": outside.name}, outside.address)):
+        assert open_session(str(outside.address), 30.0, 30.0, **variables) == [(expected, 25.0)] * 2
 
 
 def test_other_levels_and_a_wrong_interface_are_told_on_all_ranks() -> None:

@@ -7,8 +7,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,7 +20,7 @@ from tests.ports import free_port
 from xffl.cli.main import main
 from xffl.cluster.doctor.compare import compare_runs
 from xffl.cluster.environment import prove_token, resolve_lighthouse, run_token
-from xffl.cluster.lighthouse_page import CellStatus, parse_page
+from xffl.cluster.lighthouse_page import CellStatus, parse_page, read_lighthouse
 from xffl.errors import LaunchError
 
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from xffl.cli.main import main; sys.exit(main(sys.argv[1:]))"
@@ -209,3 +210,24 @@ def test_the_doctor_warns_of_two_jobs_with_one_cell_number() -> None:
     view = {"cells": cells, "meeting": 1, "stores": {}}
     [warning] = [one for one in compare_runs("http://a:1", {"a": view}) if one.status == "warning"]
     assert (warning.check, warning.text) == ("heartbeats", "two jobs run as cell 1")
+
+
+@pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n"])
+def test_a_server_that_sends_a_byte_now_and_then_holds_nobody(head: bytes) -> None:
+    over = threading.Event()
+
+    def serve(listener: socket.socket) -> None:
+        with listener, listener.accept()[0] as connection, suppress(OSError):
+            connection.sendall(head)
+            while not over.wait(0.05):
+                connection.sendall(b"x")
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=serve, args=[listener])
+    thread.start()
+    begun = time.monotonic()
+    with pytest.raises(LaunchError, match="does not answer .(timed out|its answer takes too long)"):
+        read_lighthouse(f"http://127.0.0.1:{listener.getsockname()[1]}", 0.4)
+    assert time.monotonic() - begun < 3
+    over.set()
+    thread.join()

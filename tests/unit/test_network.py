@@ -155,7 +155,7 @@ def test_a_wrong_control_interface_is_told_where_data_go_anywhere() -> None:
         ("XFFL_CONTROL_IFNAME", "lo", "127.0.0.1"),
         ("XFFL_IFNAME", "lo", "127.0.0.1"),
         ("GLOO_SOCKET_IFNAME", "lo", "127.0.0.1"),
-        ("XFFL_IFNAME", "", "localhost"),
+        ("XFFL_IFNAME", "", "127.0.0.1"),
     ],
 )
 def test_the_store_of_the_world_is_on_the_control_interface(

@@ -24,8 +24,9 @@ from typing import Any
 from xffl.checks import decimal, integer
 from xffl.cluster.cells import Federation, check_cells, lone_cell, parse_cell, parse_federation, parse_sizes
 from xffl.cluster.hosts import interface_address, route_address
-from xffl.cluster.launchers import LAUNCHERS, Fields, honour_master, read_number
-from xffl.cluster.network import control_address
+from xffl.cluster.launchers import KNOWS_NODES, LAUNCHERS, Fields, honour_master, read_number
+from xffl.cluster.listening import is_loopback
+from xffl.cluster.network import LOCAL_VARIABLE, control_address
 from xffl.errors import ConfigError, LaunchError, TopologyError
 from xffl.files import create, make_folders, naming_errors, read_bytes, read_text, sync
 
@@ -86,6 +87,15 @@ class ProcessEnvironment:
     master_port: int | None = None
     launcher: str = "none"
     reason: str = "no launcher's variables are set"
+
+    @property
+    def is_on_one_host(self) -> bool:
+        """Whether all ranks of the world are known to be on this host; the same on all of them."""
+        if self.world_size == 1:
+            return True
+        # Without arguments for the nodes all ranks count as those of one, wherever they are.
+        is_known = self.launcher in KNOWS_NODES or is_loopback(self.master_addr or "")
+        return is_known and self.node_world_size == 1 and self.node_local_size == self.world_size
 
 
 def detect_environment(
@@ -333,7 +343,8 @@ def checks_world(environ: Mapping[str, str] = os.environ) -> bool:
 _OWN = (
     *("XFFL_BIND", "XFFL_CELL", "XFFL_CHECK_WORLD", "XFFL_CONTROL_IFNAME", "XFFL_EXPORT", "XFFL_FEDERATED"),
     *(_FOREIGN_SIZES, "XFFL_FROM", "XFFL_HOST"),
-    *("XFFL_HSDP", "XFFL_IFNAME", "XFFL_ISLAND", "XFFL_LAUNCHED_CELLS", "XFFL_LIGHTHOUSE", "XFFL_LIVES", "XFFL_PYTHON"),
+    *("XFFL_HSDP", "XFFL_IFNAME", "XFFL_ISLAND", "XFFL_LAUNCHED_CELLS", "XFFL_LIGHTHOUSE", "XFFL_LIVES"),
+    *(LOCAL_VARIABLE, "XFFL_PYTHON"),
     *("XFFL_REQUIRE_CELLS", "XFFL_RESOLVED", "XFFL_RESTARTS", "XFFL_SCHED", "XFFL_SRUN", "XFFL_SSH", "XFFL_TEMPLATES"),
     *("XFFL_TOKEN", "XFFL_TOKEN_FILE"),
 )

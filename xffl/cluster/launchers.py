@@ -17,7 +17,7 @@ from xffl.cluster.hosts import expand_counts, expand_hosts, host_identity, node_
 from xffl.cluster.network import control_address
 from xffl.errors import LaunchError
 
-__all__ = ["LAUNCHERS", "Fields", "honour_master", "meet", "read_number", "torchrun_variables"]
+__all__ = ["KNOWS_NODES", "LAUNCHERS", "Fields", "honour_master", "meet", "read_number", "torchrun_variables"]
 
 
 class Claim(NamedTuple):
@@ -267,6 +267,9 @@ LAUNCHERS: tuple[Launcher, ...] = (
     ),
 )
 """The launchers that are known, in the order in which they are tried."""
+
+KNOWS_NODES = ("torchrun", "openmpi", "mpich", "pals", "mvapich", "slurm")
+"""Those that tell, or whose ranks find out, on how many nodes a job runs."""
 
 
 def torchrun_variables(**place: int) -> dict[str, str]:

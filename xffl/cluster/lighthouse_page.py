@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import hmac
 import re
+import socket
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from html.parser import HTMLParser
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPException, HTTPResponse
+from io import BytesIO
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,6 +29,7 @@ __all__ = ["CellStatus", "LighthouseStatus", "parse_page", "read_lighthouse", "v
 
 _CONNECT_S = 5.0
 _LARGEST = 2**24
+_CHUNK_BYTES = 2**16
 _THREADS = 16
 _LIFE = re.compile(r"(\d{1,18})\.[0-9a-f]+")
 Stores = dict[str, Any]
@@ -63,24 +68,51 @@ class LighthouseStatus:
 def read_lighthouse(url: str, timeout_s: float = 5.0) -> LighthouseStatus:
     """Read the page of the lighthouse at ``http://HOST:PORT``; LaunchError where there is none."""
     place = urlsplit(url)  # no proxy is asked, since cells ask none
-    connection = HTTPConnection(str(place.hostname), place.port, timeout=timeout_s)
     try:
-        connection.request("GET", "/status")
-        answer = connection.getresponse()
-        text = answer.read(_LARGEST).decode(errors="replace") if answer.status == 200 else ""
-    except HTTPException:
-        text = ""
+        received = _fetch(str(place.hostname), place.port or 80, time.monotonic() + timeout_s)
     except OSError as error:
         hint = "see that it runs, and that this host reaches it"
         raise LaunchError(f"the lighthouse {url} does not answer ({error.strerror or error}); {hint}") from error
-    finally:
-        connection.close()
+    text = ""
+    with suppress(HTTPException, ValueError):  # it speaks another language
+        answer = HTTPResponse(_Received(received))  # type: ignore[arg-type]  # all that it does with a socket
+        answer.begin()
+        text = answer.read().decode(errors="replace") if answer.status == 200 else ""
     status = parse_page(text)
     if status is None:
         raise LaunchError(
             f"what answers at {url} is not a lighthouse of torchft 0.2; give the address of xffl lighthouse"
         )
     return status
+
+
+def _fetch(host: str, port: int, deadline: float) -> bytes:
+    """Return all that a server answers to the question for the page, within the time that is left for the whole."""
+    with socket.create_connection((host, port), max(0.1, deadline - time.monotonic())) as connection:
+        connection.sendall(f"GET /status HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n".encode())
+        received = bytearray()
+        while len(received) < _LARGEST:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError("its answer takes too long")
+            connection.settimeout(left_s)
+            try:
+                piece = connection.recv(_CHUNK_BYTES)
+            except ConnectionResetError:  # it has not read the question to its end
+                if not received:
+                    raise
+                break
+            if not piece:
+                break
+            received += piece
+    return bytes(received)
+
+
+class _Received(BytesIO):
+    """What was received, as the standard library reads it from a socket."""
+
+    def makefile(self, *_: object) -> BytesIO:
+        return self
 
 
 def parse_page(text: str) -> LighthouseStatus | None:

@@ -16,16 +16,22 @@ from xffl.errors import ConfigError, LaunchError
 __all__ = [
     "CELL_HEARTBEAT_TIMEOUT_S",
     "CELL_JOIN_TIMEOUT_S",
+    "LOCAL_VARIABLE",
     "SLURM_PORTS",
     "Interface",
     "Timeouts",
     "connection_error",
     "control_address",
+    "cut_connection",
     "ephemeral_ports",
     "limit_silence",
     "list_interfaces",
     "open_sockets",
 ]
+
+LOCAL_VARIABLE = "XFFL_LOCAL_IFNAME"
+"""The interface that a session has given gloo by itself, since all of its ranks are on one host. It is in the
+environment beside ``GLOO_SOCKET_IFNAME``, so that jobs which the script starts do not take it for the user's choice."""
 
 SLURM_PORTS = (20000, 31999)
 """Where the rendezvous of a SLURM step lies, see :mod:`xffl.cluster.launchers`."""
@@ -82,6 +88,8 @@ def control_address(environ: Mapping[str, str] = os.environ) -> str | None:
     if variable is None:
         return None
     name = environ[variable]
+    if variable == variables[-1] and name == environ.get(LOCAL_VARIABLE):
+        return None  # a session's own choice for the ranks of this host
     return interface_address(name if variable == variables[0] else name.partition(",")[0], variable)
 
 
@@ -112,6 +120,13 @@ def open_sockets() -> set[int]:
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 found.add(int(name))
     return found
+
+
+def cut_connection(descriptor: int, port: int) -> None:
+    """End a TCP connection of this process, whoever waits for it, if it leads to a port."""
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:  # it was closed meanwhile
+        if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[1] == port:
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def limit_silence(descriptor: int, seconds: int, peer: tuple[str, int] | None = None) -> None:

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from xffl.cluster.listening import gloo_beyond_this_host
 from xffl.cluster.network import limit_silence, open_sockets
 
 __all__ = ["CrossWorldGroup", "Group", "Work", "all_gather_json", "all_reduce", "broadcast", "group_rank", "group_size"]
@@ -61,7 +62,8 @@ class CrossWorldGroup:
         self.name, self.first, self.timeout_s = name, first, timeout_s
         others = open_sockets()
         store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=connect_s))
-        self._gloo: Any = dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, timedelta(seconds=connect_s))
+        with gloo_beyond_this_host(host):
+            self._gloo: Any = dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, timedelta(seconds=connect_s))
         # A host that is gone resets nothing. Without this only the time that a message may take would tell, and that
         # has to be long, since a slow link is no lost one. gloo sets no such options, and does not tell its sockets.
         opened = open_sockets() - others

@@ -11,7 +11,6 @@ import hashlib
 import logging
 import os
 import secrets
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from xffl.checks import one_of
 from xffl.cluster.environment import bind_address, lighthouse_of, replica_group_of, token_of, warn_without_token
+from xffl.cluster.listening import release_gloo
 from xffl.cluster.network import list_interfaces
 from xffl.distributed.consistency import control_device, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState, set_data_place
@@ -35,6 +35,7 @@ from xffl.distributed.gradients import mark_reduced
 from xffl.distributed.parameters import DeviceParameters, FaultToleranceParameters
 from xffl.distributed.replica_transport import ShardTransport, digest, give, local, prove_members, take
 from xffl.distributed.sharding import bytes_of, from_bytes, reshard, to_plain
+from xffl.distributed.stores import serve_store
 from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, LaunchError, RoundError, StateError
 from xffl.extras import optional_import
@@ -445,6 +446,7 @@ class FaultTolerantWorld(DistributedWorld):
             with optional_import("elastic", "fault tolerance needs torchft, which has wheels for x86-64 Linux"):
                 import torchft.manager
         interface = next((one.name for one in list_interfaces() if one.address == address), "lo")
+        release_gloo()  # the ranks of this group are on one host, those of others need not be
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         logging.getLogger("torchft").setLevel(logging.ERROR)
         timeout = timedelta(seconds=self.device_parameters.comm.train_timeout_seconds)
@@ -480,11 +482,8 @@ class FaultTolerantWorld(DistributedWorld):
         """Make a store for ranks at one place of all groups, and draw a number for this group's life; collective."""
         place: list[tuple[str, int, int]] = [(address, 0, 0)]
         if self.rank == 0:
-            listener = socket.create_server((address, 0), backlog=1024)
-            port = listener.getsockname()[1]
-            self._store = TCPStore(
-                address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-            )
+            self._store = serve_store(address, 0, None, timedelta(minutes=5), is_local=False)
+            port = self._store.port
             # All that torchft tells other groups of this one is a number, so the group's own stands in its last digits.
             number, most = self.replica_group or (NOWHERE, NOWHERE)
             place = [(address, port, (secrets.randbelow(10**9) * PLACES + number) * PLACES + most)]

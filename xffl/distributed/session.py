@@ -35,6 +35,7 @@ from xffl.cluster.environment import (
 )
 from xffl.cluster.hosts import pick_gpu
 from xffl.cluster.launch.failure import note_failure
+from xffl.cluster.listening import LOOPBACK, await_listener, keep_gloo_local, release_gloo
 from xffl.cluster.network import Timeouts, control_address
 from xffl.cluster.slurm.allocation import Host, own_host
 from xffl.distributed.consistency import (
@@ -59,6 +60,7 @@ from xffl.distributed.groups import (
     with_host_side,
 )
 from xffl.distributed.parameters import DeviceParameters, ElasticParameters
+from xffl.distributed.stores import has_agents_store, join_store, serve_store
 from xffl.errors import ConfigError, LaunchError, StateError, TopologyError, XfflError
 from xffl.topology import Topology
 
@@ -194,8 +196,10 @@ def setup_distributed_process_group(
     that find cells (:func:`xffl.cluster.cells.parse_federation`). Rank 0 lists software and processors that differ.
 
     The first six arguments say where this process stands in the world, on its node, and among the nodes; rank 0 listens
-    at ``master_addr`` and ``master_port``, and ranks are waited for ``join_timeout_s`` (else ``timeout_s``). For the
-    others, see :func:`session`. Raises StateError if torch.distributed is set up already, LaunchError if joining fails.
+    at ``master_addr`` and ``master_port`` (on loopback, if all ranks are on its host), and ranks are waited for
+    ``join_timeout_s`` (else ``timeout_s``). An address that does not resolve, a network that is down and a host that
+    does not answer end the waiting after 10 to 30 s, unless ``join_timeout_s`` is given. For the other arguments, see
+    :func:`session`. Raises StateError if torch.distributed is set up already, LaunchError if joining fails.
     """
     if dist.is_initialized():
         raise StateError(
@@ -203,12 +207,13 @@ def setup_distributed_process_group(
             "calls it, or fill a DistributedState with its setters (docs/port_fsdp2.rst, An own init_process_group)"
         )
     error: XfflError | None = None
+    release_gloo()  # what a process above this one has set for its own ranks
     try:
         use_interface(ifname)
         levels = Timeouts.within(_check_seconds(timeout_s)) if timeouts is None else timeouts
-        join_timeout_s = levels.session_s if join_timeout_s is None else _check_seconds(join_timeout_s)
+        join_s = levels.session_s if join_timeout_s is None else _check_seconds(join_timeout_s)
     except XfflError as wrong:  # raised when the ranks have met, so that the others hear of it
-        error, levels, join_timeout_s = wrong, Timeouts.within(DEFAULT_TIMEOUT_S), DEFAULT_TIMEOUT_S
+        error, levels, join_s = wrong, Timeouts.within(DEFAULT_TIMEOUT_S), DEFAULT_TIMEOUT_S
     place = detect_environment(
         rank=rank,
         world_size=world_size,
@@ -220,17 +225,35 @@ def setup_distributed_process_group(
         master_port=master_port,
         names=_ARGUMENTS,
     )
-    meeting = _meet(place, join_timeout_s, is_own_address=master_addr is not None or master_port is not None)
-    request: _Request | None = None
+    if place.is_on_one_host:
+        keep_gloo_local()
     try:
-        if error is not None:
-            raise error
-        request = _request(place, backend, device, federated, hsdp, streams, levels, device_parameters, link_backend)
-    except XfflError as wrong:
-        error = wrong
-    check_consistent_on_store(meeting, place.rank, place.world_size, str(request), error, join_timeout_s)
-    assert request is not None, "the ranks agree on errors only by raising one"
-    _join(meeting, place, request)
+        meeting = _meet(
+            place,
+            join_s,
+            is_own_address=master_addr is not None or master_port is not None,
+            is_patient=join_timeout_s is not None,
+        )
+        request: _Request | None = None
+        try:
+            if error is not None:
+                raise error
+            request = _request(
+                place, backend, device, federated, hsdp, streams, levels, device_parameters, link_backend
+            )
+        except XfflError as wrong:
+            error = wrong
+        check_consistent_on_store(meeting, place.rank, place.world_size, str(request), error, join_s)
+        assert request is not None, "the ranks agree on errors only by raising one"
+        _join(meeting, place, request)
+        return _begin(place, request)
+    except BaseException:
+        release_gloo()
+        raise
+
+
+def _begin(place: ProcessEnvironment, request: _Request) -> DistributedState:
+    """Describe the world that was joined; the group goes where that fails."""
     try:
         state = _describe(place, request)
         _compare_runtimes(state)
@@ -303,6 +326,7 @@ def cleanup_distributed_process_group(
         if destroys and dist.is_initialized():
             dist.destroy_process_group()
         state._rollback_all(destroys=destroys)
+        release_gloo()
 
 
 def _lesson_of(state: DistributedState) -> str | None:
@@ -324,15 +348,16 @@ def _lesson_of(state: DistributedState) -> str | None:
     return None
 
 
-def _meet(place: ProcessEnvironment, timeout_s: float, *, is_own_address: bool) -> Store:
+def _meet(place: ProcessEnvironment, timeout_s: float, *, is_own_address: bool, is_patient: bool) -> Store:
     """Return a store that nobody has used before this world; a process that is alone needs no port."""
     if place.master_addr is None or place.master_port is None:
         return HashStore()
     # torchrun's agent may listen at its address itself, which torch's own rendezvous knows.
-    is_agents = place.launcher == "torchrun" and dist.is_torchelastic_launched() and not is_own_address
+    is_agents = has_agents_store(place) and not is_own_address
     try:
         if not is_agents:
-            return _own_store(place.master_addr, place.master_port, place, timeout_s)
+            return _own_store(place.master_addr, place.master_port, place, timeout_s, is_patient=is_patient)
+        await_listener(place.master_addr, place.master_port, timeout_s, is_patient=is_patient)
         timeout = timedelta(seconds=timeout_s)
         store, _, _ = next(rendezvous("env://", place.rank, place.world_size, timeout=timeout))
         # The agent's store outlives a world and serves the next one, too: each takes a name of its own.
@@ -345,14 +370,19 @@ def _meet(place: ProcessEnvironment, timeout_s: float, *, is_own_address: bool) 
         ) from broken
 
 
-def _own_store(address: str, port: int, place: ProcessEnvironment, timeout_s: float) -> Store:
+def _own_store(address: str, port: int, place: ProcessEnvironment, timeout_s: float, *, is_patient: bool) -> Store:
     """Return a store at rank 0; other ranks wait until that of a set-up that failed before, if any, is gone."""
     if place.rank == 0:
         gc.collect()  # a set-up that failed may have left its store, and so this port, in a cycle with its error
+    is_local = place.is_on_one_host
     deadline = time.monotonic() + timeout_s
     while True:
-        timeout = timedelta(seconds=max(deadline - time.monotonic(), 1.0))
-        store = TCPStore(address, port, place.world_size, place.rank == 0, timeout, False)
+        left_s = max(deadline - time.monotonic(), 1.0)
+        timeout = timedelta(seconds=left_s)
+        if place.rank == 0:
+            store = serve_store(address, port, place.world_size, timeout, is_local=is_local)
+        else:
+            store = join_store(address, port, place.world_size, left_s, is_local=is_local, is_patient=is_patient)
         try:
             if _arrive(store, place.world_size) == 0:
                 return store
@@ -371,8 +401,10 @@ def _world_store(meeting: Store, place: ProcessEnvironment, timeouts: Timeouts) 
         return meeting
     timeout = timedelta(seconds=timeouts.session_s)
     if place.rank == 0:  # it tells where: every rank has looked for the control interface before (use_interface)
-        address = control_address() or place.master_addr
-        store = TCPStore(address, 0, place.world_size, True, timeout, False)
+        named = control_address()
+        is_local = named is None and place.is_on_one_host
+        store = serve_store(named or place.master_addr, 0, place.world_size, timeout, is_local=is_local)
+        address = LOOPBACK if is_local else named or place.master_addr
         meeting.set("store", f"{address} {store.port}")
         return store
     address, port = meeting.get("store").decode().split()

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from xffl.checks import shown
 from xffl.cluster.environment import PROOF_KEY, bind_address, prove_token, resolve_lighthouse, token_of
@@ -35,6 +34,7 @@ from xffl.distributed.consistency import (
     tell_runtimes,
 )
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.stores import serve_store
 from xffl.elastic.lighthouse import Lighthouse, Meeting
 from xffl.elastic.roster import CellRecord, Epoch, Standing, cells_text, check_alike, form_epoch, name_cell
 from xffl.errors import ConfigError, LaunchError, RoundError, StateError
@@ -121,9 +121,7 @@ class ElasticFederation:
             self._token = token_of()
             if state.rank == 0:
                 host = bind_address(asked.lighthouse)
-                self._store = TCPStore(
-                    host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_S)
-                )
+                self._store = serve_store(host, 0, None, timedelta(seconds=CONNECT_S), is_local=False)
                 self._store.set(PROOF_KEY, prove_token(self._token, life[0]))  # for xffl doctor
                 self._address = f"{host}:{self._store.port}"
                 self._lighthouse = Lighthouse(asked.lighthouse, life[0], self._address, self._token)

@@ -6,7 +6,7 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -14,12 +14,13 @@ from xffl.checks import group, shorten
 from xffl.cluster.cells import sizes_of_ranks
 from xffl.cluster.doctor import probe
 from xffl.cluster.doctor.lines import Line, Message
+from xffl.cluster.doctor.messages import explain, read_answer, read_probe, read_time
 from xffl.cluster.doctor.probe import ERROR, OK, WARNING, Finding, Request
 from xffl.cluster.hosts import Runtime, group_by_runtime, runtime_table
 from xffl.cluster.lighthouse_page import CellStatus
 from xffl.cluster.network import SLURM_PORTS, ephemeral_ports
 from xffl.cluster.slurm.allocation import Host
-from xffl.errors import XfflError
+from xffl.errors import ConfigError, XfflError
 from xffl.topology import Topology
 
 __all__ = ["Examination", "Peer", "Report", "check_cells", "merge"]
@@ -397,7 +398,7 @@ class Examination:
         limit_s = _PROBE_S + probe.import_limit_s(self.request.timeout_s)
         if self.request.elastic is not None:
             limit_s += 4 * self.request.timeout_s + _SLACK_S  # its page, its stores, and their keys
-        probes = self._ask(dict.fromkeys(self._hosts, request), limit_s)
+        probes = self._ask(dict.fromkeys(self._hosts, request), limit_s, lambda told, _: read_probe(told))
         for name, told in probes.items():
             found += [replace(Finding(**each), host=name) for each in told["findings"]]
             told["name"] = self._hosts[name].ranks[0]["host"]["name"]
@@ -414,7 +415,8 @@ class Examination:
             found += compare_links(units, {name: told.get("nccl") for name, told in probes.items()})
         found += self._meet(probes, units, with_names=machines > 1)
         if self.request.elastic is not None:
-            found += compare_runs(self.request.elastic, {name: told["run"] for name, told in probes.items()})
+            runs = {name: told["run"] for name, told in probes.items() if told["run"] is not None}
+            found += compare_runs(self.request.elastic, runs)
         found += self._failures.values()
         names = tuple(self._hosts)
         if len(names) == 1:
@@ -446,7 +448,7 @@ class Examination:
             }
         most = max(map(len, tasks.values()), default=0)
         limit_s = self.request.timeout_s * (2 + most // probe.THREADS) + 2 * wait_s + _SLACK_S
-        answers = self._ask(requests, limit_s)
+        answers = self._ask(requests, limit_s, read_answer)
         found = compare_names(probes, answers) if with_names and len(names) > 1 else []
         found += compare_ports(probes, answers) if len(names) > 1 else []
         folders = {name: answer["folder"] for name, answer in answers.items()}
@@ -485,8 +487,13 @@ class Examination:
         cells = [(f"cell {cell} ({name})", name) for cell, name in enumerate(firsts) if name in hosts]
         return (cells if len(cells) > 1 else units), [finding]
 
-    def _ask(self, requests: Mapping[str, Message], timeout_s: float) -> dict[str, Message]:
-        """Return the answers to requests; that a host gives none becomes a finding, and it is not asked any more."""
+    def _ask(
+        self, requests: Mapping[str, Message], timeout_s: float, read: Callable[[Message, Message], Message]
+    ) -> dict[str, Message]:
+        """Return the answers to requests; that a host gives none becomes a finding, and it is not asked any more.
+
+        What it has sent is read together with the request.
+        """
         answers: dict[str, Message] = {}
         for name in [name for name in requests if name not in self._failures]:
             line, sent, started = self._hosts[name].line, time.time(), time.monotonic()
@@ -494,17 +501,22 @@ class Examination:
                 line.send(requests[name])
                 if "machines" in requests[name]:
                     # It tells its time in the middle of a round trip, so half the trip bounds the error.
-                    told = line.receive(self.request.timeout_s)["time"]
+                    told = read_time(line.receive(self.request.timeout_s))
                     half = (time.monotonic() - started) / 2
                     self._clocks[name] = told - (sent + half), half
             except OSError as error:
                 self._fail(name, f"lost: {error}")
+            except ConfigError as error:
+                self._fail(name, explain(error))
         deadline = time.monotonic() + timeout_s
         for name in [name for name in requests if name not in self._failures]:
             try:
-                answers[name] = self._hosts[name].line.receive(deadline - time.monotonic())
+                told_at_last = self._hosts[name].line.receive(deadline - time.monotonic())
+                answers[name] = read(told_at_last, requests[name])
             except OSError as error:
                 self._fail(name, f"lost: {error}")
+            except ConfigError as error:
+                self._fail(name, explain(error))
         for name in [name for name, answer in answers.items() if "failed" in answer]:
             self._fail(name, f"the check failed: {answers.pop(name)['failed']}")
         return answers

@@ -7,7 +7,6 @@ Under a launcher each rank connects to rank 0, which asks the first one of each 
 from __future__ import annotations
 
 import os
-import resource
 import socket
 import sys
 import threading
@@ -17,22 +16,24 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import accumulate
-from typing import Any
 
 from xffl.checks import shorten
 from xffl.cluster.cells import arrange
 from xffl.cluster.doctor import probe
 from xffl.cluster.doctor.compare import Examination, Peer, Report, check_cells, merge
+from xffl.cluster.doctor.gathering import HELLO_S, Arrival, gather
 from xffl.cluster.doctor.lines import Line, Message, Program
-from xffl.cluster.doctor.probe import ERROR, OK, WARNING, Finding, HostChecks, Request, take_part
+from xffl.cluster.doctor.messages import read_facts, read_welcome
+from xffl.cluster.doctor.probe import ERROR, OK, WARNING, Finding, HostChecks, Request, answer_requests, take_part
 from xffl.cluster.environment import ProcessEnvironment, detect_environment
 from xffl.cluster.hosts import interface_address
 from xffl.cluster.launch.affinity import limit_threads
 from xffl.cluster.launch.ssh import job_of_hosts, shared_environment, ssh_command
 from xffl.cluster.launchers import LAUNCHERS
+from xffl.cluster.listening import LOOPBACK
 from xffl.cluster.network import SLURM_PORTS
 from xffl.cluster.slurm.allocation import Host, find_allocation
-from xffl.errors import LaunchError, XfflError
+from xffl.errors import ConfigError, LaunchError, XfflError
 
 __all__ = ["examine", "examine_hosts"]
 
@@ -40,7 +41,6 @@ _Tell = Callable[[Report], object]  # what is done with a report
 
 _MPI_LIMIT_S = 60.0
 _SSH_S = 40.0  # for ssh to answer: its own limit for a connection is 20 s, and Python has to start
-_HELLO_S = 3.0  # how long a rank may be silent after it has connected: a stranger holds up the others for no longer
 
 
 def examine(request: Request, tell: _Tell, environ: Mapping[str, str] = os.environ) -> int:
@@ -106,11 +106,12 @@ def _reach(host: Host, first: int, job: Message, environ: Mapping[str, str]) -> 
     try:
         line = Program(ssh_command(host, environ, "xffl.cluster.doctor.probe"), environ)
         line.send({**job, "environ": {**job["environ"], "XFFL_HOST": host.name}})
-        facts = line.receive(_SSH_S)
-        if "refused" not in facts:
+        told = line.receive(_SSH_S)
+        if "refused" not in told:
+            facts = read_facts(told)
             ranks = [{**facts, "host": asdict(host), "rank": first + at} for at in range(host.slots)]
             return Peer(line, ranks, (host.address or host.name).rpartition("@")[2])
-        why, advice = f"used: {facts['refused']}", "use the same environment and folder on all hosts"
+        why, advice = f"used: {str(told['refused'])[:1000]}", "use the same environment and folder on all hosts"
     except (OSError, ValueError) as error:
         why = f"{'reached' if line is None or isinstance(error, TimeoutError) else 'used'}: {error}"
         python = environ.get("XFFL_PYTHON") or sys.executable
@@ -171,21 +172,22 @@ def _lead(
     lines, ranks = [own], place.world_size
     if ranks > 1:
         peers[facts["node"]].address = place.master_addr
-        where, met = f"{place.master_addr}:{port}", {}
+        where = f"{place.master_addr}:{port}"
+        met: dict[int, Arrival] = {}
         try:
-            met = _gather(port, ranks, request.timeout_s)
-        except OSError as error:
-            text = f"rank 0 cannot listen at port {port} ({error.strerror}); another job may use it"
-            known.append(Finding("meeting", ERROR, text, "set MASTER_PORT"))
+            met = gather(str(place.master_addr), port, ranks, request.timeout_s, is_local=place.is_on_one_host)
+        except (OSError, LaunchError) as error:
+            text = f"rank 0 cannot listen at port {port} ({error})"
+            known.append(Finding("meeting", ERROR, text, "set MASTER_PORT; another job may use this one"))
         else:
             # The first rank of a host answers for it; the others only wait for the end.
-            for there, line, address in met.values():
-                lines.append(line)
-                if there["is_head"]:
-                    peers.setdefault(there["node"], Peer(line, [], address))
-            for there, _, _ in met.values():
-                if there["node"] in peers:
-                    peers[there["node"]].ranks.append(there)
+            for there in met.values():
+                lines.append(there.line)
+                if there.facts["is_head"]:
+                    peers.setdefault(there.facts["node"], Peer(there.line, [], there.address))
+            for there in met.values():
+                if there.facts["node"] in peers:
+                    peers[there.facts["node"]].ranks.append(there.facts)
             text = f"{ranks} ranks of {len(peers)} host{'s' * (len(peers) > 1)} met at {where} ({place.launcher})"
             if absent := [rank for rank in range(1, ranks) if rank not in met]:
                 text = f"rank {shorten(absent)} did not connect to {where} within {request.timeout_s:g} s"
@@ -200,45 +202,24 @@ def _lead(
             line.close()
 
 
-def _gather(port: int, world_size: int, timeout_s: float) -> dict[int, tuple[Message, Line, str]]:
-    """Wait for all other ranks: facts, line and address by rank; an OSError says that the port is taken."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # rank 0 needs one file for each rank
-    met: dict[int, tuple[Message, Line, str]] = {}
-    deadline = time.monotonic() + timeout_s
-    with socket.create_server(("", port), backlog=min(world_size, 4096)) as listener:
-        while len(met) < world_size - 1 and (left_s := deadline - time.monotonic()) > 0:
-            listener.settimeout(left_s)
-            try:
-                connection, address = listener.accept()
-            except ConnectionAbortedError:
-                continue
-            except OSError:  # the time is up, or no file is left, which the limit's finding tells
-                break
-            line, hello = Line(connection), {}
-            with suppress(OSError):
-                hello = line.receive(min(left_s, _HELLO_S))
-            rank: Any = hello.get("rank")
-            if hello.get("world_size") == world_size and rank in range(1, world_size) and rank not in met:
-                met[rank] = hello, line, str(address[0])
-            else:
-                line.close()
-    return dict(sorted(met.items()))
-
-
 def _follow(
     request: Request, place: ProcessEnvironment, port: int, facts: Message, checks: HostChecks | None, tell: _Tell
 ) -> int:
     """Connect to rank 0, and answer for this host if this is its first rank."""
-    address = str(place.master_addr)
+    address = LOOPBACK if place.is_on_one_host else str(place.master_addr)
     deadline = time.monotonic() + request.timeout_s
     while True:
+        line: Line | None = None
         try:
             line = Line(socket.create_connection((address, port), max(deadline - time.monotonic(), 0.1)))
+            line.send(facts)
+            read_welcome(line.receive(max(deadline - time.monotonic(), HELLO_S)))
             break
-        except OSError as error:
-            why = error.strerror or str(error)
+        except (OSError, ConfigError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+            if line is not None:
+                line.close()
+                why = f"something answers there, but not as rank 0: {why}"
         if time.monotonic() + 0.1 < deadline:
             time.sleep(0.1)
             continue
@@ -252,7 +233,7 @@ def _follow(
             tell(Report(merge([replace(finding, host=name) for finding in found], [name]), (name,)))
         return 1
     try:
-        return 0 if take_part(line, facts, checks) else 1
+        return 0 if answer_requests(line, checks) else 1
     finally:
         line.close()
 

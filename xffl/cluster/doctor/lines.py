@@ -12,52 +12,79 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from xffl.reading import parse_json
+
 __all__ = ["Line", "Message", "Program"]
 
 Message = dict[str, Any]
 """The content of one line."""
 
 _LARGEST = 2**24
+_CHUNK_BYTES = 2**16
+_SEND_S = 30.0  # for one message to be taken by the other side
 
 
 class Line:
     """Messages to another process and back."""
 
-    def __init__(self, connection: socket.socket | None = None) -> None:
-        """Use a connection, else the standard streams of this process, which have no time limit."""
+    def __init__(self, connection: socket.socket | None = None, received: bytes = b"") -> None:
+        """Use a connection, else the standard streams of this process, which have no time limit.
+
+        What was ``received`` of a connection before is read first.
+        """
         self._connection = connection
-        self._reader = sys.stdin.buffer if connection is None else connection.makefile("rb")
+        self._received = bytearray(received)
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message; an OSError says that the other side has gone."""
+        """Send a message; an OSError says that the other side has gone, or does not read."""
         data = json.dumps(message).encode() + b"\n"
         if self._connection is None:
             sys.stdout.buffer.write(data)
             sys.stdout.buffer.flush()
         else:
-            self._connection.settimeout(None)
+            self._connection.settimeout(_SEND_S)
             self._connection.sendall(data)
 
     def receive(self, timeout_s: float) -> Message:
-        """Return the next message; an OSError says why there is none. Lines that are no message are skipped."""
+        """Return the next message; an OSError says why there is none. Lines that are no message are skipped.
+
+        The time is that for the whole message, however often a piece of it comes.
+        """
         deadline = time.monotonic() + timeout_s
-        with suppress(TimeoutError):
-            while True:
-                if self._connection is not None:  # what has arrived is taken, however late it is asked for
-                    self._connection.settimeout(max(deadline - time.monotonic(), 0.01))
-                if not (line := self._reader.readline(_LARGEST)):
-                    raise ConnectionResetError("it closed the connection")
-                with suppress(ValueError):  # a login script may print something, a stranger may connect
-                    if isinstance(message := json.loads(line), dict):
-                        return message
-                if time.monotonic() > deadline:
-                    break
-        raise TimeoutError("it did not answer in time")
+        while True:
+            line = sys.stdin.buffer.readline(_LARGEST) if self._connection is None else self._next_line(deadline)
+            if not line:
+                raise ConnectionResetError("it closed the connection")
+            with suppress(ValueError):  # a login script may print something, a stranger may connect
+                if isinstance(message := parse_json(line, limit=_LARGEST, is_finite=True), dict):
+                    return message
+            if time.monotonic() > deadline:
+                raise TimeoutError("it did not answer in time")
+
+    def _next_line(self, deadline: float) -> bytes:
+        """Return the next line of the connection, and nothing at its end."""
+        assert self._connection is not None
+        while (end := self._received.find(b"\n")) < 0:
+            if len(self._received) > _LARGEST:
+                raise ConnectionAbortedError(f"it sent a line of more than {_LARGEST} bytes")
+            # What has arrived is taken, however late it is asked for.
+            self._connection.settimeout(max(deadline - time.monotonic(), 0.01))
+            try:
+                piece = self._connection.recv(_CHUNK_BYTES)
+            except TimeoutError:
+                raise TimeoutError("it did not answer in time") from None
+            if not piece:
+                return b""
+            self._received += piece
+            if time.monotonic() > deadline and b"\n" not in piece:
+                raise TimeoutError("it did not answer in time")
+        line = bytes(self._received[: end + 1])
+        del self._received[: end + 1]
+        return line
 
     def close(self) -> None:
         """End the connection."""
         if self._connection is not None:
-            self._reader.close()
             self._connection.close()
 
 

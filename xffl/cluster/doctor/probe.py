@@ -28,10 +28,12 @@ from typing import Any
 import xffl
 from xffl.cluster.cells import Federation
 from xffl.cluster.doctor.lines import Line, Message, Program
+from xffl.cluster.doctor.messages import read_request
 from xffl.cluster.environment import PROOF_KEY
 from xffl.cluster.hosts import host_identity, resolve
 from xffl.cluster.launch.ssh_agent import free_port, refusal
 from xffl.cluster.lighthouse_page import visit_run
+from xffl.cluster.listening import LOOPBACK
 from xffl.cluster.network import Interface, connection_error, list_interfaces
 from xffl.cluster.slurm.allocation import own_host
 from xffl.costs import EXCHANGE_FORMAT
@@ -46,6 +48,7 @@ __all__ = [
     "Finding",
     "HostChecks",
     "Request",
+    "answer_requests",
     "import_limit_s",
     "main",
     "take_part",
@@ -471,7 +474,8 @@ class HostChecks:
     def answer(self, request: Message) -> Message:
         """Answer a request, by ``failed`` where a check raises: whatever is wrong with a host is reported."""
         try:
-            return self.meet(request) if "folder" in request else self.probe(request["machines"], request["ranks"])
+            asked = read_request(request)
+            return self.meet(asked) if "folder" in asked else self.probe(asked["machines"], asked["ranks"])
         except Exception as error:  # noqa: BLE001  # whatever it is
             return {"failed": f"{type(error).__name__}: {error}"}
 
@@ -480,6 +484,8 @@ class HostChecks:
         needs = self._request.needs
         versions, interfaces = find_versions(), list_interfaces()
         network, address = check_interfaces(self._environ, machines, interfaces)
+        if machines == 1 and not any(self._environ.get(name) for name in _NAMES):
+            address = LOOPBACK  # as stores and gloo in a job of one host
         gpus, count = check_gpus("gpu" in needs, self._environ)
         findings = [
             *check_packages(versions),
@@ -491,11 +497,16 @@ class HostChecks:
         ]
         told: Message = {}
         if self._torch is not None:
+            loopback = next((i.name for i in interfaces if i.address == LOOPBACK), None)
+            with suppress(OSError):  # it has ended, and tells why
+                self._torch.send({"address": address or "", "loopback": loopback if address == LOOPBACK else None})
             told = self._hear(import_limit_s(self._request.timeout_s))
             findings.append(check_torch(told, count, self._environ))
         if ranks > 1:
             # Linux completes connections to a port with a listener, up to the backlog: nobody needs to accept them.
-            self._listeners = [socket.create_server(("", port), backlog=256) for port in (free_port(), 0)]
+            # Where no address is found, which is an error above, the others try that from which the host has come.
+            ports = (free_port(), 0)
+            self._listeners = [socket.create_server((address or "", port), backlog=256) for port in ports]
         return {
             "findings": [asdict(finding) for finding in findings],
             "versions": versions,
@@ -558,8 +569,17 @@ def take_part(line: Line, facts: Message, checks: HostChecks | None) -> bool:
     """
     try:
         line.send(facts)
+    except OSError:
+        return False
+    return answer_requests(line, checks)
+
+
+def answer_requests(line: Line, checks: HostChecks | None) -> bool:
+    """Answer rank 0 until it says that it has ended; return if it does."""
+    try:
         while "end" not in (request := line.receive(_PATIENCE_S)):
-            assert checks is not None
+            if checks is None:
+                return False  # what asks all ranks of a host is not rank 0 of the doctor
             if "machines" in request:
                 line.send({"time": time.time()})
             line.send(checks.answer(request))
@@ -596,11 +616,13 @@ def visit_folder(path: str, token: str, host: int, hosts: int, patience_s: float
     """
     folder, started = Path(path), time.monotonic()
     own = folder / f".xffl-doctor-{token}"
+    is_made = False
     kind, absent = _file_system(folder), list(range(1, hosts)) if host == 0 else []
     answer: Message = {"seen_s": None, "torn": 0, "error": None, "free": 0, "kind": kind, "unseen": []}
     try:
         if host == 0:
             own.mkdir()
+            is_made = True
             write_whole(own / "turning", "a" * _PAGE)
             write_whole(own / "seen", token)
         while _read(own / "seen") != token:
@@ -626,7 +648,7 @@ def visit_folder(path: str, token: str, host: int, hosts: int, patience_s: float
     except OSError as error:
         return {**answer, "error": f"cannot be written ({error.strerror or error})"}
     finally:
-        if host == 0:
+        if is_made:
             shutil.rmtree(own, ignore_errors=True)
     return {**answer, "unseen": absent}
 

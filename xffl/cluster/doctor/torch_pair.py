@@ -1,7 +1,8 @@
 """A process of ``xffl doctor`` with torch: it reports torch, then runs all-reduces with the processes of other hosts.
 
-It speaks by lines of JSON: first it reports version, processor, backends, GPUs, NCCL and the port of its store; then it
-reads a list of pairs, runs them, and reports how they went; or a list of stores, and reports what they hold at a key.
+It speaks by lines of JSON: first it reads where its store is to listen, and reports version, processor, backends, GPUs,
+NCCL and the store's port; then it reads a list of pairs, runs them, and reports how they went; or a list of stores, and
+reports what they hold at a key.
 Nobody imports this file, since torch may be broken.
 """
 
@@ -39,7 +40,20 @@ def main() -> None:
 
     import_s = time.monotonic() - started
     # Every process has a store that the lower one of a pair lends to it.
-    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=timeout_s), False)
+    asked = json.loads(sys.stdin.readline() or "{}")
+    if asked.get("loopback"):  # all hosts are this one
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", asked["loopback"])
+    address = asked.get("address", "")
+    listener = socket.create_server((address, 0), backlog=1024)
+    store = TCPStore(
+        address or "127.0.0.1",
+        listener.getsockname()[1],
+        None,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
     cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     report = {
         "torch": torch.__version__,

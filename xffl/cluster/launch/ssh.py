@@ -37,8 +37,9 @@ from xffl.cluster.launch.logs import MarkedLines, line_prefix
 from xffl.cluster.launch.runner import RankJob
 from xffl.cluster.slurm.allocation import Host
 from xffl.errors import LaunchError
+from xffl.reading import Fields, parse_json
 
-__all__ = ["job_of_hosts", "launch_ssh", "shared_environment", "ssh_command"]
+__all__ = ["job_of_hosts", "launch_ssh", "read_event", "shared_environment", "ssh_command"]
 
 BEAT_S = 10.0  # how often each host hears from here
 _SILENCE_S = 12 * BEAT_S  # a host that hears nothing for so long ends its ranks
@@ -147,11 +148,9 @@ class HostConnection:
         assert self._process.stdout is not None and self._process.stderr is not None
         complaints = threading.Thread(target=self._listen, daemon=True)
         complaints.start()
-        for line in self._process.stdout:
-            told = None
-            with suppress(ValueError):  # a login script may print something of its own
-                told = json.loads(line)
-            events.put((number, told if isinstance(told, dict) else {"print": line.decode(errors="replace")}))
+        stdout = self._process.stdout
+        for line in iter(lambda: stdout.readline(_LONGEST_LINE), b""):
+            events.put((number, read_event(line)))
         complaints.join(_LAST_WORDS_S)  # what ssh left in the background may keep its standard error open
         events.put((number, {"over": self._process.wait()}))
 
@@ -161,6 +160,30 @@ class HostConnection:
             self.stderr.append(line.decode(errors="replace").strip())
 
 
+def read_event(line: bytes) -> dict[str, Any]:
+    """Read what the agent of a host has said; what is no message of it, as of a login script, is to be printed."""
+    try:
+        fields = Fields(parse_json(line, limit=_LONGEST_LINE), "a line of a host")
+        if "ready" in fields:
+            return {"ready": fields.integer("ready", 1, 65535)}
+        for name in ("refused", "given_up"):
+            if name in fields:
+                return {name: fields.text(name, _LONGEST_LINE)}
+        rank = fields.integer("rank")
+        if "code" in fields:
+            return {
+                "rank": rank,
+                "code": fields.integer("code", -128, 255),
+                "is_stopped": fields.boolean("is_stopped"),
+            }
+        lines = fields.text("lines", _LONGEST_LINE)
+        base64.b64decode(lines, validate=True)
+        return {"rank": rank, "is_error": fields.boolean("is_error"), "lines": lines}
+    except ValueError:
+        return {"print": line.decode(errors="replace")}
+
+
+_LONGEST_LINE = 2**24
 _POLL_S = 0.1
 _ANSWER_S = 60.0
 _SLACK_S = 5.0  # how long a host may take to say that its ranks have been killed
