@@ -29,8 +29,8 @@ import xffl
 from tests.ports import free_port
 from tests.ranks.test_state import new_state
 from tests.worlds import be_launched, run_world
-from xffl.distributed import DistributedState, waits
 from xffl.callers import find_caller
+from xffl.distributed import DistributedState, waits
 
 
 class _Told(io.StringIO):

@@ -222,7 +222,12 @@ def test_threads_are_chosen_before_torch_is_imported(name: str, tmp_path: Path) 
         ),
         ("import time; time.sleep(60)", ["--timeout", "2"], 124, "xffl: stopped after 2.0 s, as --timeout says\n"),
         ("import sys; sys.exit('no more')", ["--log-dir", "logs"], 1, "no more\n"),
-        ("from xffl import ConfigError; raise ConfigError('no')", ["--log-dir", "logs"], 2, "xffl: ConfigError: no (at script.py:2)\n"),
+        (
+            "from xffl import ConfigError; raise ConfigError('no')",
+            ["--log-dir", "logs"],
+            2,
+            "xffl: ConfigError: no (at script.py:2)\n",
+        ),
         ("import sys; sys.exit(7)", ["--timeout", "60"], 7, ""),
         ("", [], 0, ""),
     ],

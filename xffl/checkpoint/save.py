@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 
 from xffl import checks
+from xffl.callers import warn_of_script
 from xffl.checkpoint import format as folders
 from xffl.checkpoint.contents import (
     Contents,
@@ -40,7 +41,6 @@ from xffl.checkpoint.contents import (
     write_rank_state,
 )
 from xffl.checkpoint.format import Cell, CellWriter, FileEntry, Record
-from xffl.callers import warn_of_script
 from xffl.distributed.consistency import barrier, difference_of, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group, make_host_groups

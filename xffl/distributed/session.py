@@ -32,7 +32,6 @@ from xffl.cluster.environment import (
     use_interface,
 )
 from xffl.cluster.hosts import pick_gpu
-from xffl.cluster.launch.failure import note_failure
 from xffl.cluster.network import Timeouts, control_address
 from xffl.cluster.slurm.allocation import Host, own_host
 from xffl.distributed.consistency import (
@@ -57,6 +56,7 @@ from xffl.distributed.groups import (
     with_host_side,
 )
 from xffl.distributed.parameters import DeviceParameters, ElasticParameters
+from xffl.distributed.uncaught import note_end, tell_once
 from xffl.errors import ConfigError, LaunchError, StateError, TopologyError, XfflError
 from xffl.topology import Topology
 
@@ -155,7 +155,7 @@ def session(
             state.activity.watch_steps()
         yield state
     except BaseException as error:
-        note_failure(error)  # before the others lose this rank, so that it counts as the first to fail
+        note_end(error)
         cleanup_distributed_process_group(state, synchronize=False)
         raise
     cleanup_distributed_process_group(state)
@@ -218,6 +218,8 @@ def setup_distributed_process_group(
         master_port=master_port,
         names=_ARGUMENTS,
     )
+    if place.world_size > 1:
+        tell_once()
     meeting = _meet(place, join_timeout_s, is_own_address=master_addr is not None or master_port is not None)
     request: _Request | None = None
     try:
@@ -236,7 +238,7 @@ def setup_distributed_process_group(
             state.activity.watch_steps()
         return state
     except BaseException as error:
-        note_failure(error)  # before the others lose this rank, so that it counts as the first to fail
+        note_end(error)
         dist.destroy_process_group()
         raise
 
