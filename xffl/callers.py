@@ -62,8 +62,9 @@ def find_place(traceback: TracebackType | None) -> str | None:
     """Find the line of the script, ``FILE:LINE``, that a traceback goes through last; ``None`` where there is none."""
     place = None
     while traceback is not None:
-        path = traceback.tb_frame.f_code.co_filename
-        if is_of_script(path):
+        frame, path = traceback.tb_frame, traceback.tb_frame.f_code.co_filename
+        # Code without a file is the script's own with -c and on standard input; dataclasses make some, too.
+        if is_of_script(path) and (not path.startswith("<") or frame.f_globals.get("__name__") == "__main__"):
             place = f"{path}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
     return place

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, SupportsIndex
 from xffl.checks import integer, shown
 from xffl.errors import TopologyError
 
-__all__ = ["REPLICATE_AXIS", "Coordinates", "DataPlace", "RankGroup", "Topology"]
+__all__ = ["REPLICATE_AXIS", "Coordinates", "DataPlace", "RankGroup", "Topology", "ranks_text"]
 
 MAX_RANKS = 1_000_000
 """The most ranks of a world. A larger number is a mistake: to write out the cells of a thousand million ranks takes
@@ -339,3 +339,15 @@ def _check_replicas(sizes: tuple[int, ...], replica: int, shape: tuple[tuple[str
                 f"cell {cell} of {size} ranks has {size // replica} replicas of {replica}, but the cell shape asks for "
                 f"{REPLICATE_AXIS}={asked}; give -1 to derive it"
             )
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Write ranks the short way, such as ``ranks 0-3, 7``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    text = ", ".join("-".join(map(str, run)) for run in runs)
+    return f"rank {text}" if len(runs) == 1 and len(runs[0]) == 1 else f"ranks {text}"

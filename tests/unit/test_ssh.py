@@ -133,13 +133,12 @@ def test_a_lost_peer_is_told_where_no_host_is_lost() -> None:
 def test_a_rank_that_left_with_0_while_another_one_lost_its_peer_is_named() -> None:
     ended = launch(
         "import os, time\nif os.environ['RANK'] == '1':\n    open('left', 'w').close()\n    raise SystemExit\n"
-        "while not os.path.exists('left'):\n    time.sleep(0.01)\ntime.sleep(2)\nraise RuntimeError('[gloo] Socket closed')"
+        "while not os.path.exists('left'):\n    time.sleep(0.01)\ntime.sleep(2)\n"
+        "raise RuntimeError('[gloo] Socket closed')"
     )
     assert isinstance(ended, RankFailure)
-    assert (ended.rank, ended.describe()) == (
-        0,
-        "failed with RuntimeError: [gloo] Socket closed; rank 1 left with code 0",
-    )
+    told = "failed with RuntimeError: [gloo] Socket closed; rank 1 left with code 0"
+    assert (ended.rank, ended.describe()) == (0, told)
 
 
 def test_a_lost_host_is_named(capfd: pytest.CaptureFixture[str]) -> None:

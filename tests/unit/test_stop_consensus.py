@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from xffl.distributed import consistency
+from xffl.distributed import world_store as stores
 from xffl.errors import ConfigError, LaunchError
 from xffl.training import preemption
 from xffl.training.config.dataclasses import ExperimentConfig
@@ -278,9 +278,9 @@ class OutOfReach:
 @pytest.mark.parametrize("store", [InPython(), OutOfReach()], ids=lambda store: type(store).__name__)
 def test_only_a_store_that_has_no_clone_is_shared(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     world = SimpleNamespace(WORLD=SimpleNamespace(get_group_store=lambda: store))
-    monkeypatch.setattr(consistency, "dist", SimpleNamespace(is_initialized=lambda: True, group=world))
+    monkeypatch.setattr(stores, "dist", SimpleNamespace(is_initialized=lambda: True, group=world))
     if isinstance(store, InPython):
-        assert consistency.clone_store("leave signals alone with preempt_signals: []") is store
+        assert stores.clone_store("leave signals alone with preempt_signals: []") is store
     else:
         with pytest.raises(LaunchError, match=r"no second connection .*connect\(\) timed out.*preempt_signals"):
-            consistency.clone_store("leave signals alone with preempt_signals: []")
+            stores.clone_store("leave signals alone with preempt_signals: []")

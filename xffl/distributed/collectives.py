@@ -26,7 +26,17 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from xffl.cluster.listening import gloo_beyond_this_host
 from xffl.cluster.network import limit_silence, open_sockets
 
-__all__ = ["CrossWorldGroup", "Group", "Work", "all_gather_json", "all_reduce", "broadcast", "group_rank", "group_size"]
+__all__ = [
+    "CrossWorldGroup",
+    "Group",
+    "Work",
+    "all_gather_json",
+    "all_reduce",
+    "broadcast",
+    "group_rank",
+    "group_size",
+    "own_rank",
+]
 
 POISON_TAG = 7_900  # nobody sends with it
 PROOF_TAG = 7_901
@@ -62,8 +72,9 @@ class CrossWorldGroup:
         self.name, self.first, self.timeout_s = name, first, timeout_s
         others = open_sockets()
         store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=connect_s))
+        self.store = PrefixStore(name, store)
         with gloo_beyond_this_host(host):
-            self._gloo: Any = dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, timedelta(seconds=connect_s))
+            self._gloo: Any = dist.ProcessGroupGloo(self.store, rank, size, timedelta(seconds=connect_s))
         # A host that is gone resets nothing. Without this only the time that a message may take would tell, and that
         # has to be long, since a slow link is no lost one. gloo sets no such options, and does not tell its sockets.
         opened = open_sockets() - others
@@ -254,6 +265,11 @@ def group_size(group: Group | None) -> int:
 def group_rank(group: Group, rank: int) -> int:
     """Return which rank of a group a rank of this world is."""
     return rank - group.first if isinstance(group, CrossWorldGroup) else dist.get_group_rank(group, rank)
+
+
+def own_rank(group: Group | None) -> int:
+    """Return which rank of a group this process is."""
+    return group.rank() if isinstance(group, CrossWorldGroup) else dist.get_rank(group)
 
 
 def all_reduce(values: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Group | None = None) -> None:

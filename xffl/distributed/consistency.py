@@ -16,21 +16,23 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from xffl import __version__, errors
 from xffl.checks import group
 from xffl.cluster.hosts import Runtime, format_refusal, group_by_runtime, own_format, runtime_table
+from xffl.cluster.launch.failure import note_alike
 from xffl.distributed.collectives import (
     CrossWorldGroup,
     Group,
     all_gather_json,
     all_reduce,
-    group_size,
+    own_rank,
 )
 from xffl.distributed.sharding import bytes_of
 from xffl.distributed.waits import NamedWait
 from xffl.errors import ConfigError, LaunchError, XfflError
+from xffl.topology import ranks_text
 
 if TYPE_CHECKING:
     from xffl.distributed.distributed_state import DistributedState
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
 __all__ = [
     "barrier",
     "check_consistent",
-    "clone_store",
     "compute_device",
     "connect",
     "control_device",
@@ -147,14 +148,15 @@ def check_consistent(
         return
     own = (what, value, None) if error is None else (what, "", (type(error).__name__, str(error)))
     # The call's name is part of what is compared, so that ranks in different calls notice it, too.
-    with NamedWait(what, dist.get_rank(), group_size(group)):
+    with NamedWait(what, group):
         is_same = _is_same_everywhere(own, group)
         told = [] if is_same else all_gather_json(own, control_device(group), group)
-    if is_same:
-        if error is not None:
-            raise error
+    if is_same and error is None:
         return
-    raise _difference([(what, value, None if wrong is None else tuple(wrong)) for what, value, wrong in told], describe)
+    if error is None or not is_same:
+        error = _difference([(what, value, wrong and tuple(wrong)) for what, value, wrong in told], describe)
+    note_alike(error, is_speaker=own_rank(group) == 0)
+    raise error
 
 
 def _is_same_everywhere(own: object, group: Group | None) -> bool:
@@ -245,14 +247,15 @@ def check_consistent_on_store(
     elif (common := store.compare_set("value", "", value).decode()) != value:
         text = f"ranks were given different set-ups: rank {rank}: {value}; others: {common}; give all ranks the same"
         store.compare_set("error", "", json.dumps([ConfigError.__name__, text]))
+    store.set(f"here/{rank}", "")
     if store.add("arrived", 1) == world_size:
         store.set("verdict", store.compare_set("error", "", "null").decode())
     try:
         store.wait(["verdict"], timedelta(seconds=timeout_s))
     except RuntimeError as late:
         raise LaunchError(
-            f"rank {rank} waited for all of {world_size} ranks for {timeout_s:g} s at most, but not all came: {late}; "
-            "see the other ranks' output, or raise timeout_s"
+            f"rank {rank} waited for all of {world_size} ranks for {timeout_s:g} s at most, but "
+            f"{_absent(store, world_size)}: {late}; see the other ranks' output, or raise timeout_s"
         ) from late
     verdict: list[str] | None = json.loads(store.get("verdict").decode())
     if verdict is None:
@@ -261,33 +264,18 @@ def check_consistent_on_store(
         store.set("all_read", "")
     if rank == 0:  # the store may live in this process, which must not end before all ranks have read
         store.wait(["all_read"], timedelta(seconds=timeout_s))
-    raise _rebuild(*verdict)
+    refused = _rebuild(*verdict)
+    note_alike(refused, is_speaker=rank == 0)
+    raise refused
 
 
-def clone_store(otherwise: str) -> Store:
-    """Return a connection of its own to the store of the world: no other thread's calls wait for those over it; local.
-
-    :param otherwise: What the caller's user may do where there is none.
-    :return: The store; where torch.distributed is not initialized, one of this process.
-    :raises LaunchError: if no second connection can be opened.
-    """
-    world = dist.group.WORLD if dist.is_initialized() else None
-    if world is None:
-        return HashStore()
-    store = world.get_group_store()
+def _absent(store: Store, world_size: int) -> str:
+    """Say which ranks have not come to the store where all meet."""
     try:
-        clone: Store = store.clone()  # type: ignore[attr-defined]
-        return clone
-    except RuntimeError as lost:
-        # A store written in Python (the fake one, or a user's) has no clone, and no connection that a call would keep
-        # busy. Torch says so by this text alone.
-        if "pure virtual function" in str(lost):
-            LOG.debug("the store of the world cannot be cloned: one connection is shared with everything else")
-            return store
-        raise LaunchError(
-            f"no second connection to the store of the world could be opened ({lost}); see that rank 0 can be reached, "
-            f"or {otherwise}"
-        ) from lost
+        absent = [rank for rank in range(world_size) if not store.check([f"here/{rank}"])]
+    except RuntimeError:  # it went with rank 0
+        absent = []
+    return f"{ranks_text(absent)} did not come" if absent else "not all came"
 
 
 def processor_of(device: torch.device) -> str:
@@ -345,18 +333,6 @@ def holders_text(ranks: Iterable[int], sizes: Sequence[int], first: int = 0) -> 
             left -= {*range(start, stop)}
     cells = [ranks_text(whole).replace("rank", "cell")] if whole else []
     return ", ".join(cells + ([ranks_text(left)] if left else []))
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Write ranks the short way, such as ``ranks 0-3, 7``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    text = ", ".join("-".join(map(str, run)) for run in runs)
-    return f"rank {text}" if len(runs) == 1 and len(runs[0]) == 1 else f"ranks {text}"
 
 
 def _difference(gathered: list[tuple[str, str, tuple[str, str] | None]], describe: Describe) -> XfflError:

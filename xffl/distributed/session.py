@@ -34,7 +34,6 @@ from xffl.cluster.environment import (
     warn_without_token,
 )
 from xffl.cluster.hosts import pick_gpu
-from xffl.cluster.launch.failure import note_failure
 from xffl.cluster.listening import LOOPBACK, await_listener, keep_gloo_local, release_gloo
 from xffl.cluster.network import Timeouts, control_address
 from xffl.cluster.slurm.allocation import Host, own_host
@@ -61,6 +60,7 @@ from xffl.distributed.groups import (
 )
 from xffl.distributed.parameters import DeviceParameters, ElasticParameters
 from xffl.distributed.stores import has_agents_store, join_store, serve_store
+from xffl.distributed.uncaught import note_end, tell_once
 from xffl.errors import ConfigError, LaunchError, StateError, TopologyError, XfflError
 from xffl.topology import Topology
 
@@ -159,7 +159,7 @@ def session(
             state.activity.watch_steps()
         yield state
     except BaseException as error:
-        note_failure(error)  # before the others lose this rank, so that it counts as the first to fail
+        note_end(error)
         cleanup_distributed_process_group(state, synchronize=False)
         raise
     cleanup_distributed_process_group(state)
@@ -227,6 +227,8 @@ def setup_distributed_process_group(
     )
     if place.is_on_one_host:
         keep_gloo_local()
+    if place.world_size > 1:
+        tell_once()
     try:
         meeting = _meet(
             place,
@@ -261,7 +263,7 @@ def _begin(place: ProcessEnvironment, request: _Request) -> DistributedState:
             state.activity.watch_steps()
         return state
     except BaseException as error:
-        note_failure(error)  # before the others lose this rank, so that it counts as the first to fail
+        note_end(error)
         dist.destroy_process_group()
         raise
 

@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor, parallel
 from xffl.checks import one_of
 from xffl.cluster.cells import Federation, check_federation
 from xffl.cluster.environment import complete_federation, sources_named
-from xffl.cluster.launch.failure import note_failure
 from xffl.distributed.consistency import barrier, compute_device, message_device, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import CellMeshes, ParallelDims, destroy_group, make_cell_meshes
@@ -36,6 +35,7 @@ from xffl.distributed.session import (
     waits_when_destroyed,
 )
 from xffl.distributed.sharding import local_tensor, total_norm
+from xffl.distributed.uncaught import note_end
 from xffl.errors import ConfigError, StateError
 from xffl.topology import Topology
 
@@ -124,7 +124,7 @@ class DistributedWorld:
             mesh = self._mesh_of(state)
             self._meshes = make_cell_meshes(self._create, mesh, state.topology, state.federation, self.device.type)
         except BaseException as error:
-            note_failure(error)  # before the others lose this rank, so that it counts as the first to fail
+            note_end(error)
             self.teardown(synchronize=False)
             raise
         return state
@@ -158,7 +158,7 @@ class DistributedWorld:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is not None:
-            note_failure(error)  # before the others lose this rank, so that it counts as the first to fail
+            note_end(error)
         self.teardown(synchronize=error is None)
 
     # Ranks and sizes --------------------------------------------------------------------------------------------------

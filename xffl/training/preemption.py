@@ -26,8 +26,9 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from xffl.checkpoint.manager import CheckpointManager
 from xffl.cluster.launch.failure import ExitCode, note_failure
-from xffl.distributed.consistency import barrier, check_consistent, clone_store, gather_objects, run_on_all_ranks
+from xffl.distributed.consistency import barrier, check_consistent, gather_objects, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.world_store import clone_store
 from xffl.elastic.federation import MeetingLeft
 from xffl.errors import StateError
 from xffl.training.callbacks.checkpoint import CheckpointCallback

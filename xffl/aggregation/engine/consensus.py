@@ -33,6 +33,7 @@ from xffl.checks import number
 from xffl.distributed.collectives import Group, all_gather_json, all_reduce
 from xffl.distributed.consistency import check_consistent, control_device
 from xffl.distributed.faults import inject
+from xffl.distributed.waits import NamedWait
 from xffl.errors import ConfigError, RoundError, StateError, TornError, XfflError
 from xffl.topology import Topology
 
@@ -445,7 +446,8 @@ class RoundCoordinator:
     def _gather_status(self, status: RoundStatus, profile: RoundProfile, within_s: float) -> list[RoundStatus]:
         with profile.phase("vote"):
             status, first = status._replace(aggregator=self._number), self._round_groups.first
-            return all_gather_status(status, self._topology, self._group, first, within_s, self._control_device)
+            with NamedWait(f"the votes of round {status.round}", self._group):
+                return all_gather_status(status, self._topology, self._group, first, within_s, self._control_device)
 
     def _refuse_nonfinite(self, cells: tuple[int, ...], found: list[str]) -> None:
         """Raise on all ranks, with the cell and the tensors that a rank of it has found."""

@@ -84,8 +84,8 @@ mpi4py.rc.initialize = mpi4py.rc.finalize = False
 from mpi4py import MPI
 print(" ".join(MPI.Get_library_version().strip("\\0 ").splitlines()[0].split()))
 """
-"""Only asks for the name: MPI_Init in a child of a rank would act for the rank. Not from the working folder, which Python
-looks into first."""
+"""Only asks for the name: MPI_Init in a child of a rank would act for the rank. The working folder, where Python would
+look first, is left out."""
 MPI_LAUNCHERS = ("openmpi", "mpich", "pals", "mvapich")  # rows of the table of launchers that are an mpirun
 _FAMILIES = {
     "openmpi": r"open ?mpi|openrte|prrte|prte",

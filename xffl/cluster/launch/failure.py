@@ -28,6 +28,7 @@ from xffl.files import create, read_bytes, write_whole
 from xffl.reading import Fields, parse_json
 
 __all__ = [
+    "QUIET_S",
     "CellLives",
     "ExitCode",
     "FailureRecord",
@@ -38,9 +39,10 @@ __all__ = [
     "describe_failure",
     "first_failure",
     "is_left_to_others",
+    "is_noted_alike",
     "is_only_lost_peer",
-    "leave_to_others",
     "lives_of_run",
+    "note_alike",
     "note_failure",
     "note_hint",
     "parse_failure",
@@ -71,8 +73,8 @@ _SIGNS = (
     *("connection was likely closed", "dead peer", "failed to recv", "remote process exited", "socket closed"),
     "timed out waiting",
 )
-"""What gloo, NCCL and the store say, in lower case, when another rank has gone. Whether it was one of them that said so,
-and not the script's own connection to somebody else, :func:`_tells_of_lost_peer` finds out."""
+"""What gloo, NCCL and the store say, in lower case, when another rank has gone. The script's own connections to others
+end in the same words: :func:`_tells_of_lost_peer` finds out who has said them."""
 _NEVER_OF_PEERS = (ConfigError, TopologyError)
 _TORCH = f"{os.sep}torch{os.sep}distributed{os.sep}"
 
@@ -80,7 +82,9 @@ _MAX_BYTES = 2**24
 """Of a record; its traceback may be long"""
 _NOTED_AT = "_xffl_noted_at"
 _HINT = "_xffl_hint"
-_TOLD_ELSEWHERE = "_xffl_told_elsewhere"
+_IS_SPEAKER = "_xffl_is_speaker"
+QUIET_S = 3.0
+"""How long a rank stays that leaves an error to another one to tell: many launchers end all ranks when one has left."""
 
 
 @dataclass(frozen=True)
@@ -186,14 +190,20 @@ def _is_raised_by_torch(frames: TracebackType | None) -> bool:
     return is_theirs
 
 
-def leave_to_others(error: BaseException) -> None:
-    """Note that every rank raises this error and another one tells it, so that this rank says nothing when it ends."""
-    setattr(error, _TOLD_ELSEWHERE, True)
+def note_alike(error: BaseException, *, is_speaker: bool) -> None:
+    """Note that other ranks raise the same error, once, and whether this is the one that tells it when it ends."""
+    if not hasattr(error, _IS_SPEAKER):
+        setattr(error, _IS_SPEAKER, is_speaker)
+
+
+def is_noted_alike(error: BaseException) -> bool:
+    """Tell whether it is known who of the ranks tells an error."""
+    return hasattr(error, _IS_SPEAKER)
 
 
 def is_left_to_others(error: BaseException) -> bool:
-    """Tell whether another rank tells this error, which all of them raise."""
-    return hasattr(error, _TOLD_ELSEWHERE)
+    """Tell whether another rank tells this error, which several raise, so that this one says nothing when it ends."""
+    return not getattr(error, _IS_SPEAKER, True)
 
 
 def record_failure(record: FailureRecord, folder: str, rank: int) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 from xffl.cluster.environment import elastic_cell, requested_federation
 from xffl.cluster.launch.affinity import bind_if_asked, limit_threads, take_turns_if_crowded
 from xffl.cluster.launch.failure import (
+    QUIET_S,
     ExitCode,
     code_of_signal,
     describe_failure,
@@ -208,7 +209,9 @@ def be_rank(work: Callable[[], object], *, timeout_s: float | None = None, log_d
         record = describe_failure(error, skip=_OWN_FILES)
         if terminal != 2:
             sys.stderr.write(f"xffl: {record.text}\n")
-        if not is_left_to_others(error):
+        if is_left_to_others(error):
+            time.sleep(QUIET_S)
+        else:
             os.write(terminal, f"xffl: {record.text}\n".encode(errors="replace"))
         _leave_mpi()
         return ExitCode.REFUSED

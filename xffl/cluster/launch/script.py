@@ -90,10 +90,7 @@ def read_source(script: str) -> str:
     if script == STANDARD_INPUT and sys.stdin.isatty():
         raise LaunchError(f"the script is to come from standard input, which is a terminal; {instead}")
     try:
-        with open(
-            sys.stdin.fileno() if script == STANDARD_INPUT else script, "rb", closefd=script != STANDARD_INPUT
-        ) as stream:
-            text = stream.read()
+        text = sys.stdin.buffer.read() if script == STANDARD_INPUT else Path(script).read_bytes()
     except OSError as error:
         raise LaunchError(f"script {what} cannot be read: {error.strerror}; {instead}") from error
     if not text.strip():

@@ -51,7 +51,8 @@ _SSH = (
 )
 """A shared connection would stay in the background, and end all of a host's jobs together."""
 _BOOT = (  # the same for every job; with -c the path begins with the folder in which ssh begins, whatever lies there
-    'import sys; sys.path[0] or sys.path.pop(0); import json; job = json.loads(sys.stdin.readline()); sys.path.append(job["path"]); '
+    "import sys; sys.path[0] or sys.path.pop(0); import json; job = json.loads(sys.stdin.readline()); "
+    'sys.path.append(job["path"]); '
     "from {} import main; main(job)"
 )
 

@@ -1,0 +1,93 @@
+"""Errors of xffl that end the ranks of a script which no ``xffl exec`` has started: told once, in one line.
+
+Under plain ``srun``, ``mpirun`` or ``torchrun`` Python shows the traceback of an uncaught exception on every rank. For
+an error that all ranks raise alike that is the same text once for each rank, so one of them tells it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+import torch.distributed as dist
+
+from xffl.cluster.launch.failure import (
+    QUIET_S,
+    describe_failure,
+    is_left_to_others,
+    is_noted_alike,
+    note_alike,
+    note_failure,
+)
+from xffl.errors import XfflError
+
+__all__ = ["note_end", "tell_once"]
+
+_ASK_S = 2.0  # how long a rank that fails asks the others' store
+_LINGER_S = 1.0  # how long rank 0, whose process holds the store, waits for others to ask
+_POLL_S = 0.02
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+def tell_once() -> None:
+    """Let an uncaught error of xffl be told by one rank of those that raise it, in one line; local, for this process.
+
+    Everything else is shown as before, by whatever was to show it. The exit code stays Python's.
+    """
+    if not isinstance(sys.excepthook, _TellOnce):
+        sys.excepthook = _TellOnce(sys.excepthook)
+
+
+def note_end(error: BaseException) -> None:
+    """Note that an error ends this rank's part of the world, which it is about to leave; local.
+
+    The time of the failure is noted before the others lose this rank, so that it counts as the first to fail. Where it
+    is an error of xffl, the ranks that raise the same one find out by the store of the world who of them tells it.
+    """
+    note_failure(error)
+    if not isinstance(error, XfflError) or is_noted_alike(error):
+        return
+    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.group.WORLD is None:
+        return
+    # A thread of its own: a store whose host has stopped would keep the caller, and so its end, waiting.
+    asking = threading.Thread(target=_choose_speaker, args=[error, dist.group.WORLD], daemon=True)
+    asking.start()
+    asking.join(_ASK_S)
+
+
+def _choose_speaker(error: XfflError, world: dist.ProcessGroup) -> None:
+    """Be the one that tells an error if no other rank has come with it before."""
+    digest = hashlib.sha256(f"{type(error).__name__}: {error}".encode()).hexdigest()
+    try:
+        store = world.get_group_store()
+        note_alike(error, is_speaker=store.add(f"xffl_errors/{digest}", 1) == 1)
+        deadline = time.monotonic() + _LINGER_S
+        while world.rank() == 0 and time.monotonic() < deadline:
+            if store.add(f"xffl_errors/{digest}", 0) == world.size():
+                break
+            time.sleep(_POLL_S)
+    except RuntimeError:  # the store has gone with rank 0: this rank tells its error itself
+        return
+
+
+class _TellOnce:
+    """What Python calls with an uncaught exception."""
+
+    def __init__(self, otherwise: _Hook) -> None:
+        self._otherwise = otherwise
+
+    def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if not isinstance(error, XfflError):
+            self._otherwise(kind, error, traceback)
+            return
+        note_end(error)
+        if not is_noted_alike(error):
+            self._otherwise(kind, error, traceback)
+        elif is_left_to_others(error):
+            time.sleep(QUIET_S)
+        else:
+            print(f"xffl: {describe_failure(error).text}", file=sys.stderr, flush=True)
