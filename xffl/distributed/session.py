@@ -57,6 +57,7 @@ from xffl.distributed.groups import (
     with_host_side,
 )
 from xffl.distributed.parameters import DeviceParameters, ElasticParameters
+from xffl.distributed.places import PlaceBook, check_world_size
 from xffl.errors import ConfigError, LaunchError, StateError, TopologyError, XfflError
 from xffl.topology import Topology
 
@@ -219,6 +220,8 @@ def setup_distributed_process_group(
         names=_ARGUMENTS,
     )
     meeting = _meet(place, join_timeout_s, is_own_address=master_addr is not None or master_port is not None)
+    book = PlaceBook(meeting, place)
+    book.claim()
     request: _Request | None = None
     try:
         if error is not None:
@@ -226,8 +229,17 @@ def setup_distributed_process_group(
         request = _request(place, backend, device, federated, hsdp, streams, levels, device_parameters, link_backend)
     except XfflError as wrong:
         error = wrong
-    check_consistent_on_store(meeting, place.rank, place.world_size, str(request), error, join_timeout_s)
+    check_consistent_on_store(
+        meeting,
+        place.rank,
+        place.world_size,
+        str(request),
+        error,
+        join_timeout_s,
+        judge=book.judge,
+    )
     assert request is not None, "the ranks agree on errors only by raising one"
+    place = book.complete()
     _join(meeting, place, request)
     try:
         state = _describe(place, request)
@@ -335,6 +347,8 @@ def _meet(place: ProcessEnvironment, timeout_s: float, *, is_own_address: bool) 
         store, _, _ = next(rendezvous("env://", place.rank, place.world_size, timeout=timeout))
         # The agent's store outlives a world and serves the next one, too: each takes a name of its own.
         return PrefixStore(f"xffl_{_arrive(store, place.world_size)}", store)
+    except XfflError:
+        raise
     except RuntimeError as broken:
         raise LaunchError(
             f"rank {place.rank} of {place.world_size} ({place.launcher}) could not meet the others at "
@@ -352,6 +366,7 @@ def _own_store(address: str, port: int, place: ProcessEnvironment, timeout_s: fl
         timeout = timedelta(seconds=max(deadline - time.monotonic(), 1.0))
         store = TCPStore(address, port, place.world_size, place.rank == 0, timeout, False)
         try:
+            check_world_size(store, place, timeout_s)
             if _arrive(store, place.world_size) == 0:
                 return store
             store.wait(["xffl_end"], timeout)  # nobody sets it: what comes is the end of the store

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from xffl.cluster.launch.affinity import limit_threads
 from xffl.cluster.launch.failure import ExitCode, FailureRecord, JobWatch, RankFailure, caught_signals, read_failure
 from xffl.cluster.launch.job_layout import LaunchOptions
-from xffl.cluster.launchers import torchrun_variables
 from xffl.cluster.launch.runner import LINGER_S, RankJob, check_script
+from xffl.cluster.launchers import torchrun_variables
 from xffl.errors import LaunchError
 
 __all__ = ["held_port", "launch_distributed", "launch_local"]

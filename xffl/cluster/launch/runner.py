@@ -23,8 +23,8 @@ from typing import Any
 from xffl.cluster.environment import elastic_cell, requested_federation
 from xffl.cluster.launch.affinity import bind_if_asked, limit_threads, take_turns_if_crowded
 from xffl.cluster.launch.failure import ExitCode, code_of_signal, describe_failure, record_failure
-from xffl.cluster.launchers import LAUNCHERS
 from xffl.cluster.launch.logs import RankFile, mark, redirect
+from xffl.cluster.launchers import find_launcher
 from xffl.errors import LaunchError, XfflError
 from xffl.topology import Topology
 
@@ -112,7 +112,7 @@ def check_script(script: str, advice: str = "give the path of a Python script") 
 
 def find_place(environ: Mapping[str, str]) -> tuple[int, int]:
     """Return the rank of this process and how many there are, from its launcher's variables; 0 and 1 without one."""
-    row = next((row for row in LAUNCHERS if row.matches(environ)), None)
+    row = find_launcher(environ)
     found = {"rank": 0, "world_size": 1} if row is None else row.read(environ)
     return found["rank"], found["world_size"]
 
@@ -184,7 +184,7 @@ def take_share() -> None:
     Call it once, before torch is imported, which asks for the number of threads then; ``OMP_NUM_THREADS`` stays what it
     is where it is set. Where no launcher has started this process nothing is done.
     """
-    if not any(row.matches(os.environ) for row in LAUNCHERS):
+    if find_launcher(os.environ) is None:
         return
     take_turns_if_crowded()  # as many CPUs as before it is bound
     bind_if_asked()

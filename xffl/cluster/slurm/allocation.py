@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from xffl.cluster.hosts import expand_counts, expand_hosts
-from xffl.cluster.launchers import LAUNCHERS, read_number
+from xffl.cluster.launchers import find_launcher, read_number
 from xffl.errors import ConfigError, LaunchError
 
 __all__ = ["Allocation", "Host", "ask_switches", "find_allocation", "own_host", "parse_hosts"]
@@ -56,7 +56,7 @@ def find_allocation(
     ``scontrol`` is asked once for the network where the switches are wanted or needed.
     """
     job = environ.get("SLURM_JOB_ID")
-    if not job or any(row.matches(environ) for row in LAUNCHERS):
+    if not job or find_launcher(environ) is not None:
         return None
     if read_number("SLURM_HET_SIZE", environ.get("SLURM_HET_SIZE") or "1") > 1:
         raise LaunchError(
