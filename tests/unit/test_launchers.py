@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,6 +99,14 @@ def test_each_row_has_variables_here() -> None:
         # No rank that is started over ssh believes that it is a process of the launcher above.
         passed = shared_environment(RECORDED[name])
         assert launcher_of(passed) is None, name
+
+
+def test_the_page_has_each_row() -> None:
+    _, _, table = (Path(__file__).parents[2] / "docs" / "exec.rst").read_text().partition(".. _exec-launchers:")
+    for row in LAUNCHERS:
+        assert f"``{row.name}``" in table, row.name
+        if row.is_told:
+            assert f"``{row.variables['rank']}``" in table, row.name
 
 
 @pytest.mark.parametrize("name", TOLD)
