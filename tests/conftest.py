@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from xffl.cluster.launchers import launcher_variables
+
 HERE = Path(__file__).parent
 NVIDIA = Path("/dev/nvidiactl")
 DEADLINES_S = {"unit": 180, "ranks": 300, "cluster": 600}
-LAUNCHER_PREFIXES = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "PALS_", "MV2_", "TORCHELASTIC_", "XFFL_")
-LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHER_PREFIXES = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "PALS_", "MV2_", "TORCHELASTIC_", "XFFL_", "PBS_", "LSB_")
+LAUNCHER_NAMES = launcher_variables()
 KEPT = ("XFFL_SHARED", "XFFL_REQUIRE_CLUSTER")
 
 

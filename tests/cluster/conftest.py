@@ -19,6 +19,7 @@ import pytest
 from tests.cluster.exec_jobs import finish, start
 from tests.cluster.hosts import Hosts, slurm_over, two_hosts_up
 from tests.ports import WORKER, WORKERS, free_ports
+from xffl.cluster.launchers import launcher_variables
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -53,8 +54,9 @@ def require(present: object, what: str) -> None:
 @pytest.fixture(scope="session")
 def base_environ() -> dict[str, str]:
     """Give this process's environment without what a launcher around the tests may have set."""
-    foreign = ("SLURM_", "OMPI_", "PMI", "MPI_LOCAL", "MPI4PY_", "XFFL_", "TORCHELASTIC", "MASTER_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    foreign = ("SLURM_", "OMPI_", "PMI", "MPI_LOCAL", "MPI4PY_", "XFFL_", "TORCHELASTIC", "MASTER_", "PBS_", "LSB_")
+    known = launcher_variables()
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign) and name not in known}
     kept["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), kept.get("PYTHONPATH"))))
     return {**kept, "OMP_NUM_THREADS": "1"}
 

@@ -22,6 +22,7 @@ from tests.processes import still_there
 MINISSH = Path(__file__).parent / "ssh" / "minissh.sh"
 A, B = "127.0.0.2", "127.0.0.3"
 TWO = [*XFFL, "exec", "--hosts", f"{A}:2,{B}:1", "--federated", r"hosts:\d$"]
+OF_JOB = [*XFFL, "exec", "--federated", r"hosts:\d$"]
 LIMIT_S = 30
 
 
@@ -57,7 +58,11 @@ def test_arguments_and_folder_survive(ssh: dict[str, str], tmp_path: Path) -> No
 
 
 def test_two_jobs_at_once(ssh: dict[str, str], tmp_path: Path) -> None:
-    both = [start([*TWO, LAYOUT, "2,1"], ssh, tmp_path) for _ in range(2)]
+    """The hosts of one are given; those of the other are in the file of its PBS job."""
+    file = tmp_path / "nodes"
+    file.write_text(f"{A}\n{B}\n{A}\n")
+    pbs = {**ssh, "PBS_NODEFILE": str(file), "PBS_JOBID": "12.head", "PBS_TASKNUM": "1", "PBS_NODENUM": "0"}
+    both = [start([*TWO, LAYOUT, "2,1"], ssh, tmp_path), start([*OF_JOB, LAYOUT, "2,1"], pbs, tmp_path)]
     for process in both:
         code, out, err = finish(process)
         assert code == 0, err
@@ -67,6 +72,30 @@ def test_two_jobs_at_once(ssh: dict[str, str], tmp_path: Path) -> None:
         ]  # fmt: skip
         assert A in joined[0]["listens"]  # the store, at the address where the ranks meet; gloo at the host's name
         assert not {"0.0.0.0", "::"} & {address for one in joined for address in one["listens"]}
+
+
+def test_the_hosts_of_an_lsf_job(ssh: dict[str, str], tmp_path: Path) -> None:
+    lsf = {**ssh, "LSB_JOBID": "7", "LSB_MCPU_HOSTS": f"{A} 8 {B} 8"}
+    words = ["--processes", "3", RANK, str(tmp_path), "end", "0"]
+    code, _, err = finish(start([*OF_JOB, *words], lsf, tmp_path))
+    assert code == 0, err
+    found = told(tmp_path, 3)
+    assert [(one["XFFL_HOST"], one["node"], one["XFFL_FEDERATED"]) for one in found] == [
+        (A, 0, "2,1"), (A, 0, "2,1"), (B, 1, "2,1"),
+    ]  # fmt: skip
+    # One host is this one, where processes need no ssh, and no slots.
+    alone = {**lsf, "LSB_MCPU_HOSTS": f"{A} 1", "XFFL_SSH": "false"}
+    code, out, err = finish(start([*XFFL, "exec", *words], alone, tmp_path))
+    assert (code, out.count("hello")) == (0, 3), err
+    for environ, more, message in (
+        (lsf, ["--processes", "17"], "LSF job 7 has 16 slots (8 on 127.0.0.2, 8 on 127.0.0.3). HINT: ask LSF"),
+        (lsf, ["--elastic"], "--elastic starts all cells on this machine or in a SLURM job, but this job has 2 hosts"),
+        ({**lsf, "LSB_MCPU_HOSTS": f"{A} 1 {B}"}, [], "it must be pairs of a host and its slots"),
+        ({**lsf, "LSF_PM_TASKID": "2"}, [], "LSF_PM_TASKID=2 looks like LSF's blaunch"),
+        ({**lsf, "CUDA_VISIBLE_DEVICES": "GPU-8932f937"}, [], "names GPUs of this host"),
+    ):
+        code, _, err = finish(start([*OF_JOB, *more, RANK], environ, tmp_path))
+        assert code == 2 and message in err and err.count("\n") == 1, err
 
 
 @pytest.mark.parametrize(

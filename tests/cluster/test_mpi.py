@@ -7,6 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.cluster.exec_jobs import finish, start
+from tests.ports import free_port
+
 if TYPE_CHECKING:
     from tests.cluster.conftest import Mpi
 
@@ -41,3 +44,25 @@ def test_a_session_over_mpi(mpi: Mpi, run: Run) -> None:
     assert [e["cell"] for e in found] == [0, 0, 1]
     assert {e["total"] for e in found} == {6.0}
     assert {tuple(e["listens"]) for e in found} == {("127.0.0.1",)}  # beside what MPI listens at
+
+
+PROCESS = (
+    "RANK=${OMPI_COMM_WORLD_RANK:-$PMI_RANK} WORLD_SIZE=${OMPI_COMM_WORLD_SIZE:-$PMI_SIZE} "
+    "LOCAL_RANK=${OMPI_COMM_WORLD_LOCAL_RANK:-$MPI_LOCALRANKID}"
+)
+
+
+def test_variables_of_a_wrapper_under_mpirun(mpi: Mpi, run: Run) -> None:
+    meeting = f"MASTER_ADDR=127.0.0.1 MASTER_PORT={free_port()}"
+    found = run([*mpi.command(3), "sh", "-c", f"{PROCESS} {meeting} exec $0 $@", *LAYOUT, "2,1"], mpi.environ)
+    assert [(e["node"][1:], e["cell"], e["total"]) for e in found] == [
+        ([3, 0, 1], 0, 6.0), ([3, 0, 1], 0, 6.0), ([3, 0, 1], 1, 6.0),
+    ]  # fmt: skip
+    assert sorted(e["node"][0] for e in found) == [0, 1, 2]
+
+
+def test_ranks_that_tell_too_little(mpi: Mpi, tmp_path: Path) -> None:
+    """As those of a launcher of the same kind that sets a rank alone: none of them trains by itself."""
+    lone = "unset OMPI_COMM_WORLD_SIZE MPI_LOCALRANKID PMI_SIZE; exec $0 $@"
+    code, out, err = finish(start([*mpi.command(2), "sh", "-c", lone, *WHERE], mpi.environ, tmp_path))
+    assert code != 0 and "world_size" not in out and "looks like " in err and "set RANK, WORLD_SIZE" in err

@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.cluster.exec_jobs import finish, start
+from tests.ports import free_port
+
 if TYPE_CHECKING:
     from tests.cluster.conftest import Mpi
 
 HERE = Path(__file__).parent
 Run = Callable[..., list[dict[str, Any]]]
 WHERE = [sys.executable, str(HERE / "where.py")]
+LAYOUT = [sys.executable, str(HERE / "layout.py")]
 
 
 def places(found: list[dict[str, Any]]) -> list[tuple[int, ...]]:
@@ -56,3 +60,19 @@ def test_mpirun_inside_an_allocation(mpi: Mpi, slurm: dict[str, str], run: Run) 
     found = run(["salloc", "-Q", "-N2", "--ntasks-per-node=2", *mpi.command(4), *WHERE], environ)
     assert {e["launcher"] for e in found} < {"openmpi", "mpich"} and {e["world_size"] for e in found} == {4}
     assert places(found) == [(0, 2, 0, 2), (1, 2, 0, 2), (0, 2, 1, 2), (1, 2, 1, 2)]
+
+
+OWN = (
+    "RANK={rank} WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID MASTER_ADDR=127.0.0.1 MASTER_PORT={port} exec $0 $@"
+)
+
+
+def test_variables_of_a_wrapper_in_a_step(slurm: dict[str, str], run: Run) -> None:
+    by_hand = OWN.format(rank="$SLURM_PROCID", port=free_port())
+    found = run(["srun", "-N1", "-n2", "sh", "-c", by_hand, *LAYOUT, "1,1"], slurm)
+    assert [(e["node"], e["cell"], e["total"]) for e in found] == [([0, 2, 0, 1], 0, 3.0), ([1, 2, 0, 1], 1, 3.0)]
+    wrong = OWN.format(rank="0", port=free_port())
+    code, _, err = finish(start(["srun", "-N1", "-n2", "sh", "-c", wrong, *WHERE], slurm, HERE))
+    assert (
+        code != 0 and "LaunchError: RANK=0, but SLURM_PROCID=1, of 2 processes in both; set RANK=$SLURM_PROCID" in err
+    )

@@ -30,7 +30,7 @@ from xffl.cluster.environment import (
     use_interface,
 )
 from xffl.cluster.hosts import expand_counts, expand_hosts, interface_address, node_address
-from xffl.cluster.launchers import LAUNCHERS, Claim, number_nodes
+from xffl.cluster.placement import Claim
 from xffl.distributed.parameters import DeviceParameters
 from xffl.distributed.session import setup_distributed_process_group
 from xffl.errors import ConfigError, LaunchError, XfflError
@@ -199,53 +199,6 @@ def test_rank_zero_listens_at_the_named_interface(monkeypatch: pytest.MonkeyPatc
     assert detect_environment(environ).master_addr == "127.0.0.1"
 
 
-# Launchers that were not at hand: variables as their documents and users give them ------------------------------------
-
-WRITTEN = {
-    "intel": (
-        {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "I_MPI_ROOT": "/opt/intel"},
-        "mpich",
-    ),
-    "pals": (
-        {
-            "PALS_RANKID": "1",
-            "PALS_LOCAL_RANKID": "1",
-            "PALS_LOCAL_SIZE": "2",
-            "PALS_NODEID": "0",
-            "PMI_RANK": "1",
-            "PMI_SIZE": "2",
-            "PMI_LOCAL_RANK": "1",
-            "PMI_LOCAL_SIZE": "2",
-        },
-        "pals",
-    ),
-    "mvapich": (
-        {f"MV2_COMM_WORLD_{n}": v for n, v in zip(("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"), "1212", strict=True)},
-        "mvapich",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRITTEN)
-def test_written_launchers(name: str) -> None:
-    environ, launcher = WRITTEN[name]
-    found = detect_environment({**environ, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"})
-    assert (found.launcher, *places([found])[0]) == (launcher, 1, 2, 1, 2, 0, 1)
-
-
-@pytest.mark.parametrize("launcher", [row.name for row in LAUNCHERS])
-def test_a_row_needs_all_of_its_variables(launcher: str) -> None:
-    row = next(row for row in LAUNCHERS if row.name == launcher)
-    full = dict.fromkeys((*row.variables.values(), *row.also), "1")
-    assert row.matches(full)
-    for name in full:
-        assert not row.matches({key: value for key, value in full.items() if key != name})
-
-
-def test_the_order_of_the_rows() -> None:
-    assert [row.name for row in LAUNCHERS] == ["torchrun", "openmpi", "mpich", "pals", "mvapich", "slurm"]
-
-
 # Arguments ------------------------------------------------------------------------------------------------------------
 
 
@@ -317,9 +270,6 @@ BAD = [
     ({**TORCHRUN, "MASTER_PORT": "http"}, {}, "MASTER_PORT is 'http'"),
     (TORCHRUN, {"rank": 9}, "argument rank=9"),
     (TORCHRUN, {"world_size": 8}, "rank and world_size"),
-    ({k: v for k, v in TORCHRUN.items() if k != "LOCAL_RANK"}, {}, "torchrun, but LOCAL_RANK is missing"),
-    ({"PMI_RANK": "0", "PMI_SIZE": "2"}, {}, "MPI_LOCALRANKID"),
-    ({"OMPI_COMM_WORLD_RANK": "0"}, {}, "OMPI_COMM_WORLD_SIZE"),
     ({**SRUN, "SLURM_PROCID": "x"}, {}, "SLURM_PROCID"),
     ({**SRUN, "SLURM_PROCID": "4"}, {}, "SLURM_PROCID=4"),
     ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "3", "SLURM_TASKS_PER_NODE": "3"}, {}, "SLURM_STEP_TASKS_PER_NODE=3"),
@@ -430,17 +380,6 @@ def test_counts() -> None:
     for text in ("", "4x2", "4(x)", "4,,1"):
         with pytest.raises(LaunchError, match="tasks per node"):
             expand_counts(text)
-
-
-def test_nodes_are_numbered_by_their_lowest_rank() -> None:
-    # Cyclic placement over two machines; the second one holds two pretended hosts of one name.
-    claims = [Claim(0, 0, 2, "x"), Claim(1, 0, 1, "y"), Claim(2, 0, 1, "y"), Claim(3, 1, 2, "x")]
-    assert number_nodes(claims) == {0: 0, 1: 1, 2: 2, 3: 0}
-
-
-def test_local_ranks_that_do_not_fit_are_told() -> None:
-    with pytest.raises(LaunchError, match=r"host x should have local ranks 0 to 2, but its ranks have \{0: 0, 1: 1\}"):
-        number_nodes([Claim(0, 0, 3, "x"), Claim(1, 1, 3, "x")])
 
 
 def test_node_address(monkeypatch: pytest.MonkeyPatch) -> None:

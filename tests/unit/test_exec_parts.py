@@ -23,6 +23,7 @@ from xffl.cluster.launch.logs import MarkedLines, Message, RankFile, Stream, fol
 from xffl.cluster.launch.runner import RankJob
 from xffl.cluster.launch.srun import launch_srun, read_task_ends, srun_command
 from xffl.cluster.launch.ssh import shared_environment, ssh_command
+from xffl.cluster.launchers import LAUNCHERS
 from xffl.cluster.slurm.allocation import Allocation, Host, find_allocation
 from xffl.errors import ConfigError, LaunchError, TopologyError
 
@@ -245,13 +246,14 @@ def test_how_a_rank_in_place_ends(script: str, words: list[str], code: int, said
 
 
 def test_what_a_launcher_started_is_compared() -> None:
-    check_started("slurm", 4, None)
-    with pytest.raises(ConfigError, match="4, but slurm has started 1 processes already.*HINT.*srun --ntasks=4"):
-        check_started("slurm", 1, 4)
+    rows = {row.name: row for row in LAUNCHERS}
+    check_started(rows["slurm"], 4, None)
+    with pytest.raises(ConfigError, match="4, but srun has started 1 processes already.*HINT.*srun --ntasks=4"):
+        check_started(rows["slurm"], 1, 4)
     with pytest.raises(ConfigError, match="HINT: for 4 ranks start it with mpirun -n 4"):
-        check_started("openmpi", 1, 4)
+        check_started(rows["openmpi"], 1, 4)
     with pytest.raises(ConfigError, match="already; leave --processes out$"):
-        check_started("openmpi", 4, 4)
+        check_started(rows["openmpi"], 4, 4)
 
 
 # Messages of ranks ----------------------------------------------------------------------------------------------------

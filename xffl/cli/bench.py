@@ -14,7 +14,7 @@ from jsonargparse import ArgumentParser, Namespace
 from xffl.cli import execute
 from xffl.cli.main import command_parser
 from xffl.cluster.environment import detect_environment, parse_sizes
-from xffl.cluster.launchers import LAUNCHERS
+from xffl.cluster.launchers import launcher_of
 from xffl.errors import ConfigError
 from xffl.files import write_whole
 
@@ -67,8 +67,7 @@ def run(options: Namespace) -> int:
     effort = Effort(options.megabytes, options.repeats, options.warmup)
     if options.processes is not None:
         return _start(options)
-    if not any(row.matches(os.environ) for row in LAUNCHERS):
-        detect_environment()  # says so where half a launcher's variables are set
+    if launcher_of(os.environ) is None:
         raise ConfigError(
             "no launcher has started this process; give --processes N to start N here, or use srun, mpirun or torchrun"
         )

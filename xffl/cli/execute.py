@@ -21,6 +21,7 @@ from jsonargparse import ArgumentParser, Namespace
 from xffl.checks import integer
 from xffl.cli.main import command_parser
 from xffl.cluster import environment
+from xffl.cluster.batch import find_job, is_here
 from xffl.cluster.cells import Federation, check_cells, parse_cell, parse_federation
 from xffl.cluster.launch.affinity import share_machine
 from xffl.cluster.launch.elastic import CellJob, SharedLighthouse, launch_cells, own_lighthouse, step_variables
@@ -32,8 +33,8 @@ from xffl.cluster.launch.runner import RankJob, be_rank, run_script, take_share
 from xffl.cluster.launch.script import CONFIGURATIONS, check_command, is_module, is_stream, read_source
 from xffl.cluster.launch.srun import launch_srun
 from xffl.cluster.launch.ssh import launch_ssh
-from xffl.cluster.launchers import LAUNCHERS
-from xffl.cluster.slurm.allocation import Allocation, Host, ask_switches, find_allocation, own_host, parse_hosts
+from xffl.cluster.launchers import find_launcher, launcher_of
+from xffl.cluster.slurm.allocation import Allocation, Host, ask_switches, own_host, parse_hosts
 from xffl.errors import ConfigError, LaunchError
 from xffl.topology import Topology
 
@@ -67,8 +68,9 @@ examples:
   xffl exec --elastic http://10.0.0.1:29510 --cell 0/2 --processes 4 train.py
   xffl exec --elastic file:runs/demo/lighthouse --cell 0/2 --processes 4 train.py
 
-Where the processes start: in a SLURM job (salloc or a batch script) one for each task, by srun; with --hosts by ssh;
-otherwise on this machine. Under srun, mpirun or torchrun nothing is started: each process is one rank.
+Where the processes start: in a SLURM job (salloc or a batch script) one for each task, by srun; with --hosts, and in a
+job of PBS or LSF that has several hosts, by ssh; otherwise on this machine. Under srun, mpirun, torchrun and other
+launchers nothing is started: each process is one rank.
 
 In the script, xffl.session() without arguments uses these cells. When a rank fails, all others are stopped, its
 traceback is shown, and its exit code is returned (128 + n after signal n, 2 for xffl's own errors, 75 if preempted).
@@ -252,8 +254,6 @@ def _run_configuration(options: Namespace, file: str, words: Sequence[str], over
             trainer(resolved.config, origins=resolved.origins).fit()
 
         return _be_rank(options, train)
-    if options.launcher == "auto" and options.hosts is None:
-        environment.detect_environment()  # says so where half a launcher's variables are set
     if (done := _what_is_done(resolved.config)) is not None:
         print(f"xffl: {done}", file=sys.stderr)
         return ExitCode.OK
@@ -394,13 +394,15 @@ def _count(cells: int | tuple[int, ...]) -> int:
 
 def _started(options: Namespace) -> int | None:
     """Return how many processes a launcher has started, of which this is one; ``None`` where none has."""
-    row = next((row for row in LAUNCHERS if row.matches(os.environ)), None)
-    if row is None or options.launcher != "auto":
+    if options.launcher != "auto":
+        return None
+    row = launcher_of(os.environ) if options.hosts is None else find_launcher(os.environ)
+    if row is None:
         return None
     started: int = row.read(os.environ)["world_size"]
     if options.hosts is not None:
-        raise ConfigError(f"--hosts is given, but {row.name} has started {started} processes already; leave it out")
-    check_started(row.name, started, options.processes)
+        raise ConfigError(f"--hosts is given, but {row.title} has started {started} processes already; leave it out")
+    check_started(row, started, options.processes)
     return started
 
 
@@ -427,11 +429,16 @@ def _find_start(
             hosts = ask_switches(hosts)
         allocation = Allocation("hosts", hosts)
         return replace(allocation, hosts=fit_hosts(allocation, processes, knob=knob))
-    if way == "ssh":
-        raise ConfigError("--launcher ssh needs to know the hosts; give --hosts a:4,b:4, or @FILE")
     job = None
-    if way in ("auto", "srun"):
-        job = find_allocation(wants_switches=bool(rule), needs_switches=needs_switches)
+    if way != "local":
+        job = find_job(wants_switches=bool(rule), needs_switches=needs_switches)
+    if way == "ssh" and (job is None or job.kind == "slurm"):
+        raise ConfigError("--launcher ssh needs to know the hosts; give --hosts a:4,b:4, or @FILE")
+    if way == "srun" and job is not None and job.kind != "slurm":
+        job = None
+    if way == "auto" and job is not None and job.kind != "slurm" and len(job.hosts) == 1 and is_here(job.hosts[0]):
+        # The whole job is on this host, where processes need no ssh; there may be more of them than slots.
+        processes, job = processes or job.slots, None
     if job is not None:
         return replace(job, hosts=fit_hosts(job, processes, knob=knob))
     if way == "srun":
@@ -492,6 +499,12 @@ def _start_all_cells(
     options: Namespace, start: Allocation, layout: JobLayout, command: Sequence[str], federated: Federation | None
 ) -> int:
     """Start a lighthouse, and each cell as a job of its own: on this machine, or as a step of the SLURM job."""
+    if start.kind not in ("local", "slurm"):
+        raise ConfigError(
+            f"--elastic starts all cells on this machine or in a SLURM job, but this job has {len(start.hosts)} hosts "
+            "that are reached by ssh; start xffl lighthouse, and a job for each cell: xffl exec --elastic "
+            "http://HOST:PORT --cell 0/2; or give --launcher local"
+        )
     if layout.sizes is None:
         raise ConfigError(_NO_CELLS)
     sizes, is_local = layout.topology.sizes, start.kind == "local"

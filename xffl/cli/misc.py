@@ -109,19 +109,21 @@ def _env(options: Namespace) -> int:
     interface = environment.use_interface(None)
     found = environment.detect_environment()
     federated, hsdp = environment.requested_federation()
-    missing = {row.name: row.missing(os.environ) for row in LAUNCHERS}
+    missing = {row.name: row.missing(os.environ) for row in LAUNCHERS if row.is_told}
     if options.json:
         told = {**asdict(found), "federated": federated, "hsdp": hsdp, "interface": interface, "missing": missing}
         print(json.dumps(told, indent=2))
         return 0
     rendezvous = "none is needed" if found.master_addr is None else f"{found.master_addr}:{found.master_port}"
     print(f"launcher    {found.launcher}\nwhy         {found.reason}\nrank        {found.rank} of {found.world_size}")
-    print(f"on its node {found.node_local_rank} of {found.node_local_size}")
-    print(f"node        {found.node_rank} of {found.node_world_size}\nrendezvous  {rendezvous}")
+    print(f"on its node {found.node_local_rank} of {_told(found.node_local_size)}")
+    print(f"node        {_told(found.node_rank)} of {_told(found.node_world_size)}\nrendezvous  {rendezvous}")
     print(f"federation  XFFL_FEDERATED {_shown(federated)}, XFFL_HSDP {_shown(hsdp)}")
     print(f"interface   XFFL_IFNAME {_shown(interface)}")
     print("launchers   in the order in which they were looked for:")
     for row in LAUNCHERS:
+        if not row.is_told:  # it has not been at work, or this process would have been refused
+            continue
         verdict = "no, " + ("it comes later" if row.matches(os.environ) else "its variables are another step's")
         if row.name == found.launcher:
             verdict = "yes"
@@ -129,6 +131,10 @@ def _env(options: Namespace) -> int:
             verdict = f"no, without {', '.join(missing[row.name])}"
         print(f"  {row.name:<9} {verdict}")
     return 0
+
+
+def _told(number: int | None) -> str:
+    return "(the ranks find it out when they meet)" if number is None else str(number)
 
 
 def _shown(value: object) -> str:

@@ -18,11 +18,11 @@ from jsonargparse import ArgumentParser, Namespace
 
 from xffl.checks import decimal, number, shown
 from xffl.cli.main import command_parser
+from xffl.cluster.batch import find_job
 from xffl.cluster.cells import Arrangement, Federation, arrange, lone_cell, parse_federation
 from xffl.cluster.environment import complete_federation, sources_named
 from xffl.cluster.slurm.allocation import (
     Host,
-    find_allocation,
     parse_hosts,
     read_topology,
     show_topology,
@@ -454,11 +454,11 @@ def _find_hosts(options: Namespace, federated: Federation | None) -> tuple[Host,
         hosts = parse_hosts(options.hosts)
     else:
         is_silent = options.topology is None  # else the file tells
-        job = find_allocation(wants_switches=is_silent, needs_switches=is_silent and is_auto)
+        job = find_job(wants_switches=is_silent, needs_switches=is_silent and is_auto)
         if job is None:
             raise ConfigError(
-                f"{_knob(options)} {federated} finds cells by hosts, but this is no SLURM job; call it in the batch "
-                "script or in the shell of salloc, or describe hosts with --hosts a[1-4]:4,b[1-4]:4"
+                f"{_knob(options)} {federated} finds cells by hosts, but this is no job; call it in the batch script "
+                "or in the shell of salloc, or describe hosts with --hosts a[1-4]:4,b[1-4]:4"
             )
         hosts = job.hosts
     if options.topology is not None:

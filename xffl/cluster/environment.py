@@ -1,4 +1,4 @@
-"""The place of this process among all: told by explicit arguments, torchrun, an MPI launcher, a SLURM step, or nobody.
+"""The place of this process among all: told by explicit arguments, by the launcher that started it, or by nobody.
 
 This package is the only reader of the environment's process variables; the launchers it knows are a table in
 :mod:`xffl.cluster.launchers`.
@@ -24,7 +24,15 @@ from typing import Any
 from xffl.checks import decimal, integer
 from xffl.cluster.cells import Federation, check_cells, lone_cell, parse_cell, parse_federation, parse_sizes
 from xffl.cluster.hosts import interface_address, route_address
-from xffl.cluster.launchers import KNOWS_NODES, LAUNCHERS, Fields, honour_master, read_number
+from xffl.cluster.launchers import (
+    KNOWS_NODES,
+    Fields,
+    find_launcher,
+    honour_master,
+    launcher_of,
+    read_number,
+    refuse_other_launchers,
+)
 from xffl.cluster.listening import is_loopback
 from xffl.cluster.network import LOCAL_VARIABLE, control_address
 from xffl.errors import ConfigError, LaunchError, TopologyError
@@ -67,6 +75,8 @@ __all__ = [
 _PARTS = (("rank", "world_size"), ("node_local_rank", "node_local_size"), ("node_rank", "node_world_size"))
 """Fields that count from 0, each with the field that says to where."""
 _ARGUMENTS = (*chain(*_PARTS), "master_addr", "master_port")
+_OF_NODES = ("node_local_size", "node_rank", "node_world_size")
+"""Fields that may be left open until the ranks meet."""
 
 
 @dataclass(frozen=True)
@@ -74,15 +84,16 @@ class ProcessEnvironment:
     """Where this process stands among all.
 
     The rendezvous is ``None`` where the world is this one process and no address was given. Nodes may hold different
-    numbers of ranks; ``node_local_size`` is that of this rank's node.
+    numbers of ranks; ``node_local_size`` is that of this rank's node. What the launcher does not tell of the nodes is
+    ``None``: the ranks find it out together when they meet (:mod:`xffl.distributed.places`).
     """
 
     rank: int = 0
     world_size: int = 1
     node_local_rank: int = 0
-    node_local_size: int = 1
-    node_rank: int = 0
-    node_world_size: int = 1
+    node_local_size: int | None = 1
+    node_rank: int | None = 0
+    node_world_size: int | None = 1
     master_addr: str | None = None
     master_port: int | None = None
     launcher: str = "none"
@@ -103,8 +114,8 @@ def detect_environment(
 ) -> ProcessEnvironment:
     """Find out where this process stands.
 
-    Under an MPI launcher it is collective over ``MPI.COMM_WORLD`` unless the variables and arguments tell everything,
-    so every rank must call it with the same kinds of arguments. Otherwise no process talks to another.
+    Under an MPI launcher it is collective over ``MPI.COMM_WORLD`` unless variables and arguments tell where to meet, so
+    every rank must call it with the same kinds of arguments. Otherwise no process talks to another.
 
     An argument, of the name of a field from ``rank`` to ``master_port``, beats the launcher's variable unless it is
     ``None``. A world size other than the launcher's means that the caller started the processes: nothing is taken from
@@ -117,7 +128,7 @@ def detect_environment(
         if value is not None:
             found.take(f"argument {called[name]}", **{name: value})
     _check(found)
-    row = next((row for row in LAUNCHERS if row.matches(environ)), None)
+    row = find_launcher(environ)
     told = row.read(environ) if row is not None else {}
     if row is None or found.get("world_size", told["world_size"]) != told["world_size"]:
         _complete_arguments(found, environ, called)
@@ -125,8 +136,11 @@ def detect_environment(
         if found:
             launcher, reason = "arguments", "rank and world size were given"
     else:
-        for name, variable in row.variables.items():
-            found.take(variable, **{name: told[name]})
+        if "rank" not in found:
+            launcher_of(environ)  # raises where other variables say that this is another rank
+        for name, variable in {**row.variables, **row.more}.items():
+            if name in told:
+                found.take(variable, **{name: told[name]})
         _check(found)
         row.complete(found, environ)
         launcher, reason = (row.name, f"{', '.join((*row.variables.values(), *row.also))} are set")
@@ -135,6 +149,8 @@ def detect_environment(
         # Half a rendezvous is of no use to a single process, which needs none.
         found.pop("master_addr", None)
         found.pop("master_port", None)
+    if found.get("world_size", 1) > 1:
+        found = {**dict.fromkeys(_OF_NODES), **found}
     return ProcessEnvironment(**found, launcher=launcher, reason=reason)
 
 
@@ -142,7 +158,7 @@ def _complete_arguments(found: Fields, environ: Mapping[str, str], called: Mappi
     """Fill in what arguments leave open where no launcher is to be asked."""
     shown = ", ".join(f"{called[name]}={value!r}" for name, value in found.items())
     if "rank" not in found and found.get("world_size", 1) == 1:
-        _refuse_half_a_launcher(environ)
+        refuse_other_launchers(environ)
         if not found:
             return
         found.take("a single process", rank=0, world_size=1)
@@ -162,21 +178,6 @@ def _complete_arguments(found: Fields, environ: Mapping[str, str], called: Mappi
         raise LaunchError(f"{shown} leaves {wanted} open; give them, or start with a launcher")
 
 
-def _refuse_half_a_launcher(environ: Mapping[str, str]) -> None:
-    """Raise where a launcher was at work whose variables are incomplete: every rank would train alone."""
-    for row in LAUNCHERS:
-        missing = row.missing(environ)
-        names = [row.variables["rank"]] if row.alone else [row.variables["rank"], row.variables["world_size"]]
-        if not missing or any(name not in environ for name in names):
-            continue
-        if environ.get(row.variables["world_size"]) != "1":
-            shown = ", ".join(f"{name}={environ[name]}" for name in names)
-            raise LaunchError(
-                f"{shown} looks like {row.name}, but {', '.join(missing)} is missing; start with torchrun, mpirun or "
-                f"srun, give rank and world_size as arguments, or unset {names[0]} for a single process"
-            )
-
-
 def _check(found: Fields) -> None:
     """Raise where fields are impossible or contradict each other; fields that are not found yet are left out."""
     sources = found.sources
@@ -190,6 +191,8 @@ def _check(found: Fields) -> None:
         if found.get(part, 0) < 0 or (size is not None and found.get(part, 0) >= size):
             limit = "what is counted from 0" if size is None else f"0 to {size - 1}, as {sources[whole]}={size} says"
             raise LaunchError(f"{sources[part]}={found[part]} is outside {limit}; give every process its own place")
+    if not str(found.get("master_addr", "an address")).strip():
+        raise LaunchError(f"{sources['master_addr']} is {found['master_addr']!r}; give the address of rank 0's host")
     if not 0 < found.get("master_port", 1) < 65536:
         raise LaunchError(f"{sources['master_port']}={found['master_port']} must be a port from 1 to 65535")
     if any(whole not in found for _, whole in _PARTS):

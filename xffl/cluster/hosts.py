@@ -214,9 +214,13 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def pick_gpu(local_rank: int, local_size: int, visible: int, environ: Mapping[str, str] = os.environ) -> int:
-    """Return the index of the GPU for a rank: its own where all are visible, the only one where a launcher bound it."""
-    if visible >= local_size:
+def pick_gpu(local_rank: int, local_size: int | None, visible: int, environ: Mapping[str, str] = os.environ) -> int:
+    """Return the index of the GPU for a rank: its own where all are visible, the only one where a launcher bound it.
+
+    Where the number of ranks on the node is not known yet (``None``), this rank's own GPU must be visible: so it is to
+    the rank with the highest number, too.
+    """
+    if visible >= (local_rank + 1 if local_size is None else local_size):
         return local_rank
     is_bound = any(
         environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
@@ -224,7 +228,8 @@ def pick_gpu(local_rank: int, local_size: int, visible: int, environ: Mapping[st
     if visible == 1 and is_bound:
         return 0
     hint = "start one process for each GPU, or give device='cpu'"
-    raise LaunchError(f"{local_size} processes run on this node, but this one sees {visible} GPUs; {hint}")
+    known = f"{local_rank + 1} or more" if local_size is None else local_size
+    raise LaunchError(f"{known} processes run on this node, but this one sees {visible} GPUs; {hint}")
 
 
 def return_large_blocks() -> bool:

@@ -8,11 +8,11 @@ import logging
 import platform
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import astuple
 from datetime import timedelta
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -230,11 +230,19 @@ def find_unequal_cells(
 
 
 def check_consistent_on_store(
-    store: Store, rank: int, world_size: int, value: str, error: XfflError | None, timeout_s: float
+    store: Store,
+    rank: int,
+    world_size: int,
+    value: str,
+    error: XfflError | None,
+    timeout_s: float,
+    *,
+    judge: Callable[[], XfflError | None] = lambda: None,
 ) -> None:
     """Do what :func:`check_consistent` does before there is a process group, over the store that ranks meet at.
 
-    Collective over the world: a handful of small requests to the store from each rank.
+    Collective over the world: a handful of small requests to the store from each rank. The rank that arrives last calls
+    ``judge`` for what else is wrong with what all have left at the store; all ranks raise it.
     """
     # compare_set() gives the value that stands in the store: the first rank's.
     ours = own_format()
@@ -249,6 +257,8 @@ def check_consistent_on_store(
         store.compare_set("error", "", json.dumps([ConfigError.__name__, text]))
     store.set(f"here/{rank}", "")
     if store.add("arrived", 1) == world_size:
+        if (wrong := judge()) is not None:
+            store.compare_set("error", "", json.dumps([type(wrong).__name__, str(wrong)]))
         store.set("verdict", store.compare_set("error", "", "null").decode())
     try:
         store.wait(["verdict"], timedelta(seconds=timeout_s))
@@ -258,15 +268,35 @@ def check_consistent_on_store(
             f"{_absent(store, world_size)}: {late}; see the other ranks' output, or raise timeout_s"
         ) from late
     verdict: list[str] | None = json.loads(store.get("verdict").decode())
-    if verdict is None:
-        return
+    if verdict is not None:
+        _wait_for_readers(store, rank, world_size, timeout_s)
+        refused = _rebuild(*verdict)
+        note_alike(refused, is_speaker=rank == 0)
+        raise refused
+
+
+def end_on_store(store: Store, rank: int, world_size: int, error: XfflError, timeout_s: float) -> NoReturn:
+    """Raise an error on all ranks that wait at the store where they meet, or come to it later, and on this one.
+
+    Local, for a rank that cannot take part: the others find the verdict in :func:`check_consistent_on_store`.
+    """
+    store.compare_set("error", "", json.dumps([type(error).__name__, f"{error} (first told by rank {rank})"]))
+    verdict = store.get("error").decode()
+    store.set("verdict", verdict)
+    _wait_for_readers(store, rank, world_size, timeout_s)
+    raise _rebuild(*json.loads(verdict))
+
+
+_READ_S = 10.0
+
+
+def _wait_for_readers(store: Store, rank: int, world_size: int, timeout_s: float) -> None:
+    """Note that this rank knows the verdict; rank 0, in which the store may live, waits until all others do, too."""
     if store.add("read", 1) == world_size:
         store.set("all_read", "")
-    if rank == 0:  # the store may live in this process, which must not end before all ranks have read
-        store.wait(["all_read"], timedelta(seconds=timeout_s))
-    refused = _rebuild(*verdict)
-    note_alike(refused, is_speaker=rank == 0)
-    raise refused
+    if rank == 0:
+        with suppress(RuntimeError):  # the verdict says more than who has not come for it
+            store.wait(["all_read"], timedelta(seconds=min(timeout_s, _READ_S)))
 
 
 def _absent(store: Store, world_size: int) -> str:

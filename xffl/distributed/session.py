@@ -59,6 +59,7 @@ from xffl.distributed.groups import (
     with_host_side,
 )
 from xffl.distributed.parameters import DeviceParameters, ElasticParameters
+from xffl.distributed.places import PlaceBook, check_world_size
 from xffl.distributed.stores import has_agents_store, join_store, serve_store
 from xffl.distributed.uncaught import note_end, tell_once
 from xffl.errors import ConfigError, LaunchError, StateError, TopologyError, XfflError
@@ -236,6 +237,8 @@ def setup_distributed_process_group(
             is_own_address=master_addr is not None or master_port is not None,
             is_patient=join_timeout_s is not None,
         )
+        book = PlaceBook(meeting, place)
+        book.claim()
         request: _Request | None = None
         try:
             if error is not None:
@@ -245,8 +248,17 @@ def setup_distributed_process_group(
             )
         except XfflError as wrong:
             error = wrong
-        check_consistent_on_store(meeting, place.rank, place.world_size, str(request), error, join_s)
+        check_consistent_on_store(
+            meeting,
+            place.rank,
+            place.world_size,
+            str(request),
+            error,
+            join_s,
+            judge=book.judge,
+        )
         assert request is not None, "the ranks agree on errors only by raising one"
+        place = book.complete()
         _join(meeting, place, request)
         return _begin(place, request)
     except BaseException:
@@ -364,6 +376,8 @@ def _meet(place: ProcessEnvironment, timeout_s: float, *, is_own_address: bool, 
         store, _, _ = next(rendezvous("env://", place.rank, place.world_size, timeout=timeout))
         # The agent's store outlives a world and serves the next one, too: each takes a name of its own.
         return PrefixStore(f"xffl_{_arrive(store, place.world_size)}", store)
+    except XfflError:
+        raise
     except RuntimeError as broken:
         raise LaunchError(
             f"rank {place.rank} of {place.world_size} ({place.launcher}) could not meet the others at "
@@ -386,6 +400,7 @@ def _own_store(address: str, port: int, place: ProcessEnvironment, timeout_s: fl
         else:
             store = join_store(address, port, place.world_size, left_s, is_local=is_local, is_patient=is_patient)
         try:
+            check_world_size(store, place, timeout_s)
             if _arrive(store, place.world_size) == 0:
                 return store
             store.wait(["xffl_end"], timeout)  # nobody sets it: what comes is the end of the store

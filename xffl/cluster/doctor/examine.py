@@ -6,6 +6,7 @@ Under a launcher each rank connects to rank 0, which asks the first one of each 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 import sys
@@ -18,6 +19,7 @@ from dataclasses import asdict, replace
 from itertools import accumulate
 
 from xffl.checks import shorten
+from xffl.cluster.batch import find_job
 from xffl.cluster.cells import arrange
 from xffl.cluster.doctor import probe
 from xffl.cluster.doctor.compare import Examination, Peer, Report, check_cells, merge
@@ -26,13 +28,13 @@ from xffl.cluster.doctor.lines import Line, Message, Program
 from xffl.cluster.doctor.messages import read_facts, read_welcome
 from xffl.cluster.doctor.probe import ERROR, OK, WARNING, Finding, HostChecks, Request, answer_requests, take_part
 from xffl.cluster.environment import ProcessEnvironment, detect_environment
-from xffl.cluster.hosts import interface_address
+from xffl.cluster.hosts import host_identity, interface_address
 from xffl.cluster.launch.affinity import limit_threads
 from xffl.cluster.launch.ssh import job_of_hosts, shared_environment, ssh_command
-from xffl.cluster.launchers import LAUNCHERS
+from xffl.cluster.launchers import find_launcher
 from xffl.cluster.listening import LOOPBACK
 from xffl.cluster.network import SLURM_PORTS
-from xffl.cluster.slurm.allocation import Host, find_allocation
+from xffl.cluster.slurm.allocation import Host
 from xffl.errors import ConfigError, LaunchError, XfflError
 
 __all__ = ["examine", "examine_hosts"]
@@ -50,7 +52,7 @@ def examine(request: Request, tell: _Tell, environ: Mapping[str, str] = os.envir
     code is 1 where this process reported an error, else 0.
     """
     environ = dict(environ)
-    row = next((row for row in LAUNCHERS if row.matches(environ)), None)
+    row = find_launcher(environ)
     launcher = "none" if row is None else row.name
     is_head = row is None or environ.get(row.variables["node_local_rank"], "0") == "0"
     # MPI_Init of a wrong library may end the whole job, so each rank checks it before. Elsewhere it can wait.
@@ -62,7 +64,8 @@ def examine(request: Request, tell: _Tell, environ: Mapping[str, str] = os.envir
     elif not is_head:
         return 0
     checks = HostChecks(request, environ, launcher, mpi) if is_head else None
-    facts = {**probe.rank_facts(environ), "rank": place.rank, "world_size": place.world_size, "node": place.node_rank}
+    facts = {**probe.rank_facts(environ), "rank": place.rank, "world_size": place.world_size}
+    facts["node"] = _number_of_host() if place.node_rank is None else place.node_rank
     facts["is_head"] = place.node_local_rank == 0
     try:
         if place.world_size == 1 and request.federated is not None:
@@ -151,6 +154,11 @@ def _find_place(
         watch.cancel()
 
 
+def _number_of_host() -> int:
+    """Return a number that all ranks on this host find, and no others, where nobody has numbered the nodes."""
+    return int.from_bytes(hashlib.sha256(host_identity().encode()).digest()[:6], "big")
+
+
 def _without_bad_interfaces(environ: Mapping[str, str]) -> dict[str, str]:
     """Leave out interfaces that cannot be used, so that the ranks meet all the same; their check reports them."""
     found = dict(environ)
@@ -194,7 +202,7 @@ def _lead(
             advice = "see what its host reports; open the port, name the interface (XFFL_CONTROL_IFNAME), or --timeout"
             known.append(Finding("meeting", ERROR if absent else OK, text, advice))
     try:
-        return Examination(request, [peers[node] for node in sorted(peers)], ranks, known).run()
+        return Examination(request, list(peers.values()), ranks, known).run()
     finally:
         for line in lines:
             with suppress(OSError):
@@ -227,7 +235,7 @@ def _follow(
             text = f"rank {place.rank} cannot reach rank 0 at {address}:{port} ({why})"
             advice = "see the lines on interface and names; check the address (XFFL_CONTROL_IFNAME, MASTER_ADDR), and "
             advice += "open the port between the compute nodes"
-            probe = checks.answer({"machines": place.node_world_size, "ranks": place.world_size})
+            probe = checks.answer({"machines": place.node_world_size or place.world_size, "ranks": place.world_size})
             found = [Finding(**each) for each in probe.get("findings", [])]
             found, name = [*found, Finding("meeting", ERROR, text, advice)], facts["host"]["name"]
             tell(Report(merge([replace(finding, host=name) for finding in found], [name]), (name,)))
@@ -252,7 +260,7 @@ def _check_cells_of_job(request: Request, environ: Mapping[str, str]) -> Finding
     """Check the cells with the hosts of the job in whose batch script this process runs."""
     federated = request.federated
     try:
-        allocation = find_allocation(environ, needs_switches=str(federated).startswith("auto"))
+        allocation = find_job(environ, needs_switches=str(federated).startswith("auto"))
         if allocation is None:
             advice = "run it inside the job: in its batch script, or with srun, mpirun or --hosts"
             return Finding("cells", WARNING, "not checked: the hosts of the job are not known here", advice)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from xffl.cluster.hosts import expand_counts
-from xffl.cluster.launchers import LAUNCHERS
+from xffl.cluster.launchers import find_launcher
 from xffl.errors import ConfigError
 
 __all__ = ["Share", "bind_if_asked", "limit_threads", "share_machine", "take_turns_if_crowded"]
@@ -61,7 +61,8 @@ def is_bound(environ: Mapping[str, str] = os.environ) -> bool:
     ``srun --cpu-bind`` and Open MPI's ``mpirun`` say so to what they start themselves; processes further down inherit
     what they said. Of others the process that started this one is looked at, which has more CPUs then.
     """
-    launcher = next((row.name for row in LAUNCHERS if row.matches(environ)), None)
+    row = find_launcher(environ)
+    launcher = None if row is None else row.name
     if launcher == "openmpi" and environ.get("OMPI_MCA_orte_bound_at_launch") == "1":
         return True
     if launcher == "slurm" and environ.get("SLURM_CPU_BIND_TYPE", "none").partition(":")[0] not in ("", "none"):
@@ -92,8 +93,11 @@ def bind_if_asked(environ: MutableMapping[str, str] = os.environ) -> None:
     The process and what it starts later run on those CPUs only. ``OMP_NUM_THREADS`` is set to their cores unless it is
     set already. Cores that a launcher has given are kept as they are, and without a launcher nothing is done. Local.
     """
-    place = _place(environ) if is_wanted(environ) else None
+    if not is_wanted(environ):
+        return
+    place = _place(environ)
     if place is None:
+        _refuse_unknown_size(environ)
         return
     is_kept = is_bound(environ)
     cpus, threads = share_cores(find_cores(allowed_cpus()), *((0, 1) if is_kept else place))
@@ -167,13 +171,26 @@ def take_turns_if_crowded(environ: Mapping[str, str] = os.environ) -> bool:
 
 def _place(environ: Mapping[str, str]) -> tuple[int, int] | None:
     """Return the rank of this process on its node and the processes there; ``None`` where no launcher tells."""
-    row = next((row for row in LAUNCHERS if row.matches(environ)), None)
+    row = find_launcher(environ)
     if row is None:
         return None
     found = row.read(environ)
-    if "node_local_size" not in found:  # a step of SLURM
+    if "node_local_size" not in found and row.name == "slurm":
         counts = expand_counts(environ["SLURM_STEP_TASKS_PER_NODE"])
         if not 0 <= found["node_rank"] < len(counts):
             return None  # what is wrong is told when the ranks meet
         found["node_local_size"] = counts[found["node_rank"]]
-    return found["node_local_rank"], found["node_local_size"]
+    if "node_local_size" not in found and 1 in (found["world_size"], found.get("node_world_size")):
+        found["node_local_size"] = found["world_size"]
+    size = found.get("node_local_size")
+    return None if size is None else (found["node_local_rank"], size)
+
+
+def _refuse_unknown_size(environ: Mapping[str, str]) -> None:
+    """Raise where cores are to be divided among the ranks of a node, but nobody tells how many there are."""
+    row = find_launcher(environ)
+    if row is not None and row.name != "slurm":
+        raise ConfigError(
+            f"XFFL_BIND={environ['XFFL_BIND']} divides the cores of a node among its ranks, but {row.title} does not "
+            "tell how many they are; set LOCAL_WORLD_SIZE, or leave XFFL_BIND out"
+        )

@@ -6,7 +6,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from xffl.cluster.batch import BATCH_SYSTEMS, BatchSystem
 from xffl.cluster.cells import Federation, arrange
+from xffl.cluster.launchers import Launcher
 from xffl.cluster.slurm.allocation import Allocation, Host
 from xffl.errors import ConfigError, LaunchError
 from xffl.topology import Topology
@@ -14,6 +16,7 @@ from xffl.topology import Topology
 __all__ = ["JobLayout", "LaunchOptions", "check_started", "fit_hosts", "lay_out"]
 
 _SHOWN = 6
+_SYSTEMS = {system.kind: system for system in BATCH_SYSTEMS}
 
 
 @dataclass(frozen=True)
@@ -69,19 +72,17 @@ def lay_out(hosts: Sequence[Host], federated: Federation | None, replica_size: i
     return JobLayout(tuple(hosts), federated, replica_size, Topology(world_size, federated, replica_size))
 
 
-def check_started(launcher: str, started: int, processes: int | None, knob: str = "--processes") -> None:
+def check_started(launcher: Launcher, started: int, processes: int | None, knob: str = "--processes") -> None:
     """Compare what a launcher has started with what is asked for."""
     if processes is None:
         return
     remedy = f"leave {knob} out"
     if processes != started:
-        starts = {"slurm": f"srun --ntasks={processes}", "torchrun": f"torchrun --nproc-per-node={processes}"}
-        again = starts.get(launcher, f"mpirun -n {processes}")
         remedy += (
-            f". HINT: for {processes} ranks start it with {again}, or without a launcher around it; with --launcher "
-            f"local it starts {processes} on this machine"
+            f". HINT: for {processes} ranks start it with {launcher.again.format(processes)}, or without a launcher "
+            f"around it; with --launcher local it starts {processes} on this machine"
         )
-    raise ConfigError(f"{knob} is {processes}, but {launcher} has started {started} processes already; {remedy}")
+    raise ConfigError(f"{knob} is {processes}, but {launcher.title} has started {started} processes already; {remedy}")
 
 
 def _fitted(allocation: Allocation, processes: int | None, knob: str, environ: Mapping[str, str]) -> tuple[Host, ...]:
@@ -90,6 +91,8 @@ def _fitted(allocation: Allocation, processes: int | None, knob: str, environ: M
         return hosts
     if processes < 1:
         Topology(processes)  # says so
+    if (system := _SYSTEMS.get(allocation.kind)) is not None:
+        return _spread(allocation, processes, knob, system)
     if allocation.kind != "slurm":
         hint = f"change the slots of --hosts, or leave {knob} out"
         raise ConfigError(f"{knob} is {processes}, but the hosts take {slots} ranks ({_shown(hosts)}). HINT: {hint}")
@@ -104,8 +107,36 @@ def _fitted(allocation: Allocation, processes: int | None, knob: str, environ: M
             f"{knob} is {processes}, but job {allocation.job} has {len(hosts)} nodes, of which each takes a rank at "
             f"least. HINT: ask SLURM for --nodes={processes} or fewer"
         )
+    return _divided(hosts, processes)
+
+
+def _divided(hosts: Sequence[Host], processes: int) -> tuple[Host, ...]:
+    """Return hosts with so many ranks in parts that are as even as they can be, the larger ones first."""
     each, more = divmod(processes, len(hosts))
     return tuple(replace(host, slots=each + (at < more)) for at, host in enumerate(hosts))
+
+
+def _spread(allocation: Allocation, processes: int, knob: str, system: BatchSystem) -> tuple[Host, ...]:
+    """Return the hosts of a job of PBS or LSF with fewer ranks than slots, which are often one for each core."""
+    hosts, job = allocation.hosts, f"{system.name} job {allocation.job}"
+    if processes > allocation.slots:
+        raise LaunchError(
+            f"{knob} is {processes}, but {job} has {allocation.slots} slots ({_shown(hosts)}). HINT: {system.ask}, or "
+            f"leave {knob} out: each slot is one rank"
+        )
+    if processes < len(hosts):
+        raise LaunchError(
+            f"{knob} is {processes}, but {job} has {len(hosts)} hosts, of which each takes a rank at least. HINT: ask "
+            f"{system.name} for {processes} hosts or fewer, or give --hosts"
+        )
+    spread = _divided(hosts, processes)
+    for host, own in zip(spread, hosts, strict=True):
+        if host.slots > own.slots:
+            raise LaunchError(
+                f"{knob} is {processes}: even parts are {host.slots} ranks on {host.name}, which has {own.slots} slots "
+                f"of {job} ({_shown(hosts)}). HINT: {system.ask}, or give --hosts with the slots of each"
+            )
+    return spread
 
 
 def _shown(hosts: Sequence[Host]) -> str:

@@ -32,7 +32,7 @@ from xffl.cluster.launch.failure import (
 )
 from xffl.cluster.launch.logs import RankFile, mark, redirect
 from xffl.cluster.launch.script import OWN_FILES, run_command
-from xffl.cluster.launchers import LAUNCHERS
+from xffl.cluster.launchers import find_launcher
 from xffl.errors import XfflError
 from xffl.topology import Topology
 
@@ -110,7 +110,7 @@ def run_script(command: Sequence[str], source: str | None = None) -> None:
 
 def find_place(environ: Mapping[str, str]) -> tuple[int, int]:
     """Return the rank of this process and how many there are, from its launcher's variables; 0 and 1 without one."""
-    row = next((row for row in LAUNCHERS if row.matches(environ)), None)
+    row = find_launcher(environ)
     found = {"rank": 0, "world_size": 1} if row is None else row.read(environ)
     return found["rank"], found["world_size"]
 
@@ -182,7 +182,7 @@ def take_share() -> None:
     Call it once, before torch is imported, which asks for the number of threads then; ``OMP_NUM_THREADS`` stays what it
     is where it is set. Where no launcher has started this process nothing is done.
     """
-    if not any(row.matches(os.environ) for row in LAUNCHERS):
+    if find_launcher(os.environ) is None:
         return
     take_turns_if_crowded()  # as many CPUs as before it is bound
     bind_if_asked()

@@ -10,6 +10,7 @@ import base64
 import json
 import os
 import queue
+import re
 import resource
 import shlex
 import signal
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import xffl
+from xffl.checks import shown
 from xffl.cluster.launch.affinity import limit_threads
 from xffl.cluster.launch.failure import (
     ExitCode,
@@ -35,6 +37,7 @@ from xffl.cluster.launch.failure import (
 from xffl.cluster.launch.job_layout import JobLayout, LaunchOptions
 from xffl.cluster.launch.logs import MarkedLines, line_prefix
 from xffl.cluster.launch.runner import RankJob
+from xffl.cluster.launchers import launcher_variables
 from xffl.cluster.slurm.allocation import Host
 from xffl.errors import LaunchError
 from xffl.reading import Fields, parse_json
@@ -195,6 +198,7 @@ _OF_THE_HOST = (
 _OF_A_LAUNCHER = (
     *("SSH_", "XDG_", "DBUS_"),
     *("SLURM_", "PMI_", "PMIX_", "OMPI_", "MPI_LOCAL", "MV2_", "PALS_", "TORCHELASTIC_"),
+    *("ALPS_", "FLUX_", "HOROVOD_", "JSM_"),
 )
 
 
@@ -205,6 +209,7 @@ def launch_ssh(layout: JobLayout, command: Sequence[str], options: LaunchOptions
     torchrun's variables and meet at the first host, on a port that is free there. Signals are passed on as
     :func:`xffl.cluster.launch.srun.launch_srun` does.
     """
+    check_gpu_names(layout.hosts, os.environ)
     watch = JobWatch(options.timeout_s, options.grace_s)
     variables = {**shared_environment(os.environ), **options.environ}
     limit_threads(variables)
@@ -221,6 +226,16 @@ def launch_ssh(layout: JobLayout, command: Sequence[str], options: LaunchOptions
             job.leave()
 
 
+def check_gpu_names(hosts: Sequence[Host], environ: Mapping[str, str]) -> None:
+    """Raise where GPUs are named as no other host has them: batch systems do that on the first host of a job."""
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        if len(hosts) > 1 and re.search(r"GPU-|MIG-", text := environ.get(name, "")):
+            raise LaunchError(
+                f"{name}={shown(text)} names GPUs of this host, which the other {len(hosts) - 1} do not have; set it "
+                f"to the numbers of the job's GPUs on each host, such as {name}=0,1,2,3"
+            )
+
+
 def job_of_hosts(variables: Mapping[str, str]) -> dict[str, Any]:
     """Return what every host must know of a job, whatever it is to do."""
     return {
@@ -234,8 +249,11 @@ def job_of_hosts(variables: Mapping[str, str]) -> dict[str, Any]:
 
 def shared_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that mean the same on every host."""
+    of_this_process = {*_OF_THE_HOST, *launcher_variables()}
     return {
-        name: text for name, text in environ.items() if name not in _OF_THE_HOST and not name.startswith(_OF_A_LAUNCHER)
+        name: text
+        for name, text in environ.items()
+        if name not in of_this_process and not name.startswith(_OF_A_LAUNCHER)
     }
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from xffl.checks import decimal, shorten, shown
 from xffl.cluster.hosts import MAX_HOSTS, expand_counts, expand_hosts
-from xffl.cluster.launchers import LAUNCHERS, read_number
+from xffl.cluster.launchers import find_launcher, read_number
 from xffl.errors import ConfigError, LaunchError
 from xffl.files import read_given
 
@@ -62,7 +62,7 @@ def find_allocation(
     ``scontrol`` is asked once for the network where the switches are wanted or needed.
     """
     job = environ.get("SLURM_JOB_ID")
-    if not job or any(row.matches(environ) for row in LAUNCHERS):
+    if not job or find_launcher(environ) is not None:
         return None
     if read_number("SLURM_HET_SIZE", environ.get("SLURM_HET_SIZE") or "1") > 1:
         raise LaunchError(
