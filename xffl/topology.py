@@ -288,7 +288,7 @@ def _cell_sizes(world: int, sizes: object) -> tuple[tuple[int, ...], tuple[int, 
     if not given:
         raise TopologyError(f"federated sizes () name no cell; {knob}")
     # The common case is checked at once, which is fast for very many cells.
-    is_plain = set(map(type, given)) == {int} and min(set(given)) > 0
+    is_plain = set(map(type, given)) == {int} and min(set(given)) > 0 and max(set(given)) <= MAX_RANKS
     cells = given if is_plain else tuple(_size("federated size", size, knob) for size in given)
     if len(cells) == 1:
         if world % cells[0]:

@@ -15,7 +15,7 @@ from xffl.reading import DEPTH_LIMIT, has_surrogate, number_of_digits
 
 __all__ = ["YAML_LIMIT", "compose_yaml", "parse_yaml", "write_yaml"]
 
-YAML_LIMIT = 2**20
+YAML_LIMIT = 2**19
 """The most characters of a YAML text, and of what it holds with its aliases written out; PyYAML takes seconds for it"""
 
 _NUMBER = r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"

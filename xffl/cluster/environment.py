@@ -393,7 +393,7 @@ def use_interface(name: str | None, environ: MutableMapping[str, str] = os.envir
 
 
 _ADDRESS = re.compile(r"(?:http://)?(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d{1,5})/?")
-_GROUP = re.compile(r"(\d+)/(\d+)")
+_GROUP = re.compile(r"(\d{1,9})/(\d{1,9})")
 
 
 def lighthouse_of(environ: Mapping[str, str] = os.environ) -> str:

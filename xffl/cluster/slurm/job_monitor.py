@@ -50,7 +50,9 @@ def expand_pattern(pattern: str, names: Mapping[str, str]) -> str | None:
     if any(match[2] not in known for match in re.finditer(r"%(\d*)(.?)", pattern)):
         return None
     return re.sub(
-        r"%(\d*)(.)", lambda match: known[match[2]].zfill(int(match[1] or 0)) if match[2] != "%" else "%", pattern
+        r"%(\d*)(.)",
+        lambda match: known[match[2]].zfill(min(decimal(match[1]) or 0, 10)) if match[2] != "%" else "%",
+        pattern,
     )
 
 
