@@ -277,7 +277,7 @@ def _alike(own: Mapping[str, Any], saved: object, what: str) -> dict[str, Any]:
         )
     for name, value in saved.items():
         mine = own.get(name) if isinstance(name, str) else None
-        if not isinstance(name, str) or not (mine is None or value is None or _kind(mine) == _kind(value)):
+        if not isinstance(name, str) or not (mine is None or _kind(mine) == _kind(value)):
             raise CheckpointError(
                 f"the saved {what} {shown(name)} of the server is {shown(value)}, here {shown(mine)}; go on with the "
                 "same server"
