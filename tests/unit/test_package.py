@@ -32,6 +32,7 @@ MODULES = sorted(
 WITHOUT_TORCH = (
     "errors",
     "extras",
+    "naming",
     "checks",
     "reading",
     "yaml_text",
