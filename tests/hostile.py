@@ -363,7 +363,7 @@ def main(words: Sequence[str]) -> int:
         os.chdir("/")
         tempfile.tempdir = None
     print(json.dumps(table, indent=1))
-    return 0
+    return int(any(one["told"] or one["is_marked"] or not one["is_caught"] for one in table.values()))
 
 
 if __name__ == "__main__":

@@ -209,3 +209,12 @@ def test_options_that_may_be_of_a_replaced_part_are_left_to_it() -> None:
     assert combine == OWN and server["lr"] == 0.5
     with pytest.raises(CheckpointError, match="ask for combine"):
         plan({"name": "diloco", "combine": OWN}).read({"server": "sgd"})
+
+
+def test_a_workflow_is_told_what_exports_may_not_name() -> None:
+    mine = RoundPlan({"name": "diloco", "combine": {"name": OWN, "k": 3}}, {"server": f"{__name__}.made:lr=0.5"})
+    words = mine.own_words()
+    assert words == ("--combine", f"{OWN}:k=3", "--server", f"{__name__}.made:lr=0.5")
+    theirs = RoundPlan(**mine.plain(), writer=Writer.OTHERS)
+    assert theirs.compare(dict(zip(("combine", "server"), words[1::2], strict=True))) == []
+    assert RoundPlan("fedadam", {"combine": "median"}).own_words() == ()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from xffl.aggregation.exports import RoundPlan
 from xffl.cli.main import main
 from xffl.errors import ConfigError
 from xffl.workflow.documents import parse_facilities
@@ -200,3 +201,9 @@ def test_a_site_changes_nothing_of_a_step(site: str, tmp_path: Path) -> None:
         "<--experiment.output_dir></a home/run><--data.path></x y>"
     )
     assert (tmp_path / "export").is_dir()
+
+
+def test_algorithms_of_ones_own_are_given_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RoundPlan, "own_words", lambda plan: ("--combine", "mylab.Mine:k=3 4"))
+    here = (write(tmp_path, "ssh") / "sites" / "here.sh").read_text()
+    assert here.endswith("\naggregate_options=(--combine 'mylab.Mine:k=3 4')\n")
