@@ -180,7 +180,9 @@ def of_export(name: str) -> tuple[Callable[[Path], list[bytes]], Read]:
     def read(content: bytes, folder: Path) -> None:
         put(content, folder / "e2_0", folder / "it", name)
         put((folder / "e2_1" / RECORD).read_bytes(), folder / "e2_1", folder / "other", RECORD)
-        with suppress(ValueError, TypeError, KeyError):  # of the same hand: what all exports have in common
+        with suppress(
+            ValueError, TypeError, KeyError, RecursionError
+        ):  # of the same hand: what all exports have in common
             told = json.loads((folder / "it" / RECORD).read_bytes())["values"]["export"]
             other = json.loads((folder / "other" / RECORD).read_bytes())
             own = {"cell": 1, "weight": 2.0, "steps": 1.0}

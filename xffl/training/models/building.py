@@ -138,13 +138,14 @@ def _configuration(source: Source, transformers: Any) -> Any:
 
 def _dtype(asked: torch.dtype | str | None, config: Any) -> torch.dtype:
     found = asked if asked is not None else config.dtype
-    named = found
+    named: Any = found
     if isinstance(found, str):
         with suppress(ValueError):  # which is told below
             named = dtype_of(found)
     if found is not None and not (isinstance(named, torch.dtype) and named.is_floating_point):
         raise ConfigError(f"dtype must be a floating-point type of torch, such as 'bfloat16', got {found!r}")
-    return torch.float32 if named is None else named
+    chosen: torch.dtype = torch.float32 if named is None else named
+    return chosen
 
 
 # First values ---------------------------------------------------------------------------------------------------------
