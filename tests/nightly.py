@@ -53,8 +53,8 @@ def parts(seeds: int) -> tuple[Part, ...]:
         ),
         Part(
             name="inputs",
-            what="mutated inputs of every reader of files and of peers",
-            commands=((python, "-m", "tests.chaos.inputs", "--long"),),
+            what="mutated and hostile inputs of every reader of files and of peers",
+            commands=((python, "-m", "tests.chaos.inputs", "--long"), (python, "-m", "tests.hostile", "--long")),
         ),
         Part(
             name="nccl",

@@ -33,6 +33,7 @@ WITHOUT_TORCH = (
     "errors",
     "extras",
     "callers",
+    "naming",
     "checks",
     "reading",
     "yaml_text",

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from xffl.aggregation.exports import RoundPlan
 from xffl.cli.main import main
 from xffl.errors import ConfigError
 from xffl.workflow.documents import parse_facilities
@@ -232,3 +233,9 @@ def test_a_number_of_a_step_is_not_computed(name: str, tmp_path: Path) -> None:
     ran = subprocess.run([*command, *words], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert ran.returncode == 2 and f"--{name} is 'a[$(touch ran)]'; give a number" in ran.stderr
     assert not (tmp_path / "ran").exists()
+
+
+def test_algorithms_of_ones_own_are_given_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RoundPlan, "own_words", lambda plan: ("--combine", "mylab.Mine:k=3 4"))
+    here = (write(tmp_path, "ssh") / "sites" / "here.sh").read_text()
+    assert here.endswith("\naggregate_options=(--combine 'mylab.Mine:k=3 4')\n")

@@ -19,6 +19,7 @@ from torch import nn
 
 from xffl.aggregation.algorithms.combiners import Combiner
 from xffl.aggregation.algorithms.registry import find_algorithm, is_builtin, make, parts_of_algorithm, read_spec
+from xffl.aggregation.algorithms.server import PLAIN_MEAN
 from xffl.aggregation.engine.consensus import checked_number, checked_weight
 from xffl.aggregation.engine.coverage import check_lone_cell
 from xffl.aggregation.engine.tensors import Manifest, Pattern
@@ -115,6 +116,17 @@ class RoundPlan:
                 told.append(f"the exports ask for {kind} {shown(theirs)}, and this round is made with {shown(mine)}")
         return told
 
+    def own_words(self) -> tuple[str, ...]:
+        """Return the options of ``xffl aggregate`` for what is not xffl's own, which it does not take from exports."""
+        words: list[str] = []
+        for kind, spec in zip(PLANNED, self.read(), strict=True):
+            if isinstance(spec, (str, Mapping)):
+                name, options = read_spec(kind, spec)
+                if name not in PLAIN_MEAN and not is_builtin(kind, name):
+                    told = ",".join(f"{key}={_option_text(one)}" for key, one in options.items())
+                    words += [f"--{kind}", f"{name}:{told}" if told else name]
+        return tuple(words)
+
     def _check_builtin(self, kind: str, spec: Any) -> None:
         """Refuse a name that a file has and only the user may give."""
         if spec is None:
@@ -122,7 +134,7 @@ class RoundPlan:
         if not isinstance(spec, (str, Mapping)):
             raise CheckpointError(f"the exports ask for {kind} {shown(spec)}, which is no name; export them again")
         name, _ = read_spec(kind, spec)
-        if name not in ("none", "fedavg") and not is_builtin(kind, name):
+        if name not in PLAIN_MEAN and not is_builtin(kind, name):
             raise CheckpointError(
                 f"the exports ask for {kind} {shown(name)}, which is not xffl's own, and what a file names is not "
                 f"imported; if this name is yours or you trust it, give it yourself, with its options: --{kind} NAME"
@@ -149,6 +161,11 @@ class RoundPlan:
             raise ConfigError(
                 f"exports hold options as JSON, which {self.options} are not; give server and combine by name"
             ) from error
+
+
+def _option_text(value: Any) -> str:
+    """Return an option as a command line gives it."""
+    return f"({','.join(map(str, value))})" if isinstance(value, list | tuple) else str(value)
 
 
 def _texts(options: Mapping[str, Any]) -> dict[str, str]:

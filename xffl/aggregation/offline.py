@@ -267,6 +267,9 @@ def _find_storage(stream: BinaryIO, end: int) -> tuple[int, int]:
     return start, entry.file_size
 
 
+STEP_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What an optimizer or a schedule raises that goes on from what does not fit it"""
+
 STATE = "server"
 """The only part of a state; its tensors are ``server/model/NAME``, and ``server/KEY/NAME`` of the optimizer."""
 
@@ -375,7 +378,7 @@ class OfflineServer:
         weights.grad = torch.sub(weights.to(mean.dtype).to(weights.dtype), mean.to(weights.dtype))
         try:
             optimizer.step()
-        except (ArithmeticError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        except STEP_ERRORS as error:
             raise CheckpointError(
                 f"{self._old.path}: the state of the server optimizer does not fit it at tensor {name!r} "
                 f"({type(error).__name__}: {error}); go on from another state"
@@ -395,9 +398,15 @@ class OfflineServer:
         """Publish the state after the round."""
         assert self._after is not None, "something was trained"
         self._probe.param_groups[0]["params"][0].grad = torch.zeros(1, dtype=torch.float32)
-        self._probe.step()
-        if self._schedule is not None:
-            self._schedule.step()
+        try:
+            self._probe.step()
+            if self._schedule is not None:
+                self._schedule.step()
+        except STEP_ERRORS as error:
+            raise CheckpointError(
+                f"{self._old.path}: the state of the server optimizer does not fit it ({type(error).__name__}: "
+                f"{error}); go on from another state"
+            ) from error
         saved = {
             "tensors": self._tensors,
             "asked": self._asked,

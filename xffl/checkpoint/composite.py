@@ -119,7 +119,8 @@ def read_boxes(values: Mapping[str, Plain]) -> dict[str, list[Box]]:
 
 def _read_box(value: dict[str, Any]) -> tuple[str, Box]:
     """Return a box and the name of its tensor; a ValueError says what is wrong."""
-    path, inner = value.get("path"), value.get("inner")
+    path: Any = value.get("path")
+    inner: Any = value.get("inner")
     if not isinstance(path, str):
         raise ValueError(f"path must be a text, got {shown(path)}")
     counts = {name: read_counts(value.get(name), name) for name in ("offsets", "sizes", "shape")}

@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from xffl.checkpoint import composite
-from xffl.checkpoint.format import INDEX_LIMIT, VALUES_DEPTH, CellIndex, FileEntry, Record, file_entry
+from xffl.checkpoint.format import INDEX_LIMIT, VALUES_DEPTH, CellIndex, Record, file_entry
+from xffl.checkpoint.tables import FileEntry
 from xffl.checkpoint.torch_files import load_archive
 from xffl.checks import shown
 from xffl.distributed.sharding import Plain, from_plain, local_tensor, sharded_parameters, tensors_named, to_plain

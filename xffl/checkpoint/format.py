@@ -324,12 +324,17 @@ def write_pointer(path: Path) -> None:
     sync(path.parent)
 
 
+MOST_NAME = 200
+"""Characters of a checkpoint's name at most; with what is put before and behind it, file systems have 255 bytes"""
+
+
 def read_pointer(folder: Path) -> str | None:
     """Return the name in the file ``latest``, which may be of nothing that is there."""
     try:
-        return read_text(folder / LATEST).strip()
+        name = read_text(folder / LATEST).strip()
     except (OSError, ValueError):
         return None
+    return name if len(name.encode()) <= MOST_NAME and name.isprintable() and "/" not in name else None
 
 
 ALGORITHM = "sha256"  # name of the algorithm in the index of a cell

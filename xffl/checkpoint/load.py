@@ -271,6 +271,13 @@ def _check_record(
             f"each cell holds other weights, so start {len(record.cells)} cells (of any sizes), or save right after a "
             "round (after_round=True)"
         )
+    for name, value in record.values.items():
+        try:
+            from_plain(value, {})
+        except ValueError as error:
+            raise CheckpointError(
+                f"checkpoint {folder} has the value {name!r}, but {error}; {NOTHING_LOADED}"
+            ) from error
     if difference := contents.describe_difference(set(parts), set(record.parts)):
         raise CheckpointError(
             f"checkpoint {folder} has the parts {sorted(record.parts)}: {difference}; give the parts that were saved"

@@ -41,6 +41,7 @@ from xffl.checkpoint.contents import (
     write_rank_state,
 )
 from xffl.checkpoint.format import Cell, CellWriter, FileEntry, Record
+from xffl.checkpoint.tables import FileEntry
 from xffl.distributed.consistency import barrier, difference_of, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group, make_host_groups

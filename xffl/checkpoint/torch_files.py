@@ -94,7 +94,7 @@ def check_archive(stream: BinaryIO | io.RawIOBase, *, limit: int = MOST_BYTES) -
     if size > limit:
         raise ValueError(f"it has {size} bytes, and {limit} are read at most")
     try:
-        with zipfile.ZipFile(stream) as archive:  # type: ignore[arg-type]
+        with zipfile.ZipFile(stream) as archive:
             entries = archive.infolist()
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
                 raise ValueError("its archive is compressed, which torch.save never does")

@@ -101,6 +101,7 @@ def _init(options: Namespace) -> None:
         rounds=_rounds(options.rounds, config, asked.every),
         has_server=asked.plan.read()[1] is not None,
         measured_by=None if measured_by == "none" else measured_by,
+        own_options=asked.plan.own_words(),
         python=Path(sys.executable).parent,
     )
     write_workflow(workflow, Path(options.out))

@@ -126,6 +126,7 @@ class Workflow:
     rounds: int
     has_server: bool  # whether there is a server optimizer, which needs the common start as round 0
     measured_by: str | None  # the facility that measures each global model; None for none
+    own_options: tuple[str, ...]  # of ``xffl aggregate``, for what exports may not name: the user's own algorithms
     python: Path  # the folder of the programs of this environment, where the rounds are made
 
     def cell(self, number: int) -> str:
@@ -153,6 +154,9 @@ def write_workflow(workflow: Workflow, folder: Path) -> None:
             text = text if site.setup is None else site.setup.read_text(encoding="utf-8")
             (folder / "sites" / f"{site.name}.sh").write_text(text, encoding="utf-8")
         here = f"# What this machine needs before xffl, to make the rounds.\n{path}"
+        if workflow.own_options:
+            here += "# Algorithms of your own, which no export may name; see that they can be imported here.\n"
+            here += f"aggregate_options=({shlex.join(workflow.own_options)})\n"
         (folder / "sites" / "here.sh").write_text(here, encoding="utf-8")
         readme = (templates / "README.md").read_text(encoding="utf-8")
         (folder / "README.md").write_text(readme.replace("@NAME@", workflow.name), encoding="utf-8")

@@ -24,6 +24,7 @@ from xffl.errors import CheckpointError, ConfigError, XfflError
 from xffl.naming import Writer
 
 __all__ = [
+    "PLAIN_MEAN",
     "RULES",
     "Adaptive",
     "ServerOptimizer",
@@ -37,7 +38,7 @@ __all__ = [
 Factory = Callable[..., Optimizer]
 Schedule = Callable[[Optimizer], LRScheduler]
 
-_PLAIN_MEAN = ("none", "fedavg")  # names that ask for no server optimizer
+PLAIN_MEAN = ("none", "fedavg")  # names that ask for no server optimizer
 
 _UNFIT = {
     "LBFGS": "it calls a closure again and again, and takes dot products over the whole model",
@@ -189,7 +190,7 @@ def server_of(spec: object, *, writer: Writer) -> ServerOptimizer | None:
     if not isinstance(spec, (str, Mapping)):
         return ServerOptimizer(spec)  # type: ignore[arg-type]
     name, options = read_spec("server", spec)
-    if name in _PLAIN_MEAN:
+    if name in PLAIN_MEAN:
         if options:
             raise ConfigError(f"server {name!r} is the plain mean, which has no options such as {', '.join(options)}")
         return None
@@ -277,7 +278,7 @@ def _alike(own: Mapping[str, Any], saved: object, what: str) -> dict[str, Any]:
         )
     for name, value in saved.items():
         mine = own.get(name) if isinstance(name, str) else None
-        if not isinstance(name, str) or not (mine is None or value is None or _kind(mine) == _kind(value)):
+        if not isinstance(name, str) or not (mine is None or _kind(mine) == _kind(value)):
             raise CheckpointError(
                 f"the saved {what} {shown(name)} of the server is {shown(value)}, here {shown(mine)}; go on with the "
                 "same server"

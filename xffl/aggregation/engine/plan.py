@@ -32,6 +32,7 @@ from xffl.aggregation.engine.groups import RoundGroups
 from xffl.aggregation.options import Options
 from xffl.costs import IN_FLIGHT, form_of, pipeline_depth
 from xffl.distributed.consistency import sends_from_gpu
+from xffl.distributed.sharding import dtype_of
 from xffl.topology import Topology
 
 __all__ = [
@@ -439,7 +440,7 @@ def plan_transfers(
     cell, form = topology.cell_of(rank), options.form_of_groups
     senders: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
     for number, group in enumerate(groups):
-        dtype: torch.dtype = getattr(torch, group.dtype)
+        dtype = dtype_of(group.dtype)
         turns = max(topology.replica_counts) if round_groups.multi_rail else 1
         limit = _bucket_limit(group, topology, options.bucket_bytes // dtype.itemsize)
         if round_groups.multi_rail:

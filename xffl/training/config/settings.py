@@ -31,6 +31,7 @@ from jsonargparse import ArgumentParser
 from jsonargparse.typing import register_type
 
 from xffl.checks import closest, decimal, shown
+from xffl.distributed.sharding import dtype_of
 from xffl.errors import ConfigError
 from xffl.files import read_given
 from xffl.training.callbacks.base import Callback
@@ -164,10 +165,7 @@ def name_of_type(kind: Any) -> str:
 
 
 def _find_dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError("give a name such as float32")
-    return found
+    return dtype_of(name.removeprefix("torch."))
 
 
 register_type(torch.dtype, to_plain, _find_dtype, fail_already_registered=False)

@@ -7,6 +7,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from xffl.distributed.sharding import dtype_of
 from xffl.errors import ConfigError
 from xffl.training.models.weights import INDEX, SINGLE, bare_model, is_adapter, package, read_weights
 
@@ -136,10 +138,14 @@ def _configuration(source: Source, transformers: Any) -> Any:
 
 def _dtype(asked: torch.dtype | str | None, config: Any) -> torch.dtype:
     found = asked if asked is not None else config.dtype
-    named = getattr(torch, found, None) if isinstance(found, str) else found
+    named: Any = found
+    if isinstance(found, str):
+        with suppress(ValueError):  # which is told below
+            named = dtype_of(found)
     if found is not None and not (isinstance(named, torch.dtype) and named.is_floating_point):
         raise ConfigError(f"dtype must be a floating-point type of torch, such as 'bfloat16', got {found!r}")
-    return torch.float32 if named is None else named
+    chosen: torch.dtype = torch.float32 if named is None else named
+    return chosen
 
 
 # First values ---------------------------------------------------------------------------------------------------------

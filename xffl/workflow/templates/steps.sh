@@ -14,6 +14,7 @@ done
 unset HOME # which CWL has set to the step's own folder
 export HOME=~
 
+aggregate_options=() # what this machine's script adds to xffl aggregate, such as --combine with a name of one's own
 make_environment() { # what this facility needs before xffl; without this script's words and settings
     set +e
     # shellcheck source=/dev/null
@@ -66,7 +67,7 @@ begin() { # where the rounds are made: the last whole round, from which to go on
 aggregate() { # where the rounds are made: the round, of all exports
     alone "$results"
     [ -z "$metrics" ] || xffl workflow record "$results" "$metrics"
-    xffl aggregate "$@" --out "$results/round_$round" --state "$results/server" --start "$results/round_0"
+    xffl aggregate "$@" "${aggregate_options[@]}" --out "$results/round_$round" --state "$results/server" --start "$results/round_0"
     give "$results/round_$round" model
     local more=false
     [ "$round" -ge "$rounds" ] || more=true
