@@ -43,9 +43,11 @@ __all__ = [
     "Epoch",
     "Standing",
     "Version",
+    "cell_of",
     "cells_text",
     "check_alike",
     "form_epoch",
+    "is_life",
     "least_cells",
     "name_cell",
 ]
@@ -196,6 +198,11 @@ def _read_runtime(told: Fields) -> Runtime:
 def cell_of(life: str) -> int:
     """Return the number of the cell that a life is one of: its text begins with it, ``2.8f0c``."""
     return int(life.partition(".")[0])
+
+
+def is_life(life: str, cells: int) -> bool:
+    """Tell whether a text names a start of one of so many cells."""
+    return _LIFE.fullmatch(life) is not None and cell_of(life) < cells
 
 
 def name_cell(life: str) -> str:
