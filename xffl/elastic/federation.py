@@ -35,6 +35,7 @@ from xffl.distributed.consistency import (
 from xffl.distributed.distributed_state import DistributedState
 from xffl.elastic.lighthouse import Lighthouse, Meeting
 from xffl.elastic.roster import (
+    MOST_LIVES,
     CellRecord,
     Epoch,
     Standing,
@@ -44,9 +45,11 @@ from xffl.elastic.roster import (
     form_epoch,
     is_life,
     name_cell,
+    read_life,
 )
 from xffl.errors import ConfigError, LaunchError, RoundError, StateError
 from xffl.files import read_sealed_json, remove_file, write_sealed_json
+from xffl.reading import Fields
 from xffl.topology import Topology
 
 __all__ = ["ElasticFederation", "MeetingLeft", "RoundEnd"]
@@ -474,10 +477,10 @@ class ElasticFederation:
         if not os.path.lexists(file):
             return
         try:
-            told = read_sealed_json(file)
+            told = Fields(read_sealed_json(file), "the vote")
             remove_file(file)
-            self._inherited = str(told["lineage"]), tuple(map(str, told["lives"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:  # without a vote the others are waited for
+            self._inherited = told.text("lineage"), tuple(told.list_of("lives", MOST_LIVES, read_life))
+        except (OSError, ValueError, ConfigError) as error:  # without a vote the others are waited for
             LOG.warning("%s cannot be used (%s): this cell votes for itself alone", file, error)
 
     def _leave_vote(self) -> None:
