@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,9 +20,8 @@ from xffl.aggregation.engine.consensus import RoundBroken, RoundInDoubt, RoundIn
 from xffl.aggregation.engine.coverage import check_lone_cell
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.groups import RoundScope
+from xffl.aggregation.hand_over import read_hand_over, write_hand_over
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
-from xffl.checkpoint.torch_files import load_archive
-from xffl.checks import shown
 from xffl.distributed.collectives import all_gather_json
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.faults import inject, start_round
@@ -32,7 +29,6 @@ from xffl.distributed.groups import Groups, make_round_groups
 from xffl.elastic.federation import ElasticFederation, RoundEnd
 from xffl.elastic.roster import Epoch, Version
 from xffl.errors import CheckpointError, ConfigError, RoundError, StateError, XfflError
-from xffl.reading import Fields
 
 __all__ = ["ElasticAggregator"]
 
@@ -420,21 +416,22 @@ class ElasticAggregator:
         """
         given = ""
         if self._federation.cell == epoch.first:
-            given = _encode({"agreed": model.plain_state(), "privacy": self._privacy})
+            given = write_hand_over(model.plain_state(), self._privacy)
         texts = all_gather_json(given, torch.device("cpu"), scope.cross_world)
-        told = [_decode(text) for text in texts if text]
+        own = model.plain_state()
+        told = [read_hand_over(text, own, epoch.first) for text in texts if text]
         if not told:
-            raise RoundError(f"cell {epoch.first} has told nothing of its global model; run one version of xffl in all")
+            raise RoundError(f"cell {epoch.first} has handed nothing over; start it again")
         # A rank that holds nothing of a fragment has no optimizer for it; others of its cell have.
-        optimizers = {part: one for each in told for part, one in each["agreed"]["optimizers"].items()}
+        optimizers = {part: one for each in told for part, one in each.optimizers.items()}
         state: dict[str, Any] = {"model": {}, "optimizers": optimizers}
         if self._federation.cell in epoch.behind:
-            own = {part: one for part, one in optimizers.items() if part in model.fragments}
-            model.load_plain_state({"optimizers": own})
+            model.load_plain_state(
+                {"optimizers": {part: one for part, one in optimizers.items() if part in model.fragments}}
+            )
         source, *targets = map(epoch.index_of, (epoch.first, *epoch.behind))
         aggregator.share_global_model(state, source, targets)
-        spent: dict[str, Any] | None = told[0]["privacy"]
-        return spent
+        return told[0].privacy
 
     def _agreed(self) -> dict[str, Any]:
         """Return the state of the global model that goes with the model which this rank holds."""
@@ -537,34 +534,7 @@ class ElasticAggregator:
             )
         self.discard()
         plain, standing = {"round": state["rounds"], **state["elastic"]}, self._federation.standing
-        standing.version = Version.from_plain(plain)
+        standing.version = Version.from_plain(plain, "the state of an elastic federation", hint="load another one")
         standing.left = tuple(plain.get("left", ()))  # older states do not tell, nor the weight
         standing.total_weight = float(state.get("total_weight", 0.0))
         self._last, self._privacy = dict(state), state.get("privacy")
-
-
-def _encode(plain: object) -> str:
-    """Return plain values and small tensors as a text."""
-    file = io.BytesIO()
-    torch.save(plain, file)
-    return base64.b64encode(file.getvalue()).decode()
-
-
-TOLD_LIMIT = 2**28
-"""Bytes of what a cell tells of its global model beside the tensors that are cut over ranks, at most"""
-
-
-def _decode(text: str) -> dict[str, Any]:
-    """Return what :func:`_encode` has made a text of, with values of the types that are sent; no code of it is run."""
-    hint = "run one version of xffl in all cells"
-    try:
-        content = load_archive(base64.b64decode(text, validate=True), limit=TOLD_LIMIT)
-    except ValueError as error:
-        raise RoundError(f"a cell has told no state of its global model ({error}); {hint}") from error
-    told = Fields(content, "what a cell has told of its global model", error=RoundError, hint=hint)
-    optimizers = told.mapping("agreed").any("optimizers")
-    if not isinstance(optimizers, Mapping):
-        told.fail(f"{told.place('agreed')} has server optimizers {shown(optimizers)}, which are no mapping")
-    if told.any("privacy") is not None:
-        told.mapping("privacy")
-    return {"agreed": {"optimizers": optimizers}, "privacy": told.any("privacy")}

@@ -40,7 +40,7 @@ from xffl.checkpoint.contents import (
     left_out_text,
     write_rank_state,
 )
-from xffl.checkpoint.format import Cell, CellWriter, FileEntry, Record
+from xffl.checkpoint.format import Cell, CellWriter, Record
 from xffl.checkpoint.tables import FileEntry
 from xffl.distributed.consistency import barrier, difference_of, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState

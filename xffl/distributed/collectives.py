@@ -25,6 +25,8 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from xffl.cluster.listening import gloo_beyond_this_host
 from xffl.cluster.network import limit_silence, open_sockets
+from xffl.errors import RoundError
+from xffl.reading import JSON_LIMIT, parse_json
 
 __all__ = [
     "CrossWorldGroup",
@@ -295,10 +297,15 @@ def all_gather_json(value: Any, device: torch.device, group: Group | None = None
     """
     text = json.dumps(value).encode()
     sizes = [int(one) for one in _all_gather(torch.tensor([len(text)], dtype=torch.int64, device=device), group)]
+    if wrong := [size for size in sizes if not 0 <= size <= JSON_LIMIT]:
+        raise RoundError(f"a rank announces a text of {wrong[0]} bytes; at most {JSON_LIMIT} are read")
     row = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     rows = _all_gather(row, group)
-    return [json.loads(one[:size].cpu().numpy().tobytes()) for one, size in zip(rows, sizes, strict=True)]
+    try:
+        return [parse_json(one[:size].cpu().numpy().tobytes()) for one, size in zip(rows, sizes, strict=True)]
+    except ValueError as error:
+        raise RoundError(f"a rank has sent what cannot be read: {error}") from error
 
 
 def _all_gather(values: torch.Tensor, group: Group | None) -> Sequence[torch.Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import secrets
 import socket
 import sys
@@ -20,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from xffl.checks import shown
 from xffl.cluster.environment import PROOF_KEY, bind_address, prove_token, resolve_lighthouse, token_of
 from xffl.cluster.hosts import Runtime, group_by_runtime
 from xffl.cluster.launch.failure import lives_of_run
@@ -36,7 +34,19 @@ from xffl.distributed.consistency import (
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.stores import serve_store
 from xffl.elastic.lighthouse import Lighthouse, Meeting
-from xffl.elastic.roster import CellRecord, Epoch, Standing, cells_text, check_alike, form_epoch, name_cell
+from xffl.elastic.roster import (
+    MOST_LIVES,
+    CellRecord,
+    Epoch,
+    Standing,
+    cell_of,
+    cells_text,
+    check_alike,
+    form_epoch,
+    is_life,
+    name_cell,
+    read_life,
+)
 from xffl.errors import ConfigError, LaunchError, RoundError, StateError
 from xffl.files import read_sealed_json, remove_file, write_sealed_json
 from xffl.reading import Fields
@@ -108,6 +118,8 @@ class ElasticFederation:
         self._said = ""
         self._warned: set[str] = set()
         self._doubled_since: float | None = None
+        self._unlike_since: float | None = None
+        """Since when all other cells are known by another token."""
         self._spoofed_since: float | None = None
         """Since when somebody else speaks at the lighthouse in the name of a cell of the last round."""
         self._lighthouse: Lighthouse | None = None
@@ -214,13 +226,7 @@ class ElasticFederation:
         # Those that make rounds already go on; what comes to them, or would begin a run with others, ends.
         if meeting.unread and not is_agreed:
             raise meeting.unread[0]
-        # Where others may still come, who has another token than they is not known yet.
-        others = {name_cell(life) for life in meeting.unproven}
-        if others and len(others) >= self.cells - 1 and len(meeting.records) == 1 and not is_agreed:
-            raise ConfigError(
-                f"{name_cell(meeting.unproven[0])} runs with another token than this cell {self.cell}; give all "
-                "cells of a run the same one (XFFL_TOKEN, or XFFL_TOKEN_FILE)"
-            )
+        self._check_token(meeting)
         self._warn_of_strangers(meeting)
         if self._awaits_member(meeting):
             return None
@@ -236,6 +242,23 @@ class ElasticFederation:
             )
         self._warn_of(epoch)
         return epoch
+
+    def _check_token(self, meeting: Meeting) -> None:
+        """Raise ConfigError where a cell that holds nothing yet has met all others for a while, by another token each.
+
+        Where others may still come, who has another token than they is not known yet. Who just looks in ends no run.
+        """
+        others = [life for life in meeting.unproven if is_life(life, self.cells)]
+        if len(meeting.records) > 1 or self.standing.version.is_agreed:
+            self._unlike_since = None
+        elif others and len({*map(cell_of, others)} - {self.cell}) >= self.cells - 1:
+            if self._unlike_since is None:
+                self._unlike_since = time.monotonic()
+            elif time.monotonic() > self._unlike_since + DOUBLE_S:
+                raise ConfigError(
+                    f"{name_cell(others[0])} runs with another token than this cell {self.cell}; give all cells of a "
+                    "run the same one (XFFL_TOKEN, or XFFL_TOKEN_FILE)"
+                )
 
     def _check_double(self, epoch: Epoch) -> None:
         """Raise ConfigError where another job has been the same cell for a while, and is the one that goes on."""
@@ -469,22 +492,13 @@ class ElasticFederation:
             write_sealed_json(self._vote, {"lineage": version.lineage, "lives": lives})
 
 
-_LIFE = re.compile(r"\d{1,9}\.[\w.]{1,100}", re.ASCII)
-"""The text of a life, which begins with the number of its cell"""
-MOST_LIVES = 10_000
-"""Lives of a cell that a vote is inherited from, at most"""
-
-
 def read_vote(file: Path) -> tuple[str, tuple[str, ...]]:
     """Return the lineage and the lives that a vote is of, as :meth:`ElasticFederation.leave` writes it; local.
 
     Raises what :func:`~xffl.files.read_sealed_json` does, and StateError for what is no vote.
     """
     told = Fields(read_sealed_json(file), str(file), error=StateError)
-    lives = told.list_of("lives", MOST_LIVES, Fields.text, 200)
-    if wrong := [life for life in lives if not _LIFE.fullmatch(life)]:
-        told.fail(f"{told.place('lives')} must be such as 2.8f0c, got {shown(wrong[0])}")
-    return told.text("lineage", 200), tuple(lives)
+    return told.text("lineage", 200), tuple(told.list_of("lives", MOST_LIVES, read_life))
 
 
 def _knock(place: str) -> OSError | None:

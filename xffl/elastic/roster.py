@@ -38,16 +38,20 @@ from xffl.reading import Fields, parse_json
 
 __all__ = [
     "LONGEST_TOLD",
+    "MOST_LIVES",
     "Attendance",
     "CellRecord",
     "Epoch",
     "Standing",
     "Version",
+    "cell_of",
     "cells_text",
     "check_alike",
     "form_epoch",
+    "is_life",
     "least_cells",
     "name_cell",
+    "read_life",
 ]
 
 LONGEST_TOLD = 1 << 18
@@ -55,7 +59,7 @@ LONGEST_TOLD = 1 << 18
 _LONGEST_NAME = 300
 _MOST_CELLS = 1 << 16
 _MOST_RANKS = 1 << 24
-_MOST_LIVES = 1 << 16
+MOST_LIVES = 1 << 16
 _LATEST_NS = (1 << 63) - 1
 _LIFE = re.compile(r"(\d{1,9})\.[0-9a-f]{1,64}")
 
@@ -88,7 +92,7 @@ class Version:
             round=told.integer("round"),
             created=told.integer("created", 0, _LATEST_NS),
             lineage=told.text("lineage", _LONGEST_NAME),
-            voters=tuple(told.list_of("voters", _MOST_CELLS, _read_life)),
+            voters=tuple(told.list_of("voters", _MOST_CELLS, read_life)),
         )
 
 
@@ -142,7 +146,7 @@ class CellRecord:
         record = cls(
             cell=told.integer("cell", 0, cells - 1),
             cells=cells,
-            life=_read_life(told, "life"),
+            life=read_life(told, "life"),
             restarts=told.integer("restarts"),
             ranks=ranks,
             replica_size=told.optional("replica_size", Fields.integer, 1, ranks),
@@ -151,14 +155,14 @@ class CellRecord:
             doubt=None if doubt is None else Version._read(doubt),
             group=told.text("group", _LONGEST_NAME),
             left=tuple(told.list_of("left", cells, Fields.integer, 0, cells - 1)),
-            inherited=tuple(told.list_of("inherited", _MOST_LIVES, _read_life)),
+            inherited=tuple(told.list_of("inherited", MOST_LIVES, read_life)),
             looks=told.integer("looks"),
             serial=told.integer("serial"),
             is_finished=told.boolean("is_finished"),
             same_lighthouse=told.boolean("same_lighthouse"),
             met=told.integer("met", 0, _LATEST_NS),
             has_met_all=told.boolean("has_met_all"),
-            living=None if plain.get("living") is None else tuple(told.list_of("living", _MOST_LIVES, _read_life)),
+            living=None if plain.get("living") is None else tuple(told.list_of("living", MOST_LIVES, read_life)),
             told=told.text("told", LONGEST_TOLD),
             total_weight=told.number("total_weight", 0),
             runtime=_read_runtime(told.mapping("runtime")),
@@ -179,7 +183,7 @@ class CellRecord:
         return values
 
 
-def _read_life(told: Fields, name: str) -> str:
+def read_life(told: Fields, name: str) -> str:
     """Return the name of one start of a cell's job."""
     life = told.text(name, _LONGEST_NAME)
     if _LIFE.fullmatch(life) is None:
@@ -196,6 +200,11 @@ def _read_runtime(told: Fields) -> Runtime:
 def cell_of(life: str) -> int:
     """Return the number of the cell that a life is one of: its text begins with it, ``2.8f0c``."""
     return int(life.partition(".")[0])
+
+
+def is_life(life: str, cells: int) -> bool:
+    """Tell whether a text names a start of one of so many cells."""
+    return _LIFE.fullmatch(life) is not None and cell_of(life) < cells
 
 
 def name_cell(life: str) -> str:

@@ -5,7 +5,6 @@ Seals and checksums are made to fit what was mutated, where it can still be read
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import io
 import json
@@ -21,8 +20,6 @@ import torch
 from torch import nn
 
 from tests.chaos.inputs.parser import Form, Parser, command
-from xffl.aggregation.elastic import _decode, _encode
-from xffl.aggregation.engine.global_model import _check_saved
 from xffl.aggregation.exports import RoundPlan, export_cell, is_written, load_global, read_global
 from xffl.aggregation.offline import aggregate_exports
 from xffl.aggregation.privacy import Accountant, Privacy
@@ -279,23 +276,6 @@ def privacy(content: bytes, folder: Path) -> None:
         raise AssertionError(f"it was counted: {accountant.state_dict()}")
 
 
-def told_examples(folder: Path) -> list[bytes]:
-    saved = {
-        "asked": {"class": "SGD"},
-        "elements": ["m"],
-        "numbers": {"step": torch.tensor(3.0)},
-        "options": {"lr": 0.1},
-    }
-    text = _encode({"agreed": {"optimizers": {0: {**saved, "schedule": None}}}, "privacy": {"spent": []}})
-    return [base64.b64decode(text)]
-
-
-def told(content: bytes, folder: Path) -> None:
-    state = _decode(base64.b64encode(content).decode())
-    for saved in state["agreed"]["optimizers"].values():
-        _check_saved(saved)
-
-
 def weight_examples(folder: Path) -> list[bytes]:
     from safetensors.torch import save_file
 
@@ -340,7 +320,6 @@ PARSERS = (
     Parser("elastic: place.pt", "bytes", place_examples, read_place),
     Parser("elastic: sealed file", "bytes", place_examples, read_any_seal),
     Parser("elastic: vote.json", "json", vote_examples, vote),
-    Parser("elastic: told state", "bytes", told_examples, told),
     Parser("privacy: accountant", "json", privacy_examples, privacy),
     Parser("weights: safetensors", "bytes", weight_examples, weights),
     Parser("weights: list of files", "json", list_examples, weight_list),

@@ -1,0 +1,186 @@
+"""What cells of elastic runs and replica groups tell each other."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import socket
+import struct
+import threading
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.chaos.inputs.parser import Parser
+from xffl.aggregation.hand_over import read_hand_over, write_hand_over
+from xffl.distributed.replica_transport import NONCE_BYTES, ShardTransport
+from xffl.distributed.sharding import to_plain
+from xffl.elastic.lighthouse import NotOwnRecord, Register
+from xffl.elastic.roster import CellRecord, Version, form_epoch
+from xffl.errors import ConfigError
+
+TOKEN = b"the token of all of them"
+OWN = CellRecord(
+    0, 3, "0.a", replica_size=2, address="127.0.0.1:1", version=Version(4, 17, "abc", ("0.a", "1.b")), group="4.17/2"
+)
+
+
+def records(folder: Path) -> list[bytes]:
+    """Return records of another cell."""
+    del folder
+    version = Version(4, 17, "abc", ("0.a", "1.b"))
+    first = CellRecord(
+        cell=1,
+        cells=3,
+        life="1.b",
+        ranks=4,
+        replica_size=2,
+        address="127.0.0.1:2",
+        version=version,
+        doubt=Version(5, 18, "abd", ("0.a", "1.b")),
+        group="4.17/2",
+        left=(2,),
+        inherited=("1.a",),
+        serial=7,
+        living=("0.a", "1.b"),
+        told='{"metrics": {"loss": 0.5}, "ranks": 4}',
+        total_weight=12.5,
+    )
+    return [json.dumps(one.to_plain()).encode() for one in (first, replace(first, doubt=None, living=None, told=""))]
+
+
+def read_record(content: bytes, folder: Path) -> object:
+    """Read a record as the lighthouse gives it, signed by somebody who knows the token, and meet its cell."""
+    del folder
+    try:
+        plain = json.loads(content)
+    except (ValueError, RecursionError) as error:  # torchft has read it, and raises to who asks for a meeting
+        raise ConfigError(str(error)) from error
+    register = Register(TOKEN)
+    try:
+        signed = register.sign(plain) if isinstance(plain, dict) else plain
+        record = register.read("1.b", signed)
+    except NotOwnRecord as error:
+        raise ConfigError(str(error)) from error
+    except (ValueError, RecursionError) as error:  # nobody can sign it
+        raise ConfigError(str(error)) from error
+    return None if record is None else form_epoch([OWN, record], 19).digest
+
+
+def signed_records(folder: Path) -> list[bytes]:
+    """Return signed records."""
+    return [json.dumps(Register(TOKEN).sign(json.loads(one))).encode() for one in records(folder)]
+
+
+def read_stranger(content: bytes, folder: Path) -> object:
+    """Read what somebody tells who does not know the token."""
+    del folder
+    try:
+        data = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(str(error)) from error
+    try:
+        return Register(TOKEN).read("1.b", data)
+    except NotOwnRecord as error:
+        raise ConfigError(str(error)) from error
+
+
+OPTIMIZER = {
+    "elements": {"momentum_buffer": {}},
+    "numbers": {"step": torch.tensor(3.0)},
+    "options": {"lr": 0.7, "momentum": 0.9, "nesterov": True},
+    "schedule": {"last_epoch": 3, "_last_lr": [0.7]},
+    "ended": None,
+    "asked": {"class": "SGD"},
+}
+AGREED: dict[str, Any] = {"model": {}, "optimizers": {0: OPTIMIZER}}
+
+
+def hand_overs(folder: Path) -> list[bytes]:
+    """Return what a cell hands over, as the bytes that its text stands for."""
+    del folder
+    privacy = {"spent": [[0.5, "cell", 3, 2]]}
+    return [base64.b64decode(write_hand_over(AGREED, one)) for one in (privacy, None)]
+
+
+def read_handed_over(content: bytes, folder: Path) -> object:
+    del folder
+    return read_hand_over(base64.b64encode(content).decode(), AGREED, 1)
+
+
+def plain_hand_overs(folder: Path) -> list[bytes]:
+    """Return what a cell hands over as JSON, to change its values one by one."""
+    del folder
+    numbers = {**OPTIMIZER, "numbers": {"step": 3.0}}
+    return [
+        json.dumps({"agreed": {"optimizers": {"0": numbers}}, "privacy": {"spent": [[0.5, "cell", 3, 2]]}}).encode()
+    ]
+
+
+def read_plain_hand_over(content: bytes, folder: Path) -> object:
+    del folder
+    try:
+        plain = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(str(error)) from error
+    if isinstance(plain, dict) and isinstance(agreed := plain.get("agreed"), dict):
+        parts = agreed.get("optimizers")
+        if isinstance(parts, dict):
+            agreed["optimizers"] = {int(part) if part == "0" else part: one for part, one in parts.items()}
+    file = io.BytesIO()
+    try:
+        torch.save(plain, file)
+    except RecursionError as error:
+        raise ConfigError(str(error)) from error
+    return read_hand_over(base64.b64encode(file.getvalue()).decode(), AGREED, 1)
+
+
+STATE = {"model": {"w": torch.arange(6.0).view(2, 3)}, "loader": {"step": 3, "seen": [1, 2], "rate": float("inf")}}
+
+
+def states(folder: Path) -> list[bytes]:
+    """Return texts that say what comes of a replica group's state."""
+    del folder
+    tensors: dict[str, torch.Tensor] = {}
+    plain = to_plain({"user": STATE, "torchft": {"step": 7, "batches_committed": 14}}, "state", tensors)
+    table = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
+    return [json.dumps({"step": 7, "plain": plain, "tensors": table}).encode()]
+
+
+def read_state(content: bytes, folder: Path) -> object:
+    """Fetch a state from a giver that knows the token."""
+    del folder
+    transport = ShardTransport("127.0.0.1", TOKEN, lambda: STATE)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        place = "{}:{}".format(*listener.getsockname())
+
+        def give() -> None:
+            link, _ = listener.accept()
+            with link, suppress(OSError):
+                link.sendall(bytes(NONCE_BYTES))
+                got = link.recv(4096)
+                asked = place.encode() + got[NONCE_BYTES : NONCE_BYTES + 8]
+                proof = transport._proof(b"giver", bytes(NONCE_BYTES), got[:NONCE_BYTES], asked)
+                link.sendall(proof + struct.pack("!Q", len(content)) + content + bytes(24) + b"\1")
+
+        thread = threading.Thread(target=give)
+        thread.start()
+        try:
+            return transport.recv_checkpoint(0, place, 7, timedelta(seconds=5))
+        finally:
+            thread.join()
+            transport.shutdown()
+
+
+PARSERS = (
+    Parser("cell records", "json", records, read_record),
+    Parser("records of strangers", "json", signed_records, read_stranger),
+    Parser("hand-overs", "bytes", hand_overs, read_handed_over),
+    Parser("hand-overs' values", "json", plain_hand_overs, read_plain_hand_over),
+    Parser("states of replica groups", "json", states, read_state),
+)
