@@ -6,6 +6,7 @@ import difflib
 import math
 import numbers
 import operator
+import unicodedata
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ __all__ = [
     "number",
     "one_of",
     "shorten",
+    "visible",
 ]
 
 K = TypeVar("K")
@@ -111,6 +113,23 @@ def shorten(items: Iterable[Any], most: int = 5, separator: str = ", ") -> str:
     texts = [str(item) for item in items]
     more = len(texts) - most
     return separator.join(texts[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def visible(text: str) -> str:
+    """Write out what a terminal would obey, or not show: control characters, and marks that turn or hide text.
+
+    Names and messages of others go through here before they are printed; line breaks and tabs stay.
+    """
+    if text.isprintable():
+        return text
+    return "".join(_escaped(letter) if unicodedata.category(letter) in _HIDDEN else letter for letter in text)
+
+
+_HIDDEN = ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
+
+
+def _escaped(letter: str) -> str:
+    return letter if letter in "\n\t" else letter.encode("unicode_escape").decode()
 
 
 def group(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from xffl.checks import integer, number, one_of
+from xffl.checks import integer, number, one_of, visible
 from xffl.cli.main import command_parser
 from xffl.cluster import environment
 from xffl.cluster.launch.launchers import LAUNCHERS
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from xffl.cluster.lighthouse_page import CellStatus, LighthouseStatus
 
 __all__ = ["COMMANDS"]
+
+_RANK = re.compile(r"[0-9]{1,6}")
 
 _CELLS_EXAMPLES = """\
 examples:
@@ -285,7 +288,7 @@ def _read_ranks(text: str) -> set[int]:
     for item in text.split(","):
         first, dash, last = item.strip().partition("-")
         last = last if dash else first
-        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+        if not (_RANK.fullmatch(first) and _RANK.fullmatch(last) and int(first) <= int(last)):
             raise ConfigError(f"--ranks must be numbers and ranges such as 0,4-7, got {item!r} in {text!r}")
         ranks.update(range(int(first), int(last) + 1))
     return ranks
@@ -368,7 +371,7 @@ def _follow_status(
 def _print_status(url: str, status: LighthouseStatus, trouble: str, *, as_json: bool) -> None:
     """Print a status as a table, or as one object on one line; or why there is none."""
     if trouble:
-        print(f"xffl: {trouble}", file=sys.stderr, flush=True)
+        print(visible(f"xffl: {trouble}"), file=sys.stderr, flush=True)
         return
     if not as_json:
         _print_table(_cells_table(url, status, ""))
@@ -405,13 +408,13 @@ def _cells_table(url: str, status: LighthouseStatus, trouble: str) -> Group:
     for cell in status.cells:
         seen = None if cell.seen_s is None else f"{cell.seen_s:.1f} s ago"
         told = {**_describe_cell(status, cell), "seen_s": seen, "met": "yes" if cell.has_met else "no"}
-        words = ["-" if value is None else str(value) for value in told.values()]
+        words = ["-" if value is None else visible(str(value)) for value in told.values()]
         table.add_row(*words, style="red" if cell.is_lost else "")
     met = sum(cell.has_met for cell in status.cells)
     line = "no cells have met yet"
     if status.age_s is not None:
         line = f"meeting {status.meeting} was {status.age_s:.1f} s ago, with {met} of these {len(status.cells)} cells"
-    return Group(*([table] if status.cells else []), Text(line), *([Text(trouble, "red")] if trouble else []))
+    return Group(*([table] if status.cells else []), Text(line), *([Text(visible(trouble), "red")] if trouble else []))
 
 
 def _new_table() -> Table:

@@ -22,7 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from xffl.checks import integer
-from xffl.cluster.cells import Federation, check_cells, lone_cell, parse_cell, parse_federation, parse_sizes
+from xffl.cluster.cells import (
+    Federation,
+    check_cells,
+    lone_cell,
+    parse_cell,
+    parse_federation,
+    parse_sizes,
+    read_replica_size,
+)
 from xffl.cluster.hosts import interface_address, route_address
 from xffl.cluster.launch.launchers import LAUNCHERS, Fields, honour_master, read_number
 from xffl.cluster.network import control_address
@@ -195,7 +203,7 @@ def requested_federation(environ: Mapping[str, str] = os.environ) -> tuple[Feder
     federated, hsdp = (environ.get(name, "").strip() for name in ("XFFL_FEDERATED", "XFFL_HSDP"))
     return (
         parse_federation(federated, "XFFL_FEDERATED") if federated else None,
-        read_number("XFFL_HSDP", hsdp) if hsdp else None,
+        read_replica_size(hsdp, "XFFL_HSDP") if hsdp else None,
     )
 
 

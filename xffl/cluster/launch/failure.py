@@ -20,6 +20,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import IO
 
+from xffl.checks import visible
 from xffl.errors import XfflError
 from xffl.files import create, write_whole
 
@@ -116,11 +117,15 @@ def describe_failure(error: BaseException, *, skip: Container[str] = ()) -> Fail
     return FailureRecord(
         time=getattr(error, _NOTED_AT),
         exit_code=_exit_code(error),
-        headline="" if leaves else f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": "),
+        headline="" if leaves else _headline(error),
         traceback="" if leaves else "".join(traceback.format_exception(type(error), error, frames)),
         is_xffl=isinstance(error, XfflError),
         lost_peer=any(sign in str(link).lower() for link in _chain(error) for sign in _LOST_PEER),
     )
+
+
+def _headline(error: BaseException) -> str:
+    return visible(f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": "))
 
 
 def record_failure(record: FailureRecord, folder: str, rank: int) -> None:
