@@ -6,6 +6,7 @@ import difflib
 import math
 import numbers
 import operator
+import unicodedata
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ __all__ = [
     "one_of",
     "shorten",
     "shown",
+    "visible",
 ]
 
 K = TypeVar("K")
@@ -143,6 +145,23 @@ def shown(value: Any, most: int = 200) -> str:
     except (ValueError, RecursionError):  # an integer of thousands of digits inside it, or too deep
         return f"a {type(value).__name__} that cannot be shown"
     return text if len(text) <= most else f"{text[:most]}..."
+
+
+def visible(text: str) -> str:
+    """Write out what a terminal would obey, or not show: control characters, and marks that turn or hide text.
+
+    Names and messages of others go through here before they are printed; line breaks and tabs stay.
+    """
+    if text.isprintable():
+        return text
+    return "".join(_escaped(letter) if unicodedata.category(letter) in _HIDDEN else letter for letter in text)
+
+
+_HIDDEN = ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
+
+
+def _escaped(letter: str) -> str:
+    return letter if letter in "\n\t" else letter.encode("unicode_escape").decode()
 
 
 def group(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:

@@ -209,7 +209,8 @@ WRONG: list[tuple[str, Callable[[int], dict[str, Any]], str, tuple[str, ...]]] =
     ("cells", lambda r: requiring("3"), "TopologyError", ("at least 3 cells", "federated 2 makes 2")),
     ("cells on a rank", lambda r: requiring("2" if r else "1"), "ConfigError", ("numbers of cells to require", "2")),
     ("cells by a word", lambda r: requiring("two" if r == 1 else ""), "LaunchError", ("XFFL_REQUIRE_CELLS is 'two'",)),
-    ("string", lambda r: {"federated": "2,2"}, "TopologyError", ("'2,2' is neither a number",)),
+    ("text", lambda r: {"federated": "2;2"}, "ConfigError", ("federated is '2;2'; give sizes like 4,4",)),
+    ("replica", lambda r: {"hsdp": "two"}, "ConfigError", ("hsdp is 'two'; give the ranks that hold one copy",)),
 ]
 
 

@@ -14,8 +14,9 @@ import xffl
 from tests.ports import free_port
 from tests.ranks.test_session import be_rank
 from tests.worlds import run_world
-from xffl.distributed import DistributedState
+from xffl.distributed import DistributedState, cleanup_distributed_process_group, setup_distributed_process_group
 from xffl.distributed.parameters import DeviceParameters
+from xffl.errors import ConfigError
 from xffl.parallel.config import DistributedConfig, StrategyConfig
 from xffl.parallel.strategy import DistributedStrategy
 
@@ -45,13 +46,26 @@ def by_rules(rank: int, world_size: int, port: int, folder: str) -> None:
         assert (state.federated_local_size, state.replica_world_size) == ((3, 1), (3, 1))
     with xffl.session(device_parameters=DeviceParameters.HSDP(dp_replicate="auto", dp_shard=1)) as state:
         assert (state.federated_local_size, state.replica_world_size) == ((3, 1), (3, 1))
-    with xffl.session(federated=(2, 2)) as state:  # an argument beats it
+    # What the variable may say, an argument may, too; and it beats the variable.
+    with xffl.session(federated="2,2", hsdp="1") as state:  # type: ignore[arg-type]
+        assert (state.federated_local_size, state.replica_world_size) == ((2, 2), (2, 2))
+        state.unset_federated_scaling()
+        state.set_federated_scaling("3,1", "1")  # type: ignore[arg-type]
+        assert (state.federated_local_size, state.replica_world_size) == ((3, 1), (3, 1))
+        state.unset_federated_scaling()
+        with pytest.raises(ConfigError, match="federated_group_size 'auto' is a rule, .* or give sizes like 4,4 here"):
+            state.set_federated_scaling("auto")
+    joined = setup_distributed_process_group(federated="(2, 2)", backend="gloo", device="cpu")
+    assert joined.federated_local_size == (2, 2)
+    cleanup_distributed_process_group(joined)
+    with xffl.session(federated=(2, 2)) as state:
         assert state.federated_local_size == (2, 2)
     with xffl.DistributedWorld(DeviceParameters.FSDP()) as world:
         assert world.state.federated_local_size == (3, 1)
     del os.environ["XFFL_FEDERATED"]
-    with xffl.DistributedWorld(DeviceParameters.FSDP(), federated="hosts:^[a-z]") as world:
-        assert world.state.federated_local_size == (3, 1)
+    for asked in ("hosts:^[a-z]", "3,1"):
+        with xffl.DistributedWorld(DeviceParameters.FSDP(), federated=asked) as world:
+            assert world.state.federated_local_size == (3, 1)
     os.environ["XFFL_HOST"] = f"own{rank // 2}"  # beats what SLURM says
     with xffl.session(federated=r"hosts:\d") as state:
         assert state.federated_local_size == (2, 2)
@@ -100,7 +114,7 @@ def test_wrong_rules(tmp_path: Path) -> None:
     expected: tuple[tuple[str, ...], ...] = (
         ("TopologyError: rule 'auto' needs the switches", "HINT", "a1, a2, b1"),
         ("TopologyError: rule 'hosts:^a' names no cell for host b1",),
-        ("ConfigError: federated sizes is 'hosts:('",),
+        ("ConfigError: federated is 'hosts:('",),
         ("ConfigError: ranks were given different set-ups", "auto:1"),
         ("different cells by file:cells: rank 0: (2, 2); ranks 1-3: (3, 1)",),
         ("ConfigError: rule 'file:some'", "No such file", "(ranks 2-3 of 4)"),
@@ -126,7 +140,7 @@ def in_a_world(rank: int, world_size: int) -> list[Any]:
         rank=rank,
         world_size=world_size,
     )
-    for federated in ("hosts:^[a-z]" if rank else (2, 2), "auto:0", "2,2"):
+    for federated in ("hosts:^[a-z]" if rank else (2, 2), "auto:0", "2;2"):
         with pytest.raises(xffl.XfflError) as caught:
             xffl.DistributedWorld(DeviceParameters.FSDP(), federated=federated).setup(state)
         told.append(str(caught.value))
@@ -139,7 +153,11 @@ def in_a_world(rank: int, world_size: int) -> list[Any]:
 def test_rules_in_a_world_that_is_joined() -> None:
     told = run_world(4, in_a_world)
     assert all(row == told[0] for row in told), told
-    parts = ("different federated sizes: rank 0: (2, 2); ranks 1-3: 'hosts:^[a-z]'", "auto:LEVEL", "neither a number")
+    parts = (
+        "different federated sizes: rank 0: (2, 2); ranks 1-3: 'hosts:^[a-z]'",
+        "auto:LEVEL",
+        "federated is '2;2'; give sizes",
+    )
     assert all(part in found for part, found in zip(parts, told[0], strict=True)), told[0]
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import permutations
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,17 +18,20 @@ from xffl.cluster import cells as cells_module
 from xffl.cluster.cells import (
     Arrangement,
     arrange,
-    check_federation,
     name_cells,
     order_hosts,
     parse_federation,
     parse_sizes,
+    read_federation,
+    read_replica_size,
     sizes_of_ranks,
 )
 from xffl.cluster.environment import federation_variables, request_federation, requested_federation
 from xffl.cluster.slurm.allocation import Host, read_topology, with_switches
 from xffl.errors import ConfigError, TopologyError, XfflError
+from xffl.parallel.config import DistributedConfig
 from xffl.topology import Topology
+from xffl.training.config.dataclasses import LaunchConfig
 
 RULE = "hosts:^[a-z]+"
 
@@ -82,12 +86,48 @@ def test_wrong_federations(text: str, told: str) -> None:
         requested_federation({"XFFL_FEDERATED": text})
 
 
-def test_arguments_are_numbers_or_rules() -> None:
-    assert [check_federation(given, "x") for given in (None, 4, (4, 2), " auto")] == [None, 4, (4, 2), "auto"]
-    with pytest.raises(TopologyError, match=r"sizes '4,2' is neither a number nor a rule; .* such as \(4, 2\)"):
-        check_federation("4,2", "sizes")
-    with pytest.raises(ConfigError, match="sizes 'auto:0'|sizes is 'auto:0'"):
-        check_federation("auto:0", "sizes")
+def test_all_entrances_take_the_same_forms() -> None:
+    """An argument, an option, a variable and a configuration, for cells and for replicas."""
+    given = [None, 4, "4", " 4", (4, 2), [4, 2], "4,2", "(4, 2)", "[4,2]", np.int64(4), " auto", "auto:2", "hosts:a(b)"]
+    found = [None, 4, 4, 4, (4, 2), (4, 2), (4, 2), (4, 2), (4, 2), 4, "auto", "auto:2", "hosts:a(b)"]
+    assert [read_federation(one, "x") for one in given] == found  # type: ignore[arg-type]
+    for one, expected in zip(given, found, strict=True):
+        assert LaunchConfig(federated=one).federated == expected  # type: ignore[arg-type]
+        assert DistributedConfig(federated=one).federated == expected  # type: ignore[arg-type]
+        if isinstance(one, str):
+            assert requested_federation({"XFFL_FEDERATED": one})[0] == parse_federation(one, "--x") == expected
+    assert [read_replica_size(one, "x") for one in (None, 2, "2", " 2 ", np.int32(2))] == [None, 2, 2, 2, 2]
+    assert requested_federation({"XFFL_HSDP": " 2 "}) == (None, 2) and LaunchConfig(hsdp="2").hsdp == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "text", ["4,,2", "4;2", "4,x", "4.5,2", "9" * 5000, "4,2,auto", "auto:0", "hosts:[", "file:", "x"]
+)
+def test_all_entrances_refuse_alike(text: str) -> None:
+    ways: dict[str, Callable[[], object]] = {
+        "x": lambda: read_federation(text, "x"),
+        "launch.federated": lambda: LaunchConfig(federated=text),
+        "distributed.federated": lambda: DistributedConfig(federated=text),
+        "XFFL_FEDERATED": lambda: requested_federation({"XFFL_FEDERATED": text}),
+        "--federated": lambda: parse_federation(text, "--federated"),
+    }
+    told = set()
+    for knob, way in ways.items():
+        with pytest.raises(ConfigError) as caught:
+            way()
+        assert len(str(caught.value)) < 500
+        assert str(caught.value).startswith(f"{knob} is ")
+        told.add(str(caught.value).removeprefix(knob))
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("text", ["two", "2.0", "2,2", "9" * 5000])
+def test_a_replica_size_is_a_number(text: str) -> None:
+    for way in (lambda: read_replica_size(text, "hsdp"), lambda: requested_federation({"XFFL_HSDP": text})):
+        with pytest.raises(
+            ConfigError, match="is '.{1,220}'; give the ranks that hold one copy of the model, such as 2"
+        ):
+            way()
 
 
 def test_sizes_stay_sizes() -> None:

@@ -9,12 +9,16 @@ import signal
 import subprocess
 import sys
 import textwrap
+from argparse import ArgumentTypeError
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from xffl.cli.execute import split_command
-from xffl.cli.main import COMMANDS, main
+from xffl.cli.main import COMMANDS, CommandParser, main
+from xffl.cli.numbers import count, size_in
+from xffl.cli.terminal import visible_output
 from xffl.cluster.launch.failure import (
     FailureRecord,
     RankFailure,
@@ -382,11 +386,109 @@ def test_wrong_set_ups_are_one_line_and_exit_2(
     assert told.out == "" and told.err.startswith(f"xffl: {message}") and told.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", [["plan", "--bogus", "1"], ["exec", __file__], ["exec", "--processes", "two", "x"]])
-def test_wrong_options_exit_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(words)
-    assert left.value.code == 2 and "error" in capsys.readouterr().err
+NONSENSE = """\
+nope|--nope|7|exec|exec --nope|exec train.py|exec nope.py|exec --processes two x|exec --processes 0 /dev/null|exec nope.yaml
+exec --processes 2 /|bench --processes x|bench --megabytes -1 --processes 1|bench --megabytes 5QB|bench --federated a
+bench --out /proc/x --processes 1|plan --bogus 1|plan --federated 2,x|plan --federated 2,,2|plan --hosts @/nope|plan
+plan --federated auto|plan --world 0|plan --world 1e30|plan --world 1.5|plan --params 7q --world 4|plan --params -3 --world 4
+plan --federated file:/nope --hosts a:1|plan --federated file:/ --hosts a:1|plan --hosts @/ --federated auto
+plan --mesh x=1 --world 4 --params 1b|plan --params 1e-3b --world 4 --link-gbps nan|plan --federated hosts:[ --hosts a:1
+doctor --timeout x|doctor --need foo|doctor --federated q|doctor --hosts @/nope|doctor --elastic foo
+submit|submit nope|submit --slurm.nodes x FILE|submit --cells 2 FILE|submit --template /nope FILE|submit --slurm.foo 2 FILE
+consolidate|consolidate /nope out|consolidate / out|consolidate a b --max-shard-bytes many|aggregate|aggregate /nope --out x
+aggregate / --out x --weights a|cells|cells nope|cells file:/nope|cells file:/|cells 127.0.0.1:1 --watch x
+cells 127.0.0.1:99999|logs|logs /nope|logs /|logs / --ranks x|logs / --ranks 0-99999999999|report|report /nope|report /
+report FILE|report / --out FILE|lighthouse --bind x|lighthouse --min-replicas x|lighthouse --min-replicas 0
+list|list foo|list algorithms --kind foo|env --foo|init|init /proc/x|init /|init x --template nope|init FILE/x
+workflow|workflow nope|workflow init|workflow init /nope|workflow init /nope --facility a=local|workflow begin
+workflow begin /proc/x --rounds 2|workflow begin / --rounds x|workflow record / /nope|workflow record / /"""
+
+
+@pytest.mark.parametrize("line", NONSENSE.replace("\n", "|").split("|"))
+def test_nonsense_is_answered_in_one_line_and_exit_2(
+    line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in ("XFFL_FEDERATED", "XFFL_HSDP"):
+        monkeypatch.delenv(name, raising=False)
+    try:
+        code = main(line.replace("FILE", __file__).split())
+    except SystemExit as left:
+        code = left.code  # type: ignore[assignment]
+    told = capsys.readouterr()
+    assert code == 2 and told.out == "", told.out
+    assert told.err.startswith("xffl") and told.err.count("\n") == 1 and told.err.endswith("\n"), told.err
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("12", 12), ("7b", 7 * 10**9), ("1.3B", 13 * 10**8), ("70e9", 7 * 10**10), ("7_000_000_000", 7 * 10**9),
+        ("0.5k", 500), ("2 M", 2 * 10**6), ("1T", 10**12), ("3g", 3 * 10**9), ("-3", -3), ("1e3", 1000), (7, 7),
+        *((text, None) for text in ("", "b", "1.5", "7bb", "0x10", "1,000", "1e999999999", "9" * 5000, "nan", "inf", "_1")),
+        *((text, None) for text in ("1__0", "٣", "1e-3", "7 b b", "1e24k")),
+    ],
+)  # fmt: skip
+def test_counts_are_read_alike(text: str, number: int | None) -> None:
+    if number is not None:
+        assert count(text) == number
+        return
+    with pytest.raises(ArgumentTypeError, match="is no whole number; give one such as 12, 70e9, 7b or 7_000_000_000"):
+        count(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("4", 4), ("4MiB", 4), ("1GiB", 1024), ("1.5 gib", 1536), ("512KiB", 0.5), ("2097152B", 2), ("0.25", 0.25),
+        ("1e3MB", 1e9 / 2**20), (4.0, 4), *((text, None) for text in ("", "MiB", "4Q", "4iB", "1e99999", "nan")),
+    ],
+)  # fmt: skip
+def test_sizes_are_read_alike(text: str, number: float | None) -> None:
+    if number is not None:
+        assert size_in(2**20)(text) == pytest.approx(number, rel=1e-12)
+        return
+    with pytest.raises(ArgumentTypeError, match="is no size; give one such as 4, 64MiB or 5GB"):
+        size_in(2**20)(text)
+
+
+def test_no_command_reads_a_number_by_itself() -> None:
+    """All counts and numbers of all commands are read by :mod:`xffl.cli.numbers`."""
+    for name, (module_name, _) in COMMANDS.items():
+        module = import_module(f"xffl.cli.{module_name}")
+        build, _ = getattr(module, "COMMANDS", {}).get(name) or (module.build_parser, None)
+        parsers = [build()]
+        for parser in parsers:
+            assert isinstance(parser, CommandParser), name
+            for action in parser._actions:
+                assert action.type not in (int, float) and "int" not in str(getattr(action, "_typehint", "")), action
+                parsers += getattr(action, "_name_parser_map", {}).values() if name == "workflow" else []
+
+
+def test_a_models_size_is_read_as_people_write_it(capsys: pytest.CaptureFixture[str]) -> None:
+    told = set()
+    for text in ("7b", "7B", "7e9", "7_000_000_000", "7000000000", "7000m"):
+        assert main(["plan", "--federated", "2,2", "--params", text, "--link-gbps", "10", "--json"]) == 0
+        told.add(capsys.readouterr().out)
+    assert len(told) == 1
+
+
+def test_what_others_wrote_makes_a_terminal_do_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hostile = "a\x1b]0;title\x07\x1b[2J\r\u202eb"
+    written = r"a\x1b]0;title\x07\x1b[2J\r\u202eb"
+    (tmp_path / "metrics.json").write_text(json.dumps({"round": 1, "metrics": {hostile: 1.0}}))
+    assert main(["workflow", "record", str(tmp_path), str(tmp_path / "metrics.json")]) == 0
+    assert capsys.readouterr().out == f"round 1: {written} 1\n"
+    assert main(["report", str(tmp_path / hostile)]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and not set(told.rstrip("\n")) & set("\x1b\x07\r\u202e")
+    before = sys.stdout
+    with visible_output():
+        sys.stdout.writelines(["\x1b[1mx\n", "\ty\n"])
+    assert capsys.readouterr().out == "\\x1b[1mx\n\ty\n" and sys.stdout is before
 
 
 def test_variables_fill_what_options_leave_open(

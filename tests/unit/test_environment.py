@@ -431,7 +431,7 @@ def test_requested_federation() -> None:
     assert requested_federation({"XFFL_FEDERATED": "4,2", "XFFL_HSDP": "2"}) == ((4, 2), 2)
     with pytest.raises(ConfigError, match="XFFL_FEDERATED"):
         requested_federation({"XFFL_FEDERATED": "4 and 4"})
-    with pytest.raises(LaunchError, match="XFFL_HSDP"):
+    with pytest.raises(ConfigError, match="XFFL_HSDP"):
         requested_federation({"XFFL_HSDP": "two"})
 
 

@@ -13,6 +13,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from xffl.cli import execute
 from xffl.cli.main import command_parser
+from xffl.cli.numbers import size_in
 from xffl.cluster.environment import detect_environment, parse_sizes
 from xffl.cluster.launchers import launcher_of
 from xffl.errors import ConfigError
@@ -45,7 +46,7 @@ def build_parser() -> ArgumentParser:
     parser.add_argument("--federated", type=str, metavar="SIZES", help="ranks of each cell (2,2), or of all cells (2)")
     parser.add_argument("--hsdp", type=int, metavar="RANKS", help="ranks that hold one copy of the model")
     parser.add_argument(
-        "--megabytes", type=float, default=64.0, metavar="MIB", help="size of the model and of large messages"
+        "--megabytes", type=size_in(2**20), default=64.0, metavar="MIB", help="size of the model and of large messages"
     )
     parser.add_argument("--repeats", type=int, default=7, metavar="N", help="number of samples for each median")
     parser.add_argument("--warmup", type=int, default=2, metavar="N", help="number of passes before the samples")

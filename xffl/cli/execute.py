@@ -88,6 +88,7 @@ def build_parser() -> ArgumentParser:
         "Start a script, or the training run of a configuration, in several processes: on this machine, on "
         "the nodes of a SLURM job, or on hosts by ssh.",
         _EXAMPLES,
+        prog="xffl exec",
         usage="xffl exec [options] SCRIPT | -m MODULE | - [arguments]",
     )
     processes = "number of processes; required for a script on one machine"

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from jsonargparse import ArgumentParser, Namespace
 
 from xffl.cli.main import command_parser
+from xffl.cli.numbers import size_in
+from xffl.cli.terminal import drawn_on
 from xffl.errors import ConfigError
 from xffl.extras import install_command
 
@@ -86,7 +88,7 @@ def _bar() -> Iterator[Callable[[str, int, int], None] | None]:
 
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     tasks: dict[str, TaskID] = {}
-    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+    with Progress(*columns, console=Console(file=drawn_on(sys.stderr)), transient=True) as shown:
 
         def tell(stage: str, done: int, size: int) -> None:
             if stage not in tasks:
@@ -112,7 +114,7 @@ def _parse_consolidate() -> ArgumentParser:
     )
     parser.add_argument("--cell", type=int, metavar="N", help=cell)
     size = "maximum size of a file, in bytes of tensors"
-    parser.add_argument("--max-shard-bytes", type=float, default=5e9, metavar="BYTES", help=size)
+    parser.add_argument("--max-shard-bytes", type=size_in(1), default=5e9, metavar="BYTES", help=size)
     pretrained = "folder with config.json, copied for from_pretrained"
     parser.add_argument("--pretrained", type=str, metavar="DIR", help=pretrained)
     return parser

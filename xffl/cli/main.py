@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import argparse
 import errno
+import inspect
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib import import_module
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
 from xffl import __version__
-from xffl.checks import one_of
+from xffl.checks import one_of, visible
+from xffl.cli.numbers import NUMBER_TYPES
+from xffl.cli.terminal import visible_output
 from xffl.cli.upstream import refuse_upstream_command
 from xffl.cluster.launch.failure import ExitCode
 from xffl.errors import XfflError
 
-__all__ = ["COMMANDS", "HelpFormatter", "build_parser", "command_parser", "main"]
+__all__ = ["COMMANDS", "CommandParser", "HelpFormatter", "build_parser", "command_parser", "main"]
 
 COMMANDS = {
     "aggregate": ("exports", "make a round from the exports of cells without a common network"),
@@ -41,6 +45,9 @@ COMMANDS = {
 
 A module has ``build_parser`` and ``run``, or several commands and ``COMMANDS`` with both functions of each.
 """
+
+_RAW = ("bench", "cells", "exec", "list", "logs", "submit")
+"""Commands whose output is that of the user's own ranks, or is drawn for a terminal, with nothing of others in it."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -65,6 +72,8 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str:
         """Leave out defaults that say nothing: no value, and a flag that is not set."""
         text: str = super()._get_help_string(action)
+        if inspect.isfunction(action.type):
+            text = text.replace("%(type)s", action.type.__name__)
         if action.default in (None, False):
             text = text.replace(", default: %(default)s)", ")").replace(" (default: %(default)s)", "")
         return text
@@ -95,11 +104,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser: ArgumentParser = build()
         parser.prog = f"xffl {name}"
         options = parser.parse_args(own)
-        code: int = run(options) if script is None else run(options, script)
-        sys.stdout.flush()
+        with nullcontext() if name in _RAW else visible_output():
+            code: int = run(options) if script is None else run(options, script)
+            sys.stdout.flush()
         return code
     except XfflError as error:
-        print(f"xffl: {type(error).__name__}: {error}", file=sys.stderr)
+        print(visible(f"xffl: {type(error).__name__}: {error}"), file=sys.stderr)
         return ExitCode.REFUSED
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
@@ -107,11 +117,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         _silence(sys.stdout, sys.stderr)  # the reader has gone ("xffl plan ... | head")
         return ExitCode.BROKEN_PIPE
     except OSError as error:
-        if error.errno not in _FULL:
+        if error.errno in _FULL:
+            print(f"xffl: {error}", file=sys.stderr)
+            _silence(sys.stdout)
+            return ExitCode.FAILED
+        # A file that was named cannot be used. Ranks and their scripts show the traceback.
+        if error.filename is None or words[0] == "exec":
             raise
-        print(f"xffl: {error}", file=sys.stderr)
-        _silence(sys.stdout)
-        return ExitCode.FAILED
+        print(visible(f"xffl: {error.filename}: {error.strerror}; give another"), file=sys.stderr)
+        return ExitCode.REFUSED
 
 
 def _open_standard_streams() -> None:
@@ -145,9 +159,28 @@ def _silence(*streams: TextIO) -> None:
         os.dup2(nowhere, stream.fileno())
 
 
-def command_parser(description: str, examples: str | None = None, **more: Any) -> ArgumentParser:
+class CommandParser(ArgumentParser):
+    """A parser of a command: it reads all numbers alike, and says in one line what is wrong."""
+
+    def add_argument(self, *args: Any, **more: Any) -> argparse.Action:
+        """Add an option; one of type ``int`` takes counts such as 7b, too."""
+        if "type" in more:
+            more["type"] = NUMBER_TYPES.get(more["type"], more["type"])
+        action: argparse.Action = super().add_argument(*args, **more)
+        return action
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Tell what is wrong with the words, and leave with exit code 2."""
+        parser = getattr(ex, "subcommand_parser", None) or self
+        name = parser.prog.replace(" [options]", "")
+        told = visible(" ".join(message.split())).rstrip(".")
+        print(f"{name}: {told}; {name} --help shows what it takes", file=sys.stderr)
+        sys.exit(int(ExitCode.REFUSED))
+
+
+def command_parser(description: str | None = None, examples: str | None = None, **more: Any) -> CommandParser:
     """Return a parser of a command whose help begins with a description and ends with examples."""
-    return ArgumentParser(description=description, epilog=examples, formatter_class=HelpFormatter, **more)
+    return CommandParser(description=description, epilog=examples, formatter_class=HelpFormatter, **more)
 
 
 def build_parser() -> ArgumentParser:
@@ -156,5 +189,5 @@ def build_parser() -> ArgumentParser:
     parser = command_parser(description, _EXAMPLES, prog="xffl", version=__version__)
     commands = parser.add_subcommands(required=True)
     for name, (_, told) in COMMANDS.items():
-        commands.add_subcommand(name, ArgumentParser(), help=told)
+        commands.add_subcommand(name, command_parser(), help=told)
     return parser

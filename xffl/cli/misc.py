@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from xffl.checks import decimal, integer, number, one_of, shown
+from xffl.checks import decimal, integer, number, one_of, shown, visible
 from xffl.cli.main import command_parser
 from xffl.cluster import environment
 from xffl.cluster.launch.logs import Stream, list_rank_files
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from xffl.cluster.lighthouse_page import CellStatus, LighthouseStatus
 
 __all__ = ["COMMANDS"]
+
 
 _CELLS_EXAMPLES = """\
 examples:
@@ -375,7 +376,7 @@ def _follow_status(
 def _print_status(url: str, status: LighthouseStatus, trouble: str, *, as_json: bool) -> None:
     """Print a status as a table, or as one object on one line; or why there is none."""
     if trouble:
-        print(f"xffl: {trouble}", file=sys.stderr, flush=True)
+        print(visible(f"xffl: {trouble}"), file=sys.stderr, flush=True)
         return
     if not as_json:
         _print_table(_cells_table(url, status, ""))
@@ -412,13 +413,13 @@ def _cells_table(url: str, status: LighthouseStatus, trouble: str) -> Group:
     for cell in status.cells:
         seen = None if cell.seen_s is None else f"{cell.seen_s:.1f} s ago"
         told = {**_describe_cell(status, cell), "seen_s": seen, "met": "yes" if cell.has_met else "no"}
-        words = ["-" if value is None else str(value) for value in told.values()]
+        words = ["-" if value is None else visible(str(value)) for value in told.values()]
         table.add_row(*words, style="red" if cell.is_lost else "")
     met = sum(cell.has_met for cell in status.cells)
     line = "no cells have met yet"
     if status.age_s is not None:
         line = f"meeting {status.meeting} was {status.age_s:.1f} s ago, with {met} of these {len(status.cells)} cells"
-    return Group(*([table] if status.cells else []), Text(line), *([Text(trouble, "red")] if trouble else []))
+    return Group(*([table] if status.cells else []), Text(line), *([Text(visible(trouble), "red")] if trouble else []))
 
 
 def _new_table() -> Table:

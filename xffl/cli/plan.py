@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-from argparse import ArgumentTypeError
 from bisect import bisect_right
 from collections import Counter
 from dataclasses import asdict
@@ -18,6 +17,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from xffl.checks import decimal, number, shown
 from xffl.cli.main import command_parser
+from xffl.cli.numbers import count, real, size_in
 from xffl.cluster.batch import find_job
 from xffl.cluster.cells import Arrangement, Federation, arrange, lone_cell, parse_federation
 from xffl.cluster.environment import complete_federation, sources_named
@@ -109,20 +109,20 @@ def build_parser() -> ArgumentParser:
         help="ranks of each cell (4,4), or of all cells (4); or a rule that finds cells by hosts: auto (SLURM's "
         "network), auto:LEVEL, hosts:REGEX, file:PATH",
     )
-    parser.add_argument("--world", type=int, metavar="N", help="number of ranks (default: the sum of the sizes)")
-    parser.add_argument("--hsdp", type=int, metavar="RANKS", help="ranks that hold one copy of the model")
+    parser.add_argument("--world", type=count, metavar="N", help="number of ranks (default: the sum of the sizes)")
+    parser.add_argument("--hsdp", type=count, metavar="RANKS", help="ranks that hold one copy of the model")
     parser.add_argument(
-        "--params", type=_float, metavar="COUNT", help="parameters of the model (8e9); adds the traffic"
+        "--params", type=count, metavar="COUNT", help="parameters of the model (8e9, 8b); adds the traffic"
     )
-    parser.add_argument("--bytes-per-param", type=_float, metavar="BYTES", help="as sent (default: 4, or --dtype's)")
-    parser.add_argument("--link-gbps", type=_float, metavar="GBPS", help="rate of the slow link; adds the time")
+    parser.add_argument("--bytes-per-param", type=real, metavar="BYTES", help="as sent (default: 4, or --dtype's)")
+    parser.add_argument("--link-gbps", type=real, metavar="GBPS", help="rate of the slow link; adds the time")
     parser.add_argument(
         "--link-backend",
         choices=("gloo", "nccl"),
         help="communication library between cells of GPUs; with gloo, copies to and from the hosts' memory count",
     )
     parser.add_argument(
-        "--pcie-gbps", type=_float, metavar="GBPS", help="rate between a GPU and its host, with gloo (default: 200)"
+        "--pcie-gbps", type=real, metavar="GBPS", help="rate between a GPU and its host, with gloo (default: 200)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--assumptions", action="store_true", help="also list what the numbers rest on, as JSON does")
@@ -131,9 +131,10 @@ def build_parser() -> ArgumentParser:
     )
     group = parser.add_argument_group("with --simulate")
     for name, metavar, told in _NUMBERS:
-        group.add_argument(_option(name), type=_float, metavar=metavar, help=told)
+        read = size_in(2**20) if metavar == "MIB" else real
+        group.add_argument(_option(name), type=read, metavar=metavar, help=told)
     for name, told in _COUNTS:
-        group.add_argument(_option(name), type=int, metavar="N", help=told)
+        group.add_argument(_option(name), type=count, metavar="N", help=told)
     group.add_argument(
         "--form", choices=("auto", "all_gather", "two_hop"), help="how shards reach all cells (default: auto)"
     )
@@ -153,7 +154,7 @@ def build_parser() -> ArgumentParser:
     for name, metavar, told in _TYPES:
         group.add_argument(_option(name), type=str, metavar=metavar, help=told)
     for name, told in _SIZES:
-        group.add_argument(_option(name), type=int, metavar="N", help=told)
+        group.add_argument(_option(name), type=count, metavar="N", help=told)
     group.add_argument("--keep-gathered", action="store_true", help="FSDP keeps layers whole for the backward pass")
     group.add_argument("--loss-parallel", action="store_true", help="tensor-parallel logits stay sharded")
     return parser
@@ -166,6 +167,8 @@ def run(options: Namespace) -> int:
     from xffl.planning.plan_text import assumption_lines, forecast_lines, memory_lines, traffic_lines
     from xffl.planning.summary import summary_lines
 
+    if options.params is not None:
+        options.params = float(options.params)
     for name in ("params", "bytes_per_param", "link_gbps", "pcie_gbps", *(name for name, *_ in _NUMBERS)):
         if options[name] is not None:
             minimum, above = (0.0, -math.inf) if name in ("link_ms", "home_us") else (-math.inf, 0.0)
@@ -225,14 +228,6 @@ def run(options: Namespace) -> int:
 def _check_largest(name: str, value: float, largest: float) -> None:
     if value > largest:
         raise ConfigError(f"{_option(name)} must be at most {largest:g}, got {shown(value)}")
-
-
-def _float(text: str) -> float:
-    """Read an option's number; said in other words than those of the parser, which name a class."""
-    try:
-        return float(text)
-    except ValueError:
-        raise ArgumentTypeError(f"{text!r} is no number; give one such as 25 or 8e9") from None
 
 
 def _option(name: str) -> str:

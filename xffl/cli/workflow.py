@@ -12,7 +12,7 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 
 from xffl.checks import integer, shown
-from xffl.cli.main import HelpFormatter, command_parser
+from xffl.cli.main import command_parser
 from xffl.errors import ConfigError
 from xffl.files import make_folders, read_fields, write_whole
 from xffl.reading import COUNT_LIMIT, Fields
@@ -42,9 +42,10 @@ def build_parser() -> ArgumentParser:
     parser = command_parser(
         "Write CWL documents that train each cell in its own facility and make the rounds here; StreamFlow runs them.",
         _EXAMPLES,
+        prog="xffl workflow",
     )
     commands = parser.add_subcommands(required=True)
-    init = ArgumentParser(formatter_class=HelpFormatter, epilog=_EXAMPLES)
+    init = command_parser(examples=_EXAMPLES)
     init.add_argument("configuration", metavar="CONFIG", help="configuration of one job of all cells, as for xffl exec")
     init.add_argument("--facility", action="append", default=[], metavar="SPEC", help="one for each cell")
     init.add_argument("--out", type=str, default="federation", metavar="DIR", help="folder to create")
@@ -53,12 +54,12 @@ def build_parser() -> ArgumentParser:
     measure = "facility that evaluates each round's model on its validation data, or none (default: the first)"
     init.add_argument("--measure", type=str, metavar="NAME", help=measure)
     commands.add_subcommand("init", init, help="write the workflow of a configuration")
-    begin = ArgumentParser(formatter_class=HelpFormatter)
+    begin = command_parser()
     begin.add_argument("results", metavar="DIR", help="folder of the rounds")
     begin.add_argument("--first", type=int, default=1, metavar="N", help="number of the first round: 0 or 1")
     begin.add_argument("--rounds", type=int, required=True, metavar="N", help="number of the last round")
     commands.add_subcommand("begin", begin, help="a step of the workflow: find the last complete round")
-    record = ArgumentParser(formatter_class=HelpFormatter)
+    record = command_parser()
     record.add_argument("results", metavar="DIR", help="folder of the rounds")
     record.add_argument("metrics", metavar="FILE", help="file written by xffl exec --measure")
     commands.add_subcommand("record", record, help="a step of the workflow: record the values of an evaluation")

@@ -26,12 +26,12 @@ __all__ = [
     "Federation",
     "arrange",
     "check_cells",
-    "check_federation",
     "lone_cell",
     "parse_cell",
     "parse_federation",
     "parse_sizes",
     "read_federation",
+    "read_replica_size",
     "sizes_of_ranks",
 ]
 
@@ -40,6 +40,8 @@ Federation = int | tuple[int, ...] | str
 
 _FORMS = "give auto, auto:LEVEL, hosts:REGEX, file:PATH, or sizes like 4,4"
 _SHOWN = 8  # hosts that a message writes out
+_SIZE = re.compile(r"-?[0-9]{1,18}")
+_LONGEST = 200  # characters of a text that a message writes out
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,17 @@ def parse_sizes(text: str, knob: str) -> int | tuple[int, ...]:
         raise ConfigError(f"{knob} is {shown(text)}; give sizes like 4,4, or one number for equal cells")
     sizes = tuple(int(item) for item in items)
     return sizes[0] if len(sizes) == 1 else sizes
+
+
+def read_replica_size(value: Any, knob: str) -> Any:
+    """Return the size of a replica: a text's number, a plain integer, or what the topology refuses, as it is."""
+    if isinstance(value, str):
+        if not _SIZE.fullmatch(value.strip()):
+            raise ConfigError(
+                f"{knob} is {value[:_LONGEST]!r}; give the ranks that hold one copy of the model, such as 2"
+            )
+        return int(value)
+    return value if index_of(value) is None else index_of(value)
 
 
 def parse_cell(text: str, knob: str) -> tuple[int, int | tuple[int, ...]]:
@@ -110,16 +123,8 @@ def parse_federation(text: str, knob: str) -> Federation:
     return parse_sizes(text, knob)
 
 
-def check_federation(federation: Federation | None, knob: str) -> Federation | None:
-    """Return what a program gives as a federation, if it can be meant: text must be a rule."""
-    found = read_federation(federation, knob)
-    if isinstance(federation, str) and not isinstance(found, str):
-        raise TopologyError(f"{knob} {federation!r} is neither a number nor a rule; give numbers, such as {found}")
-    return found
-
-
 def read_federation(federation: Federation | None, knob: str) -> Federation | None:
-    """Return a federation of a program or a configuration: text is parsed, integers become plain ones."""
+    """Return a federation, wherever it is given: text is parsed as on the command line, integers become plain ones."""
     if isinstance(federation, str):
         return parse_federation(federation, knob)
 

@@ -22,7 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from xffl.checks import decimal, integer
-from xffl.cluster.cells import Federation, check_cells, lone_cell, parse_cell, parse_federation, parse_sizes
+from xffl.cluster.cells import (
+    Federation,
+    check_cells,
+    lone_cell,
+    parse_cell,
+    parse_federation,
+    parse_sizes,
+    read_replica_size,
+)
 from xffl.cluster.hosts import interface_address, route_address
 from xffl.cluster.launchers import (
     KNOWS_NODES,
@@ -210,7 +218,7 @@ def requested_federation(environ: Mapping[str, str] = os.environ) -> tuple[Feder
     federated, hsdp = (environ.get(name, "").strip() for name in ("XFFL_FEDERATED", "XFFL_HSDP"))
     return (
         parse_federation(federated, "XFFL_FEDERATED") if federated else None,
-        read_number("XFFL_HSDP", hsdp) if hsdp else None,
+        read_replica_size(hsdp, "XFFL_HSDP") if hsdp else None,
     )
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from xffl.checks import integer, one_of, shorten
+from xffl.cluster.cells import read_federation, read_replica_size
 from xffl.cluster.environment import checks_world
 from xffl.cluster.network import Timeouts
 from xffl.distributed.activity import RunActivity
@@ -533,7 +534,7 @@ class DistributedState:
 
     def set_federated_scaling(
         self,
-        federated_group_size: tuple[int, ...] | int,
+        federated_group_size: tuple[int, ...] | int | str,
         hsdp: int | None = None,
         cell_shape: Mapping[str, int] | None = None,
     ) -> None:
@@ -544,7 +545,7 @@ class DistributedState:
         HSDP where ``hsdp`` or ``cell_shape`` is given, until :meth:`unset_federated_scaling`.
 
         :param federated_group_size: Ranks of each federated group, in rank order, which sum to the world's size; one
-            number means equal groups of that size.
+            number means equal groups of that size. A text such as ``4,4`` is read as ``XFFL_FEDERATED`` is.
         :param hsdp: Size of an HSDP replica, a divisor of every group's size; None means that each group is one
             replica, sharded with FSDP.
         :param cell_shape: Sizes of the axes of the mesh inside a group, outermost first, such as ``{"pp": 2,
@@ -559,7 +560,13 @@ class DistributedState:
             self._check_order("set_federated_scaling", replaces_hsdp=(hsdp, cell_shape) != (None, None))
             if federated_group_size is None:
                 raise TopologyError("federated sizes None name no cell; give the ranks of each, or call set_fsdp()")
-            topology = Topology(self._place()[1], federated_group_size, hsdp, cell_shape)
+            sizes = read_federation(federated_group_size, "federated_group_size")
+            if isinstance(sizes, str):
+                raise ConfigError(
+                    f"federated_group_size {sizes!r} is a rule, which finds cells by the hosts of all ranks; give it to "
+                    "xffl.session(federated=...), or give sizes like 4,4 here"
+                )
+            topology = Topology(self._place()[1], sizes, read_replica_size(hsdp, "hsdp"), cell_shape)
             replicas = f"hsdp={topology.replica_size}{_shape_text(topology)}"
             share(f"federated sizes {topology.sizes}, {replicas}, {self.handle_count} streams")
             is_checked = checks_world() and topology.cells > 1
@@ -859,7 +866,7 @@ def _shape_text(topology: Topology) -> str:
 
 def _replica_size(hsdp: object) -> int:
     hint = "give the ranks that hold one copy of the model"
-    return integer("replica size (hsdp)", hsdp, hint=hint, error=TopologyError)
+    return integer("replica size (hsdp)", read_replica_size(hsdp, "hsdp"), hint=hint, error=TopologyError)
 
 
 def set_data_place(state: DistributedState, place: DataPlace | None) -> None:

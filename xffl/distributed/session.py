@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
-from xffl.checks import group, index_of, number
-from xffl.cluster.cells import Federation, check_federation, parse_cell, sizes_of_ranks
+from xffl.checks import group, number
+from xffl.cluster.cells import Federation, parse_cell, read_federation, read_replica_size, sizes_of_ranks
 from xffl.cluster.environment import (
     ProcessEnvironment,
     accept_cells,
@@ -111,7 +111,8 @@ def session(
            model = xffl.shard(build_model(), state)
 
     :param federated: Sizes of the federated groups, one size for equal ones, or a rule that finds them: ``auto``
-        (SLURM's network), ``auto:LEVEL``, ``hosts:REGEX``, ``file:PATH``; by default what ``XFFL_FEDERATED`` says.
+        (SLURM's network), ``auto:LEVEL``, ``hosts:REGEX``, ``file:PATH``; by default what ``XFFL_FEDERATED`` says. All
+        forms of that variable are taken, such as ``"4,4"``.
     :param hsdp: Size of a replica; by default what ``XFFL_HSDP`` says, else none.
     :param backend: Communication backend; by default ``gloo``, and ``cpu:gloo,cuda:nccl`` on CUDA: NCCL for what lies
         on GPUs, gloo for the votes of rounds and all else that the host must hear of if a rank is lost.
@@ -443,7 +444,7 @@ def _read_cell(cell: int | None, cells: int | Sequence[int] | None) -> tuple[int
     if cell is None or cells is None:
         text = read_over_files().cell
         return None if text is None else parse_cell(text, "XFFL_CELL")
-    sizes = cells if isinstance(cells, int) else ",".join(map(str, cells))
+    sizes = cells if isinstance(cells, (int, str)) else ",".join(map(str, cells))
     return parse_cell(f"{cell}/{sizes}", "cell")
 
 
@@ -540,8 +541,7 @@ def _request(
         raise ConfigError(f"backend {kind!r} needs a GPU, but the device is the CPU; give backend='gloo'")
     link = check_link_backend(link_backend, kind, chosen)
     count = check_streams(streams, chosen)
-    sizes, hsdp, sources = complete_federation(check_federation(federated, "federated sizes"), hsdp)
-    hsdp = hsdp if index_of(hsdp) is None else index_of(hsdp)  # the setters refuse what is not an integer
+    sizes, hsdp, sources = complete_federation(read_federation(federated, "federated"), read_replica_size(hsdp, "hsdp"))
     if sizes is None:  # one cell
         link = None
     elif link is not None:

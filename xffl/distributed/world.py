@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, parallel
 
 from xffl.checks import one_of
-from xffl.cluster.cells import Federation, check_federation
+from xffl.cluster.cells import Federation, read_federation
 from xffl.cluster.environment import complete_federation, sources_named
 from xffl.distributed.consistency import barrier, compute_device, message_device, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
@@ -553,7 +553,7 @@ class DistributedWorld:
         is_set_up = state.is_fsdp_setup() or state.is_hsdp_setup()
         sources: tuple[str, ...] = ()
         with run_on_all_ranks("federated sizes") as share:  # a rule is compared before it counts
-            asked = check_federation(self._asked["federated"], "federated sizes")
+            asked = read_federation(self._asked["federated"], "federated")
             if asked is None and not is_set_up:
                 asked, _, sources = complete_federation(None, 0)  # replicas are the mesh's
             share(repr(asked))

@@ -145,7 +145,7 @@ def describe_failure(error: BaseException, *, skip: Container[str] = ()) -> Fail
         frames = frames.tb_next
     leaves, is_xffl = isinstance(error, SystemExit), isinstance(error, XfflError)
     hint = f". HINT: {getattr(error, _HINT)}" if hasattr(error, _HINT) else ""
-    headline = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ") + hint
+    headline = visible(f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ") + hint)
     return FailureRecord(
         time=getattr(error, _NOTED_AT),
         exit_code=_exit_code(error),

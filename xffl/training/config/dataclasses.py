@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field, replace
 
 from xffl.checks import integer_fields, number, one_of
-from xffl.cluster.cells import read_federation
+from xffl.cluster.cells import read_federation, read_replica_size
 from xffl.distributed.parameters import DeviceParameters, FaultToleranceParameters
 from xffl.errors import ConfigError
 from xffl.parallel.config import DistributedConfig, TrainingConfig
@@ -36,6 +36,7 @@ class LaunchConfig:
 
     def __post_init__(self) -> None:
         hint = "give such a number, or leave it out"
+        object.__setattr__(self, "hsdp", read_replica_size(self.hsdp, "launch.hsdp"))
         integer_fields(self, "processes", "hsdp", prefix="launch.", hint=hint, may_be_none=True)
         if self.timeout_s is not None:
             number("launch.timeout_s", self.timeout_s, above=0, hint=hint)
