@@ -18,7 +18,7 @@ import sys
 import zipfile
 import zlib
 from collections.abc import Sequence
-from importlib.machinery import BuiltinImporter, ExtensionFileLoader, ModuleSpec, PathFinder, SourceFileLoader
+from importlib.machinery import ExtensionFileLoader, ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
@@ -176,7 +176,7 @@ def check_module(command: Sequence[str]) -> None:
         found = _find("__main__", found, places)
         if found is None:
             raise LaunchError(f"-m {name} names a package without __main__.py; name a module in it: -m {name}.train")
-    if found is not None and (found.loader is BuiltinImporter or isinstance(found.loader, ExtensionFileLoader)):
+    if found is not None and (found.origin == "built-in" or isinstance(found.loader, ExtensionFileLoader)):
         raise LaunchError(f"-m {name} cannot be run: it is a module of compiled code; name one that is Python's source")
     if found is None and name.endswith(".py"):
         raise LaunchError(f"-m takes the dotted name of a module, but {name} looks like a path; leave -m out")
