@@ -67,7 +67,7 @@ def find_place(traceback: TracebackType | None) -> str | None:
         if is_of_script(path) and (not path.startswith("<") or frame.f_globals.get("__name__") == "__main__"):
             place = f"{path}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
-    return place
+    return None if place is None else place.removeprefix(f"{os.getcwd()}{os.sep}")
 
 
 def is_of_package(path: str) -> bool:

@@ -19,6 +19,22 @@ XFFL = [sys.executable, "-m", "xffl"]
 DEADLINE_S = 180
 """Ranks that import torch at once take a minute on two busy cores; a group's timeout is ten."""
 HOSTILE = [":", "a b", "$HOME ${x} $$", 'it\'s "q"', "", "-", "--", "*", "\n", "é", "`id`;", "%u", "\\"]
+OWN_ERROR = """\
+import socket, time, xffl
+with xffl.session(timeout_s=60) as state:
+    if state.rank == 1:
+        with socket.socket() as closed:
+            closed.bind(("127.0.0.1", 0))
+            socket.create_connection(closed.getsockname(), 2)
+    time.sleep(5)
+"""
+"""A script that cannot reach a server of its own, which is no other rank."""
+ALIKE = """\
+import xffl
+with xffl.session(federated=(2, 1)):
+    pass
+"""
+"""A script that all ranks end in the same way, as one that is started in two processes."""
 FOLDER = 'a\'; echo "foo" $(id) é'
 Ended = tuple[int, str, str]
 

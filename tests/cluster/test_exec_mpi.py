@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.cluster.exec_jobs import (
+    ALIKE,
     FOLDER,
     HOSTILE,
+    OWN_ERROR,
     RANK,
     SESSION,
     XFFL,
@@ -72,3 +75,25 @@ def test_a_session_that_loses_a_rank(mpi: Mpi, tmp_path: Path) -> None:
     assert code != 0 and {"joined 0 0", "joined 1 0", "joined 2 1"} <= set(out.splitlines())
     assert seconds_since_one_left(out) < LIMIT_S
     assert err.count("Traceback") == 1 and "xffl: rank 2 failed with ValueError: mine" in err
+
+
+def test_whose_error_it_is(mpi: Mpi, tmp_path: Path) -> None:
+    """The script's own connection is no lost rank, and what all ranks raise is told once, with xffl exec or without."""
+    (tmp_path / "own.py").write_text(OWN_ERROR)
+    code, _, err = finish(start([*mpi.command(2), *XFFL, "exec", "own.py"], mpi.environ, tmp_path))
+    assert code != 0 and "xffl: rank 1 failed with ConnectionRefusedError" in err, err
+    assert "create_connection(closed" in err and "rank 1 lost" not in err
+    (tmp_path / "alike.py").write_text(ALIKE)
+    for words in ([*XFFL, "exec", "alike.py"], [sys.executable, "alike.py"]):
+        code, _, err = finish(start([*mpi.command(2), *words], mpi.environ, tmp_path))
+        assert code != 0 and err.count("sum to 3, but the world has 2 ranks") == 1 and "Traceback" not in err, err
+        assert err.count("alike.py:2)") == 1
+
+
+def test_a_module(mpi: Mpi, tmp_path: Path) -> None:
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "value.py").write_text("VALUE = 7\n")
+    (tmp_path / "pkg" / "train.py").write_text("import sys\nfrom .value import VALUE\nprint(VALUE, sys.argv[1:])\n")
+    command = [*mpi.command(2), *XFFL, "exec", "-m", "pkg.train", "--lr", "1"]
+    code, out, err = finish(start(command, mpi.environ, tmp_path))
+    assert code == 0 and sorted(out.splitlines()) == ["7 ['--lr', '1']"] * 2, err

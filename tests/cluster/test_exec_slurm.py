@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import textwrap
 import time
 from pathlib import Path
@@ -14,10 +15,12 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.exec_jobs import (
+    ALIKE,
     DEADLINE_S,
     FOLDER,
     HOSTILE,
     LAYOUT,
+    OWN_ERROR,
     RANK,
     SESSION,
     XFFL,
@@ -364,3 +367,33 @@ def test_the_cells_of_an_elastic_run_are_steps(slurm: dict[str, str], tmp_path: 
     command = [*THREE[:-1], "--ntasks-per-node=2", *EXEC, "--elastic", "--federated", "3,3", "train.py"]
     code, _, err = finish(start(command, slurm, tmp_path))
     assert code == 2 and "cells 0 and 1 share host a2" in err, err
+
+
+def test_whose_error_it_is(slurm: dict[str, str], tmp_path: Path) -> None:
+    """The script's own connection is no lost rank, and what all ranks raise is told once, with xffl exec or without."""
+    (tmp_path / "own.py").write_text(OWN_ERROR)
+    (tmp_path / "alike.py").write_text(ALIKE)
+    two = ["srun", "-Q", "-N2", "-w", "a1,a2", "--kill-on-bad-exit=1"]
+    code, _, err = finish(start([*two, *EXEC, "own.py"], slurm, tmp_path))
+    assert code == 1 and "xffl: rank 1 failed with ConnectionRefusedError" in err, err
+    assert "create_connection(closed" in err and "rank 1 lost" not in err
+    for words, expected in (([*EXEC, "alike.py"], 2), ([sys.executable, "alike.py"], 1)):
+        code, _, err = finish(start([*two, *words], slurm, tmp_path))
+        assert code == expected and err.count("sum to 3, but the world has 2 ranks") == 1, err
+        assert "Traceback" not in err and err.count("alike.py:2)") == 1
+
+
+def test_a_module_and_a_stream(slurm: dict[str, str], tmp_path: Path) -> None:
+    """The launcher of a job hands what it has read to the ranks; under srun, where it has read nothing, it refuses."""
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "value.py").write_text("VALUE = 7\n")
+    (tmp_path / "pkg" / "train.py").write_text("import sys\nfrom .value import VALUE\nprint(VALUE, sys.argv[1:])\n")
+    (tmp_path / "random.py").write_text("raise SystemExit('the working folder was looked into')")
+    code, out, err = finish(start([*THREE, *EXEC, "-m", "pkg.train", "--lr", "1"], slurm, tmp_path))
+    assert code == 0 and sorted(out.splitlines()) == ["7 ['--lr', '1']"] * 3, err
+    here = f"{shlex.join([*THREE, *EXEC, '-', '--lr', '1'])} <<'END'\nimport sys\nprint('stream', sys.argv)\nEND\n"
+    code, out, err = finish(start(["bash", "-c", here], slurm, tmp_path))
+    assert code == 0 and out.splitlines() == ["stream ['-', '--lr', '1']"] * 3, err
+    two = ["srun", "-Q", "-N2", "-w", "a1,a2"]
+    code, out, err = finish(start([*two, *EXEC, "/dev/stdin"], slurm, tmp_path))
+    assert code == 2 and out == "" and "a launcher has started 2 processes" in err, err

@@ -71,7 +71,7 @@ def test_success_passes_arguments_and_federation(xffl: Start, tmp_path: Path) ->
     assert err.count("\n") == 1
     for rank in range(4):
         told = json.loads((tmp_path / f"told.{rank}").read_text())
-        assert told["argv"] == [name, *hostile] and told["name"] == "__main__" and told["file"] == name
+        assert told["argv"] == [name, *hostile] and told["name"] == "__main__" and told["file"] == str(tmp_path / name)
         assert told["path"] == str(tmp_path)
         assert (told["RANK"], told["WORLD_SIZE"], told["LOCAL_RANK"]) == (str(rank), "4", str(rank))
         assert (told["XFFL_FEDERATED"], told["XFFL_HSDP"], told["OMP_NUM_THREADS"]) == ("2,2", "1", "1")

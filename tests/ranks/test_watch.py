@@ -9,8 +9,10 @@ import os
 import subprocess
 import sys
 import sysconfig
+import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,7 +32,9 @@ from tests.ports import free_port
 from tests.ranks.test_state import new_state
 from tests.worlds import be_launched, run_world
 from xffl.callers import find_caller
-from xffl.distributed import DistributedState, waits
+from xffl.distributed import DistributedState, uncaught, waits
+
+ROOT = Path(__file__).parents[2]
 
 
 class _Told(io.StringIO):
@@ -376,3 +380,72 @@ def test_without_a_session_the_end_of_the_process_tells_of_rounds_that_were_neve
     script.write_text(SCRIPT.format(line))
     ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert (f"the FederatedScaling of {script}:9 was never entered" in ended.stderr) == is_said, ended.stderr
+
+
+def _waits_in_vain(rank: int, world_size: int) -> tuple[str, str]:
+    """Let rank 2 stay away from the call in which rank 0 and rank 3 wait, and rank 1 wait in another one."""
+    told = io.StringIO()
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    with mock.patch.multiple(waits, TELL_AFTER_S=1.0, NOTE_AFTER_S=0.2), redirect_stderr(told):
+        if rank == 2:
+            time.sleep(5.0)
+            return "", ""
+        what = "other values" if rank == 1 else "values"
+        with pytest.raises(RuntimeError, match="[Tt]imed? ?out") as late, waits.NamedWait(what, group):
+            dist.barrier(group)
+    time.sleep(2.0)  # the store is in rank 0
+    return str(late.value), told.getvalue()
+
+
+def test_who_does_not_come_is_named() -> None:
+    found = run_world(4, _waits_in_vain, timeout_s=60.0)
+    elsewhere = "rank 1 waits in a call that compares other values at "
+    for rank, others in ((0, elsewhere), (3, elsewhere), (1, "rank 0 waits in a call that compares values at ")):
+        error, told = found[rank]
+        assert f"; rank 2 has not come, {others}{__file__}:" in error, error
+        assert f"xffl: rank {rank} has waited 1 s in " in told and f"rank 2 has not come, {others}" in told, told
+    assert found[2] == ("", "")
+
+
+def _ends_alike(rank: int, world_size: int, port: int) -> list[str]:
+    """Fail as all ranks do: in the set-up, in a call of all ranks, and by checks that each makes itself."""
+    be_launched(rank, world_size, port)
+
+    def refused_set_up() -> None:
+        with xffl.session(federated=(2, 1)):
+            pass
+
+    def refused_call() -> None:
+        with xffl.session(federated=(1, 1)) as state:
+            xffl.Aggregator(nn.Linear(2, 2 + rank), state)
+
+    def refused_argument() -> None:
+        with xffl.session() as state:
+            xffl.Aggregator(nn.Linear(2, 2), state, combine="no such combiner")
+
+    def refused_on_one() -> None:
+        with xffl.session():
+            if rank == 1:
+                raise xffl.ConfigError("rank 1 alone")
+            raise KeyError("rank 0 alone")
+
+    said = []
+    with mock.patch.object(uncaught, "QUIET_S", 0.0):
+        for fail in (refused_set_up, refused_call, refused_argument, refused_on_one):
+            told = io.StringIO()
+            with pytest.raises((xffl.XfflError, KeyError)) as failed:
+                fail()
+            with redirect_stderr(told):
+                sys.excepthook(failed.type, failed.value, failed.tb)  # as Python does at the end of the script
+            said.append(told.getvalue())
+    return said
+
+
+def test_an_error_that_all_ranks_raise_is_told_once() -> None:
+    first, second = run_world(2, _ends_alike, free_port(), init=False, timeout_s=90.0)
+    for number, told in enumerate(("sum to 3", "differs", "no such combiner")):
+        lines = (first[number] + second[number]).splitlines()
+        assert len(lines) == 1 and told in lines[0], lines
+        assert "xffl: " in lines[0] and f"(at {__file__}:" in lines[0].replace("(at tests/", f"(at {ROOT}/tests/")
+    assert "Traceback" in first[3] and "KeyError" in first[3]
+    assert "xffl: ConfigError: rank 1 alone (at " in second[3] and "Traceback" not in second[3]

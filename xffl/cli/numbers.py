@@ -6,9 +6,8 @@ import math
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any
-
-from real import Decimal
 
 __all__ = ["NUMBER_TYPES", "count", "real", "size_in"]
 

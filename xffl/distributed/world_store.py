@@ -60,11 +60,17 @@ class WaitingNotes:
     """
 
     def __init__(self, group: Group | None) -> None:
+        self._store: Store
         if isinstance(group, CrossWorldGroup):
-            self._store, self._own, self._ranks = group.store, group.rank(), list(range(group.size()))
-            self._first, self._name = group.first, "all"
+            self._store = group.store
+            self._own = group.rank()
+            self._first = group.first
+            self._ranks = list(range(group.size()))
+            self._name = "all"
             return
-        self._store, self._own, self._first = clone_store("see the other ranks' output"), dist.get_rank(), 0
+        self._store = clone_store("see the other ranks' output")
+        self._own = dist.get_rank()
+        self._first = 0
         self._ranks = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
         self._name = "all" if group is None else group.group_name
 

@@ -206,13 +206,15 @@ def be_rank(work: Callable[[], object], *, timeout_s: float | None = None, log_d
     try:
         work()
     except XfflError as error:
-        record = describe_failure(error, skip=_OWN_FILES)
-        if terminal != 2:
-            sys.stderr.write(f"xffl: {record.text}\n")
-        if is_left_to_others(error):
+        line = f"xffl: {describe_failure(error).text}\n"
+        is_quiet, has_log = is_left_to_others(error), terminal != 2
+        if has_log or not is_quiet:
+            sys.stderr.write(line)
+            sys.stderr.flush()
+        if has_log and not is_quiet:
+            os.write(terminal, line.encode(errors="replace"))
+        if is_quiet:
             time.sleep(QUIET_S)
-        else:
-            os.write(terminal, f"xffl: {record.text}\n".encode(errors="replace"))
         _leave_mpi()
         return ExitCode.REFUSED
     except SystemExit as left:

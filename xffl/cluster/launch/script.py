@@ -18,7 +18,7 @@ import sys
 import zipfile
 import zlib
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ExtensionFileLoader, ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
@@ -176,6 +176,8 @@ def check_module(command: Sequence[str]) -> None:
         found = _find("__main__", found, places)
         if found is None:
             raise LaunchError(f"-m {name} names a package without __main__.py; name a module in it: -m {name}.train")
+    if found is not None and (found.origin == "built-in" or isinstance(found.loader, ExtensionFileLoader)):
+        raise LaunchError(f"-m {name} cannot be run: it is a module of compiled code; name one that is Python's source")
     if found is None and name.endswith(".py"):
         raise LaunchError(f"-m takes the dotted name of a module, but {name} looks like a path; leave -m out")
     if found is None:
@@ -221,12 +223,19 @@ def run_command(command: Sequence[str], source: str | None = None) -> None:
     script = command[0]
     if source is not None:
         _put_first("")
-        _run_text("<stdin>" if script == STANDARD_INPUT else script, zlib.decompress(base64.b64decode(source)))
+        _run_text(zlib.decompress(base64.b64decode(source)), "<stdin>" if script == STANDARD_INPUT else script)
         return
-    if not os.path.isdir(script) and not zipfile.is_zipfile(script):  # else run_path puts the script itself first
-        _put_first(os.path.dirname(os.path.realpath(script)))
+    whole = os.path.join(os.getcwd(), script)  # the script may leave this folder
+    if os.path.isdir(script) or zipfile.is_zipfile(script):
+        runpy.run_path(whole, run_name="__main__")  # which puts the script itself first on the path
+        return
+    _put_first(os.path.dirname(os.path.realpath(script)))
+    text = Path(script).read_bytes()
     try:
-        runpy.run_path(script, run_name="__main__")
+        if text[:4] == importlib.util.MAGIC_NUMBER:
+            runpy.run_path(whole, run_name="__main__")
+        else:
+            _run_text(text, whole, is_file=True)
     except ImportError as error:
         if _RELATIVE in str(error):
             note_hint(error, _module_hint(script))
@@ -238,11 +247,18 @@ def _put_first(folder: str) -> None:
         sys.path.insert(0, folder)
 
 
-def _run_text(name: str, text: bytes) -> None:
-    """Run a text as the module ``__main__``, with its lines in tracebacks."""
+def _run_text(text: bytes, name: str, *, is_file: bool = False) -> None:
+    """Run a text as the module ``__main__``, with its lines in tracebacks.
+
+    ``runpy`` would give a file's path as it is written, which means another one when the script has left the folder.
+    """
     main = ModuleType("__main__")
-    lines = text.decode(errors="replace").splitlines(keepends=True)
-    linecache.cache[name] = (len(text), None, lines, name)
+    if is_file:
+        main.__file__, main.__loader__ = name, SourceFileLoader("__main__", name)
+        main.__dict__["__cached__"] = None
+    else:
+        lines = text.decode(errors="replace").splitlines(keepends=True)
+        linecache.cache[name] = (len(text), None, lines, name)
     code = compile(text, name, "exec", dont_inherit=True)
     before = sys.modules["__main__"]
     sys.modules["__main__"] = main
