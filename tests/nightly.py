@@ -52,6 +52,11 @@ def parts(seeds: int) -> tuple[Part, ...]:
             commands=((python, "-m", "tests.chaos.storage", "--long"),),
         ),
         Part(
+            name="inputs",
+            what="mutated inputs of every reader of files and of peers",
+            commands=((python, "-m", "tests.chaos.inputs", "--long"),),
+        ),
+        Part(
             name="nccl",
             what="all strategies and rounds against NCCL's rules",
             commands=((python, "-m", "pytest", "-q", "tests/ranks/test_nccl.py"),),
