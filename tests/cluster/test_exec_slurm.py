@@ -142,12 +142,12 @@ WRONG = [
     ([*THREE, *EXEC, "--federated", "2,2", RANK], "TopologyError: federated sizes (2, 2) sum to 4", "has 3 ranks"),
     (
         ["srun", "-n1", *EXEC, "--processes", "4", RANK],
-        "ConfigError: --processes is 4, but slurm has started 1",
+        "ConfigError: --processes is 4, but srun has started 1",
         "HINT: for 4",
     ),
     (
         ["srun", "-n1", *EXEC, "--hosts", "a:4", RANK],
-        "ConfigError: --hosts is given, but slurm has started 1",
+        "ConfigError: --hosts is given, but srun has started 1",
         "leave it",
     ),
     (["srun", "-n1", *EXEC, "--merge", RANK], "ConfigError: --merge is for the command that starts", "xffl logs DIR"),

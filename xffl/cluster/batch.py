@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xffl.checks import shown
-from xffl.cluster.hosts import resolve
+from xffl.cluster.hosts import MAX_HOSTS, resolve
 from xffl.cluster.launchers import find_launcher, read_number
 from xffl.cluster.slurm.allocation import Allocation, Host, find_allocation
 from xffl.errors import LaunchError
@@ -151,6 +151,8 @@ def _count(entries: Iterable[tuple[str, int]], where: str) -> Counter[str]:
         if not 1 <= count <= _MOST_SLOTS:
             raise LaunchError(f"{where} gives {shown(name)} {count} slots; give 1 to {_MOST_SLOTS}")
         slots[name] += count
+    if len(slots) > MAX_HOSTS:
+        raise LaunchError(f"{where} names {len(slots)} hosts; give at most {MAX_HOSTS}")
     if not slots:
         raise LaunchError(f"{where} names no host; give --hosts, or --launcher local for this host alone")
     return slots

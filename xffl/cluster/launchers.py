@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
-from xffl.checks import shown
+from xffl.checks import decimal, shown
 from xffl.cluster.hosts import expand_counts, expand_hosts, host_identity, node_address, reachable_address
 from xffl.cluster.network import control_address
 from xffl.cluster.placement import Claim, place_ranks
@@ -35,8 +35,6 @@ __all__ = [
     "refuse_other_launchers",
     "torchrun_variables",
 ]
-
-_NUMBER = re.compile(r"\s*[+-]?[0-9]{1,18}\s*")
 
 
 class Meeting(NamedTuple):
@@ -336,9 +334,10 @@ def honour_master(found: Fields, environ: Environ) -> None:
 
 def read_number(name: str, text: str) -> int:
     """Read the integer that a variable holds."""
-    if _NUMBER.fullmatch(text) is None:
+    number = decimal(text.strip().removeprefix("-")) if text.isascii() else None
+    if number is None:
         raise LaunchError(f"{name} is {shown(text)}; it must be an integer")
-    return int(text)
+    return -number if text.strip().startswith("-") else number
 
 
 def _local_fields(rank: str, world_size: str, local_rank: str, local_size: str) -> dict[str, str]:
