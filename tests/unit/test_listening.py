@@ -27,7 +27,7 @@ from xffl.cluster.listening import (
     release_gloo,
 )
 from xffl.cluster.network import LOCAL_VARIABLE, control_address, list_interfaces
-from xffl.distributed import world_store as stores
+from xffl.distributed import stores
 from xffl.distributed.stores import join_store, serve_store
 from xffl.errors import LaunchError
 
