@@ -247,7 +247,7 @@ def read_any_seal(content: bytes, folder: Path) -> None:
 
 
 def vote_examples(folder: Path) -> list[bytes]:
-    return [json.dumps({"lineage": "abc", "lives": ["0.1x", "0.2y"]}).encode()]
+    return [json.dumps({"lineage": "abc", "lives": ["0.1a", "0.2b"]}).encode()]
 
 
 def vote(content: bytes, folder: Path) -> None:
