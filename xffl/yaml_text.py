@@ -17,6 +17,8 @@ __all__ = ["YAML_LIMIT", "compose_yaml", "parse_yaml", "write_yaml"]
 
 YAML_LIMIT = 2**19
 """The most characters of a YAML text, and of what it holds with its aliases written out; PyYAML takes seconds for it"""
+CHARACTERS_OF_VALUE = 10
+"""A text may hold a tenth as many values as characters: PyYAML takes 50 us for each"""
 
 _NUMBER = r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
 _RULES = (
@@ -35,6 +37,7 @@ class _Loader(yaml.SafeLoader):
         self._limit = limit
         self._depth = depth
         self._level = 0
+        self._count = 0
         self._sizes: dict[int, int] = {}
         """Characters of each node that is complete, with its aliases written out, by the node's identity"""
 
@@ -43,6 +46,10 @@ class _Loader(yaml.SafeLoader):
         is_alias = self.check_event(yaml.AliasEvent)
         mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
         self._level += 1
+        self._count += 1
+        if self._count > self._limit // CHARACTERS_OF_VALUE:
+            problem = f"there are more than {self._limit // CHARACTERS_OF_VALUE} values"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
         if self._level > self._depth + 1:
             raise yaml.MarkedYAMLError(problem=f"values are nested more than {self._depth} deep", problem_mark=mark)
         node: yaml.Node | None = super().compose_node(parent, index)

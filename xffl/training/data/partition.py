@@ -16,6 +16,7 @@ import math
 import numbers
 import os
 import struct
+import tokenize
 import zipfile
 import zlib
 from bisect import bisect_left
@@ -38,7 +39,7 @@ __all__ = ["Partition", "by_key", "dirichlet", "iid", "index_array", "inner_diri
 
 _READ_ERRORS = (
     *(OSError, EOFError, zipfile.BadZipFile, zlib.error, struct.error, NotImplementedError, RuntimeError),
-    *(ValueError, KeyError, AttributeError, TypeError, IndexError, SyntaxError, MemoryError),
+    *(ValueError, KeyError, AttributeError, TypeError, IndexError, SyntaxError, tokenize.TokenError, MemoryError),
 )
 """What NumPy and zipfile raise where a file is no archive of arrays, or is a damaged one"""
 LEAST_ALPHA, MOST_ALPHA = 1e-9, 1e9

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tokenize
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,11 @@ Tokens = npt.NDArray[Any]
 _MAX_CHARACTERS = 0x110000
 """The characters of Unicode"""
 _MAX_ABOUT_BYTES = 2**16
+ARRAY_ERRORS = (
+    *(OSError, EOFError, ValueError, TypeError, OverflowError, MemoryError),
+    *(SyntaxError, tokenize.TokenError, AttributeError, KeyError),
+)
+"""What NumPy raises where a file is no array, or is a damaged one"""
 CHUNK = 1 << 24
 """Tokens that are looked at in one go."""
 PROBES, PROBE_TOKENS = 64, 4096
@@ -370,7 +376,7 @@ def open_tokens(path: str | os.PathLike[str], dtype: npt.DTypeLike | None = None
             tokens: Tokens = np.load(file, mmap_mode="r", allow_pickle=False)
         else:
             tokens = np.memmap(file, dtype=dtype or np.uint16, mode="r")
-    except (ValueError, OSError, EOFError, TypeError, SyntaxError, OverflowError, MemoryError) as error:
+    except ARRAY_ERRORS as error:
         raise ConfigError(f"{str(file)!r} is not an array of tokens ({error}); write it with write_tokens") from error
     return _checked(tokens)
 
