@@ -13,6 +13,7 @@ from xffl.errors import ConfigError, XfflError
 
 __all__ = [
     "closest",
+    "decimal",
     "flattened",
     "group",
     "index_of",
@@ -123,6 +124,14 @@ def shorten(items: Iterable[Any], most: int = 5, separator: str = ", ") -> str:
     texts = [str(item) for item in items]
     more = len(texts) - most
     return separator.join(texts[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def decimal(text: str, most: int = 18) -> int | None:
+    """Return the integer that a text of at most ``most`` decimal digits writes, ``None`` where it is none.
+
+    Python raises where a text has thousands of digits, and so do many who are handed such a number.
+    """
+    return int(text) if len(text) <= most and text.isdecimal() else None
 
 
 def shown(value: Any, most: int = 200) -> str:

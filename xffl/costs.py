@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from xffl.checks import integer, one_of
+from xffl.checks import decimal, integer, one_of
 from xffl.errors import ConfigError
 
 __all__ = [
@@ -172,7 +172,7 @@ def read_codec(name: object) -> CodecSpec:
             raise ConfigError(f"codec {name!r}: option {part!r} is unknown or given twice; {knob}")
         options[key] = value
         if key == "block":
-            number = int(value) if value.isascii() and value.isdecimal() else value
+            number = int(value) if value.isascii() and decimal(value) is not None else value
             options[key] = integer(f"codec {name!r}: block", number, 1, MAX_BLOCK, hint="give block=64")
         else:
             one_of(f"codec {name!r}: {key}", value, known[key], hint=f"give {key}={known[key][0]}")

@@ -27,6 +27,7 @@ __all__ = [
     "open_regular",
     "read_bytes",
     "read_fields",
+    "read_given",
     "read_sealed",
     "read_sealed_json",
     "read_text",
@@ -39,6 +40,8 @@ __all__ = [
     "written_whole",
 ]
 
+TEXT_FILE_LIMIT = 2**24
+"""The most bytes of a file that is written by hand, such as a list of hosts"""
 ENOTSUPP = 524
 """Linux's own number, which some file systems let through to programs; the module errno does not know it."""
 FOLDER_SYNC_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, ENOTSUPP)
@@ -46,7 +49,7 @@ FOLDER_SYNC_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, ENOTSUPP)
 SEAL = b"xffl-sealed sha256 "
 WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG, errno.ESTALE)
 """What a library may hide that fails to write"""
-RUST_ERROR = re.compile(r"\(os error (\d+)\)")
+RUST_ERROR = re.compile(r"\(os error (\d{1,9})\)")
 """How libraries written in Rust, such as safetensors, end the text of an error of the operating system"""
 
 
@@ -212,6 +215,18 @@ def read_bytes(path: Path, limit: int | None = None) -> bytes:
         if max(size, len(content)) > limit:
             raise OSError(errno.EFBIG, f"it has {max(size, len(content))} bytes; at most {limit} are read", str(path))
         return content
+
+
+def read_given(path: Path, limit: int = TEXT_FILE_LIMIT) -> str:
+    """Return the UTF-8 text of a file that a user has named, which may be a pipe, such as a shell makes of ``<(...)``.
+
+    What cannot be read is an OSError; bytes that are no UTF-8, and a path that is none, are a ValueError.
+    """
+    with open(path, "rb") as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"it has more than {limit} bytes", str(path))
+    return content.decode("utf-8")
 
 
 def read_fields(

@@ -44,6 +44,7 @@ COUNT_LIMIT = 2**53
 TEXT_LIMIT = 4096
 """The most characters of one text, such as a name or a path, where no other limit is given"""
 
+_MANY_DIGITS = re.compile(f"[0-9]{{{DIGIT_LIMIT + 1}}}")
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -64,19 +65,15 @@ def parse_json(text: str | bytes, *, limit: int = JSON_LIMIT, depth: int = DEPTH
         raise ValueError(f"it has {len(text)} characters; at most {limit} are read")
     if isinstance(text, bytes):
         text = text.decode("utf-8")  # its UnicodeDecodeError is a ValueError and says where
+    decoder = _STRICT if is_finite else _CAREFUL if _MANY_DIGITS.search(text) else _PLAIN
     try:
-        value = json.loads(
-            text,
-            parse_int=number_of_digits,
-            parse_float=_finite_float if is_finite else None,
-            parse_constant=_refuse_constant if is_finite else None,
-            object_pairs_hook=_unique_names,
-        )
+        value = decoder.decode(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"it is not JSON: {error}") from error
     except RecursionError as error:
         raise ValueError(f"its values are nested more than {depth} deep") from error
-    check_depth(value, depth)
+    if text.count("[") + text.count("{") > depth:
+        check_depth(value, depth)
     if _SURROGATE_ESCAPE.search(text) and has_surrogate(json.dumps(value, ensure_ascii=False)):
         raise ValueError("a text in it holds half of a surrogate pair, which is no character")
     return value
@@ -130,6 +127,17 @@ def _finite_float(text: str) -> float:
 
 def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"it holds {text}, which is no number of JSON")
+
+
+_PLAIN = json.JSONDecoder(object_pairs_hook=_unique_names)
+"""For most texts: a call for each number would take longer than all else"""
+_CAREFUL = json.JSONDecoder(object_pairs_hook=_unique_names, parse_int=number_of_digits)
+_STRICT = json.JSONDecoder(
+    object_pairs_hook=_unique_names,
+    parse_int=number_of_digits,
+    parse_float=_finite_float,
+    parse_constant=_refuse_constant,
+)
 
 
 # Values ---------------------------------------------------------------------------------------------------------------
@@ -233,14 +241,8 @@ class Fields:
 
     def mapping(self, name: str) -> Fields:
         """Return a mapping of texts to values, to read its values in turn."""
-        label = self._label(name)
-        inner = object.__new__(type(self))
-        inner.what = self.what
-        inner._error = self._error
-        inner._hint = self._hint
-        inner._place = f"{self._place}{name}."
-        inner._values = inner._checked_mapping(self.any(name), label)
-        return inner
+        value = self._checked_mapping(self.any(name), self._label(name))
+        return self._part(f"{self._place}{name}.", value)
 
     # Several values ---------------------------------------------------------------------------------------------------
 
@@ -265,13 +267,8 @@ class Fields:
             self._refuse(name, "a list", value)
         if len(value) > most:
             self.fail(f"{self._label(name)} has {len(value)} items; at most {most} are read")
-        items = object.__new__(type(self))
-        items.what = self.what
-        items._error = self._error
-        items._hint = self._hint
-        items._place = f"{self._place}{name}"
-        items._values = {f"[{at}]": item for at, item in enumerate(value)}
-        return [read(items, at, *args, **kwargs) for at in items._values]
+        items = self._part(f"{self._place}{name}", {f"[{at}]": item for at, item in enumerate(value)})
+        return [read(items, at, *args, **kwargs) for at in items]
 
     def mapping_of(
         self, name: str, most: int, read: Callable[Concatenate[Fields, str, P], T], *args: P.args, **kwargs: P.kwargs
@@ -308,6 +305,13 @@ class Fields:
     def place(self, name: str) -> str:
         """Return where a value stands, for an error: ``members[2].rank of FILE``."""
         return self._label(name)
+
+    def _part(self, place: str, values: Mapping[str, Any]) -> Fields:
+        """Return the values that stand at a place of these."""
+        part = Fields({}, self.what, error=self._error, hint=self._hint)
+        part._place = place
+        part._values = values
+        return part
 
     def _label(self, name: str) -> str:
         shown = name if len(name) <= 100 else f"{name[:100]}..."

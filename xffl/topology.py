@@ -14,11 +14,15 @@ from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple, SupportsIndex
 
-from xffl.checks import integer
+from xffl.checks import integer, shown
 from xffl.errors import TopologyError
 
 __all__ = ["REPLICATE_AXIS", "Coordinates", "DataPlace", "RankGroup", "Topology"]
 
+MAX_RANKS = 1_000_000
+"""The most ranks of a world. A larger number is a mistake: to write out the cells of a thousand million ranks takes
+minutes and all memory.
+"""
 REPLICATE_AXIS = "dp_replicate"
 """The axis of a cell's shape that counts replicas; all other axes cut the model."""
 
@@ -268,7 +272,10 @@ class DataPlace:
 
 
 def _size(what: str, value: object, knob: str) -> int:
-    return integer(what, value, hint=knob, error=TopologyError)
+    size = integer(what, value, hint=knob, error=TopologyError)
+    if size > MAX_RANKS:
+        raise TopologyError(f"{what} must be at most {MAX_RANKS}, got {shown(size)}; {knob}")
+    return size
 
 
 def _cell_sizes(world: int, sizes: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -281,7 +288,7 @@ def _cell_sizes(world: int, sizes: object) -> tuple[tuple[int, ...], tuple[int, 
     if not given:
         raise TopologyError(f"federated sizes () name no cell; {knob}")
     # The common case is checked at once, which is fast for very many cells.
-    is_plain = set(map(type, given)) == {int} and min(set(given)) > 0
+    is_plain = set(map(type, given)) == {int} and min(set(given)) > 0 and max(set(given)) <= MAX_RANKS
     cells = given if is_plain else tuple(_size("federated size", size, knob) for size in given)
     if len(cells) == 1:
         if world % cells[0]:

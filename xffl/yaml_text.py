@@ -15,7 +15,7 @@ from xffl.reading import DEPTH_LIMIT, has_surrogate, number_of_digits
 
 __all__ = ["YAML_LIMIT", "compose_yaml", "parse_yaml", "write_yaml"]
 
-YAML_LIMIT = 2**20
+YAML_LIMIT = 2**19
 """The most characters of a YAML text, and of what it holds with its aliases written out; PyYAML takes seconds for it"""
 
 _NUMBER = r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
@@ -41,7 +41,7 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Compose a node unless it lies too deep, is an alias of what it lies in, or is too large written out."""
         is_alias = self.check_event(yaml.AliasEvent)
-        mark = self.peek_event().start_mark
+        mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
         self._level += 1
         if self._level > self._depth + 1:
             raise yaml.MarkedYAMLError(problem=f"values are nested more than {self._depth} deep", problem_mark=mark)

@@ -44,7 +44,7 @@ from xffl.training.config.configuration import (
     to_plain,
 )
 from xffl.training.config.dataclasses import BaseTrainerConfig, ExperimentConfig
-from xffl.training.config.settings import load_text, write_yaml
+from xffl.yaml_text import parse_yaml, write_yaml
 
 
 class Color(enum.Enum):
@@ -714,7 +714,7 @@ trees = st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(st.
 @given(trees)
 def test_yaml_reads_back_by_both_versions(tree: Any) -> None:
     written = write_yaml({"a": tree})
-    assert load_text(written) == {"a": tree} and yaml.safe_load(written) == {"a": tree}
+    assert parse_yaml(written) == {"a": tree} and yaml.safe_load(written) == {"a": tree}
 
 
 @given(st.text())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -34,6 +33,8 @@ from xffl.cluster.launch.srun import launch_srun
 from xffl.cluster.launch.ssh import launch_ssh
 from xffl.cluster.slurm.allocation import Allocation, Host, ask_switches, find_allocation, own_host, parse_hosts
 from xffl.errors import ConfigError, LaunchError
+from xffl.files import TEXT_FILE_LIMIT, read_text
+from xffl.reading import parse_json
 from xffl.topology import Topology
 
 if TYPE_CHECKING:
@@ -320,7 +321,7 @@ def _what_is_done(config: Any) -> str | None:
     round_before, start = (0, None) if asked.start_from is None else read_global(asked.start_from)
     if asked.measure_to is not None:
         try:
-            told = json.loads(Path(asked.measure_to).read_text())
+            told = parse_json(read_text(Path(asked.measure_to), TEXT_FILE_LIMIT))
         except (OSError, ValueError):
             return None
         is_same = isinstance(told, dict) and told.get("start") == start is not None

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from xffl.checks import integer, number, one_of
+from xffl.checks import decimal, integer, number, one_of, shown
 from xffl.cli.main import command_parser
 from xffl.cluster import environment
 from xffl.cluster.launch.launchers import LAUNCHERS
 from xffl.cluster.launch.logs import Stream, list_rank_files
 from xffl.errors import ConfigError, XfflError
 from xffl.extras import install_command, optional_import
+from xffl.topology import MAX_RANKS
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -284,10 +285,10 @@ def _read_ranks(text: str) -> set[int]:
     ranks: set[int] = set()
     for item in text.split(","):
         first, dash, last = item.strip().partition("-")
-        last = last if dash else first
-        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
-            raise ConfigError(f"--ranks must be numbers and ranges such as 0,4-7, got {item!r} in {text!r}")
-        ranks.update(range(int(first), int(last) + 1))
+        start, end = decimal(first), decimal(last if dash else first)
+        if start is None or end is None or not start <= end < MAX_RANKS:
+            raise ConfigError(f"--ranks must be numbers and ranges such as 0,4-7, got {shown(item)} in {shown(text)}")
+        ranks.update(range(start, end + 1))
     return ranks
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jsonargparse import ArgumentParser, Namespace
 
-from xffl.checks import number
+from xffl.checks import decimal, number, shown
 from xffl.cli.main import command_parser
 from xffl.cluster.cells import Arrangement, Federation, arrange, lone_cell, parse_federation
 from xffl.cluster.environment import complete_federation, sources_named
@@ -29,6 +29,7 @@ from xffl.cluster.slurm.allocation import (
     with_switches,
 )
 from xffl.errors import ConfigError, LaunchError
+from xffl.files import read_given
 from xffl.planning.text import counted
 from xffl.topology import Topology
 
@@ -85,6 +86,9 @@ _SIZES = (
     ("zero_stage", "stage of DeepSpeed's ZeRO: 1, 2 or 3 (default: 2)"),
 )
 _STRATEGIES = ("single", "ddp", "fsdp", "hsdp", "deepspeed")
+_LARGEST = 1e15
+"""The largest number that an option takes: products of several are finite"""
+_MAX_LAYERS = 100_000
 _MAX_HOSTS = 16
 _MAX_CELLS = 8
 _NEEDED = ("params", "link_gbps", "link_ms", "step_s", "every")
@@ -166,6 +170,10 @@ def run(options: Namespace) -> int:
         if options[name] is not None:
             minimum, above = (0.0, -math.inf) if name in ("link_ms", "home_us") else (-math.inf, 0.0)
             number(_option(name), options[name], minimum, above=above)
+            _check_largest(name, options[name], _LARGEST)
+    for name, *_ in (*_COUNTS, *_SIZES):
+        if options[name] is not None:
+            _check_largest(name, options[name], _MAX_LAYERS if name == "layers" else _LARGEST)
     if options.bytes_per_param is None:
         # A round sends a weight as it is kept.
         options.bytes_per_param = float(TrainingSize(dtype=options.dtype or "float32").kept_bytes)
@@ -212,6 +220,11 @@ def run(options: Namespace) -> int:
     summary = _summarize(options, topology, traffic, memory, forecaster)
     print("\n".join(["", *summary_lines(summary)]))
     return 0
+
+
+def _check_largest(name: str, value: float, largest: float) -> None:
+    if value > largest:
+        raise ConfigError(f"{_option(name)} must be at most {largest:g}, got {shown(value)}")
 
 
 def _float(text: str) -> float:
@@ -457,8 +470,8 @@ def _find_hosts(options: Namespace, federated: Federation | None) -> tuple[Host,
 
 def _read_topology(file: str) -> dict[str, tuple[str, ...]]:
     try:
-        found = read_topology(Path(file).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, LaunchError) as error:
+        found = read_topology(read_given(Path(file)))
+    except (OSError, ValueError, LaunchError) as error:
         raise ConfigError(f"--topology {file}: {error}; give what scontrol show topology prints") from error
     if not found:
         raise ConfigError(f"--topology {file} names no switch with nodes; give what scontrol show topology prints")
@@ -675,10 +688,10 @@ def _parse_mesh(text: str, axes: tuple[str, ...]) -> dict[str, Any]:
     sizes: dict[str, Any] = {}
     for word in text.split(","):
         axis, _, size = (part.strip() for part in word.partition("="))
-        if axis not in axes or axis in sizes or not (size == "auto" or size.isdecimal()):
+        if axis not in axes or axis in sizes or not (size == "auto" or decimal(size)):
             raise ConfigError(
-                f"--mesh {text!r} has {word!r}; give each of {', '.join(axes)} at most once with its ranks or auto, "
-                "such as pp=2,dp_shard=auto"
+                f"--mesh {shown(text)} has {shown(word)}; give each of {', '.join(axes)} at most once with its ranks "
+                "or auto, such as pp=2,dp_shard=auto"
             )
         sizes[axis] = size if size == "auto" else int(size)
     return sizes

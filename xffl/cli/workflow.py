@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +11,19 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from xffl.checks import integer
+from xffl.checks import integer, shown
 from xffl.cli.main import HelpFormatter, command_parser
 from xffl.errors import ConfigError
-from xffl.files import make_folders, write_whole
+from xffl.files import make_folders, read_fields, write_whole
+from xffl.reading import COUNT_LIMIT, Fields
 from xffl.workflow.documents import Facility, Workflow, parse_facilities, write_workflow
 
 __all__ = ["build_parser", "run"]
+
+_ROUND = re.compile(r"\.?round_(\d{1,18})(?:\..*)?")
+"""A round's folder, also one that a kill has left aside (:func:`xffl.checkpoint.format.locate_checkpoint`)"""
+_MAX_BYTES = 2**24
+_MAX_VALUES = 10_000
 
 _EXAMPLES = """\
 examples:
@@ -103,7 +110,7 @@ def _init(options: Namespace) -> None:
 
 def _rounds(given: int | None, config: Any, every: int) -> int:
     if given is not None:
-        return integer("--rounds", given)
+        return integer("--rounds", given, 1, COUNT_LIMIT)
     if (steps := config.training.max_steps) is None:
         why = "the configuration has no training.max_steps, so it does not say how many rounds"
         raise ConfigError(f"{why}; give --rounds")
@@ -134,8 +141,10 @@ def _begin(options: Namespace) -> None:
 
     first = integer("--first", options.first, 0, 1)
     results, last = Path(options.results), None
-    results.mkdir(parents=True, exist_ok=True)
-    for number in range(integer("--rounds", options.rounds), first - 1, -1):
+    _make(results)
+    rounds = integer("--rounds", options.rounds, 1, COUNT_LIMIT)
+    made = {int(found[1]) for path in results.iterdir() if (found := _ROUND.fullmatch(path.name)) is not None}
+    for number in sorted((one for one in made if first <= one <= rounds), reverse=True):
         if is_written(results / f"round_{number}", "global", {"round": number}):
             last = number
             break
@@ -150,8 +159,27 @@ def _begin(options: Namespace) -> None:
 
 
 def _record(options: Namespace) -> None:
-    told = json.loads(Path(options.metrics).read_text())
+    hint = "give what xffl exec --measure has written"
+    told = read_fields(Path(options.metrics), hint=hint, limit=_MAX_BYTES)
+    number = told.integer("round")
+    values = told.mapping_of("metrics", _MAX_VALUES, _read_value)
     folder = Path(options.results) / "metrics"
-    make_folders(folder)
-    write_whole(folder / f"round_{told['round']}.json", json.dumps(told, indent=1) + "\n")
-    print(f"round {told['round']}: " + ", ".join(f"{name} {value:.4g}" for name, value in told["metrics"].items()))
+    _make(folder)
+    written = {name: told.any(name) for name in told}
+    write_whole(folder / f"round_{number}.json", json.dumps(written, indent=1) + "\n")
+    print(f"round {number}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
+
+
+def _make(folder: Path) -> None:
+    try:
+        make_folders(folder)
+    except (OSError, ValueError) as error:
+        told = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{shown(str(folder))} cannot be made: {told}; give another folder") from error
+
+
+def _read_value(fields: Fields, name: str) -> float:
+    """Return a measured value, which JSON holds as a text where it is not finite."""
+    if fields.any(name) in ("NaN", "Infinity", "-Infinity"):
+        return float(fields.any(name))
+    return fields.real(name)

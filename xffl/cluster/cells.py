@@ -14,10 +14,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from xffl.checks import group, index_of, shorten
+from xffl.checks import decimal, group, index_of, shorten, shown
 from xffl.cluster.hosts import expand_hosts
 from xffl.cluster.slurm.allocation import Host
 from xffl.errors import ConfigError, LaunchError, TopologyError
+from xffl.files import read_given
+from xffl.topology import MAX_RANKS
 
 __all__ = [
     "Arrangement",
@@ -58,8 +60,8 @@ def parse_sizes(text: str, knob: str) -> int | tuple[int, ...]:
     if plain[:1] + plain[-1:] in ("()", "[]"):
         plain = plain[1:-1]
     items = [item.strip() for item in plain.strip().removesuffix(",").split(",")]
-    if not all(item.removeprefix("-").isdecimal() for item in items):
-        raise ConfigError(f"{knob} is {text!r}; give sizes like 4,4, or one number for equal cells")
+    if any(decimal(item.removeprefix("-")) is None for item in items):
+        raise ConfigError(f"{knob} is {shown(text)}; give sizes like 4,4, or one number for equal cells")
     sizes = tuple(int(item) for item in items)
     return sizes[0] if len(sizes) == 1 else sizes
 
@@ -69,12 +71,13 @@ def parse_cell(text: str, knob: str) -> tuple[int, int | tuple[int, ...]]:
     number, _, rest = text.strip().partition("/")
     cells = parse_sizes(rest, knob) if rest else 0
     count = cells if isinstance(cells, int) else len(cells)
-    if not number.isdecimal() or not int(number) < count or (isinstance(cells, tuple) and min(cells) < 1):
+    own = decimal(number)
+    if own is None or not own < count <= MAX_RANKS or (isinstance(cells, tuple) and min(cells) < 1):
         raise ConfigError(
-            f"{knob} is {text!r}; give the cell's number, from 0, and how many there are, such as 0/2, or the ranks of "
-            "each, such as 0/4,2"
+            f"{knob} is {shown(text)}; give the cell's number, from 0, and how many there are, such as 0/2, or the "
+            "ranks of each, such as 0/4,2"
         )
-    return int(number), cells
+    return own, cells
 
 
 def parse_federation(text: str, knob: str) -> Federation:
@@ -86,22 +89,24 @@ def parse_federation(text: str, knob: str) -> Federation:
     """
     plain = text.strip()
     kind, colon, rest = plain.partition(":")
-    if kind == "auto" and (not colon or (rest.isdecimal() and int(rest) > 0)):
+    if kind == "auto" and (not colon or (decimal(rest) or 0) > 0):
         return plain
     if kind == "auto":
-        raise ConfigError(f"{knob} is {text!r}; write auto:LEVEL with a level from 1 on, 1 for what is below the root")
+        raise ConfigError(
+            f"{knob} is {shown(text)}; write auto:LEVEL with a level from 1 on, 1 for what is below the root"
+        )
     if kind == "hosts" and rest:
         try:
             re.compile(rest)
         except re.error as error:
-            raise ConfigError(f"{knob} is {text!r}, whose regular expression is invalid: {error}") from error
+            raise ConfigError(f"{knob} is {shown(text)}, whose regular expression is invalid: {error}") from error
         return plain
     if kind == "file" and rest:
         return plain
     if kind in ("hosts", "file"):
         raise ConfigError(f"{knob} is {text!r}, which names nothing; write hosts:REGEX or file:PATH")
     if not any(character.isdecimal() for character in plain):
-        raise ConfigError(f"{knob} is {text!r}; {_FORMS}")
+        raise ConfigError(f"{knob} is {shown(text)}; {_FORMS}")
     return parse_sizes(text, knob)
 
 
@@ -198,8 +203,8 @@ def _cells_by_switch(hosts: Sequence[Host], rule: str, level: int | None) -> tup
 def _read_cells(path: Path, rule: str) -> dict[str, str]:
     """Read the cell of each host that a file lists."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_given(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"rule {rule!r}: {error}; give a readable file with lines such as: a n[1-4]") from error
     entries = _yaml_entries(text, rule) if path.suffix in (".yaml", ".yml") else _line_entries(text, rule)
     cells: dict[str, str] = {}
@@ -219,25 +224,29 @@ def _line_entries(text: str, rule: str) -> list[tuple[str, str]]:
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
         if len(words) == 1:
-            raise ConfigError(f"rule {rule!r}, line {number} is {line!r}; write a cell and its hosts, such as a n[1-4]")
+            raise ConfigError(
+                f"rule {rule!r}, line {number} is {shown(line)}; write a cell and its hosts, such as a n[1-4]"
+            )
         entries += [(words[0], word.strip(",")) for word in words[1:]]
     return entries
 
 
 def _yaml_entries(text: str, rule: str) -> list[tuple[str, str]]:
-    import yaml  # of no use without such a file
+    from xffl.yaml_text import parse_yaml  # of no use without such a file
 
     try:
-        read: Any = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"rule {rule!r} is no YAML: {' '.join(str(error).split())}") from error
+        read: Any = parse_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"rule {rule!r} is no YAML: {error}") from error
     if not isinstance(read, Mapping):
         raise ConfigError(f"rule {rule!r} holds no cells; write a line such as a: n[1-4], or a: [n1, n2], for each")
     entries = []
     for cell, hosts in read.items():
         listed = hosts if isinstance(hosts, list) else [hosts]
         if not listed or not all(isinstance(item, str) for item in listed):
-            raise ConfigError(f"rule {rule!r}, cell {cell} is {hosts!r}; give a list of host names, or one like n[1-4]")
+            raise ConfigError(
+                f"rule {rule!r}, cell {str(cell)[:100]} is {shown(hosts)}; give a list of hosts, or one like n[1-4]"
+            )
         entries += [(str(cell), item) for item in listed]
     return entries
 

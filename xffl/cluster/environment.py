@@ -21,7 +21,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from xffl.checks import integer
+from xffl.checks import decimal, integer
 from xffl.cluster.cells import Federation, check_cells, lone_cell, parse_cell, parse_federation, parse_sizes
 from xffl.cluster.hosts import interface_address, route_address
 from xffl.cluster.launch.launchers import LAUNCHERS, Fields, honour_master, read_number
@@ -377,7 +377,7 @@ def use_interface(name: str | None, environ: MutableMapping[str, str] = os.envir
 
 
 _ADDRESS = re.compile(r"(?:http://)?(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d{1,5})/?")
-_GROUP = re.compile(r"(\d+)/(\d+)")
+_GROUP = re.compile(r"(\d{1,9})/(\d{1,9})")
 
 
 def lighthouse_of(environ: Mapping[str, str] = os.environ) -> str:
@@ -437,7 +437,7 @@ def restarts_of(environ: Mapping[str, str] = os.environ) -> int:
     """Return how often this job was started before, as ``XFFL_RESTARTS`` or else ``SLURM_RESTART_COUNT`` says."""
     for name in ("XFFL_RESTARTS", "SLURM_RESTART_COUNT"):
         if text := environ.get(name, "").strip():
-            return integer(name, int(text) if text.isdecimal() else text, 0, error=LaunchError)
+            return integer(name, text if decimal(text) is None else decimal(text), 0, error=LaunchError)
     return 0
 
 

@@ -18,11 +18,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, fields
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import TypeVar
 
 from xffl import __version__
-from xffl.checks import group
+from xffl.checks import group, shown
 from xffl.costs import EXCHANGE_FORMAT
 from xffl.errors import ConfigError, LaunchError
 
@@ -58,16 +59,22 @@ _SIOCGIFADDR = 0x8915  # Linux: ask a socket for the IPv4 address of an interfac
 _SCONTROL_S = 60
 
 
+MAX_HOSTS = 100_000
+"""The most hosts of a list; the largest machines have some ten thousand"""
+_MAX_DIGITS = 18
+
+
 def expand_hosts(text: str) -> tuple[str, ...]:
     """Expand a host list such as ``a[1-3,07],b09,login``, in its order; several brackets in one name multiply."""
     pieces = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
     if not pieces or ",".join(pieces) != text:
-        raise LaunchError(f"host list {text!r} cannot be read; write it like a[1-3,07],b09,login")
+        raise LaunchError(f"host list {shown(text)} cannot be read; write it like a[1-3,07],b09,login")
     names: list[str] = []
     for piece in pieces:
         # Splitting at a captured group alternates: plain text, inside of a bracket, plain text, ...
         parts = re.split(r"\[([^\[\]]*)\]", piece)
         choices = [_numbers(part, text) if index % 2 else (part,) for index, part in enumerate(parts)]
+        _check_hosts(len(names) + prod(map(len, choices)), text)
         names += map("".join, product(*choices))
     return tuple(names)
 
@@ -77,20 +84,31 @@ def _numbers(ranges: str, text: str) -> tuple[str, ...]:
     for item in ranges.split(","):
         first, dash, last = item.partition("-")
         last = last if dash else first
-        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
-            raise LaunchError(f"host list {text!r} has the range {item!r}; write ranges like 1-3 or 08-10")
+        is_number = first.isdecimal() and last.isdecimal() and max(len(first), len(last)) <= _MAX_DIGITS
+        if not (is_number and int(first) <= int(last)):
+            raise LaunchError(f"host list {shown(text)} has the range {shown(item)}; write ranges like 1-3 or 08-10")
+        _check_hosts(len(numbers) + int(last) - int(first) + 1, text)
         # The width of the first number is kept: n[08-10] is n08, n09, n10.
         numbers.extend(str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
     return tuple(numbers)
+
+
+def _check_hosts(count: int, text: str) -> None:
+    """Raise before a list is written out that has more hosts than any machine."""
+    if count > MAX_HOSTS:
+        raise LaunchError(f"host list {shown(text)} has {count} hosts; give at most {MAX_HOSTS}")
 
 
 def expand_counts(text: str) -> tuple[int, ...]:
     """Expand counts by node such as ``4(x2),3`` into ``(4, 4, 3)``."""
     counts: list[int] = []
     for item in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
+        match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", item)
         if match is None:
-            raise LaunchError(f"tasks per node {text!r} cannot be read at {item!r}; write them like 4(x2),3")
+            raise LaunchError(f"tasks per node {shown(text)} cannot be read at {shown(item)}; write them like 4(x2),3")
+        nodes = len(counts) + int(match[2] or 1)
+        if nodes > MAX_HOSTS:
+            raise LaunchError(f"tasks per node {shown(text)} are of {nodes} nodes; give at most {MAX_HOSTS}")
         counts.extend([int(match[1])] * int(match[2] or 1))
     return tuple(counts)
 

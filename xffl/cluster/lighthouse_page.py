@@ -16,7 +16,7 @@ from http.client import HTTPConnection, HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
-from xffl.checks import group
+from xffl.checks import decimal, group
 from xffl.cluster.environment import prove_token, run_token
 from xffl.cluster.network import connection_error
 from xffl.errors import LaunchError
@@ -26,7 +26,7 @@ __all__ = ["CellStatus", "LighthouseStatus", "parse_page", "read_lighthouse", "v
 _CONNECT_S = 5.0
 _LARGEST = 2**24
 _THREADS = 16
-_LIFE = re.compile(r"(\d+)\.[0-9a-f]+")
+_LIFE = re.compile(r"(\d{1,18})\.[0-9a-f]+")
 Stores = dict[str, Any]
 """What is known of the stores of cells, by life."""
 
@@ -109,7 +109,7 @@ def parse_page(text: str) -> LighthouseStatus | None:
             found[beat[1]] = replace(known, seen_s=float(beat[2]), is_lost=is_old)
     return LighthouseStatus(
         _current(found.values()),
-        None if meeting is None else int(meeting[1]),
+        None if meeting is None else decimal(meeting[1]),
         None if meeting is None or age is None else float(age[1]),
     )
 
@@ -160,7 +160,7 @@ def _current(lives: Iterable[CellStatus]) -> tuple[CellStatus, ...]:
 
 
 def _integer(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdecimal() else None
+    return None if text is None else decimal(text)
 
 
 def visit_run(

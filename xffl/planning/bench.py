@@ -6,10 +6,12 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
+from xffl.checks import shown
 from xffl.errors import ConfigError
 from xffl.planning.figures import INK, MUTED, PALETTE, checked_path, new_figure, plain_axes, save
 from xffl.planning.partition import new_table, plain_console, write_table
 from xffl.planning.text import bytes_text, describe_world
+from xffl.reading import Fields
 from xffl.topology import Topology
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ PHASES_NOTES = (
 )
 PHASES = ("vote", "pack", "encode", "post", "across", "combine", "home", "commit")
 
+MOST_ROWS = 10_000
+"""The most hosts, rows and other items of a record"""
 KINDS = ("ring", "all-reduce", "round")
 NEEDED = ("kind", "name", "payload_bytes", "seconds", "samples", "ratio")
 WIDTH = 8.6
@@ -45,7 +49,9 @@ def bench_table(record: Mapping[str, Any], file: TextIO) -> None:
 
     :param record: What :func:`xffl.aggregation.bench.measure` returns, or what ``bench.json`` holds.
     :param file: Where to write.
+    :raises ConfigError: if the record lacks a field, or one has another type.
     """
+    _check_record(record)
     console = plain_console(file, PLAIN_WIDTH)
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     console.print(_title(record), style="bold")
@@ -64,6 +70,42 @@ def bench_table(record: Mapping[str, Any], file: TextIO) -> None:
         console.print("\n".join(notes) + "\n", style="dim")
     if not rounds:
         console.print("There is one cell, so there is no round to time: give --federated.")
+
+
+def _check_record(record: Mapping[str, Any]) -> None:
+    """Raise where something that a table or a figure shows is not there, or is of another type."""
+    told = Fields(record, "the record of xffl bench", hint="give what bench.json of xffl bench holds")
+    told.mapping_of("versions", MOST_ROWS, Fields.any)
+    for host in told.list_of("hosts", MOST_ROWS, Fields.mapping):
+        for name in ("host", "ranks", "cpu", "device", "cores"):
+            host.any(name)
+    told.any("date")
+    told.number("load_before")
+    layout = told.mapping("layout")
+    layout.text("backend")
+    layout.integer("world_size", 1)
+    layout.list_of("federated_sizes", layout.integer("world_size"), Fields.integer, 1)
+    layout.any("replica_size")
+    told.mapping("model").integer("bytes")
+    told.mapping("model").integer("tensors")
+    told.mapping("effort").integer("repeats")
+    for row in told.list_of("rows", MOST_ROWS, Fields.mapping):
+        _check_row(row)
+
+
+def _check_row(row: Fields) -> None:
+    for name in ("kind", "name", "ranks"):
+        row.text(name)
+    row.integer("payload_bytes")
+    for name in ("seconds", "gbytes_per_s", "ratio"):
+        row.number(name, 0)
+    for name in ("bytes_across", "bytes_home"):
+        if row.any(name) is not None:
+            row.mapping(name).number("busiest", 0)
+    if row.text("kind") == "round":
+        row.mapping_of("phases", MOST_ROWS, Fields.number)
+        row.number("hidden", 0)
+        row.optional("codec_error", Fields.real)
 
 
 def _title(record: Mapping[str, Any]) -> str:
@@ -119,12 +161,17 @@ def bench_figure(record: Mapping[str, Any], path: str | os.PathLike[str]) -> Non
     :raises ConfigError: if there is no row, one lacks a field, the suffix is another, or matplotlib is missing.
     """
     target = checked_path(path)
-    rows: list[Mapping[str, Any]] = list(record["rows"])
+    rows: list[Mapping[str, Any]] = record["rows"] if isinstance(record.get("rows"), list) else []
     if not rows:
         raise ConfigError("there are no rows to draw; give the record of an xffl bench that has finished")
     for row in rows:
-        if missing := [key for key in NEEDED if row.get(key) is None]:
-            raise ConfigError(f"row {dict(row)} lacks {', '.join(missing)}; the figure needs {', '.join(NEEDED)}")
+        if missing := [key for key in NEEDED if not isinstance(row, Mapping) or row.get(key) is None]:
+            raise ConfigError(f"row {shown(row)} lacks {', '.join(missing)}; the figure needs {', '.join(NEEDED)}")
+    _check_record(record)
+    for read in Fields(record, "the record of xffl bench").list_of("rows", MOST_ROWS, Fields.mapping):
+        read.choice("kind", KINDS)
+        if not read.list_of("samples", MOST_ROWS, Fields.number, 0):
+            read.fail(f"{read.place('samples')} is empty")
     payloads = sorted({row["payload_bytes"] for row in rows})
     panels = [[row for row in rows if row["payload_bytes"] == payload] for payload in payloads]
     heights = [BAR * (len(panel) + 0.6 * len({row["kind"] for row in panel})) for panel in panels]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -15,13 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 
 from xffl.checks import flattened, shorten
 from xffl.errors import ConfigError, TopologyError
+from xffl.files import TEXT_FILE_LIMIT, read_bytes
 from xffl.planning.text import counted
+from xffl.reading import COUNT_LIMIT, parse_json
 from xffl.topology import Topology
+from xffl.yaml_text import parse_yaml
 
 if TYPE_CHECKING:
     from xffl.run_report.elastic import History
@@ -220,7 +221,7 @@ def read_run(folder: str | os.PathLike[str], name: str | None = None) -> Run:
     notes: list[str] = []
     metrics = {cell: read_metrics(file, notes) for cell, file in _cell_files(path / "metrics")}
     rounds = {cell: read_rounds(file, notes) for cell, file in _cell_files(path / "rounds")}
-    files = {name: _load(path / f"{name}.json", json.loads, notes) for name in FILES}
+    files = {name: _load(path / f"{name}.json", parse_json, notes) for name in FILES}
     topology, partition = files["topology"], files["partition"]
     checkpoints = path / "checkpoints"
     latest = checkpoints / "latest"
@@ -233,11 +234,11 @@ def read_run(folder: str | os.PathLike[str], name: str | None = None) -> Run:
         topology=_make(_topology, topology, notes, "topology.json does not describe a federation"),
         is_federated=topology.get("federated") is True,
         partition=_make(_partition, partition, notes, "partition.json does not describe a partition"),
-        configuration=flattened(_load(path / "config.yaml", yaml.safe_load, notes)),
+        configuration=flattened(_load(path / "config.yaml", parse_yaml, notes)),
         origins={str(key): str(value) for key, value in files["origins"].items()},
         environment=files["environment"],
         checkpoints=tuple(sorted(name for name in saved if not name.startswith("."))),
-        latest=latest.read_text(encoding="utf-8", errors="replace").strip()[:200] if latest.is_file() else "",
+        latest=_first_line(latest) if latest.is_file() else "",
         notes=notes,
         is_elastic=elastic_place(path) is not None,
         parts={},
@@ -257,7 +258,7 @@ def elastic_place(path: Path) -> tuple[int, tuple[int, ...]] | None:
 
     Older runs do not say so: there the folder is called ``cell_1``, its rounds have epochs, and ranks are unknown.
     """
-    told = _load(path / "topology.json", json.loads, []).get("elastic")
+    told = _load(path / "topology.json", parse_json, []).get("elastic")
     if isinstance(told, dict) and type(told.get("cell")) is int:
         return told["cell"], tuple(int(size) for size in _list(told.get("cells")) if math.isfinite(size))
     match = re.fullmatch(r"cell_(\d+)", path.resolve().name)
@@ -384,8 +385,8 @@ def _records(path: Path, needed: tuple[str, ...], notes: list[str]) -> Iterator[
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
+                record = parse_json(line)
+            except ValueError:
                 record = None
             is_last_bad = not (isinstance(record, dict) and all(_is_usable(key, record.get(key)) for key in needed))
             if is_last_bad:
@@ -441,10 +442,13 @@ def _amount(value: object) -> float:
 
 
 def _integer(value: object) -> int:
-    if type(value) is int:
-        return value
-    number = _number(value)
-    return int(number) if number is not None and math.isfinite(number) else 0
+    number = value if type(value) is int else _number(value)
+    return int(number) if number is not None and abs(number) <= COUNT_LIMIT else 0
+
+
+def _first_line(file: Path) -> str:
+    with open(file, encoding="utf-8", errors="replace") as text:
+        return text.read(1000).strip()[:200]
 
 
 def _load(file: Path, parse: Callable[[str], Any], notes: list[str]) -> dict[str, Any]:
@@ -452,9 +456,9 @@ def _load(file: Path, parse: Callable[[str], Any], notes: list[str]) -> dict[str
     if not file.is_file():
         return {}
     try:
-        content = parse(file.read_text(encoding="utf-8", errors="replace"))
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        notes.append(f"{file.name} cannot be read: {error}")
+        content = parse(read_bytes(file, TEXT_FILE_LIMIT).decode("utf-8", errors="replace"))
+    except (OSError, ValueError) as error:
+        notes.append(f"{file.name} cannot be read: {getattr(error, 'strerror', None) or error}")
         return {}
     if not isinstance(content, dict):
         notes.append(f"{file.name} holds no object and is left out")

@@ -40,16 +40,18 @@ import torch.distributed as dist
 from xffl import __version__
 from xffl.checkpoint.damage import check_damage
 from xffl.checkpoint.manager import FOLDER, check_checkpoints, find_latest_checkpoint
-from xffl.checks import flattened
+from xffl.checks import decimal, flattened, shown
 from xffl.cluster.hosts import describe_host
 from xffl.costs import EXCHANGE_FORMAT
 from xffl.distributed.consistency import gather_objects, gather_runtimes, holders_text, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError, XfflError
-from xffl.files import make_folders, read_text, write_whole
-from xffl.training.config.settings import load_text, to_plain, write_yaml
+from xffl.files import TEXT_FILE_LIMIT, make_folders, read_text, write_whole
+from xffl.reading import Fields, parse_json
+from xffl.training.config.settings import to_plain
 from xffl.training.loggers import HEADER, cut_lines
 from xffl.training.run_lock import run_lock
+from xffl.yaml_text import parse_yaml, write_yaml
 
 __all__ = ["RunDirectory", "flattened", "on_all_ranks", "plain_config", "rank_log", "run_lock"]
 
@@ -236,7 +238,7 @@ class RunDirectory:
     def _changes(self) -> list[str]:
         """Tell what the run is asked for now and was not asked for when it was started before."""
         try:
-            saved = load_text(read_text(self.path / "config.yaml"))
+            saved = parse_yaml(read_text(self.path / "config.yaml"), limit=TEXT_FILE_LIMIT)
         except (OSError, ValueError):  # of a run that was killed before it was written
             return []
         before, now = flattened(saved or {}), flattened(self._about[0])
@@ -295,10 +297,15 @@ def _keeper(file: Path, step: int | None, most: int | None) -> Callable[[int, st
     def is_kept(place: int, line: str) -> bool:
         if is_csv and place == 0:
             return True
-        at = _step_of_row(line, fields) if is_csv else int(json.loads(line)["step"])
+        at = _step_of_row(line, fields) if is_csv else _step_of_line(line)
         return step is not None and at <= step and (most is None or place < most)
 
     return is_kept
+
+
+def _step_of_line(line: str) -> int:
+    """Return the step of a record of a file of JSON lines."""
+    return Fields(parse_json(line), "the record").integer("step")
 
 
 def _step_of_row(line: str, fields: int | None) -> int:
@@ -309,7 +316,10 @@ def _step_of_row(line: str, fields: int | None) -> int:
         raise ValueError(str(error)) from error
     if fields is not None and len(row) != fields:
         raise ValueError(f"it has {len(row)} fields in place of {fields}")
-    return int(row[1])
+    step = decimal(row[1])
+    if step is None:
+        raise ValueError(f"its step is {shown(row[1])}")
+    return step
 
 
 def on_all_ranks(what: str) -> AbstractContextManager[Callable[[object], None]]:
@@ -332,7 +342,7 @@ def _write_json(path: Path, value: Any) -> None:
 
 def _read_json(path: Path) -> dict[str, Any] | None:
     try:
-        value = json.loads(read_text(path))
+        value = parse_json(read_text(path, TEXT_FILE_LIMIT))
     except (OSError, ValueError):  # of a run that was killed before it was written
         return None
     return value if isinstance(value, dict) else None

@@ -21,9 +21,11 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import TextIO
 
+from xffl.checks import decimal
 from xffl.cluster.hosts import host_identity
 from xffl.errors import ConfigError
 from xffl.files import ENOTSUPP, naming_errors, read_text, remove_file
+from xffl.reading import Fields, parse_json
 
 __all__ = ["run_lock"]
 
@@ -140,24 +142,22 @@ class _Owner:
         Only where files cannot be linked is one seen before it is whole.
         """
         try:
-            fields = json.loads(text)
-            if not 0 < int(fields["process"]) < 2**31:
-                raise ValueError(f"no process has the number {fields['process']}")
-            if "/" not in str(fields["host"]) or datetime.fromisoformat(str(fields["since"])).tzinfo is None:
-                raise ValueError("no host, or no time of a zone")
-            return cls(
-                host=str(fields["host"]),
-                namespace=int(fields["namespace"]),
-                process=int(fields["process"]),
-                started=int(fields["started"]),
-                since=str(fields["since"]),
-                machine=str(fields.get("machine", "")),
-                job=str(fields.get("job", "")),
-                restarts=int(fields.get("restarts", 0)),
-                token=str(fields.get("token", "")),
+            fields = Fields(parse_json(text), "the owner of a folder")
+            owner = cls(
+                host=fields.text("host"),
+                namespace=fields.integer("namespace"),
+                process=fields.integer("process", 1, 2**31 - 1),
+                started=fields.integer("started"),
+                since=fields.text("since"),
+                machine=fields.optional("machine", Fields.text) or "",
+                job=fields.optional("job", Fields.text) or "",
+                restarts=fields.optional("restarts", Fields.integer) or 0,
+                token=fields.optional("token", Fields.text) or "",
             )
-        except (ValueError, KeyError, TypeError, OverflowError):
+            has_zone = datetime.fromisoformat(owner.since).tzinfo is not None
+        except ValueError:  # ConfigError is one
             return None
+        return owner if has_zone and "/" in owner.host else None
 
     @property
     def has_ended(self) -> bool:
@@ -333,7 +333,7 @@ def _slurm_job() -> str:
 
 def _slurm_restarts() -> int:
     count = os.environ.get("SLURM_RESTART_COUNT", "")
-    return int(count) if count.isdecimal() else 0
+    return decimal(count) or 0
 
 
 def _namespace() -> int:

@@ -14,7 +14,9 @@ from typing import Any
 
 import yaml
 
+from xffl.checks import decimal, shown
 from xffl.errors import ConfigError
+from xffl.topology import MAX_RANKS
 
 __all__ = ["Facility", "Workflow", "parse_facilities", "write_workflow"]
 
@@ -78,8 +80,8 @@ def _parse(text: str) -> Facility:
             raise ConfigError(f"facility {text!r} has {option!r}, which is for batch jobs; add slurm")
         given[key] = value
     processes = given.get("processes")
-    if processes is not None and not (processes.isdecimal() and int(processes) > 0):
-        raise ConfigError(f"facility {text!r} has processes={processes}; give how many ranks its cell has")
+    if processes is not None and not 1 <= (decimal(processes) or 0) <= MAX_RANKS:
+        raise ConfigError(f"facility {shown(text)} has processes={processes[:40]}; give how many ranks its cell has")
     if is_slurm and "workdir" not in given:
         hint = "give workdir=FOLDER on a file system that they share"
         raise ConfigError(f"facility {text!r} runs batch jobs, whose nodes have to see StreamFlow's files; {hint}")

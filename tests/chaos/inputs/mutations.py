@@ -14,11 +14,31 @@ import yaml
 from tests.chaos.inputs.parser import Form
 
 DIGITS = "7" * 5000
+MANY_DIGITS = 10**4299
+"""The longest integer that Python reads and writes; sums of it are longer"""
 _DIGITS_MARK = "five-thousand-digits"
 """Stands for the digits in trees, since Python does not write such integers"""
 
 ODD_VALUES: tuple[Any, ...] = (
-    *(None, True, False, 0, -1, 1, 2**31, 2**63, -(2**63), 2**64, 10**300, 0.5, -0.0, 1e308, 1e-320, 10**18),
+    *(
+        None,
+        True,
+        False,
+        0,
+        -1,
+        1,
+        2**31,
+        2**63,
+        -(2**63),
+        2**64,
+        10**300,
+        MANY_DIGITS,
+        0.5,
+        -0.0,
+        1e308,
+        1e-320,
+        10**18,
+    ),
     *(float("nan"), float("inf"), float("-inf")),
     *(
         "",
@@ -237,7 +257,7 @@ def _retype(parent: Any, key: Any, chance: random.Random) -> None:
 def _shift(parent: Any, key: Any, chance: random.Random) -> None:
     """Change a number a little or much, a text by one character."""
     value = parent[key]
-    if isinstance(value, int | float):
+    if isinstance(value, int | float) and abs(value) < 1e300:
         parent[key] = chance.choice((value + 1, value - 1, -value, value + 0.5, 99_999_999, 10**12))
     elif isinstance(value, str):
         parent[key] = chance.choice((value + "x", value[1:], value.upper(), value[::-1], value + "\n"))

@@ -68,7 +68,7 @@ def bench_examples(folder: Path) -> list[bytes]:
         "layout": {"world_size": 4, "federated_sizes": [2, 2], "replica_size": None, "backend": "gloo"},
         "model": {"bytes": 4000000, "tensors": 4},
         "effort": {"repeats": 5},
-        "rows": [row, {**row, "kind": "link", "name": "all-reduce"}],
+        "rows": [row, {**row, "kind": "all-reduce", "name": "world"}],
     }
     return [json.dumps(record).encode()]
 

@@ -15,13 +15,15 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from xffl.errors import XfflError
-from xffl.files import write_whole
+from xffl.errors import ConfigError, XfflError
+from xffl.files import read_bytes, write_whole
+from xffl.reading import Fields, parse_json
 
 __all__ = [
     "CellLives",
@@ -35,6 +37,7 @@ __all__ = [
     "first_failure",
     "lives_of_run",
     "note_failure",
+    "parse_failure",
     "read_failure",
     "record_failure",
 ]
@@ -64,6 +67,8 @@ _LOST_PEER = (
 )
 """What gloo, NCCL and the store say, in lower case, when another rank has gone."""
 
+_MAX_BYTES = 2**24
+"""Of a record; its traceback may be long"""
 _NOTED_AT = "_xffl_noted_at"
 
 
@@ -131,8 +136,25 @@ def record_failure(record: FailureRecord, folder: str, rank: int) -> None:
 def read_failure(folder: str, rank: int) -> FailureRecord | None:
     """Read what :func:`record_failure` has written; ``None`` where the rank wrote none, or was killed while it did."""
     try:
-        return FailureRecord(**json.loads(_file(folder, rank).read_text()))
-    except (FileNotFoundError, ValueError):
+        return parse_failure(parse_json(read_bytes(_file(folder, rank), _MAX_BYTES)))
+    except (OSError, ValueError):
+        return None
+
+
+def parse_failure(content: Any) -> FailureRecord | None:
+    """Return the record that a rank has told, as JSON holds it; ``None`` where it is none, as a script may print."""
+    readers: dict[str, Callable[[Fields, str], Any]] = {
+        "float": Fields.number,
+        "int": partial(Fields.integer, minimum=-(2**31), maximum=2**31),
+        "str": partial(Fields.text, limit=_MAX_BYTES),
+        "bool": Fields.boolean,
+    }
+    try:
+        told = Fields(content, "the record of a rank")
+        # A record of another version may lack what has a default, or have more.
+        known = [one for one in fields(FailureRecord) if one.name in told or one.default is MISSING]
+        return FailureRecord(**{one.name: readers[str(one.type)](told, one.name) for one in known})
+    except ConfigError:
         return None
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from xffl.checks import decimal, shown
 from xffl.cluster.hosts import expand_counts, expand_hosts, host_identity, node_address, reachable_address
 from xffl.cluster.network import control_address
 from xffl.errors import LaunchError
@@ -220,10 +221,10 @@ def honour_master(found: Fields, environ: Mapping[str, str]) -> None:
 
 def read_number(name: str, text: str) -> int:
     """Read the integer that a variable holds."""
-    try:
-        return int(text)
-    except ValueError:
-        raise LaunchError(f"{name} is {text!r}; it must be an integer") from None
+    number = decimal(text.strip().removeprefix("-"))
+    if number is None:
+        raise LaunchError(f"{name} is {shown(text)}; it must be an integer")
+    return -number if text.strip().startswith("-") else number
 
 
 def _local_fields(rank: str, world_size: str, local_rank: str, local_size: str) -> dict[str, str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from xffl.errors import ConfigError
+from xffl.reading import parse_json
 
 __all__ = [
     "LineBuffer",
@@ -103,7 +104,7 @@ class MarkedLines:
             if at + 1 < count:
                 return before, None
             del self._parts[rank]
-            content = json.loads(base64.b64decode(b"".join(parts), validate=True))
+            content = parse_json(base64.b64decode(b"".join(parts), validate=True))
             return (before, Message(rank, content)) if isinstance(content, dict) else (line, None)
         except ValueError:  # a script that prints such a thing itself
             return line, None

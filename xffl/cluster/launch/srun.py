@@ -19,7 +19,7 @@ from typing import IO, BinaryIO
 
 from xffl.cluster.hosts import expand_hosts, node_address
 from xffl.cluster.launch.affinity import limit_threads
-from xffl.cluster.launch.failure import ExitCode, FailureRecord, JobWatch, RankFailure, caught_signals
+from xffl.cluster.launch.failure import ExitCode, JobWatch, RankFailure, caught_signals, parse_failure
 from xffl.cluster.launch.job_layout import JobLayout, LaunchOptions
 from xffl.cluster.launch.logs import LineBuffer, MarkedLines, Message, line_prefix
 from xffl.cluster.launch.runner import RankJob, check_script, die_with_parent
@@ -239,10 +239,10 @@ class _Step:
         if not 0 <= message.rank < self._layout.topology.world_size or content.keys() not in ({"step"}, {"failure"}):
             return False
         if "failure" in content:
-            try:
-                self._watch.add_record(message.rank, FailureRecord(**content["failure"]))
-            except TypeError:  # other keys than a record has
+            record = parse_failure(content["failure"])
+            if record is None:
                 return False
+            self._watch.add_record(message.rank, record)
         else:
             self._id = content["step"]
         self._has_ranks = True

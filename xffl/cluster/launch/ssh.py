@@ -24,7 +24,14 @@ from typing import Any
 
 import xffl
 from xffl.cluster.launch.affinity import limit_threads
-from xffl.cluster.launch.failure import ExitCode, FailureRecord, JobWatch, RankFailure, caught_signals, code_of_signal
+from xffl.cluster.launch.failure import (
+    ExitCode,
+    JobWatch,
+    RankFailure,
+    caught_signals,
+    code_of_signal,
+    parse_failure,
+)
 from xffl.cluster.launch.job_layout import JobLayout, LaunchOptions
 from xffl.cluster.launch.logs import MarkedLines, line_prefix
 from xffl.cluster.launch.runner import RankJob
@@ -357,10 +364,11 @@ class _Job:
         for line in lines.splitlines(keepends=True):
             said, message = self._marked.take(line) if is_error else (line, None)
             if message is not None and "failure" in message.content:
-                try:
-                    self._watch.add_record(message.rank, FailureRecord(**message.content["failure"]))
-                except TypeError:  # a script that prints such a thing itself
+                record = parse_failure(message.content["failure"])
+                if record is None:  # a script that prints such a thing itself
                     said = line
+                else:
+                    self._watch.add_record(message.rank, record)
             if said:
                 out.write(prefix + said)
         out.flush()

@@ -12,14 +12,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from xffl.cluster.hosts import expand_counts, expand_hosts
+from xffl.checks import decimal, shorten, shown
+from xffl.cluster.hosts import MAX_HOSTS, expand_counts, expand_hosts
 from xffl.cluster.launch.launchers import LAUNCHERS, read_number
 from xffl.errors import ConfigError, LaunchError
+from xffl.files import read_given
 
 __all__ = ["Allocation", "Host", "ask_switches", "find_allocation", "own_host", "parse_hosts"]
 
 _SCONTROL_S = 60
-_PAIR = re.compile(r"(\w+)=(\S+)")
+_MAX_LEVELS = 64
+_MAX_LISTED = 10 * MAX_HOSTS
+"""Nodes at the switches of all lines together; a node may hang on several"""
+_PAIR = re.compile(r"(?<!\w)(\w+)=(\S+)")
+_COUNT_DIGITS = 6
 _NAME = re.compile(r"(?:[A-Za-z0-9_][\w.-]*@)?[A-Za-z0-9_:][A-Za-z0-9_.:-]*", re.ASCII)
 
 
@@ -162,6 +168,7 @@ def read_topology(text: str) -> dict[str, tuple[str, ...]]:
     leaves: dict[str, set[str]] = {}  # node to the switches that it hangs on
     parents: dict[str, set[str]] = {}
     children: dict[str, tuple[str, ...]] = {}
+    listed = 0
     for line in text.replace("\\\n", " ").splitlines():
         pairs = {name.lower(): value for name, value in _PAIR.findall(line.partition("#")[0]) if value != "(null)"}
         if (name := pairs.get("switchname") or pairs.get("blockname")) is None:
@@ -170,8 +177,13 @@ def read_topology(text: str) -> dict[str, tuple[str, ...]]:
         for child in children[name]:
             parents.setdefault(child, set()).add(name)
         if not children[name] and "nodes" in pairs:  # scontrol lists them at every switch above, too
-            for node in expand_hosts(pairs["nodes"]):
+            nodes = expand_hosts(pairs["nodes"])
+            listed += len(nodes)
+            for node in nodes:
                 leaves.setdefault(node, set()).add(name)
+        listed += len(children[name])
+        if listed > _MAX_LISTED:
+            raise LaunchError(f"the network has more than {_MAX_LISTED} nodes below switches; give fewer lines")
     heights = _heights(children)
     paths = {own: _path(own, parents, heights) for own in set(map(frozenset, leaves.values()))}
     return {node: paths[frozenset(own)] for node, own in leaves.items()}
@@ -180,10 +192,14 @@ def read_topology(text: str) -> dict[str, tuple[str, ...]]:
 def _heights(children: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
     """Return how many levels of switches stand below each switch."""
     heights: dict[str, int] = {}
+    levels = 0
     while waiting := {name: below for name, below in children.items() if name not in heights}:
+        levels += 1
+        if levels > _MAX_LEVELS:
+            raise LaunchError(f"switches stand on more than {_MAX_LEVELS} levels; correct Switches= of some")
         known = [name for name, below in waiting.items() if not any(child in waiting for child in below)]
         if not known:
-            raise LaunchError(f"switches {', '.join(sorted(waiting))} stand above themselves; correct Switches= of one")
+            raise LaunchError(f"switches {shorten(sorted(waiting))} stand above themselves; correct Switches= of one")
         heights |= {name: max((heights.get(child, 0) + 1 for child in waiting[name]), default=0) for name in known}
     return heights
 
@@ -235,26 +251,34 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     else:
         pieces = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
         if not pieces or ",".join(pieces) != text:
-            raise ConfigError(f"hosts {text!r} cannot be read; write them like a:4,b:4 or n[01-04]:8, or @FILE")
-        hosts = [host for piece in pieces for host in _hosts([piece.strip()], text)]
+            raise ConfigError(f"hosts {shown(text)} cannot be read; write them like a:4,b:4 or n[01-04]:8, or @FILE")
+        hosts = []
+        for piece in pieces:
+            _add_hosts(hosts, _hosts([piece.strip()], text))
     if not hosts:
-        raise ConfigError(f"hosts {text!r} name no host; write them like a:4,b:4")
+        raise ConfigError(f"hosts {shown(text)} name no host; write them like a:4,b:4")
     if twice := [name for name, count in Counter(host.name for host in hosts).items() if count > 1]:
-        raise ConfigError(f"hosts {text!r} name {', '.join(twice)} twice; give each once, with all its slots")
+        raise ConfigError(f"hosts {shown(text)} name {shorten(twice)} twice; give each once, with all its slots")
     return tuple(hosts)
 
 
 def _read_hosts(path: Path) -> list[Host]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_given(path).splitlines()
+    except (OSError, ValueError) as error:
         hint = "give a readable file with a line such as a:4 for each host"
         raise ConfigError(f"hosts @{path}: {error}; {hint}") from error
     hosts: list[Host] = []
     for number, line in enumerate(lines, 1):
         if words := line.partition("#")[0].split():
-            hosts += _hosts(words, f"{path}, line {number}: {line.strip()}")
+            _add_hosts(hosts, _hosts(words, f"{path}, line {number}: {line.strip()}"))
     return hosts
+
+
+def _add_hosts(hosts: list[Host], more: list[Host]) -> None:
+    hosts += more
+    if len(hosts) > MAX_HOSTS:
+        raise ConfigError(f"hosts are more than {MAX_HOSTS}; give fewer")
 
 
 def _hosts(words: list[str], where: str) -> list[Host]:
@@ -264,22 +288,32 @@ def _hosts(words: list[str], where: str) -> list[Host]:
     for word in words[1:]:
         key, _, value = word.partition("=")
         if key not in ("slots", "address", "gpus", "switches") or not value or key in told:
-            raise ConfigError(f"hosts: {where!r} has {word!r}; write a line like a slots=4 address=10.0.0.1 gpus=4")
+            raise ConfigError(
+                f"hosts: {shown(where)} has {shown(word)}; write a line like a slots=4 address=10.0.0.1 gpus=4"
+            )
         told[key] = value
     if not told.get("slots"):
-        raise ConfigError(f"hosts: {where!r} does not say how many ranks {names!r} takes; write {names}:4")
-    counts = {key: int(told[key]) if told[key].isdecimal() else 0 for key in ("slots", "gpus") if key in told}
-    if counts["slots"] < 1 or ("gpus" in told and not told["gpus"].isdecimal()):
-        raise ConfigError(f"hosts: {where!r} has slots {told['slots']!r} or gpus that are not valid; give 1 or more")
+        raise ConfigError(
+            f"hosts: {shown(where)} does not say how many ranks {shown(names)} takes; write {names[:40]}:4"
+        )
+    counts = {key: decimal(told[key], _COUNT_DIGITS) for key in ("slots", "gpus") if key in told}
+    slots_given = counts["slots"]
+    if not slots_given or None in counts.values():
+        raise ConfigError(
+            f"hosts: {shown(where)} has slots {shown(told['slots'])} or gpus that are not valid; give 1 to "
+            f"{10**_COUNT_DIGITS - 1}"
+        )
     try:
         expanded = expand_hosts(names)
     except LaunchError as error:
-        raise ConfigError(f"hosts: {where!r}: {error}") from error
+        raise ConfigError(f"hosts: {shown(where)}: {error}") from error
     address = told.get("address")
     # A name that starts with "-" would be an option of ssh.
     if odd := [name for name in (*expanded, address or "a") if not _NAME.fullmatch(name)]:
-        raise ConfigError(f"hosts: {where!r} has the name {odd[0]!r}; give letters, digits and . - _ (user@ before it)")
+        raise ConfigError(
+            f"hosts: {shown(where)} has the name {shown(odd[0])}; give letters, digits and . - _ (user@ before it)"
+        )
     if address is not None and len(expanded) > 1:
-        raise ConfigError(f"hosts: {where!r} gives one address to {len(expanded)} hosts; give each its own")
+        raise ConfigError(f"hosts: {shown(where)} gives one address to {len(expanded)} hosts; give each its own")
     switches = tuple(told["switches"].split(".")) if "switches" in told else ()
-    return [Host(name, counts["slots"], address, switches, counts.get("gpus")) for name in expanded]
+    return [Host(name, slots_given, address, switches, counts.get("gpus")) for name in expanded]

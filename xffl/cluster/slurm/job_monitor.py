@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from xffl.checks import decimal
 from xffl.cluster.launch.failure import ExitCode, code_of_signal
 from xffl.cluster.launch.logs import LineBuffer
 from xffl.cluster.slurm.submit import Job, run_slurm
@@ -49,7 +50,9 @@ def expand_pattern(pattern: str, names: Mapping[str, str]) -> str | None:
     if any(match[2] not in known for match in re.finditer(r"%(\d*)(.?)", pattern)):
         return None
     return re.sub(
-        r"%(\d*)(.)", lambda match: known[match[2]].zfill(int(match[1] or 0)) if match[2] != "%" else "%", pattern
+        r"%(\d*)(.)",
+        lambda match: known[match[2]].zfill(min(decimal(match[1]) or 0, 10)) if match[2] != "%" else "%",
+        pattern,
     )
 
 
@@ -100,9 +103,9 @@ def _ending(state: str, text: str) -> Ending:
     """Return an ending from a state such as ``CANCELLED by 0``, and a code such as ``2:0``."""
     state = (state.split() or ["UNKNOWN"])[0].rstrip("+")
     code, _, signal = text.partition(":")
-    number = int(code) if code.isdecimal() else 0
-    if signal.isdecimal() and int(signal):
-        number = code_of_signal(int(signal))
+    number = decimal(code) or 0
+    if signal_number := decimal(signal):
+        number = code_of_signal(signal_number)
     return Ending(state, ExitCode.OK if state == "COMPLETED" else _CODES.get(state, number or ExitCode.FAILED))
 
 

@@ -16,9 +16,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from xffl.checks import integer_fields
+from xffl.checks import integer_fields, shown
 from xffl.errors import ConfigError, LaunchError
-from xffl.files import make_folders
+from xffl.files import make_folders, read_text
 
 __all__ = [
     "Job",
@@ -38,6 +38,8 @@ __all__ = [
 
 TEMPLATE = "job.sbatch"
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+_JOB = re.compile(r"\d{1,18}(?:_\d{1,18})?")
+_MAX_BYTES = 2**20
 _PLACE = re.compile(r"@([A-Z_]+)@")
 
 
@@ -356,10 +358,18 @@ def submit_job(script: str, job: Job, *, is_chained: bool = False) -> str:
 
 def earlier_jobs(run_folder: str) -> list[str]:
     """Return the numbers of the jobs that were submitted for a run's folder before."""
+    path = Path(run_folder) / "slurm" / "jobs"
+    hint = "remove the file if no job of this run is left"
     try:
-        return (Path(run_folder) / "slurm" / "jobs").read_text(encoding="utf-8").split()
+        jobs = read_text(path, _MAX_BYTES).split()
     except FileNotFoundError:
         return []
+    except (OSError, ValueError) as error:
+        raise LaunchError(f"{path} cannot be read: {error}; {hint}") from error
+    for job in jobs:
+        if not _JOB.fullmatch(job):
+            raise LaunchError(f"{path} holds {shown(job)}, which is no number of a job; {hint}")
+    return jobs
 
 
 def refuse_busy(job: Job) -> None:

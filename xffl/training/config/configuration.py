@@ -42,12 +42,11 @@ from xffl.training.config.settings import (
     Source,
     keys_of,
     load_file,
-    load_text,
     name_of_type,
     to_plain,
     walk,
-    write_yaml,
 )
+from xffl.yaml_text import parse_yaml, write_yaml
 
 __all__ = [
     "Resolved",
@@ -70,6 +69,8 @@ T = TypeVar("T")
 _FLAGS = {"-h": "help", "--help": "help", "--print_config": "print_config", "--print-config": "print_config"}
 _LONGEST = 120_000
 """Linux allows a variable of 128 KiB."""
+_LONGEST_TEXT = 2**24
+"""What these may hold before they are compressed"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +230,7 @@ def hand_over(file: str, resolved: Resolved[Any]) -> str:
 
 def take_over(word: str) -> tuple[type, Resolved[Any]]:
     """Return a trainer's class and its configuration from what :func:`hand_over` wrote; no source is read again."""
-    folder, name, given, origins = load_text(zlib.decompress(base64.b64decode(word)).decode())
+    folder, name, given, origins = parse_yaml(zlib.decompress(base64.b64decode(word)), limit=_LONGEST_TEXT)
     trainer = _find_trainer(name, origins["trainer"], folder)
     settings = _settings_of(config_class(trainer))
     settings.tree = given

@@ -1,10 +1,10 @@
 """Settings of files, the environment and a command line, merged key by key, and what is made of them.
 
-PyYAML follows YAML 1.1, where ``no`` is false, ``1e-3`` a text, ``12:30`` a number and ``010`` eight; here the rules of
-YAML 1.2 hold. jsonargparse makes the objects that a dotted path or a ``class_path`` names. It does not read plain
-values here (4.53 was tried), since it reads texts again, by the rules of YAML 1.1: ``epochs: '3'`` would be 3,
-``epochs: 12:30`` 750, ``is_on: yes`` true, and ``extra: {version: '1'}`` would hold a number. ``set_loader`` does not
-change that, nor does ``parse_object``. Its errors have several lines, and no item, file or line.
+Files are read by the rules of YAML 1.2 (:mod:`xffl.yaml_text`). jsonargparse makes the objects that a dotted path or a
+``class_path`` names. It does not read plain values here (4.53 was tried), since it reads texts again, by the rules of
+YAML 1.1: ``epochs: '3'`` would be 3, ``epochs: 12:30`` 750, ``is_on: yes`` true, and ``extra: {version: '1'}`` would
+hold a number. ``set_loader`` does not change that, nor does ``parse_object``. Its errors have several lines, and no
+item, file or line.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ import yaml
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import register_type
 
-from xffl.checks import closest
+from xffl.checks import closest, decimal, shown
 from xffl.distributed.sharding import dtype_of
 from xffl.errors import ConfigError
+from xffl.files import read_given
 from xffl.training.callbacks.base import Callback
+from xffl.yaml_text import compose_yaml, parse_yaml
 
 __all__ = [
     "COMMAND_LINE",
@@ -43,11 +45,9 @@ __all__ = [
     "Source",
     "keys_of",
     "load_file",
-    "load_text",
     "name_of_type",
     "to_plain",
     "walk",
-    "write_yaml",
 ]
 
 COMMAND_LINE = "command line"
@@ -63,71 +63,22 @@ SETS = (set, frozenset, collections.abc.Set)
 
 # YAML -----------------------------------------------------------------------------------------------------------------
 
-_NUMBER = r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
-_RULES = (
-    ("tag:yaml.org,2002:null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
-    ("tag:yaml.org,2002:bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
-    ("tag:yaml.org,2002:int", r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$", list("-+0123456789")),
-    ("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789")),
-)
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe loader with the rules of YAML 1.2; what they take for a float, PyYAML reads alike."""
-
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """Read an integer: leading zeros mean nothing."""
-        text = self.construct_scalar(node)
-        return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Safe dumper that quotes whatever either version of YAML would take for something else than a text."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        """Write equal values out, each time."""
-        return True
-
-    def represent_text(self, text: str) -> yaml.ScalarNode:
-        """Keep each text on a line of its own, so that a comment can follow it."""
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
-
-
-_Loader.yaml_implicit_resolvers = {}  # those of version 1.1
-_Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile("^<<$"), ["<"])
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
-_Dumper.add_representer(str, _Dumper.represent_text)
-for _tag, _pattern, _first in _RULES:
-    _Loader.add_implicit_resolver(_tag, re.compile(_pattern), _first)
-    _Dumper.add_implicit_resolver(_tag, re.compile(_pattern), _first)
-
-
-def load_text(text: str) -> Any:
-    """Return the value of a YAML text; ValueError where it is none."""
-    try:
-        return yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        problem = " ".join(str(getattr(error, "problem", None) or error).split())
-        place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
-        raise ValueError(f"{place}{problem}") from error
-
 
 def load_file(name: str) -> tuple[dict[str, Any], dict[Path, int]]:
     """Return the mapping that a file holds, and the line of each key."""
     lines: dict[Path, int] = {}
     try:
-        text = FilePath(name).read_text(encoding="utf-8")
-        data = load_text(text)
+        text = read_given(FilePath(name))
+        data = parse_yaml(text)
     except OSError as error:
         raise ConfigError(f"file {name} cannot be read: {error.strerror}; give the path of a YAML file") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"file {name} is not UTF-8 text: {error}") from error
     except ValueError as error:
         raise ConfigError(f"file {name} is not valid YAML: {error}") from error
-    _find_lines(yaml.compose(text, _Loader), (), lines, name)
+    _find_lines(compose_yaml(text), (), lines, name)
     if not isinstance(data, dict | None):
-        raise ConfigError(f"file {name} holds {data!r}; write keys and values, such as training: {{epochs: 3}}")
+        raise ConfigError(f"file {name} holds {shown(data)}; write keys and values, such as training: {{epochs: 3}}")
     return data or {}, lines
 
 
@@ -149,11 +100,6 @@ def _find_lines(node: yaml.Node | None, path: Path, lines: dict[Path, int], name
         seen.add(key.value)
         lines.setdefault(here, line)
         _find_lines(value, here, lines, name)
-
-
-def write_yaml(data: Any) -> str:
-    """Return YAML that reads back as what was given, with YAML 1.1's rules and with 1.2's."""
-    return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**30))
 
 
 def to_plain(value: Any) -> Any:
@@ -620,11 +566,9 @@ class Settings:
         return below[-1] if below else next(above, Source(DEFAULT))
 
     def _mismatch(self, value: Any, kind: Any, path: Path, reason: str = "") -> _Mismatch:
-        shown = repr(value)
-        shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
         hint = reason or _hint(value, members(kind))
         place = self._source(path).place(path)
-        text = f"{'.'.join(path)} {place} is {shown}, but {name_of_type(kind)} is expected"
+        text = f"{'.'.join(path)} {place} is {shown(value)}, but {name_of_type(kind)} is expected"
         return _Mismatch(f"{text}; {hint}" if hint else text, path, reason)
 
 
@@ -650,7 +594,7 @@ def _hint(value: Any, kinds: Sequence[Any]) -> str:
 def _read(text: str) -> Any:
     """Return what YAML says, or the text where it is none."""
     try:
-        return load_text(text)
+        return parse_yaml(text)
     except ValueError:
         return text
 
@@ -661,7 +605,8 @@ def _with_part(old: Any, rest: Path, value: Any, name: str, place: str) -> Any:
         return _read(value) if isinstance(value, str) and value else value
     word = rest[0]
     if isinstance(old, list):
-        at = int(word) if word.isdecimal() else len(old)
+        number = decimal(word)
+        at = len(old) if number is None else number
         if at >= len(old):
             raise ConfigError(f"{name}.{word} {place} is unknown; there are {len(old)} items, counted from 0")
         return [*old[:at], _with_part(old[at], rest[1:], value, f"{name}.{at}", place), *old[at + 1 :]]

@@ -15,7 +15,9 @@ import heapq
 import math
 import numbers
 import os
+import struct
 import zipfile
+import zlib
 from bisect import bisect_left
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
@@ -28,12 +30,17 @@ import numpy.typing as npt
 
 from xffl.checks import integer, number, shorten
 from xffl.errors import CheckpointError, ConfigError
-from xffl.files import written_whole
+from xffl.files import open_regular, written_whole
 from xffl.training.data.place import Cells, count_cells
 from xffl.training.data.rng import ORDER, PROPORTIONS, REPAIR, Draws, Floats, Indices, portions
 
 __all__ = ["Partition", "by_key", "dirichlet", "iid", "index_array", "inner_dirichlet", "quantity", "shards"]
 
+_READ_ERRORS = (
+    *(OSError, EOFError, zipfile.BadZipFile, zlib.error, struct.error, NotImplementedError, RuntimeError),
+    *(ValueError, KeyError, AttributeError, TypeError, IndexError, SyntaxError, MemoryError),
+)
+"""What NumPy and zipfile raise where a file is no archive of arrays, or is a damaged one"""
 LEAST_ALPHA, MOST_ALPHA = 1e-9, 1e9
 """Beyond these, a Dirichlet draw is one cell or the mean, to the last digit."""
 
@@ -147,12 +154,12 @@ class Partition:
         if not Path(path).is_file():
             raise ConfigError(f"there is no partition file {str(path)!r}; give what Partition.save wrote")
         try:
-            with np.load(path, allow_pickle=False) as file:
+            with open_regular(Path(path)) as held, np.load(held, allow_pickle=False) as file:
                 ends = np.cumsum(file["sizes"])[:-1]
                 parts = tuple(np.split(file["indices"], ends))
                 found = cls(parts, int(file["samples"]), str(file["method"]))
                 digest = str(file["digest"])
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, AttributeError) as error:
+        except _READ_ERRORS as error:
             raise CheckpointError(f"{str(path)!r} is not a partition file ({error}); make and save it again") from error
         if found.digest != digest:
             raise CheckpointError(

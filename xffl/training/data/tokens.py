@@ -16,9 +16,10 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from xffl.checks import integer, one_of
+from xffl.checks import integer, one_of, shown
 from xffl.errors import ConfigError
-from xffl.files import write_whole, written_whole
+from xffl.files import read_fields, write_whole, written_whole
+from xffl.reading import Fields
 from xffl.training.data.rng import Indices
 
 __all__ = [
@@ -36,6 +37,9 @@ __all__ = [
 
 Tokens = npt.NDArray[Any]
 """A 1-D array of token numbers."""
+_MAX_CHARACTERS = 0x110000
+"""The characters of Unicode"""
+_MAX_ABOUT_BYTES = 2**16
 CHUNK = 1 << 24
 """Tokens that are looked at in one go."""
 PROBES, PROBE_TOKENS = 64, 4096
@@ -98,13 +102,15 @@ class CharacterTokenizer:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CharacterTokenizer:
         """Read a tokenizer from a file; local."""
+        if not Path(path).exists():
+            raise ConfigError(f"there is no vocabulary {str(path)!r}; give what CharacterTokenizer.save wrote")
         try:
-            return cls("".join(json.loads(Path(path).read_text(encoding="utf-8"))["characters"]))
-        except FileNotFoundError as error:
-            raise ConfigError(
-                f"there is no vocabulary {str(path)!r}; give what CharacterTokenizer.save wrote"
-            ) from error
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            fields = read_fields(Path(path))
+            characters = fields.any("characters")
+            if not isinstance(characters, str):  # a list of characters
+                characters = "".join(fields.list_of("characters", _MAX_CHARACTERS, _read_character))
+            return cls(characters)
+        except ConfigError as error:
             raise ConfigError(f"{str(path)!r} is not a vocabulary ({error}); save it again") from error
 
     @property
@@ -129,6 +135,13 @@ class CharacterTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text."""
         return "".join(self.characters[int(value)] for value in ids)
+
+
+def _read_character(fields: Fields, name: str) -> str:
+    character = fields.any(name)
+    if not isinstance(character, str):
+        fields.fail(f"{fields.place(name)} must be a character, got {shown(character)}")
+    return character
 
 
 def _of_function(encode: Callable[[str], Any], vocabulary_size: int | None = None) -> Tokenizer:
@@ -357,7 +370,7 @@ def open_tokens(path: str | os.PathLike[str], dtype: npt.DTypeLike | None = None
             tokens: Tokens = np.load(file, mmap_mode="r", allow_pickle=False)
         else:
             tokens = np.memmap(file, dtype=dtype or np.uint16, mode="r")
-    except (ValueError, OSError, EOFError, TypeError) as error:
+    except (ValueError, OSError, EOFError, TypeError, SyntaxError, OverflowError, MemoryError) as error:
         raise ConfigError(f"{str(file)!r} is not an array of tokens ({error}); write it with write_tokens") from error
     return _checked(tokens)
 
@@ -444,10 +457,10 @@ def _vocabulary_beside(path: Path, count: int) -> int | None:
     if not about.is_file():
         return None
     try:
-        about_it = json.loads(about.read_text())
-        size, tokens = int(about_it["vocabulary_size"]), int(about_it["tokens"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{str(about)!r} does not describe {path.name} ({error}); write the tokens again") from error
+        about_it = read_fields(about, hint="write the tokens again", limit=_MAX_ABOUT_BYTES)
+        size, tokens = about_it.integer("vocabulary_size", 1), about_it.integer("tokens")
+    except ConfigError as error:
+        raise ConfigError(f"{str(about)!r} does not describe {path.name} ({error})") from error
     if tokens != count:
         raise ConfigError(f"{str(path)!r} has {count} tokens, but {about.name} says {tokens}; write the tokens again")
     return size
