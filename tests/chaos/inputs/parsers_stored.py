@@ -20,6 +20,8 @@ import torch
 from torch import nn
 
 from tests.chaos.inputs.parser import Form, Parser, command
+from xffl.aggregation.algorithms.server import load_options, load_schedule
+from xffl.aggregation.engine.global_model import check_saved
 from xffl.aggregation.exports import RoundPlan, export_cell, is_written, load_global, read_global
 from xffl.aggregation.offline import aggregate_exports
 from xffl.aggregation.privacy import Accountant, Privacy
@@ -29,6 +31,7 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.elastic.federation import read_vote
 from xffl.errors import CheckpointError
 from xffl.files import read_sealed, sealed_json, write_sealed
+from xffl.reading import parse_json
 from xffl.training.mixins.state import COUNTERS, read_place_file
 
 ALONE = DistributedState(rank=0, world_size=1)
@@ -276,6 +279,22 @@ def privacy(content: bytes, folder: Path) -> None:
         raise AssertionError(f"it was counted: {accountant.state_dict()}")
 
 
+def saved_examples(folder: Path) -> list[bytes]:
+    state = {"asked": {"class": "SGD"}, "elements": ["m"], "numbers": {"step": 3.0}, "options": {"lr": 0.1}}
+    return [json.dumps({**state, "schedule": {"last_epoch": 3}}).encode()]
+
+
+def saved_server(content: bytes, folder: Path) -> None:
+    try:
+        state = parse_json(content)
+    except ValueError:
+        return
+    check_saved(state)
+    optimizer = torch.optim.SGD([torch.zeros(2)], lr=0.1)
+    load_options(optimizer, state["options"])
+    load_schedule(torch.optim.lr_scheduler.StepLR(optimizer, 2), state["schedule"])
+
+
 def weight_examples(folder: Path) -> list[bytes]:
     from safetensors.torch import save_file
 
@@ -320,6 +339,7 @@ PARSERS = (
     Parser("elastic: place.pt", "bytes", place_examples, read_place),
     Parser("elastic: sealed file", "bytes", place_examples, read_any_seal),
     Parser("elastic: vote.json", "json", vote_examples, vote),
+    Parser("server state: of a network", "json", saved_examples, saved_server),
     Parser("privacy: accountant", "json", privacy_examples, privacy),
     Parser("weights: safetensors", "bytes", weight_examples, weights),
     Parser("weights: list of files", "json", list_examples, weight_list),

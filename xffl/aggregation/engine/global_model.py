@@ -26,7 +26,7 @@ from xffl.distributed.sharding import local_tensor, reshard
 from xffl.errors import CheckpointError, ConfigError, StateError
 from xffl.reading import Fields
 
-__all__ = ["GlobalModel", "check_start", "choose_server_step", "digest_of"]
+__all__ = ["GlobalModel", "check_saved", "check_start", "choose_server_step", "digest_of"]
 
 
 VECTORS = 64
@@ -465,7 +465,7 @@ class GlobalModel:
             )
         for fragment in self._optimizers:
             saved = state["optimizers"][fragment]
-            _check_saved(saved)
+            check_saved(saved)
             self._check_asked(fragment, saved.get("asked", {"class": "unknown"}))
         self.forget()  # what follows may end halfway
         for fragment, optimizer in self._optimizers.items():
@@ -631,7 +631,7 @@ MOST_ASKED = 10**6
 """What a server optimizer was made with, at most: values, and characters of one"""
 
 
-def _check_saved(saved: Any) -> None:
+def check_saved(saved: Any) -> None:
     """Refuse the saved state of a server optimizer that is not of the form that is written; local."""
     fields = Fields(saved, "a server optimizer's saved state", error=CheckpointError, hint="load another checkpoint")
     for name in ("numbers", "options"):
