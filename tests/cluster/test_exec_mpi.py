@@ -72,3 +72,32 @@ def test_a_session_that_loses_a_rank(mpi: Mpi, tmp_path: Path) -> None:
     assert code != 0 and {"joined 0 0", "joined 1 0", "joined 2 1"} <= set(out.splitlines())
     assert seconds_since_one_left(out) < LIMIT_S
     assert err.count("Traceback") == 1 and "xffl: rank 2 failed with ValueError: mine" in err
+
+
+FAILING = """
+import sys, time
+from mpi4py import MPI
+import xffl
+from xffl.errors import ConfigError
+
+place = MPI.COMM_WORLD
+place.Barrier()
+if place.rank == 1:
+    if sys.argv[1] == "refuse": raise ConfigError("mine")
+    sys.exit(7)
+time.sleep(60)
+"""
+
+
+def test_the_exit_code_of_an_error_is_that_of_the_job(mpi: Mpi, tmp_path: Path) -> None:
+    """The end of MPI waits for ranks that still work; the limit on that is no end of its own kind."""
+    (tmp_path / "train.py").write_text(FAILING)
+    code, _, err = finish(start([*mpi.command(2), *XFFL, "exec", "train.py", "exit"], mpi.environ, tmp_path))
+    assert code == 7, err
+
+
+def test_ranks_that_fail_alike_end_mpi_together(mpi: Mpi, tmp_path: Path) -> None:
+    text = FAILING.replace("place.rank == 1", "True").replace("time.sleep(60)", "")
+    (tmp_path / "train.py").write_text("import atexit\natexit.register(print, 'handlers run', flush=True)\n" + text)
+    code, out, err = finish(start([*mpi.command(2), *XFFL, "exec", "train.py", "refuse"], mpi.environ, tmp_path))
+    assert code == 2 and out.count("handlers run") == 2 and "ConfigError: mine" in err

@@ -185,9 +185,8 @@ def record_text(record: Record) -> str:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file so that it survives a power cut."""
-    with naming_errors(path):
-        with create(path, "replace") as file:
-            file.write(text.encode())
+    with naming_errors(path), create(path, "replace") as file:
+        file.write(text.encode())
     sync(path)
 
 
