@@ -97,3 +97,32 @@ def test_a_module(mpi: Mpi, tmp_path: Path) -> None:
     command = [*mpi.command(2), *XFFL, "exec", "-m", "pkg.train", "--lr", "1"]
     code, out, err = finish(start(command, mpi.environ, tmp_path))
     assert code == 0 and sorted(out.splitlines()) == ["7 ['--lr', '1']"] * 2, err
+
+
+FAILING = """
+import sys, time
+from mpi4py import MPI
+import xffl
+from xffl.errors import ConfigError
+
+place = MPI.COMM_WORLD
+place.Barrier()
+if place.rank == 1:
+    if sys.argv[1] == "refuse": raise ConfigError("mine")
+    sys.exit(7)
+time.sleep(60)
+"""
+
+
+def test_the_exit_code_of_an_error_is_that_of_the_job(mpi: Mpi, tmp_path: Path) -> None:
+    """The end of MPI waits for ranks that still work; the limit on that is no end of its own kind."""
+    (tmp_path / "train.py").write_text(FAILING)
+    code, _, err = finish(start([*mpi.command(2), *XFFL, "exec", "train.py", "exit"], mpi.environ, tmp_path))
+    assert code == 7, err
+
+
+def test_ranks_that_fail_alike_end_mpi_together(mpi: Mpi, tmp_path: Path) -> None:
+    text = FAILING.replace("place.rank == 1", "True").replace("time.sleep(60)", "")
+    (tmp_path / "train.py").write_text("import atexit\natexit.register(print, 'handlers run', flush=True)\n" + text)
+    code, out, err = finish(start([*mpi.command(2), *XFFL, "exec", "train.py", "refuse"], mpi.environ, tmp_path))
+    assert code == 2 and out.count("handlers run") == 2 and "ConfigError: mine" in err

@@ -408,3 +408,43 @@ def test_processes_exit_with_their_own_code(way: str, code: int) -> None:
 
 def test_the_state_is_of_the_documented_class() -> None:
     assert DistributedState is xffl.DistributedState
+
+
+ENDINGS = """
+import sys
+from contextlib import ExitStack, closing
+import torch, xffl
+
+def cells():
+    with xffl.session(federated=1, backend="gloo", device="cpu") as state:
+        yield state
+
+way = sys.argv[1]
+if way == "never left":
+    stack = ExitStack()
+    state = stack.enter_context(xffl.session(federated=1, backend="gloo", device="cpu"))
+elif way == "a generator":
+    for state in cells():
+        raise ValueError("mine")
+elif way == "closing":
+    with closing(cells()) as made:
+        next(made)
+        raise ValueError("mine")
+else:
+    with ExitStack() as stack:
+        state = stack.enter_context(xffl.session(federated=1, backend="gloo", device="cpu"))
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        stack.enter_context(xffl.FederatedScaling(model, optimizer, state, every=2))
+        raise ValueError("mine")
+raise ValueError("mine")
+"""
+
+
+@pytest.mark.parametrize("way", ["never left", "a generator", "closing", "a stack"])
+def test_an_error_around_a_session_is_the_only_one(way: str) -> None:
+    environ = {name: text for name, text in os.environ.items() if not name.startswith("XFFL_")}
+    command = [sys.executable, "-c", ENDINGS, way]
+    ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 1 and ran.stderr.count("Traceback") == 1 and ran.stderr.endswith("ValueError: mine\n")
+    assert "Exception ignored" not in ran.stderr

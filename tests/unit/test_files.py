@@ -326,7 +326,7 @@ def test_nothing_is_written_through_a_link(how: Any, leads: str, tmp_path: Path)
     elif leads == "to a FIFO":
         os.mkfifo(aim)
     (tmp_path / "link").symlink_to(aim)
-    with pytest.raises(OSError) as caught:
+    with pytest.raises(OSError, match="link") as caught:
         create(tmp_path / "link", how)
     assert caught.value.filename == str(tmp_path / "link")
     assert how == "new" or "it is a link, which xffl does not write through; remove it" in str(caught.value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -682,3 +683,36 @@ def test_the_command_writes_and_tells(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_reading_needs_no_torch() -> None:
     code = "import sys, xffl.run_report.page; assert not {'torch', 'matplotlib', 'jinja2'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# Links, and who may read what is written ------------------------------------------------------------------------------
+
+
+def test_a_report_is_not_written_through_links(tmp_path: Path) -> None:
+    """Another user who may write into the folder has put links where the page and the pictures go."""
+    run, aim = write(tmp_path / "mine", run_files()), tmp_path / "aim"
+    names = [file.name for file in write_report([run], tmp_path / "first").page.parent.iterdir()]
+    assert "report.html" in names and len(names) > 3
+    aim.write_text("kept")
+    (tmp_path / "out").mkdir()
+    for name in names:
+        (tmp_path / "out" / name).symlink_to(aim)
+    written = write_report([run], tmp_path / "out")
+    assert aim.read_text() == "kept" and not any(file.is_symlink() for file in (tmp_path / "out").iterdir())
+    assert written.page.read_bytes() == (tmp_path / "first" / "report.html").read_bytes()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (run / "pictures").symlink_to(elsewhere)
+    with pytest.raises(ConfigError, match="pictures' is a link, which the page is not written through; give --out"):
+        write_report([run])
+    assert not [*elsewhere.iterdir()]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_the_umask_says_who_may_read_a_report(umask: int, tmp_path: Path) -> None:
+    run, before = write(tmp_path / "mine", run_files()), os.umask(umask)
+    try:
+        folder = write_report([run]).page.parent
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o666 & ~umask}

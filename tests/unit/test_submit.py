@@ -563,7 +563,10 @@ def test_a_script_gets_a_signal_only_where_it_is_asked_for(project: Path, capsys
     script = dry(capsys, "--slurm.nodes=2", "--slurm.tasks_per_node=3", "submit_train.py", "--dry-run", "--s", "a  b")
     assert "#SBATCH --ntasks-per-node=3\n" in script and "#SBATCH --signal" not in script
     assert "exec submit_train.py --dry-run --s 'a  b' \"$@\"" in script
-    assert "#SBATCH --signal=USR2@30\n" in dry(capsys, "--slurm.signal_s=30", "submit_train.py")
+    assert main(["submit", "--dry-run", "--slurm.signal_s=30", "submit_train.py"]) == 0
+    told = capsys.readouterr()
+    assert "#SBATCH --signal=USR2@30\n" in told.out
+    assert "slurm sends USR2 to the script 30 s before the time limit, which ends a script that does not" in told.err
 
 
 def test_a_dry_run_that_is_none_is_told(

@@ -21,7 +21,9 @@ _LARGEST = 10**24
 
 
 def count(text: str | int) -> int:
-    """Read a whole number: ``12``, ``7b``, ``1.3B``, ``70e9`` or ``7_000_000_000``; k, m, b (or g) and t are powers of ten.
+    """Read a whole number: ``12``, ``7b``, ``1.3B``, ``70e9`` or ``7_000_000_000``.
+
+    k, m, b (or g) and t stand for thousands, millions, billions and trillions.
 
     :param text: What stands on the command line, or a default.
     :return: The number.

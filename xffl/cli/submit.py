@@ -244,6 +244,11 @@ def _plan_script(file: str, words: Sequence[str], options: Namespace) -> list[tu
     slurm = resolved.slurm
     if not {"slurm.signal", "slurm.signal_s"} & resolved.origins.keys():
         slurm = dataclasses.replace(slurm, signal_s=None)  # which would kill a script that does not listen to it
+    if slurm.signal_s is not None:
+        _tell(
+            f"slurm sends {slurm.signal} to the script {slurm.signal_s} s before the time limit, which ends a script "
+            "that does not listen to it (xffl.training.Preemption); leave --slurm.signal and --slurm.signal_s out then"
+        )
     name = name_of([file, *words])
     run_folder = os.path.abspath(os.path.join("runs", name))
     if options.elastic is not None:

@@ -563,8 +563,8 @@ class DistributedState:
             sizes = read_federation(federated_group_size, "federated_group_size")
             if isinstance(sizes, str):
                 raise ConfigError(
-                    f"federated_group_size {sizes!r} is a rule, which finds cells by the hosts of all ranks; give it to "
-                    "xffl.session(federated=...), or give sizes like 4,4 here"
+                    f"federated_group_size {sizes!r} is a rule, which finds cells by the hosts of all ranks; give it "
+                    "to xffl.session(federated=...), or give sizes like 4,4 here"
                 )
             topology = Topology(self._place()[1], sizes, read_replica_size(hsdp, "hsdp"), cell_shape)
             replicas = f"hsdp={topology.replica_size}{_shape_text(topology)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -137,6 +138,7 @@ def session(
     :yield: The state.
     :raises ConfigError: if this job is not like that cell; on all ranks.
     """
+    is_process_ending = sys.is_finalizing  # this module's names may be gone when the generator is collected
     lone_cell = _read_cell(cell, cells)
     if lone_cell is not None and link_backend not in (None, "auto", "gloo"):
         raise ConfigError(
@@ -160,6 +162,12 @@ def session(
             _take_cell(state, lone_cell, parameters)
             state.activity.watch_steps()
         yield state
+    except GeneratorExit:
+        # Nobody has left the block: its generator, or one of the user's around it, is closed or collected. In a process
+        # that ends, modules are gone already, and an error here would be a second one behind that which ends it.
+        if not is_process_ending():
+            cleanup_distributed_process_group(state, synchronize=False)
+        raise
     except BaseException as error:
         note_end(error)
         cleanup_distributed_process_group(state, synchronize=False)

@@ -64,11 +64,10 @@ def save(figure: Figure, path: Path) -> None:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     is_svg = path.suffix.lower() == ".svg"
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "xffl"}):
-        # Aside and then renamed: what has the name, such as a link of somebody else, is replaced and not written to.
-        with written_whole(path) as file:
-            kind = path.suffix.removeprefix(".").lower() or None
-            figure.savefig(file, format=kind, dpi=160, metadata={"Date": None} if is_svg else None)
+    kind = path.suffix.removeprefix(".").lower() or None
+    # Aside and then renamed: what has the name, such as a link of somebody else, is replaced and not written to.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "xffl"}), written_whole(path) as file:
+        figure.savefig(file, format=kind, dpi=160, metadata={"Date": None} if is_svg else None)
 
 
 def colour_of(index: int) -> str:

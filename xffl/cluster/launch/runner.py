@@ -6,6 +6,7 @@ to the launcher, which shows the first one, instead of being printed by every ra
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import io
 import json
@@ -174,6 +175,7 @@ def die_with_parent(number: int) -> None:
 
 
 _FINALIZE_S = 5
+_POLL_S = 0.02
 
 
 def take_share() -> None:
@@ -191,6 +193,7 @@ def take_share() -> None:
 
 def be_rank(work: Callable[[], object], *, timeout_s: float | None = None, log_dir: str | None = None) -> int:
     """Do a rank's work, and say how it failed: a rank that only lost another one says so in one line."""
+    mpi_end = _MpiEnd()
     rank, world_size = find_place(os.environ)
     terminal = 2 if log_dir is None else keep_log(log_dir)
 
@@ -215,7 +218,7 @@ def be_rank(work: Callable[[], object], *, timeout_s: float | None = None, log_d
             os.write(terminal, line.encode(errors="replace"))
         if is_quiet:
             time.sleep(QUIET_S)
-        _leave_mpi()
+        mpi_end.limit(ExitCode.REFUSED)
         return ExitCode.REFUSED
     except SystemExit as left:
         if left.code == ExitCode.PREEMPTED:
@@ -223,7 +226,7 @@ def be_rank(work: Callable[[], object], *, timeout_s: float | None = None, log_d
         elif left.code not in (None, 0):
             if terminal != 2 and not isinstance(left.code, int):
                 os.write(terminal, f"{left.code}\n".encode(errors="replace"))
-            _leave_mpi()
+            mpi_end.limit(describe_failure(left).exit_code)
         raise
     except BaseException as error:  # noqa: BLE001 - whatever ends the work is to be told
         record = describe_failure(error, skip=(*_OWN_FILES, sys.modules[work.__module__].__file__ or ""))
@@ -237,18 +240,47 @@ def be_rank(work: Callable[[], object], *, timeout_s: float | None = None, log_d
         os.write(terminal, text.encode(errors="replace"))
         limit_exit(record.exit_code)
         time.sleep(DELIVERY_S)
-        _leave_mpi()
+        mpi_end.limit(record.exit_code)
         return record.exit_code
     finally:
         clock.cancel()
     return ExitCode.OK
 
 
-def _leave_mpi() -> None:
-    """Do not wait for the others at this process's exit, where MPI's end is collective and no Python runs any more."""
-    if "mpi4py.MPI" in sys.modules:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(_FINALIZE_S)
+class _MpiEnd:
+    """The end of MPI in a rank that has failed: it waits for the others, though not for long, and keeps the exit code.
+
+    MPI's own end is collective, and mpi4py calls it when no Python runs any more: only a signal could end a process
+    that waits there, whose number would be told in place of the code. So the ranks that fail look for each other
+    before, behind all other handlers of the exit; one that does not find all of them leaves without MPI's end.
+    """
+
+    def __init__(self) -> None:
+        self._code: int | None = None
+        atexit.register(self._meet)  # before the script registers any: the first comes last
+
+    def limit(self, code: int) -> None:
+        """Note that the rank leaves with a code."""
+        self._code = code
+
+    def _meet(self) -> None:
+        mpi = sys.modules.get("mpi4py.MPI")
+        if self._code is None or mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
+            return
+        deadline = time.monotonic() + _FINALIZE_S
+        try:
+            all_here = mpi.COMM_WORLD.Ibarrier()
+            while not all_here.Test():
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(_POLL_S)
+            else:
+                return  # to MPI's end, in which nobody has to be waited for
+        except Exception as error:  # noqa: BLE001 - what has failed before is what its user has to see
+            sys.stderr.write(f"xffl: MPI cannot be ended: {error}\n")
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(self._code)
 
 
 if __name__ == "__main__":

@@ -286,13 +286,13 @@ def _directives(slurm: SlurmConfig, job: Job) -> list[str]:
 def _quoted_for_sbatch(what: str, text: str) -> str:
     """Quote a value for a line that sbatch reads; raise where none of its quotes would keep the value what it is.
 
-    To sbatch a backslash is an escape inside of single quotes, too, where it is none to a shell: a quote behind it would
-    end the value, and what follows would be options of the job.
+    To sbatch a backslash is an escape inside of single quotes, too, where it is none to a shell: a quote behind it
+    would end the value, and what follows would be options of the job.
     """
     if text == "" or not text.isprintable() or "\\" in text:
         raise ConfigError(
-            f"{what} of the batch script would be {text!r}; give printable characters in one line, without a backslash, "
-            "which sbatch takes for an escape"
+            f"{what} of the batch script would be {text!r}; give printable characters in one line, without a "
+            "backslash, which sbatch takes for an escape"
         )
     return shlex.quote(text)
 
