@@ -310,7 +310,7 @@ def test_options_behind_the_script_are_hinted_at(here: Path, capsys: pytest.Capt
 def test_a_stream_under_a_launcher_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     from xffl.cli import execute
 
-    options: Any = SimpleNamespace(source=None)
+    options: Any = SimpleNamespace(source=None, hosts=None)
     monkeypatch.setattr(execute, "_started", lambda options: 2)
     with mock.patch.object(execute, "read_source") as read, pytest.raises(LaunchError, match="started 2 processes"):
         execute._look_at_script(options, ["/dev/stdin"], is_first=True)
