@@ -1,8 +1,9 @@
 """Launchers: the ranks of a job are started as local processes, by srun or over ssh, and watched until they end.
 
 ``job_layout`` lays ranks over hosts; ``launch`` (local), ``srun`` and ``ssh`` (with ``ssh_agent`` on each host) start a
-``runner`` for each rank, which runs the script and reports its ``failure``; ``failure`` also watches the job's end, and
-``logs`` what ranks print. ``launchers`` is the table of variables that tell a rank its place, ``affinity`` its cores.
+``runner`` for each rank as a ``child``, which runs the ``script`` and reports its ``failure``; ``failure`` also watches
+the job's end, and ``logs`` what ranks print. ``launchers`` is the table of variables that tell a rank its place,
+``affinity`` its cores.
 """
 
 from __future__ import annotations
