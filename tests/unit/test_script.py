@@ -281,9 +281,9 @@ def test_an_error_of_xffl_has_the_line_of_the_script(here: Path) -> None:
 def test_an_error_of_all_ranks_is_told_by_one(
     is_speaker: bool | None, lines: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from xffl.cluster.launch import runner
+    from xffl.cluster.launch import failure, runner
 
-    monkeypatch.setattr(runner, "QUIET_S", 0.0)
+    monkeypatch.setattr(failure, "QUIET_S", 0.0)
     error = ConfigError("no")
     if is_speaker is not None:
         note_alike(error, is_speaker=is_speaker)
