@@ -373,9 +373,9 @@ def test_whose_error_it_is(slurm: dict[str, str], tmp_path: Path) -> None:
     """The script's own connection is no lost rank, and what all ranks raise is told once, with xffl exec or without."""
     (tmp_path / "own.py").write_text(OWN_ERROR)
     (tmp_path / "alike.py").write_text(ALIKE)
-    two = ["srun", "-Q", "-N2", "-w", "a1,a2", "--kill-on-bad-exit=1"]
-    code, _, err = finish(start([*two, *EXEC, "own.py"], slurm, tmp_path))
-    assert code == 1 and "xffl: rank 1 failed with ConnectionRefusedError" in err, err
+    two = ["srun", "-Q", "-N2", "-w", "a1,a2"]
+    code, _, err = finish(start([*two, "--kill-on-bad-exit=1", *EXEC, "own.py"], slurm, tmp_path))
+    assert code != 0 and "xffl: rank 1 failed with ConnectionRefusedError" in err, err
     assert "create_connection(closed" in err and "rank 1 lost" not in err
     for words, expected in (([*EXEC, "alike.py"], 2), ([sys.executable, "alike.py"], 1)):
         code, _, err = finish(start([*two, *words], slurm, tmp_path))

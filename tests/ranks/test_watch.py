@@ -32,7 +32,8 @@ from tests.ports import free_port
 from tests.ranks.test_state import new_state
 from tests.worlds import be_launched, run_world
 from xffl.callers import find_caller
-from xffl.distributed import DistributedState, uncaught, waits
+from xffl.cluster.launch import failure
+from xffl.distributed import DistributedState, waits
 
 ROOT = Path(__file__).parents[2]
 
@@ -430,7 +431,7 @@ def _ends_alike(rank: int, world_size: int, port: int) -> list[str]:
             raise KeyError("rank 0 alone")
 
     said = []
-    with mock.patch.object(uncaught, "QUIET_S", 0.0):
+    with mock.patch.object(failure, "QUIET_S", 0.0):
         for fail in (refused_set_up, refused_call, refused_argument, refused_on_one):
             told = io.StringIO()
             with pytest.raises((xffl.XfflError, KeyError)) as failed:

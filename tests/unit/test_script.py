@@ -281,9 +281,9 @@ def test_an_error_of_xffl_has_the_line_of_the_script(here: Path) -> None:
 def test_an_error_of_all_ranks_is_told_by_one(
     is_speaker: bool | None, lines: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from xffl.cluster.launch import runner
+    from xffl.cluster.launch import failure, runner
 
-    monkeypatch.setattr(runner, "QUIET_S", 0.0)
+    monkeypatch.setattr(failure, "QUIET_S", 0.0)
     error = ConfigError("no")
     if is_speaker is not None:
         note_alike(error, is_speaker=is_speaker)
@@ -310,7 +310,7 @@ def test_options_behind_the_script_are_hinted_at(here: Path, capsys: pytest.Capt
 def test_a_stream_under_a_launcher_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     from xffl.cli import execute
 
-    options: Any = SimpleNamespace(source=None)
+    options: Any = SimpleNamespace(source=None, hosts=None)
     monkeypatch.setattr(execute, "_started", lambda options: 2)
     with mock.patch.object(execute, "read_source") as read, pytest.raises(LaunchError, match="started 2 processes"):
         execute._look_at_script(options, ["/dev/stdin"], is_first=True)

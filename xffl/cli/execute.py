@@ -206,7 +206,7 @@ def _look_at_script(options: Namespace, command: Sequence[str], *, is_first: boo
                 "itself and hands them the text"
             )
         options.source = read_source(command[0])
-    if options.source is None:
+    if options.source is None and options.hosts is None:  # hosts that ssh reaches look for it themselves
         check_command(command)
     if is_first and started is None:
         _hint_at_options(command)

@@ -16,10 +16,10 @@ from types import TracebackType
 import torch.distributed as dist
 
 from xffl.cluster.launch.failure import (
-    QUIET_S,
     describe_failure,
     is_left_to_others,
     is_noted_alike,
+    leave_together,
     note_alike,
     note_failure,
 )
@@ -87,7 +87,7 @@ class _TellOnce:
         note_end(error)
         if not is_noted_alike(error):
             self._otherwise(kind, error, traceback)
-        elif is_left_to_others(error):
-            time.sleep(QUIET_S)
-        else:
+            return
+        if not is_left_to_others(error):
             print(f"xffl: {describe_failure(error).text}", file=sys.stderr, flush=True)
+        leave_together(error)

@@ -1,8 +1,8 @@
 """Launchers: the ranks of a job are started as local processes, by srun or over ssh, and watched until they end.
 
 ``job_layout`` lays ranks over hosts; ``launch`` (local), ``srun`` and ``ssh`` (with ``ssh_agent`` on each host) start a
-``runner`` for each rank, which runs the script and reports its ``failure``; ``failure`` also watches the job's end, and
-``logs`` what ranks print, ``affinity`` gives a rank its cores.
+``runner`` for each rank as a ``child``, which runs the ``script`` and reports its ``failure``; ``failure`` also watches
+the job's end, and ``logs`` what ranks print, ``affinity`` gives a rank its cores.
 """
 
 from __future__ import annotations

@@ -29,7 +29,6 @@ from xffl.files import create, read_bytes, write_whole
 from xffl.reading import Fields, parse_json
 
 __all__ = [
-    "QUIET_S",
     "CellLives",
     "ExitCode",
     "FailureRecord",
@@ -42,6 +41,7 @@ __all__ = [
     "is_left_to_others",
     "is_noted_alike",
     "is_only_lost_peer",
+    "leave_together",
     "lives_of_run",
     "note_alike",
     "note_failure",
@@ -84,8 +84,9 @@ _MAX_BYTES = 2**24
 _NOTED_AT = "_xffl_noted_at"
 _HINT = "_xffl_hint"
 _IS_SPEAKER = "_xffl_is_speaker"
-QUIET_S = 3.0
-"""How long a rank stays that leaves an error to another one to tell: many launchers end all ranks when one has left."""
+QUIET_S = 2.0
+"""How long ranks stay that raise the same error: many launchers end all ranks when one has left, which may be before
+the one that tells the error has done so, and the exit code of a rank that was ended is that of the signal."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,7 @@ def _is_raised_by_torch(frames: TracebackType | None) -> bool:
 
 def note_alike(error: BaseException, *, is_speaker: bool) -> None:
     """Note that other ranks raise the same error, once, and whether this is the one that tells it when it ends."""
+    note_failure(error)
     if not hasattr(error, _IS_SPEAKER):
         setattr(error, _IS_SPEAKER, is_speaker)
 
@@ -200,6 +202,12 @@ def note_alike(error: BaseException, *, is_speaker: bool) -> None:
 def is_noted_alike(error: BaseException) -> bool:
     """Tell whether it is known who of the ranks tells an error."""
     return hasattr(error, _IS_SPEAKER)
+
+
+def leave_together(error: BaseException) -> None:
+    """Wait until all ranks that raise the same error may leave: a moment after they have."""
+    if is_noted_alike(error):
+        time.sleep(max(0.0, getattr(error, _NOTED_AT) + QUIET_S - time.time()))
 
 
 def is_left_to_others(error: BaseException) -> bool:

@@ -23,12 +23,12 @@ from typing import Any
 from xffl.cluster.environment import elastic_cell, requested_federation
 from xffl.cluster.launch.affinity import bind_if_asked, limit_threads, take_turns_if_crowded
 from xffl.cluster.launch.failure import (
-    QUIET_S,
     ExitCode,
     code_of_signal,
     describe_failure,
     is_left_to_others,
     is_only_lost_peer,
+    leave_together,
     record_failure,
 )
 from xffl.cluster.launch.logs import RankFile, mark, redirect
@@ -216,8 +216,7 @@ def be_rank(work: Callable[[], object], *, timeout_s: float | None = None, log_d
             sys.stderr.flush()
         if has_log and not is_quiet:
             os.write(terminal, line.encode(errors="replace"))
-        if is_quiet:
-            time.sleep(QUIET_S)
+        leave_together(error)
         mpi_end.limit(ExitCode.REFUSED)
         return ExitCode.REFUSED
     except SystemExit as left:

@@ -68,12 +68,12 @@ def refusal(job: Mapping[str, Any]) -> str | None:
         return f"folder {job['cwd']!r}: {error.strerror}; start from a folder that all hosts share"
     if "command" not in job:
         return None
-    from xffl.cluster.launch.script import check_command  # of the same version, as is known now
+    from xffl.cluster.launch.script import check_script, is_module  # of the same version, as is known now
     from xffl.errors import LaunchError
 
     try:
-        if not job.get("has_source"):
-            check_command(job["command"], "it must be there on every host")
+        if not job.get("has_source") and not is_module(job["command"]):  # a module is found on the path of the ranks
+            check_script(job["command"][0], "it must be there on every host")
         socket.getaddrinfo(job["meet"], None)
     except LaunchError as lack:
         return str(lack)
