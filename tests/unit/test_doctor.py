@@ -143,7 +143,7 @@ def test_cells_are_looked_at_without_torch(federated: str, status: str, tmp_path
 def test_half_a_launcher_is_told(tmp_path: Path) -> None:
     ran = doctor("--json", "--skip-torch", "--shared", str(tmp_path), RANK="0", WORLD_SIZE="2")
     told = {finding["check"]: finding for finding in json.loads(ran.stdout)["findings"]}
-    assert ran.returncode == 1 and "looks like torchrun" in told["launcher"]["text"]
+    assert ran.returncode == 1 and "looks like a launcher that sets RANK" in told["launcher"]["text"]
 
 
 # Findings -------------------------------------------------------------------------------------------------------------

@@ -251,6 +251,13 @@ def test_without_mpi4py_an_address_suffices(monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(LaunchError, match="mpi4py cannot be loaded .* set MASTER_ADDR to the host of rank 0"):
             detect_environment(RECORDED[name])
         assert detect_environment({**RECORDED[name], **MEETING}).launcher == name
+    # Not each process of a launcher that is not MPI's is told of MPI first.
+    for name in ("flux", "jsrun", "pals", "horovod"):
+        variable = ROWS[name].variables["rank"]
+        with pytest.raises(
+            LaunchError, match=f"^{variable}=3 looks like {ROWS[name].title}, which does not tell where"
+        ):
+            detect_environment(RECORDED[name])
     with pytest.raises(LaunchError, match="MASTER_ADDR is ' '; give the address"):
         detect_environment({**BARE, "MASTER_ADDR": " "})
 

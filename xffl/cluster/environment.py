@@ -116,6 +116,15 @@ class ProcessEnvironment:
         is_known = self.launcher in KNOWS_NODES or is_loopback(self.master_addr or "")
         return is_known and self.node_world_size == 1 and self.node_local_size == self.world_size
 
+    def node(self) -> tuple[int, int, int]:
+        """Return the number of ranks on this node, its number, and how many nodes there are, once all are known."""
+        if self.node_local_size is None or self.node_rank is None or self.node_world_size is None:
+            raise LaunchError(
+                f"{self.launcher} does not tell rank {self.rank} its node, and the ranks have not met yet; call "
+                "xffl.session, or set LOCAL_WORLD_SIZE, GROUP_RANK and GROUP_WORLD_SIZE"
+            )
+        return self.node_local_size, self.node_rank, self.node_world_size
+
 
 def detect_environment(
     environ: Mapping[str, str] = os.environ, *, names: Mapping[str, str] | None = None, **arguments: Any
@@ -157,9 +166,9 @@ def detect_environment(
         # Half a rendezvous is of no use to a single process, which needs none.
         found.pop("master_addr", None)
         found.pop("master_port", None)
-    if found.get("world_size", 1) > 1:
-        found = {**dict.fromkeys(_OF_NODES), **found}
-    return ProcessEnvironment(**found, launcher=launcher, reason=reason)
+    is_open = found.get("world_size", 1) > 1
+    fields = {**dict.fromkeys(_OF_NODES), **found} if is_open else found
+    return ProcessEnvironment(**fields, launcher=launcher, reason=reason)
 
 
 def _complete_arguments(found: Fields, environ: Mapping[str, str], called: Mapping[str, str]) -> None:

@@ -12,6 +12,7 @@ import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -260,6 +261,19 @@ def _complete_mpi(found: Fields, environ: Environ) -> None:
     found.take("what the ranks told over MPI", **met._asdict())
 
 
+def _complete_where_mpi_may_be_missing(title: str, found: Fields, environ: Environ) -> None:
+    """Do what :func:`_complete_mpi` does for a launcher whose processes need not be of MPI, and say so if it fails."""
+    honour_master(found, environ)
+    try:
+        _complete_mpi(found, environ)
+    except LaunchError as error:
+        raise LaunchError(
+            f"{found.sources['rank']}={found['rank']} looks like {title}, which does not tell where its ranks meet; "
+            "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a port that is free there, alike on all ranks. "
+            f"Over MPI they cannot agree on it: {error}"
+        ) from error
+
+
 def complete_nodes(found: Fields) -> None:
     """Fill in what follows of the nodes from the numbers that are known: all of it where there is one node."""
     world_size = found["world_size"]
@@ -406,7 +420,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         variables={"rank": "PALS_RANKID", "world_size": "PMI_SIZE", "node_local_rank": "PALS_LOCAL_RANKID"},
         more={"node_local_size": "PALS_LOCAL_SIZE", "node_rank": "PALS_NODEID"},
         signs=(("PALS_RANKID",),),
-        complete=_complete_mpi,
+        complete=partial(_complete_where_mpi_may_be_missing, "the mpiexec of Cray PALS"),
         accepts=lambda environ: not _are_slurms(environ),
         ignores=_are_slurms,
         again="mpiexec -n {}",
@@ -427,7 +441,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
             "node_local_rank": "JSM_NAMESPACE_LOCAL_RANK",
         },
         signs=(("JSM_NAMESPACE_RANK",),),
-        complete=_complete_mpi,
+        complete=partial(_complete_where_mpi_may_be_missing, "jsrun"),
         again="jsrun -n {}",
     ),
     Launcher(
@@ -440,7 +454,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         },
         more={"node_world_size": "FLUX_JOB_NNODES"},
         signs=(("FLUX_TASK_RANK",),),
-        complete=_complete_mpi,
+        complete=partial(_complete_where_mpi_may_be_missing, "flux run"),
         again="flux run -n {}",
     ),
     Launcher(
@@ -448,7 +462,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         title="horovodrun",
         variables=_local_fields("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
         signs=(("HOROVOD_RANK",),),
-        complete=_complete_mpi,
+        complete=partial(_complete_where_mpi_may_be_missing, "horovodrun"),
         again="horovodrun -np {}",
     ),
     # Only a step has SLURM_STEP_*: a batch script has SLURM_PROCID=0 and the job's SLURM_NTASKS, salloc neither.

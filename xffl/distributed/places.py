@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch.distributed import Store
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from xffl.cluster.environment import ProcessEnvironment
 from xffl.cluster.hosts import host_identity
@@ -75,7 +75,7 @@ class PlaceBook:
         except XfflError as wrong:
             return wrong
         if any(None in (claim.local_size, claim.node_rank, claim.node_world_size) for claim in claims):
-            self._store.multi_set(
+            self._store.multi_set(  # type: ignore[attr-defined]
                 [f"place/{rank}" for rank in places],
                 [" ".join(map(str, place)) for place in places.values()],
             )

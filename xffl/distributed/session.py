@@ -612,7 +612,7 @@ def _describe(place: ProcessEnvironment, request: _Request) -> DistributedState:
         world_size=place.world_size,
         link_backend=request.link_backend,
     )
-    state.set_node(place.node_local_rank, place.node_local_size, place.node_rank, place.node_world_size)
+    state.set_node(place.node_local_rank, *place.node())
     state.set_exec_device(request.device, request.streams)
     state.set_init_device(None)
     # Every rank has the same sizes from here on, and so finds the same.
