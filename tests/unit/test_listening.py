@@ -26,7 +26,7 @@ from xffl.cluster.listening import (
     open_listener,
     release_gloo,
 )
-from xffl.cluster.network import LOCAL_VARIABLE, control_address, list_interfaces
+from xffl.cluster.network import LOCAL_VARIABLE, Interface, control_address, list_interfaces
 from xffl.distributed import stores
 from xffl.distributed.stores import join_store, serve_store
 from xffl.errors import LaunchError
@@ -95,6 +95,7 @@ def test_where_the_name_is_of_no_use_the_named_interface_counts(
 ) -> None:
     for variable in ("XFFL_CONTROL_IFNAME", "XFFL_IFNAME", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(stores, "await_listener", lambda *_: None)
     host = name_for(monkeypatch, name)
     everywhere = serve_store(host, 0, 2, timedelta(seconds=5), is_local=False)
     assert addresses_at(everywhere.port) == {"0.0.0.0"}
@@ -104,6 +105,17 @@ def test_where_the_name_is_of_no_use_the_named_interface_counts(
     named = open_listener(host, 0, is_local=False)
     with named.socket:
         assert addresses_at(named.port) == {"127.0.0.3"} and not named.is_everywhere
+
+
+def test_rank_0_finds_out_that_an_address_does_not_lead_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("XFFL_CONTROL_IFNAME", "XFFL_IFNAME", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(stores, "_BACK_S", 0.3)
+    with pytest.raises(LaunchError, match=r"nothing answers at 198.51.100.1:\d+, where rank 0 is to listen"):
+        serve_store("198.51.100.1", 0, 2, timedelta(seconds=600), is_local=False)
+    monkeypatch.setattr(listening, "list_interfaces", lambda: (Interface("ib0", False, "127.0.0.1"),))
+    with pytest.raises(LaunchError, match="interface of 127.0.0.1 on .* is down .ib0 127.0.0.1 down.*set MASTER_ADDR"):
+        serve_store("127.0.0.1", 0, 2, timedelta(seconds=600), is_local=False)
 
 
 def test_ranks_of_one_host_are_told_from_others() -> None:

@@ -29,6 +29,7 @@ __all__ = [
 ]
 
 LOOPBACK = "127.0.0.1"
+"""The address of this host that only its own processes reach."""
 _GLOO = "GLOO_SOCKET_IFNAME"
 
 _BUSY_S = 3.0
@@ -69,7 +70,7 @@ def open_listener(host: str, port: int, *, is_local: bool, environ: Mapping[str,
     :param is_local: Whether all others are on this host.
     :param environ: Where ``XFFL_CONTROL_IFNAME`` and its like are looked up.
     :return: The socket, which the caller closes or hands on.
-    :raises LaunchError: if the name does not resolve, or the port is taken.
+    :raises LaunchError: if the name does not resolve, its interface is down, or the port is taken.
     """
     if is_local:
         return _open(LOOPBACK, port)
@@ -78,10 +79,19 @@ def open_listener(host: str, port: int, *, is_local: bool, environ: Mapping[str,
         if is_loopback(address) and address != host:
             continue  # as in Debian's /etc/hosts: the others know this name by another address
         try:
-            return _open(address, port)
+            opened = _open(address, port)
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise LaunchError(f"{host}:{port} cannot be listened at ({error.strerror}); {_KNOBS}") from error
+            continue
+        down = next((one for one in list_interfaces() if one.address == address and not one.is_up), None)
+        if down is not None:
+            opened.socket.close()
+            raise LaunchError(
+                f"the interface of {host} on {socket.gethostname()} is down ({down}), so no other host reaches rank 0; "
+                f"{_KNOBS}"
+            )
+        return opened
     if (named := control_address(environ)) is not None and not is_loopback(named):
         return _open(named, port)
     return _open("", port)

@@ -21,6 +21,8 @@ from xffl.errors import LaunchError
 
 __all__ = ["has_agents_store", "join_store", "serve_store"]
 
+_BACK_S = 10.0
+"""How long rank 0 tries whether an address leads back to it."""
 _ANSWER_S = 20.0
 """How long what takes connections may take to answer as a store does; a store's own thread answers at once."""
 
@@ -43,6 +45,12 @@ def serve_store(host: str, port: int, world_size: int | None, timeout: timedelta
             f"{opened.port} of all of its addresses; set XFFL_CONTROL_IFNAME to the interface (docs: Security)",
             file=sys.stderr,
         )
+        try:
+            # As the others do: it must lead back to here, where somebody listens already.
+            await_listener(host, opened.port, min(timeout.total_seconds(), _BACK_S))
+        except BaseException:
+            opened.socket.close()
+            raise
     return TCPStore(
         opened.address or LOOPBACK,
         opened.port,
