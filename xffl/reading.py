@@ -308,7 +308,7 @@ class Fields:
 
     def _part(self, place: str, values: Mapping[str, Any]) -> Fields:
         """Return the values that stand at a place of these."""
-        part = type(self)({}, self.what, error=self._error, hint=self._hint)
+        part = Fields({}, self.what, error=self._error, hint=self._hint)
         part._place = place
         part._values = values
         return part

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from xffl.checks import visible
 from xffl.cluster.doctor.lines import Message
 from xffl.errors import ConfigError
 from xffl.reading import Fields
@@ -32,16 +33,13 @@ _NEEDED = ("python", "xffl", "torch")  # versions that are compared by name
 _REPORTS = ("torch", "cuda", "processor")
 
 
-def _fields(message: Any, who: str) -> _Told:
-    return _Told(message, who)
+def _fields(message: Any, who: str) -> Fields:
+    return Fields(message, who)
 
 
-class _Told(Fields):
-    """Fields whose texts are for a terminal: signs that are not printed, such as those that move its cursor, go."""
-
-    def text(self, name: str, limit: int = 4096, *, may_be_empty: bool = True) -> str:
-        told = super().text(name, limit, may_be_empty=may_be_empty)
-        return "".join(sign if sign.isprintable() or sign == "\n" else "?" for sign in told)
+def _text(fields: Fields, name: str, limit: int = 4096) -> str:
+    """Read a text that is shown on a terminal: what would move its cursor, such as escapes, is written out."""
+    return visible(fields.text(name, limit))
 
 
 def read_hello(message: Any, world_size: int) -> Message:
@@ -66,14 +64,14 @@ def read_facts(message: Any) -> Message:
         "cpus": fields.list_of("cpus", _MOST_CPUS, Fields.integer),
         "threads": fields.optional("threads", Fields.integer),
         "host": {
-            "name": host.text("name"),
+            "name": _text(host, "name"),
             "slots": host.optional("slots", Fields.integer) or 1,
-            "address": host.optional("address", _Told.text),
-            "switches": host.list_of("switches", 100, _Told.text),
+            "address": host.optional("address", _text),
+            "switches": host.list_of("switches", 100, _text),
             "gpus": host.optional("gpus", Fields.integer),
         },
-        "machine": fields.text("machine"),
-        "environ": fields.mapping_of("environ", 10_000, _Told.text, _LONG_TEXT),
+        "machine": _text(fields, "machine"),
+        "environ": fields.mapping_of("environ", 10_000, _text, _LONG_TEXT),
         **({"rank": fields.integer("rank")} if "rank" in fields else {}),
     }
 
@@ -107,19 +105,19 @@ def read_request(message: Any) -> Message:
 
 def _read_place(host: Fields) -> Message:
     return {
-        "name": host.text("name"),
-        "address": host.text("address"),
+        "name": _text(host, "name"),
+        "address": _text(host, "address"),
         "ports": host.list_of("ports", 16, Fields.integer, 1, 65535),
     }
 
 
 def _read_pair(pair: Any) -> list[Any]:
     items = pair if isinstance(pair, list) and len(pair) == 4 else [None] * 4
-    fields = _Told(dict(zip(("pair", "rank", "address", "port"), items, strict=True)), "a pair that rank 0 asks for")
+    fields = Fields(dict(zip(("pair", "rank", "address", "port"), items, strict=True)), "a pair that rank 0 asks for")
     return [
-        fields.text("pair"),
+        _text(fields, "pair"),
         fields.integer("rank", 0, 1),
-        fields.text("address"),
+        _text(fields, "address"),
         fields.integer("port", 1, 65535),
     ]
 
@@ -133,36 +131,36 @@ def read_probe(message: Any) -> Message:
     """Read what a host finds of itself, or why its checks ``failed``."""
     fields = _fields(message, "its answer")
     if "failed" in fields:
-        return {"failed": fields.text("failed", _LONG_TEXT)}
-    versions = fields.mapping_of("versions", 1000, _Told.text)
+        return {"failed": _text(fields, "failed", _LONG_TEXT)}
+    versions = fields.mapping_of("versions", 1000, _text)
     if missing := [name for name in _NEEDED if name not in versions]:
         fields.fail(f"{fields.place('versions')} lacks {', '.join(missing)}")
     return {
         "findings": [_read_finding(one) for one in fields.list_of("findings", 1000, Fields.mapping)],
         "versions": versions,
         "torch": _read_torch(fields.mapping("torch")),
-        "address": fields.optional("address", _Told.text),
-        "addresses": fields.list_of("addresses", 10_000, _Told.text),
+        "address": fields.optional("address", _text),
+        "addresses": fields.list_of("addresses", 10_000, _text),
         "ports": fields.list_of("ports", 16, Fields.integer, 1, 65535),
         "store": fields.optional("store", Fields.integer, 1, 65535),
-        "nccl": fields.optional("nccl", _Told.text),
+        "nccl": fields.optional("nccl", _text),
         "run": None if fields.optional("run", Fields.any) is None else _read_run(fields.mapping("run")),
     }
 
 
 def _read_finding(fields: Fields) -> Message:
     return {
-        "check": fields.text("check"),
+        "check": _text(fields, "check"),
         "status": fields.choice("status", ("ok", "warning", "error")),
-        "text": fields.text("text", _LONG_TEXT),
-        "advice": fields.text("advice", _LONG_TEXT),
-        "host": fields.text("host"),
+        "text": _text(fields, "text", _LONG_TEXT),
+        "advice": _text(fields, "advice", _LONG_TEXT),
+        "host": _text(fields, "host"),
     }
 
 
 def _read_torch(fields: Fields) -> Message:
     """Read what a process said about its torch as far as hosts are compared by it."""
-    told: Message = {name: fields.text(name) for name in _REPORTS if name in fields}
+    told: Message = {name: _text(fields, name) for name in _REPORTS if name in fields}
     if "nccl" in fields:
         told["nccl"] = fields.optional("nccl", Fields.list_of, 10, Fields.integer)
     return told
@@ -171,18 +169,18 @@ def _read_torch(fields: Fields) -> Message:
 def _read_run(fields: Fields) -> Message:
     """Read what a host sees of an elastic run, see :func:`xffl.cluster.lighthouse_page.visit_run`."""
     if "error" in fields:
-        return {"error": fields.text("error", _LONG_TEXT)}
+        return {"error": _text(fields, "error", _LONG_TEXT)}
     stores = fields.mapping("stores")
     run: Message = {
         "cells": [_read_cell(cell) for cell in fields.list_of("cells", _MOST, Fields.mapping)],
         "meeting": fields.optional("meeting", Fields.integer),
-        "stores": {life: stores.optional(life, _Told.text, _LONG_TEXT) for life in stores},
+        "stores": {life: stores.optional(life, _text, _LONG_TEXT) for life in stores},
     }
     lives = {cell["life"] for cell in run["cells"]}
     if unknown := [life for life in stores if life not in lives]:
         fields.fail(f"{fields.place('stores')} tells of {unknown[0][:100]!r}, which is none of its cells")
     if "token_error" in fields:
-        run["token_error"] = fields.text("token_error", _LONG_TEXT)
+        run["token_error"] = _text(fields, "token_error", _LONG_TEXT)
     if "tokens" in fields:
         run["tokens"] = fields.mapping_of("tokens", _MOST, Fields.choice, _VERDICTS)
     return run
@@ -190,14 +188,14 @@ def _read_run(fields: Fields) -> Message:
 
 def _read_cell(fields: Fields) -> Message:
     return {
-        "life": fields.text("life"),
+        "life": _text(fields, "life"),
         "cell": fields.optional("cell", Fields.integer),
         "seen_s": fields.optional("seen_s", Fields.number, 0),
         "is_lost": fields.boolean("is_lost"),
         "has_met": fields.boolean("has_met"),
         "round": fields.optional("round", Fields.integer),
         "ranks": fields.optional("ranks", Fields.integer),
-        "store": fields.text("store"),
+        "store": _text(fields, "store"),
     }
 
 
@@ -205,7 +203,7 @@ def read_answer(message: Any, asked: Message) -> Message:
     """Read what a host finds of the others, as it was asked for it, or why its checks ``failed``."""
     fields = _fields(message, "its answer")
     if "failed" in fields:
-        return {"failed": fields.text("failed", _LONG_TEXT)}
+        return {"failed": _text(fields, "failed", _LONG_TEXT)}
     folder = fields.mapping("folder")
     names = fields.mapping("names")
     pairs = fields.list_of("pairs", _MOST, Fields.mapping)
@@ -215,12 +213,12 @@ def read_answer(message: Any, asked: Message) -> Message:
         "folder": {
             "seen_s": folder.optional("seen_s", Fields.number, 0),
             "torn": folder.integer("torn"),
-            "error": folder.optional("error", _Told.text, _LONG_TEXT),
+            "error": folder.optional("error", _text, _LONG_TEXT),
             "free": folder.integer("free", 0, 2**63),
-            "kind": folder.text("kind"),
+            "kind": _text(folder, "kind"),
             "unseen": folder.list_of("unseen", _MOST, Fields.integer, 1, asked["folder"]["hosts"] - 1),
         },
-        "names": {name: names.list_of(name, 1000, _Told.text) for name in names},
+        "names": {name: names.list_of(name, 1000, _text) for name in names},
         "failures": [_read_failure(one, asked) for one in fields.list_of("failures", _MOST, Fields.any)],
         "tried": fields.integer("tried"),
         "pairs": [_read_half(pair) for pair in pairs],
@@ -229,14 +227,14 @@ def read_answer(message: Any, asked: Message) -> Message:
 
 def _read_failure(failure: Any, asked: Message) -> list[Any]:
     items = failure if isinstance(failure, list) and len(failure) == 3 else [None] * 3
-    fields = _Told(dict(zip(("host", "port", "why"), items, strict=True)), "a failure that it tells of")
-    return [fields.choice("host", asked["hosts"]), fields.integer("port", 1, 65535), fields.text("why", _LONG_TEXT)]
+    fields = Fields(dict(zip(("host", "port", "why"), items, strict=True)), "a failure that it tells of")
+    return [fields.choice("host", asked["hosts"]), fields.integer("port", 1, 65535), _text(fields, "why", _LONG_TEXT)]
 
 
 def _read_half(fields: Fields) -> Message:
     if "error" in fields:
         silent = {"is_silent": True} if "is_silent" in fields else {}
-        return {"error": fields.text("error", _LONG_TEXT), **silent}
+        return {"error": _text(fields, "error", _LONG_TEXT), **silent}
     return {"seconds": fields.number("seconds", above=0), "mib": fields.number("mib", 0)}
 
 
