@@ -17,8 +17,8 @@ __all__ = ["YAML_LIMIT", "compose_yaml", "parse_yaml", "write_yaml"]
 
 YAML_LIMIT = 2**19
 """The most characters of a YAML text, and of what it holds with its aliases written out; PyYAML takes seconds for it"""
-CHARACTERS_OF_VALUE = 10
-"""A text may hold a tenth as many values as characters: PyYAML takes 50 us for each"""
+CHARACTERS_OF_VALUE = 20
+"""A text may hold a twentieth as many values as characters: PyYAML takes 50 us for each"""
 
 _NUMBER = r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
 _RULES = (

@@ -105,7 +105,8 @@ def _check_row(row: Fields) -> None:
     if row.text("kind") == "round":
         row.mapping_of("phases", MOST_ROWS, Fields.number)
         row.number("hidden", 0)
-        row.optional("codec_error", Fields.real)
+        if row.any("codec_error") is not None:
+            row.real("codec_error")
 
 
 def _title(record: Mapping[str, Any]) -> str:
