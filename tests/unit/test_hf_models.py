@@ -314,13 +314,13 @@ def test_an_index_is_not_trusted(tmp_path: Path) -> None:
         ("model.norm.weight", "../model.safetensors", "'model.norm.weight' lies outside the folder"),
         ("model.norm.weight", "elsewhere.safetensors", "elsewhere.safetensors cannot be read"),
         ("model.more", good["weight_map"]["model.norm.weight"], "lacks 'model.more'"),
-        ("model.norm.weight", 3, "index.json cannot be read"),
+        ("model.norm.weight", 3, "index.json must be a text.*, got 3; copy the model's files again"),
     ):
         path.write_text(json.dumps({"weight_map": {**good["weight_map"], name: file}}))
         with pytest.raises(CheckpointError, match=told):
             models.causal_lm(tmp_path)
     for text, told in (
-        ("[]", "index.json cannot be read"),
+        ("[]", "index.json must be a mapping of names to values"),
         ('{"weight_map": {}}', "missing: model.embed_tokens.weight,"),
     ):
         path.write_text(text)

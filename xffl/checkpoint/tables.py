@@ -19,7 +19,8 @@ from xffl.distributed.sharding import dtype_of
 
 __all__ = ["Chunk", "FileEntry", "StoredTensor", "read_counts", "read_files", "read_tensors"]
 
-FileEntry = tuple[int, str]  # bytes and checksum of a file
+FileEntry = tuple[int, str]
+"""Bytes and checksum of a file"""
 
 MOST_DIMENSIONS = 64
 """Dimensions of a tensor at most, as torch has it"""

@@ -38,7 +38,8 @@ __all__ = [
 Factory = Callable[..., Optimizer]
 Schedule = Callable[[Optimizer], LRScheduler]
 
-PLAIN_MEAN = ("none", "fedavg")  # names that ask for no server optimizer
+PLAIN_MEAN = ("none", "fedavg")
+"""Names that ask for no server optimizer."""
 
 _UNFIT = {
     "LBFGS": "it calls a closure again and again, and takes dot products over the whole model",

@@ -67,8 +67,10 @@ __all__ = [
 SINGLE = "model.safetensors"
 """The one file of a small model."""
 INDEX = "model.safetensors.index.json"
-MOST_TENSORS = 10**6  # that an index lists
 """The file that lists the tensors of each file, where there are several."""
+COPY_AGAIN = "copy the model's files again"
+MOST_TENSORS = 10**6
+"""Tensors that an index lists at most"""
 EXTRAS = {"transformers": "hf", "huggingface_hub": "hf", "safetensors": "hf", "peft": "lora"}
 
 ADAPTERS = frozenset({"lora_A", "lora_B"})
@@ -217,13 +219,13 @@ def _files_of(source: OpenFolder) -> dict[str, set[str] | None]:
         return {SINGLE: None}
     files: dict[str, set[str]] = {}
     try:
-        listed = Fields(parse_json(source.read_bytes(INDEX)), str(path), error=CheckpointError)
+        listed = Fields(parse_json(source.read_bytes(INDEX)), str(path), error=CheckpointError, hint=COPY_AGAIN)
         for name, file in listed.mapping_of("weight_map", MOST_TENSORS, Fields.text, may_be_empty=False).items():
             if os.path.basename(file) != file or file in (".", ".."):
                 raise ValueError(f"{shown(name)} lies outside the folder")
             files.setdefault(file, set()).add(name)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; copy the model's files again") from error
+        raise CheckpointError(f"{path} cannot be read: {error}; {COPY_AGAIN}") from error
     return dict(files)
 
 
