@@ -48,7 +48,13 @@ from xffl.distributed import (
     FaultTolerantWorld,
 )
 from xffl.distributed.fault_tolerance import CommittedOptimizer, _make_group
-from xffl.distributed.replica_transport import MOST_SILENT, NONCE_BYTES, ShardTransport, prove_members
+from xffl.distributed.replica_transport import (
+    MOST_SILENT,
+    NONCE_BYTES,
+    START_S,
+    ShardTransport,
+    prove_members,
+)
 from xffl.errors import CheckpointError, ConfigError, LaunchError, RoundError, StateError, XfflError
 from xffl.parallel import DistributedConfig
 from xffl.topology import Topology
@@ -632,7 +638,7 @@ def test_states_arrive_as_they_were(transports: list[ShardTransport]) -> None:
     with ThreadPoolExecutor() as pool:
         sent = pool.submit(giver.send_checkpoint, [1, 2], 7, STATE, timedelta(seconds=20))
         got = [taker.recv_checkpoint(0, giver.metadata(), 7, timedelta(seconds=20)) for _ in range(2)]
-        sent.result(timeout=5)
+        sent.result(timeout=START_S / 2)  # what has arrived is not waited for
     for state in got:
         assert state["user"]["plain"] == STATE["user"]["plain"] and state["torchft"] == STATE["torchft"]
         for ours, theirs in ((STATE["user"]["model"], state["user"]["model"]), (STATE["user"], state["user"])):
@@ -774,8 +780,8 @@ def test_groups_that_meet_prove_that_they_know_the_token() -> None:
                 told[rank].result(timeout=20)
         # What somebody has read is of no use with other random bytes.
         again = dist.HashStore()
-        again.set("nonce/0", store.get("nonce/0"))
-        again.set("proof/0", store.get("proof/0"))
+        for key in ("nonce/0", "proof/0"):
+            again.set(key, store.get(key).decode())
         with pytest.raises(LaunchError, match=r"^replica groups \[0\] of the 2"):
             prove_members(again, b"one", "g", 1, 2)
         both = [pool.submit(prove_members, dist.PrefixStore("good", store), b"one", "g", rank, 2) for rank in (0, 1)]

@@ -47,11 +47,13 @@ def write_hand_over(agreed: Mapping[str, Any], privacy: Mapping[str, Any] | None
 
 
 def read_hand_over(text: object, own: Mapping[str, Any], cell: int) -> HandOver:
-    """Return what :func:`write_hand_over` has made a text of; RoundError where it does not go with this cell's state.
+    """Return what :func:`write_hand_over` has made a text of, compared with this cell's state.
 
     :param text: What has come.
     :param own: The plain state of this cell.
     :param cell: Who has sent it.
+    :return: The values.
+    :raises RoundError: if the text does not go with this cell's state.
     """
     what = f"what cell {cell} hands over"
     if not isinstance(text, str) or len(text) > LONGEST:
@@ -79,7 +81,7 @@ def _read_optimizer(told: Fields, own: Mapping[str, Any] | None) -> dict[str, An
     numbers = told.mapping_of("numbers", _MOST_NAMES, _read_number)
     options = told.mapping_of("options", _MOST_NAMES, Fields.any)
     schedule = told.optional("schedule", Fields.mapping)
-    state = {
+    state: dict[str, Any] = {
         "elements": {name: {} for name in elements},
         "numbers": numbers,
         "options": options,

@@ -21,11 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 
 from xffl.checks import shown
@@ -254,7 +254,7 @@ class ShardTransport:
                 offer = self._offer
             if not is_there or offer is None or not self._give(link, offer):
                 return
-            _read(link, 1)  # the other side has all of it
+            _read(link, 1, time.monotonic() + TRANSFER_S)  # the other side has all of it
             with self._changed:
                 offer.left -= 1
                 self._changed.notify_all()
@@ -300,7 +300,7 @@ class ShardTransport:
         return hmac.new(self._token, side + giver + taker + asked, hashlib.sha256).digest()
 
 
-def prove_members(store: dist.Store, token: bytes, name: str, rank: int, size: int) -> None:
+def prove_members(store: Store, token: bytes, name: str, rank: int, size: int) -> None:
     """Prove to the ranks that meet at a store that this one knows the token, and see that all of them do.
 
     Collective over them. Each writes 32 random bytes, then an HMAC of those of all, of its number and of the name of
@@ -308,22 +308,21 @@ def prove_members(store: dist.Store, token: bytes, name: str, rank: int, size: i
     come.
     """
 
-    def proof(member: int, nonces: Sequence[bytes]) -> bytes:
-        return hmac.new(
-            token, f"member {member} of {size} in {name} ".encode() + b"".join(nonces), hashlib.sha256
-        ).digest()
+    def proof(member: int, nonces: Sequence[bytes]) -> str:
+        asked = f"member {member} of {size} in {name} ".encode() + b"".join(nonces)
+        return hmac.new(token, asked, hashlib.sha256).hexdigest()
 
-    mine = secrets.token_bytes(NONCE_BYTES)
+    mine = secrets.token_hex(NONCE_BYTES)
     store.set(f"nonce/{rank}", mine)
-    nonces = [mine if member == rank else bytes(store.get(f"nonce/{member}")) for member in range(size)]
+    nonces = [mine.encode() if member == rank else bytes(store.get(f"nonce/{member}")) for member in range(size)]
     # Of one length, or two lists of them could be one text.
-    is_whole = all(len(nonce) == NONCE_BYTES for nonce in nonces)
+    is_whole = all(len(nonce) == 2 * NONCE_BYTES for nonce in nonces)
     store.set(f"proof/{rank}", proof(rank, nonces))
     told = [bytes(store.get(f"proof/{member}")) for member in range(size)]
     unproven = [
         member
         for member in range(size)
-        if member != rank and not (is_whole and hmac.compare_digest(told[member], proof(member, nonces)))
+        if member != rank and not (is_whole and hmac.compare_digest(told[member], proof(member, nonces).encode()))
     ]
     if unproven:
         raise LaunchError(
@@ -354,12 +353,18 @@ def _fill(link: socket.socket, place: memoryview, deadline: float) -> None:
 def _read_shape(told: Fields, row: Any) -> tuple[str, torch.dtype, list[int]]:
     """Return name, data type and shape of a tensor that is to come."""
     name, dtype, shape = row if isinstance(row, list) and len(row) == 3 else (None, None, None)
-    is_shape = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
-    # A tensor of no bytes may have other sizes than 0, which torch multiplies, too.
-    is_small = is_shape and len(shape) <= MOST_DIMENSIONS and math.prod(max(1, size) for size in shape) < MOST_ELEMENTS
-    if not isinstance(name, str) or dtype not in list(DTYPES) or not is_small:
+    if not isinstance(name, str) or not isinstance(dtype, str) or dtype not in DTYPES or not _is_shape(shape):
         told.fail(f"{told.place('tensors')} has no name, data type and shape of a tensor, but {shown(row)}")
     return name, DTYPES[dtype], shape
+
+
+def _is_shape(shape: Any) -> TypeGuard[list[int]]:
+    """Tell whether a value is the shape of a tensor whose elements can be counted."""
+    if not isinstance(shape, list) or len(shape) > MOST_DIMENSIONS:
+        return False
+    # A tensor of no bytes may have other sizes than 0, which torch multiplies, too.
+    is_counted = all(type(size) is int and size >= 0 for size in shape)
+    return is_counted and math.prod(max(1, size) for size in shape) < MOST_ELEMENTS
 
 
 def _read_tensor(link: socket.socket, dtype: torch.dtype, shape: list[int], deadline: float) -> torch.Tensor:

@@ -1,0 +1,83 @@
+"""What a late cell is handed by another one: values that go with its own, or a named error; nothing runs."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import pickle
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from xffl.aggregation.hand_over import LONGEST, read_hand_over, write_hand_over
+from xffl.errors import RoundError
+
+OWN: dict[str, Any] = {
+    "optimizers": {
+        0: {
+            "elements": {"momentum_buffer": {}},
+            "numbers": {"step": torch.tensor(3.0)},
+            "options": {"lr": 0.7, "nesterov": True},
+            "schedule": {"last_epoch": 3, "_last_lr": [0.7]},
+            "ended": None,
+            "asked": {"class": "SGD"},
+        }
+    }
+}
+
+
+def changed(*path: Any, value: Any) -> str:
+    """Return a text in which one value of the only optimizer is another one."""
+    agreed = deepcopy(OWN)
+    place = agreed["optimizers"][0]
+    for name in path[:-1]:
+        place = place[name]
+    place[path[-1]] = value
+    return write_hand_over(agreed, None)
+
+
+def test_what_was_written_is_read() -> None:
+    privacy = {"spent": [[0.5, "cell", 3, 2]]}
+    told = read_hand_over(write_hand_over({"model": {}, **OWN}, privacy), OWN, 1)
+    assert told.optimizers == OWN["optimizers"] and told.privacy == privacy
+    assert read_hand_over(write_hand_over(OWN, None), {"optimizers": {}}, 1).privacy is None
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "told"),
+    [
+        (("elements", "x"), 3, "elements.x of fragment 0"),
+        (("elements",), {str(n): {} for n in range(1000)}, "has 1000 names; at most"),
+        (("numbers", "step"), torch.zeros(10**6), "numbers.step of fragment 0 .* must be a number"),
+        (("options", "params"), [], "params of .* is no value of an optimizer or a schedule"),
+        (("options", "lr"), "fast", "options.lr of .* must be float, as in this cell, got 'fast'"),
+        (("schedule", "step"), 3, "step of .* is no value of an optimizer or a schedule"),
+        (("schedule", "_last_lr"), 3, "schedule._last_lr of .* must be list"),
+        (("asked",), None, "asked of fragment 0"),
+    ],
+)
+def test_a_value_that_does_not_go_with_the_own_ones_is_named(path: tuple[Any, ...], value: Any, told: str) -> None:
+    with pytest.raises(RoundError, match=f"{told}"):
+        read_hand_over(changed(*path, value=value), OWN, 1)
+
+
+def test_a_text_that_is_none_runs_nothing(tmp_path: Path) -> None:
+    touched = tmp_path / "touched"
+
+    class Hostile:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.system, (f"touch {touched}",)
+
+    file = io.BytesIO()
+    torch.save({"agreed": Hostile()}, file)
+    for data in (pickle.dumps(Hostile()), file.getvalue(), b"", b"PK\3\4"):
+        with pytest.raises(RoundError, match="^what cell 1 hands over cannot be read"):
+            read_hand_over(base64.b64encode(data).decode(), OWN, 1)
+    assert not touched.exists()
+    for text in (None, 3, "x" * (LONGEST + 1)):
+        with pytest.raises(RoundError, match="^what cell 1 hands over is .*, and no text of at most"):
+            read_hand_over(text, OWN, 1)
