@@ -44,6 +44,11 @@ class _Told(Fields):
         return "".join(sign if sign.isprintable() or sign == "\n" else "?" for sign in told)
 
 
+def _text(fields: Fields, name: str, limit: int = 4096) -> str:
+    """Read a text by the method that these fields have for it."""
+    return fields.text(name, limit)
+
+
 def read_hello(message: Any, world_size: int) -> Message:
     """Read the first line of a rank that has connected to rank 0."""
     fields = _fields(message, "the first line of a rank")
@@ -68,12 +73,12 @@ def read_facts(message: Any) -> Message:
         "host": {
             "name": host.text("name"),
             "slots": host.optional("slots", Fields.integer) or 1,
-            "address": host.optional("address", _Told.text),
-            "switches": host.list_of("switches", 100, _Told.text),
+            "address": host.optional("address", _text),
+            "switches": host.list_of("switches", 100, _text),
             "gpus": host.optional("gpus", Fields.integer),
         },
         "machine": fields.text("machine"),
-        "environ": fields.mapping_of("environ", 10_000, _Told.text, _LONG_TEXT),
+        "environ": fields.mapping_of("environ", 10_000, _text, _LONG_TEXT),
         **({"rank": fields.integer("rank")} if "rank" in fields else {}),
     }
 
@@ -134,18 +139,18 @@ def read_probe(message: Any) -> Message:
     fields = _fields(message, "its answer")
     if "failed" in fields:
         return {"failed": fields.text("failed", _LONG_TEXT)}
-    versions = fields.mapping_of("versions", 1000, _Told.text)
+    versions = fields.mapping_of("versions", 1000, _text)
     if missing := [name for name in _NEEDED if name not in versions]:
         fields.fail(f"{fields.place('versions')} lacks {', '.join(missing)}")
     return {
         "findings": [_read_finding(one) for one in fields.list_of("findings", 1000, Fields.mapping)],
         "versions": versions,
         "torch": _read_torch(fields.mapping("torch")),
-        "address": fields.optional("address", _Told.text),
-        "addresses": fields.list_of("addresses", 10_000, _Told.text),
+        "address": fields.optional("address", _text),
+        "addresses": fields.list_of("addresses", 10_000, _text),
         "ports": fields.list_of("ports", 16, Fields.integer, 1, 65535),
         "store": fields.optional("store", Fields.integer, 1, 65535),
-        "nccl": fields.optional("nccl", _Told.text),
+        "nccl": fields.optional("nccl", _text),
         "run": None if fields.optional("run", Fields.any) is None else _read_run(fields.mapping("run")),
     }
 
@@ -176,7 +181,7 @@ def _read_run(fields: Fields) -> Message:
     run: Message = {
         "cells": [_read_cell(cell) for cell in fields.list_of("cells", _MOST, Fields.mapping)],
         "meeting": fields.optional("meeting", Fields.integer),
-        "stores": {life: stores.optional(life, _Told.text, _LONG_TEXT) for life in stores},
+        "stores": {life: stores.optional(life, _text, _LONG_TEXT) for life in stores},
     }
     lives = {cell["life"] for cell in run["cells"]}
     if unknown := [life for life in stores if life not in lives]:
@@ -215,12 +220,12 @@ def read_answer(message: Any, asked: Message) -> Message:
         "folder": {
             "seen_s": folder.optional("seen_s", Fields.number, 0),
             "torn": folder.integer("torn"),
-            "error": folder.optional("error", _Told.text, _LONG_TEXT),
+            "error": folder.optional("error", _text, _LONG_TEXT),
             "free": folder.integer("free", 0, 2**63),
             "kind": folder.text("kind"),
             "unseen": folder.list_of("unseen", _MOST, Fields.integer, 1, asked["folder"]["hosts"] - 1),
         },
-        "names": {name: names.list_of(name, 1000, _Told.text) for name in names},
+        "names": {name: names.list_of(name, 1000, _text) for name in names},
         "failures": [_read_failure(one, asked) for one in fields.list_of("failures", _MOST, Fields.any)],
         "tried": fields.integer("tried"),
         "pairs": [_read_half(pair) for pair in pairs],
