@@ -233,7 +233,8 @@ def test_what_is_wrong_is_named(read: Callable[[Any], object], good: dict[str, A
     for name, value in changes.items():
         with pytest.raises(ConfigError):
             read({**good, name: value})
-    for wrong in ([], None, "x", {}):
+    others: tuple[object, ...] = ([], None, "x", {})
+    for wrong in others:
         with pytest.raises(ConfigError):
             read(wrong)
 

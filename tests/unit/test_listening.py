@@ -75,7 +75,7 @@ def test_a_store_of_one_host_is_on_loopback_alone(host: str, is_local: bool) -> 
     assert addresses_at(store.port) == {"127.0.0.1"}
     other = join_store(host, store.port, 2, 5, is_local=is_local)
     store.set("key", "value")
-    assert other.get("key") == b"value" and other.timeout == timedelta(seconds=5)
+    assert other.get("key") == b"value" and other.timeout == timedelta(seconds=5)  # type: ignore[attr-defined]
 
 
 @pytest.mark.skipif(not OWN, reason="this host has no address but loopback")

@@ -141,8 +141,7 @@ def await_listener(host: str, port: int, timeout_s: float, *, is_patient: bool =
 
     A host that refuses is up, and the rank that is to listen there may start later. A name that does not resolve and a
     network that is down get better within seconds or not at all, unless ``is_patient``.
-
-    :raises LaunchError: if nobody comes to listen there in time.
+    Raises LaunchError if nobody comes to listen there in time.
     """
     begun = time.monotonic()
     _resolve(host, timeout_s if is_patient else min(timeout_s, _NO_WAY_S))

@@ -70,7 +70,7 @@ def join_store(
 ) -> TCPStore:
     """Connect to the store of rank 0, which may be started later; see :func:`~xffl.cluster.listening.await_listener`.
 
-    :raises LaunchError: if it does not come, or something else is at its port.
+    Raises LaunchError if it does not come, or something else is at its port.
     """
     host = LOOPBACK if is_local else host
     begun = time.monotonic()

@@ -46,7 +46,7 @@ class _Caller:
 def gather(host: str, port: int, world_size: int, timeout_s: float, *, is_local: bool) -> dict[int, Arrival]:
     """Wait for all other ranks, and welcome them; return those that came in time, by rank.
 
-    :raises LaunchError: if the port is taken, or the address is not this host's.
+    Raises LaunchError if the port is taken, or the name does not resolve.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):
