@@ -147,8 +147,8 @@ FOUR: list[Wrong] = [
     Wrong(
         "two ranks with different bad sizes",
         on([1], federate("x"), on([3], federate((2, 2), 3), federate((2, 2)))),
-        TopologyError,
-        ["must be a positive integer, got 'x'", "(rank 1 of 4)", "rank 3: ", "(hsdp) 3"],
+        ConfigError,
+        ["federated_group_size is 'x'", "(rank 1 of 4)", "rank 3: ", "(hsdp) 3"],
     ),
     Wrong(
         "different calls",

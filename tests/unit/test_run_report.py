@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -685,7 +684,7 @@ def test_reading_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-# Links, and who may read what is written ------------------------------------------------------------------------------
+# Links ----------------------------------------------------------------------------------------------------------------
 
 
 def test_a_report_is_not_written_through_links(tmp_path: Path) -> None:
@@ -706,13 +705,3 @@ def test_a_report_is_not_written_through_links(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="pictures' is a link, which the page is not written through; give --out"):
         write_report([run])
     assert not [*elsewhere.iterdir()]
-
-
-@pytest.mark.parametrize("umask", [0o022, 0o077])
-def test_the_umask_says_who_may_read_a_report(umask: int, tmp_path: Path) -> None:
-    run, before = write(tmp_path / "mine", run_files()), os.umask(umask)
-    try:
-        folder = write_report([run]).page.parent
-    finally:
-        os.umask(before)
-    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o666 & ~umask}
