@@ -50,7 +50,7 @@ def command(*words: str) -> None:
     if "Traceback (most recent call last)" in told:
         raise AssertionError(f"a traceback was printed: {told[-300:]}")
     if code == 2:
-        lines = re.findall(r"^xffl[^\n:]*: .*$", told, re.MULTILINE)
+        lines = re.findall(r"^xffl(?: [^\n:]*)?: .*$", told, re.MULTILINE)
         if not lines:
             raise AssertionError(f"exit code 2 without a reason: {told[-300:]}")
         raise CommandRefusedError(lines[-1])
