@@ -198,6 +198,8 @@ def run_on_all_ranks(
     check_consistent(what, values[-1], error=error, describe=describe, group=group)
 
 
+TELL_AFTER_S = 30.0
+"""How long rank 0 waits for the others to meet before it says who has not come"""
 CHECKSUM_RANGE = 2**40  # sums of ranks are taken modulo this before they are added up, so that thousands fit 64 bits
 PRIME = 1_000_003  # steps of the factors of elements, so that two that change places change the sum
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -261,7 +263,7 @@ def check_consistent_on_store(
             store.compare_set("error", "", json.dumps([type(wrong).__name__, str(wrong)]))
         store.set("verdict", store.compare_set("error", "", "null").decode())
     try:
-        store.wait(["verdict"], timedelta(seconds=timeout_s))
+        _await_verdict(store, rank, world_size, timeout_s)
     except RuntimeError as late:
         raise LaunchError(
             f"rank {rank} waited for all of {world_size} ranks for {timeout_s:g} s at most, but "
@@ -273,6 +275,25 @@ def check_consistent_on_store(
         refused = _rebuild(*verdict)
         note_alike(refused, is_speaker=rank == 0)
         raise refused
+
+
+def _await_verdict(store: Store, rank: int, world_size: int, timeout_s: float) -> None:
+    """Wait for the verdict; after a while rank 0 says in a line which ranks have not come to the store."""
+    first_s = min(TELL_AFTER_S, timeout_s)
+    try:
+        store.wait(["verdict"], timedelta(seconds=first_s))
+        return
+    except RuntimeError:
+        if first_s == timeout_s:
+            raise
+    if rank == 0:
+        print(
+            f"xffl: rank 0 has waited {first_s:g} s for all of {world_size} ranks to meet: "
+            f"{_absent(store, world_size)}. See their output, and that all were given the same MASTER_ADDR and "
+            "MASTER_PORT",
+            file=sys.stderr,
+        )
+    store.wait(["verdict"], timedelta(seconds=timeout_s - first_s))
 
 
 def end_on_store(store: Store, rank: int, world_size: int, error: XfflError, timeout_s: float) -> NoReturn:
