@@ -111,8 +111,8 @@ def _open(address: str, port: int) -> Opened:
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"port {port} of {address or 'all addresses'} on {socket.gethostname()} is held by another "
-                    "program, or by another process with RANK=0; set MASTER_PORT to a port that is free there, the same "
-                    "on all ranks, and give each process a rank of its own"
+                    "program, or by another process with RANK=0; set MASTER_PORT to a port that is free there, the "
+                    "same on all ranks, and give each process a rank of its own"
                 ) from error
         time.sleep(_PAUSE_S)
 
