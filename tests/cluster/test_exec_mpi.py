@@ -57,7 +57,10 @@ def test_what_does_not_fit(mpi: Mpi, tmp_path: Path) -> None:
 def test_what_ends_a_rank_is_told_where_its_output_goes_to_a_file(mpi: Mpi, tmp_path: Path) -> None:
     for number, (text, message) in enumerate(
         (
-            ("from xffl.errors import ConfigError\nraise ConfigError('it is wrong')", "xffl: ConfigError: it is wrong"),
+            (
+                "from xffl.errors import ConfigError\nraise ConfigError('it is wrong')",
+                "xffl: ConfigError: it is wrong (at train.py:2)",
+            ),
             ("import sys\nsys.exit('no more')", "no more"),
         )
     ):

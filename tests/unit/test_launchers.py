@@ -206,6 +206,8 @@ def test_a_launcher_that_tells_too_little_is_refused(name: str) -> None:
         {"SLURM_JOB_ID": "7", "PMIX_RANK": "0", "PMIX_NAMESPACE": "slurm.pmix.7.4294967290"},
         {"SLURM_JOB_ID": "7", "PMI_RANK": "2", "PMI_SIZE": "4", "PMI_JOBID": "6.0"},
         {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "PMI_RANK": "0", "PMI_SIZE": "4"},
+        {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "ALPS_APP_PE": "3"},
+        {"RANK": "", "WORLD_SIZE": ""},
         {"RANK": "0", "WORLD_SIZE": "1"},
         {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", **MEETING},
     ],

@@ -179,7 +179,8 @@ class Launcher:
         if self.ignores(environ) or (size == "1" and rank in ("0", None)):
             return None
         for names in self.signs:
-            if all(environ.get(name, self.idle.get(name)) != self.idle.get(name) for name in names):
+            # A variable that is empty is as good as none: templates leave such behind.
+            if all(environ.get(name) and environ[name] != self.idle.get(name) for name in names):
                 return names
         return None
 
@@ -497,6 +498,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         title="aprun",
         variables={"rank": "ALPS_APP_PE"},
         signs=(("ALPS_APP_PE",),),
+        ignores=lambda environ: "SLURM_JOB_ID" in environ,  # SLURM's plugins for Cray systems set it for each task
         again="aprun -n {}",
     ),
     # The script of a job is task 1 on its first host.
