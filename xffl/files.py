@@ -33,6 +33,7 @@ __all__ = [
     "read_bytes",
     "read_fields",
     "read_given",
+    "read_limited",
     "read_sealed",
     "read_sealed_json",
     "read_text",
@@ -186,12 +187,13 @@ def write_sealed(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def read_sealed(path: Path) -> bytes:
+def read_sealed(path: Path, limit: int = JSON_LIMIT) -> bytes:
     """Return what :func:`write_sealed` was given; a ValueError says what is wrong with the file.
 
-    A file without the first line, as earlier versions wrote it, is returned as it is.
+    A file without the first line, as earlier versions wrote it, is returned as it is. ``limit`` is as for
+    :func:`read_bytes`.
     """
-    data = read_bytes(path)
+    data = read_bytes(path, limit)
     if not data.startswith(SEAL):
         return data
     head, _, content = data.partition(b"\n")
@@ -252,16 +254,22 @@ def open_regular(path: Path) -> BinaryIO:
         raise
 
 
-def read_bytes(path: Path, limit: int | None = None) -> bytes:
+def read_bytes(path: Path, limit: int = JSON_LIMIT) -> bytes:
     """Return what a regular file holds; an OSError says so where that is more than ``limit`` bytes."""
     with open_regular(path) as file:
-        if limit is None:
-            return file.read()
-        size = os.fstat(file.fileno()).st_size
-        content = b"" if size > limit else file.read(limit + 1)  # it may grow meanwhile
-        if max(size, len(content)) > limit:
-            raise OSError(errno.EFBIG, f"it has {max(size, len(content))} bytes; at most {limit} are read", str(path))
-        return content
+        return read_limited(file, path, limit)
+
+
+def read_limited(file: BinaryIO, path: Path, limit: int) -> bytes:
+    """Return what an open file holds; an OSError that names ``path`` where it has more than ``limit`` bytes.
+
+    A file may have holes, so its size on the disk says nothing of the memory that it takes.
+    """
+    size = os.fstat(file.fileno()).st_size
+    content = b"" if size > limit else file.read(limit + 1)  # it may grow meanwhile
+    if max(size, len(content)) > limit:
+        raise OSError(errno.EFBIG, f"it has {max(size, len(content))} bytes; at most {limit} are read", str(path))
+    return content
 
 
 def read_given(path: Path, limit: int = TEXT_FILE_LIMIT) -> str:
@@ -297,7 +305,7 @@ def read_fields(
     return Fields(value, f"file {path}", error=error, hint=hint)
 
 
-def read_text(path: Path, limit: int | None = None) -> str:
+def read_text(path: Path, limit: int = JSON_LIMIT) -> str:
     """Return the UTF-8 text that a regular file holds; bytes that are none are a ValueError.
 
     ``limit`` is as for :func:`read_bytes`.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import hashlib
 import io
 import json
+import os
 import pickle
+import random
 import resource
 import zipfile
 from pathlib import Path
@@ -19,12 +22,19 @@ from torch import nn
 from xffl.aggregation.algorithms.server import load_options, load_schedule
 from xffl.aggregation.privacy import Accountant, Privacy
 from xffl.checkpoint import load_checkpoint, save_checkpoint
+from xffl.checkpoint.damage import check_damage
+from xffl.checkpoint.format import read_pointer, read_record
+from xffl.checkpoint.opened import OpenFolder
 from xffl.checkpoint.tables import read_files, read_tensors
 from xffl.checkpoint.torch_files import load_archive
+from xffl.cluster.environment import token_of
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import dtype_of, from_plain
-from xffl.errors import CheckpointError
-from xffl.files import sealed_json
+from xffl.elastic.federation import read_vote
+from xffl.errors import CheckpointError, XfflError
+from xffl.files import read_bytes, read_sealed, read_sealed_json, read_text, sealed_json
+from xffl.training.loggers import LineFile, cut_lines
+from xffl.training.mixins.state import read_place_file
 
 ALONE = DistributedState(rank=0, world_size=1)
 FILES = {"a": (4096, "0" * 64)}
@@ -141,6 +151,93 @@ def test_an_archive_that_grows_or_calls_is_refused(data: Any, told: str) -> None
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
 
 
+def archive(steps: bytes, memory: bytes = b"") -> bytes:
+    """An archive whose pickle has these steps, and the memory of one tensor."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as file:
+        file.writestr("a/data.pkl", b"\x80\x02" + steps + b".")
+        file.writestr("a/byteorder", "little")
+        file.writestr("a/version", "3\n")
+        file.writestr("a/data/0", memory)
+    return stream.getvalue()
+
+
+def text(content: str) -> bytes:
+    return b"X" + len(content).to_bytes(4, "little") + content.encode()
+
+
+def doubled() -> bytes:
+    """A tuple of a tuple twice, and so on 40 times; its place in the memory is 40."""
+    steps = [b"h" + bytes([step]) + b"h" + bytes([step]) + b"\x86q" + bytes([step + 1]) for step in range(40)]
+    return b"K\x01q\0" + b"".join(steps)
+
+
+def twice(value: Any, times: int = 40) -> Any:
+    for _ in range(times):
+        value = type(value)((value, value))
+    return value
+
+
+def tensor_of(elements: int) -> bytes:
+    number = b"J" + elements.to_bytes(4, "little")
+    storage = text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + number + b"tQ"
+    shape = b"K\0" + number + b"\x85K\x01\x85\x89"
+    return b"ctorch._utils\n_rebuild_tensor_v2\n((" + storage + shape + b"ccollections\nOrderedDict\n)RtR"
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (lambda: archive(doubled() + b"}h\x28K\x02s"), "makes far more of its values"),
+        (lambda: archive(doubled() + b"c__builtin__\nset\n]h\x28a\x85R"), "makes far more of its values"),
+        (lambda: archive(b"ccollections\nOrderedDict\n]K\x01K\x02\x86a\x85R"), "not made of"),
+        (lambda: saved(twice([])), "repeats 80 values"),
+        (lambda: saved({1: twice(())}), "repeats .* values"),
+        (lambda: archive(b"]q\0h\0a"), "holds itself"),
+        (lambda: archive(b"]" * 100_000), "leaves values over"),
+        (lambda: archive(b"K\x01" + b"\x85" * 100_000), "nested more than 200 deep"),
+        (lambda: archive(b"}\x8a\x08" + (2**61 - 1).to_bytes(8, "little") + b"Ns"), "too large"),
+        (lambda: archive(b"ctorch\nTensor\n(J\x00\x00\x00\x7ftR"), "call torch.Tensor"),
+        (lambda: archive(b"ctorch.storage\nUntypedStorage\n(J\x00\x00\x00\x7ftR"), "call torch.storage.UntypedStorage"),
+        (
+            lambda: archive(
+                b"ctorch._tensor\n_rebuild_from_type_v2\n(ctorch\nTensor\nctorch\nTensor\nJ\x00\x00\x00\x7f\x85}tR"
+            ),
+            "call torch.Tensor for a tensor",
+        ),
+        (lambda: archive(b"c_codecs\nencode\n" + text("a") + text("idna") + b"\x86R"), "not made of"),
+        (lambda: archive(tensor_of(1000), bytes(4)), "which the archive does not hold"),
+        (lambda: archive(b"0"), "a step POP"),
+    ],
+)
+def test_a_pickle_that_asks_for_work_or_memory_that_it_does_not_have_is_refused(data: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        load_archive(data())
+
+
+def test_what_torch_writes_of_tensors_and_plain_values_is_read() -> None:
+    model = nn.Linear(2, 2)
+    named = torch.ones(2)
+    named.told = 1  # type: ignore[attr-defined]
+    content = [
+        model.state_dict(),
+        {"lr": 1e-3, (1, (2, "a")): None, -(2**60): [True, 10**30], 0.5: b"bytes"},
+        collections.Counter({3: 1}),
+        {1, (2, 3)},
+        (torch.Size([2]), torch.float32, torch.device("cpu"), 1 + 2j),
+        nn.Parameter(torch.ones(2), requires_grad=False),
+        named,
+        torch.ones(2, dtype=torch.complex64).conj(),
+        torch.ones(2).to(torch.float8_e4m3fn),
+        torch.ones(4)[1:3],
+        [(0.9, 0.999)] * 3,
+        random.getstate(),
+    ]
+    read = load_archive(saved(content))
+    assert str(read) == str(content)
+    assert torch.equal(load_archive(archive(tensor_of(3), bytes(12))), torch.zeros(3))
+
+
 def nested(depth: int) -> list[Any]:
     value: list[Any] = []
     for _ in range(depth):
@@ -225,3 +322,51 @@ def test_a_saved_server_does_not_replace_methods_or_parameters() -> None:
     load_options(optimizer, {"lr": 0.05})
     load_schedule(schedule, {**schedule.state_dict(), "last_epoch": 7})
     assert optimizer.param_groups[0]["lr"] == 0.05 and schedule.last_epoch == 7
+
+
+# Files with holes -----------------------------------------------------------------------------------------------------
+
+
+def read_token(file: Path) -> object:
+    file.chmod(0o600)
+    return token_of({"XFFL_TOKEN_FILE": str(file)})
+
+
+def read_in_folder(file: Path) -> object:
+    with OpenFolder(file.parent, ()) as folder:
+        return folder.read_bytes(file.name)
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("file", read_bytes),
+        ("file", read_text),
+        ("file", read_sealed),
+        ("file", read_sealed_json),
+        ("file", read_in_folder),
+        ("place.pt", read_place_file),
+        ("vote.json", read_vote),
+        ("checkpoint.json", lambda file: read_record(file.parent)),
+        ("log.csv", lambda file: LineFile(file).lines),
+        ("log.csv", lambda file: LineFile(file).append("line\n")),
+        ("log.csv", lambda file: cut_lines(file, lambda number, line: True)),
+        ("token", read_token),
+    ],
+)
+def test_a_file_that_says_that_it_is_endless_is_refused_before_it_is_read(name: str, read: Any, tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.touch()
+    os.truncate(file, 2**43)
+    with pytest.raises(
+        (OSError, XfflError), match=rf"it has {2**43} bytes; at most \d+ are read.*{name}|{name}.*it has"
+    ):
+        read(file)
+
+
+def test_a_pointer_that_is_endless_is_as_one_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "latest").touch()
+    os.truncate(tmp_path / "latest", 2**43)
+    assert read_pointer(tmp_path) is None
+    with pytest.raises(CheckpointError, match=f"names no checkpoint .*it has {2**43} bytes"):
+        check_damage(tmp_path, lambda: None)

@@ -20,6 +20,8 @@ from typing import BinaryIO, TypeVar
 from torch.distributed.checkpoint.api import CheckpointException
 
 from xffl.errors import CheckpointError, ConfigError, ReplacedError
+from xffl.files import read_limited
+from xffl.reading import JSON_LIMIT
 
 __all__ = ["TRIES", "OpenFolder", "aside", "read_again_if_replaced"]
 
@@ -103,10 +105,10 @@ class OpenFolder:
                 if not isinstance(error, FileNotFoundError):
                     raise
 
-    def read_bytes(self, name: str) -> bytes:
-        """Return what a file holds."""
+    def read_bytes(self, name: str, limit: int = JSON_LIMIT) -> bytes:
+        """Return what a file holds; an OSError says so where that is more than ``limit`` bytes."""
         with self.open(name) as stream:
-            return stream.read()
+            return read_limited(stream, self.path / name, limit)
 
     def has(self, name: str) -> bool:
         """Tell whether the folder has a file of this name."""

@@ -8,20 +8,18 @@ without end. What xffl writes does none of this, so such files are refused, befo
 from __future__ import annotations
 
 import io
-import pickle
-import pickletools
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 import torch
+
+from xffl.checkpoint.pickles import MOST_DEPTH, check_pickle
 
 __all__ = ["FileSlice", "check_archive", "load_archive"]
 
 MOST_BYTES = 1 << 40
 """Bytes of an archive that is read, where its reader gives no limit"""
-GROWING = ("bytearray",)
-"""What a pickle may call that takes memory without having it in the file, and that xffl never writes"""
 
 
 class FileSlice(io.RawIOBase):
@@ -78,8 +76,7 @@ def load_archive(source: BinaryIO | bytes, *, limit: int = MOST_BYTES) -> Any:
     except Exception as error:
         # Without torch's own text, which advises to run what the file holds.
         raise ValueError(f"it holds something else than tensors and plain values ({type(error).__name__})") from error
-    for tensor in _tensors_in(content):
-        _check_tensor(tensor)
+    _Values().check(content)
     return content
 
 
@@ -103,24 +100,19 @@ def check_archive(stream: BinaryIO | io.RawIOBase, *, limit: int = MOST_BYTES) -
             pickles = [entry for entry in entries if entry.filename.rpartition("/")[2] == "data.pkl"]
             if len(pickles) != 1:
                 raise ValueError(f"its archive has {len(pickles)} entries data.pkl in place of one")
-            _check_pickle(archive.read(pickles[0]))
+            if len({entry.filename for entry in entries}) != len(entries):
+                raise ValueError("its archive has two entries of one name")
+            memory = pickles[0].filename.removesuffix("data.pkl") + "data/"
+            records = {
+                entry.filename.removeprefix(memory): entry.file_size
+                for entry in entries
+                if entry.filename.startswith(memory)
+            }
+            check_pickle(archive.read(pickles[0]), records)
     except ValueError:
         raise
     except Exception as error:
         raise ValueError(f"it is no archive of torch.save ({type(error).__name__})") from error
-
-
-def _check_pickle(data: bytes) -> None:
-    """Refuse a pickle that calls what takes memory of its own, or is none."""
-    try:
-        for opcode, argument, _ in pickletools.genops(data):
-            if opcode.name in ("GLOBAL", "INST") and str(argument).split(" ")[-1] in GROWING:
-                raise pickle.UnpicklingError(f"it would call {argument}")
-            # By this one a name would come from the stack, where it is not seen; torch.save writes the older form.
-            if opcode.name == "STACK_GLOBAL":
-                raise pickle.UnpicklingError("it looks names up by STACK_GLOBAL")
-    except pickle.UnpicklingError as error:
-        raise ValueError(f"its pickle is none that torch.save writes of tensors: {error}") from error
 
 
 SMALL_BYTES = 1 << 26
@@ -137,25 +129,45 @@ def _check_tensor(tensor: torch.Tensor) -> None:
         raise ValueError(f"it holds a tensor of {size} bytes in {tensor.untyped_storage().nbytes()} bytes of memory")
 
 
-MOST_DEPTH = 200
-"""How deep what is read may be nested"""
+SMALL_COUNT = 1 << 20
+"""Values that any archive may have, each counted as often as it occurs"""
+OCCURRENCES = 16
+"""How often each occurs in a larger one, on average at most"""
 
 
-def _tensors_in(content: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of nested lists and mappings, each list and mapping once, wherever it occurs again."""
-    seen: set[int] = set()
-    level = [content]
-    for _ in range(MOST_DEPTH):
-        below: list[Any] = []
-        for one in level:
-            if isinstance(one, torch.Tensor):
-                yield one
-            elif isinstance(one, (list, tuple, set, frozenset, Mapping)) and id(one) not in seen:
-                seen.add(id(one))
-                below.extend(one)
-                if isinstance(one, Mapping):
-                    below.extend(one.values())
-        if not below:
-            return
-        level = below
-    raise ValueError(f"its values are nested more than {MOST_DEPTH} deep")
+class _Values:
+    """What is nested in what was loaded: lists and mappings, each looked through once, wherever it occurs again."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, tuple[int, int]] = {}
+        self._open: set[int] = set()
+        self._looked_at = 0
+
+    def check(self, content: Any) -> None:
+        """Refuse a tensor that has less memory than elements, and values that go on without end where they are read."""
+        size, _ = self._size(content, 0)
+        if size > SMALL_COUNT + OCCURRENCES * self._looked_at:
+            raise ValueError(f"it repeats {self._looked_at} values far more often than any state does")
+
+    def _size(self, one: Any, above: int) -> tuple[int, int]:
+        """Return how many values one has, each counted as often as it occurs, and how deep they are nested."""
+        if isinstance(one, torch.Tensor):
+            _check_tensor(one)
+        if not isinstance(one, (list, tuple, set, frozenset, Mapping)):
+            return 1, 0
+        if (known := self._sizes.get(id(one))) is not None:
+            return known
+        if id(one) in self._open:
+            raise ValueError("one of its values holds itself")
+        self._open.add(id(one))
+        size, depth = 1, 0
+        for inner in (*one, *one.values()) if isinstance(one, Mapping) else one:
+            self._looked_at += 1
+            inner_size, inner_depth = self._size(inner, above + 1) if above < MOST_DEPTH else (1, MOST_DEPTH)
+            size += inner_size
+            depth = max(depth, 1 + inner_depth)
+            if depth > MOST_DEPTH:
+                raise ValueError(f"its values are nested more than {MOST_DEPTH} deep")
+        self._open.remove(id(one))
+        self._sizes[id(one)] = size, depth
+        return size, depth

@@ -44,7 +44,7 @@ from xffl.cluster.launchers import (
 from xffl.cluster.listening import is_loopback
 from xffl.cluster.network import LOCAL_VARIABLE, control_address
 from xffl.errors import ConfigError, LaunchError, TopologyError
-from xffl.files import create, make_folders, naming_errors, read_bytes, read_text, sync
+from xffl.files import TEXT_FILE_LIMIT, create, make_folders, naming_errors, read_bytes, read_text, sync
 
 __all__ = [
     "PROOF_KEY",
@@ -501,7 +501,7 @@ def token_of(environ: Mapping[str, str] = os.environ) -> bytes:
         )
     try:
         mode = os.stat(name).st_mode
-        token = read_text(Path(name)).strip()
+        token = read_text(Path(name), TEXT_FILE_LIMIT).strip()
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(f"XFFL_TOKEN_FILE {name!r} cannot be read ({error}); give the file of the token") from error
     if stat.S_IMODE(mode) & 0o077:
@@ -584,7 +584,7 @@ def make_token_file(path: Path) -> None:
 def _is_empty(path: Path) -> bool:
     """Tell whether a file has nothing in it but white space."""
     try:
-        return not read_bytes(path).strip()
+        return not read_bytes(path, TEXT_FILE_LIMIT).strip()
     except OSError:  # token_of says what is wrong with it
         return False
 

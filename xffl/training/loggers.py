@@ -27,7 +27,16 @@ import torch
 from xffl.checks import shorten
 from xffl.errors import ConfigError
 from xffl.extras import optional_import
-from xffl.files import create, make_folders, naming_errors, read_bytes, read_text, write_whole, written_whole
+from xffl.files import (
+    TEXT_FILE_LIMIT,
+    create,
+    make_folders,
+    naming_errors,
+    read_bytes,
+    read_text,
+    write_whole,
+    written_whole,
+)
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -53,6 +62,8 @@ HEADER = "time,step,epoch,samples,name,value"
 """The first line of a CSV file."""
 CSV_BEGIN = re.compile(rb"[^,]*,\d+,\d+,\d+,")
 """How a line of a CSV file begins that begins a record"""
+LINES_LIMIT = 2**32
+"""The most bytes of a file of lines that is gone on with"""
 ESCAPED = {ord("\n"): "\\n", ord("\r"): "\\r"}
 """How line breaks in a name are written into a CSV file"""
 NAMES = {math.inf: "Infinity", -math.inf: "-Infinity"}
@@ -140,13 +151,13 @@ class LineFile:
     def lines(self) -> int:
         """Whole lines of the file, the header among them."""
         if self._handle is None:
-            return read_bytes(self.path).count(b"\n") if self.path.exists() else 0
+            return read_bytes(self.path, LINES_LIMIT).count(b"\n") if self.path.exists() else 0
         return self._lines
 
     def append(self, lines: str) -> None:
         """Write lines: text that ends in a line break."""
         if self._handle is None:
-            if self.path.exists() and not read_bytes(self.path).endswith(b"\n"):
+            if self.path.exists() and not read_bytes(self.path, LINES_LIMIT).endswith(b"\n"):
                 cut_lines(self.path, lambda index, line: True)
             self._lines = self.lines
             with create(self.path, "append") as file:
@@ -182,7 +193,7 @@ def cut_lines(path: Path, is_kept: Callable[[int, str], bool], *, drops_torn: bo
     """
     if not path.exists():
         return
-    before = read_bytes(path)
+    before = read_bytes(path, LINES_LIMIT)
     lines = before.split(b"\n")[:-1]  # behind the last line break there is nothing, or half a line
     records = _csv_records(lines) if path.suffix == ".csv" else list(enumerate(lines))
     records_kept = []
@@ -300,7 +311,7 @@ class CSVLogger(FileLogger):
 
 def _read_id(file: Path) -> str:
     """Return the id of a run that a file holds; empty without one, and where a kill has left an empty file."""
-    return read_text(file).strip() if file.exists() else ""
+    return read_text(file, TEXT_FILE_LIMIT).strip() if file.exists() else ""
 
 
 class MLflowLogger(Logger):

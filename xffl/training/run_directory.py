@@ -226,7 +226,7 @@ class RunDirectory:
     def _check_visible(self, token: str) -> None:
         """Raise if this rank does not see what rank 0 has made."""
         try:
-            seen = read_text(self._token)
+            seen = read_text(self._token, TEXT_FILE_LIMIT)
         except (OSError, ValueError):
             seen = ""
         if seen != token:
@@ -238,7 +238,7 @@ class RunDirectory:
     def _changes(self) -> list[str]:
         """Tell what the run is asked for now and was not asked for when it was started before."""
         try:
-            saved = parse_yaml(read_text(self.path / "config.yaml"), limit=TEXT_FILE_LIMIT)
+            saved = parse_yaml(read_text(self.path / "config.yaml", TEXT_FILE_LIMIT), limit=TEXT_FILE_LIMIT)
         except (OSError, ValueError):  # of a run that was killed before it was written
             return []
         before, now = flattened(saved or {}), flattened(self._about[0])

@@ -24,7 +24,7 @@ from typing import BinaryIO
 from xffl.checks import decimal
 from xffl.cluster.hosts import host_identity
 from xffl.errors import ConfigError
-from xffl.files import ENOTSUPP, create, naming_errors, read_bytes, read_text, remove_file
+from xffl.files import ENOTSUPP, create, naming_errors, open_regular, read_text, remove_file
 from xffl.reading import Fields, parse_json
 
 __all__ = ["run_lock"]
@@ -35,6 +35,8 @@ LOCK, OWNER = ".lock", ".lock.owner"
 LOCK_WAIT_S = 10.0
 """How long a job that has just been told to end may still hold the folder."""
 LOCK_POLL_S = 0.1
+HOLDER_BYTES = 2**16
+"""The most bytes of a file that says who holds the folder"""
 HELD = (errno.EACCES, errno.EAGAIN)
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, ENOTSUPP, errno.EBADF, errno.EINVAL)
 """What file systems without locks answer: NFS without its lock service, autofs, some mounts of EFS."""
@@ -59,7 +61,9 @@ def run_lock(folder: Path) -> Iterator[None]:
             _lock(file, time.monotonic() + LOCK_WAIT_S)
         except OSError as error:
             if error.errno in HELD:
-                holder = read_bytes(lock).decode(errors="replace").strip() or "another job"
+                with open_regular(lock) as held:
+                    told = held.read(HOLDER_BYTES)
+                holder = told.decode(errors="replace").strip() or "another job"
                 raise ConfigError(f"experiment.output_dir {folder} is in use by {holder}; {FREE}") from error
             if error.errno not in NO_LOCKS:
                 raise
@@ -255,7 +259,7 @@ def _write_new(path: Path, text: str) -> None:
 
 def _read(path: Path) -> str | None:
     try:
-        return read_text(path)
+        return read_text(path, HOLDER_BYTES)
     except FileNotFoundError:
         return None
     except ValueError:

@@ -41,7 +41,7 @@ PLACE_LIMIT = 2**30
 
 def read_place_file(file: Path) -> dict[str, Any]:
     """Return what :meth:`StateMixin.keep_place` has written; a ValueError or an OSError says what is wrong with it."""
-    place: dict[str, Any] = load_archive(read_sealed(file), limit=PLACE_LIMIT)
+    place: dict[str, Any] = load_archive(read_sealed(file, PLACE_LIMIT), limit=PLACE_LIMIT)
     trainer = place.get("trainer") if isinstance(place, dict) else None
     if not isinstance(trainer, dict) or not all(isinstance(part, Mapping) for part in place.values()):
         raise ValueError("it holds no states of a trainer's parts")
