@@ -33,6 +33,7 @@ __all__ = [
     "read_bytes",
     "read_fields",
     "read_given",
+    "read_opened",
     "read_sealed",
     "read_sealed_json",
     "read_text",
@@ -255,13 +256,16 @@ def open_regular(path: Path) -> BinaryIO:
 def read_bytes(path: Path, limit: int | None = None) -> bytes:
     """Return what a regular file holds; an OSError says so where that is more than ``limit`` bytes."""
     with open_regular(path) as file:
-        if limit is None:
-            return file.read()
-        size = os.fstat(file.fileno()).st_size
-        content = b"" if size > limit else file.read(limit + 1)  # it may grow meanwhile
-        if max(size, len(content)) > limit:
-            raise OSError(errno.EFBIG, f"it has {max(size, len(content))} bytes; at most {limit} are read", str(path))
-        return content
+        return file.read() if limit is None else read_opened(file, path, limit)
+
+
+def read_opened(file: BinaryIO, path: Path, limit: int) -> bytes:
+    """Return what an open file holds from its beginning; an OSError says so where that is more than ``limit`` bytes."""
+    size = os.fstat(file.fileno()).st_size
+    content = b"" if size > limit else file.read(limit + 1)  # it may grow meanwhile
+    if max(size, len(content)) > limit:
+        raise OSError(errno.EFBIG, f"it has {max(size, len(content))} bytes; at most {limit} are read", str(path))
+    return content
 
 
 def read_given(path: Path, limit: int = TEXT_FILE_LIMIT) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -244,6 +245,11 @@ def test_addresses_of_a_lighthouse(tmp_path: Path) -> None:
     file.write_text("")
     with pytest.raises(LaunchError, match=f"the lighthouse in {file} is ''; give HOST:PORT"):
         resolve_lighthouse(f"file:{file}")
+    os.mkfifo(tmp_path / "fifo")
+    os.truncate(file, 2**40)
+    for name, why in ((file, "at most 4096 are read"), (tmp_path / "fifo", "a FIFO"), (Path("/dev/zero"), "a device")):
+        with pytest.raises(LaunchError, match=f"a file that cannot be read .*{why}"):
+            resolve_lighthouse(f"file:{name}")
 
 
 def test_a_proof_of_a_token_holds_for_one_life_and_one_token() -> None:
