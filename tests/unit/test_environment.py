@@ -496,6 +496,37 @@ def test_check_world_is_on_or_off() -> None:
         checks_world({"XFFL_CHECK_WORLD": "yes"})
 
 
+def test_a_token_that_is_no_text_or_endless_is_told_without_it(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="^XFFL_TOKEN has a token that is not UTF-8 text; make one") as told:
+        token_of({"XFFL_TOKEN": "secret" * 3 + "\udcff"})
+    assert told.value.__cause__ is None and told.value.__suppress_context__
+    path = tmp_path / "token"
+    path.touch(mode=0o600)
+    os.truncate(path, 2**40)
+    with pytest.raises(LaunchError, match="XFFL_TOKEN_FILE .* cannot be read .*at most 65536 are read"):
+        token_of({"XFFL_TOKEN_FILE": str(path)})
+    with pytest.raises(LaunchError, match="at most 65536 are read"):
+        make_token_file(path)
+
+
+def test_mode_and_text_of_a_token_are_those_of_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, own = tmp_path / "shown", tmp_path / "own"
+    shown.write_text("a" * 32)
+    shown.chmod(0o644)
+    own.write_text("b" * 32)
+    own.chmod(0o600)
+    stat_file = os.stat
+
+    def stat_then_replace(path: Any, **options: Any) -> os.stat_result:
+        found = stat_file(path, **options)
+        if path == str(own):
+            shown.replace(own)
+        return found
+
+    monkeypatch.setattr(os, "stat", stat_then_replace)
+    assert token_of({"XFFL_TOKEN_FILE": str(own)}) == b"b" * 32
+
+
 def test_a_token_file_is_made_whole_and_an_empty_one_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -138,6 +139,58 @@ def test_a_lighthouse_that_knows_nobody() -> None:
     assert parse_page("<html><h1>Grafana</h1></html>") is None and parse_page("") is None
 
 
+def test_a_page_takes_time_in_proportion_to_its_length() -> None:
+    start, members = page_of(meeting=MEETING), '<div class="member">\n'
+    hostile = (
+        "<!--<" * 40_000,
+        members + "<b>x" * 60_000,
+        members + "a" + " " * 200_000,
+        "<div>" * 60_000,
+        "<div class=" * 20_000,
+        "<a" + "a " * 100_000,
+        '<li class="heartbeat">' + " " * 200_000 + "\nx",
+        "&#" + "1" * 100_000 + ";",
+        "Quorum age: " + "1." * 50_000 + "s",
+        "".join(f'<div class="member">{life}.a\nStep: 1</div>' for life in range(10_000)),
+    )
+    begun = time.thread_time()
+    for text in hostile:
+        for page in (text, start + text, text + start):
+            status = parse_page(page)
+            for cell in status.cells if status is not None else ():
+                status.lag_of(cell)
+    assert time.thread_time() - begun < 10
+
+
+def test_a_page_of_thousands_of_cells_fits_and_an_endless_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    lives = [f"{cell}.{cell:032x}" for cell in range(8000)]
+    members = "".join(MEMBER.format(life=life, step=123456, ranks=64, also="recovering") for life in lives)
+    beats = "".join(HEARTBEAT.format(life=life, age="3.5026206269999998", old="old") for life in lives)
+    with served(page_of(members, beats, MEETING)) as url:
+        assert len(read_lighthouse(url, 60).cells) == 8000
+    over = threading.Event()
+
+    def serve(listener: socket.socket) -> None:
+        with listener, listener.accept()[0] as connection, suppress(OSError):
+            while not over.is_set():
+                connection.sendall(b"<div>" * 10_000)
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=serve, args=[listener])
+    thread.start()
+    assert main(["cells", f"127.0.0.1:{listener.getsockname()[1]}"]) == 2
+    over.set()
+    thread.join()
+    told = capsys.readouterr().err
+    assert "sends more than 4194304 bytes" in told and told.count("\n") == 1
+
+
+def test_damaged_members_and_heartbeats_are_left_out() -> None:
+    damaged = '<div class="member"></div><li class="heartbeat">0.a: seen 1.2.3s ago</li><li class="heartbeat">x</li>'
+    status = parse_page(page_of(damaged, meeting=MEETING.replace("3.50242013", "1.2.3")))
+    assert status is not None and (status.cells, status.meeting, status.age_s) == ((), 12, None)
+
+
 def test_cells_as_a_table_and_as_json_without_torch(tmp_path: Path) -> None:
     def cells(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", WITHOUT_TORCH, "cells", *words]
@@ -192,6 +245,11 @@ def test_addresses_of_a_lighthouse(tmp_path: Path) -> None:
     file.write_text("")
     with pytest.raises(LaunchError, match=f"the lighthouse in {file} is ''; give HOST:PORT"):
         resolve_lighthouse(f"file:{file}")
+    os.mkfifo(tmp_path / "fifo")
+    os.truncate(file, 2**40)
+    for name, why in ((file, "at most 4096 are read"), (tmp_path / "fifo", "a FIFO"), (Path("/dev/zero"), "a device")):
+        with pytest.raises(LaunchError, match=f"a file that cannot be read .*{why}"):
+            resolve_lighthouse(f"file:{name}")
 
 
 def test_a_proof_of_a_token_holds_for_one_life_and_one_token() -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import base64
 import json
 import math
+import os
 import re
 import subprocess
 import sys
+import time
+import tracemalloc
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -20,7 +23,7 @@ import pytest
 from xffl.cli.main import main
 from xffl.errors import ConfigError
 from xffl.planning.text import bytes_text
-from xffl.run_report import Report, write_report
+from xffl.run_report import Report, reader, write_report
 from xffl.run_report.figures import rounds_figure, thin, traffic_figure, value_figure
 from xffl.run_report.reader import FEDERATION, read_run
 from xffl.run_report.summary import (
@@ -443,6 +446,37 @@ def test_a_cut_file_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
     assert [note for note in run.notes if "cannot be read" in note] == [
         "metrics/cell_0.jsonl: 6 lines cannot be read and are left out"
     ]
+
+
+def test_endless_files_and_lines_are_read_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(tmp_path / "cell_0", {"rounds/cell_0.jsonl": "", "metrics/cell_0.jsonl": ""})
+    for kind in ("rounds", "metrics"):
+        os.truncate(folder / kind / "cell_0.jsonl", 2**40)
+    monkeypatch.setattr(reader, "FILE_LIMIT", 2**24)
+    tracemalloc.start()
+    begun = time.thread_time()
+    run = read_run(folder)
+    assert time.thread_time() - begun < 5 and tracemalloc.get_traced_memory()[1] < 2**24
+    tracemalloc.stop()
+    assert sum("bytes are left out; the first 16777216 are read" in note for note in run.notes) == 2
+    assert run.rounds == run.metrics == {} and not run.is_elastic
+
+    long = line(2, 2, {"train/loss": 2.0}, more="x" * 2**21)
+    write(folder, {"metrics/cell_0.jsonl": line(1, 1, {"a": 1.0}) + long + line(3, 3, {"a": 3.0}) + long[:-9]})
+    run = read_run(folder)
+    assert run.series["a"][0].steps.tolist() == [1.0, 3.0] and "train/loss" not in run.series
+    assert "metrics/cell_0.jsonl: 1 line cannot be read and is left out" in run.notes
+
+
+def test_names_of_values_are_limited(tmp_path: Path) -> None:
+    many = {f"v/{number}": 1.0 for number in range(5000)}
+    text = line(1, 1, {"x" * 1000: 1.0, "a/b": 1.0}) + line(2, 2, many) + line(3, 3, {"a/b": 2.0, **many})
+    rounds = round_line(1, 5, 1.0, 0.1, divergence=many, phases=many)
+    run = read_run(write(tmp_path, {"metrics/cell_0.jsonl": text, "rounds/cell_0.jsonl": rounds}))
+    assert len(run.metrics[0].series) == 1000 and run.series["a/b"][0].values.tolist() == [1.0, 2.0]
+    [only] = run.rounds[0]
+    assert len(only.extras) == 1000 and set(only.phases) == set(list(many)[:1000])
+    assert sum("values of others are left out" in note for note in run.notes) == 2
 
 
 def test_values_that_are_no_numbers(tmp_path: Path) -> None:

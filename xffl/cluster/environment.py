@@ -44,9 +44,10 @@ from xffl.cluster.launchers import (
 from xffl.cluster.listening import is_loopback
 from xffl.cluster.network import LOCAL_VARIABLE, control_address
 from xffl.errors import ConfigError, LaunchError, TopologyError
-from xffl.files import TEXT_FILE_LIMIT, create, make_folders, naming_errors, read_bytes, read_text, sync
+from xffl.files import create, make_folders, naming_errors, open_regular, read_bytes, read_limited, read_text, sync
 
 __all__ = [
+    "ADDRESS_BYTES",
     "PROOF_KEY",
     "OverFiles",
     "ProcessEnvironment",
@@ -410,6 +411,8 @@ def use_interface(name: str | None, environ: MutableMapping[str, str] = os.envir
 
 
 _ADDRESS = re.compile(r"(?:http://)?(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d{1,5})/?")
+ADDRESS_BYTES = 4096
+"""The most bytes of a file that names a lighthouse"""
 _GROUP = re.compile(r"(\d{1,9})/(\d{1,9})")
 
 
@@ -426,8 +429,8 @@ def resolve_lighthouse(text: str, what: str = "the lighthouse") -> str:
     """Return a lighthouse's address, ``http://HOST:PORT``, from a text that holds it, or ``file:PATH`` of its file."""
     if text.startswith("file:"):
         try:
-            told = Path(text.removeprefix("file:")).read_text().strip()
-        except (OSError, UnicodeDecodeError) as error:
+            told = read_text(Path(text.removeprefix("file:")), ADDRESS_BYTES).strip()
+        except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
             hint = "it is there once the lighthouse runs; see that its job has started, or give HOST:PORT"
             raise LaunchError(f"{what} is {text!r}, a file that cannot be read ({why}); {hint}") from error
@@ -492,7 +495,7 @@ def token_of(environ: Mapping[str, str] = os.environ) -> bytes:
     It is empty where ``XFFL_TOKEN=none`` says that the run does without; LaunchError where nothing is said.
     """
     if token := environ.get("XFFL_TOKEN", "").strip():
-        return b"" if token == NO_TOKEN else _long_enough(token, "XFFL_TOKEN")
+        return b"" if token == NO_TOKEN else _check_token(token, "XFFL_TOKEN")
     if not (name := environ.get("XFFL_TOKEN_FILE", "").strip()):
         raise LaunchError(
             "cells and replica groups give their weights to those that know the run's token, and there is none; set "
@@ -500,25 +503,29 @@ def token_of(environ: Mapping[str, str] = os.environ) -> bytes:
             "anybody, XFFL_TOKEN=none)"
         )
     try:
-        mode = os.stat(name).st_mode
-        token = read_text(Path(name), TEXT_FILE_LIMIT).strip()
-    except (OSError, UnicodeDecodeError) as error:
+        with open_regular(Path(name)) as file:  # what is asked and what is read is one file, whoever renames another
+            mode = os.fstat(file.fileno()).st_mode
+            token = read_limited(file, Path(name), _TOKEN_BYTES).decode("utf-8").strip()
+    except (OSError, ValueError) as error:
         raise LaunchError(f"XFFL_TOKEN_FILE {name!r} cannot be read ({error}); give the file of the token") from error
     if stat.S_IMODE(mode) & 0o077:
         raise LaunchError(f"XFFL_TOKEN_FILE {name!r} may be read by others; make a new token, and chmod 600 its file")
     if not token:
         raise LaunchError(f"XFFL_TOKEN_FILE {name!r} is empty; remove it, and let xffl lighthouse make another")
-    return _long_enough(token, f"XFFL_TOKEN_FILE {name!r}")
+    return _check_token(token, f"XFFL_TOKEN_FILE {name!r}")
 
 
-def _long_enough(token: str, source: str) -> bytes:
+def _check_token(token: str, source: str) -> bytes:
     """Return a token as bytes; who records one message of a run can try short ones without asking anybody."""
     if len(token) < LEAST_TOKEN:
         raise LaunchError(
             f"{source} has a token of {len(token)} characters, and fewer than {LEAST_TOKEN} can be guessed; make one "
             "with: openssl rand -hex 32"
         )
-    return token.encode()
+    try:
+        return token.encode()
+    except UnicodeEncodeError:  # its text, which the error quotes, is a secret
+        raise LaunchError(f"{source} has a token that is not UTF-8 text; make one with: openssl rand -hex 32") from None
 
 
 def has_token(environ: Mapping[str, str] = os.environ) -> bool:
@@ -546,6 +553,8 @@ NO_TOKEN = "none"
 """What ``XFFL_TOKEN`` says where a run is to do without a token."""
 LEAST_TOKEN = 16
 """Characters of a token, at least."""
+_TOKEN_BYTES = 2**16
+"""The most bytes of a token's file"""
 PROOF_KEY = "xffl/token"
 """Where a cell keeps in its store what :func:`prove_token` makes of its token."""
 
@@ -584,7 +593,7 @@ def make_token_file(path: Path) -> None:
 def _is_empty(path: Path) -> bool:
     """Tell whether a file has nothing in it but white space."""
     try:
-        return not read_bytes(path, TEXT_FILE_LIMIT).strip()
+        return not read_bytes(path, _TOKEN_BYTES).strip()
     except OSError:  # token_of says what is wrong with it
         return False
 

@@ -7,14 +7,15 @@ depends on what stands in it is in :func:`parse_page`.
 from __future__ import annotations
 
 import hmac
+import html
 import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from html.parser import HTMLParser
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from http.client import HTTPException, HTTPResponse
 from io import BytesIO
 from typing import Any
@@ -28,10 +29,15 @@ from xffl.errors import LaunchError
 __all__ = ["CellStatus", "LighthouseStatus", "parse_page", "read_lighthouse", "visit_run"]
 
 _CONNECT_S = 5.0
-_LARGEST = 2**24
+_LARGEST = 2**22
+"""The most bytes of a page; torchft makes some 430 for each cell, so that this is enough for 9000 of them."""
 _CHUNK_BYTES = 2**16
 _THREADS = 16
 _LIFE = re.compile(r"(\d{1,18})\.[0-9a-f]+")
+_TAG = re.compile(r"<([^<>]*)>")
+"""A tag; a sign ``<`` without an end is text. Each sign is looked at once or twice, whatever the text is."""
+_REFERENCE = re.compile(r"&(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[a-zA-Z][a-zA-Z0-9]{0,30});")
+_SECONDS = re.compile(r"-?[0-9]{1,18}(?:\.[0-9]{0,30})?")
 Stores = dict[str, Any]
 """What is known of the stores of cells, by life."""
 
@@ -62,7 +68,11 @@ class LighthouseStatus:
         """Return how many rounds a cell is behind the furthest one; ``None`` where its round is not known."""
         if cell.round is None:
             return None
-        return max(other.round for other in self.cells if other.round is not None) - cell.round
+        return self._furthest - cell.round
+
+    @cached_property
+    def _furthest(self) -> int:
+        return max(other.round for other in self.cells if other.round is not None)
 
 
 def read_lighthouse(url: str, timeout_s: float = 5.0) -> LighthouseStatus:
@@ -73,6 +83,11 @@ def read_lighthouse(url: str, timeout_s: float = 5.0) -> LighthouseStatus:
     except OSError as error:
         hint = "see that it runs, and that this host reaches it"
         raise LaunchError(f"the lighthouse {url} does not answer ({error.strerror or error}); {hint}") from error
+    if len(received) > _LARGEST:
+        raise LaunchError(
+            f"what answers at {url} sends more than {_LARGEST} bytes, which no page of a lighthouse has; give the "
+            "address of xffl lighthouse"
+        )
     text = ""
     with suppress(HTTPException, ValueError):  # it speaks another language
         answer = HTTPResponse(_Received(received))  # type: ignore[arg-type]  # all that it does with a socket
@@ -87,11 +102,14 @@ def read_lighthouse(url: str, timeout_s: float = 5.0) -> LighthouseStatus:
 
 
 def _fetch(host: str, port: int, deadline: float) -> bytes:
-    """Return all that a server answers to the question for the page, within the time that is left for the whole."""
+    """Return what a server answers to the question for the page, within the time that is left for the whole.
+
+    Of an answer that is too long, a byte more than the limit is returned.
+    """
     with socket.create_connection((host, port), max(0.1, deadline - time.monotonic())) as connection:
         connection.sendall(f"GET /status HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n".encode())
         received = bytearray()
-        while len(received) < _LARGEST:
+        while len(received) <= _LARGEST:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise TimeoutError("its answer takes too long")
@@ -105,7 +123,7 @@ def _fetch(host: str, port: int, deadline: float) -> bytes:
             if not piece:
                 break
             received += piece
-    return bytes(received)
+    return bytes(received[: _LARGEST + 1])
 
 
 class _Received(BytesIO):
@@ -116,67 +134,77 @@ class _Received(BytesIO):
 
 
 def parse_page(text: str) -> LighthouseStatus | None:
-    """Return what the page of a lighthouse tells; ``None`` where it is another page."""
-    page = _Page()
+    """Return what the page of a lighthouse tells; ``None`` where it is another page.
+
+    The time that it takes grows with the length of the text and no faster, whatever stands in it.
+    """
     # Lives are anybody's texts.
-    page.feed("".join(sign if sign.isprintable() or sign == "\n" else " " for sign in text))
-    page.close()
-    if "Current quorum_id:" not in page.head or "Heartbeats" not in page.head:
+    page = _read_page("".join(sign if sign.isprintable() or sign == "\n" else " " for sign in text))
+    head = page.head_text()
+    if "Current quorum_id:" not in head or "Heartbeats" not in head:
         return None
-    meeting, age = (re.search(word, page.head) for word in (r"Previous quorum id: (\d+)", r"Quorum age:\s*(-?[\d.]+)s"))
+    meeting, age = (re.search(word, head) for word in (r"Previous quorum id: (\d+)", r"Quorum age:\s*(-?[\d.]+)s"))
     found: dict[str, CellStatus] = {}
     for member in page.members:
-        life, *fields = [line.strip() for line in member.strip().splitlines()]
-        told = dict(field.split(": ", 1) for field in fields if ": " in field)
-        found[life] = CellStatus(
-            life,
-            has_met=True,
-            round=_integer(told.get("Step")),
-            ranks=_integer(told.get("World size")),
-            store=told.get("TCPStore", ""),
-        )
-    for is_old, heartbeat in page.heartbeats:
-        if beat := re.fullmatch(r"\s*(.+): seen ([\d.]+)s ago\s*", heartbeat):
-            known = found.get(beat[1], CellStatus(beat[1]))
-            found[beat[1]] = replace(known, seen_s=float(beat[2]), is_lost=is_old)
+        life, *fields = [line.strip() for line in "".join(member).strip().split("\n")]
+        told = dict(line.split(": ", 1) for line in fields if ": " in line)
+        if life:
+            found[life] = CellStatus(
+                life,
+                has_met=True,
+                round=_integer(told.get("Step")),
+                ranks=_integer(told.get("World size")),
+                store=told.get("TCPStore", ""),
+            )
+    for is_old, pieces in page.heartbeats:
+        life, _, beat = "".join(pieces).strip().rpartition(": seen ")
+        seen_s = _seconds(beat.removesuffix("s ago")) if beat.endswith("s ago") else None
+        if life and seen_s is not None:
+            found[life] = replace(found.get(life, CellStatus(life)), seen_s=seen_s, is_lost=is_old)
     return LighthouseStatus(
         _current(found.values()),
         None if meeting is None else decimal(meeting[1]),
-        None if meeting is None or age is None else float(age[1]),
+        None if meeting is None or age is None else _seconds(age[1]),
     )
 
 
-class _Page(HTMLParser):
-    """The texts of the page: of its members, of its heartbeats, and all others."""
+@dataclass
+class _Page:
+    """The texts of the page, in pieces: of its members, of its heartbeats, and all others."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = ""
-        self.members: list[str] = []
-        self.heartbeats: list[tuple[bool, str]] = []  # whether it is too old, and its text
-        self._inside = ""
+    head: list[str] = field(default_factory=list)
+    members: list[list[str]] = field(default_factory=list)
+    heartbeats: list[tuple[bool, list[str]]] = field(default_factory=list)  # whether it is too old, and its text
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        classes = (dict(attrs).get("class") or "").split()
+    def head_text(self) -> str:
+        return "".join(self.head)
+
+
+def _read_page(text: str) -> _Page:
+    """Take the page apart.
+
+    The standard library's parser of HTML is not used: it takes hours for some texts of a few hundred kilobytes, such as
+    one of many beginnings of comments.
+    """
+    page = _Page()
+    pieces, inside = page.head, ""
+    for at, part in enumerate(_TAG.split(text)):
+        if at % 2 == 0:  # what is between two tags
+            pieces.append(_REFERENCE.sub(lambda reference: html.unescape(reference[0]), part))
+            continue
+        tag, _, attributes = part.replace("\n", " ").partition(" ")
+        if tag == f"/{inside}":
+            pieces, inside = page.head, ""
+            continue
+        _, _, value = attributes.partition('class="')
+        classes = value.partition('"')[0].split()
         if tag == "div" and "member" in classes:
-            self.members.append("")
-            self._inside = tag
+            pieces, inside = [], tag
+            page.members.append(pieces)
         elif tag == "li" and "heartbeat" in classes:
-            self.heartbeats.append(("old" in classes, ""))
-            self._inside = tag
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag == self._inside:
-            self._inside = ""
-
-    def handle_data(self, data: str) -> None:
-        if self._inside == "div":
-            self.members[-1] += data
-        elif self._inside == "li":
-            is_old, text = self.heartbeats[-1]
-            self.heartbeats[-1] = is_old, text + data
-        else:
-            self.head += data
+            pieces, inside = [], tag
+            page.heartbeats.append(("old" in classes, pieces))
+    return page
 
 
 def _current(lives: Iterable[CellStatus]) -> tuple[CellStatus, ...]:
@@ -193,6 +221,10 @@ def _current(lives: Iterable[CellStatus]) -> tuple[CellStatus, ...]:
 
 def _integer(text: str | None) -> int | None:
     return None if text is None else decimal(text)
+
+
+def _seconds(text: str) -> float | None:
+    return float(text) if _SECONDS.fullmatch(text) else None
 
 
 def visit_run(

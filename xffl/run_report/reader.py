@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from xffl.checks import flattened, shorten
 from xffl.errors import ConfigError, TopologyError
-from xffl.files import TEXT_FILE_LIMIT, read_bytes
+from xffl.files import TEXT_FILE_LIMIT, open_regular, read_bytes
 from xffl.planning.text import counted
 from xffl.reading import COUNT_LIMIT, parse_json
 from xffl.topology import Topology
@@ -48,6 +48,14 @@ MARKS = (*(f"{name}.json" for name in FILES), "metrics", "rounds")
 EXPOSED_PHASES = ("pack", "commit", "wait")
 """Phases of a delayed round in which training stands still; the others run behind local steps."""
 LONG_PAUSE_S = 60.0
+LINE_LIMIT = 2**20
+"""The most bytes of a record in JSON lines; longer lines are left out as damaged ones are."""
+FILE_LIMIT = 2**30
+"""The most bytes of a file of JSON lines that are read: those of some two million records"""
+NAMES_LIMIT = 1000
+"""The most names of values in a file, each of which is a row and a curve of the page"""
+NAME_LIMIT = 200
+"""The most characters of such a name"""
 T = TypeVar("T")
 
 
@@ -261,12 +269,12 @@ def elastic_place(path: Path) -> tuple[int, tuple[int, ...]] | None:
     told = _load(path / "topology.json", parse_json, []).get("elastic")
     if isinstance(told, dict) and type(told.get("cell")) is int:
         return told["cell"], tuple(int(size) for size in _list(told.get("cells")) if math.isfinite(size))
-    match = re.fullmatch(r"cell_(\d+)", path.resolve().name)
+    match = re.fullmatch(r"cell_(\d{1,9})", path.resolve().name)
     rounds = path / "rounds" / "cell_0.jsonl"
     if match is None or not rounds.is_file():
         return None
-    with open(rounds, encoding="utf-8", errors="replace") as file:
-        return (int(match[1]), ()) if '"membership"' in file.readline() else None
+    first = next(_lines(rounds, []), None)
+    return (int(match[1]), ()) if first is not None and '"membership"' in first else None
 
 
 def _check_is_run(path: Path) -> None:
@@ -284,7 +292,7 @@ def _cell_files(folder: Path) -> list[tuple[int, Path]]:
     """Return the JSON lines of cells with their numbers, all cells together first."""
     files = []
     for file in folder.iterdir() if folder.is_dir() else ():
-        if (match := re.fullmatch(r"(?:cell_(\d+)|federation)\.jsonl", file.name)) and file.is_file():
+        if (match := re.fullmatch(r"(?:cell_(\d{1,9})|federation)\.jsonl", file.name)) and file.is_file():
             files.append((FEDERATION if match[1] is None else int(match[1]), file))
     return sorted(files)
 
@@ -294,6 +302,7 @@ def read_metrics(path: Path, notes: list[str]) -> Metrics | None:
     times, steps = array("d"), array("d")
     columns: dict[str, tuple[array[int], array[float]]] = {}
     epoch = samples = samples_before = 0
+    names = _Names(path, notes)
     for record in _records(path, ("time", "step", "values"), notes):
         row = len(times)
         times.append(record["time"])
@@ -308,6 +317,8 @@ def read_metrics(path: Path, notes: list[str]) -> Metrics | None:
             number = value if type(value) is float else _number(value)
             if number is not None:
                 column = columns.get(name)
+                if column is None and not names.admit(name):
+                    continue
                 if column is None:
                     column = columns[name] = (array("q"), array("d"))
                 column[0].append(row)
@@ -333,8 +344,10 @@ def read_metrics(path: Path, notes: list[str]) -> Metrics | None:
 def read_rounds(path: Path, notes: list[str]) -> list[RoundRecord]:
     """Read ``rounds/cell_0.jsonl`` or another of its form."""
     rounds = []
+    names = _Names(path, notes)
     for record in _records(path, ("time", "step", "round", "seconds"), notes):
-        extras = {f"divergence/{name}": value for name, value in _numbers(record.get("divergence")).items()}
+        divergence = names.admitted(_numbers(record.get("divergence")))
+        extras = {f"divergence/{name}": value for name, value in divergence.items()}
         if (error := _number(record.get("codec_error"))) is not None:
             extras["codec_error"] = error
         rounds.append(
@@ -344,7 +357,7 @@ def read_rounds(path: Path, notes: list[str]) -> list[RoundRecord]:
                 number=int(record["round"]),
                 seconds=max(0.0, float(record["seconds"])),
                 hidden=_amount(record.get("hidden")),
-                phases={name: _amount(value) for name, value in _numbers(record.get("phases")).items()},
+                phases={name: _amount(value) for name, value in names.admitted(_numbers(record.get("phases"))).items()},
                 bytes_across=_amount(record.get("bytes_across")),
                 bytes_home=_amount(record.get("bytes_home")),
                 dropped=_indices(record.get("dropped")),
@@ -379,20 +392,19 @@ def _records(path: Path, needed: tuple[str, ...], notes: list[str]) -> Iterator[
     The last line of a run that was killed, or is still being written, may be cut off.
     """
     bad, is_last_bad = 0, False
-    name = f"{path.parent.name}/{path.name}"
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if not line.strip():
-                continue
-            try:
-                record = parse_json(line)
-            except ValueError:
-                record = None
-            is_last_bad = not (isinstance(record, dict) and all(_is_usable(key, record.get(key)) for key in needed))
-            if is_last_bad:
-                bad += 1
-            else:
-                yield record
+    name = _told_name(path)
+    for line in _lines(path, notes):
+        if line is not None and not line.strip():
+            continue
+        try:
+            record = None if line is None else parse_json(line)
+        except ValueError:
+            record = None
+        is_last_bad = not (isinstance(record, dict) and all(_is_usable(key, record.get(key)) for key in needed))
+        if is_last_bad:
+            bad += 1
+        else:
+            yield record
     if is_last_bad:
         notes.append(f"{name}: the last line is cut off, or being written; it is left out")
         bad -= 1
@@ -400,6 +412,58 @@ def _records(path: Path, needed: tuple[str, ...], notes: list[str]) -> Iterator[
         notes.append(
             f"{name}: {bad} {'lines' if bad > 1 else 'line'} cannot be read and {'are' if bad > 1 else 'is'} left out"
         )
+
+
+def _lines(path: Path, notes: list[str]) -> Iterator[str | None]:
+    """Yield the lines of a file, ``None`` for one that is longer than any record, and note where the rest is left out.
+
+    So whatever somebody has put into the file, little of it is held at once, and the reading ends.
+    """
+    with open_regular(path) as file:
+        while file.tell() < FILE_LIMIT:
+            line = file.readline(LINE_LIMIT + 1)
+            if not line:
+                return
+            if len(line) <= LINE_LIMIT:
+                yield line.decode("utf-8", errors="replace")
+                continue
+            while line and not line.endswith(b"\n") and file.tell() < FILE_LIMIT:
+                line = file.readline(LINE_LIMIT)
+            yield None
+        if size := os.fstat(file.fileno()).st_size - file.tell():
+            notes.append(f"{_told_name(path)}: its last {size} bytes are left out; the first {FILE_LIMIT} are read")
+
+
+def _told_name(path: Path) -> str:
+    return f"{path.parent.name}/{path.name}"
+
+
+class _Names:
+    """The names of values of a file, of which there are at most ``NAMES_LIMIT``; the first one beyond is noted."""
+
+    def __init__(self, path: Path, notes: list[str]) -> None:
+        self._path, self._notes = path, notes
+        self._names: set[str] = set()
+        self._is_told = False
+
+    def admit(self, name: str) -> bool:
+        """Tell whether values of a name are taken."""
+        if name in self._names:
+            return True
+        if len(self._names) < NAMES_LIMIT and len(name) <= NAME_LIMIT:
+            self._names.add(name)
+            return True
+        if not self._is_told:
+            self._is_told = True
+            self._notes.append(
+                f"{_told_name(self._path)}: {NAMES_LIMIT} names of values, of at most {NAME_LIMIT} characters, are "
+                "read; values of others are left out"
+            )
+        return False
+
+    def admitted(self, values: dict[str, float]) -> dict[str, float]:
+        """Return the values whose names are taken."""
+        return {name: value for name, value in values.items() if self.admit(name)}
 
 
 def _is_usable(key: str, value: object) -> bool:
@@ -447,8 +511,8 @@ def _integer(value: object) -> int:
 
 
 def _first_line(file: Path) -> str:
-    with open(file, encoding="utf-8", errors="replace") as text:
-        return text.read(1000).strip()[:200]
+    with open_regular(file) as text:
+        return text.read(1000).decode("utf-8", errors="replace").strip()[:200]
 
 
 def _load(file: Path, parse: Callable[[str], Any], notes: list[str]) -> dict[str, Any]:

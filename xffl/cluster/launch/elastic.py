@@ -19,7 +19,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from xffl.cluster.environment import bind_address, read_address, restarts_of
+from xffl.cluster.environment import ADDRESS_BYTES, bind_address, read_address, restarts_of
 from xffl.cluster.hosts import node_address, reachable_address
 from xffl.cluster.launch.affinity import Share
 from xffl.cluster.launch.child import child_command
@@ -31,7 +31,7 @@ from xffl.cluster.network import CELL_HEARTBEAT_TIMEOUT_S, CELL_JOIN_TIMEOUT_S, 
 from xffl.cluster.slurm.allocation import Host, own_host
 from xffl.errors import ConfigError, LaunchError
 from xffl.extras import optional_import
-from xffl.files import write_whole
+from xffl.files import read_bytes, write_whole
 
 __all__ = ["CellJob", "SharedLighthouse", "launch_cells", "own_lighthouse", "step_variables"]
 
@@ -329,9 +329,10 @@ class SharedLighthouse:
 
     def _read(self) -> str:
         try:
-            return self._file.read_text(errors="replace").strip().removeprefix("http://")
+            told = read_bytes(self._file, ADDRESS_BYTES).decode(errors="replace")
         except FileNotFoundError:
             return ""
+        return told.strip().removeprefix("http://")
 
     def _end(self, own: LighthouseProcess) -> None:
         own.stop()
