@@ -400,11 +400,12 @@ def _records(path: Path, needed: tuple[str, ...], notes: list[str]) -> Iterator[
             record = None if line is None else parse_json(line)
         except ValueError:
             record = None
-        is_last_bad = not (isinstance(record, dict) and all(_is_usable(key, record.get(key)) for key in needed))
-        if is_last_bad:
-            bad += 1
-        else:
+        if isinstance(record, dict) and all(_is_usable(key, record.get(key)) for key in needed):
+            is_last_bad = False
             yield record
+        else:
+            is_last_bad = True
+            bad += 1
     if is_last_bad:
         notes.append(f"{name}: the last line is cut off, or being written; it is left out")
         bad -= 1
