@@ -44,7 +44,16 @@ from xffl.cluster.launchers import (
 from xffl.cluster.listening import is_loopback
 from xffl.cluster.network import LOCAL_VARIABLE, control_address
 from xffl.errors import ConfigError, LaunchError, TopologyError
-from xffl.files import TEXT_FILE_LIMIT, create, make_folders, naming_errors, read_bytes, read_text, sync
+from xffl.files import (
+    TEXT_FILE_LIMIT,
+    create,
+    make_folders,
+    naming_errors,
+    read_bytes,
+    read_given,
+    read_text,
+    sync,
+)
 
 __all__ = [
     "PROOF_KEY",
@@ -426,7 +435,7 @@ def resolve_lighthouse(text: str, what: str = "the lighthouse") -> str:
     """Return a lighthouse's address, ``http://HOST:PORT``, from a text that holds it, or ``file:PATH`` of its file."""
     if text.startswith("file:"):
         try:
-            told = Path(text.removeprefix("file:")).read_text().strip()
+            told = read_given(Path(text.removeprefix("file:"))).strip()
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or error
             hint = "it is there once the lighthouse runs; see that its job has started, or give HOST:PORT"
