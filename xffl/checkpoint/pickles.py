@@ -204,7 +204,12 @@ class _Steps:
         kinds = [one.kind for one in given]
         if path == REBUILD_AS and given[0].content not in REBUILDS | self._vouched:
             raise pickle.UnpicklingError(f"it would call {shown_name(given[0].content)} for a tensor")
-        rules = {ORDERED: [[]], COUNTER: [[], ["dict"]], SET: [["list"]], ENCODE: [["text", "text"]]}
+        rules: dict[str, list[list[str]]] = {
+            ORDERED: [[]],
+            COUNTER: [[], ["dict"]],
+            SET: [["list"]],
+            ENCODE: [["text", "text"]],
+        }
         is_text = path == ENCODE and kinds == ["text", "text"] and given[1].content != "latin1"
         if (path in rules and kinds not in rules[path]) or is_text:
             raise pickle.UnpicklingError(f"it gives {path} what it is not made of")
