@@ -16,6 +16,7 @@ import torch.distributed as dist
 from xffl.checkpoint import format as folders
 from xffl.errors import CheckpointError
 from xffl.files import read_text
+from xffl.reading import TEXT_LIMIT
 
 __all__ = ["check_damage", "find_damage", "find_lost", "warn_of_damage", "warn_of_lost"]
 
@@ -129,7 +130,7 @@ def _unread_pointer(checkpoints: Path) -> str | None:
     if not os.path.lexists(file):
         return None
     try:
-        return None if read_text(file).strip() else "it is empty"
+        return None if read_text(file, TEXT_LIMIT).strip() else "it is empty"
     except (OSError, ValueError) as error:
         return f"it cannot be read: {error}"
 

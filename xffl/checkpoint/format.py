@@ -49,7 +49,7 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import Plain
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
 from xffl.files import create, find_os_error, make_folders, naming_errors, read_text, sealed_json, sync
-from xffl.reading import Fields, parse_json
+from xffl.reading import JSON_LIMIT, TEXT_LIMIT, Fields, parse_json
 
 __all__ = [
     "CellIndex",
@@ -161,7 +161,7 @@ def read_record(path: Path) -> Record:
 def _read_record(source: OpenCheckpoint) -> Record:
     folder, file = source.path, source.path / RECORD
     try:
-        raw = source.read_bytes(RECORD).decode("utf-8")
+        raw = source.read_bytes(RECORD, JSON_LIMIT).decode("utf-8")
         content = parse_json(raw, depth=VALUES_DEPTH)
     except FileNotFoundError:
         raise CheckpointError(
@@ -331,7 +331,7 @@ MOST_NAME = 200
 def read_pointer(folder: Path) -> str | None:
     """Return the name in the file ``latest``, which may be of nothing that is there."""
     try:
-        name = read_text(folder / LATEST).strip()
+        name = read_text(folder / LATEST, TEXT_LIMIT).strip()
     except (OSError, ValueError):
         return None
     return name if len(name.encode()) <= MOST_NAME and name.isprintable() and "/" not in name else None
@@ -503,7 +503,7 @@ def read_index(source: OpenCheckpoint, record: Record, cell: int = 0) -> CellInd
     home = f"cell_{cell}"
     path = source.path / home / INDEX
     try:
-        raw = source.read_bytes(f"{home}/{INDEX}")
+        raw = source.read_bytes(f"{home}/{INDEX}", INDEX_LIMIT)
         if hashlib.sha256(raw).hexdigest() != record.indexes.get(home):
             raise CheckpointError(f"{path} is not the file that was saved (its checksum differs); load another one")
         content = parse_json(raw, limit=INDEX_LIMIT, depth=VALUES_DEPTH)

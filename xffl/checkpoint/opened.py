@@ -20,6 +20,7 @@ from typing import BinaryIO, TypeVar
 from torch.distributed.checkpoint.api import CheckpointException
 
 from xffl.errors import CheckpointError, ConfigError, ReplacedError
+from xffl.files import read_opened
 
 __all__ = ["TRIES", "OpenFolder", "aside", "read_again_if_replaced"]
 
@@ -103,10 +104,10 @@ class OpenFolder:
                 if not isinstance(error, FileNotFoundError):
                     raise
 
-    def read_bytes(self, name: str) -> bytes:
-        """Return what a file holds."""
+    def read_bytes(self, name: str, limit: int) -> bytes:
+        """Return what a file holds; an OSError says so where that is more than ``limit`` bytes."""
         with self.open(name) as stream:
-            return stream.read()
+            return read_opened(stream, self.path / name, limit)
 
     def has(self, name: str) -> bool:
         """Tell whether the folder has a file of this name."""

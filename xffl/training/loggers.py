@@ -28,6 +28,7 @@ from xffl.checks import shorten
 from xffl.errors import ConfigError
 from xffl.extras import optional_import
 from xffl.files import create, make_folders, naming_errors, read_bytes, read_text, write_whole, written_whole
+from xffl.reading import TEXT_LIMIT
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -300,7 +301,7 @@ class CSVLogger(FileLogger):
 
 def _read_id(file: Path) -> str:
     """Return the id of a run that a file holds; empty without one, and where a kill has left an empty file."""
-    return read_text(file).strip() if file.exists() else ""
+    return read_text(file, TEXT_LIMIT).strip() if file.exists() else ""
 
 
 class MLflowLogger(Logger):

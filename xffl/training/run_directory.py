@@ -47,7 +47,7 @@ from xffl.distributed.consistency import gather_objects, gather_runtimes, holder
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError, XfflError
 from xffl.files import TEXT_FILE_LIMIT, make_folders, read_text, write_whole
-from xffl.reading import Fields, parse_json
+from xffl.reading import TEXT_LIMIT, Fields, parse_json
 from xffl.training.config.settings import to_plain
 from xffl.training.loggers import HEADER, cut_lines
 from xffl.training.run_lock import run_lock
@@ -226,7 +226,7 @@ class RunDirectory:
     def _check_visible(self, token: str) -> None:
         """Raise if this rank does not see what rank 0 has made."""
         try:
-            seen = read_text(self._token)
+            seen = read_text(self._token, TEXT_LIMIT)
         except (OSError, ValueError):
             seen = ""
         if seen != token:
@@ -238,7 +238,7 @@ class RunDirectory:
     def _changes(self) -> list[str]:
         """Tell what the run is asked for now and was not asked for when it was started before."""
         try:
-            saved = parse_yaml(read_text(self.path / "config.yaml"), limit=TEXT_FILE_LIMIT)
+            saved = parse_yaml(read_text(self.path / "config.yaml", TEXT_FILE_LIMIT), limit=TEXT_FILE_LIMIT)
         except (OSError, ValueError):  # of a run that was killed before it was written
             return []
         before, now = flattened(saved or {}), flattened(self._about[0])
@@ -331,7 +331,7 @@ def on_all_ranks(what: str) -> AbstractContextManager[Callable[[object], None]]:
 def _reads_as(path: Path, text: str) -> bool:
     """Tell whether a file holds a text."""
     try:
-        return read_text(path) == text
+        return read_text(path, len(text.encode())) == text
     except (OSError, ValueError):
         return False
 

@@ -24,7 +24,7 @@ from typing import BinaryIO
 from xffl.checks import decimal
 from xffl.cluster.hosts import host_identity
 from xffl.errors import ConfigError
-from xffl.files import ENOTSUPP, create, naming_errors, read_bytes, read_text, remove_file
+from xffl.files import ENOTSUPP, TEXT_FILE_LIMIT, create, naming_errors, read_bytes, read_text, remove_file
 from xffl.reading import Fields, parse_json
 
 __all__ = ["run_lock"]
@@ -59,7 +59,7 @@ def run_lock(folder: Path) -> Iterator[None]:
             _lock(file, time.monotonic() + LOCK_WAIT_S)
         except OSError as error:
             if error.errno in HELD:
-                holder = read_bytes(lock).decode(errors="replace").strip() or "another job"
+                holder = read_bytes(lock, TEXT_FILE_LIMIT).decode(errors="replace").strip() or "another job"
                 raise ConfigError(f"experiment.output_dir {folder} is in use by {holder}; {FREE}") from error
             if error.errno not in NO_LOCKS:
                 raise
@@ -255,7 +255,7 @@ def _write_new(path: Path, text: str) -> None:
 
 def _read(path: Path) -> str | None:
     try:
-        return read_text(path)
+        return read_text(path, TEXT_FILE_LIMIT)
     except FileNotFoundError:
         return None
     except ValueError:
