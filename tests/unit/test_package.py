@@ -346,6 +346,80 @@ def test_tests_for_gpus_are_collected_with_what_a_machine_with_a_gpu_has() -> No
 # House rules that no linter knows -------------------------------------------------------------------------------------
 
 
+READ_WITHOUT_LIMIT = {
+    "no files": {
+        "lighthouse_page: answer.read()",  # that of a lighthouse, which was received whole, up to a limit
+        "monitors: self._clock.read()",
+        "progress: run.clock.read()",
+        "progress: clock.read()",
+        "aggregator: self._masters.read()",
+        "deepspeed: masters.read()",
+        "exports: self.read()",
+        "zero_view: self.read()",
+        "workflow: asked.plan.read()",
+        "torch_pair: sys.stdin.readline()",  # from the process that has started this one
+    },
+    "files of the package": {
+        "probe: file.read_bytes()",
+        "misc: file.read_text(encoding='utf-8')",
+        "documents: (templates / name).read_text(encoding='utf-8')",
+        "documents: (templates / 'README.md').read_text(encoding='utf-8')",
+        "submit: (files('xffl.cluster.slurm') / 'templates' / TEMPLATE).read_text(encoding='utf-8')",
+        "page: Path(__file__).with_name('page.html.j2').read_text(encoding='utf-8')",
+        "page: vector.read_text(encoding='utf-8')",  # a picture that was just drawn, in a folder of its own
+    },
+    "files of the kernel and the administrator": {
+        "probe: path.read_text()",
+        "probe: (own / 'type').read_text()",
+        "probe: (own / 'uevent').read_text()",
+        "probe: Path('/proc/self/mounts').read_text()",
+        "run_lock: Path('/proc/uptime').read_text()",
+        "run_lock: Path(f'/proc/{process}/stat').read_text(errors='replace')",
+        "run_lock: Path('/etc/machine-id').read_text(errors='replace')",
+        "hosts: boot_id.read_text()",
+        "hosts: _STATUS.read_text()",
+        "hosts: _CPUINFO.read_text()",
+        "network: _EPHEMERAL.read_text()",
+        "network: (folder / 'operstate').read_text()",
+        "network: (folder / 'speed').read_text()",
+        "network: (folder / 'flags').read_text()",
+        "affinity: (topology / 'physical_package_id').read_text()",
+        "affinity: (topology / 'core_id').read_text()",
+    },
+    "what the user runs or trains on, and logs of the user's jobs, of any length": {
+        "script: sys.stdin.buffer.read()",
+        "script: Path(script).read_bytes()",
+        "tokens: Path(path).read_text(encoding='utf-8-sig')",
+        "job_monitor: log.read()",
+        "loggers: read_bytes(self.path)",  # the records of a run, which it reads as it goes on
+        "loggers: read_bytes(path)",
+    },
+}
+"""Calls that read all that is there, by module and as ``ast.unparse`` writes them, and why they may."""
+
+
+def _has_no_limit(call: ast.Call) -> bool:
+    """Tell whether a call reads a whole file, or a whole line, however long that is."""
+    if isinstance(call.func, ast.Name):
+        return call.func.id in ("read_bytes", "read_text") and len(call.args) == 1 and not call.keywords
+    if not isinstance(call.func, ast.Attribute) or call.args:
+        return False
+    if call.func.attr in ("read_bytes", "read_text"):
+        return True
+    return call.func.attr in ("read", "readline", "readlines") and not call.keywords
+
+
+def test_files_that_others_may_have_written_are_read_up_to_a_limit() -> None:
+    calls = {
+        f"{path.stem}: {ast.unparse(node)}"
+        for path in SOURCES
+        if path != PACKAGE / "files.py"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and _has_no_limit(node)
+    }
+    assert calls == set().union(*READ_WITHOUT_LIMIT.values()), "use read_bytes or read_text of xffl.files with a limit"
+
+
 def test_contributing_says_where_things_are() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     rows = re.findall(r"^\| .+ \| \[(.+)\]\(\1\) \| `(\w+)` \|$", text, re.MULTILINE)

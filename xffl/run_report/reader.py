@@ -391,6 +391,7 @@ def _records(path: Path, needed: tuple[str, ...], notes: list[str]) -> Iterator[
 
     The last line of a run that was killed, or is still being written, may be cut off.
     """
+    record: Any
     bad, is_last_bad = 0, False
     name = _told_name(path)
     for line in _lines(path, notes):

@@ -331,7 +331,7 @@ def on_all_ranks(what: str) -> AbstractContextManager[Callable[[object], None]]:
 def _reads_as(path: Path, text: str) -> bool:
     """Tell whether a file holds a text."""
     try:
-        return read_text(path) == text
+        return read_text(path, len(text.encode())) == text
     except (OSError, ValueError):
         return False
 

@@ -16,6 +16,7 @@ import yaml
 
 from xffl.checks import decimal, shown
 from xffl.errors import ConfigError
+from xffl.files import read_given
 from xffl.topology import MAX_RANKS
 
 __all__ = ["Facility", "Workflow", "parse_facilities", "write_workflow"]
@@ -139,6 +140,7 @@ def write_workflow(workflow: Workflow, folder: Path) -> None:
     """Write the folder, which must be new or empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not empty; give the name of a new folder")
+    setups = {site.name: _read_setup(site.setup) for site in workflow.facilities if site.setup is not None}
     try:
         (folder / "sites").mkdir(parents=True)
         templates = files("xffl.workflow") / "templates"
@@ -151,7 +153,7 @@ def write_workflow(workflow: Workflow, folder: Path) -> None:
                 f"# What facility {site.name} needs before xffl: its steps read this first. CHANGE what does not fit.\n"
             )
             text += path if site.host is None else '# module load ...\n. "$HOME/xffl/.venv/bin/activate"\n'
-            text = text if site.setup is None else site.setup.read_text(encoding="utf-8")
+            text = setups.get(site.name, text)
             (folder / "sites" / f"{site.name}.sh").write_text(text, encoding="utf-8")
         here = f"# What this machine needs before xffl, to make the rounds.\n{path}"
         if workflow.own_options:
@@ -170,6 +172,14 @@ def write_workflow(workflow: Workflow, folder: Path) -> None:
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise ConfigError(f"{error.filename or folder} cannot be used: {error.strerror}; give another") from error
+
+
+def _read_setup(path: Path) -> str:
+    try:
+        return read_given(path)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path} cannot be used: {why}; give another") from error
 
 
 def _copy_project(configuration: Path, target: Path) -> None:

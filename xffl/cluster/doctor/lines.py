@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -106,8 +107,9 @@ class Program(Line):
         except ConnectionResetError:
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(1.0)
-            self._errors.seek(0)
-            said = [line for line in self._errors.read().decode(errors="replace").splitlines() if line.strip()]
+            size = self._errors.seek(0, os.SEEK_END)
+            self._errors.seek(max(0, size - _LARGEST))
+            said = [line for line in self._errors.read(_LARGEST).decode(errors="replace").splitlines() if line.strip()]
             why = said[-1].strip()[:200] if said else f"exit code {self.process.returncode}"
             raise ConnectionResetError(why) from None
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from xffl.checks import integer_fields, shown
 from xffl.errors import ConfigError, LaunchError
-from xffl.files import create, make_folders, read_text, write_whole
+from xffl.files import create, make_folders, read_given, read_text, write_whole
 
 __all__ = [
     "Job",
@@ -205,8 +205,8 @@ def find_template(name: str | None = None, environ: Mapping[str, str] = os.envir
             return (files("xffl.cluster.slurm") / "templates" / TEMPLATE).read_text(encoding="utf-8")
         chosen = own
     try:
-        return chosen.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_given(chosen).replace("\r\n", "\n")
+    except (OSError, ValueError) as error:
         knob = "--template" if name else "XFFL_TEMPLATES" if folder else "the template"
         raise ConfigError(f"{knob}: {chosen} cannot be read ({error}); give a text file with @COMMAND@") from error
 

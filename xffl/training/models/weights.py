@@ -44,7 +44,7 @@ from xffl.errors import CheckpointError, ConfigError
 from xffl.extras import optional_import
 from xffl.files import naming_errors, write_whole
 from xffl.parallel.pipeline import PipelineModel
-from xffl.reading import Fields, parse_json
+from xffl.reading import JSON_LIMIT, Fields, parse_json
 
 __all__ = [
     "INDEX",
@@ -219,7 +219,9 @@ def _files_of(source: OpenFolder) -> dict[str, set[str] | None]:
         return {SINGLE: None}
     files: dict[str, set[str]] = {}
     try:
-        listed = Fields(parse_json(source.read_bytes(INDEX)), str(path), error=CheckpointError, hint=COPY_AGAIN)
+        listed = Fields(
+            parse_json(source.read_bytes(INDEX, JSON_LIMIT)), str(path), error=CheckpointError, hint=COPY_AGAIN
+        )
         for name, file in listed.mapping_of("weight_map", MOST_TENSORS, Fields.text, may_be_empty=False).items():
             if os.path.basename(file) != file or file in (".", ".."):
                 raise ValueError(f"{shown(name)} lies outside the folder")
