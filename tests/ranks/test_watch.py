@@ -430,9 +430,17 @@ def _ends_alike(rank: int, world_size: int, port: int) -> list[str]:
                 raise xffl.ConfigError("rank 1 alone")
             raise KeyError("rank 0 alone")
 
+    def wrapped_on_one() -> None:
+        with xffl.session():
+            if rank == 1:
+                try:
+                    raise KeyError("the script's own")
+                except KeyError as cause:
+                    raise xffl.ConfigError("wrapped by the script") from cause
+
     said = []
     with mock.patch.object(failure, "QUIET_S", 0.0):
-        for fail in (refused_set_up, refused_call, refused_argument, refused_on_one):
+        for fail in (refused_set_up, refused_call, refused_argument, refused_on_one, wrapped_on_one):
             told = io.StringIO()
             with pytest.raises((xffl.XfflError, KeyError)) as failed:
                 fail()
@@ -449,4 +457,10 @@ def test_an_error_that_all_ranks_raise_is_told_once() -> None:
         assert len(lines) == 1 and told in lines[0], lines
         assert "xffl: " in lines[0] and f"(at {__file__}:" in lines[0].replace("(at tests/", f"(at {ROOT}/tests/")
     assert "Traceback" in first[3] and "KeyError" in first[3]
-    assert "xffl: ConfigError: rank 1 alone (at " in second[3] and "Traceback" not in second[3]
+    # What one rank raises alone keeps its traceback, and what led to it; who only lost that rank says one line.
+    for number, text, tracebacks in ((3, "rank 1 alone", 1), (4, "wrapped by the script", 2)):
+        assert second[number].count("Traceback (most recent call last)") == tracebacks, second[number]
+        assert second[number].splitlines()[-1].removeprefix("[rank1]: ").startswith(f"xffl: ConfigError: {text} (at ")
+    assert 'KeyError: "the script\'s own"' in second[4]
+    assert "xffl: LaunchError: rank 0 could not wait for the others" in first[4]
+    assert len(first[4].splitlines()) == 1

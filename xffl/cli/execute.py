@@ -641,7 +641,7 @@ def _tell(failure: RankFailure, layout: JobLayout, *, with_traceback: bool) -> N
     if failure.exit_code == ExitCode.PREEMPTED:
         print(_preempted(layout), file=sys.stderr)
         return
-    if record is not None and (with_traceback or not record.is_xffl):
+    if record is not None and (with_traceback or record.has_cause or not record.is_xffl):
         sys.stderr.write(record.traceback)
     others = "all other ranks" if layout.cell is None else "all other ranks of the cell"
     rest = "" if layout.topology.world_size == 1 else f"; {others} were stopped"

@@ -40,6 +40,7 @@ __all__ = [
     "first_failure",
     "is_left_to_others",
     "is_noted_alike",
+    "is_of_all",
     "is_only_lost_peer",
     "leave_together",
     "lives_of_run",
@@ -49,6 +50,7 @@ __all__ = [
     "parse_failure",
     "read_failure",
     "record_failure",
+    "text_of",
 ]
 
 
@@ -84,6 +86,7 @@ _MAX_BYTES = 2**24
 _NOTED_AT = "_xffl_noted_at"
 _HINT = "_xffl_hint"
 _IS_SPEAKER = "_xffl_is_speaker"
+_IS_OF_ALL = "_xffl_is_of_all"
 QUIET_S = 2.0
 """How long ranks stay that raise the same error: many launchers end all ranks when one has left, which may be before
 the one that tells the error has done so, and the exit code of a rank that was ended is that of the signal."""
@@ -100,6 +103,7 @@ class FailureRecord:
     is_xffl: bool  # whether it is an XfflError, which needs no traceback to be understood
     lost_peer: bool  # whether it says that another rank has gone
     place: str = ""  # the line of the script, FILE:LINE, that an XfflError came through
+    has_cause: bool = False  # whether it is an XfflError with which the script answers another error, to be shown too
 
     @property
     def text(self) -> str:
@@ -130,13 +134,34 @@ class RankFailure:
 
 def note_failure(error: BaseException) -> None:
     """Note when an exception happened, once; who closes connections while it passes calls this first."""
-    if not hasattr(error, _NOTED_AT):
-        setattr(error, _NOTED_AT, time.time())
+    if _noted(error, _NOTED_AT) is None:
+        _note(error, _NOTED_AT, time.time())
 
 
 def note_hint(error: BaseException, hint: str) -> None:
     """Note what the user may do about an exception that Python itself raises; it is told with the exception's text."""
-    setattr(error, _HINT, hint)
+    _note(error, _HINT, hint)
+
+
+def _note(error: BaseException, name: str, value: object) -> None:
+    """Note something on an exception, also on one whose class refuses attributes, as a frozen dataclass does."""
+    object.__setattr__(error, name, value)
+
+
+def _noted(error: BaseException, name: str) -> Any:
+    """Return what was noted on an exception, without asking its class; ``None`` if nothing was."""
+    try:
+        return object.__getattribute__(error, name)
+    except AttributeError:
+        return None
+
+
+def text_of(error: BaseException) -> str:
+    """Return the text of an exception; that it has none where its own ``__str__`` fails."""
+    try:
+        return str(error)
+    except Exception as wrong:  # noqa: BLE001 - it must not hide the exception that is told
+        return f"(its text cannot be made: {type(wrong).__name__})"
 
 
 def describe_failure(error: BaseException, *, skip: Container[str] = ()) -> FailureRecord:
@@ -146,17 +171,31 @@ def describe_failure(error: BaseException, *, skip: Container[str] = ()) -> Fail
     while frames is not None and frames.tb_frame.f_code.co_filename in skip:
         frames = frames.tb_next
     leaves, is_xffl = isinstance(error, SystemExit), isinstance(error, XfflError)
-    hint = f". HINT: {getattr(error, _HINT)}" if hasattr(error, _HINT) else ""
-    headline = visible(f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ") + hint)
+    advice = _noted(error, _HINT)
+    hint = "" if advice is None else f". HINT: {advice}"
+    headline = visible(f"{type(error).__name__}: {' '.join(text_of(error).split())}".removesuffix(": ") + hint)
     return FailureRecord(
-        time=getattr(error, _NOTED_AT),
+        time=_noted(error, _NOTED_AT),
         exit_code=_exit_code(error),
         headline="" if leaves else headline,
         traceback="" if leaves else "".join(traceback.format_exception(type(error), error, frames)),
         is_xffl=is_xffl,
         lost_peer=any(map(_tells_of_lost_peer, _chain(error))),
         place=(find_place(error.__traceback__) or "") if is_xffl else "",
+        has_cause=is_xffl and _answers_another(error),
     )
+
+
+def _answers_another(error: BaseException) -> bool:
+    """Tell whether code outside xffl has raised an error because of one that is none of xffl's.
+
+    What xffl raises says in its own text what it follows from; what the script raises need not.
+    """
+    frames = error.__traceback__
+    while frames is not None and frames.tb_next is not None:
+        frames = frames.tb_next
+    is_own = frames is not None and is_of_package(frames.tb_frame.f_code.co_filename)
+    return not is_own and any(not isinstance(link, XfflError) for link in _chain(error))
 
 
 def is_only_lost_peer(error: BaseException) -> bool:
@@ -171,7 +210,7 @@ def _tells_of_lost_peer(error: BaseException) -> bool:
 
     The script's own connections end with the same words: a tracking server that is down refuses a connection, too.
     """
-    text = str(error).lower()
+    text = text_of(error).lower()
     if not any(sign in text for sign in _SIGNS) or isinstance(error, _NEVER_OF_PEERS):
         return False
     if isinstance(error, XfflError) or type(error).__module__.startswith("torch.distributed"):  # DistBackendError, ...
@@ -192,27 +231,36 @@ def _is_raised_by_torch(frames: TracebackType | None) -> bool:
     return is_theirs
 
 
-def note_alike(error: BaseException, *, is_speaker: bool) -> None:
-    """Note that other ranks raise the same error, once, and whether this is the one that tells it when it ends."""
+def note_alike(error: BaseException, *, is_speaker: bool, is_of_all: bool = True) -> None:
+    """Note once who tells an error that other ranks may raise, too.
+
+    ``is_speaker``: whether this rank tells it when it ends; ``is_of_all``: whether all ranks are known to raise it.
+    """
     note_failure(error)
-    if not hasattr(error, _IS_SPEAKER):
-        setattr(error, _IS_SPEAKER, is_speaker)
+    if not is_noted_alike(error):
+        _note(error, _IS_SPEAKER, is_speaker)
+        _note(error, _IS_OF_ALL, is_of_all)
 
 
 def is_noted_alike(error: BaseException) -> bool:
     """Tell whether it is known who of the ranks tells an error."""
-    return hasattr(error, _IS_SPEAKER)
+    return _noted(error, _IS_SPEAKER) is not None
+
+
+def is_of_all(error: BaseException) -> bool:
+    """Tell whether all ranks are known to raise an error, so that one line of one rank says enough of it."""
+    return _noted(error, _IS_OF_ALL) is True
 
 
 def leave_together(error: BaseException) -> None:
     """Wait until all ranks that raise the same error may leave: a moment after they have."""
     if is_noted_alike(error):
-        time.sleep(max(0.0, getattr(error, _NOTED_AT) + QUIET_S - time.time()))
+        time.sleep(max(0.0, _noted(error, _NOTED_AT) + QUIET_S - time.time()))
 
 
 def is_left_to_others(error: BaseException) -> bool:
     """Tell whether another rank tells this error, which several raise, so that this one says nothing when it ends."""
-    return not getattr(error, _IS_SPEAKER, True)
+    return _noted(error, _IS_SPEAKER) is False
 
 
 def record_failure(record: FailureRecord, folder: str, rank: int) -> None:

@@ -209,7 +209,8 @@ def be_rank(work: Callable[[], object], *, timeout_s: float | None = None, log_d
     try:
         work()
     except XfflError as error:
-        line = f"xffl: {describe_failure(error).text}\n"
+        record = describe_failure(error, skip=(*_OWN_FILES, sys.modules[work.__module__].__file__ or ""))
+        line = f"{record.traceback if record.has_cause else ''}xffl: {record.text}\n"
         is_quiet, has_log = is_left_to_others(error), terminal != 2
         if has_log or not is_quiet:
             sys.stderr.write(line)

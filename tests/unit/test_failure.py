@@ -1,0 +1,88 @@
+"""What is told of an exception that ends a rank, whatever its class does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from xffl.cli.execute import _tell
+from xffl.cluster.launch import failure, runner
+from xffl.cluster.launch.failure import (
+    RankFailure,
+    describe_failure,
+    is_left_to_others,
+    is_only_lost_peer,
+    note_alike,
+    note_failure,
+    note_hint,
+)
+from xffl.errors import ConfigError, TopologyError
+
+
+@dataclass(frozen=True)
+class Frozen(Exception):
+    """It refuses attributes."""
+
+    value: int
+
+
+class Textless(RuntimeError):
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        raise AttributeError("no text yet")
+
+
+@pytest.mark.parametrize(
+    ("error", "headline"),
+    [
+        (Frozen(4), "Frozen: 4. HINT: try"),
+        (Textless("x"), "Textless: (its text cannot be made: AttributeError). HINT: try"),
+    ],
+)
+def test_an_exception_with_a_will_of_its_own_is_told(error: Exception, headline: str) -> None:
+    note_failure(error)
+    at = describe_failure(error).time
+    note_hint(error, "try")
+    note_alike(error, is_speaker=False)
+    told = describe_failure(error)
+    assert (told.time, told.headline, told.exit_code, told.lost_peer) == (at, headline, 1, False)
+    assert is_left_to_others(error) and not is_only_lost_peer(error)
+
+
+def in_package(error: Exception) -> None:
+    """Raise an error in code of xffl."""
+    exec(compile("raise error", failure.__file__, "exec"), {"error": error})
+
+
+def in_script(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("fail", "cause", "is_shown"),
+    [
+        (in_script, KeyError("a"), True),
+        (in_script, TopologyError("a"), False),
+        (in_script, None, False),
+        (in_package, KeyError("a"), False),
+    ],
+)
+def test_what_a_script_answers_with_an_error_of_xffl_is_shown(
+    fail: Callable[[Exception], None], cause: Exception | None, is_shown: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = ConfigError("wrapped by the script")
+    error.__cause__ = cause
+    with pytest.raises(ConfigError):
+        fail(error)
+    layout: Any = SimpleNamespace(cell=None, topology=SimpleNamespace(world_size=1), cell_of=lambda rank: None)
+    _tell(RankFailure(0, 2, describe_failure(error)), layout, with_traceback=False)
+    told = capsys.readouterr().err
+    assert ("KeyError: 'a'" in told) is ("Traceback" in told) is is_shown
+    assert told.splitlines()[-1].startswith("xffl: rank 0 failed with ConfigError: wrapped by the script (at ")
+    assert runner.be_rank(lambda: fail(error)) == 2
+    assert ("KeyError: 'a'" in capsys.readouterr().err) is is_shown
