@@ -120,7 +120,11 @@ def run_script(
 
 
 def be_launched(rank: int, world_size: int, port: int) -> None:
-    """Give this process what a launcher tells a rank: all are on one node, and meet at a port of it."""
+    """Give this process what a launcher tells a rank: all are on one node, and meet at a port of it.
+
+    It has a token, too, without which no cell of an elastic run begins.
+    """
+    os.environ.setdefault("XFFL_TOKEN", "the run's own token")
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     place |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "MASTER_PORT": port}
     os.environ.update({"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in place.items()}})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import threading
 import time
@@ -11,12 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import xffl
-from tests.ranks.test_elastic import ROUNDS, check_alike, run, start_lighthouse
+from tests.ports import free_port
+from tests.ranks.test_elastic import ROUNDS, Plan, Told, check_alike, member, start_lighthouse
+from tests.worlds import run_world
 from xffl.elastic.lighthouse import LONGEST_RECORD, Lighthouse, NotOwnRecord, Register, coordination
 from xffl.elastic.roster import CellRecord, Version
 
@@ -79,8 +83,8 @@ class Stranger:
             world_size=1,
             data=data or {},
         )
-        for member in answer.participants:
-            self.heard.setdefault(member.replica_id, member.data)
+        for one in answer.participants:
+            self.heard.setdefault(one.replica_id, one.data)
 
     def beat(self, name: str) -> None:
         self._client.heartbeat(name)
@@ -165,9 +169,14 @@ def test_a_cell_in_whose_name_somebody_else_asks_hears_of_it_and_asks_again(url:
     line.leave()
 
 
-def test_cells_make_all_their_rounds_while_a_stranger_tells_their_old_records(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def member_into_a_file(rank: int, world: int, plan: Plan, folder: str) -> Told | str:
+    """Be a cell whose standard error goes to a file of its own."""
+    file = os.open(f"{folder}/stderr_{rank}", os.O_CREAT | os.O_WRONLY)
+    os.dup2(file, 2)
+    return member(rank, world, plan)
+
+
+def test_cells_make_all_their_rounds_while_a_stranger_tells_their_old_records(tmp_path: Path) -> None:
     server = start_lighthouse(0)
     url = f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
     ended = threading.Event()
@@ -186,7 +195,8 @@ def test_cells_make_all_their_rounds_while_a_stranger_tells_their_old_records(
     thread = threading.Thread(target=replay)
     thread.start()
     try:
-        told = run(url, (1, 1), rounds=4 * ROUNDS, step_s=0.05)
+        plan = Plan(url, (1, 1), (free_port(), free_port()), str(tmp_path), rounds=4 * ROUNDS, step_s=0.05)
+        told = run_world(2, member_into_a_file, plan, str(tmp_path), init=False, timeout_s=100)
     finally:
         ended.set()
         thread.join()
@@ -198,7 +208,7 @@ def test_cells_make_all_their_rounds_while_a_stranger_tells_their_old_records(
         assert {one.cells[number] for number in one.cells} == {(0, 1)}
         # No step was lost.
         assert sum(weights[one.cell] for weights in one.weights.values()) == one.steps
-    written = capfd.readouterr().err
+    written = "".join((tmp_path / f"stderr_{rank}").read_text() for rank in range(2))
     assert "xffl: cell 7 tells the record of cell 0, which is not its own; it is left out" in written, written
     assert "xffl: cell 9 does not know this run's token (XFFL_TOKEN), and is left out" in written, written
     assert re.search("xffl: cell [01] tells its record number .* again", written), written

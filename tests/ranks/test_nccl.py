@@ -38,6 +38,7 @@ from xffl.costs import MOST_IN_FLIGHT
 from xffl.distributed import consistency as backends
 from xffl.distributed.session import cleanup_distributed_process_group, setup_distributed_process_group
 from xffl.errors import ConfigError
+from xffl.naming import Writer
 from xffl.parallel import DistributedStrategy
 from xffl.planning import round_traffic
 from xffl.topology import Topology
@@ -83,7 +84,10 @@ def go_together(
     """Whether an aggregator takes these, by its own check."""
     if options["privacy"] and model == "buffers":  # which would cross as they are
         return False
-    made = {"combine": make_once("combine", combine), "server": server_once(server)}
+    made = {
+        "combine": make_once("combine", combine, writer=Writer.USER),
+        "server": server_once(server, writer=Writer.USER),
+    }
     try:
         Options.of(bucket_bytes=2**10, overlap=bool(behind), secure=False, **made, **options)
     except ConfigError:

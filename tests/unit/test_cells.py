@@ -418,7 +418,7 @@ def test_plan_of_sizes_over_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (
             "--federated auto",
-            "this is no SLURM job; call it in the batch script or in the shell of salloc, or describe",
+            "this is no job; call it in the batch script or in the shell of salloc, or describe",
         ),
         ("--federated auto --hosts a1:4 --topology /nowhere", "No such file"),
         ("--federated 4,4 --topology x", "--topology x would not be read"),

@@ -214,7 +214,7 @@ def test_what_is_right_is_read_as_it_was_sent() -> None:
 
 def test_signs_that_move_a_cursor_are_not_shown() -> None:
     findings = [{**PROBE["findings"][0], "text": "\x1b[2Jwell\nand good"}]
-    assert read_probe({**PROBE, "findings": findings})["findings"][0]["text"] == "?[2Jwell\nand good"
+    assert read_probe({**PROBE, "findings": findings})["findings"][0]["text"] == "\\x1b[2Jwell\nand good"
 
 
 @pytest.mark.parametrize(

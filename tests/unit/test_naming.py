@@ -26,7 +26,9 @@ ALLOWED = {
     ("training/models/weights.py", "import_module"): "packages of extras, by names in the source",
     ("training/config/configuration.py", "import_module"): "the trainer that the user's configuration names",
     ("distributed/world.py", GETATTR): "names of the table of data types",
-    ("cluster/launch/runner.py", "runpy.run_path"): "the user's script",
+    ("cluster/launch/child.py", "import_module"): "modules of the package that its own launchers start",
+    ("cluster/launch/script.py", "exec"): "the user's script that came through a pipe",
+    ("cluster/launch/script.py", "runpy.run_path"): "the user's script",
     ("training/config/settings.py", "import_module"): "what jsonargparse has imported for the user's configuration",
 }
 """Calls that import what a variable names, by file, and why they may"""

@@ -391,8 +391,6 @@ READ_WITHOUT_LIMIT = {
         "script: Path(script).read_bytes()",
         "tokens: Path(path).read_text(encoding='utf-8-sig')",
         "job_monitor: log.read()",
-        "loggers: read_bytes(self.path)",  # the records of a run, which it reads as it goes on
-        "loggers: read_bytes(path)",
     },
 }
 """Calls that read all that is there, by module and as ``ast.unparse`` writes them, and why they may."""

@@ -146,9 +146,10 @@ def test_no_cells_are_suggested_where_data_parallelism_costs_nothing(capsys: pyt
 @pytest.mark.parametrize("option", ["--params", "--link-gbps", "--step-s"])
 def test_what_is_no_number_is_said_in_words(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["plan", "--federated", "4,4", option, "8B"])
+        main(["plan", "--federated", "4,4", option, "8 gibbons"])
     told = capsys.readouterr().err
-    assert "'8B' is no number; give one such as 25 or 8e9" in told
+    kind = "no whole number; give one such as 12" if option == "--params" else "no number; give one such as 25 or 8e9"
+    assert f"'8 gibbons' is {kind}" in told
     assert "<class" not in told
 
 

@@ -170,7 +170,7 @@ def read_record(path: Path) -> Record:
 def _read_record(source: OpenCheckpoint) -> Record:
     folder, file = source.path, source.path / RECORD
     try:
-        raw = source.read_bytes(RECORD, JSON_LIMIT).decode("utf-8")
+        raw = source.read_bytes(RECORD).decode("utf-8")
         content = parse_json(raw, depth=VALUES_DEPTH)
     except FileNotFoundError:
         raise CheckpointError(

@@ -338,7 +338,7 @@ def _is_plain_name(module: str, name: str) -> bool:
     if module not in ("torch", "torch.storage") or not name.isidentifier():
         return False
     return _bytes_of(f"{module}.{name}") is not None or (
-        module == "torch" and isinstance(getattr(torch, name, None), (torch.dtype, torch.qscheme))
+        module == "torch" and isinstance(vars(torch).get(name), (torch.dtype, torch.qscheme))
     )
 
 
