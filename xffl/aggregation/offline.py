@@ -159,7 +159,13 @@ class PieceReader:
                         f"{self.index.folder / file} holds no {name!r} as xffl writes it ({error}); write it anew"
                     ) from error
             self._pieces[file, offset] = self._files[file][start : start + size]
-        return self._pieces[file, offset].reshape(shape)
+        piece = self._pieces[file, offset]
+        if piece.size != math.prod(shape):  # another tensor has named the same bytes
+            raise CheckpointError(
+                f"{self.index.folder / file} holds no {name!r} as xffl writes it ({piece.size} bytes in place of "
+                f"{math.prod(shape)}); write it anew"
+            )
+        return piece.reshape(shape)
 
 
 def _open_to_read(path: Path) -> tuple[OpenCheckpoint, Record, CellIndex]:
