@@ -7,7 +7,6 @@ import json
 import os
 import time
 import zipfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -214,10 +213,18 @@ def test_a_partition_file_that_is_damaged(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr("sizes.npy", np.lib.format.magic(1, 0) + b"\x76\x00{'descr': '<i8', 'shape': (10**12,), }")
-    for content in (*damaged, buffer.getvalue(), whole[: len(whole) // 2], b"", b"x" * 100):
+    for content in (buffer.getvalue(), whole[: len(whole) // 2], b"", b"x" * 100):
         file.write_bytes(content)
-        with suppress(CheckpointError):  # some bytes are read by nobody
+        with pytest.raises(CheckpointError):
             Partition.load(file)
+    refused = 0
+    for content in damaged:
+        file.write_bytes(content)
+        try:
+            Partition.load(file)
+        except CheckpointError:
+            refused += 1
+    assert refused > len(damaged) // 2  # some bytes are read by nobody
 
 
 def test_a_vocabulary_with_what_json_allows(tmp_path: Path) -> None:

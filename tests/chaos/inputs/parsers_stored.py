@@ -62,28 +62,25 @@ def parts_of(seed: int) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "scheduler": Kept()}
 
 
+UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, OSError, RecursionError)
+"""What comes of a table that was mutated beyond what can be sealed: it is left as it is, for the reader to refuse"""
+
+
 def seal(folder: Path) -> None:
     """Make checksums and seals of a checkpoint fit its files, as far as these can be read."""
-    try:
-        record = json.loads((folder / RECORD).read_bytes())
+    with suppress(*UNREADABLE):
         index = json.loads((folder / INDEX).read_bytes())
         for name in index["files"]:
             data = (folder / "cell_0" / name).read_bytes()
             index["files"][name] = [len(data), hashlib.sha256(data).hexdigest()]
         (folder / INDEX).write_text(json.dumps(index))
-    except (ValueError, TypeError, KeyError, OSError, RecursionError):
-        pass
-    try:
+    with suppress(*UNREADABLE):
         record = json.loads((folder / RECORD).read_bytes())
         record["indexes"]["cell_0"] = hashlib.sha256((folder / INDEX).read_bytes()).hexdigest()
         (folder / RECORD).write_text(sealed_json(record))
-    except (ValueError, TypeError, KeyError, RecursionError, AttributeError):
-        pass
-    try:  # a record whose table of indexes is what was mutated
+    with suppress(*UNREADABLE):  # a record whose table of indexes is what was mutated
         record = json.loads((folder / RECORD).read_bytes())
         (folder / RECORD).write_text(sealed_json(record))
-    except (ValueError, TypeError, RecursionError, AttributeError):
-        pass
 
 
 def put(content: bytes, pristine: Path, target: Path, name: str) -> None:
