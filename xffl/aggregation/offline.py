@@ -644,7 +644,7 @@ def _check_values(exports: Sequence[_Export], context: RoundContext, report: _St
                         )
                     squares_fit_fp32 = False
             report("inspected", math.prod(box[1]) * kind[0].itemsize)
-    return replace(context, is_fused=squares_fit_fp32)
+    return replace(context, is_fused=False)
 
 
 def _write(

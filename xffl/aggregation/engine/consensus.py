@@ -382,7 +382,6 @@ class RoundCoordinator:
             counted,
             first=self._first_cell(counted, dropped),
             number=statuses[0].round,
-            is_fused=all(status.squares_fit_fp32 for status in statuses) and _has_one_arithmetic(statuses),
             steps=by_cell([status.steps for status in statuses], self._topology, lambda steps: steps[0]),
             norms=tuple(map(math.sqrt, squares)) if self._exchange.has_norms else None,
             attempt=max(status.attempt for status in statuses),
@@ -578,8 +577,7 @@ class RoundCoordinator:
             self.release()
             self._refuse_nonfinite(counted, found)
         if not self._is_cross_world:  # else each two holders know by themselves
-            is_fused = context.is_fused and all(status.squares_fit_fp32 for status in statuses)
-            context = replace(context, is_fused=is_fused)
+            context = replace(context, is_fused=False)
         return context, bad
 
     def _gather_reasons(self, failure: Exception | None) -> list[str]:

@@ -667,11 +667,6 @@ def choose_server_step(options: Options, arithmetic: float, scope: RoundScope) -
     chosen = "owner" if options.server_step == "owner" and options.has_step else "everywhere"
     is_level = scope.groups is not None and scope.cross_world is None  # or a world of several
     is_plain = not is_level and options.owner_conflict is None
-    if options.server_step == "auto" and options.has_step and is_plain:
-        extremes = torch.tensor([arithmetic, -arithmetic], dtype=torch.float64, device=control_device(scope.world))
-        all_reduce(extremes, dist.ReduceOp.MAX, scope.world)
-        highest, lowest = extremes.tolist()
-        chosen = "everywhere" if highest == -lowest else "owner"
     return replace(options, server_step=chosen)
 
 

@@ -448,7 +448,7 @@ def plan_transfers(
         buckets = tuple(group.buckets(max(1, limit)))
         codec = codecs.get(group.codec) if topology.cells > 1 else None  # nothing crosses in one cell
         is_in_place = is_on_cpu and not is_on_gpu
-        deferred_mean = is_in_place and codec is None and _defers_mean(group, topology, round_groups, options)
+        deferred_mean = False
         is_owned = options.server_step == "owner" and group.is_stepped
         taken = "two_hop" if is_owned else "all_gather"  # what is taken from one cell needs no combining
         if group.rule == "average" and not deferred_mean and not is_owned:
