@@ -19,12 +19,11 @@ import xffl
 from tests.ranks.test_round import complete, digests, make_state
 from tests.ranks.test_round_edges import everyones, linear
 from tests.ranks.test_round_rare import interrupt_halfway
-from tests.rounds import aggregator_of, agreed_contexts
+from tests.rounds import aggregator_of
 from tests.worlds import run_world
 from xffl.aggregation import compression as feedback
 from xffl.aggregation.engine import consensus, transport
 from xffl.aggregation.engine import groups as routes
-from xffl.aggregation.engine import pairwise_swap as late
 from xffl.aggregation.engine.consensus import RoundInput
 from xffl.aggregation.engine.groups import start_moves
 from xffl.aggregation.hierarchical import Level, Levels
@@ -265,15 +264,13 @@ def told_of_a_delay(rank: int, world_size: int) -> None:
 
 
 def unlike_processors(rank: int, world_size: int) -> None:
-    """Where ranks compute otherwise, the mean is not fused, and what they compute by themselves is refused."""
+    """Where ranks compute otherwise, the mean is taken, and what they compute by themselves is refused."""
     state = make_state(rank, (1, 1), None)
     aggregator = xffl.Aggregator(linear(seed=rank), state)
     served = xffl.Aggregator(linear(), state, server="fedadam")
-    with agreed_contexts() as contexts:
-        aggregator.aggregate()
-        aggregator._arithmetic = served._arithmetic = float(rank)
-        aggregator.aggregate()
-    assert [context.is_fused for context in contexts] == [True, False]
+    aggregator.aggregate()
+    aggregator._arithmetic = served._arithmetic = float(rank)
+    assert aggregator.aggregate().round == 2
     with pytest.raises(xffl.RoundError, match="different kinds of processors"):
         served.aggregate()
 
@@ -406,7 +403,7 @@ def under_way(rank: int, world_size: int) -> None:
             told.extend(["sent"] * len(send))
             return [Heard(work, told) for work in start_moves(receive, send, group, tag)]
 
-        with mock.patch.object(transport, "start_moves", posted), mock.patch.object(late, "start_moves", posted):
+        with mock.patch.object(transport, "start_moves", posted):
             aggregator.aggregate()
         # In two hops each cell sends every other bucket first.
         assert told.index("waited") >= (2 if form == "two_hop" else 4) and told.count("sent") == 16, form

@@ -335,7 +335,6 @@ class Aggregator:
             is_nonfinite=findings is not None and bool(findings.nonfinite),
             is_failed=error is not None,
             is_encoding=residuals is not None and residuals.is_encoding(fragment),
-            squares_fit_fp32=findings is not None and findings.squares_fit_fp32,
             arithmetic=self._arithmetic,
             merge=merge,
             alpha=alpha if error is None and alpha is not None else 0.0,

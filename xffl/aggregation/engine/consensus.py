@@ -23,7 +23,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from xffl.aggregation.algorithms.combiners import total_of
-from xffl.aggregation.engine.buffers import FiniteReport
 from xffl.aggregation.engine.exchange import Exchange, RoundRun
 from xffl.aggregation.engine.groups import MergeMode, RoundScope, RoundStatus, VotePhase, all_gather_status
 from xffl.aggregation.engine.plan import RoundContext
@@ -329,11 +328,11 @@ class RoundCoordinator:
     def _agree(self, outcome: Outcome) -> Outcome:
         """Exchange, and vote on it; keep the round where it is in doubt."""
         try:
-            context, unfit = self._commit(outcome.run, outcome.context)
+            context = self._commit(outcome.run, outcome.context)
         except RoundInDoubt as doubt:
             self._doubted = replace(outcome, context=doubt.context)
             raise
-        return replace(outcome, context=context, unfit=outcome.unfit | unfit)
+        return replace(outcome, context=context)
 
     def resolve(self) -> Outcome:
         """Return the round that is in doubt, now that it is known to be taken; local."""
@@ -453,16 +452,12 @@ class RoundCoordinator:
         error: XfflError | None = None
         cell = self._exchange.link.cell
         if cell in cells and found:
-            error = self._nonfinite_error(found)
+            error = RoundError(
+                f"cell {cell} holds values that are not finite in {', '.join(map(repr, found[:3]))}; all ranks keep "
+                "their weights; nonfinite='drop_cell' leaves the cell out, policy 'first' or 'local' the tensor"
+            )
         with self._exchange_reasons():
             check_consistent("finite values", "", error=error, group=self._group)
-
-    def _nonfinite_error(self, found: list[str]) -> RoundError:
-        return RoundError(
-            f"cell {self._exchange.link.cell} holds values that are not finite in {', '.join(map(repr, found[:3]))}; "
-            "all ranks keep their weights; nonfinite='drop_cell' leaves the cell out, policy 'first' or 'local' the "
-            "tensor"
-        )
 
     def _share_nonfinite(self, cells: tuple[int, ...], found: list[str]) -> dict[int, tuple[str, ...]]:
         """Return the tensors for which cells were left out; collective over the world."""
@@ -473,18 +468,14 @@ class RoundCoordinator:
             for cell in cells
         }
 
-    def _commit(self, run: RoundRun, context: RoundContext) -> tuple[RoundContext, set[int]]:
-        """Exchange and vote on the outcome; return what cells counted for, and those that sent values not finite."""
+    def _commit(self, run: RoundRun, context: RoundContext) -> RoundContext:
+        """Exchange and vote on the outcome; return what cells counted for."""
         number = context.number
         failure: Exception | None = None
-        found = FiniteReport([], False)
         # 1. Exchange. A local failure waits for the vote, so that no other rank waits for this one.
         try:
             context = run.exchange(context)
-            found = run.deferred_check.report()
             failure = run.profile.failure
-            if self._is_cross_world and self._exchange.link.cell in context.cells and found.nonfinite:
-                failure = failure or self._nonfinite_error(found.nonfinite)  # nobody is in doubt of it then
         except Exception as error:  # noqa: BLE001 - told to all ranks by the vote
             failure = error
         except BaseException as stop:
@@ -499,10 +490,8 @@ class RoundCoordinator:
             status = RoundStatus(
                 number,
                 phase=VotePhase.COMMIT,
-                is_nonfinite=bool(found.nonfinite),
                 is_failed=failure is not None,
                 is_cut_off=run.is_cut_off,
-                squares_fit_fp32=found.squares_fit_fp32,
             )
             statuses = self._gather_status(status, run.profile, self._closes_within_s)
             is_agreed = not any(other.is_failed for other in statuses)
@@ -525,7 +514,7 @@ class RoundCoordinator:
             raise self._unknown_outcome(context, why, can_wait=isinstance(error, Exception)) from why
         # 3. All ranks know the same now.
         if is_agreed:
-            return self._accept_deferred(context, statuses, found.nonfinite)
+            return context
         self._abort()
         shown = "; ".join(
             f"rank {rank} (cell {self._topology.cell_of(rank)}): {why}" for rank, why in enumerate(reasons) if why
@@ -567,18 +556,6 @@ class RoundCoordinator:
                 f"the ranks could not make new process groups after a failed round, this rank keeps its weights: "
                 f"{broken}; see the other ranks' output"
             ) from broken
-
-    def _accept_deferred(
-        self, context: RoundContext, statuses: list[RoundStatus], found: list[str]
-    ) -> tuple[RoundContext, set[int]]:
-        """Go on with what was found while values were sent, or refuse it; no rank has changed a weight yet then."""
-        bad = {self._topology.cell_of(rank) for rank, status in enumerate(statuses) if status.is_nonfinite}
-        if counted := tuple(sorted(cell for cell in bad if context.weights[cell])):
-            self.release()
-            self._refuse_nonfinite(counted, found)
-        if not self._is_cross_world:  # else each two holders know by themselves
-            context = replace(context, is_fused=False)
-        return context, bad
 
     def _gather_reasons(self, failure: Exception | None) -> list[str]:
         """Return each rank's reason for its no; collective over the world."""

@@ -13,10 +13,8 @@ Pauses count starts, not seconds, so all ranks that take part in a group do the 
 Where each part is stepped by who combines it (``server_step="owner"``), the two hops are two passes over all buckets,
 with the server's step in between.
 
-Three ways to the mean: all-gather (every cell combines all of a bucket), reduce-scatter (each cell combines a part, a
-second hop sends the results round; both in :class:`~xffl.aggregation.engine.transport.CrossCellTransport`), and
-:class:`~xffl.aggregation.engine.pairwise_swap.PairwiseSwap` (two cells swap whole buckets and take the mean while they
-write the model).
+Two ways to the mean: all-gather (every cell combines all of a bucket), and reduce-scatter (each cell combines a part, a
+second hop sends the results round); both in :class:`~xffl.aggregation.engine.transport.CrossCellTransport`.
 
 A local failure (memory, a tensor that went away) stops nothing: the rank keeps sending and receiving, so that nobody
 waits for it, and reports the failure to the vote. Only a failed communication ends an exchange.
@@ -48,13 +46,11 @@ from xffl.aggregation.engine.buffers import (
 )
 from xffl.aggregation.engine.cell import HOME_LAG, BucketMemory, mean_in_cell, reserve_cell_rows, share_in_cell
 from xffl.aggregation.engine.global_model import GlobalModel
-from xffl.aggregation.engine.pairwise_swap import PairwiseSwap
 from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.engine.transport import CrossCellTransport, Link, add_distances
 from xffl.aggregation.options import Options
 from xffl.aggregation.privacy import Accountant, Masker, Noise, Privacy, privatize
 from xffl.aggregation.report import RoundProfile
-from xffl.costs import MOST_IN_FLIGHT
 from xffl.distributed.collectives import broadcast
 from xffl.distributed.consistency import control_device
 
@@ -155,8 +151,7 @@ class RoundRun:
     """One round of this rank, from the values that it reads to those that it writes.
 
     Making one is local: it makes the buffers that the round needs, and reads and checks those values of this rank that
-    are sent. What is combined when it is written is checked when it is sent, while the processor has it at hand, by
-    ``deferred_check``.
+    are sent.
     """
 
     @torch.no_grad()
@@ -166,9 +161,7 @@ class RoundRun:
         self._exchange, self._link, self._layout = exchange, exchange.link, exchange.layout
         self.fragment, self.profile = fragment, profile
         self._transfers = [transfer for transfer in exchange.transfers if transfer.group.fragment == fragment]
-        self.deferred_check = FiniteCheck(self._layout)
         self._transports: list[CrossCellTransport] = []
-        self._pairwise_swap = PairwiseSwap(self._layout, exchange.staging, self._link, profile, self.deferred_check)
         self._link.home_progress.forget()
         self._is_encoding = exchange.residuals is not None and exchange.residuals.is_encoding(fragment)
         if exchange.residuals is not None:
@@ -191,8 +184,6 @@ class RoundRun:
         """Make what a round needs, so that it does not run out of memory on its way."""
         transfers, link = self._transfers, self._link
         pauses = {transfer.number: link.pause(transfer) + HOME_LAG for transfer in transfers}
-        # What is combined late is free again once it has been sent; a few more spare small models a second packing.
-        pauses |= {t.number: min(pauses[t.number], MOST_IN_FLIGHT) for t in transfers if t.deferred_mean}
         crossing = [transfer for transfer in transfers if transfer.is_sender or not transfer.is_shared_on_gpu]
         buffers = RoundBuffers(self._exchange.staging, crossing, pauses, copy)
         self._gpu_buffers = buffers
@@ -223,8 +214,6 @@ class RoundRun:
         finite_check = FiniteCheck(self._layout)
         norms: list[torch.Tensor] = []
         for transfer, bucket in self._walk():
-            if transfer.deferred_mean:
-                continue
             is_sender = transfer.is_sent_here(bucket)
             is_read = keeps or transfer.group.is_mean_in_cell or is_sender
             if transfer.is_shared_on_gpu:
@@ -290,7 +279,7 @@ class RoundRun:
 
     @torch.no_grad()
     def commit(self, context: RoundContext, *, is_merged: bool = False, alpha: float | None = None) -> None:
-        """Write the collected values, of a swap the mean, into the model; local. Without ``atomic`` they are there."""
+        """Write the collected values into the model; local. Without ``atomic`` they are there."""
         exchange = self._exchange
         stages, results = exchange.staging.stages, exchange.results
         with self.profile.phase("commit"):
@@ -306,10 +295,8 @@ class RoundRun:
                     if exchange.residuals is not None and transfer.number in stages:
                         exchange.staging.stage(transfer, bucket).copy_(new)
                     self._write_agreed(transfer, bucket, new, is_merged=is_merged, alpha=alpha)
-            deferred = [transfer for transfer in self._transfers if transfer.deferred_mean]
-            self._pairwise_swap.write(deferred, self._buffers, context)
             for transfer, bucket in self._walk() if exchange.atomic else ():
-                if not transfer.deferred_mean and transfer.number not in stepped:
+                if transfer.number not in stepped:
                     new = results[transfer.number][bucket.start : bucket.stop]
                     self._write_agreed(transfer, bucket, new, is_merged=is_merged, alpha=alpha)
             self._buffers.end_writes()
@@ -350,12 +337,9 @@ class RoundRun:
         for transfer in self._transfers:
             # Others are in step with this rank only as long as they walk the same groups; and what is asked for is sent
             # in the same order only as long as it is asked for as far ahead.
-            if transfer.pace != before or transfer.deferred_mean:
+            if transfer.pace != before:
                 pipeline.drain()
             before = transfer.pace
-            if transfer.deferred_mean:
-                self._pairwise_swap.swap(transfer, self._buffers, self._transports[-1])
-                continue
             for bucket in transfer.buckets:
                 pipeline.start(start(transfer, bucket))
         pipeline.drain()

@@ -336,7 +336,6 @@ class RoundStatus(NamedTuple):
     is_failed: bool = False  # it cannot go on; the reason is gathered afterwards
     is_cut_off: bool = False  # it lost a rank of another cell
     is_encoding: bool = False  # it knows the agreed state that lossy codecs start from
-    squares_fit_fp32: bool = False  # differences between its values and others like them stay in fp32
     phase: VotePhase = VotePhase.PREPARE
     merge: MergeMode = MergeMode.REPLACE
     held: int = 0  # see first_round.ValueDigest, in a first round
@@ -350,9 +349,9 @@ class RoundStatus(NamedTuple):
 
 
 # The bytes do not depend on the machine; the padding leaves room for more fields at the same price.
-_FIELDS = "<3q6d8?2B2q?"
+_FIELDS = "<3q6d7?2B2q?"
 PACKED = struct.Struct(f"{_FIELDS}{STATUS_BYTES - struct.calcsize(_FIELDS)}x")
-"""A status as bytes: three integers, six numbers, eight flags, two enums, two integers, a flag."""
+"""A status as bytes: three integers, six numbers, seven flags, two enums, two integers, a flag."""
 
 
 def all_gather_status(
