@@ -30,12 +30,14 @@ from xffl.aggregation.engine.consensus import (
     mark_inconsistent,
 )
 from xffl.aggregation.engine.coverage import check_gradients
-from xffl.aggregation.engine.exchange import Exchange, RoundRun
+from xffl.aggregation.engine.exchange import Exchange, RoundRun, Way
 from xffl.aggregation.engine.first_round import FirstRound, ValueDigest
 from xffl.aggregation.engine.global_model import GlobalModel, check_start, choose_server_step
 from xffl.aggregation.engine.global_state import load_memory, share_global_model
 from xffl.aggregation.engine.groups import MergeMode, RoundScope, RoundStatus, select_groups
 from xffl.aggregation.engine.plan import digest, plan_groups, plan_transfers
+from xffl.aggregation.engine.stages.hand_over import HandOver
+from xffl.aggregation.engine.stages.whole_models import WholeModels
 from xffl.aggregation.engine.tensors import (
     FORMAT_LINE,
     Manifest,
@@ -745,7 +747,17 @@ def _make_exchange(
     has_codecs = any(manifest.codecs.values()) and topology.cells > 1
     residuals = ResidualStore(transfers, link.feedback, plan) if has_codecs else None
     model = GlobalModel(transfers, layout, options, link.device, keeps_all=is_lone) if options.needs_agreed else None
-    exchange = Exchange(layout, transfers, link, options=options, global_model=model, residuals=residuals)
+    combiner = options.combiner
+    exchange = Exchange(
+        layout,
+        transfers,
+        link,
+        options=options,
+        global_model=model,
+        residuals=residuals,
+        way=WholeModels(combiner, link, residuals) if combiner.needs_distances else Way(combiner),
+        hand_over=HandOver(combiner, model),
+    )
     if model is not None:
         if not scope.goes_on:
             model.reset_from_model()

@@ -296,6 +296,7 @@ class RoundCoordinator:
         is_over, is_empty = self.all_finished and not any(weights), all(other.is_absent for other in statuses)
         if prepared.source is not None and (is_over or is_empty):
             context = RoundContext(weights, prepared.source, prepared.status.round, source=prepared.source)
+            run.way = self._exchange.hand_over
             return self._agree(Outcome(run, context, is_last=self.all_finished))
         if is_over:
             return None

@@ -1,6 +1,6 @@
 """The exchange of a round: swap buckets between cells, combine them, and hand the result round inside each cell.
 
-A bucket's way is a generator, :meth:`RoundRun._exchange_bucket`; :class:`BucketPipeline` keeps several under way::
+A bucket's way is a generator, :meth:`Walk.steps`; :class:`BucketPipeline` keeps several under way::
 
     bucket 0   pack  recv.. send ....wire....  mean  bcast-in-cell  write
     bucket 1         pack  recv.. send ....wire....  mean  bcast ...
@@ -14,7 +14,8 @@ Where each part is stepped by who combines it (``server_step="owner"``), the two
 with the server's step in between.
 
 Two ways to the mean: all-gather (every cell combines all of a bucket), and reduce-scatter (each cell combines a part, a
-second hop sends the results round); both in :class:`~xffl.aggregation.engine.transport.CrossCellTransport`.
+second hop sends the results round); both in :class:`~xffl.aggregation.engine.transport.CrossCellTransport`. Combiners
+that compare whole models, and a cell that hands its model over, have walks of their own (``stages``).
 
 A local failure (memory, a tensor that went away) stops nothing: the rank keeps sending and receiving, so that nobody
 waits for it, and reports the failure to the vote. Only a failed communication ends an exchange.
@@ -46,8 +47,9 @@ from xffl.aggregation.engine.buffers import (
 )
 from xffl.aggregation.engine.cell import HOME_LAG, BucketMemory, mean_in_cell, reserve_cell_rows, share_in_cell
 from xffl.aggregation.engine.global_model import GlobalModel
+from xffl.aggregation.engine.groups import RoundGroups
 from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext
-from xffl.aggregation.engine.transport import CrossCellTransport, Link, add_distances
+from xffl.aggregation.engine.transport import CrossCellTransport, ExactValues, Link
 from xffl.aggregation.options import Options
 from xffl.aggregation.privacy import Accountant, Masker, Noise, Privacy, privatize
 from xffl.aggregation.report import RoundProfile
@@ -59,6 +61,8 @@ __all__ = [
     "Exchange",
     "Protection",
     "RoundRun",
+    "Walk",
+    "Way",
     "weigh_cells",
 ]
 
@@ -79,11 +83,14 @@ class Exchange:
         options: Options,
         global_model: GlobalModel | None,
         residuals: ResidualStore | None,
+        way: Way,
+        hand_over: Way,
     ) -> None:
         self.layout, self.transfers, self.link = layout, tuple(transfers), link
         self.device, self.atomic = link.device, options.atomic
         self.combiner = options.combiner
-        self.compares_models = self.combiner.needs_distances
+        self.way = way
+        self.hand_over = hand_over
         self.global_model = global_model
         self.has_norms = options.has_norms
         self.has_owners = options.server_step == "owner"
@@ -120,8 +127,7 @@ class Exchange:
         self.combiner.check(len(context.cells))
         if self.masker is not None:
             self.masker.check(context.cells)
-        if not self.compares_models:
-            weigh_cells(context, self.combiner)
+        self.way.check(context)
 
     def own_values(self) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Yield what training changes of the model that this rank sends: tensor, first element, values; local."""
@@ -161,6 +167,7 @@ class RoundRun:
         self._exchange, self._link, self._layout = exchange, exchange.link, exchange.layout
         self.fragment, self.profile = fragment, profile
         self._transfers = [transfer for transfer in exchange.transfers if transfer.group.fragment == fragment]
+        self.way = exchange.way
         self._transports: list[CrossCellTransport] = []
         self._link.home_progress.forget()
         self._is_encoding = exchange.residuals is not None and exchange.residuals.is_encoding(fragment)
@@ -180,6 +187,33 @@ class RoundRun:
         """What lossy codecs have left out of what this rank sent, see :class:`xffl.RoundReport`."""
         return None if self._exchange.residuals is None else self._exchange.residuals.codec_error
 
+    @property
+    def has_owners(self) -> bool:
+        """Whether parts are stepped by who combines them."""
+        return self._exchange.has_owners
+
+    @property
+    def link(self) -> Link:
+        """The link between cells."""
+        return self._link
+
+    @property
+    def round_groups(self) -> RoundGroups:
+        """The process groups of the round."""
+        return self._exchange.round_groups
+
+    def before_exchange(self, context: RoundContext) -> None:
+        """Let features change what is sent."""
+        if self._exchange.masker is not None:
+            self._exchange.masker.start_attempt(context.attempt, context.cells)
+        if self._exchange.protection is not None:
+            self._exchange.protection.apply(self, context.cells)
+
+    @property
+    def device(self) -> torch.device:
+        """The device that values are sent from."""
+        return self._exchange.device
+
     def _make_buffers(self, copy: ModelCopy) -> RoundBuffers:
         """Make what a round needs, so that it does not run out of memory on its way."""
         transfers, link = self._transfers, self._link
@@ -192,9 +226,7 @@ class RoundRun:
             kept = copy if copy is ModelCopy.KEPT else ModelCopy.NONE
             shared = [transfer for transfer in transfers if transfer.is_shared_on_gpu]
             self._gpu_buffers = RoundBuffers(self._exchange.gpu_staging, shared, pauses, kept)
-        for transfer in transfers if self._exchange.compares_models else ():
-            if transfer.is_sender:
-                link.reserve_rows(transfer, is_encoded=transfer.codec is not None and self._is_encoding)
+        self.way.reserve(transfers, self.fragment)
         link.reserve(transfers)
         reserve_cell_rows(link, self._exchange.cell_rows, transfers)
         if self._exchange.global_model is not None:
@@ -213,7 +245,7 @@ class RoundRun:
         keeps = self._buffers.copy is ModelCopy.KEPT
         finite_check = FiniteCheck(self._layout)
         norms: list[torch.Tensor] = []
-        for transfer, bucket in self._walk():
+        for transfer, bucket in self.buckets():
             is_sender = transfer.is_sent_here(bucket)
             is_read = keeps or transfer.group.is_mean_in_cell or is_sender
             if transfer.is_shared_on_gpu:
@@ -253,29 +285,7 @@ class RoundRun:
         Collective over the world; a GPU has done its part then. Afterwards :attr:`profile` tells what this rank sent,
         how long it took, and what failed here.
         """
-        exchange = self._exchange
-        if context.source is not None:
-            self._hand_over(context, context.source)
-            return context
-        if not exchange.compares_models:
-            context = weigh_cells(context, exchange.combiner)
-        if exchange.masker is not None:
-            exchange.masker.start_attempt(context.attempt, context.cells)
-        if exchange.protection is not None:
-            exchange.protection.apply(self, context.cells)
-        if exchange.has_owners:
-            return self._step_by_owners(context)
-        self._transports = [transport := self._transport(context)]
-        if not exchange.compares_models:
-            self._run_pipeline(context, partial(self._exchange_bucket, transport))
-            return context
-        self._run_pipeline(context, partial(self._gather, transport))
-        with self.profile.phase("weigh"):
-            distances = self._compare(context)
-        context = weigh_cells(context, exchange.combiner, distances)
-        self._transports.append(transport := self._transport(context))
-        self._run_pipeline(context, partial(self._spread, transport))
-        return context
+        return self.way.exchange(self, context)
 
     @torch.no_grad()
     def commit(self, context: RoundContext, *, is_merged: bool = False, alpha: float | None = None) -> None:
@@ -295,7 +305,7 @@ class RoundRun:
                     if exchange.residuals is not None and transfer.number in stages:
                         exchange.staging.stage(transfer, bucket).copy_(new)
                     self._write_agreed(transfer, bucket, new, is_merged=is_merged, alpha=alpha)
-            for transfer, bucket in self._walk() if exchange.atomic else ():
+            for transfer, bucket in self.buckets() if exchange.atomic else ():
                 if transfer.number not in stepped:
                     new = results[transfer.number][bucket.start : bucket.stop]
                     self._write_agreed(transfer, bucket, new, is_merged=is_merged, alpha=alpha)
@@ -318,25 +328,32 @@ class RoundRun:
         """Whether another cell was lost while values were exchanged."""
         return any(transport.is_cut_off for transport in self._transports)
 
-    def _transport(self, context: RoundContext) -> CrossCellTransport:
-        return CrossCellTransport(self._link, context, self.profile, is_encoding=self._is_encoding)
+    def transport(self, context: RoundContext, *, is_encoding: bool | None = None) -> CrossCellTransport:
+        """Make what takes buckets to the other cells from now on."""
+        is_encoding = self._is_encoding if is_encoding is None else is_encoding
+        self._transports.append(CrossCellTransport(self._link, context, self.profile, is_encoding=is_encoding))
+        return self._transports[-1]
 
-    def _walk(self) -> Iterator[tuple[GroupTransfer, Bucket]]:
+    def buckets(self) -> Iterator[tuple[GroupTransfer, Bucket]]:
+        """Yield all buckets of the round, by their groups."""
         return ((transfer, bucket) for transfer in self._transfers for bucket in transfer.buckets)
 
-    def _sent(self) -> Iterator[tuple[GroupTransfer, Bucket]]:
+    def sent(self) -> Iterator[tuple[GroupTransfer, Bucket]]:
         """Yield what this rank sends of what training changes."""
-        for transfer, bucket in self._walk():
+        for transfer, bucket in self.buckets():
             if transfer.group.is_stepped and transfer.is_sent_here(bucket):
                 yield transfer, bucket
 
-    def _run_pipeline(self, context: RoundContext, start: Callable[[GroupTransfer, Bucket], Iterator[int]]) -> None:
+    def walk(self, walk: Walk) -> None:
         """Start the way of each bucket, in order, and keep several under way."""
+        self._run_pipeline(walk.steps)
+
+    def _run_pipeline(self, start: Callable[[GroupTransfer, Bucket], Iterator[int]]) -> None:
         pipeline = BucketPipeline()
         before: tuple[object, ...] = ()
         for transfer in self._transfers:
-            # Others are in step with this rank only as long as they walk the same groups; and what is asked for is sent
-            # in the same order only as long as it is asked for as far ahead.
+            # Buckets of two groups may overlap only if the same ranks take part in both and post receives equally far
+            # ahead.
             if transfer.pace != before:
                 pipeline.drain()
             before = transfer.pace
@@ -347,68 +364,36 @@ class RoundRun:
         with nullcontext() if self._link.home_device is None else self.profile.phase("home"):
             self._link.home_progress.drain()
 
-    def _exchange_bucket(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
-        """Take one bucket from the model across and back; yields for how many buckets it can pause."""
-        memory = self._read(transfer, bucket)
-        if transfer.is_sent_here(bucket):
-            yield from transport.exchange(transfer, bucket, memory.values, memory.out)
-        elif transfer.cell_group is not None:  # in step with the rank that does
-            yield self._link.pause(transfer)
-        if transfer.cell_group is not None:
-            yield from share_in_cell(self._link, self.profile, transfer, bucket, memory.out, memory.result)
-        self._write(transfer, bucket, memory)
-
-    def _hand_over(self, context: RoundContext, source: int) -> None:
-        """Bring one cell's model to all others: nothing is clipped, combined or stepped."""
-        targets = {*range(self._link.cells)} - {source}
-        transport = CrossCellTransport(self._link, context, self.profile, is_encoding=False, targets=targets)
-        self._transports = [transport]
-        self._run_pipeline(context, partial(self._pass_on, transport))
-
-    def _pass_on(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
-        """Bring one bucket from the source to all others, and round inside this cell."""
-        is_source, model = self._link.cell == transport.context.source, self._exchange.global_model
-        memory = self._read(transfer, bucket) if is_source else self._acquire(transfer, bucket)
-        values = memory.values
-        plain = replace(transfer, reduce_scatter=False, codec=None)  # as it is, in one hop
-        with self.profile.capture_failure("pack"):
-            self._link.host_copies.settle(bucket)  # before anything arrives there
-            if is_source and model is not None and transfer.group.is_stepped:
-                values = model.written(transfer, bucket)  # without steps since: these are not clipped
-        if transfer.is_sent_here(bucket):
-            yield from transport.share(plain, bucket, values, memory.out)
-        elif transfer.cell_group is not None:  # in step with the rank that does
-            yield self._link.pause(plain)
-        if transfer.cell_group is not None:
-            yield from share_in_cell(self._link, self.profile, transfer, bucket, memory.out, memory.result)
-        self._write(transfer, bucket, memory)
-
-    def _step_by_owners(self, context: RoundContext) -> RoundContext:
+    def step_by_owners(self, context: RoundContext) -> RoundContext:
         """Combine all parts, step them, and hand them out; a step counts once the round is committed."""
         exchange, place = self._exchange, control_device(self._exchange.round_groups.world)
         assert exchange.global_model is not None, "kept where there is a step beyond the mean"
         # All ranks use the same bits of what cells count for, those of the first one.
         numbers = torch.tensor([context.scale, *context.counts], dtype=torch.float64, device=place)
-        lost = self._tell_all(numbers)
+        lost: RuntimeError | None = None
+        try:
+            broadcast(numbers, exchange.round_groups.first, exchange.round_groups.world)
+        except RuntimeError as error:
+            lost = error
         scale, *counts = numbers.tolist()
         context = replace(context, scale=scale, counts=tuple(counts))
-        self._transports = [transport := self._transport(context)]
+        transport = self.transport(context)
         if lost is not None:
             transport.lose(lost)
-        self._run_pipeline(context, partial(self._reduce, transport))
+        self._run_pipeline(partial(self._reduce, transport))
         with self.profile.capture_failure("step"):
             stages = exchange.results | exchange.staging.stages  # parts are combined where they cross
             exchange.global_model.prepare_step(self.fragment, stages, context.scale)
         for table in exchange.global_model.handed_out(self.fragment):
-            self._run_pipeline(context, partial(self._hand_out, transport, table))
+            self._run_pipeline(partial(self._hand_out, transport, table))
         return context
 
     def _reduce(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
         """Combine this rank's part of a bucket that has owners; take another one across and back."""
         if not transfer.is_owned:
-            yield from self._exchange_bucket(transport, transfer, bucket)
+            yield from Walk(self, transport).steps(transfer, bucket)
         elif transfer.is_sent_here(bucket):
-            memory = self._read(transfer, bucket)
+            memory = self.read(transfer, bucket)
             yield from transport.reduce(transfer, bucket, memory.values, memory.out)
 
     def _hand_out(
@@ -422,7 +407,7 @@ class RoundRun:
         if not transfer.is_owned:
             return
         if table is None:
-            memory = self._acquire(transfer, bucket)
+            memory = self.acquire(transfer, bucket)
             out, result = memory.out, memory.result
         else:
             out = result = table[transfer.number][bucket.start : bucket.stop]
@@ -433,23 +418,7 @@ class RoundRun:
         if transfer.cell_group is not None:
             yield from share_in_cell(self._link, self.profile, transfer, bucket, out, result)
 
-    def _gather(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
-        """Take one bucket to the other cells, and keep what comes back until all have been compared."""
-        memory = self._read(transfer, bucket)
-        if transfer.is_sent_here(bucket):
-            yield from transport.gather(transfer, bucket, memory.values)
-        self._release(memory)
-
-    def _spread(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
-        """Combine one bucket of what was kept, and hand it round."""
-        memory = self._acquire(transfer, bucket)
-        if transfer.is_sent_here(bucket):
-            transport.combine_gathered(transfer, bucket, memory.out)
-        if transfer.cell_group is not None:
-            yield from share_in_cell(self._link, self.profile, transfer, bucket, memory.out, memory.result)
-        self._write(transfer, bucket, memory)
-
-    def _acquire(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
+    def acquire(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
         """Return where a bucket's values are read and its result goes."""
         if not transfer.is_shared_on_gpu:
             values, out, lent = self._buffers.acquire(transfer, bucket)
@@ -459,9 +428,9 @@ class RoundRun:
             return BucketMemory(own, result, None, result, result_lent)
         return BucketMemory(*self._buffers.acquire(transfer, bucket), result, result_lent)
 
-    def _read(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
+    def read(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
         """Return where a bucket lies, with its values, of buffers their mean over the cell."""
-        memory = self._acquire(transfer, bucket)
+        memory = self.acquire(transfer, bucket)
         home = transfer.cell_group if transfer.group.is_mean_in_cell else None
         if home is not None and transfer.is_shared_on_gpu:
             with self.profile.capture_failure("pack"):
@@ -481,11 +450,12 @@ class RoundRun:
             mean_in_cell(self._exchange.cell_rows, self.profile, home, memory.values)
         return memory
 
-    def _release(self, memory: BucketMemory) -> None:
+    def release(self, memory: BucketMemory) -> None:
+        """Give the buffers of a bucket back."""
         self._buffers.release(memory.lent)
         self._gpu_buffers.release(memory.result_lent)
 
-    def _write(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> None:
+    def write(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> None:
         """Write a bucket into the model, unless it waits for the commit."""
         if self._exchange.atomic:
             return
@@ -494,32 +464,84 @@ class RoundRun:
             feedback = self._link.feedback.get(transfer.number)
             if feedback is not None:
                 feedback.reference[bucket.start : bucket.stop].copy_(memory.out)
-        self._release(memory)
+        self.release(memory)
 
-    def _tell_all(self, numbers: torch.Tensor) -> RuntimeError | None:
-        """Replace numbers by those of the first rank; return the error where a rank was lost meanwhile; collective."""
+    def tell_all(self, numbers: torch.Tensor) -> None:
+        """Replace numbers by those of the first rank; collective over the world."""
         groups = self._exchange.round_groups
         try:
             broadcast(numbers, groups.first, groups.world)
         except RuntimeError as lost:  # ranks of the cell that have heard it still wait for this one
-            return lost
-        return None
-
-    def _compare(self, context: RoundContext) -> list[list[float]]:
-        """Return the squared distances between all cells' models, as the senders of cell 0 see them; collective."""
-        cells, groups = self._link.cells, self._exchange.round_groups
-        table = torch.zeros(cells, cells, dtype=torch.float64, device=self._exchange.device)
-        if self._link.cell == 0:
-            with self.profile.capture_failure("weigh"):
-                for transfer, bucket in self._sent():
-                    add_distances(self._link.rows_of(transfer, bucket), context.cells, table)
-        table = table.to(control_device(groups.world))
-        if self._link.cell == 0 and groups.cell is not None:
-            dist.all_reduce(table, group=groups.cell)
-        if (lost := self._tell_all(table)) is not None:
             self._transports[-1].lose(lost)
-        distances: list[list[float]] = table.tolist()
-        return distances
+
+
+class Walk:
+    """A walk over the buckets of a round; this one takes each to the other cells and the result round inside its own.
+
+    The methods follow in the order in which they are called for a bucket. Other walks override what they do otherwise.
+    """
+
+    reaches_cell = True
+    """Whether a bucket's sender hands the result round inside its cell."""
+
+    def __init__(self, run: RoundRun, transport: CrossCellTransport) -> None:
+        self.run = run
+        self.transport = transport
+        self.link = transport.link
+        self.profile = transport.profile
+
+    def steps(self, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
+        """Take one bucket from the model across and back; yields the number of buckets to start before it resumes."""
+        memory = self.read(transfer, bucket)
+        payload = self.payload(transfer, bucket, memory)
+        if payload is not None:
+            yield from self.transport.move(payload)
+        elif pause := self.pause(transfer):
+            yield pause
+        if self.reaches_cell and transfer.cell_group is not None:
+            yield from share_in_cell(self.link, self.profile, transfer, bucket, memory.out, memory.result)
+        self.end(transfer, bucket, memory)
+
+    def read(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
+        """Return where a bucket lies, with its values."""
+        return self.run.read(transfer, bucket)
+
+    def payload(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> ExactValues | None:
+        """Return what this rank exchanges of a bucket with other cells, if it does."""
+        if not transfer.is_sent_here(bucket):
+            return None
+        return self.transport.payload(transfer, bucket, memory.values, memory.out)
+
+    def pause(self, transfer: GroupTransfer) -> int:
+        """Return for how many buckets a rank pauses that sends none of it: it stays in step with the sender."""
+        return 0 if transfer.cell_group is None else self.link.pause(transfer)
+
+    def end(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> None:
+        """Write the result, or leave it where it waits for the commit."""
+        self.run.write(transfer, bucket, memory)
+
+
+class Way:
+    """How the values of a round get to all ranks; this one combines them bucket by bucket, in one walk."""
+
+    def __init__(self, combiner: Combiner) -> None:
+        self.combiner = combiner
+
+    def check(self, context: RoundContext) -> None:
+        """Raise where these cells cannot be combined; pure, the same on all ranks."""
+        weigh_cells(context, self.combiner)
+
+    def reserve(self, transfers: Sequence[GroupTransfer], fragment: int) -> None:
+        """Make the buffers that only this way needs; local."""
+
+    def exchange(self, run: RoundRun, context: RoundContext) -> RoundContext:
+        """Walk over the buckets; return what the cells counted for. Collective over the world."""
+        context = weigh_cells(context, self.combiner)
+        run.before_exchange(context)
+        if run.has_owners:
+            return run.step_by_owners(context)
+        run.walk(Walk(run, run.transport(context)))
+        return context
 
 
 class BucketPipeline:
@@ -587,7 +609,7 @@ class Protection:
         something fails, nothing of the update is left in the stages, since they are sent all the same; and they are
         sent without masks, since masked they would bare the sum of the other cells, which then has too little noise.
         """
-        exchange, buffers, profile, sent = run._exchange, run._buffers, run.profile, list(run._sent())
+        exchange, buffers, profile, sent = run._exchange, run._buffers, run.profile, list(run.sent())
         global_model, staging, group = exchange.global_model, exchange.staging, exchange.round_groups.cell
         assert global_model is not None, "kept where updates are clipped"
         self.accountant.spend(len(cells))  # also where the round is rejected later: it has been seen then

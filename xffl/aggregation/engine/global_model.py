@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -20,8 +19,7 @@ from xffl.aggregation.engine.tensors import TensorInfo
 from xffl.aggregation.mean import piece_length, wide_type
 from xffl.aggregation.options import Options
 from xffl.checks import shown
-from xffl.distributed.collectives import all_reduce
-from xffl.distributed.consistency import control_device, find_unequal_cells, sum_of_bits
+from xffl.distributed.consistency import find_unequal_cells, sum_of_bits
 from xffl.distributed.sharding import local_tensor, reshard
 from xffl.errors import CheckpointError, ConfigError, StateError
 from xffl.reading import Fields

@@ -14,6 +14,7 @@ from xffl.aggregation.engine.exchange import BucketPipeline, Exchange
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.groups import start_moves
 from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext
+from xffl.aggregation.engine.stages.hand_over import SharedValues
 from xffl.aggregation.engine.transport import TAG, CrossCellTransport
 from xffl.aggregation.report import RoundProfile
 from xffl.distributed.collectives import CrossWorldGroup
@@ -37,13 +38,13 @@ def share_global_model(exchange: Exchange, state: Mapping[str, Any], source: int
     world = exchange.round_groups.world
     assert global_model is not None and isinstance(world, CrossWorldGroup), "shared where there is one, across worlds"
     weights = tuple(float(cell == source) for cell in range(link.cells))
-    transport = CrossCellTransport(link, RoundContext(weights, source), profile, is_encoding=False, targets=targets)
+    transport = CrossCellTransport(link, RoundContext(weights, source), profile, is_encoding=False)
     is_concerned, is_receiving = link.cell in (source, *targets), link.cell in targets
 
     def way(transfer: GroupTransfer, bucket: Bucket, kept: torch.Tensor) -> Iterator[int]:
         values = kept.to(exchange.device)  # as it is, unless the server works on a device of its own
         if transfer.is_sent_here(bucket):
-            yield from transport.share(transfer, bucket, values, values)
+            yield from transport.move(SharedValues(transport, transfer, bucket, values, values, targets))
         elif is_receiving:  # in step with the rank that does
             yield link.pause(transfer)
         if is_receiving and transfer.cell_group is not None:

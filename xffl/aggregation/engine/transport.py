@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -13,13 +13,13 @@ from xffl.aggregation.compression import ErrorFeedback
 from xffl.aggregation.engine.buffers import HostCopies, Pool, aligned
 from xffl.aggregation.engine.groups import Progress, RoundGroups, RoundScope, start_moves
 from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext
-from xffl.aggregation.mean import combined, piece_length, weighted_mean
+from xffl.aggregation.mean import combined, weighted_mean
 from xffl.aggregation.privacy import Masker
 from xffl.aggregation.report import RoundProfile
 from xffl.distributed.collectives import CrossWorldGroup, Work
 from xffl.distributed.faults import inject
 
-__all__ = ["CrossCellTransport", "Link", "add_distances"]
+__all__ = ["CrossCellTransport", "EncodedSteps", "ExactValues", "Link"]
 
 
 TAG = 7_100
@@ -49,7 +49,6 @@ class Link:
         if self.home_device is not None:  # as the groups that hand results on, which outlast the exchange
             self.home_progress = Progress(self.home_device, (timeouts.across_s + timeouts.session_s) / 2)
         self._needed: dict[tuple[int, ...], int] = {}
-        self._gathered: dict[int, torch.Tensor] = {}
         # Buffers are made in the first round and kept, since fresh memory is slow.
         self.slots = Pool(max((self._slot_bytes(t, b) for t in transfers for b in t.buckets), default=0), device)
         self.feedback = {
@@ -85,18 +84,6 @@ class Link:
         here = transfer.parts(bucket)[self.cell]
         return here.stop > here.start or transfer.codec is not None or self.is_masked(transfer)
 
-    def reserve_rows(self, transfer: GroupTransfer, *, is_encoded: bool) -> None:
-        """Make a row for each cell's values of a group: as large as the cells' shards together; local."""
-        dtype = torch.float32 if is_encoded else transfer.dtype
-        if transfer.number not in self._gathered or self._gathered[transfer.number].dtype != dtype:
-            with torch.inference_mode(False):
-                rows = torch.empty(self.cells, transfer.group.numel, dtype=dtype, device=self.device)
-            self._gathered[transfer.number] = rows
-
-    def rows_of(self, transfer: GroupTransfer, bucket: Bucket) -> torch.Tensor:
-        """Return a bucket's rows, ``[cells, elements]``."""
-        return self._gathered[transfer.number][:, bucket.start : bucket.stop]
-
     def pause(self, transfer: GroupTransfer) -> int:
         """Return for how many buckets a group's way to this cell and back pauses in all, an owned one's each way."""
         hops = 2 if transfer.reduce_scatter and not transfer.is_owned else 1
@@ -130,12 +117,10 @@ class Link:
 class CrossCellTransport:
     """The exchange of buckets between cells in one round, among the senders of each bucket.
 
-    All forms and encodings take the same steps, in :meth:`exchange`; what is sent, what arrives, and what is made of it
-    is up to one of the classes below: :class:`ExactValues`, :class:`MaskedValues`, :class:`EncodedSteps`, and for
-    combiners that compare whole models :class:`GatheredValues` and :class:`GatheredSteps`; and for what one cell hands
-    over :class:`SharedValues`. In the all-gather form each cell combines all of a bucket, in the reduce-scatter form
-    one part of it (:meth:`GroupTransfer.parts`), whose result a second hop sends to all cells. Where owners step their
-    parts in between, the two hops are :meth:`reduce` and :meth:`hand_out`.
+    All forms and encodings take the same steps, in :meth:`move`; what is sent, what arrives, and what is made of it is
+    up to the payload: :class:`ExactValues`, or a class derived from it. In the all-gather form each cell combines all
+    of a bucket, in the reduce-scatter form one part of it (:meth:`GroupTransfer.parts`), whose result a second hop
+    sends to all cells. Where owners step their parts in between, the two hops are :meth:`reduce` and :meth:`hand_out`.
     """
 
     def __init__(
@@ -145,10 +130,8 @@ class CrossCellTransport:
         profile: RoundProfile,
         *,
         is_encoding: bool,
-        targets: Collection[int] = (),
     ) -> None:
         self.link, self.context, self.profile = link, context, profile
-        self.targets = targets  # the cells that take over what is shared
         self._is_encoding = is_encoding  # lossy codecs know the agreed state that they start from
         self.is_cut_off = False
         """Whether another cell was lost. This rank goes on inside its cell, so that no replica waits, and says no."""
@@ -157,17 +140,11 @@ class CrossCellTransport:
         """Tell whether a group's values cross encoded."""
         return transfer.codec is not None and self._is_encoding
 
-    def exchange(
-        self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor, out: torch.Tensor
-    ) -> Iterator[int]:
-        """Exchange a bucket with its senders in the other cells; yields for how many buckets it can pause."""
+    def payload(self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor, out: torch.Tensor) -> ExactValues:
+        """Return what this rank exchanges of a bucket, by the kind of its values."""
         masked = MaskedValues if self.link.is_masked(transfer) else ExactValues
         kind = EncodedSteps if self.is_encoded(transfer) else masked
-        return self._exchange(kind(self, transfer, bucket, values, out))
-
-    def share(self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor, out: torch.Tensor) -> Iterator[int]:
-        """Send values of a bucket from the only source to the targets; both have them in ``out`` then."""
-        return self._exchange(SharedValues(self, transfer, bucket, values, out))
+        return kind(self, transfer, bucket, values, out)
 
     def reduce(self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor, out: torch.Tensor) -> Iterator[int]:
         """Exchange a bucket like :meth:`exchange`, as far as this cell's part of the result."""
@@ -178,14 +155,8 @@ class CrossCellTransport:
         """Send what has become of this cell's part of a bucket to the other cells, and receive theirs."""
         return self._first_hop(NewValues(self, transfer, bucket, values, values))
 
-    def gather(self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor) -> Iterator[int]:
-        """Exchange a bucket like :meth:`exchange`, but only keep what arrives, for :meth:`combine_gathered`."""
-        kind = GatheredSteps if self.is_encoded(transfer) else GatheredValues
-        with self.profile.capture_failure("pack"):
-            self.link.host_copies.settle(bucket)  # read as soon as the payload is made
-        return self._exchange(kind(self, transfer, bucket, values, values))
-
-    def _exchange(self, payload: ExactValues) -> Iterator[int]:
+    def move(self, payload: ExactValues) -> Iterator[int]:
+        """Exchange a bucket with its senders in the other cells; yields for how many buckets it can pause."""
         transfer, bucket = payload.transfer, payload.bucket
         yield from self._first_hop(payload)
         if transfer.reduce_scatter:
@@ -217,18 +188,6 @@ class CrossCellTransport:
         self.is_cut_off = True
         self.profile.failure = self.profile.failure or lost
         world.poison()
-
-    def combine_gathered(self, transfer: GroupTransfer, bucket: Bucket, out: torch.Tensor) -> None:
-        """Combine what :meth:`gather` has kept of a bucket; local."""
-        rows = self.link.rows_of(transfer, bucket)
-        values = [rows[cell] for cell in self.context.source_cells(transfer.group)]
-        with self.profile.capture_failure("combine"):
-            if self.is_encoded(transfer):
-                mean = self.link.scratch[-1, : out.numel()]
-                self.combine(transfer, values, mean)
-                self.link.feedback[transfer.number].advance(bucket, mean, out)
-            else:
-                self.combine(transfer, values, out)
 
     def combine(self, transfer: GroupTransfer, values: list[torch.Tensor], out: torch.Tensor) -> None:
         """Combine the senders' values, in the order of the cells."""
@@ -306,9 +265,10 @@ class ExactValues:
         self.is_source = self.here in self.sources
         self.arriving = [cell for cell in self.others if cell in self.sources]
         self.slot: torch.Tensor | None = None
-        self._prepare()
+        self.prepare()
 
-    def _prepare(self) -> None:
+    def prepare(self) -> None:
+        """Find what the first hop moves, and where."""
         parts = self.transfer.cut(self.bucket, self.values)
         self._results = parts if self.out is self.values else self.transfer.cut(self.bucket, self.out)
         own = parts[self.here]
@@ -333,7 +293,7 @@ class ExactValues:
             with self.transport.profile.capture_failure("combine"):
                 found = [self._held[cell] for cell in self.sources]
                 self._combine(found, result)
-        self._release()
+        self.release()
 
     def _combine(self, values: list[torch.Tensor], out: torch.Tensor) -> None:
         self.transport.combine(self.transfer, values, out)
@@ -345,7 +305,8 @@ class ExactValues:
     def finish(self) -> None:
         """Take over what all cells have made of the bucket."""
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Give the buffers back."""
         self.link.slots.release(self.slot)
         self.slot = None
 
@@ -353,7 +314,7 @@ class ExactValues:
 class MaskedValues(ExactValues):
     """A bucket's values as fixed-point numbers under masks, of which the cells learn only the sum."""
 
-    def _prepare(self) -> None:
+    def prepare(self) -> None:
         transfer, cells = self.transfer, self.link.cells
         parts = transfer.cut(self.bucket, self.values)
         self._parts = transfer.parts(self.bucket)
@@ -396,7 +357,8 @@ class EncodedSteps(ExactValues):
     Everybody, the sender too, goes on with what the codes say, so that all ranks stay the same to the bit.
     """
 
-    def _prepare(self) -> None:
+    def prepare(self) -> None:
+        """Make room for the codes of both hops."""
         transfer, here = self.transfer, self.here
         self._parts = transfer.parts(self.bucket)
         assert transfer.codec is not None
@@ -408,11 +370,11 @@ class EncodedSteps(ExactValues):
         self._leaving = own
         self.send = {cell: own.get(cell, own[here]) for cell in self.others} if self.is_source else {}
         incoming = dict(zip(self.others, rows, strict=False))
-        self._codes = {cell: row[: sizes[here]] for cell, row in incoming.items()} | {here: own[here]}
-        self.receive = {cell: self._codes[cell] for cell in self.arriving}
+        self.codes = {cell: row[: sizes[here]] for cell, row in incoming.items()} | {here: own[here]}
+        self.receive = {cell: self.codes[cell] for cell in self.arriving}
         # In the second hop, the codes of the results: their rows are free again once this cell has combined its part.
         self._result_codes = {cell: row[: sizes[cell]] for cell, row in incoming.items()} | {here: own[here]}
-        self._feedback = self.link.feedback[transfer.number]
+        self.feedback = self.link.feedback[transfer.number]
         self._mean = self.link.scratch[-1, : self.values.numel()]
 
     def write(self) -> None:
@@ -421,7 +383,7 @@ class EncodedSteps(ExactValues):
             return
         with self.transport.profile.capture_failure("encode"):
             step = self._mean  # free until the mean is taken
-            self._feedback.difference(self.bucket, self.values, step)
+            self.feedback.difference(self.bucket, self.values, step)
             for cell, code in self._leaving.items():
                 self._encode(step[self._parts[cell]], code, cell)
 
@@ -429,7 +391,7 @@ class EncodedSteps(ExactValues):
         """Encode one part of the bucket, -1 for the result of this cell's."""
         seed = self.link.seed_of(self.transport.context.number, self.transfer, self.bucket, part)
         spare = self.link.scratch[-2, : values.numel()]
-        self._feedback.encode((self.bucket.number, part), values, code, spare, seed)
+        self.feedback.encode((self.bucket.number, part), values, code, spare, seed)
 
     def combine(self) -> None:
         """Combine what the codes of this cell's part say, and encode the result for the second hop."""
@@ -443,7 +405,7 @@ class EncodedSteps(ExactValues):
     def _combine_codes(self, out: torch.Tensor) -> None:
         rows = [self.link.scratch[row, : out.numel()] for row in range(len(self.sources))]
         for cell, row in zip(self.sources, rows, strict=True):
-            self._feedback.decode(self._codes[cell], row)
+            self.feedback.decode(self.codes[cell], row)
         self.transport.combine(self.transfer, rows, out)
 
     def second_hop(self) -> tuple[Mapping[int, torch.Tensor], Mapping[int, torch.Tensor]]:
@@ -456,11 +418,11 @@ class EncodedSteps(ExactValues):
         with self.transport.profile.capture_failure("combine"):
             if self.transfer.reduce_scatter:
                 for cell, part in enumerate(self._parts):
-                    self._feedback.decode(self._result_codes[cell], self._mean[part])
+                    self.feedback.decode(self._result_codes[cell], self._mean[part])
             else:
                 self._combine_codes(self._mean)
-            self._feedback.advance(self.bucket, self._mean, self.out)
-        self._release()
+            self.feedback.advance(self.bucket, self._mean, self.out)
+        self.release()
 
 
 class ReducedSteps(EncodedSteps):
@@ -476,77 +438,17 @@ class ReducedSteps(EncodedSteps):
         with self.transport.profile.capture_failure("combine"):
             self._combine_codes(self._mean[part])
             start, stop = (self.bucket.start + bound for bound in (part.start, part.stop))
-            self._feedback.advance(self.bucket._replace(start=start, stop=stop), self._mean[part], self.out[part])
-        self._release()
+            self.feedback.advance(self.bucket._replace(start=start, stop=stop), self._mean[part], self.out[part])
+        self.release()
 
 
 class NewValues(ExactValues):
     """The parts of a bucket that their owners have combined and stepped."""
 
-    def _prepare(self) -> None:
+    def prepare(self) -> None:
         parts = self.transfer.cut(self.bucket, self.values)
         self.send = dict.fromkeys(self.others, parts[self.here])
         self.receive = {cell: parts[cell] for cell in self.others}
 
     def combine(self) -> None:
         """Leave what has arrived where it is."""
-
-
-class GatheredValues(ExactValues):
-    """A bucket's values, of which those of all cells are kept."""
-
-    def _prepare(self) -> None:
-        rows = self.link.rows_of(self.transfer, self.bucket)
-        with self.transport.profile.capture_failure("pack"):
-            rows[self.here].copy_(self.values)
-        self.send = dict.fromkeys(self.others, rows[self.here]) if self.is_source else {}
-        self.receive = {cell: rows[cell] for cell in self.arriving}
-
-    def combine(self) -> None:
-        """Leave what has arrived where it is."""
-
-
-class SharedValues(ExactValues):
-    """Values that one cell has and some others take over as they are."""
-
-    def _prepare(self) -> None:
-        targets = self.transport.targets
-        self.send = dict.fromkeys(targets, self.values) if self.is_source else {}
-        self.receive = dict.fromkeys(self.arriving, self.out) if self.here in targets else {}
-
-    def combine(self) -> None:
-        """Leave what has arrived where it is; what was sent goes there, too."""
-        if self.is_source and self.out is not self.values:
-            with self.transport.profile.capture_failure("combine"):
-                self.out.copy_(self.values)
-
-
-class GatheredSteps(EncodedSteps):
-    """What a bucket differs by from the last agreed state in each cell, which is kept."""
-
-    def combine(self) -> None:
-        """Keep what the codes say."""
-        rows = self.link.rows_of(self.transfer, self.bucket)
-        with self.transport.profile.capture_failure("combine"):
-            for cell in self.sources:
-                self._feedback.decode(self._codes[cell], rows[cell])
-
-    def finish(self) -> None:
-        """Give the buffers back; what was kept is combined later."""
-        self._release()
-
-
-@torch.no_grad()
-def add_distances(rows: torch.Tensor, cells: Sequence[int], table: torch.Tensor) -> None:
-    """Add the squared distances between cells' values to a table; local.
-
-    From the differences themselves: with inner products, one huge model would drown the distances between the others.
-    """
-    for chunk in torch.split(rows, piece_length(rows.device), dim=1):
-        wide = [chunk[cell].double() for cell in cells]
-        for index, one in enumerate(cells):
-            for other, values in zip(cells[index + 1 :], wide[index + 1 :], strict=True):
-                step = torch.sub(wide[index], values)
-                distance = step.dot(step)
-                table[one, other] += distance
-                table[other, one] += distance
