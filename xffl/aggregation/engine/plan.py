@@ -344,8 +344,6 @@ class GroupTransfer:
     deferred_mean: bool = False
     # in two hops, by bucket the cell that combines all of it; None where each cell combines a part
     combiners: tuple[int | None, ...] = ()
-    # in two hops, whether who combines a part takes the server's step for it, too, and hands out the new values
-    is_owned: bool = False
     # the GPU from which NCCL sends inside cells, where values cross in the host's memory
     home_device: torch.device | None = None
 
@@ -449,9 +447,8 @@ def plan_transfers(
         codec = codecs.get(group.codec) if topology.cells > 1 else None  # nothing crosses in one cell
         is_in_place = is_on_cpu and not is_on_gpu
         deferred_mean = False
-        is_owned = options.server_step == "owner" and group.is_stepped
-        taken = "two_hop" if is_owned else "all_gather"  # what is taken from one cell needs no combining
-        if group.rule == "average" and not deferred_mean and not is_owned:
+        taken = "all_gather"  # what is taken from one cell needs no combining
+        if group.rule == "average" and not deferred_mean:
             taken = form_of(group.numel * dtype.itemsize, topology.cells, form, is_exact=codec is None)
         depth = _depth_of(buckets, dtype, turns, topology.cells, taken)
         reduce_scatter = taken == "two_hop"
@@ -478,7 +475,6 @@ def plan_transfers(
                 depth * turns,
                 deferred_mean,
                 combiners,
-                is_owned,
                 home_device,
             )
         )
