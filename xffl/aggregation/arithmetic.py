@@ -85,12 +85,12 @@ _ROUNDED_ONCE = ("add", "sub", "rsub", "mul", "div", "_foreach_add", "_foreach_s
 
 _CHOICES = """
 eq ne lt le gt ge equal isnan isinf isposinf isneginf is_nonzero where sign sgn signbit copysign abs neg positive
-minimum maximum fmin fmax amin amax clamp clamp_min clamp_max relu nan_to_num any all
+minimum maximum fmin fmax amin amax clamp clamp_min clamp_max relu nan_to_num any all round floor ceil trunc
 logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_xor bitwise_not
 _foreach_abs _foreach_neg _foreach_sign _foreach_minimum _foreach_maximum
 """
 _COPIES = """
-clone copy _to_copy cat stack fill zero masked_fill index index_select gather flip roll repeat constant_pad_nd
+clone copy _to_copy cat stack fill zero masked_fill index index_select gather scatter flip roll repeat constant_pad_nd
 zeros zeros_like new_zeros ones ones_like new_ones full full_like new_full scalar_tensor arange
 empty empty_like new_empty empty_strided new_empty_strided resize set
 lift lift_fresh lift_fresh_copy _local_scalar_dense _foreach_copy _foreach_zero
@@ -172,8 +172,8 @@ def _wrong_operands(name: str, args: Sequence[Any], named: Mapping[str, Any]) ->
     alpha = named.get("alpha", args[2] if len(args) > 2 and "foreach" not in name else 1)
     if alpha != 1:
         return f"alpha={alpha} may be fused with the sum: multiply first, and add then"
-    if narrow := _floats(operands) - {torch.float32, torch.float64}:
-        return f"it computes in {', '.join(map(str, narrow))}: convert to fp32 first"
+    if (floats := _floats(operands)) and not floats & {torch.float32, torch.float64}:
+        return f"it computes in {', '.join(map(str, floats))}: convert to fp32 first"
     if not name.endswith("div"):
         return ""
     if named.get("rounding_mode") is not None:

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import torch
 
-from xffl.aggregation.arithmetic import piece_length
+from xffl.aggregation.arithmetic import divide, piece_length
 from xffl.distributed.consistency import processor_of
 
 __all__ = ["arithmetic_of", "combined", "piece_length", "weighted_mean", "wide_type"]
@@ -103,7 +103,7 @@ def _mean_of_chunk(values: Sequence[torch.Tensor], weights: Sequence[float], bas
             term = torch.sub(origin, value.double()).mul_(weight)
             shift = term if shift is None else shift.add_(term)
         assert shift is not None, "there is at least one other value"
-        mean = torch.sub(origin, shift.div_(math.fsum(weights)), out=shift)
+        mean = torch.sub(origin, divide(shift, math.fsum(weights), out=shift), out=shift)
         # A GPU is not asked, since its answer would be waited for.
         if out.dtype == torch.float64 and (mean.device.type != "cpu" or not mean.isfinite().all()):
             # Differences that leave 64 bits: half as large they do not.
