@@ -85,8 +85,8 @@ class Link:
         return here.stop > here.start or transfer.codec is not None or self.is_masked(transfer)
 
     def pause(self, transfer: GroupTransfer) -> int:
-        """Return for how many buckets a group's way to this cell and back pauses in all, an owned one's each way."""
-        hops = 2 if transfer.reduce_scatter and not transfer.is_owned else 1
+        """Return for how many buckets a group's way to this cell and back pauses in all."""
+        hops = 2 if transfer.reduce_scatter else 1
         return self.ahead(transfer) + transfer.depth * hops
 
     def ahead(self, transfer: GroupTransfer) -> int:
@@ -120,7 +120,7 @@ class CrossCellTransport:
     All forms and encodings take the same steps, in :meth:`move`; what is sent, what arrives, and what is made of it is
     up to the payload: :class:`ExactValues`, or a class derived from it. In the all-gather form each cell combines all
     of a bucket, in the reduce-scatter form one part of it (:meth:`GroupTransfer.parts`), whose result a second hop
-    sends to all cells. Where owners step their parts in between, the two hops are :meth:`reduce` and :meth:`hand_out`.
+    sends to all cells.
     """
 
     def __init__(
@@ -146,26 +146,8 @@ class CrossCellTransport:
         kind = EncodedSteps if self.is_encoded(transfer) else masked
         return kind(self, transfer, bucket, values, out)
 
-    def reduce(self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor, out: torch.Tensor) -> Iterator[int]:
-        """Exchange a bucket like :meth:`exchange`, as far as this cell's part of the result."""
-        kind = ReducedSteps if self.is_encoded(transfer) else ExactValues
-        return self._first_hop(kind(self, transfer, bucket, values, out))
-
-    def hand_out(self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor) -> Iterator[int]:
-        """Send what has become of this cell's part of a bucket to the other cells, and receive theirs."""
-        return self._first_hop(NewValues(self, transfer, bucket, values, values))
-
     def move(self, payload: ExactValues) -> Iterator[int]:
         """Exchange a bucket with its senders in the other cells; yields for how many buckets it can pause."""
-        transfer, bucket = payload.transfer, payload.bucket
-        yield from self._first_hop(payload)
-        if transfer.reduce_scatter:
-            works = self._post(transfer, bucket, 2, *payload.second_hop())
-            yield transfer.depth
-            self._arrive(works)
-        payload.finish()
-
-    def _first_hop(self, payload: ExactValues) -> Iterator[int]:
         transfer, bucket = payload.transfer, payload.bucket
         works: list[Work] = []
         receive = payload.receive
@@ -179,6 +161,11 @@ class CrossCellTransport:
         yield transfer.depth
         self._arrive(works)
         payload.combine()
+        if transfer.reduce_scatter:
+            works = self._post(transfer, bucket, 2, *payload.second_hop())
+            yield transfer.depth
+            self._arrive(works)
+        payload.finish()
 
     def lose(self, lost: RuntimeError) -> None:
         """Where cells are worlds of their own, go on without one and let all others know; else raise the error."""
@@ -423,32 +410,3 @@ class EncodedSteps(ExactValues):
                 self._combine_codes(self._mean)
             self.feedback.advance(self.bucket, self._mean, self.out)
         self.release()
-
-
-class ReducedSteps(EncodedSteps):
-    """What a bucket differs by from the last agreed state, as far as the mean of this cell's part.
-
-    Its owner steps that part and hands out what it has become as it is: what a code would leave out of it would be
-    missing in the model, while the server goes on from it.
-    """
-
-    def combine(self) -> None:
-        """Move this cell's part of the agreed state by the mean of what the codes say."""
-        part = self._parts[self.here]
-        with self.transport.profile.capture_failure("combine"):
-            self._combine_codes(self._mean[part])
-            start, stop = (self.bucket.start + bound for bound in (part.start, part.stop))
-            self.feedback.advance(self.bucket._replace(start=start, stop=stop), self._mean[part], self.out[part])
-        self.release()
-
-
-class NewValues(ExactValues):
-    """The parts of a bucket that their owners have combined and stepped."""
-
-    def prepare(self) -> None:
-        parts = self.transfer.cut(self.bucket, self.values)
-        self.send = dict.fromkeys(self.others, parts[self.here])
-        self.receive = {cell: parts[cell] for cell in self.others}
-
-    def combine(self) -> None:
-        """Leave what has arrived where it is."""
