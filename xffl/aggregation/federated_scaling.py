@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from xffl.aggregation.aggregator import Aggregator, PendingRound, check_given
+from xffl.aggregation.aggregator import Aggregator, PendingRound
 from xffl.aggregation.algorithms.clients import Client, check_step, set_up
 from xffl.aggregation.algorithms.schedules import Schedule
 from xffl.aggregation.config import RoundArguments, RoundConfig, check_stepped, file_round, parse_round_config
@@ -28,6 +28,7 @@ from xffl.aggregation.contributions import (
 )
 from xffl.aggregation.engine.consensus import RoundBroken, RoundInput, checked_weight
 from xffl.aggregation.engine.global_model import digest_of
+from xffl.aggregation.engine.setup import check_given
 from xffl.aggregation.hierarchical import Levels
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.aggregation.weight_copies import tell_copies

@@ -607,12 +607,16 @@ class Pool:
         for buffer in lent:
             self.release(buffer)
 
-    def acquire(self, nbytes: int = 0) -> torch.Tensor:
-        """Lend a buffer of at least ``nbytes``."""
+    def widen(self, nbytes: int) -> None:
+        """Have all buffers from now on hold at least ``nbytes``."""
         if nbytes > self._nbytes:
             self._nbytes = nbytes
             self._free.clear()
             self._rows.clear()
+
+    def acquire(self, nbytes: int = 0) -> torch.Tensor:
+        """Lend a buffer of at least ``nbytes``."""
+        self.widen(nbytes)
         if self._free:
             return self._free.popleft()  # in turn, so that a round uses each for what the round before did
         # A buffer outlives the round, so it must not be an inference tensor if that is where the round takes place.
@@ -644,7 +648,6 @@ class FiniteReport(NamedTuple):
     """What a rank has found in the values that it sends."""
 
     nonfinite: list[str]  # names of tensors to be averaged that hold a value which is not finite
-    norm: float = 0.0  # squared L2 norm of what they differ by from the last agreed model; 0 where nobody asks
 
 
 class FiniteCheck:

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from xffl.aggregation.algorithms.combiners import total_of
 from xffl.aggregation.engine.exchange import Exchange, RoundRun
-from xffl.aggregation.engine.groups import MergeMode, RoundScope, RoundStatus, VotePhase, all_gather_status
+from xffl.aggregation.engine.groups import MergeMode, RoundScope, RoundStatus, VotePhase, all_gather_status, by_cell
 from xffl.aggregation.engine.plan import RoundContext
 from xffl.aggregation.options import Options
 from xffl.aggregation.report import RoundProfile, RoundReport
@@ -89,11 +89,6 @@ def check_rounds(statuses: Sequence[RoundStatus], topology: Topology) -> None:
         raise RoundError(
             f"the cells merge with different alphas ({', '.join(sorted(alphas))}); give the same in all of them"
         )
-
-
-def by_cell(values: Sequence[float], topology: Topology, of: Callable[[Sequence[float]], float]) -> tuple[float, ...]:
-    """Fold one value of each rank into one number for each cell; pure."""
-    return tuple(of(values[start:stop]) for start, stop in pairwise(topology.offsets))
 
 
 def checked_weight(weight: object) -> float:
@@ -198,7 +193,7 @@ class Outcome:
             is_skipped=self.is_skipped,
             phases=profile.phases,
             hidden=profile.hidden,
-            codec_error=self.run.codec_error,
+            **self.run.reported,
         )
 
 
@@ -377,15 +372,15 @@ class RoundCoordinator:
             raise RoundError(
                 f"no cell with a positive weight is left after dropping cells {dropped}; all ranks keep their weights"
             )
-        squares = by_cell([status.norm for status in statuses], self._topology, total_of)
-        return RoundContext(
+        context = RoundContext(
             counted,
             first=self._first_cell(counted, dropped),
             number=statuses[0].round,
             steps=by_cell([status.steps for status in statuses], self._topology, lambda steps: steps[0]),
-            norms=tuple(map(math.sqrt, squares)) if self._exchange.has_norms else None,
-            attempt=max(status.attempt for status in statuses),
         )
+        for stage in self._exchange.stages:
+            context = stage.count(context, statuses)
+        return context
 
     def _first_cell(self, counted: tuple[float, ...], dropped: tuple[int, ...]) -> int:
         """Return the cell that tensors of policy ``first`` are taken from."""

@@ -20,17 +20,15 @@ waits for it, and reports the failure to the vote. Only a failed communication e
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from operator import itemgetter
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
-from xffl.aggregation.algorithms.combiners import CellStats, Combiner, WeightedCombiner, total_of
-from xffl.aggregation.compression import ResidualStore
+from xffl.aggregation.algorithms.combiners import CellStats, Combiner, WeightedCombiner
 from xffl.aggregation.engine.buffers import (
     FiniteCheck,
     FiniteReport,
@@ -42,29 +40,28 @@ from xffl.aggregation.engine.buffers import (
     aligned,
 )
 from xffl.aggregation.engine.cell import HOME_LAG, BucketMemory, mean_in_cell, reserve_cell_rows, share_in_cell
-from xffl.aggregation.engine.global_model import GlobalModel
-from xffl.aggregation.engine.groups import RoundGroups
+from xffl.aggregation.engine.groups import RoundGroups, RoundStatus
 from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.engine.transport import CrossCellTransport, ExactValues, Link
-from xffl.aggregation.options import Options
-from xffl.aggregation.privacy import Accountant, Masker, Noise, Privacy, privatize
 from xffl.aggregation.report import RoundProfile
 from xffl.distributed.collectives import broadcast
-from xffl.distributed.consistency import control_device
 
 __all__ = [
     "BucketPipeline",
     "Exchange",
-    "Protection",
     "RoundRun",
+    "RoundStage",
     "Walk",
     "Way",
     "weigh_cells",
 ]
 
 
+Stage = TypeVar("Stage", bound="RoundStage")
+
+
 class Exchange:
-    """What one rank exchanges, and what rounds use again: buffers, codecs' memories, the last global model.
+    """What one rank exchanges, what features do to it, and the buffers that rounds use again.
 
     With ``atomic`` the new values are collected beside the model, one copy of this rank's shard, until
     :meth:`RoundRun.commit` writes them; else they are written bucket by bucket.
@@ -76,52 +73,45 @@ class Exchange:
         transfers: Sequence[GroupTransfer],
         link: Link,
         *,
-        options: Options,
-        global_model: GlobalModel | None,
-        residuals: ResidualStore | None,
+        atomic: bool,
+        needs_one_arithmetic: bool,
         way: Way,
         hand_over: Way,
     ) -> None:
         self.layout, self.transfers, self.link = layout, tuple(transfers), link
-        self.device, self.atomic = link.device, options.atomic
-        self.combiner = options.combiner
+        self.device = link.device
+        self.atomic = atomic
+        self.needs_one_arithmetic = needs_one_arithmetic  # ranks compute new values by themselves, beyond the mean
         self.way = way
         self.hand_over = hand_over
-        self.global_model = global_model
-        self.has_norms = options.has_norms
-        self.round_groups, self.masker = link.round_groups, link.masker
-        # Where cells are worlds of their own, ranks of these would have the same numbers.
-        rank = link.rank if self.round_groups.is_cross_world else self.round_groups.first + link.rank
-        self.protection = None if options.privacy is None else Protection(options.privacy, rank, self.masker)
-        self.accountant = None if self.protection is None else self.protection.accountant
+        self.round_groups = link.round_groups
+        self.stages: tuple[RoundStage, ...] = ()
+        """What features do to each round, in order; see :func:`xffl.aggregation.engine.stages.in_order`."""
         # Buffers are made in the first round and kept, since fresh memory is slow.
         self.cell_rows = {device: Pool(0, device) for device in {link.device, link.home_device or link.device}}
         if link.arena is not None:
             link.arena.restart(sum(aligned(one.group.numel * one.dtype.itemsize) for one in transfers))
         copies, arena = link.host_copies, link.arena
-        self.staging = StagingBuffers(layout, self.device, atomic=options.atomic, arena=arena, host_copies=copies)
+        self.staging = StagingBuffers(layout, self.device, atomic=atomic, arena=arena, host_copies=copies)
         # Of the groups whose result the cell gets on its GPUs, though it has crossed in the host's memory.
         self.gpu_staging: StagingBuffers | None = None
         if link.home_device is not None:
-            self.gpu_staging = StagingBuffers(layout, link.home_device, atomic=options.atomic, host_copies=copies)
-        self.residuals = residuals
+            self.gpu_staging = StagingBuffers(layout, link.home_device, atomic=atomic, host_copies=copies)
 
     @property
     def results(self) -> dict[int, torch.Tensor]:
         """Where what the cells have agreed on lies, all of it, by the number of the transfer."""
         return self.staging.stages if self.gpu_staging is None else self.staging.stages | self.gpu_staging.stages
 
-    @property
-    def needs_one_arithmetic(self) -> bool:
-        """Whether ranks compute new values by themselves, beyond the mean."""
-        has_optimizer = self.global_model is not None and self.global_model.has_optimizer
-        return self.combiner.has_scale or has_optimizer
+    def find(self, kind: type[Stage]) -> Stage | None:
+        """Return the stage of a kind, if rounds have it."""
+        return next((stage for stage in self.stages if isinstance(stage, kind)), None)
 
     def check(self, context: RoundContext) -> None:
         """Raise where these cells cannot be combined as was asked; pure, the same on all ranks."""
-        self.combiner.check(len(context.cells))
-        if self.masker is not None:
-            self.masker.check(context.cells)
+        self.way.combiner.check(len(context.cells))
+        for stage in self.stages:
+            stage.check(context)
         self.way.check(context)
 
     def own_values(self) -> Iterator[tuple[int, int, torch.Tensor]]:
@@ -140,12 +130,89 @@ class Exchange:
     def restart(self) -> None:
         """Let codecs and a server optimizer go on from the model as it stands; local, with the same in all cells."""
         self.layout.look_up()
-        for transfer in self.transfers:
-            if (feedback := self.link.feedback.get(transfer.number)) is not None:
-                for bucket in transfer.buckets:
-                    self.layout.pack(bucket, feedback.reference[bucket.start : bucket.stop])
-        if self.global_model is not None:
-            self.global_model.reset_from_model()
+        for stage in self.stages:
+            stage.restart()
+
+
+class RoundStage:
+    """What a feature does to a round; a plain round has none.
+
+    The methods follow in the order of a round, and do nothing here. All are local.
+    """
+
+    key: str | None = None
+    """The name, in an aggregator's state dict, of what the stage remembers from round to round."""
+
+    inspects = False
+    """Whether :meth:`inspect` looks at values, which have to be with the host then."""
+
+    def open(self, fragment: int, *, is_weighed: bool) -> None:
+        """Raise, before the model is read, where no round can be made: the first vote tells all ranks.
+
+        ``is_weighed`` tells whether the caller gave a weight.
+        """
+
+    def begin(self, fragment: int, copy: ModelCopy) -> ModelCopy:
+        """Forget a round that was not taken; return what this one has to copy, if that is more than ``copy``."""
+        return copy
+
+    def inspect(self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor) -> None:
+        """Look at what this rank is going to send of a bucket that training changes."""
+
+    def end_inspection(self) -> None:
+        """Conclude what :meth:`inspect` has seen."""
+
+    def status(self, fragment: int) -> Mapping[str, Any]:
+        """Return fields of this rank's status in the first vote."""
+        return {}
+
+    def count(self, context: RoundContext, statuses: Sequence[RoundStatus]) -> RoundContext:
+        """Add to what a round counts with what all ranks have told; pure."""
+        return context
+
+    def check(self, context: RoundContext) -> None:
+        """Raise where these cells cannot be combined so; pure, the same on all ranks."""
+
+    def before_exchange(self, run: RoundRun, context: RoundContext) -> None:
+        """Change what is sent, once it is known who contributes; may communicate within the cell."""
+
+    def payload(
+        self,
+        transport: CrossCellTransport,
+        transfer: GroupTransfer,
+        bucket: Bucket,
+        values: torch.Tensor,
+        out: torch.Tensor,
+    ) -> ExactValues | None:
+        """Return what crosses in place of the values as they are."""
+        return None
+
+    def written(self, transfer: GroupTransfer, bucket: Bucket, new: torch.Tensor) -> None:
+        """Note what a bucket has become, where it is written during the exchange (``atomic=False``)."""
+
+    def write(self, run: RoundRun, context: RoundContext) -> Iterator[tuple[GroupTransfer, Bucket, torch.Tensor]]:
+        """Yield what is written in place of the collected values, behind the second vote."""
+        return iter(())
+
+    def commit(self, run: RoundRun) -> None:
+        """Conclude a round that was taken and written."""
+
+    def report(self) -> Mapping[str, Any]:
+        """Return fields of the round's report."""
+        return {}
+
+    def restart(self) -> None:
+        """Go on from the model as it stands, the same in all cells."""
+
+    def forget(self) -> None:
+        """Forget what may differ between ranks since a round tore the model."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs, of a stage that has a ``key``."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned."""
 
 
 class RoundRun:
@@ -165,11 +232,8 @@ class RoundRun:
         self.way = exchange.way
         self._transports: list[CrossCellTransport] = []
         self._link.home_progress.forget()
-        self._is_encoding = exchange.residuals is not None and exchange.residuals.is_encoding(fragment)
-        if exchange.residuals is not None:
-            exchange.residuals.rollback()  # of a round that was not taken
-        if exchange.protection is not None and copy is ModelCopy.NONE:
-            copy = ModelCopy.STAGED  # what is clipped and noised is not the model itself
+        for stage in exchange.stages:
+            copy = stage.begin(fragment, copy)
         with profile.phase("pack"):
             self._layout.look_up()
             # Buffers outlive the round, so they must not be inference tensors if that is where the round takes place.
@@ -178,9 +242,29 @@ class RoundRun:
             self.findings = self._inspect()
 
     @property
-    def codec_error(self) -> float | None:
-        """What lossy codecs have left out of what this rank sent, see :class:`xffl.RoundReport`."""
-        return None if self._exchange.residuals is None else self._exchange.residuals.codec_error
+    def reported(self) -> dict[str, Any]:
+        """What stages add to the round's report."""
+        return {name: value for stage in self._exchange.stages for name, value in stage.report().items()}
+
+    @property
+    def stages(self) -> dict[int, torch.Tensor]:
+        """Where new values wait that this rank sends, by the number of the transfer."""
+        return self._exchange.staging.stages
+
+    @property
+    def results(self) -> dict[int, torch.Tensor]:
+        """Where new values wait, also those that only come back to GPUs."""
+        return self._exchange.results
+
+    @property
+    def staging(self) -> StagingBuffers:
+        """The buffers between the model and the exchange."""
+        return self._exchange.staging
+
+    @property
+    def buffers(self) -> RoundBuffers:
+        """Where this round reads values and leaves its results."""
+        return self._buffers
 
     @property
     def link(self) -> Link:
@@ -194,10 +278,8 @@ class RoundRun:
 
     def before_exchange(self, context: RoundContext) -> None:
         """Let features change what is sent."""
-        if self._exchange.masker is not None:
-            self._exchange.masker.start_attempt(context.attempt, context.cells)
-        if self._exchange.protection is not None:
-            self._exchange.protection.apply(self, context.cells)
+        for stage in self._exchange.stages:
+            stage.before_exchange(self, context)
 
     @property
     def device(self) -> torch.device:
@@ -216,7 +298,7 @@ class RoundRun:
             kept = copy if copy is ModelCopy.KEPT else ModelCopy.NONE
             shared = [transfer for transfer in transfers if transfer.is_shared_on_gpu]
             self._gpu_buffers = RoundBuffers(self._exchange.gpu_staging, shared, pauses, kept)
-        self.way.reserve(transfers, self.fragment)
+        self.way.reserve(transfers)
         link.reserve(transfers)
         reserve_cell_rows(link, self._exchange.cell_rows, transfers)
         return buffers
@@ -226,13 +308,13 @@ class RoundRun:
         return self._gpu_buffers if transfer.is_shared_on_gpu else self._buffers
 
     def _inspect(self) -> FiniteReport:
-        """Pack what has to be copied, and check what this rank sends for NaN and infinity; measure its update.
+        """Pack what has to be copied, and check what this rank sends for NaN and infinity.
 
         What lies on a GPU is checked there, and copied to the host while others cross, unless it may change before.
         """
         keeps = self._buffers.copy is ModelCopy.KEPT
         finite_check = FiniteCheck(self._layout)
-        norms: list[torch.Tensor] = []
+        inspecting = [stage for stage in self._exchange.stages if stage.inspects]
         for transfer, bucket in self.buckets():
             is_sender = transfer.is_sent_here(bucket)
             is_read = keeps or transfer.group.is_mean_in_cell or is_sender
@@ -240,9 +322,9 @@ class RoundRun:
                 is_read = is_sender and not transfer.group.is_mean_in_cell
                 self._pack_on_gpu(transfer, bucket, finite_check)
             if is_read:
-                has_norm = is_sender and self._exchange.has_norms and transfer.group.is_stepped
+                is_inspected = is_sender and transfer.group.is_stepped and bool(inspecting)
                 checked = self._buffers.find_on_gpu(bucket)
-                if checked is not None and self._buffers.copy is ModelCopy.NONE and not has_norm:
+                if checked is not None and self._buffers.copy is ModelCopy.NONE and not is_inspected:
                     self._buffers.postpone(bucket)
                     if transfer.group.rule == "average":
                         finite_check.add(bucket, checked)
@@ -250,13 +332,15 @@ class RoundRun:
                 values, lent = self._buffers.pack(transfer, bucket)
                 if transfer.group.rule == "average":
                     finite_check.add(bucket, values if checked is None else checked)
-                if has_norm:
-                    assert self._exchange.global_model is not None
+                if is_inspected:
                     self._buffers.settle(bucket)
-                    norms.append(self._exchange.global_model.squared_distance(transfer, bucket, values))
+                    for stage in inspecting:
+                        stage.inspect(transfer, bucket, values)
                 self._buffers.keep(bucket, lent)
         self._buffers.hold_writes()
-        return finite_check.report()._replace(norm=total_of(torch.stack(norms).tolist() if norms else ()))
+        for stage in inspecting:
+            stage.end_inspection()
+        return finite_check.report()
 
     def _pack_on_gpu(self, transfer: GroupTransfer, bucket: Bucket, finite_check: FiniteCheck) -> None:
         """Copy what the GPU needs beside the model: what steps are measured from, and buffers before their mean."""
@@ -279,24 +363,22 @@ class RoundRun:
     def commit(self, context: RoundContext, *, is_merged: bool = False, alpha: float | None = None) -> None:
         """Write the collected values into the model; local. Without ``atomic`` they are there."""
         exchange = self._exchange
-        stages, results = exchange.staging.stages, exchange.results
+        results = exchange.results
+        stepped: set[int] = set()
         with self.profile.phase("commit"):
             if is_merged or self._buffers.copy is not ModelCopy.NONE:
                 self._layout.look_up()  # local steps may have moved tensors since
-            stepped, is_step = set(), context.source is None  # else what was agreed on last has come to all cells
-            if exchange.global_model is not None and (is_step or not exchange.global_model.has_optimizer):
-                for transfer, bucket, new in exchange.global_model.step(self.fragment, results, context.scale):
+            for stage in exchange.stages:
+                for transfer, bucket, new in stage.write(self, context):
                     stepped.add(transfer.number)
-                    if exchange.residuals is not None and transfer.number in stages:
-                        exchange.staging.stage(transfer, bucket).copy_(new)
                     self._write_agreed(transfer, bucket, new, is_merged=is_merged, alpha=alpha)
             for transfer, bucket in self.buckets() if exchange.atomic else ():
                 if transfer.number not in stepped:
                     new = results[transfer.number][bucket.start : bucket.stop]
                     self._write_agreed(transfer, bucket, new, is_merged=is_merged, alpha=alpha)
             self._buffers.end_writes()
-            if exchange.residuals is not None:
-                exchange.residuals.commit(self.fragment, stages)
+            for stage in exchange.stages:
+                stage.commit(self)
 
     def _write_agreed(
         self, transfer: GroupTransfer, bucket: Bucket, new: torch.Tensor, *, is_merged: bool, alpha: float | None
@@ -313,11 +395,25 @@ class RoundRun:
         """Whether another cell was lost while values were exchanged."""
         return any(transport.is_cut_off for transport in self._transports)
 
-    def transport(self, context: RoundContext, *, is_encoding: bool | None = None) -> CrossCellTransport:
+    def transport(self, context: RoundContext) -> CrossCellTransport:
         """Make what takes buckets to the other cells from now on."""
-        is_encoding = self._is_encoding if is_encoding is None else is_encoding
-        self._transports.append(CrossCellTransport(self._link, context, self.profile, is_encoding=is_encoding))
+        self._transports.append(CrossCellTransport(self._link, context, self.profile))
         return self._transports[-1]
+
+    def payload(
+        self,
+        transport: CrossCellTransport,
+        transfer: GroupTransfer,
+        bucket: Bucket,
+        values: torch.Tensor,
+        out: torch.Tensor,
+    ) -> ExactValues:
+        """Return what this rank exchanges of a bucket."""
+        for stage in self._exchange.stages:
+            payload = stage.payload(transport, transfer, bucket, values, out)
+            if payload is not None:
+                return payload
+        return ExactValues(transport, transfer, bucket, values, out)
 
     def buckets(self) -> Iterator[tuple[GroupTransfer, Bucket]]:
         """Yield all buckets of the round, by their groups."""
@@ -392,9 +488,8 @@ class RoundRun:
             return
         with self.profile.capture_failure("commit"):
             self._layout.unpack(bucket, memory.result)
-            feedback = self._link.feedback.get(transfer.number)
-            if feedback is not None:
-                feedback.reference[bucket.start : bucket.stop].copy_(memory.out)
+            for stage in self._exchange.stages:
+                stage.written(transfer, bucket, memory.out)
         self.release(memory)
 
     def tell_all(self, numbers: torch.Tensor) -> None:
@@ -441,7 +536,7 @@ class Walk:
         """Return what this rank exchanges of a bucket with other cells, if it does."""
         if not transfer.is_sent_here(bucket):
             return None
-        return self.transport.payload(transfer, bucket, memory.values, memory.out)
+        return self.run.payload(self.transport, transfer, bucket, memory.values, memory.out)
 
     def pause(self, transfer: GroupTransfer) -> int:
         """Return for how many buckets a rank pauses that sends none of it: it stays in step with the sender."""
@@ -462,7 +557,7 @@ class Way:
         """Raise where these cells cannot be combined; pure, the same on all ranks."""
         weigh_cells(context, self.combiner)
 
-    def reserve(self, transfers: Sequence[GroupTransfer], fragment: int) -> None:
+    def reserve(self, transfers: Sequence[GroupTransfer]) -> None:
         """Make the buffers that only this way needs; local."""
 
     def exchange(self, run: RoundRun, context: RoundContext) -> RoundContext:
@@ -520,62 +615,3 @@ def weigh_cells(
     return replace(
         context, counts=tuple(counts.get(cell, 0.0) for cell in range(len(context.weights))), scale=result.scale
     )
-
-
-class Protection:
-    """One rank's clipping and noise, and what they have cost so far."""
-
-    def __init__(self, privacy: Privacy, rank: int, masker: Masker | None) -> None:
-        self._privacy = privacy
-        self._rank = rank
-        self._masker = masker
-        self.accountant = Accountant(privacy)
-
-    def apply(self, run: RoundRun, cells: Collection[int]) -> None:
-        """Clip this cell's update and add noise to what this rank sends of it, in the stages.
-
-        Collective over the cell. The norm is added up inside the cell only: it tells about the data, too. Where
-        something fails, nothing of the update is left in the stages, since they are sent all the same; and they are
-        sent without masks, since masked they would bare the sum of the other cells, which then has too little noise.
-        """
-        exchange, buffers, profile, sent = run._exchange, run._buffers, run.profile, list(run.sent())
-        global_model, staging, group = exchange.global_model, exchange.staging, exchange.round_groups.cell
-        assert global_model is not None, "kept where updates are clipped"
-        self.accountant.spend(len(cells))  # also where the round is rejected later: it has been seen then
-        if exchange.link.cell not in cells:
-            return
-        buffers.read_from_stages()
-        # What could not be measured is too long to be clipped, on all ranks of the cell.
-        total = torch.full((), math.inf, dtype=torch.float64, device=global_model.device)
-        with profile.capture_failure("protect"):
-            for transfer, bucket in sent:
-                buffers.settle(bucket)
-                stage = staging.stage(transfer, bucket)
-                values = buffers.copy_of(transfer, bucket)
-                if values.data_ptr() != stage.data_ptr():
-                    stage.copy_(values)  # the copy is what later steps are measured from
-            norms = [
-                global_model.squared_distance(transfer, bucket, staging.stage(transfer, bucket))
-                for transfer, bucket in sent
-            ]
-            total = torch.stack(norms).sum() if norms else torch.zeros_like(total)
-        if group is not None:
-            with profile.phase("home"):
-                total = total.to(control_device(group))
-                dist.all_reduce(total, group=group)
-        protected = 0
-        with profile.capture_failure("protect"):
-            scale = self._privacy.scale_of(math.sqrt(total.item()))
-            deviation = self._privacy.deviation(len(cells))
-            noise = Noise(self._rank, self._privacy.seed, self.accountant.rounds)
-            for transfer, bucket in sent:
-                privatize(
-                    staging.stage(transfer, bucket), global_model.written(transfer, bucket), scale, deviation, noise
-                )
-                protected += 1
-        if profile.failure is None:
-            return
-        for transfer, bucket in sent[protected:]:
-            staging.stage(transfer, bucket).zero_()
-        if self._masker is not None:
-            self._masker.abandon()

@@ -348,6 +348,11 @@ class RoundStatus(NamedTuple):
         return {MergeMode.REPLACE: "aggregate", MergeMode.KEEP_STEPS: "no alpha"}.get(self.merge, f"alpha={self.alpha}")
 
 
+def by_cell(values: Sequence[float], topology: Topology, of: Callable[[Sequence[float]], float]) -> tuple[float, ...]:
+    """Fold one value of each rank into one number for each cell; pure."""
+    return tuple(of(values[start:stop]) for start, stop in pairwise(topology.offsets))
+
+
 # The bytes do not depend on the machine; the padding leaves room for more fields at the same price.
 _FIELDS = "<3q6d7?2B2q?"
 PACKED = struct.Struct(f"{_FIELDS}{STATUS_BYTES - struct.calcsize(_FIELDS)}x")

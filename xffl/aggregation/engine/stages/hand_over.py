@@ -29,7 +29,7 @@ class HandOver(Way):
 
     def exchange(self, run: RoundRun, context: RoundContext) -> RoundContext:
         """Bring the model of the context's source to all others."""
-        run.walk(_HandOverWalk(run, run.transport(context, is_encoding=False), self._global_model))
+        run.walk(_HandOverWalk(run, run.transport(context), self._global_model))
         return context
 
 

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from xffl.aggregation.algorithms.combiners import Combiner
-from xffl.aggregation.compression import ResidualStore
 from xffl.aggregation.engine.cell import BucketMemory
 from xffl.aggregation.engine.exchange import RoundRun, Walk, Way, weigh_cells
 from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext
-from xffl.aggregation.engine.transport import CrossCellTransport, EncodedSteps, ExactValues, Link
+from xffl.aggregation.engine.stages.codecs import Codecs, EncodedSteps
+from xffl.aggregation.engine.transport import CrossCellTransport, ExactValues, Link
 from xffl.aggregation.mean import piece_length
 from xffl.distributed.consistency import control_device
 
@@ -25,22 +25,22 @@ class WholeModels(Way):
     A sender keeps a row for each cell's values, as large as the cells' shards together, from round to round.
     """
 
-    def __init__(self, combiner: Combiner, link: Link, residuals: ResidualStore | None) -> None:
+    def __init__(self, combiner: Combiner, link: Link, codecs: Codecs | None) -> None:
         super().__init__(combiner)
         self._link = link
-        self._residuals = residuals
+        self.codecs = codecs
         self._rows: dict[int, torch.Tensor] = {}
 
     def check(self, context: RoundContext) -> None:
         """Nothing is known before models are compared."""
 
-    def reserve(self, transfers: Sequence[GroupTransfer], fragment: int) -> None:
+    def reserve(self, transfers: Sequence[GroupTransfer]) -> None:
         """Make a row for each cell's values of each group; local."""
-        is_encoding = self._residuals is not None and self._residuals.is_encoding(fragment)
         for transfer in transfers:
             if not transfer.is_sender:
                 continue
-            dtype = torch.float32 if is_encoding and transfer.codec is not None else transfer.dtype
+            is_encoded = self.codecs is not None and self.codecs.is_encoding(transfer)
+            dtype = torch.float32 if is_encoded else transfer.dtype
             if transfer.number not in self._rows or self._rows[transfer.number].dtype != dtype:
                 with torch.inference_mode(False):
                     shape = (self._link.cells, transfer.group.numel)
@@ -88,11 +88,13 @@ class _GatherWalk(Walk):
     def payload(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> ExactValues | None:
         if not transfer.is_sent_here(bucket):
             return None
-        kind = _GatheredSteps if self.transport.is_encoded(transfer) else _GatheredValues
         with self.profile.capture_failure("pack"):
             self.link.host_copies.settle(bucket)  # read as soon as the payload is made
         rows = self._models.rows_of(transfer, bucket)
-        return kind(self.transport, transfer, bucket, memory.values, rows)
+        codecs = self._models.codecs
+        if codecs is not None and codecs.is_encoding(transfer):
+            return _GatheredSteps(self.transport, transfer, bucket, memory.values, rows, codecs)
+        return _GatheredValues(self.transport, transfer, bucket, memory.values, rows)
 
     def pause(self, transfer: GroupTransfer) -> int:
         return 0  # nobody waits for a result
@@ -123,11 +125,12 @@ class _SpreadWalk(Walk):
     def _combine(self, transfer: GroupTransfer, bucket: Bucket, out: torch.Tensor) -> None:
         rows = self._models.rows_of(transfer, bucket)
         values = [rows[cell] for cell in self.transport.context.source_cells(transfer.group)]
+        codecs = self._models.codecs
         with self.profile.capture_failure("combine"):
-            if self.transport.is_encoded(transfer):
-                mean = self.link.scratch[-1, : out.numel()]
+            if codecs is not None and codecs.is_encoding(transfer):
+                mean = codecs.scratch[-1, : out.numel()]
                 self.transport.combine(transfer, values, mean)
-                self.link.feedback[transfer.number].advance(bucket, mean, out)
+                codecs.feedback[transfer.number].advance(bucket, mean, out)
             else:
                 self.transport.combine(transfer, values, out)
 
