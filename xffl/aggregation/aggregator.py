@@ -16,7 +16,7 @@ from torch.profiler import record_function
 from xffl.aggregation.algorithms.combiners import Combiner
 from xffl.aggregation.algorithms.server import ServerOptimizer
 from xffl.aggregation.compression import Codec
-from xffl.aggregation.engine.buffers import ModelCopy
+from xffl.aggregation.engine.buffers import ModelCopy, TensorWatch
 from xffl.aggregation.engine.consensus import (
     Outcome,
     PreparedRound,
@@ -29,12 +29,13 @@ from xffl.aggregation.engine.consensus import (
     mark_inconsistent,
 )
 from xffl.aggregation.engine.exchange import RoundRun, RoundStage
-from xffl.aggregation.engine.first_round import FirstRound, ValueDigest
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.global_state import load_memory, share_global_model
 from xffl.aggregation.engine.groups import MergeMode, RoundScope, RoundStatus
 from xffl.aggregation.engine.setup import compare_models, make_exchange
 from xffl.aggregation.engine.stages.agreed import AgreedModel
+from xffl.aggregation.engine.stages.first_round import FirstRound
+from xffl.aggregation.engine.stages.order import in_order
 from xffl.aggregation.engine.stages.privacy import Protection
 from xffl.aggregation.engine.tensors import (
     Manifest,
@@ -184,8 +185,8 @@ class Aggregator:
         with torch.inference_mode(False):
             self._exchange = make_exchange(scope, self._options, self._manifest, axes, replica_tensors)
         self._round_groups = self._exchange.round_groups
+        self._watch = TensorWatch(self._manifest.roots, self._manifest.check)
         self._coordinator = RoundCoordinator(self._exchange, scope, self._options)
-        self._activity = scope.state.activity
         self._first_round = FirstRound(
             manifest=self._manifest,
             scope=scope,
@@ -195,6 +196,7 @@ class Aggregator:
             arithmetic=self._arithmetic,
             is_private=options.privacy is not None or options.secure is not None,
         )
+        self._exchange.stages = in_order([self._first_round, *self._exchange.stages])
         self._marks: list[torch.cuda.Event] = []  # for all rounds' profiles
         self._stream = _stream_of(scope)  # that rounds work on
 
@@ -281,7 +283,6 @@ class Aggregator:
         copy = {MergeMode.BLEND: ModelCopy.STAGED, MergeMode.KEEP_STEPS: ModelCopy.KEPT}.get(merge, ModelCopy.NONE)
         profile = RoundProfile(self._device, self._marks)
         run: RoundRun | None = None
-        values = ValueDigest()
         error: XfflError | None = None
         count = steps = seconds = 0.0
         try:
@@ -290,7 +291,7 @@ class Aggregator:
             if self._masters is not None:
                 self._masters.read()
                 self._masters.check()  # after what is collective
-            self._manifest.check()
+            self._watch.check()
             for stage in self._exchange.stages:
                 stage.open(fragment, is_weighed=given.weight is not None)
             if given.prepare is not None:
@@ -302,7 +303,8 @@ class Aggregator:
             if not given.is_absent:
                 weight = given.weight
                 count = 1.0 if weight is None else checked_weight(weight)
-            values = self._first_round.read(has_steps=not given.is_absent and steps > 0)
+            for stage in self._exchange.stages:
+                stage.read(has_steps=not given.is_absent and steps > 0)
             run = RoundRun(self._exchange, fragment, profile, copy)
         except XfflError as wrong:
             error = wrong
@@ -323,9 +325,6 @@ class Aggregator:
             alpha=alpha if error is None and alpha is not None else 0.0,
             steps=steps,
             seconds=seconds,
-            held=values.held,
-            shared=values.shared,
-            is_trained=values.is_trained,
             **told,
         )
         return PreparedRound(
@@ -334,7 +333,6 @@ class Aggregator:
             run=run,
             error=error,
             source=given.source,
-            inspect=self._first_round.compare,
         )
 
     def aggregate_async(
@@ -551,8 +549,7 @@ class Aggregator:
                     ) from error
             self.rounds += 1
             self._coordinator.release()
-        self._first_round.note_end()
-        self._activity.note_round()
+        self._exchange.end_round()
         return outcome.report(time.perf_counter() - start)
 
     def _write(self, outcome: Outcome, *, is_merged: bool, alpha: float | None) -> None:

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from xffl.aggregation.algorithms.combiners import total_of
 from xffl.aggregation.engine.exchange import Exchange, RoundRun
 from xffl.aggregation.engine.groups import MergeMode, RoundScope, RoundStatus, VotePhase, all_gather_status, by_cell
-from xffl.aggregation.engine.plan import RoundContext
+from xffl.aggregation.engine.transfers import RoundContext
 from xffl.aggregation.options import Options
 from xffl.aggregation.report import RoundProfile, RoundReport
 from xffl.checks import number
@@ -153,8 +153,6 @@ class PreparedRound:
     run: RoundRun | None
     error: XfflError | None = None
     source: int | None = None  # see RoundInput
-    # called on all ranks with everybody's status; may communicate over the round's ranks, and raise on all alike
-    inspect: Callable[[Sequence[RoundStatus]], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -431,9 +429,9 @@ class RoundCoordinator:
         if any(other.is_failed for other in statuses):
             with self._exchange_reasons():
                 check_consistent(f"opening of round {status.round}", "", error=error, group=self._group)
-        if prepared.inspect is not None:
+        for stage in self._exchange.stages:
             with self._exchange_reasons():
-                prepared.inspect(statuses)
+                stage.compare(statuses)
         return statuses
 
     def _gather_status(self, status: RoundStatus, profile: RoundProfile, within_s: float) -> list[RoundStatus]:

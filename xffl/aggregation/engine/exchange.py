@@ -14,6 +14,12 @@ Two ways to the mean: all-gather (every cell combines all of a bucket), and redu
 second hop sends the results round); both in :class:`~xffl.aggregation.engine.transport.CrossCellTransport`. Combiners
 that compare whole models, and a cell that hands its model over, have walks of their own (``stages``).
 
+Where values cross in the host's memory and NCCL works inside the cell, both lie on the GPU. A sender's bucket then goes
+through memory as follows, each arrow behind the one before on streams of their own, bucket by bucket::
+
+    model --copy stream--> pinned host ..gloo.. pinned host --round's stream--> GPU --NCCL--> replicas' GPUs
+                          event: host waits     event: before the host's memory is used again
+
 A local failure (memory, a tensor that went away) stops nothing: the rank keeps sending and receiving, so that nobody
 waits for it, and reports the failure to the vote. Only a failed communication ends an exchange.
 """
@@ -24,9 +30,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from xffl.aggregation.algorithms.combiners import CellStats, Combiner, WeightedCombiner
 from xffl.aggregation.engine.buffers import (
@@ -39,22 +46,58 @@ from xffl.aggregation.engine.buffers import (
     StagingBuffers,
     aligned,
 )
-from xffl.aggregation.engine.cell import HOME_LAG, BucketMemory, mean_in_cell, reserve_cell_rows, share_in_cell
+from xffl.aggregation.engine.cell import mean_in_cell, reserve_cell_rows
 from xffl.aggregation.engine.groups import RoundGroups, RoundStatus
-from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext
+from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.engine.transport import CrossCellTransport, ExactValues, Link
 from xffl.aggregation.report import RoundProfile
 from xffl.distributed.collectives import broadcast
 
 __all__ = [
+    "HOME_LAG",
+    "BucketMemory",
     "BucketPipeline",
     "Exchange",
     "RoundRun",
     "RoundStage",
     "Walk",
     "Way",
+    "share_in_cell",
     "weigh_cells",
 ]
+
+
+HOME_LAG = 2
+"""Buckets after which a broadcast inside the cell is waited for: the next one is combined meanwhile."""
+
+
+class BucketMemory(NamedTuple):
+    """Where a bucket's values lie on one rank in a round, and the buffers lent for them."""
+
+    values: torch.Tensor  # as they are sent to other cells
+    out: torch.Tensor  # what the cells have made of them
+    lent: torch.Tensor | None
+    result: torch.Tensor  # what all ranks of the cell get: out, or memory of the GPU
+    result_lent: torch.Tensor | None = None
+
+
+def share_in_cell(
+    link: Link, profile: RoundProfile, transfer: GroupTransfer, bucket: Bucket, out: torch.Tensor, result: torch.Tensor
+) -> Iterator[int]:
+    """Hand what a bucket's sender has in ``out`` round inside the cell; all get it in ``result``, which may be that."""
+    home, is_sender = transfer.cell_group, transfer.is_sent_here(bucket)
+    assert home is not None
+    if is_sender and result is not out:
+        with profile.capture_failure("home"):
+            link.host_copies.bring(out, result)
+    with profile.phase("home"):
+        source = link.round_groups.first + transfer.senders_of(bucket)[transfer.cell]
+        work = dist.broadcast(result.view(torch.uint8), src=source, group=home, async_op=True)
+    profile.bytes_home += result.nbytes * (home.size() - 1) if is_sender else 0
+    yield HOME_LAG
+    with profile.phase("home"):
+        work.wait()
+    link.home_progress.note()
 
 
 Stage = TypeVar("Stage", bound="RoundStage")
@@ -126,6 +169,12 @@ class Exchange:
                 for piece, part in zip(bucket.pieces, torch.split(values, sizes), strict=True):
                     yield piece.item, piece.start, part
 
+    def end_round(self) -> None:
+        """Conclude a round; stages that rounds no longer need are left out of the next one."""
+        for stage in self.stages:
+            stage.end()
+        self.stages = tuple(stage for stage in self.stages if not stage.is_over)
+
     @torch.no_grad()
     def restart(self) -> None:
         """Let codecs and a server optimizer go on from the model as it stands; local, with the same in all cells."""
@@ -137,7 +186,7 @@ class Exchange:
 class RoundStage:
     """What a feature does to a round; a plain round has none.
 
-    The methods follow in the order of a round, and do nothing here. All are local.
+    The methods follow in the order of a round, and do nothing here. They are local where they do not say otherwise.
     """
 
     key: str | None = None
@@ -152,6 +201,9 @@ class RoundStage:
         ``is_weighed`` tells whether the caller gave a weight.
         """
 
+    def read(self, *, has_steps: bool) -> None:
+        """Look at the model before its values are read; ``has_steps`` tells whether this cell has trained."""
+
     def begin(self, fragment: int, copy: ModelCopy) -> ModelCopy:
         """Forget a round that was not taken; return what this one has to copy, if that is more than ``copy``."""
         return copy
@@ -165,6 +217,9 @@ class RoundStage:
     def status(self, fragment: int) -> Mapping[str, Any]:
         """Return fields of this rank's status in the first vote."""
         return {}
+
+    def compare(self, statuses: Sequence[RoundStatus]) -> None:
+        """Compare what ranks have told in the first vote; raise on all alike. May communicate over all ranks."""
 
     def count(self, context: RoundContext, statuses: Sequence[RoundStatus]) -> RoundContext:
         """Add to what a round counts with what all ranks have told; pure."""
@@ -200,6 +255,14 @@ class RoundStage:
     def report(self) -> Mapping[str, Any]:
         """Return fields of the round's report."""
         return {}
+
+    def end(self) -> None:
+        """Conclude a round, also one that moved nothing."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether rounds no longer need this stage: it is taken out of their list."""
+        return False
 
     def restart(self) -> None:
         """Go on from the model as it stands, the same in all cells."""
@@ -300,7 +363,9 @@ class RoundRun:
             self._gpu_buffers = RoundBuffers(self._exchange.gpu_staging, shared, pauses, kept)
         self.way.reserve(transfers)
         link.reserve(transfers)
-        reserve_cell_rows(link, self._exchange.cell_rows, transfers)
+        buffers_of_cell = [transfer for transfer in transfers if transfer.group.is_mean_in_cell]
+        if buffers_of_cell:
+            reserve_cell_rows(link, self._exchange.cell_rows, buffers_of_cell)
         return buffers
 
     def _buffers_of(self, transfer: GroupTransfer) -> RoundBuffers:

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from xffl.aggregation.engine.cell import share_in_cell
-from xffl.aggregation.engine.exchange import BucketPipeline, Exchange
-from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext
+from xffl.aggregation.engine.exchange import BucketPipeline, Exchange, share_in_cell
 from xffl.aggregation.engine.stages.agreed import AgreedModel
 from xffl.aggregation.engine.stages.hand_over import SharedValues
+from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.engine.transport import CrossCellTransport
 from xffl.aggregation.report import RoundProfile
 from xffl.distributed.collectives import CrossWorldGroup

@@ -10,7 +10,7 @@ import torch
 from xffl.aggregation.engine.buffers import StagingBuffers
 from xffl.aggregation.engine.exchange import RoundRun, RoundStage
 from xffl.aggregation.engine.global_model import GlobalModel
-from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext
+from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, RoundContext
 
 __all__ = ["AgreedModel"]
 

@@ -8,10 +8,9 @@ from dataclasses import replace
 import torch
 
 from xffl.aggregation.algorithms.combiners import Combiner
-from xffl.aggregation.engine.cell import BucketMemory
-from xffl.aggregation.engine.exchange import RoundRun, Walk, Way
+from xffl.aggregation.engine.exchange import BucketMemory, RoundRun, Walk, Way
 from xffl.aggregation.engine.global_model import GlobalModel
-from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext
+from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.engine.transport import CrossCellTransport, ExactValues
 
 __all__ = ["HandOver", "SharedValues"]

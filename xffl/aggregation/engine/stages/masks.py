@@ -11,7 +11,7 @@ import torch
 from xffl.aggregation.engine.buffers import aligned
 from xffl.aggregation.engine.exchange import RoundRun, RoundStage
 from xffl.aggregation.engine.groups import RoundStatus
-from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext
+from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.engine.transport import CrossCellTransport, ExactValues, Link
 from xffl.aggregation.privacy import Masker
 

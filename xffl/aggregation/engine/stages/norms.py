@@ -14,7 +14,7 @@ from xffl.aggregation.engine.buffers import ModelCopy
 from xffl.aggregation.engine.exchange import RoundStage
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.groups import RoundStatus, by_cell
-from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext
+from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, RoundContext
 from xffl.topology import Topology
 
 __all__ = ["Norms"]
