@@ -9,16 +9,11 @@ from functools import lru_cache
 
 import torch
 
+from xffl.aggregation.arithmetic import divide, piece_length
 from xffl.distributed.consistency import processor_of
 
-__all__ = ["CHUNK", "arithmetic_of", "combined", "piece_length", "weighted_mean", "wide_type"]
+__all__ = ["arithmetic_of", "combined", "piece_length", "weighted_mean", "wide_type"]
 
-
-CHUNK = 2**16
-"""Elements taken at a time: their 64-bit copies stay in a core's cache, where fresh memory costs ten times more."""
-
-GPU_CHUNK = 2**22
-"""The same on a GPU, where each call has a price of its own, and the copies are only not to take much memory."""
 
 TINY = 1e-30
 """Ratio of two weights below which 32 bits cannot hold their share."""
@@ -66,7 +61,7 @@ def _mean_of_chunk(values: Sequence[torch.Tensor], weights: Sequence[float], bas
             term = torch.sub(origin, value.double()).mul_(weight)
             shift = term if shift is None else shift.add_(term)
         assert shift is not None, "there is at least one other value"
-        mean = torch.sub(origin, shift.div_(math.fsum(weights)), out=shift)
+        mean = torch.sub(origin, divide(shift, math.fsum(weights), out=shift), out=shift)
         # A GPU is not asked, since its answer would be waited for.
         if out.dtype == torch.float64 and (mean.device.type != "cpu" or not mean.isfinite().all()):
             # Differences that leave 64 bits: half as large they do not.
@@ -87,11 +82,6 @@ def combined(
         result = torch.empty(into.shape, dtype=wide, device=into.device)
         combine(torch.stack([value.to(wide) for value in chunk]), result)
         into.copy_(result)
-
-
-def piece_length(device: torch.device) -> int:
-    """Return how many elements to combine at a time."""
-    return CHUNK if device.type == "cpu" else GPU_CHUNK
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
