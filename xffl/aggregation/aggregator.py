@@ -19,7 +19,7 @@ from xffl.aggregation.algorithms.server import ServerOptimizer
 from xffl.aggregation.compression import Codec, ResidualStore
 from xffl.aggregation.engine.buffers import Layout, ModelCopy
 from xffl.aggregation.engine.consensus import (
-    Outcome,
+    AgreedRound,
     PreparedRound,
     RoundCoordinator,
     RoundInput,
@@ -550,7 +550,7 @@ class Aggregator:
                     part.forget()
 
     def _conclude(
-        self, outcome: Outcome, start: float, *, is_merged: bool = False, alpha: float | None = None
+        self, outcome: AgreedRound, start: float, *, is_merged: bool = False, alpha: float | None = None
     ) -> RoundReport:
         """Write what was agreed into the model."""
         if not outcome.is_skipped:
@@ -575,7 +575,7 @@ class Aggregator:
         self._activity.note_round()
         return outcome.report(time.perf_counter() - start)
 
-    def _write(self, outcome: Outcome, *, is_merged: bool, alpha: float | None) -> None:
+    def _write(self, outcome: AgreedRound, *, is_merged: bool, alpha: float | None) -> None:
         """Write the new values into the model, or into ZeRO's masters and from there."""
         if self._masters is not None:
             self._masters.read_again()

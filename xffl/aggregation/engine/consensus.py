@@ -37,8 +37,8 @@ from xffl.errors import ConfigError, RoundError, StateError, TornError, XfflErro
 from xffl.topology import Topology
 
 __all__ = [
+    "AgreedRound",
     "InconsistentModel",
-    "Outcome",
     "PreparedRound",
     "RoundBroken",
     "RoundCoordinator",
@@ -126,9 +126,11 @@ class RoundBroken(RoundError):
 
 
 class RoundInDoubt(RoundBroken):
-    """A round may have been taken: this rank has said yes, and could not learn what the others said."""
+    """This rank voted to commit and lost contact before it saw the result; ``context`` is what it voted for."""
 
-    context: RoundContext
+    def __init__(self, text: str, context: RoundContext) -> None:
+        super().__init__(text)
+        self.context = context
 
 
 AFRESH = "start the processes anew, or end the process group on all ranks and join again"
@@ -163,7 +165,7 @@ class PreparedRound:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AgreedRound:
     """A round that all ranks have agreed to take."""
 
     run: RoundRun  # what this rank has exchanged, and still has to write
@@ -243,7 +245,7 @@ class RoundCoordinator:
         self._atomic = options.atomic
         self._is_cross_world = scope.cross_world is not None
         self._can_wait = self._is_cross_world and options.atomic
-        self._doubted: Outcome | None = None
+        self._doubted: AgreedRound | None = None
         self._drops_cells = options.nonfinite == "drop_cell"
         limits = scope.state.timeouts
         self._opens_within_s, self._closes_within_s = limits.session_s, limits.across_s
@@ -279,7 +281,7 @@ class RoundCoordinator:
         if self._phase is not RoundPhase.CUT_OFF:
             self._phase = RoundPhase.INTERRUPTED
 
-    def run(self, prepared: PreparedRound, least_divergence: float | None = None) -> Outcome | None:
+    def run(self, prepared: PreparedRound, least_divergence: float | None = None) -> AgreedRound | None:
         """Vote, exchange, and vote on what came of it; the new values then wait to be committed.
 
         Collective over the world. Where the root mean square of the updates' norms is below ``least_divergence``, the
@@ -296,11 +298,11 @@ class RoundCoordinator:
         is_over, is_empty = self.all_finished and not any(weights), all(other.is_absent for other in statuses)
         if prepared.source is not None and (is_over or is_empty):
             context = RoundContext(weights, prepared.source, prepared.status.round, source=prepared.source)
-            return self._agree(Outcome(run, context, is_last=self.all_finished))
+            return self._agree(AgreedRound(run, context, is_last=self.all_finished))
         if is_over:
             return None
         if is_empty:
-            return Outcome(run, RoundContext(weights, 0, prepared.status.round), is_empty=True)
+            return AgreedRound(run, RoundContext(weights, 0, prepared.status.round), is_empty=True)
         if not any(weights):
             raise ConfigError(f"the weights of all cells are 0 {weights}; a round needs at least one positive weight")
         bad = {self._topology.cell_of(rank) for rank, other in enumerate(statuses) if other.is_nonfinite}
@@ -308,7 +310,7 @@ class RoundCoordinator:
         if dropped and not self._drops_cells:
             self._refuse_nonfinite(dropped, run.findings.nonfinite)
         context = self._count(statuses, weights, dropped)
-        outcome = Outcome(
+        outcome = AgreedRound(
             run,
             context,
             dropped,
@@ -325,7 +327,7 @@ class RoundCoordinator:
         self._check_possible(context, statuses)
         return self._agree(outcome)
 
-    def _agree(self, outcome: Outcome) -> Outcome:
+    def _agree(self, outcome: AgreedRound) -> AgreedRound:
         """Exchange, and vote on it; keep the round where it is in doubt."""
         try:
             context = self._commit(outcome.run, outcome.context)
@@ -334,7 +336,7 @@ class RoundCoordinator:
             raise
         return replace(outcome, context=context)
 
-    def resolve(self) -> Outcome:
+    def resolve(self) -> AgreedRound:
         """Return the round that is in doubt, now that it is known to be taken; local."""
         outcome, self._doubted = self._doubted, None
         if outcome is None:
@@ -530,9 +532,7 @@ class RoundCoordinator:
         if not (self._can_wait and can_wait):
             return TornError(text)
         self._phase = RoundPhase.CUT_OFF
-        doubt = RoundInDoubt(text)
-        doubt.context = context
-        return doubt
+        return RoundInDoubt(text, context)
 
     def _abort(self) -> None:
         """Let what a GPU was given for the round come to an end, so that the model can be read; local.
