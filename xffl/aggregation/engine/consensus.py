@@ -409,8 +409,7 @@ class RoundCoordinator:
                 kinds.setdefault(status.arithmetic, []).append(rank)
             raise RoundError(
                 f"ranks {list(kinds.values())} compute on different kinds of processors or versions of torch, so a "
-                "server optimizer would take slightly different steps; run them on one kind, leave the plain mean, or "
-                "let one rank take each step (server_step='owner')"
+                "server optimizer would take slightly different steps; run them on one kind, or leave the plain mean"
             )
 
     def _prepare(self, prepared: PreparedRound) -> list[RoundStatus]:
