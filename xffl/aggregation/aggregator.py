@@ -17,6 +17,7 @@ from torch.profiler import record_function
 from xffl.aggregation.algorithms.combiners import Combiner
 from xffl.aggregation.algorithms.server import ServerOptimizer
 from xffl.aggregation.compression import Codec, ResidualStore
+from xffl.aggregation.engine.arithmetic_check import compare_arithmetic, flushes_subnormals, processor_number
 from xffl.aggregation.engine.buffers import Layout, ModelCopy
 from xffl.aggregation.engine.consensus import (
     AgreedRound,
@@ -50,7 +51,6 @@ from xffl.aggregation.engine.tensors import (
     gather_replica_tensors,
 )
 from xffl.aggregation.engine.transport import Link
-from xffl.aggregation.mean import arithmetic_of
 from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, Options, check_merge, refuse_removed
 from xffl.aggregation.privacy import Accountant, Privacy, SecureSum, make_masker
 from xffl.aggregation.report import Background, PendingRound, RoundProfile, RoundReport
@@ -188,8 +188,17 @@ class Aggregator:
         )
         server = options.server
         places = [scope.device, *([] if server is None or server.device is None else [torch.device(server.device)])]
-        self._device, self._arithmetic = scope.device, arithmetic_of(*places)
+        self._device = scope.device
         self._options = options
+        moving: Sequence[TensorInfo] = self._manifest.moving if replica_tensors is None else replica_tensors.moving
+        compare_arithmetic(
+            places,
+            combiner=options.combiner,
+            codecs=[one for one in self._manifest.codecs.values() if one is not None],
+            cells=scope.topology.cells,
+            has_fp64=any(tensor.dtype in (torch.float64, torch.complex128) for tensor in moving),
+            group=scope.world,
+        )
         self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         # The global model, what servers keep and buffers outlive this call: a later round writes them outside of an
         # inference mode in which this is called.
@@ -204,7 +213,7 @@ class Aggregator:
             round_groups=self._round_groups,
             axes=axes[scope.topology.cell_of(scope.rank)],
             replica_tensors=replica_tensors,
-            arithmetic=self._arithmetic,
+            processor=processor_number(*places),
             is_private=options.privacy is not None or options.secure is not None,
         )
         self._marks: list[torch.cuda.Event] = []  # for all rounds' profiles
@@ -326,13 +335,13 @@ class Aggregator:
         status = RoundStatus(
             round=self.rounds + 1,
             weight=count,
+            is_flushing=self._device.type == "cpu" and flushes_subnormals(),
             is_uniform=given.weight is None,
             is_absent=given.is_absent,
             is_finished=given.is_finished,
             is_nonfinite=findings is not None and bool(findings.nonfinite),
             is_failed=error is not None,
             is_encoding=residuals is not None and residuals.is_encoding(fragment),
-            arithmetic=self._arithmetic,
             merge=merge,
             alpha=alpha if error is None and alpha is not None else 0.0,
             norm=0.0 if findings is None else findings.norm,

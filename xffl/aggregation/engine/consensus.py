@@ -30,7 +30,7 @@ from xffl.aggregation.options import Options
 from xffl.aggregation.report import RoundProfile, RoundReport
 from xffl.checks import number
 from xffl.distributed.collectives import Group, all_gather_json, all_reduce
-from xffl.distributed.consistency import check_consistent, control_device
+from xffl.distributed.consistency import check_consistent, control_device, ranks_text
 from xffl.distributed.faults import inject
 from xffl.distributed.waits import NamedWait
 from xffl.errors import ConfigError, RoundError, StateError, TornError, XfflError
@@ -73,6 +73,14 @@ def check_rounds(statuses: Sequence[RoundStatus], topology: Topology) -> None:
         raise RoundError(
             f"ranks {without} do not know the state that the codec starts from and others do; load the aggregator's "
             "state dict on every rank or on none"
+        )
+    # All computed alike when the aggregator was made.
+    flushing = [rank for rank, status in enumerate(statuses) if status.is_flushing]
+    if flushing and len(flushing) < len(statuses):
+        raise RoundError(
+            f"subnormal numbers are flushed to zero on {ranks_text(flushing)} and nowhere else, so models would drift "
+            "apart; call torch.set_flush_denormal with the same value on all ranks, before the Aggregator is made, or "
+            "nowhere"
         )
     for cell, (start, stop) in enumerate(pairwise(topology.offsets)):
         # What a rank says that cannot take part does not count; it tells why afterwards.
@@ -324,7 +332,7 @@ class RoundCoordinator:
             squares = [context.weights[cell] * context.norms[cell] * context.norms[cell] for cell in context.cells]
             if math.sqrt(total_of(squares) / math.fsum(context.weights)) < least_divergence:
                 return replace(outcome, is_skipped=True)
-        self._check_possible(context, statuses)
+        self._check_possible(context)
         return self._agree(outcome)
 
     def _agree(self, outcome: AgreedRound) -> AgreedRound:
@@ -394,8 +402,8 @@ class RoundCoordinator:
         cells = enumerate(counted)
         return next(cell for cell, weight in cells if cell not in dropped and (weight or not self._is_cross_world))
 
-    def _check_possible(self, context: RoundContext, statuses: list[RoundStatus]) -> None:
-        """Raise, on all ranks alike, where these cells or these ranks cannot do what was asked for."""
+    def _check_possible(self, context: RoundContext) -> None:
+        """Raise, on all ranks alike, where these cells cannot do what was asked for."""
         try:
             self._exchange.check(context)
         except Exception as wrong:
@@ -403,14 +411,6 @@ class RoundCoordinator:
             raise RoundError(
                 f"round {context.number} has values of cells {context.cells}: {why}; all ranks keep their weights"
             ) from wrong
-        if self._exchange.needs_one_arithmetic and not _has_one_arithmetic(statuses):
-            kinds: dict[float, list[int]] = {}
-            for rank, status in enumerate(statuses):
-                kinds.setdefault(status.arithmetic, []).append(rank)
-            raise RoundError(
-                f"ranks {list(kinds.values())} compute on different kinds of processors or versions of torch, so a "
-                "server optimizer would take slightly different steps; run them on one kind, or leave the plain mean"
-            )
 
     def _prepare(self, prepared: PreparedRound) -> list[RoundStatus]:
         """Vote on whether there is a round, and with what weights."""
@@ -560,10 +560,6 @@ class RoundCoordinator:
         """Return each rank's reason for its no; collective over the world."""
         own = "" if failure is None else f"{type(failure).__name__}: {failure}"
         return all_gather_json(own, self._control_device, self._group)
-
-
-def _has_one_arithmetic(statuses: list[RoundStatus]) -> bool:
-    return len({status.arithmetic for status in statuses}) == 1
 
 
 _MARK = "_xffl_tear"

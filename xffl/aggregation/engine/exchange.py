@@ -105,12 +105,6 @@ class Exchange:
         """Where what the cells have agreed on lies, all of it, by the number of the transfer."""
         return self.staging.stages if self.gpu_staging is None else self.staging.stages | self.gpu_staging.stages
 
-    @property
-    def needs_one_arithmetic(self) -> bool:
-        """Whether ranks compute new values by themselves, beyond the mean."""
-        has_optimizer = self.global_model is not None and self.global_model.has_optimizer
-        return self.combiner.has_scale or has_optimizer
-
     def check(self, context: RoundContext) -> None:
         """Raise where these cells cannot be combined as was asked; pure, the same on all ranks."""
         self.combiner.check(len(context.cells))
