@@ -23,7 +23,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from xffl.aggregation.algorithms.combiners import total_of
-from xffl.aggregation.engine.buffers import FiniteReport
 from xffl.aggregation.engine.exchange import Exchange, RoundRun
 from xffl.aggregation.engine.groups import MergeMode, RoundScope, RoundStatus, VotePhase, all_gather_status
 from xffl.aggregation.engine.plan import RoundContext
@@ -31,7 +30,7 @@ from xffl.aggregation.options import Options
 from xffl.aggregation.report import RoundProfile, RoundReport
 from xffl.checks import number
 from xffl.distributed.collectives import Group, all_gather_json, all_reduce
-from xffl.distributed.consistency import check_consistent, control_device
+from xffl.distributed.consistency import check_consistent, control_device, ranks_text
 from xffl.distributed.faults import inject
 from xffl.distributed.waits import NamedWait
 from xffl.errors import ConfigError, RoundError, StateError, TornError, XfflError
@@ -74,6 +73,14 @@ def check_rounds(statuses: Sequence[RoundStatus], topology: Topology) -> None:
         raise RoundError(
             f"ranks {without} do not know the state that the codec starts from and others do; load the aggregator's "
             "state dict on every rank or on none"
+        )
+    # All computed alike when the aggregator was made.
+    flushing = [rank for rank, status in enumerate(statuses) if status.is_flushing]
+    if flushing and len(flushing) < len(statuses):
+        raise RoundError(
+            f"subnormal numbers are flushed to zero on {ranks_text(flushing)} and nowhere else, so models would drift "
+            "apart; call torch.set_flush_denormal with the same value on all ranks, before the Aggregator is made, or "
+            "nowhere"
         )
     for cell, (start, stop) in enumerate(pairwise(topology.offsets)):
         # What a rank says that cannot take part does not count; it tells why afterwards.
@@ -325,17 +332,17 @@ class RoundCoordinator:
             squares = [context.weights[cell] * context.norms[cell] * context.norms[cell] for cell in context.cells]
             if math.sqrt(total_of(squares) / math.fsum(context.weights)) < least_divergence:
                 return replace(outcome, is_skipped=True)
-        self._check_possible(context, statuses)
+        self._check_possible(context)
         return self._agree(outcome)
 
     def _agree(self, outcome: AgreedRound) -> AgreedRound:
         """Exchange, and vote on it; keep the round where it is in doubt."""
         try:
-            context, unfit = self._commit(outcome.run, outcome.context)
+            context = self._commit(outcome.run, outcome.context)
         except RoundInDoubt as doubt:
             self._doubted = replace(outcome, context=doubt.context)
             raise
-        return replace(outcome, context=context, unfit=outcome.unfit | unfit)
+        return replace(outcome, context=context)
 
     def resolve(self) -> AgreedRound:
         """Return the round that is in doubt, now that it is known to be taken; local."""
@@ -395,8 +402,8 @@ class RoundCoordinator:
         cells = enumerate(counted)
         return next(cell for cell, weight in cells if cell not in dropped and (weight or not self._is_cross_world))
 
-    def _check_possible(self, context: RoundContext, statuses: list[RoundStatus]) -> None:
-        """Raise, on all ranks alike, where these cells or these ranks cannot do what was asked for."""
+    def _check_possible(self, context: RoundContext) -> None:
+        """Raise, on all ranks alike, where these cells cannot do what was asked for."""
         try:
             self._exchange.check(context)
         except Exception as wrong:
@@ -404,15 +411,6 @@ class RoundCoordinator:
             raise RoundError(
                 f"round {context.number} has values of cells {context.cells}: {why}; all ranks keep their weights"
             ) from wrong
-        if self._exchange.needs_one_arithmetic and not _has_one_arithmetic(statuses):
-            kinds: dict[float, list[int]] = {}
-            for rank, status in enumerate(statuses):
-                kinds.setdefault(status.arithmetic, []).append(rank)
-            raise RoundError(
-                f"ranks {list(kinds.values())} compute on different kinds of processors or versions of torch, so a "
-                "server optimizer would take slightly different steps; run them on one kind, leave the plain mean, or "
-                "let one rank take each step (server_step='owner')"
-            )
 
     def _prepare(self, prepared: PreparedRound) -> list[RoundStatus]:
         """Vote on whether there is a round, and with what weights."""
@@ -455,16 +453,12 @@ class RoundCoordinator:
         error: XfflError | None = None
         cell = self._exchange.link.cell
         if cell in cells and found:
-            error = self._nonfinite_error(found)
+            error = RoundError(
+                f"cell {cell} holds values that are not finite in {', '.join(map(repr, found[:3]))}; all ranks keep "
+                "their weights; nonfinite='drop_cell' leaves the cell out, policy 'first' or 'local' the tensor"
+            )
         with self._exchange_reasons():
             check_consistent("finite values", "", error=error, group=self._group)
-
-    def _nonfinite_error(self, found: list[str]) -> RoundError:
-        return RoundError(
-            f"cell {self._exchange.link.cell} holds values that are not finite in {', '.join(map(repr, found[:3]))}; "
-            "all ranks keep their weights; nonfinite='drop_cell' leaves the cell out, policy 'first' or 'local' the "
-            "tensor"
-        )
 
     def _share_nonfinite(self, cells: tuple[int, ...], found: list[str]) -> dict[int, tuple[str, ...]]:
         """Return the tensors for which cells were left out; collective over the world."""
@@ -475,18 +469,14 @@ class RoundCoordinator:
             for cell in cells
         }
 
-    def _commit(self, run: RoundRun, context: RoundContext) -> tuple[RoundContext, set[int]]:
-        """Exchange and vote on the outcome; return what cells counted for, and those that sent values not finite."""
+    def _commit(self, run: RoundRun, context: RoundContext) -> RoundContext:
+        """Exchange and vote on the outcome; return what cells counted for."""
         number = context.number
         failure: Exception | None = None
-        found = FiniteReport([], False)
         # 1. Exchange. A local failure waits for the vote, so that no other rank waits for this one.
         try:
             context = run.exchange(context)
-            found = run.deferred_check.report()
             failure = run.profile.failure
-            if self._is_cross_world and self._exchange.link.cell in context.cells and found.nonfinite:
-                failure = failure or self._nonfinite_error(found.nonfinite)  # nobody is in doubt of it then
         except Exception as error:  # noqa: BLE001 - told to all ranks by the vote
             failure = error
         except BaseException as stop:
@@ -501,10 +491,8 @@ class RoundCoordinator:
             status = RoundStatus(
                 number,
                 phase=VotePhase.COMMIT,
-                is_nonfinite=bool(found.nonfinite),
                 is_failed=failure is not None,
                 is_cut_off=run.is_cut_off,
-                squares_fit_fp32=found.squares_fit_fp32,
             )
             statuses = self._gather_status(status, run.profile, self._closes_within_s)
             is_agreed = not any(other.is_failed for other in statuses)
@@ -527,7 +515,7 @@ class RoundCoordinator:
             raise self._unknown_outcome(context, why, can_wait=isinstance(error, Exception)) from why
         # 3. All ranks know the same now.
         if is_agreed:
-            return self._accept_deferred(context, statuses, found.nonfinite)
+            return context
         self._abort()
         shown = "; ".join(
             f"rank {rank} (cell {self._topology.cell_of(rank)}): {why}" for rank, why in enumerate(reasons) if why
@@ -568,26 +556,10 @@ class RoundCoordinator:
                 f"{broken}; see the other ranks' output"
             ) from broken
 
-    def _accept_deferred(
-        self, context: RoundContext, statuses: list[RoundStatus], found: list[str]
-    ) -> tuple[RoundContext, set[int]]:
-        """Go on with what was found while values were sent, or refuse it; no rank has changed a weight yet then."""
-        bad = {self._topology.cell_of(rank) for rank, status in enumerate(statuses) if status.is_nonfinite}
-        if counted := tuple(sorted(cell for cell in bad if context.weights[cell])):
-            self.release()
-            self._refuse_nonfinite(counted, found)
-        if not self._is_cross_world:  # else each two holders know by themselves
-            context = replace(context, is_fused=False)
-        return context, bad
-
     def _gather_reasons(self, failure: Exception | None) -> list[str]:
         """Return each rank's reason for its no; collective over the world."""
         own = "" if failure is None else f"{type(failure).__name__}: {failure}"
         return all_gather_json(own, self._control_device, self._group)
-
-
-def _has_one_arithmetic(statuses: list[RoundStatus]) -> bool:
-    return len({status.arithmetic for status in statuses}) == 1
 
 
 _MARK = "_xffl_tear"
