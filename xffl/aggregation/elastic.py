@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from xffl.aggregation.aggregator import Aggregator, PendingRound
+from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.engine.buffers import Arena
 from xffl.aggregation.engine.consensus import RoundBroken, RoundInDoubt, RoundInput
 from xffl.aggregation.engine.coverage import check_lone_cell
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.hand_over import read_hand_over, write_hand_over
+from xffl.aggregation.pending import PendingRound
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.distributed.collectives import all_gather_json
 from xffl.distributed.distributed_state import DistributedState
@@ -291,7 +292,7 @@ class ElasticAggregator:
             if self._federation.cell in epoch.behind or not epoch.behind or not epoch.base.is_agreed:
                 raise
             raise RoundBroken(str(error)) from error
-        aggregator.rounds = epoch.base.round
+        aggregator.resume_at(epoch.base.round)
         return aggregator
 
     def _conclude(self, epoch: Epoch, run: Callable[[], RoundReport | None], **merge: Any) -> RoundReport | None:

@@ -17,10 +17,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from xffl.aggregation.aggregator import Aggregator, PendingRound
+from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.compression import Codec
 from xffl.aggregation.engine.consensus import RoundInput, checked_weight
 from xffl.aggregation.engine.groups import RoundScope, make_scope
+from xffl.aggregation.pending import PendingRound
 from xffl.aggregation.report import RoundReport
 from xffl.checks import integer
 from xffl.distributed.consistency import barrier, run_on_all_ranks
@@ -245,7 +246,7 @@ class Levels:
     def close(self) -> None:
         """Give the process groups back; the levels cannot be used afterwards. Collective over the world."""
         self._lowest.check_free()
-        self._lowest.is_closed = True
+        self._lowest.retire()
         barrier()  # nobody still listens to a group that another one destroys
         self._destroy()
         barrier()  # a slow rank would take the keys of a group of the same ranks that others make next

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -243,8 +243,6 @@ class RoundCoordinator:
     ==========================  =======================================================================================
     """
 
-    _last_number: ClassVar[int] = 0  # of the aggregators of this process
-
     def __init__(self, exchange: Exchange, scope: RoundScope, options: Options) -> None:
         self._exchange = exchange
         self._topology = scope.topology
@@ -260,10 +258,13 @@ class RoundCoordinator:
         self._phase = RoundPhase.READY
         self.all_finished = False
         """Whether all ranks had finished when they last opened a round."""
-        # Tells this aggregator from all others that these ranks have: the highest number on any of them, and one more.
-        highest = torch.tensor(self._last_number + 1, dtype=torch.int64, device=self._control_device)
+        self._number = scope.state.activity.number_aggregator(self._agree_on_number)
+
+    def _agree_on_number(self, number: int) -> int:
+        """Return what tells this aggregator from all others that these ranks have: the highest number of any rank."""
+        highest = torch.tensor(number, dtype=torch.int64, device=self._control_device)
         all_reduce(highest, dist.ReduceOp.MAX, self._group)
-        self._number = RoundCoordinator._last_number = int(highest)
+        return int(highest)
 
     @property
     def _group(self) -> Group | None:
