@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
-
 __all__ = ["ElasticRoundReport", "RoundProfile", "RoundReport"]
 
 
