@@ -575,7 +575,7 @@ class ResidualStore:
         if state["plan"] != self._plan:
             raise CheckpointError(
                 f"the codecs' memory is that of another exchange ({state['plan']}) than this one ({self._plan}); "
-                "resume with the same model, federation, bucket_bytes, form, rails, server_step and codec"
+                "resume with the same model, federation, bucket_bytes, form, rails and codec"
             )
         self.forget()
         for place, feedback in self._feedback.items():

@@ -10,9 +10,6 @@ Each ``yield n`` means "wake me after n more buckets were started": ``transfer.a
 and sending (over gloo), ``transfer.depth`` while a hop is on the wire, ``HOME_LAG`` while the cell gets the result.
 Pauses count starts, not seconds, so all ranks that take part in a group do the same steps in the same order.
 
-Where each part is stepped by who combines it (``server_step="owner"``), the two hops are two passes over all buckets,
-with the server's step in between.
-
 Two ways to the mean: all-gather (every cell combines all of a bucket), and reduce-scatter (each cell combines a part, a
 second hop sends the results round); both in :class:`~xffl.aggregation.engine.transport.CrossCellTransport`.
 
@@ -23,7 +20,7 @@ waits for it, and reports the failure to the vote. Only a failed communication e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -86,7 +83,6 @@ class Exchange:
         self.compares_models = self.combiner.needs_distances
         self.global_model = global_model
         self.has_norms = options.has_norms
-        self.has_owners = options.server_step == "owner"
         self.round_groups, self.masker = link.round_groups, link.masker
         # Where cells are worlds of their own, ranks of these would have the same numbers.
         rank = link.rank if self.round_groups.is_cross_world else self.round_groups.first + link.rank
@@ -191,8 +187,6 @@ class RoundRun:
                 link.reserve_rows(transfer, is_encoded=transfer.codec is not None and self._is_encoding)
         link.reserve(transfers)
         reserve_cell_rows(link, self._exchange.cell_rows, transfers)
-        if self._exchange.global_model is not None:
-            self._exchange.global_model.reserve_step(self.fragment)
         return buffers
 
     def _buffers_of(self, transfer: GroupTransfer) -> RoundBuffers:
@@ -257,8 +251,6 @@ class RoundRun:
             exchange.masker.start_attempt(context.attempt, context.cells)
         if exchange.protection is not None:
             exchange.protection.apply(self, context.cells)
-        if exchange.has_owners:
-            return self._step_by_owners(context)
         self._transports = [transport := self._transport(context)]
         if not exchange.compares_models:
             self._run_pipeline(context, partial(self._exchange_bucket, transport))
@@ -280,10 +272,7 @@ class RoundRun:
             if is_merged or self._buffers.copy is not ModelCopy.NONE:
                 self._layout.look_up()  # local steps may have moved tensors since
             stepped, is_step = set(), context.source is None  # else what was agreed on last has come to all cells
-            if exchange.global_model is not None and exchange.has_owners:
-                if is_step:
-                    exchange.global_model.commit_step(self.fragment, results)
-            elif exchange.global_model is not None and (is_step or not exchange.global_model.has_optimizer):
+            if exchange.global_model is not None and (is_step or not exchange.global_model.has_optimizer):
                 for transfer, bucket, new in exchange.global_model.step(self.fragment, results, context.scale):
                     stepped.add(transfer.number)
                     if exchange.residuals is not None and transfer.number in stages:
@@ -376,56 +365,6 @@ class RoundRun:
         if transfer.cell_group is not None:
             yield from share_in_cell(self._link, self.profile, transfer, bucket, memory.out, memory.result)
         self._write(transfer, bucket, memory)
-
-    def _step_by_owners(self, context: RoundContext) -> RoundContext:
-        """Combine all parts, step them, and hand them out; a step counts once the round is committed."""
-        exchange, place = self._exchange, control_device(self._exchange.round_groups.world)
-        assert exchange.global_model is not None, "kept where there is a step beyond the mean"
-        # All ranks use the same bits of what cells count for, those of the first one.
-        numbers = torch.tensor([context.scale, *context.counts], dtype=torch.float64, device=place)
-        lost = self._tell_all(numbers)
-        scale, *counts = numbers.tolist()
-        context = replace(context, scale=scale, counts=tuple(counts))
-        self._transports = [transport := self._transport(context)]
-        if lost is not None:
-            transport.lose(lost)
-        self._run_pipeline(context, partial(self._reduce, transport))
-        with self.profile.capture_failure("step"):
-            stages = exchange.results | exchange.staging.stages  # parts are combined where they cross
-            exchange.global_model.prepare_step(self.fragment, stages, context.scale)
-        for table in exchange.global_model.handed_out(self.fragment):
-            self._run_pipeline(context, partial(self._hand_out, transport, table))
-        return context
-
-    def _reduce(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
-        """Combine this rank's part of a bucket that has owners; take another one across and back."""
-        if not transfer.is_owned:
-            yield from self._exchange_bucket(transport, transfer, bucket)
-        elif transfer.is_sent_here(bucket):
-            memory = self._read(transfer, bucket)
-            yield from transport.reduce(transfer, bucket, memory.values, memory.out)
-
-    def _hand_out(
-        self,
-        transport: CrossCellTransport,
-        table: Mapping[int, torch.Tensor] | None,
-        transfer: GroupTransfer,
-        bucket: Bucket,
-    ) -> Iterator[int]:
-        """Bring what the owners of parts have stepped, or a table of it, to all cells, and round inside this one."""
-        if not transfer.is_owned:
-            return
-        if table is None:
-            memory = self._acquire(transfer, bucket)
-            out, result = memory.out, memory.result
-        else:
-            out = result = table[transfer.number][bucket.start : bucket.stop]
-        if transfer.is_sent_here(bucket):
-            yield from transport.hand_out(transfer, bucket, out)
-        elif transfer.cell_group is not None:  # in step with the rank that does
-            yield self._link.pause(transfer)
-        if transfer.cell_group is not None:
-            yield from share_in_cell(self._link, self.profile, transfer, bucket, out, result)
 
     def _gather(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
         """Take one bucket to the other cells, and keep what comes back until all have been compared."""

@@ -338,8 +338,6 @@ class GroupTransfer:
     depth: int = IN_FLIGHT
     # in two hops, by bucket the cell that combines all of it; None where each cell combines a part
     combiners: tuple[int | None, ...] = ()
-    # in two hops, whether who combines a part takes the server's step for it, too, and hands out the new values
-    is_owned: bool = False
     # the GPU from which NCCL sends inside cells, where values cross in the host's memory
     home_device: torch.device | None = None
 
@@ -441,9 +439,8 @@ def plan_transfers(
             limit = min(limit, -(-group.numel // (IN_FLIGHT * turns)))  # all have some to send
         buckets = tuple(group.buckets(max(1, limit)))
         codec = codecs.get(group.codec) if topology.cells > 1 else None  # nothing crosses in one cell
-        is_owned = options.server_step == "owner" and group.is_stepped
-        taken = "two_hop" if is_owned else "all_gather"  # what is taken from one cell needs no combining
-        if group.rule == "average" and not is_owned:
+        taken = "all_gather"  # what is taken from one cell needs no combining
+        if group.rule == "average":
             taken = form_of(group.numel * dtype.itemsize, topology.cells, form, is_exact=codec is None)
         depth = _depth_of(buckets, dtype, turns, topology.cells, taken)
         reduce_scatter = taken == "two_hop"
@@ -469,7 +466,6 @@ def plan_transfers(
                 tuple(senders[key] for key in keys),
                 depth * turns,
                 combiners,
-                is_owned,
                 home_device,
             )
         )

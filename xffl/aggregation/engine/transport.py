@@ -98,8 +98,8 @@ class Link:
         return self._gathered[transfer.number][:, bucket.start : bucket.stop]
 
     def pause(self, transfer: GroupTransfer) -> int:
-        """Return for how many buckets a group's way to this cell and back pauses in all, an owned one's each way."""
-        hops = 2 if transfer.reduce_scatter and not transfer.is_owned else 1
+        """Return for how many buckets a group's way to this cell and back pauses in all."""
+        hops = 2 if transfer.reduce_scatter else 1
         return self.ahead(transfer) + transfer.depth * hops
 
     def ahead(self, transfer: GroupTransfer) -> int:
@@ -134,8 +134,7 @@ class CrossCellTransport:
     is up to one of the classes below: :class:`ExactValues`, :class:`MaskedValues`, :class:`EncodedSteps`, and for
     combiners that compare whole models :class:`GatheredValues` and :class:`GatheredSteps`; and for what one cell hands
     over :class:`SharedValues`. In the all-gather form each cell combines all of a bucket, in the reduce-scatter form
-    one part of it (:meth:`GroupTransfer.parts`), whose result a second hop sends to all cells. Where owners step their
-    parts in between, the two hops are :meth:`reduce` and :meth:`hand_out`.
+    one part of it (:meth:`GroupTransfer.parts`), whose result a second hop sends to all cells.
     """
 
     def __init__(
@@ -169,15 +168,6 @@ class CrossCellTransport:
         """Send values of a bucket from the only source to the targets; both have them in ``out`` then."""
         return self._exchange(SharedValues(self, transfer, bucket, values, out))
 
-    def reduce(self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor, out: torch.Tensor) -> Iterator[int]:
-        """Exchange a bucket like :meth:`exchange`, as far as this cell's part of the result."""
-        kind = ReducedSteps if self.is_encoded(transfer) else ExactValues
-        return self._first_hop(kind(self, transfer, bucket, values, out))
-
-    def hand_out(self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor) -> Iterator[int]:
-        """Send what has become of this cell's part of a bucket to the other cells, and receive theirs."""
-        return self._first_hop(NewValues(self, transfer, bucket, values, values))
-
     def gather(self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor) -> Iterator[int]:
         """Exchange a bucket like :meth:`exchange`, but only keep what arrives, for :meth:`combine_gathered`."""
         kind = GatheredSteps if self.is_encoded(transfer) else GatheredValues
@@ -186,15 +176,6 @@ class CrossCellTransport:
         return self._exchange(kind(self, transfer, bucket, values, values))
 
     def _exchange(self, payload: ExactValues) -> Iterator[int]:
-        transfer, bucket = payload.transfer, payload.bucket
-        yield from self._first_hop(payload)
-        if transfer.reduce_scatter:
-            works = self._post(transfer, bucket, 2, *payload.second_hop())
-            yield transfer.depth
-            self._arrive(works)
-        payload.finish()
-
-    def _first_hop(self, payload: ExactValues) -> Iterator[int]:
         transfer, bucket = payload.transfer, payload.bucket
         works: list[Work] = []
         receive = payload.receive
@@ -208,6 +189,11 @@ class CrossCellTransport:
         yield transfer.depth
         self._arrive(works)
         payload.combine()
+        if transfer.reduce_scatter:
+            works = self._post(transfer, bucket, 2, *payload.second_hop())
+            yield transfer.depth
+            self._arrive(works)
+        payload.finish()
 
     def lose(self, lost: RuntimeError) -> None:
         """Where cells are worlds of their own, go on without one and let all others know; else raise the error."""
@@ -461,35 +447,6 @@ class EncodedSteps(ExactValues):
                 self._combine_codes(self._mean)
             self._feedback.advance(self.bucket, self._mean, self.out)
         self._release()
-
-
-class ReducedSteps(EncodedSteps):
-    """What a bucket differs by from the last agreed state, as far as the mean of this cell's part.
-
-    Its owner steps that part and hands out what it has become as it is: what a code would leave out of it would be
-    missing in the model, while the server goes on from it.
-    """
-
-    def combine(self) -> None:
-        """Move this cell's part of the agreed state by the mean of what the codes say."""
-        part = self._parts[self.here]
-        with self.transport.profile.capture_failure("combine"):
-            self._combine_codes(self._mean[part])
-            start, stop = (self.bucket.start + bound for bound in (part.start, part.stop))
-            self._feedback.advance(self.bucket._replace(start=start, stop=stop), self._mean[part], self.out[part])
-        self._release()
-
-
-class NewValues(ExactValues):
-    """The parts of a bucket that their owners have combined and stepped."""
-
-    def _prepare(self) -> None:
-        parts = self.transfer.cut(self.bucket, self.values)
-        self.send = dict.fromkeys(self.others, parts[self.here])
-        self.receive = {cell: parts[cell] for cell in self.others}
-
-    def combine(self) -> None:
-        """Leave what has arrived where it is."""
 
 
 class GatheredValues(ExactValues):
