@@ -443,8 +443,8 @@ def test_contributing_says_where_things_are() -> None:
         assert name in names, f"{file} has no {name}"
 
 
-PRIVATE = {"torch.distributed.tensor._random"}
-"""What has no public way: how torch makes up random numbers for DTensors on GPUs."""
+PRIVATE = {"torch.distributed.tensor._random", "torch.utils._python_dispatch.TorchDispatchMode"}
+"""What has no public way: how torch makes up random numbers for DTensors on GPUs, and what sees every operator."""
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))

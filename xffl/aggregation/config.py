@@ -16,7 +16,7 @@ from xffl.aggregation.algorithms.clients import Client
 from xffl.aggregation.algorithms.schedules import EverySteps, Schedule, schedule_of
 from xffl.aggregation.contributions import unwrap
 from xffl.aggregation.hierarchical import Levels, read_levels
-from xffl.aggregation.options import check_merge
+from xffl.aggregation.options import REMOVED, check_merge, refuse_removed
 from xffl.aggregation.report import RoundReport
 from xffl.checks import integer, one_of
 from xffl.distributed.distributed_state import DistributedState
@@ -181,6 +181,8 @@ def _check_keywords(options: Mapping[str, Any]) -> None:
     parameters = inspect.signature(Aggregator).parameters.values()
     known = [one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
     for name in options:
+        if name in REMOVED:
+            refuse_removed([name])
         one_of("aggregator option", name, known)
 
 
