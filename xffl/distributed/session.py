@@ -63,7 +63,7 @@ from xffl.distributed.mistakes import claimed_place, own_place, raise_at_meeting
 from xffl.distributed.parameters import DeviceParameters, ElasticParameters
 from xffl.distributed.places import PlaceBook, check_world_size
 from xffl.distributed.stores import agents_store, arrive, has_agents_store, join_store, serve_store
-from xffl.distributed.uncaught import note_end, tell_once
+from xffl.distributed.uncaught import keep_store, note_end, tell_once
 from xffl.errors import ConfigError, LaunchError, StateError, TopologyError, XfflError
 from xffl.topology import Topology
 
@@ -345,6 +345,7 @@ def cleanup_distributed_process_group(
                     "ended or does something else, see their output"
                 ) from broken
             is_together = True
+            keep_store()
             state.activity.end(_lesson_of(state))
     finally:
         if not is_together:
