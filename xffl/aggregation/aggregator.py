@@ -111,8 +111,8 @@ class Aggregator:
         --kind combine`` with its options (``krum:faulty=1``, or a mapping), a dotted path, or a
         :class:`~xffl.aggregation.algorithms.combiners.Combiner`. One that compares whole models (Krum, geometric
         median) keeps all cells' shards on each sender, ``C`` copies.
-    :param server: The server (outer) optimizer, which sees the way from the mean back to the last agreed model as a
-        gradient: a name (``fedadam:lr=0.03``, ``torch.optim.AdamW:lr=0.1``), a mapping, or a
+    :param server: The server (outer) optimizer, which gets ``global - mean`` (the pseudo-gradient) as its gradient: a
+        name (``fedadam:lr=0.03``, ``torch.optim.AdamW:lr=0.1``), a mapping, or a
         :class:`~xffl.aggregation.algorithms.server.ServerOptimizer`. With it, each rank keeps the last agreed values of
         what it holds in fp32, and the optimizer's state. The model must be the same in all cells when the Aggregator is
         made.

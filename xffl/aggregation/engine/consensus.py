@@ -83,7 +83,7 @@ def check_rounds(statuses: Sequence[RoundStatus], topology: Topology) -> None:
             "nowhere"
         )
     for cell, (start, stop) in enumerate(pairwise(topology.offsets)):
-        # What a rank says that cannot take part does not count; it tells why afterwards.
+        # Ignore failed ranks here; their reasons are gathered after the vote.
         modes = {status.merge_text for status in statuses[start:stop] if not status.is_failed}
         if len(modes) > 1:
             raise RoundError(
@@ -130,7 +130,7 @@ def cell_weights(statuses: Sequence[RoundStatus], topology: Topology) -> tuple[f
 
 
 class RoundBroken(RoundError):
-    """A round was not taken, by nobody, since ranks lost each other; others may make it again."""
+    """No rank took the round, because ranks lost each other; the cells that are left may repeat it."""
 
 
 class RoundInDoubt(RoundBroken):
@@ -142,7 +142,7 @@ class RoundInDoubt(RoundBroken):
 
 
 AFRESH = "start the processes anew, or end the process group on all ranks and join again"
-"""What helps where messages may be under way that nobody waits for: another aggregator would get them."""
+"""Advice where messages may be in flight that nobody receives: a new aggregator on the same group would get them."""
 
 
 @dataclass(frozen=True)
