@@ -54,7 +54,8 @@ class ElasticRound:
     """A delayed round of an elastic federation; :meth:`merge` ends it on all ranks of the cell."""
 
     def __init__(self, merge: Callable[[bool], RoundReport], begun: Sequence[PendingRound]) -> None:
-        self._merge, self._begun = merge, begun
+        self._merge = merge
+        self._begun = begun
 
     def merge(self, *, keeps_steps: bool = True) -> RoundReport:
         """Wait for the round and merge its result into the model, as :meth:`xffl.aggregation.PendingRound.merge`."""
@@ -92,12 +93,15 @@ class ElasticAggregator:
         # Before this cell meets others, which would get the same error.
         check_lone_cell(model, state, is_reduced_by_caller=bool(options.get("gradients_reduced_by_caller", False)))
         self.fragments: int = options.get("fragments", 1)
-        self.overlaps, self.is_closed = bool(options.get("overlap")), False
+        self.overlaps = bool(options.get("overlap"))
+        self.is_closed = False
         # A late cell takes over all parts of the model as they were last agreed on.
         self._keeps_agreed = any(options.get(name) for name in ("server", "privacy", "norms", "combine"))
         if self.fragments != 1:
             self._keeps_agreed = options["norms"] = True
-        self.model, self._state, self._options = model, state, options
+        self.model = model
+        self._state = state
+        self._options = options
         self.under_way: ElasticRound | None = None
         self._federation = ElasticFederation(state)
         self._groups = self._make_groups()
@@ -115,7 +119,8 @@ class ElasticAggregator:
         self._is_leaving = False
         # Whether another round may follow: the cells met for the last one, all know its end, and not all have finished.
         self._has_others = True
-        self._tries, self._opened_at = 0, 0.0
+        self._tries = 0  # of the next round
+        self._opened_at = 0.0  # when the first of them began
         self._exchange_s = 0.0
 
     def _make_groups(self) -> Groups:
@@ -175,7 +180,8 @@ class ElasticAggregator:
         In a new federation all cells take over the model of the lowest one. A late cell waits for the next round of the
         others. ``prepare`` is called before each try. Raises MeetingLeft where ``is_stopping`` returns True.
         """
-        is_agreed, has_taken_over = self._federation.standing.version.is_agreed, False
+        is_agreed = self._federation.standing.version.is_agreed
+        has_taken_over = False
         while True:
             # A round that was in doubt was taken: the model is the others' already, and they wait for this round.
             if self.open(is_stopping=is_stopping) is not None:
@@ -234,7 +240,8 @@ class ElasticAggregator:
         where a model or an option is the reason, as :meth:`xffl.Aggregator.participate` does, or where the cells cannot
         reach each other.
         """
-        is_absent, epoch = given.is_absent or self.is_behind, self._opened()
+        is_absent = given.is_absent or self.is_behind
+        epoch = self._opened()
         source = epoch.index_of(epoch.first) if epoch.behind else None
         given = replace(given, is_absent=is_absent, is_finished=self._is_leaving, source=source)
         least = None if epoch.behind else least_divergence
@@ -308,11 +315,14 @@ class ElasticAggregator:
             report = run()
             end = RoundEnd.REFUSED if report is not None and report.is_skipped else RoundEnd.TAKEN
         except RoundBroken as broken:
-            end, error = RoundEnd.IN_DOUBT if isinstance(broken, RoundInDoubt) else RoundEnd.BROKEN, broken
+            end = RoundEnd.IN_DOUBT if isinstance(broken, RoundInDoubt) else RoundEnd.BROKEN
+            error = broken
         except XfflError as wrong:
-            end, error = RoundEnd.REFUSED, wrong
+            end = RoundEnd.REFUSED
+            error = wrong
         except RuntimeError as lost:  # the group could not be made, or broke while models were compared
-            end, error = RoundEnd.BROKEN, RoundBroken(str(lost))
+            end = RoundEnd.BROKEN
+            error = RoundBroken(str(lost))
         if end in (RoundEnd.BROKEN, RoundEnd.IN_DOUBT):
             federation.poison()
         aggregator = self._aggregator
@@ -349,7 +359,8 @@ class ElasticAggregator:
     def _note_taken(self, aggregator: Aggregator, epoch: Epoch, report: RoundReport | None) -> None:
         """Note what the next round starts from, and whether this cell took the model over."""
         self._last = aggregator
-        is_behind, standing = self._federation.cell in epoch.behind, self._federation.standing
+        is_behind = self._federation.cell in epoch.behind
+        standing = self._federation.standing
         if is_behind or epoch.total_weight > standing.total_weight:
             standing.adopt_weight(epoch.total_weight)
         if report is not None and epoch.base.is_agreed:  # in the first round a model is taken over, and no step counts
@@ -488,7 +499,8 @@ class ElasticAggregator:
             self.under_way.discard()
             self.under_way = None
         self._federation.drop()  # the next round gets a new aggregator, which starts from what is loaded
-        self._aggregator = self._doubted = None
+        self._aggregator = None
+        self._doubted = None
         self._federation.standing.refuse()
 
     def inherit_vote(self, file: Path) -> None:
@@ -501,7 +513,8 @@ class ElasticAggregator:
     def close(self) -> None:
         """Leave the other cells, which go on without this one; local."""
         self.is_closed = True
-        self._aggregator = self._doubted = None
+        self._aggregator = None
+        self._doubted = None
         self._federation.leave()
 
     def state_dict(self) -> dict[str, Any]:

@@ -469,7 +469,8 @@ class _MovingTensors:
     """The tensors of a model that a round moves, as a checkpoint's part."""
 
     def __init__(self, manifest: Manifest, *, is_export: bool) -> None:
-        self._entries, self._is_export = manifest.moving, is_export
+        self._entries = manifest.moving
+        self._is_export = is_export
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the tensors; an export has the mean of what the cell's ranks have made each for itself."""

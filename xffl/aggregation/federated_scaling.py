@@ -87,7 +87,7 @@ class FederatedScaling:
         fragments.
     :param algorithm: An algorithm's name, with options: keywords for the aggregator and for here, which hold where
         nothing is given.
-    :param hooks: What the loop wants to be asked by its rounds (:class:`xffl.aggregation.rounds.hooks.LoopHooks`).
+    :param hooks: What the loop wants to be asked by its rounds (:class:`xffl.aggregation.LoopHooks`).
     :raises ConfigError: if an argument is invalid or differs between ranks, or the aggregator is another model's; on
         all ranks alike.
 

@@ -81,7 +81,7 @@ class ElasticRoundReport(RoundReport):
     :param restarts: How often each of ``cells`` was started again before.
     :param left: The cells that had left for good before: they had finished, or are not started again.
     :param told: What each of ``cells`` has told the others at the meeting for this round, see
-        :class:`xffl.aggregation.rounds.hooks.LoopHooks`.
+        :class:`xffl.aggregation.LoopHooks`.
     """
 
     cells: tuple[int, ...] = ()
@@ -170,7 +170,9 @@ class _Phase:
     __slots__ = ("_from", "_is_noting", "_name", "_profile", "_span", "_start")
 
     def __init__(self, profile: RoundProfile, name: str, *, is_noting: bool) -> None:
-        self._profile, self._name, self._is_noting = profile, name, is_noting
+        self._profile = profile
+        self._name = name
+        self._is_noting = is_noting
 
     def __enter__(self) -> None:
         self._start = time.perf_counter()
