@@ -197,9 +197,7 @@ def contenders(
     for kind, atomic in KINDS.items():
         calls[f"round, {kind}"] = xffl.Aggregator(model, state, atomic=atomic, **asked).aggregate
     if options.server is not None:
-        for step in ("everywhere", "owner"):
-            made = xffl.Aggregator(model, state, server=options.server, server_step=step, **asked)
-            calls[f"{options.server}, {step}"] = made.aggregate
+        calls[options.server] = xffl.Aggregator(model, state, server=options.server, **asked).aggregate
     if options.beside == "torchft":
         calls["torchft's DiLoCo"] = torchft_round(model, state)
     is_still = options.codec == "none" and options.server is None

@@ -205,7 +205,6 @@ CONTENDERS: dict[str, Callable[[Bench], Contender]] = {
     "int8": _round(codec="int8"),
     "int4": _round(codec="int4"),
     "diloco": _round(server="diloco"),
-    "diloco_owner": _round(server="diloco", server_step="owner"),
     "all_reduce": _all_reduce,
     "every_replica": _every_replica,
     "hsdp_step": _hsdp_step,

@@ -65,7 +65,6 @@ def options_of(**asked: Any) -> Options:
         "fragments": 1,
         "overlap": False,
         "norms": False,
-        "server_step": "auto",
     }
     return Options.of(**{**usual, **asked})
 

@@ -31,7 +31,7 @@ from torch.optim.lr_scheduler import StepLR
 import xffl
 from tests.ports import free_port
 from tests.worlds import be_launched, run_world
-from xffl.aggregation import aggregator, elastic
+from xffl.aggregation import elastic
 from xffl.aggregation.algorithms.clients import Scaffold, local
 from xffl.aggregation.algorithms.server import ServerOptimizer
 from xffl.aggregation.elastic import ElasticAggregator
@@ -75,7 +75,6 @@ class Plan:
     biases: dict[int, float] = field(default_factory=dict)  # what a cell gives to the last round
     tokens: dict[int, str] = field(default_factory=dict)  # of cells that know another one than the run's
     doubles: dict[int, int] = field(default_factory=dict)  # cells that say they are another one
-    is_unlike: bool = False  # each rank computes a little different from all others
     hsdp: int | None = None
 
 
@@ -149,12 +148,10 @@ def member(rank: int, world: int, plan: Plan) -> Told:
     os.environ["XFFL_TOKEN"] = plan.tokens.get(cell, "the run's own token")
     told, used = Told(cell), 0
     elastic = ElasticParameters(lighthouse=plan.url, **plan.parameters)
-    unlike = mock.patch.object(aggregator, "arithmetic_of", return_value=float(os.getpid()))
     number, cells = plan.doubles.get(cell, cell), len(plan.sizes) - len(plan.doubles)
     with (
         xffl.session(cell=number, cells=cells, hsdp=plan.hsdp, elastic=elastic, timeout_s=60) as state,
         mock.patch.object(federation, "DOUBLE_S", 2.0),
-        unlike if plan.is_unlike else contextlib.nullcontext(),
     ):
         (Path(plan.folder) / str(rank)).write_text(str(os.getpid()))
         while not plan.late and len(os.listdir(plan.folder)) < world:
@@ -303,22 +300,10 @@ def test_a_cell_that_is_silent_is_given_up(lighthouse: str) -> None:
         assert one.seconds[4] < 20.0  # messages may take ten seconds
 
 
-class Unlike(torch.optim.Adam):
-    """A server optimizer whose steps, and what it keeps, are a little different in every process."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step(closure)
-        for tensor in self.param_groups[0]["params"]:
-            if tensor.grad is not None:
-                for kept in (tensor.data, self.state[tensor]["exp_avg"], self.state[tensor]["exp_avg_sq"]):
-                    kept.add_(1e-9 * os.getpid())
-
-
 SERVERS = {
     "fedadam": "fedadam:lr=0.02",
     "fedyogi": "fedyogi:lr=0.02",
     "momentum": "fedavgm:lr=0.1",
-    "unlike": ServerOptimizer(Unlike, {"lr": 0.02}),
     "schedule": ServerOptimizer(torch.optim.AdamW, {"lr": 0.02}, partial(StepLR, step_size=2, gamma=0.9)),
 }
 
@@ -326,16 +311,14 @@ SERVERS = {
 OPTIONS: dict[str, dict[str, Any]] = {
     **{name: {"server": SERVERS[name]} for name in ("fedadam", "fedyogi", "momentum")},
     "fragments": {"server": SERVERS["schedule"], "fragments": 3},  # which needs norms, too
-    "owners": {"server": SERVERS["unlike"]},  # by choice, since ranks compute unlike
-    "owners of fragments": {"server": SERVERS["unlike"], "fragments": 2, "server_step": "owner"},
 }
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_late_cell_of_another_size_takes_over_the_model_and_the_server(lighthouse: str, name: str) -> None:
     # The lowest cell is the late one: neither its integer buffers nor anything else of it may count.
-    options, is_unlike = OPTIONS[name], name == "owners"
-    told = run(lighthouse, (3, 2, 1), late=(0,), rounds=60, step_s=0.02, options=options, is_unlike=is_unlike)
+    options = OPTIONS[name]
+    told = run(lighthouse, (3, 2, 1), late=(0,), rounds=60, step_s=0.02, options=options)
     check_alike(told, is_whole="fragments" not in options)
     assert all(one.starts_equal for one in told)
     late = [one for one in told if one.cell == 0]
@@ -348,7 +331,7 @@ def test_a_late_cell_of_another_size_takes_over_the_model_and_the_server(lightho
     assert before.weights[first - 1][0] == 0.0
     assert late[0].weights[first][0] > 0
     assert len(set(before.agreed.values())) == len(before.agreed)
-    if "fragments" in options and "server_step" not in options:
+    if "fragments" in options:
         norms = before.norms[first]
         assert norms is not None and min(norms) > 0
 
@@ -587,8 +570,8 @@ def test_corrections_of_cells_add_up_to_zero_also_where_a_round_was_in_doubt(lig
 
 
 @pytest.mark.parametrize("phase", ["exchange", "half", "told"])
-def test_where_owners_step_no_part_of_the_server_is_lost_with_a_cell(lighthouse: str, phase: str) -> None:
-    told = run(lighthouse, mortal=(2, 3), fault=f"1:0:{phase}:3", options=OPTIONS["owners"], is_unlike=True)
+def test_no_part_of_the_server_is_lost_with_a_cell(lighthouse: str, phase: str) -> None:
+    told = run(lighthouse, mortal=(2, 3), fault=f"1:0:{phase}:3", options=OPTIONS["fedadam"])
     survivors = [one for one in told if one.cell != 1]
     assert len(survivors) == 3
     check_alike(told)
@@ -598,11 +581,9 @@ def test_where_owners_step_no_part_of_the_server_is_lost_with_a_cell(lighthouse:
         assert len(set(one.agreed.values())) == len(one.agreed)
 
 
-def test_replicas_of_owners_do_not_wait_for_a_cell_that_was_lost(lighthouse: str) -> None:
+def test_replicas_do_not_wait_for_a_cell_that_was_lost(lighthouse: str) -> None:
     """It is lost behind the first vote, of which not all ranks of the other cell have heard when it is."""
-    told = run(
-        lighthouse, (3, 3), mortal=(0, 1, 2), fault="0:1:opened:3", options=OPTIONS["owners"], is_unlike=True, hsdp=1
-    )
+    told = run(lighthouse, (3, 3), mortal=(0, 1, 2), fault="0:1:opened:3", options=OPTIONS["fedadam"], hsdp=1)
     assert [one.cell for one in told] == [1, 1, 1]
     check_alike(told)
     for one in told:
@@ -885,7 +866,7 @@ HANDED_OVER: dict[str, dict[str, Any]] = {
     "nothing trained": {"norms": True},  # nor in the first round of all, which is none of agreed models
     "momentum": {"server": SERVERS["momentum"], "overlap": True},  # as behind local steps
     "fragments": OPTIONS["fragments"],
-    "owners": {"server": SERVERS["fedadam"], "server_step": "owner"},
+    "server": {"server": SERVERS["fedadam"]},
     "codec": {"codec": "int8", "form": "two_hop"},
     "privacy": {"privacy": {"name": "dp_fedavg", "clip": 0.1, "noise": 0.5}},
 }

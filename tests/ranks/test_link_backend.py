@@ -110,10 +110,8 @@ HANDED_ROUND: list[dict[str, Any]] = [
     *({"form": "all_gather"}, {"form": "two_hop"}, {"rails": True}, {"atomic": False}, {"fragments": 2, "count": 4}),
     *({"behind": True}, {"behind": 0.5, "rails": True}, {"atomic": False, "rails": True, "codec": "int8", "count": 3}),
     *({"codec": "int8", "count": 3}, {"codec": "topk:0.1", "behind": True, "count": 3}, {"norms": True, "rails": True}),
-    *({**STEPPED, "server_step": step} for step in ("everywhere", "owner")),
-    *({**STEPPED, "server_step": step, "rails": True, "norms": True} for step in ("everywhere", "owner")),
-    *({**STEPPED, "server_step": step, "codec": "int8", "count": 3} for step in ("everywhere", "owner")),
-    *({**STEPPED, "server_step": step, "behind": True, "rails": True} for step in ("everywhere", "owner")),
+    *(STEPPED, {**STEPPED, "rails": True, "norms": True}),
+    *({**STEPPED, "codec": "int8", "count": 3}, {**STEPPED, "behind": True, "rails": True}),
     *({"combine": "median"}, {"combine": "geometric_median", "rails": True}, {"nonfinite": "drop_cell"}),
     *({"privacy": Privacy(clip=1.0, noise=1.0, seed=1)}, {"secure": True}),
 ]

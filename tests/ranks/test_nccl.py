@@ -138,8 +138,7 @@ def options_of(layout: Layout) -> tuple[dict[str, Any], ...]:
 
 BUFFERS, CELL = "aggregation/engine/buffers.py", "aggregation/engine/cell.py"
 CODED = {"model": "little", "bucket_bytes": 2**10}
-OWNED = {"server": "fedadam:lr=0.03", "server_step": "owner"}
-STEPPED = {"server": "fedadam:lr=0.03", "server_step": "everywhere"}
+STEPPED = {"server": "fedadam:lr=0.03"}
 ROUNDS: dict[str, tuple[tuple[int, ...], int | None, tuple[dict[str, Any], ...]]] = {
     "one cell, fsdp": ((), None, ({}, {"behind": True})),
     "one cell, hsdp": ((), 2, ({},)),
@@ -149,16 +148,16 @@ ROUNDS: dict[str, tuple[tuple[int, ...], int | None, tuple[dict[str, Any], ...]]
     "eight": ((4, 4), 2, ({"rails": True, "model": "little"},)),
     "levels": ((1,) * 4, None, ({"groups": (2, 2)}, {"groups": (1, 3), "codec": "bf16"})),
     "levels, hsdp": ((2, 1, 2), 1, ({"groups": (2, 1), "every": 2},)),
-    "owners": (
+    "server": (
         (2, 2),
         1,
         (
-            {**OWNED, "rails": True, "norms": True, "count": 2},
-            {**OWNED, "codec": "int8", "count": 3, **CODED},
-            {**OWNED, "behind": 0.5, "fragments": 2, "count": 3},
+            {**STEPPED, "rails": True, "norms": True, "count": 2},
+            {**STEPPED, "codec": "int8", "count": 3, **CODED},
+            {**STEPPED, "behind": 0.5, "fragments": 2, "count": 3},
         ),
     ),
-    "owners of three cells": ((1, 2, 1), None, ({**OWNED, "privacy": PRIVATE, "model": "little"}, {**OWNED})),
+    "server of three cells": ((1, 2, 1), None, ({**STEPPED, "privacy": PRIVATE, "model": "little"}, {**STEPPED})),
     "krum": ((1,) * 5, None, ({"combine": "krum:faulty=1", "model": "little"},)),
     **{f"pairs of options, {cells}, {hsdp}": (cells, hsdp, ()) for cells, hsdp in CHOICES["layout"]},
 }
@@ -227,20 +226,15 @@ LINKED: dict[str, tuple[tuple[int, ...], int | None, tuple[dict[str, Any], ...]]
         ({"form": "all_gather", "model": "buffers"}, {"form": "two_hop", "codec": "int8", "count": 3, **CODED}),
     ),
     "replicas, compared": ((3, 2, 2), 1, ({"combine": "geometric_median"}, {"combine": "median", "rails": True})),
-    "replicas, stepped everywhere": (
+    "replicas, stepped": (
         (2, 1),
         1,
         ({**STEPPED}, {**STEPPED, "codec": "int8", "count": 3, **CODED}, {**STEPPED, "behind": True, "rails": True}),
     ),
-    "replicas, stepped by owners": (
-        (2, 4),
-        1,
-        ({**OWNED, "rails": True, "norms": True}, {**OWNED, "codec": "int8", "count": 3}, {**OWNED, "behind": 0.5}),
-    ),
     "replicas, private": (
         (2, 1, 2),
         1,
-        ({"privacy": PRIVATE}, {"secure": True}, {"privacy": PRIVATE, "behind": True, **OWNED}),
+        ({"privacy": PRIVATE}, {"secure": True}, {"privacy": PRIVATE, "behind": True, **STEPPED}),
     ),
     "three cells": ((1, 2, 1), None, ({"form": "two_hop"}, {"combine": "median"}, {"secure": True})),
     "levels": ((2, 1, 2), 1, ({"groups": (2, 1), "every": 2},)),
@@ -298,7 +292,7 @@ def test_no_nccl_group_crosses_cells_and_no_payload_goes_over_gloo_inside(name: 
         assert handed_round(traces, cells) == replicas
 
 
-@pytest.mark.parametrize("options", [{}, OWNED], ids=str)
+@pytest.mark.parametrize("options", [{}, STEPPED], ids=str)
 def test_gloo_hands_results_round_where_no_gpu_does(options: dict[str, Any]) -> None:
     """What the records are for: they do tell of it."""
     traces, races = traces_of(4, rounds, (2, 2), 1, options, link_backend="gloo", plant=without_a_home_gpu)
@@ -329,7 +323,6 @@ COPIED: list[tuple[int | None, dict[str, Any]]] = [
     (2, {"behind": True}),
     (2, {"behind": 0.5}),
     (2, {"atomic": False}),
-    (2, {"server": "fedadam:lr=0.03", "server_step": "owner"}),
     (1, {"combine": "median", "form": "all_gather"}),
 ]
 

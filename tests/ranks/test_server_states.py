@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,9 +15,7 @@ from tests.ranks.test_algorithms import vector
 from tests.ranks.test_protected import moved, same_bits
 from tests.ranks.test_round import make_state
 from tests.worlds import run_world
-from xffl.aggregation import aggregator as aggregator_module
 from xffl.aggregation.algorithms.server import ServerOptimizer
-from xffl.aggregation.engine.global_model import GlobalModel
 
 
 class Lazy(torch.optim.Optimizer):
@@ -55,19 +52,12 @@ class Sizes(nn.Module):
         self.alone = nn.Parameter(torch.ones((), dtype=torch.float64))
 
 
-def rounds(
-    state: xffl.DistributedState, begin: int, shape: tuple[int, ...], *, keeps_all: bool, **options: Any
-) -> nn.Module:
+def rounds(state: xffl.DistributedState, begin: int, shape: tuple[int, ...], **options: Any) -> nn.Module:
     """Make rounds, and go on from a state before what is late comes, and from one behind it."""
 
     def make() -> xffl.Aggregator:
         server = ServerOptimizer(Lazy, {"begin": begin, "shape": shape})
-
-        def make_global(*given: Any, **more: Any) -> GlobalModel:  # as where cells may be lost
-            return GlobalModel(*given, **{**more, "keeps_all": keeps_all})
-
-        with mock.patch.object(aggregator_module, "GlobalModel", make_global):
-            return xffl.Aggregator(model, state, server=server, **options)
+        return xffl.Aggregator(model, state, server=server, **options)
 
     model = Sizes()
     aggregator = make()
@@ -80,11 +70,7 @@ def rounds(
     return model
 
 
-WAYS: list[dict[str, Any]] = [
-    {"bucket_bytes": nbytes, "server_step": step, "keeps_all": keeps_all}
-    for nbytes in (8, 2**20)
-    for step, keeps_all in (("everywhere", False), ("owner", False), ("owner", True))
-]
+WAYS: list[dict[str, Any]] = [{"bucket_bytes": nbytes} for nbytes in (8, 2**20)]
 
 
 def alike(rank: int, world_size: int, begin: int, shape: tuple[int, ...]) -> None:
@@ -92,21 +78,11 @@ def alike(rank: int, world_size: int, begin: int, shape: tuple[int, ...]) -> Non
     state = make_state(rank, (1, 1), None)
     ends = {}
     for way in WAYS:
-        if begin > PROBED and way["keeps_all"]:
-            with pytest.raises(
-                xffl.RoundError, match="all ranks keep .* rank 0 .*'late' .* rank 1 .*'late' .*: first,"
-            ):
-                rounds(state, begin, shape, **way)
-            continue
         model = rounds(state, begin, shape, **way)
         assert same_bits(model, world_size) and np.isfinite(vector(model)).all()
         ends[str(way)] = vector(model)
     for way, end in ends.items():
-        np.testing.assert_array_equal(end, ends[str(WAYS[3])], way)
-
-
-PROBED = 5
-"""Steps that a server's optimizer is tried out for."""
+        np.testing.assert_array_equal(end, ends[str(WAYS[1])], way)
 
 
 @pytest.mark.parametrize("begin, shape", [(1, (1,)), (3, ()), (7, ())])

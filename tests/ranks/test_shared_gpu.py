@@ -33,7 +33,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "behind steps": {"every": 2, "delay": 1, "aggregator": {"overlap": True}},
     "coded": {"every": 2, "aggregator": {"codec": "bf16", "form": "two_hop"}},
     "server": {"every": 2, "algorithm": "diloco"},
-    "owners": {"every": 2, "algorithm": "diloco", "aggregator": {"server_step": "owner"}},
 }
 
 

@@ -101,7 +101,22 @@ def test_all_entrances_take_the_same_forms() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["4,,2", "4;2", "4,x", "4.5,2", "9" * 5000, "4,2,auto", "auto:0", "hosts:[", "file:", "x"]
+    "text",
+    [
+        "4,,2",
+        "4;2",
+        "4,x",
+        "4.5,2",
+        "\uff19",
+        "4,\u0664",
+        "auto:\uff12",
+        "9" * 5000,
+        "4,2,auto",
+        "auto:0",
+        "hosts:[",
+        "file:",
+        "x",
+    ],
 )
 def test_all_entrances_refuse_alike(text: str) -> None:
     ways: dict[str, Callable[[], object]] = {
@@ -121,7 +136,7 @@ def test_all_entrances_refuse_alike(text: str) -> None:
     assert len(told) == 1
 
 
-@pytest.mark.parametrize("text", ["two", "2.0", "2,2", "9" * 5000])
+@pytest.mark.parametrize("text", ["two", "2.0", "2,2", "\uff12", "9" * 5000])
 def test_a_replica_size_is_a_number(text: str) -> None:
     for way in (lambda: read_replica_size(text, "hsdp"), lambda: requested_federation({"XFFL_HSDP": text})):
         with pytest.raises(

@@ -418,6 +418,21 @@ def test_files_that_others_may_have_written_are_read_up_to_a_limit() -> None:
     assert calls == set().union(*READ_WITHOUT_LIMIT.values()), "use read_bytes or read_text of xffl.files with a limit"
 
 
+def test_digits_are_those_of_ascii() -> None:
+    """Texts become numbers by ``decimal`` and ``real`` of xffl.checks; Python reads the digits of every script."""
+    found = []
+    for path in SOURCES:
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        calls = [node for node in nodes if isinstance(node, ast.Call) and "re.ASCII" in map(ast.unparse, node.args)]
+        in_ascii = {id(part) for call in calls for part in ast.walk(call)}
+        for node in nodes:
+            is_test = isinstance(node, ast.Attribute) and node.attr in ("isdigit", "isdecimal", "isnumeric")
+            is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in in_ascii
+            if (is_test and path.name != "checks.py") or (is_text and r"\d" in node.value):
+                found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+    assert found == []
+
+
 def test_contributing_says_where_things_are() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     rows = re.findall(r"^\| .+ \| \[(.+)\]\(\1\) \| `(\w+)` \|$", text, re.MULTILINE)
@@ -428,8 +443,8 @@ def test_contributing_says_where_things_are() -> None:
         assert name in names, f"{file} has no {name}"
 
 
-PRIVATE = {"torch.distributed.tensor._random"}
-"""What has no public way: how torch makes up random numbers for DTensors on GPUs."""
+PRIVATE = {"torch.distributed.tensor._random", "torch.utils._python_dispatch.TorchDispatchMode"}
+"""What has no public way: how torch makes up random numbers for DTensors on GPUs, and what sees every operator."""
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xffl.aggregation.mean import CHUNK
+from xffl.aggregation.arithmetic import CHUNK
 from xffl.aggregation.options import Options
 from xffl.aggregation.privacy import Accountant, Keystream, Noise, Privacy, privatize
 from xffl.errors import CheckpointError, ConfigError, RoundError

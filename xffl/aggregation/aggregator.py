@@ -17,9 +17,10 @@ from torch.profiler import record_function
 from xffl.aggregation.algorithms.combiners import Combiner
 from xffl.aggregation.algorithms.server import ServerOptimizer
 from xffl.aggregation.compression import Codec, ResidualStore
+from xffl.aggregation.engine.arithmetic_check import compare_arithmetic, flushes_subnormals, processor_number
 from xffl.aggregation.engine.buffers import Layout, ModelCopy
 from xffl.aggregation.engine.consensus import (
-    Outcome,
+    AgreedRound,
     PreparedRound,
     RoundCoordinator,
     RoundInput,
@@ -32,7 +33,7 @@ from xffl.aggregation.engine.consensus import (
 from xffl.aggregation.engine.coverage import check_gradients
 from xffl.aggregation.engine.exchange import Exchange, RoundRun
 from xffl.aggregation.engine.first_round import FirstRound, ValueDigest
-from xffl.aggregation.engine.global_model import GlobalModel, check_start, choose_server_step
+from xffl.aggregation.engine.global_model import GlobalModel, check_start
 from xffl.aggregation.engine.global_state import load_memory, share_global_model
 from xffl.aggregation.engine.groups import MergeMode, RoundScope, RoundStatus, select_groups
 from xffl.aggregation.engine.plan import digest, plan_groups, plan_transfers
@@ -50,8 +51,7 @@ from xffl.aggregation.engine.tensors import (
     gather_replica_tensors,
 )
 from xffl.aggregation.engine.transport import Link
-from xffl.aggregation.mean import arithmetic_of
-from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, Options, check_merge
+from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, Options, check_merge, refuse_removed
 from xffl.aggregation.privacy import Accountant, Privacy, SecureSum, make_masker
 from xffl.aggregation.report import Background, PendingRound, RoundProfile, RoundReport
 from xffl.costs import EXCHANGE_FORMAT
@@ -120,9 +120,6 @@ class Aggregator:
     :param secure: Let cells see only the sum of what they send, by pairwise masks: True, or a
         :class:`~xffl.aggregation.privacy.SecureSum`. Twice the bytes of fp32; at least three cells.
     :param norms: Measure the norm of each cell's update, for reports and for rounds that depend on it.
-    :param server_step: Who takes a step beyond the mean. ``everywhere``: each rank; refused where ranks compute unlike
-        (kinds of processors, versions of torch). ``owner``: who combines a part in ``two_hop``, and sends exact new
-        values. ``auto``: ``owner`` where ranks compute unlike, else ``everywhere``.
     :param extra: Tensors that are averaged beside the model's, such as control variates.
     :param gradients_reduced_by_caller: Take a model of which nothing tells that its gradients are reduced over the
         ranks of a cell, since the training loop does so itself. Without it each parameter that trains is refused that
@@ -157,9 +154,9 @@ class Aggregator:
         privacy: Privacy | Mapping[str, Any] | None = None,
         secure: bool | SecureSum = False,
         norms: bool = False,
-        server_step: str = "auto",
         extra: nn.Module | None = None,
         gradients_reduced_by_caller: bool = False,
+        **removed: object,
     ) -> None:
         if not dist.is_initialized():
             raise StateError("torch.distributed is not initialized; open xffl.session(), or call init_process_group")
@@ -168,6 +165,7 @@ class Aggregator:
 
         def read() -> tuple[Options, Manifest]:
             self.check()
+            refuse_removed(removed)
             options = Options.of(
                 combine=combine,
                 server=server,
@@ -181,7 +179,6 @@ class Aggregator:
                 fragments=fragments,
                 overlap=overlap,
                 norms=norms,
-                server_step=server_step,
             )
             _check_extra(extra, fragments)
             return options, Manifest(self._read_masters(), policies, codec, extra)
@@ -191,8 +188,17 @@ class Aggregator:
         )
         server = options.server
         places = [scope.device, *([] if server is None or server.device is None else [torch.device(server.device)])]
-        self._device, self._arithmetic = scope.device, arithmetic_of(*places)
-        self._options = choose_server_step(options, self._arithmetic, scope)
+        self._device = scope.device
+        self._options = options
+        moving: Sequence[TensorInfo] = self._manifest.moving if replica_tensors is None else replica_tensors.moving
+        compare_arithmetic(
+            places,
+            combiner=options.combiner,
+            codecs=[one for one in self._manifest.codecs.values() if one is not None],
+            cells=scope.topology.cells,
+            has_fp64=any(tensor.dtype in (torch.float64, torch.complex128) for tensor in moving),
+            group=scope.world,
+        )
         self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         # The global model, what servers keep and buffers outlive this call: a later round writes them outside of an
         # inference mode in which this is called.
@@ -207,7 +213,7 @@ class Aggregator:
             round_groups=self._round_groups,
             axes=axes[scope.topology.cell_of(scope.rank)],
             replica_tensors=replica_tensors,
-            arithmetic=self._arithmetic,
+            processor=processor_number(*places),
             is_private=options.privacy is not None or options.secure is not None,
         )
         self._marks: list[torch.cuda.Event] = []  # for all rounds' profiles
@@ -329,14 +335,13 @@ class Aggregator:
         status = RoundStatus(
             round=self.rounds + 1,
             weight=count,
+            is_flushing=self._device.type == "cpu" and flushes_subnormals(),
             is_uniform=given.weight is None,
             is_absent=given.is_absent,
             is_finished=given.is_finished,
             is_nonfinite=findings is not None and bool(findings.nonfinite),
             is_failed=error is not None,
             is_encoding=residuals is not None and residuals.is_encoding(fragment),
-            squares_fit_fp32=findings is not None and findings.squares_fit_fp32,
-            arithmetic=self._arithmetic,
             merge=merge,
             alpha=alpha if error is None and alpha is not None else 0.0,
             norm=0.0 if findings is None else findings.norm,
@@ -551,7 +556,7 @@ class Aggregator:
                     part.forget()
 
     def _conclude(
-        self, outcome: Outcome, start: float, *, is_merged: bool = False, alpha: float | None = None
+        self, outcome: AgreedRound, start: float, *, is_merged: bool = False, alpha: float | None = None
     ) -> RoundReport:
         """Write what was agreed into the model."""
         if not outcome.is_skipped:
@@ -576,7 +581,7 @@ class Aggregator:
         self._activity.note_round()
         return outcome.report(time.perf_counter() - start)
 
-    def _write(self, outcome: Outcome, *, is_merged: bool, alpha: float | None) -> None:
+    def _write(self, outcome: AgreedRound, *, is_merged: bool, alpha: float | None) -> None:
         """Write the new values into the model, or into ZeRO's masters and from there."""
         if self._masters is not None:
             self._masters.read_again()
@@ -716,7 +721,6 @@ def _make_exchange(
     least, fragments = options.bucket_bytes, options.fragments
     items = manifest.items(topology, axes, replica_tensors, least_bytes=least, fragments=fragments)
     plan = f"{digest(items, topology)}, {least} bytes a bucket, form={options.form_of_groups}, rails={options.rails}"
-    plan += f", server_step={options.server_step}" if options.server_step == "owner" else ""
     check_consistent("exchange plans", plan, group=scope.world)
     masker = None
     if options.secure is not None:
@@ -745,7 +749,7 @@ def _make_exchange(
     # On all ranks or on none, also on one that encodes nothing itself.
     has_codecs = any(manifest.codecs.values()) and topology.cells > 1
     residuals = ResidualStore(transfers, link.feedback, plan) if has_codecs else None
-    model = GlobalModel(transfers, layout, options, link.device, keeps_all=is_lone) if options.needs_agreed else None
+    model = GlobalModel(transfers, layout, options, link.device) if options.needs_agreed else None
     exchange = Exchange(layout, transfers, link, options=options, global_model=model, residuals=residuals)
     if model is not None:
         if not scope.goes_on:

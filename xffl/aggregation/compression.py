@@ -367,7 +367,7 @@ def pack(numbers: torch.Tensor, bits: int, block: int, out: torch.Tensor) -> Non
         out.view(torch.int8).copy_(numbers)
         return
     for data, first, second in _pairs(out.view(torch.int8), numbers, block):
-        first[:, : second.shape[1]].add_(second, alpha=16)
+        first[:, : second.shape[1]].add_(second * 16.0)
         data.copy_(first)
 
 
@@ -380,7 +380,7 @@ def unpack(data: torch.Tensor, bits: int, block: int, out: torch.Tensor) -> None
         first.copy_(both)
         # The first number is less than half of 16, so rounding finds the second.
         torch.mul(first[:, : second.shape[1]], 1 / 16, out=second).round_()
-        first[:, : second.shape[1]].sub_(second, alpha=16)
+        first[:, : second.shape[1]].sub_(second * 16.0)
 
 
 def largest_positions(values: torch.Tensor, count: int) -> torch.Tensor:
@@ -575,7 +575,7 @@ class ResidualStore:
         if state["plan"] != self._plan:
             raise CheckpointError(
                 f"the codecs' memory is that of another exchange ({state['plan']}) than this one ({self._plan}); "
-                "resume with the same model, federation, bucket_bytes, form, rails, server_step and codec"
+                "resume with the same model, federation, bucket_bytes, form, rails and codec"
             )
         self.forget()
         for place, feedback in self._feedback.items():

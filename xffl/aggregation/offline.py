@@ -562,7 +562,7 @@ def _aggregate(
         first = None if start is None else check_path(start)
         outer = OfflineServer(optimizer, check_path(state), values, first, opened)
     report = _StageProgress(progress, size_bytes)
-    context = _check_values(exports, context, report)
+    _check_values(exports, report)
     if not is_tried:
         _write(target, exports, context, combiner, outer, report, made_of)
     return made
@@ -628,23 +628,19 @@ def _context(exports: Sequence[_Export], combiner: Combiner, weights: Sequence[f
     return weigh_cells(context, combiner)
 
 
-def _check_values(exports: Sequence[_Export], context: RoundContext, report: _StageProgress) -> RoundContext:
-    """Refuse values that are not finite, and note how the others may be combined, as the ranks of a round do."""
-    squares_fit_fp32 = True
+def _check_values(exports: Sequence[_Export], report: _StageProgress) -> None:
+    """Refuse values that are not finite, as the ranks of a round do."""
     for name, (policy, *_) in exports[0].values["tensors"].items():
         kind = exports[0].kind(name)
         for box in boxes(*kind) if policy == "average" else ():
             for export in exports:
                 values = export.read(name, box)
-                if not math.isfinite(sum_of_squares(values).item()):
-                    if not values.isfinite().all():
-                        raise CheckpointError(
-                            f"{export.path}: tensor {name!r} of cell {export.values['cell']} has values that are not "
-                            "finite; nothing was combined"
-                        )
-                    squares_fit_fp32 = False
+                if not math.isfinite(sum_of_squares(values).item()) and not values.isfinite().all():
+                    raise CheckpointError(
+                        f"{export.path}: tensor {name!r} of cell {export.values['cell']} has values that are not "
+                        "finite; nothing was combined"
+                    )
             report("inspected", math.prod(box[1]) * kind[0].itemsize)
-    return replace(context, is_fused=False)
 
 
 def _write(
@@ -691,5 +687,5 @@ def _combine(
     if isinstance(combiner, Coordinatewise):
         combined(combiner.combine, values, out)
     else:
-        weighted_mean(values, [context.counts[cell] for cell in context.cells], out, is_fused=context.is_fused)
+        weighted_mean(values, [context.counts[cell] for cell in context.cells], out)
     return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +21,15 @@ from xffl.naming import Writer
 if TYPE_CHECKING:
     from xffl.aggregation.engine.tensors import Manifest
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "Options", "check_merge"]
+__all__ = ["DEFAULT_BUCKET_BYTES", "REMOVED", "Options", "check_merge", "refuse_removed"]
 
 
 NONFINITE = ("reject", "drop_cell")
 
-SERVER_STEPS = ("auto", "everywhere", "owner")
+REMOVED = {
+    "server_step": "each rank takes the server's step of what it holds now, with equal bits on all ranks; leave it out"
+}
+"""Options that there were once, and what has come in their place"""
 
 DEFAULT_BUCKET_BYTES = 4 * 2**20
 """Bytes of a bucket where nothing is said: enough to hide a call's cost, few enough to overlap."""
@@ -47,7 +51,6 @@ class Options:
     privacy: Privacy | None
     secure: SecureSum | None
     norms: bool
-    server_step: str = "auto"
 
     def __str__(self) -> str:
         return ", ".join(f"{one.name}={_text(getattr(self, one.name))}" for one in fields(self))
@@ -62,20 +65,6 @@ class Options:
         """Whether the last agreed model is kept."""
         return self.has_norms or self.combiner.has_scale or self.server is not None or self.privacy is not None
 
-    @property
-    def has_step(self) -> bool:
-        """Whether new values lie beyond the mean: a server optimizer or a combiner's scale takes them there."""
-        return self.combiner.has_scale or self.server is not None
-
-    @property
-    def owner_conflict(self) -> str | None:
-        """What keeps each part from being stepped by its owner alone; ``None`` where nothing does."""
-        if self.secure is not None:
-            return "secure=True"
-        if self.form_of_groups == "all_gather":
-            return "form='all_gather'" if self.form != "auto" else f"{_text(self.combiner)} without form='two_hop'"
-        return None
-
     @classmethod
     def of(cls, *, combine: object, server: object, privacy: object, secure: object, **plain: Any) -> Options:
         """Read the options of an aggregator; raise ConfigError if one is invalid, or two do not go together; local."""
@@ -86,7 +75,6 @@ class Options:
             one_of(switch, plain[switch], (True, False))
         one_of("nonfinite", plain["nonfinite"], NONFINITE)
         one_of("form", plain["form"], FORMS)
-        one_of("server_step", plain.get("server_step", "auto"), SERVER_STEPS)
         combiner = make("combine", combine, writer=Writer.USER)
         if not isinstance(combiner, Coordinatewise | WeightedCombiner):
             raise ConfigError(
@@ -119,11 +107,6 @@ class Options:
             )
         if self.form == "two_hop" and compares:
             raise ConfigError(f"form='two_hop' does not go with {_text(self.combiner)}, which compares whole models")
-        if self.server_step == "owner" and self.owner_conflict is not None:
-            raise ConfigError(
-                f"server_step='owner' does not go with {self.owner_conflict}: each cell combines and steps one part, "
-                "and hands it out; leave one of them out"
-            )
         if self.privacy is not None:
             if self.privacy.where == "sum" and self.secure is None:
                 raise ConfigError(
@@ -168,13 +151,6 @@ class Options:
             )
 
     @property
-    def allow_deferred_mean(self) -> bool:
-        """Whether the mean may be taken when it is written, after the last vote: nothing else reads or changes it."""
-        is_plain = self.atomic and not self.overlap and self.nonfinite == "reject" and self.secure is None
-        is_mean = isinstance(self.combiner, WeightedCombiner) and not self.combiner.needs_distances
-        return is_plain and is_mean and not self.needs_agreed
-
-    @property
     def form_of_groups(self) -> str:
         """How values reach all cells: all of them to all cells, where each cell is to judge them by itself."""
         is_mean = isinstance(self.combiner, WeightedCombiner) and not self.combiner.needs_distances
@@ -186,6 +162,14 @@ def _text(value: object) -> str:
     if type(value).__repr__ is object.__repr__:
         return f"{type(value).__module__}.{type(value).__qualname__}({vars(value)})"
     return str(value)
+
+
+def refuse_removed(names: Iterable[str]) -> None:
+    """Raise ConfigError where one is the name of an option that there is no more, TypeError for any other; local."""
+    for name in names:
+        if name not in REMOVED:
+            raise TypeError(f"Aggregator() got an unexpected keyword argument {name!r}")
+        raise ConfigError(f"aggregator option {name!r} is gone: {REMOVED[name]}")
 
 
 def check_merge(alpha: object) -> None:

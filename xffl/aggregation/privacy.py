@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from xffl.aggregation.mean import CHUNK, piece_length
+from xffl.aggregation.arithmetic import CHUNK, piece_length
 from xffl.checks import integer, number, one_of, shown
 from xffl.distributed.collectives import Group, all_gather_json
 from xffl.distributed.consistency import control_device, run_on_all_ranks

@@ -87,7 +87,7 @@ class ElasticRoundReport(RoundReport):
     :param restarts: How often each of ``cells`` was started again before.
     :param left: The cells that had left for good before: they had finished, or are not started again.
     :param told: What each of ``cells`` has told the others at the meeting for this round, see
-        :attr:`xffl.FederatedScaling.tell`.
+        :class:`xffl.aggregation.rounds.hooks.LoopHooks`.
     """
 
     cells: tuple[int, ...] = ()

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from jsonargparse import ArgumentParser, Namespace
 
+from xffl.checks import real
 from xffl.cli.main import command_parser
 from xffl.cli.numbers import size_in
 from xffl.cli.terminal import drawn_on
@@ -71,10 +72,10 @@ def _aggregate(options: Namespace) -> int:
 
 
 def _weight(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(f"--weights must be a number for each cell, such as 3,1, got {text!r}") from None
+    weight = real(text)
+    if weight is None:
+        raise ConfigError(f"--weights must be a number for each cell, such as 3,1, got {text!r}")
+    return weight
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from xffl.checks import decimal, group, index_of, shorten, shown
+from xffl.checks import decimal, group, index_of, is_decimal, shorten, shown
 from xffl.cluster.hosts import expand_hosts
 from xffl.cluster.slurm.allocation import Host
 from xffl.errors import ConfigError, LaunchError, TopologyError
@@ -118,7 +118,7 @@ def parse_federation(text: str, knob: str) -> Federation:
         return plain
     if kind in ("hosts", "file"):
         raise ConfigError(f"{knob} is {text!r}, which names nothing; write hosts:REGEX or file:PATH")
-    if not any(character.isdecimal() for character in plain):
+    if not any(map(is_decimal, plain)):
         raise ConfigError(f"{knob} is {shown(text)}; {_FORMS}")
     return parse_sizes(text, knob)
 

@@ -62,7 +62,7 @@ _MOST_RANKS = 1 << 24
 MOST_LIVES = 1 << 16
 """Lives of a cell that a vote is inherited from, at most"""
 _LATEST_NS = (1 << 63) - 1
-_LIFE = re.compile(r"(\d{1,9})\.[0-9a-f]{1,64}")
+_LIFE = re.compile(r"([0-9]{1,9})\.[0-9a-f]{1,64}")
 
 
 @dataclass(frozen=True)

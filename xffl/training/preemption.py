@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from xffl.aggregation.rounds.hooks import LoopHooks
 from xffl.checkpoint.manager import CheckpointManager
 from xffl.cluster.launch.failure import ExitCode, note_failure
 from xffl.distributed.consistency import barrier, check_consistent, gather_objects, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.world_store import clone_store
-from xffl.elastic.federation import MeetingLeft
-from xffl.errors import StateError
+from xffl.errors import MeetingLeft, StateError
 from xffl.training.callbacks.checkpoint import CheckpointCallback
 from xffl.training.callbacks.progress import ProgressCallback, ending_line, name_of
 from xffl.training.mixins.state import StateMixin
@@ -317,6 +317,7 @@ class Preemption:
         self._save: Callable[[], None] | None = None
         self._local_steps = self._most_steps = self._rounds_foreseen = 0
         self._has_asked_at_end = False
+        self._holds_rounds = False  # delayed ones, until the next step: there may be none
         self._reached: StopPoint | None = None
 
     @property
@@ -338,8 +339,13 @@ class Preemption:
         self._rounds, self._save = rounds, save
         self._local_steps, self._rounds_foreseen = rounds.local_steps, rounds.meetings + 1
         if self.signals:
-            rounds.before_final_rounds = self._before_final_rounds
-            rounds.is_stopping = self.is_stopping
+            rounds.attach(
+                LoopHooks(
+                    before_final_rounds=self._before_final_rounds,
+                    is_stopping=self.is_stopping,
+                    defers_start=lambda: self._holds_rounds,
+                )
+            )
 
     def is_due(self, step: int) -> bool:
         """Tell whether to stop here, where nothing of a step is open; local.
@@ -371,7 +377,7 @@ class Preemption:
             if rounds.meetings < point.rounds:
                 # Rounds that another rank may have entered come first, those that were held back among them.
                 return rounds.start_deferred() and self.is_due(step)
-            rounds.defer_start = True
+            self._holds_rounds = True
             if rounds.is_under_way:
                 return False
         if step < point.steps[self._cell]:
@@ -507,7 +513,7 @@ class PreemptionMixin(StateMixin, ValidationMixin):
     def take_place(self) -> bool:
         """Join the other cells of an elastic run, or leave where that is asked for while they are waited for."""
         if (rounds := self.find_rounds()) is not None:
-            rounds.is_stopping = self.preemption.is_stopping
+            rounds.attach(LoopHooks(is_stopping=self.preemption.is_stopping))
         try:
             return super().take_place()
         except MeetingLeft:

@@ -23,7 +23,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from xffl.aggregation.algorithms.combiners import total_of
-from xffl.aggregation.engine.buffers import FiniteReport
 from xffl.aggregation.engine.exchange import Exchange, RoundRun
 from xffl.aggregation.engine.groups import MergeMode, RoundScope, RoundStatus, VotePhase, all_gather_status
 from xffl.aggregation.engine.plan import RoundContext
@@ -31,15 +30,15 @@ from xffl.aggregation.options import Options
 from xffl.aggregation.report import RoundProfile, RoundReport
 from xffl.checks import number
 from xffl.distributed.collectives import Group, all_gather_json, all_reduce
-from xffl.distributed.consistency import check_consistent, control_device
+from xffl.distributed.consistency import check_consistent, control_device, ranks_text
 from xffl.distributed.faults import inject
 from xffl.distributed.waits import NamedWait
 from xffl.errors import ConfigError, RoundError, StateError, TornError, XfflError
 from xffl.topology import Topology
 
 __all__ = [
+    "AgreedRound",
     "InconsistentModel",
-    "Outcome",
     "PreparedRound",
     "RoundBroken",
     "RoundCoordinator",
@@ -74,6 +73,14 @@ def check_rounds(statuses: Sequence[RoundStatus], topology: Topology) -> None:
         raise RoundError(
             f"ranks {without} do not know the state that the codec starts from and others do; load the aggregator's "
             "state dict on every rank or on none"
+        )
+    # All computed alike when the aggregator was made.
+    flushing = [rank for rank, status in enumerate(statuses) if status.is_flushing]
+    if flushing and len(flushing) < len(statuses):
+        raise RoundError(
+            f"subnormal numbers are flushed to zero on {ranks_text(flushing)} and nowhere else, so models would drift "
+            "apart; call torch.set_flush_denormal with the same value on all ranks, before the Aggregator is made, or "
+            "nowhere"
         )
     for cell, (start, stop) in enumerate(pairwise(topology.offsets)):
         # What a rank says that cannot take part does not count; it tells why afterwards.
@@ -127,9 +134,11 @@ class RoundBroken(RoundError):
 
 
 class RoundInDoubt(RoundBroken):
-    """A round may have been taken: this rank has said yes, and could not learn what the others said."""
+    """This rank voted to commit and lost contact before it saw the result; ``context`` is what it voted for."""
 
-    context: RoundContext
+    def __init__(self, text: str, context: RoundContext) -> None:
+        super().__init__(text)
+        self.context = context
 
 
 AFRESH = "start the processes anew, or end the process group on all ranks and join again"
@@ -164,7 +173,7 @@ class PreparedRound:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AgreedRound:
     """A round that all ranks have agreed to take."""
 
     run: RoundRun  # what this rank has exchanged, and still has to write
@@ -244,7 +253,7 @@ class RoundCoordinator:
         self._atomic = options.atomic
         self._is_cross_world = scope.cross_world is not None
         self._can_wait = self._is_cross_world and options.atomic
-        self._doubted: Outcome | None = None
+        self._doubted: AgreedRound | None = None
         self._drops_cells = options.nonfinite == "drop_cell"
         limits = scope.state.timeouts
         self._opens_within_s, self._closes_within_s = limits.session_s, limits.across_s
@@ -280,7 +289,7 @@ class RoundCoordinator:
         if self._phase is not RoundPhase.CUT_OFF:
             self._phase = RoundPhase.INTERRUPTED
 
-    def run(self, prepared: PreparedRound, least_divergence: float | None = None) -> Outcome | None:
+    def run(self, prepared: PreparedRound, least_divergence: float | None = None) -> AgreedRound | None:
         """Vote, exchange, and vote on what came of it; the new values then wait to be committed.
 
         Collective over the world. Where the root mean square of the updates' norms is below ``least_divergence``, the
@@ -297,11 +306,11 @@ class RoundCoordinator:
         is_over, is_empty = self.all_finished and not any(weights), all(other.is_absent for other in statuses)
         if prepared.source is not None and (is_over or is_empty):
             context = RoundContext(weights, prepared.source, prepared.status.round, source=prepared.source)
-            return self._agree(Outcome(run, context, is_last=self.all_finished))
+            return self._agree(AgreedRound(run, context, is_last=self.all_finished))
         if is_over:
             return None
         if is_empty:
-            return Outcome(run, RoundContext(weights, 0, prepared.status.round), is_empty=True)
+            return AgreedRound(run, RoundContext(weights, 0, prepared.status.round), is_empty=True)
         if not any(weights):
             raise ConfigError(f"the weights of all cells are 0 {weights}; a round needs at least one positive weight")
         bad = {self._topology.cell_of(rank) for rank, other in enumerate(statuses) if other.is_nonfinite}
@@ -309,7 +318,7 @@ class RoundCoordinator:
         if dropped and not self._drops_cells:
             self._refuse_nonfinite(dropped, run.findings.nonfinite)
         context = self._count(statuses, weights, dropped)
-        outcome = Outcome(
+        outcome = AgreedRound(
             run,
             context,
             dropped,
@@ -323,19 +332,19 @@ class RoundCoordinator:
             squares = [context.weights[cell] * context.norms[cell] * context.norms[cell] for cell in context.cells]
             if math.sqrt(total_of(squares) / math.fsum(context.weights)) < least_divergence:
                 return replace(outcome, is_skipped=True)
-        self._check_possible(context, statuses)
+        self._check_possible(context)
         return self._agree(outcome)
 
-    def _agree(self, outcome: Outcome) -> Outcome:
+    def _agree(self, outcome: AgreedRound) -> AgreedRound:
         """Exchange, and vote on it; keep the round where it is in doubt."""
         try:
-            context, unfit = self._commit(outcome.run, outcome.context)
+            context = self._commit(outcome.run, outcome.context)
         except RoundInDoubt as doubt:
             self._doubted = replace(outcome, context=doubt.context)
             raise
-        return replace(outcome, context=context, unfit=outcome.unfit | unfit)
+        return replace(outcome, context=context)
 
-    def resolve(self) -> Outcome:
+    def resolve(self) -> AgreedRound:
         """Return the round that is in doubt, now that it is known to be taken; local."""
         outcome, self._doubted = self._doubted, None
         if outcome is None:
@@ -393,8 +402,8 @@ class RoundCoordinator:
         cells = enumerate(counted)
         return next(cell for cell, weight in cells if cell not in dropped and (weight or not self._is_cross_world))
 
-    def _check_possible(self, context: RoundContext, statuses: list[RoundStatus]) -> None:
-        """Raise, on all ranks alike, where these cells or these ranks cannot do what was asked for."""
+    def _check_possible(self, context: RoundContext) -> None:
+        """Raise, on all ranks alike, where these cells cannot do what was asked for."""
         try:
             self._exchange.check(context)
         except Exception as wrong:
@@ -402,15 +411,6 @@ class RoundCoordinator:
             raise RoundError(
                 f"round {context.number} has values of cells {context.cells}: {why}; all ranks keep their weights"
             ) from wrong
-        if self._exchange.needs_one_arithmetic and not _has_one_arithmetic(statuses):
-            kinds: dict[float, list[int]] = {}
-            for rank, status in enumerate(statuses):
-                kinds.setdefault(status.arithmetic, []).append(rank)
-            raise RoundError(
-                f"ranks {list(kinds.values())} compute on different kinds of processors or versions of torch, so a "
-                "server optimizer would take slightly different steps; run them on one kind, leave the plain mean, or "
-                "let one rank take each step (server_step='owner')"
-            )
 
     def _prepare(self, prepared: PreparedRound) -> list[RoundStatus]:
         """Vote on whether there is a round, and with what weights."""
@@ -453,16 +453,12 @@ class RoundCoordinator:
         error: XfflError | None = None
         cell = self._exchange.link.cell
         if cell in cells and found:
-            error = self._nonfinite_error(found)
+            error = RoundError(
+                f"cell {cell} holds values that are not finite in {', '.join(map(repr, found[:3]))}; all ranks keep "
+                "their weights; nonfinite='drop_cell' leaves the cell out, policy 'first' or 'local' the tensor"
+            )
         with self._exchange_reasons():
             check_consistent("finite values", "", error=error, group=self._group)
-
-    def _nonfinite_error(self, found: list[str]) -> RoundError:
-        return RoundError(
-            f"cell {self._exchange.link.cell} holds values that are not finite in {', '.join(map(repr, found[:3]))}; "
-            "all ranks keep their weights; nonfinite='drop_cell' leaves the cell out, policy 'first' or 'local' the "
-            "tensor"
-        )
 
     def _share_nonfinite(self, cells: tuple[int, ...], found: list[str]) -> dict[int, tuple[str, ...]]:
         """Return the tensors for which cells were left out; collective over the world."""
@@ -473,18 +469,14 @@ class RoundCoordinator:
             for cell in cells
         }
 
-    def _commit(self, run: RoundRun, context: RoundContext) -> tuple[RoundContext, set[int]]:
-        """Exchange and vote on the outcome; return what cells counted for, and those that sent values not finite."""
+    def _commit(self, run: RoundRun, context: RoundContext) -> RoundContext:
+        """Exchange and vote on the outcome; return what cells counted for."""
         number = context.number
         failure: Exception | None = None
-        found = FiniteReport([], False)
         # 1. Exchange. A local failure waits for the vote, so that no other rank waits for this one.
         try:
             context = run.exchange(context)
-            found = run.deferred_check.report()
             failure = run.profile.failure
-            if self._is_cross_world and self._exchange.link.cell in context.cells and found.nonfinite:
-                failure = failure or self._nonfinite_error(found.nonfinite)  # nobody is in doubt of it then
         except Exception as error:  # noqa: BLE001 - told to all ranks by the vote
             failure = error
         except BaseException as stop:
@@ -499,10 +491,8 @@ class RoundCoordinator:
             status = RoundStatus(
                 number,
                 phase=VotePhase.COMMIT,
-                is_nonfinite=bool(found.nonfinite),
                 is_failed=failure is not None,
                 is_cut_off=run.is_cut_off,
-                squares_fit_fp32=found.squares_fit_fp32,
             )
             statuses = self._gather_status(status, run.profile, self._closes_within_s)
             is_agreed = not any(other.is_failed for other in statuses)
@@ -525,7 +515,7 @@ class RoundCoordinator:
             raise self._unknown_outcome(context, why, can_wait=isinstance(error, Exception)) from why
         # 3. All ranks know the same now.
         if is_agreed:
-            return self._accept_deferred(context, statuses, found.nonfinite)
+            return context
         self._abort()
         shown = "; ".join(
             f"rank {rank} (cell {self._topology.cell_of(rank)}): {why}" for rank, why in enumerate(reasons) if why
@@ -541,9 +531,7 @@ class RoundCoordinator:
         if not (self._can_wait and can_wait):
             return TornError(text)
         self._phase = RoundPhase.CUT_OFF
-        doubt = RoundInDoubt(text)
-        doubt.context = context
-        return doubt
+        return RoundInDoubt(text, context)
 
     def _abort(self) -> None:
         """Let what a GPU was given for the round come to an end, so that the model can be read; local.
@@ -568,26 +556,10 @@ class RoundCoordinator:
                 f"{broken}; see the other ranks' output"
             ) from broken
 
-    def _accept_deferred(
-        self, context: RoundContext, statuses: list[RoundStatus], found: list[str]
-    ) -> tuple[RoundContext, set[int]]:
-        """Go on with what was found while values were sent, or refuse it; no rank has changed a weight yet then."""
-        bad = {self._topology.cell_of(rank) for rank, status in enumerate(statuses) if status.is_nonfinite}
-        if counted := tuple(sorted(cell for cell in bad if context.weights[cell])):
-            self.release()
-            self._refuse_nonfinite(counted, found)
-        if not self._is_cross_world:  # else each two holders know by themselves
-            context = replace(context, is_fused=False)
-        return context, bad
-
     def _gather_reasons(self, failure: Exception | None) -> list[str]:
         """Return each rank's reason for its no; collective over the world."""
         own = "" if failure is None else f"{type(failure).__name__}: {failure}"
         return all_gather_json(own, self._control_device, self._group)
-
-
-def _has_one_arithmetic(statuses: list[RoundStatus]) -> bool:
-    return len({status.arithmetic for status in statuses}) == 1
 
 
 _MARK = "_xffl_tear"

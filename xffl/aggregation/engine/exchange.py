@@ -10,13 +10,8 @@ Each ``yield n`` means "wake me after n more buckets were started": ``transfer.a
 and sending (over gloo), ``transfer.depth`` while a hop is on the wire, ``HOME_LAG`` while the cell gets the result.
 Pauses count starts, not seconds, so all ranks that take part in a group do the same steps in the same order.
 
-Where each part is stepped by who combines it (``server_step="owner"``), the two hops are two passes over all buckets,
-with the server's step in between.
-
-Three ways to the mean: all-gather (every cell combines all of a bucket), reduce-scatter (each cell combines a part, a
-second hop sends the results round; both in :class:`~xffl.aggregation.engine.transport.CrossCellTransport`), and
-:class:`~xffl.aggregation.engine.pairwise_swap.PairwiseSwap` (two cells swap whole buckets and take the mean while they
-write the model).
+Two ways to the mean: all-gather (every cell combines all of a bucket), and reduce-scatter (each cell combines a part, a
+second hop sends the results round); both in :class:`~xffl.aggregation.engine.transport.CrossCellTransport`.
 
 A local failure (memory, a tensor that went away) stops nothing: the rank keeps sending and receiving, so that nobody
 waits for it, and reports the failure to the vote. Only a failed communication ends an exchange.
@@ -25,7 +20,7 @@ waits for it, and reports the failure to the vote. Only a failed communication e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -48,13 +43,11 @@ from xffl.aggregation.engine.buffers import (
 )
 from xffl.aggregation.engine.cell import HOME_LAG, BucketMemory, mean_in_cell, reserve_cell_rows, share_in_cell
 from xffl.aggregation.engine.global_model import GlobalModel
-from xffl.aggregation.engine.pairwise_swap import PairwiseSwap
 from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.engine.transport import CrossCellTransport, Link, add_distances
 from xffl.aggregation.options import Options
 from xffl.aggregation.privacy import Accountant, Masker, Noise, Privacy, privatize
 from xffl.aggregation.report import RoundProfile
-from xffl.costs import MOST_IN_FLIGHT
 from xffl.distributed.collectives import broadcast
 from xffl.distributed.consistency import control_device
 
@@ -90,7 +83,6 @@ class Exchange:
         self.compares_models = self.combiner.needs_distances
         self.global_model = global_model
         self.has_norms = options.has_norms
-        self.has_owners = options.server_step == "owner"
         self.round_groups, self.masker = link.round_groups, link.masker
         # Where cells are worlds of their own, ranks of these would have the same numbers.
         rank = link.rank if self.round_groups.is_cross_world else self.round_groups.first + link.rank
@@ -112,12 +104,6 @@ class Exchange:
     def results(self) -> dict[int, torch.Tensor]:
         """Where what the cells have agreed on lies, all of it, by the number of the transfer."""
         return self.staging.stages if self.gpu_staging is None else self.staging.stages | self.gpu_staging.stages
-
-    @property
-    def needs_one_arithmetic(self) -> bool:
-        """Whether ranks compute new values by themselves, beyond the mean."""
-        has_optimizer = self.global_model is not None and self.global_model.has_optimizer
-        return not self.has_owners and (self.combiner.has_scale or has_optimizer)
 
     def check(self, context: RoundContext) -> None:
         """Raise where these cells cannot be combined as was asked; pure, the same on all ranks."""
@@ -155,8 +141,7 @@ class RoundRun:
     """One round of this rank, from the values that it reads to those that it writes.
 
     Making one is local: it makes the buffers that the round needs, and reads and checks those values of this rank that
-    are sent. What is combined when it is written is checked when it is sent, while the processor has it at hand, by
-    ``deferred_check``.
+    are sent.
     """
 
     @torch.no_grad()
@@ -166,9 +151,7 @@ class RoundRun:
         self._exchange, self._link, self._layout = exchange, exchange.link, exchange.layout
         self.fragment, self.profile = fragment, profile
         self._transfers = [transfer for transfer in exchange.transfers if transfer.group.fragment == fragment]
-        self.deferred_check = FiniteCheck(self._layout)
         self._transports: list[CrossCellTransport] = []
-        self._pairwise_swap = PairwiseSwap(self._layout, exchange.staging, self._link, profile, self.deferred_check)
         self._link.home_progress.forget()
         self._is_encoding = exchange.residuals is not None and exchange.residuals.is_encoding(fragment)
         if exchange.residuals is not None:
@@ -191,8 +174,6 @@ class RoundRun:
         """Make what a round needs, so that it does not run out of memory on its way."""
         transfers, link = self._transfers, self._link
         pauses = {transfer.number: link.pause(transfer) + HOME_LAG for transfer in transfers}
-        # What is combined late is free again once it has been sent; a few more spare small models a second packing.
-        pauses |= {t.number: min(pauses[t.number], MOST_IN_FLIGHT) for t in transfers if t.deferred_mean}
         crossing = [transfer for transfer in transfers if transfer.is_sender or not transfer.is_shared_on_gpu]
         buffers = RoundBuffers(self._exchange.staging, crossing, pauses, copy)
         self._gpu_buffers = buffers
@@ -206,8 +187,6 @@ class RoundRun:
                 link.reserve_rows(transfer, is_encoded=transfer.codec is not None and self._is_encoding)
         link.reserve(transfers)
         reserve_cell_rows(link, self._exchange.cell_rows, transfers)
-        if self._exchange.global_model is not None:
-            self._exchange.global_model.reserve_step(self.fragment)
         return buffers
 
     def _buffers_of(self, transfer: GroupTransfer) -> RoundBuffers:
@@ -223,8 +202,6 @@ class RoundRun:
         finite_check = FiniteCheck(self._layout)
         norms: list[torch.Tensor] = []
         for transfer, bucket in self._walk():
-            if transfer.deferred_mean:
-                continue
             is_sender = transfer.is_sent_here(bucket)
             is_read = keeps or transfer.group.is_mean_in_cell or is_sender
             if transfer.is_shared_on_gpu:
@@ -274,8 +251,6 @@ class RoundRun:
             exchange.masker.start_attempt(context.attempt, context.cells)
         if exchange.protection is not None:
             exchange.protection.apply(self, context.cells)
-        if exchange.has_owners:
-            return self._step_by_owners(context)
         self._transports = [transport := self._transport(context)]
         if not exchange.compares_models:
             self._run_pipeline(context, partial(self._exchange_bucket, transport))
@@ -290,26 +265,21 @@ class RoundRun:
 
     @torch.no_grad()
     def commit(self, context: RoundContext, *, is_merged: bool = False, alpha: float | None = None) -> None:
-        """Write the collected values, of a swap the mean, into the model; local. Without ``atomic`` they are there."""
+        """Write the collected values into the model; local. Without ``atomic`` they are there."""
         exchange = self._exchange
         stages, results = exchange.staging.stages, exchange.results
         with self.profile.phase("commit"):
             if is_merged or self._buffers.copy is not ModelCopy.NONE:
                 self._layout.look_up()  # local steps may have moved tensors since
             stepped, is_step = set(), context.source is None  # else what was agreed on last has come to all cells
-            if exchange.global_model is not None and exchange.has_owners:
-                if is_step:
-                    exchange.global_model.commit_step(self.fragment, results)
-            elif exchange.global_model is not None and (is_step or not exchange.global_model.has_optimizer):
+            if exchange.global_model is not None and (is_step or not exchange.global_model.has_optimizer):
                 for transfer, bucket, new in exchange.global_model.step(self.fragment, results, context.scale):
                     stepped.add(transfer.number)
                     if exchange.residuals is not None and transfer.number in stages:
                         exchange.staging.stage(transfer, bucket).copy_(new)
                     self._write_agreed(transfer, bucket, new, is_merged=is_merged, alpha=alpha)
-            deferred = [transfer for transfer in self._transfers if transfer.deferred_mean]
-            self._pairwise_swap.write(deferred, self._buffers, context)
             for transfer, bucket in self._walk() if exchange.atomic else ():
-                if not transfer.deferred_mean and transfer.number not in stepped:
+                if transfer.number not in stepped:
                     new = results[transfer.number][bucket.start : bucket.stop]
                     self._write_agreed(transfer, bucket, new, is_merged=is_merged, alpha=alpha)
             self._buffers.end_writes()
@@ -350,12 +320,9 @@ class RoundRun:
         for transfer in self._transfers:
             # Others are in step with this rank only as long as they walk the same groups; and what is asked for is sent
             # in the same order only as long as it is asked for as far ahead.
-            if transfer.pace != before or transfer.deferred_mean:
+            if transfer.pace != before:
                 pipeline.drain()
             before = transfer.pace
-            if transfer.deferred_mean:
-                self._pairwise_swap.swap(transfer, self._buffers, self._transports[-1])
-                continue
             for bucket in transfer.buckets:
                 pipeline.start(start(transfer, bucket))
         pipeline.drain()
@@ -398,56 +365,6 @@ class RoundRun:
         if transfer.cell_group is not None:
             yield from share_in_cell(self._link, self.profile, transfer, bucket, memory.out, memory.result)
         self._write(transfer, bucket, memory)
-
-    def _step_by_owners(self, context: RoundContext) -> RoundContext:
-        """Combine all parts, step them, and hand them out; a step counts once the round is committed."""
-        exchange, place = self._exchange, control_device(self._exchange.round_groups.world)
-        assert exchange.global_model is not None, "kept where there is a step beyond the mean"
-        # All ranks use the same bits of what cells count for, those of the first one.
-        numbers = torch.tensor([context.scale, *context.counts], dtype=torch.float64, device=place)
-        lost = self._tell_all(numbers)
-        scale, *counts = numbers.tolist()
-        context = replace(context, scale=scale, counts=tuple(counts))
-        self._transports = [transport := self._transport(context)]
-        if lost is not None:
-            transport.lose(lost)
-        self._run_pipeline(context, partial(self._reduce, transport))
-        with self.profile.capture_failure("step"):
-            stages = exchange.results | exchange.staging.stages  # parts are combined where they cross
-            exchange.global_model.prepare_step(self.fragment, stages, context.scale)
-        for table in exchange.global_model.handed_out(self.fragment):
-            self._run_pipeline(context, partial(self._hand_out, transport, table))
-        return context
-
-    def _reduce(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
-        """Combine this rank's part of a bucket that has owners; take another one across and back."""
-        if not transfer.is_owned:
-            yield from self._exchange_bucket(transport, transfer, bucket)
-        elif transfer.is_sent_here(bucket):
-            memory = self._read(transfer, bucket)
-            yield from transport.reduce(transfer, bucket, memory.values, memory.out)
-
-    def _hand_out(
-        self,
-        transport: CrossCellTransport,
-        table: Mapping[int, torch.Tensor] | None,
-        transfer: GroupTransfer,
-        bucket: Bucket,
-    ) -> Iterator[int]:
-        """Bring what the owners of parts have stepped, or a table of it, to all cells, and round inside this one."""
-        if not transfer.is_owned:
-            return
-        if table is None:
-            memory = self._acquire(transfer, bucket)
-            out, result = memory.out, memory.result
-        else:
-            out = result = table[transfer.number][bucket.start : bucket.stop]
-        if transfer.is_sent_here(bucket):
-            yield from transport.hand_out(transfer, bucket, out)
-        elif transfer.cell_group is not None:  # in step with the rank that does
-            yield self._link.pause(transfer)
-        if transfer.cell_group is not None:
-            yield from share_in_cell(self._link, self.profile, transfer, bucket, out, result)
 
     def _gather(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
         """Take one bucket to the other cells, and keep what comes back until all have been compared."""

@@ -1,13 +1,11 @@
-"""The last agreed model, and the server optimizer that takes it on: of what a rank holds, all, or the parts it owns."""
+"""The global model in fp32, and the server optimizer that updates it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -20,21 +18,20 @@ from xffl.aggregation.engine.tensors import TensorInfo
 from xffl.aggregation.mean import piece_length, wide_type
 from xffl.aggregation.options import Options
 from xffl.checks import shown
-from xffl.distributed.collectives import all_reduce
-from xffl.distributed.consistency import control_device, find_unequal_cells, sum_of_bits
+from xffl.distributed.consistency import find_unequal_cells, sum_of_bits
 from xffl.distributed.sharding import local_tensor, reshard
 from xffl.errors import CheckpointError, ConfigError, StateError
 from xffl.reading import Fields
 
-__all__ = ["GlobalModel", "check_saved", "check_start", "choose_server_step", "digest_of"]
+__all__ = ["GlobalModel", "check_saved", "check_start", "digest_of"]
 
 
 VECTORS = 64
 """A multiple of the elements that any CPU computes with at a time."""
 
 
-class _OwnStep(NamedTuple):
-    """What is kept of a fragment, or what a round that is not agreed yet makes of it, by the number of the transfer."""
+class _Held(NamedTuple):
+    """What is kept of a fragment, by the number of the transfer."""
 
     fragment: int
     values: dict[int, torch.Tensor]
@@ -48,11 +45,6 @@ class GlobalModel:
     A server optimizer sees, for each part of the model that is exchanged in turn, one flat tensor for each group of the
     rank; a group has the same elements in the same order on all ranks that hold it, so they all take the same step.
     Each part has its own optimizer and schedule.
-
-    With ``has_owners`` this rank steps only what it combines. With ``is_owned`` it keeps no more than that, either:
-    each element and its state is kept by one rank. Norms and privacy measure the cell's values against all of it, so a
-    copy in the model's type is kept for them where values are sent. Where cells may be lost all keep everything, and
-    owners hand out what the optimizer keeps, too.
     """
 
     def __init__(
@@ -61,41 +53,22 @@ class GlobalModel:
         layout: Layout,
         options: Options,
         device: torch.device,
-        *,
-        keeps_all: bool = False,
     ) -> None:
-        server, keeps_agreed = options.server, options.has_norms or options.privacy is not None
+        server = options.server
         self._transfers = [transfer for transfer in transfers if transfer.group.is_stepped]
         self.layout = layout
         self.device = device
-        self._is_in_turn = len({transfer.group.fragment for transfer in self._transfers}) > 1
-        self.has_owners = options.server_step == "owner"
-        self.is_owned = self.has_owners and not keeps_all
         self._kept_on = device if server is None or server.device is None else torch.device(server.device)
-        self._stepped = {transfer.number: self._stepped_of(transfer) for transfer in self._transfers}
-        whole = {transfer.number: _whole(transfer) for transfer in self._transfers}
-        self._parts = self._stepped if self.is_owned else whole
         self._values = {
             transfer.number: torch.empty(
-                sum(part.stop - part.start for _, part in self._parts[transfer.number]),
+                transfer.group.numel,
                 dtype=wide_type(transfer.dtype),
                 device=self._kept_on,
             )
             for transfer in self._transfers
         }
-        self._agreed = {  # whole, as they were written into the model
-            transfer.number: torch.empty(transfer.group.numel, dtype=transfer.dtype, device=device)
-            for transfer in self._transfers
-            if self.is_owned and keeps_agreed and transfer.is_sender
-        }
         self._sizes = {number: len(values) for number, values in self._values.items()}
-        self._own_step: _OwnStep | None = None
-        self._kept = () if server is None else server.kept_names
         self._numbers = () if server is None else server.number_names
-        self._spare: dict[tuple[int, str], torch.Tensor] = {}
-        """Where owners prepare a step, by transfer and what the optimizer keeps there; the values have no name."""
-        self._landing: dict[int, torch.Tensor] = {}
-        """Where tables of a step arrive, where the server works on a device of its own."""
         self._is_known = True
         self.has_optimizer = server is not None  # also on a rank that holds no element
         self._optimizers: dict[int, Optimizer] = {}
@@ -121,17 +94,10 @@ class GlobalModel:
         """Take the model as it is for what all cells agree on; local."""
         self.layout.look_up()
         for transfer in self._transfers:
-            at, agreed = 0, self._agreed.get(transfer.number)
-            for bucket, part in self._parts[transfer.number] if agreed is None else _whole(transfer):
+            for bucket in transfer.buckets:
                 buffer = torch.empty(bucket.stop - bucket.start, dtype=transfer.dtype, device=self.device)
                 self.layout.pack(bucket, buffer)
-                if agreed is None:
-                    self._values[transfer.number][at : at + part.stop - part.start].copy_(buffer[part])
-                    at += part.stop - part.start
-                else:
-                    agreed[bucket.start : bucket.stop].copy_(buffer)
-            if agreed is not None:
-                self._values[transfer.number].copy_(torch.cat(self._own(transfer, agreed)))
+                self._values[transfer.number][bucket.start : bucket.stop].copy_(buffer)
 
     @torch.no_grad()
     def write(self) -> None:
@@ -161,8 +127,7 @@ class GlobalModel:
 
     def written(self, transfer: GroupTransfer, bucket: Bucket) -> torch.Tensor:
         """Return a bucket as it was written into the model: in its data type, where the backend communicates from."""
-        kept = self._agreed if self.is_owned else self._values
-        return kept[transfer.number][bucket.start : bucket.stop].to(device=self.device, dtype=transfer.dtype)
+        return self._values[transfer.number][bucket.start : bucket.stop].to(device=self.device, dtype=transfer.dtype)
 
     def squared_distance(self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor) -> torch.Tensor:
         """Return the squared L2 distance of a bucket's values from the agreed ones, a number in fp64; local."""
@@ -185,97 +150,24 @@ class GlobalModel:
         were taken.
         """
         held = self._held(fragment)
-        new = _OwnStep(fragment, held.values, {number: dict(state) for number, state in held.states.items()}, {})
+        new = _Held(fragment, held.values, {number: dict(state) for number, state in held.states.items()}, {})
         yield from self._advance(means, scale, new)
         self._put(new)
         self._step_schedule(fragment)
 
-    @torch.inference_mode(False)
-    def reserve_step(self, fragment: int) -> None:
-        """Make the memory in which this rank prepares a step of what it owns, if it has none; local."""
-        for transfer in self._of(fragment) if self.has_owners else ():
-            values = self._values[transfer.number]
-            for name in ("", *self._kept):
-                if (transfer.number, name) not in self._spare:
-                    self._spare[transfer.number, name] = torch.empty_like(values)
-            if not self.is_owned and self._kept_on != self.device and transfer.number not in self._landing:
-                self._landing[transfer.number] = torch.empty_like(values, device=self.device)
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def prepare_step(self, fragment: int, means: Mapping[int, torch.Tensor], scale: float) -> None:
-        """Take the step of what this rank owns, in the means; it counts once :meth:`commit_step` is called; local."""
-        self._own_step = None  # of a round that was not taken
-        new = _OwnStep(fragment, self._spares(fragment, ""), {}, {})
-        for transfer, bucket, stepped in self._advance(means, scale, new):
-            part = transfer.parts(bucket)[transfer.cell]
-            means[transfer.number][bucket.start + part.start : bucket.start + part.stop].copy_(stepped)
-        for number, state in new.states.items() if not self.is_owned else ():
-            for name, value in state.items():
-                if self._is_of_elements(name, value, number) and value is not self._spare.get((number, name)):
-                    raise StateError(
-                        f"the server's optimizer keeps {name!r} ({value.dtype}) for each element, and owners hand "
-                        f"out what it kept when it was tried out: {', '.join(self._kept) or 'nothing'}, in fp32 or "
-                        "fp64; let it keep all from its first steps on, or give server_step='everywhere'"
-                    )
-        self._own_step = new
-
-    def handed_out(self, fragment: int) -> Iterator[Mapping[int, torch.Tensor] | None]:
-        """Yield where the others' parts of a step go, each to be filled: all tables of the step; local.
-
-        ``None`` stands for the results of the round alone.
-        """
-        if self.is_owned:
-            yield None
-        for name in () if self.is_owned else ("", *self._kept):
-            table = self._spares(fragment, name)
-            if self._kept_on == self.device:
-                yield table
-                continue
-            landing = {number: self._landing[number].copy_(values) for number, values in table.items()}
-            yield landing
-            for number, values in landing.items():
-                table[number].copy_(values)
-
-    @torch.no_grad()
-    def commit_step(self, fragment: int, means: Mapping[int, torch.Tensor]) -> None:
-        """Go on from what :meth:`prepare_step` has made; the means have the new values of all owners then; local."""
-        step, self._own_step = self._own_step, None
-        assert step is not None and step.fragment == fragment, "a round that could not step is not agreed"
-        before = self._held(fragment)
-        self._put(step)
-        self._step_schedule(fragment)
-        for transfer in self._of(fragment):
-            number = transfer.number
-            if not self.is_owned:
-                means[number].copy_(step.values[number])
-            elif number in self._agreed:
-                self._agreed[number].copy_(means[number])
-            held, free = ({"": one.values[number], **one.states.get(number, {})} for one in (step, before))
-            for name in ("", *self._kept):
-                if held.get(name) is not self._spare[number, name]:
-                    continue  # the optimizer does not keep it yet
-                if name not in free or self._is_in_turn:  # of parts in turn, only one is prepared at a time
-                    del self._spare[number, name]
-                else:
-                    self._spare[number, name] = free[name]
-
-    def _spares(self, fragment: int, name: str) -> dict[int, torch.Tensor]:
-        return {transfer.number: self._spare[transfer.number, name] for transfer in self._of(fragment)}
-
-    def _held(self, fragment: int) -> _OwnStep:
+    def _held(self, fragment: int) -> _Held:
         """Return what is kept of a fragment."""
         optimizer = self._optimizers.get(fragment)
         kept = {transfer.number: self._values[transfer.number] for transfer in self._of(fragment)}
         states: dict[torch.Tensor, dict[str, Any]] = {} if optimizer is None else optimizer.state
-        return _OwnStep(
+        return _Held(
             fragment,
             {number: values.data for number, values in kept.items()},
             {number: states[values] for number, values in kept.items() if values in states},
             {} if optimizer is None else _options_of(optimizer),
         )
 
-    def _put(self, step: _OwnStep) -> None:
+    def _put(self, step: _Held) -> None:
         """Keep other values and states of a fragment from now on."""
         for number, values in step.values.items():
             self._values[number].data = values
@@ -286,7 +178,7 @@ class GlobalModel:
             optimizer.param_groups[0].update(step.options)
 
     def _advance(
-        self, means: Mapping[int, torch.Tensor], scale: float, new: _OwnStep
+        self, means: Mapping[int, torch.Tensor], scale: float, new: _Held
     ) -> Iterator[tuple[GroupTransfer, Bucket, torch.Tensor]]:
         """Step what is kept of a fragment into the memory of ``new``, bucket by bucket; yield the new values.
 
@@ -297,32 +189,26 @@ class GlobalModel:
         old, optimizer = self._held(new.fragment), self._optimizers.get(new.fragment)
         try:
             for transfer in self._of(new.fragment):
-                number, at = transfer.number, 0
-                parts: list[tuple[Bucket | None, slice]] = [*self._stepped[number]]
-                for bucket, part in parts or [(None, slice(0, 0))]:
-                    first = 0 if bucket is None else bucket.start
-                    at = at if self.is_owned else first + part.start
-                    piece = slice(at, at := at + part.stop - part.start)
-                    mean = means[number][first + part.start : first + part.stop]
-                    values = _moved(old.values[number], new.values[number], piece)
+                number = transfer.number
+                for bucket in transfer.buckets:
+                    mean = means[number][bucket.start : bucket.stop]
+                    values = new.values[number][bucket.start : bucket.stop]
                     is_mean = optimizer is None and scale == 1.0
                     if is_mean:
                         values.copy_(mean)
                     elif optimizer is None:
                         values.sub_(self._pseudo_gradient(values, mean, scale))
                     else:
-                        self._step_piece(
-                            old, new, number, values, self._pseudo_gradient(values, mean, scale), at - len(values)
-                        )
-                    if bucket is not None:
-                        is_alike = values.dtype == mean.dtype and values.device == mean.device
-                        yield transfer, bucket, values if is_alike else mean if is_mean else mean.copy_(values)
+                        gradient = self._pseudo_gradient(values, mean, scale)
+                        self._step_piece(old, new, number, values, gradient, bucket.start)
+                    is_alike = values.dtype == mean.dtype and values.device == mean.device
+                    yield transfer, bucket, values if is_alike else mean if is_mean else mean.copy_(values)
             new.options.update({} if optimizer is None else _options_of(optimizer))
         finally:
             self._put(old)
 
     def _step_piece(
-        self, old: _OwnStep, new: _OwnStep, number: int, values: torch.Tensor, gradient: torch.Tensor, start: int
+        self, old: _Held, new: _Held, number: int, values: torch.Tensor, gradient: torch.Tensor, start: int
     ) -> None:
         """Step values, which begin at an element of a transfer's tensor, and what the optimizer keeps for them."""
         optimizer, kept = self._optimizers[new.fragment], self._values[number]
@@ -337,7 +223,7 @@ class GlobalModel:
                     optimizer.state[kept][key] = _copied(value)
                     continue
                 if key not in after:
-                    after[key] = self._room(number, key, value)
+                    after[key] = self._room(number, value)
                 optimizer.state[kept][key] = _moved(value, after[key], piece)
             optimizer.step()
             group.update({key: old.options[key] for key in options})
@@ -347,14 +233,13 @@ class GlobalModel:
                     after[key] = value
                     continue
                 if key not in after:
-                    after[key] = self._room(number, key, value)
+                    after[key] = self._room(number, value)
                 if (part := after[key][piece]).data_ptr() != value.data_ptr():
                     part.copy_(value)
 
-    def _room(self, number: int, name: str, like: torch.Tensor) -> torch.Tensor:
+    def _room(self, number: int, like: torch.Tensor) -> torch.Tensor:
         """Return memory for what the optimizer keeps for each element of a transfer, in the type of ``like``."""
-        spare = self._spare.get((number, name))
-        return spare if spare is not None and spare.dtype == like.dtype else like.new_empty(self._sizes[number])
+        return like.new_empty(self._sizes[number])
 
     def _is_of_elements(self, name: str, value: object, number: int, numel: int | None = None) -> bool:
         """Tell whether the optimizer keeps a value for each element of a transfer, or of ``numel`` of its elements.
@@ -382,36 +267,14 @@ class GlobalModel:
         torch.sub(kept.to(mean.dtype).to(kept.dtype), new.to(kept.dtype), out=out)
         return out.mul_(scale) if scale != 1.0 else out
 
-    def _stepped_of(self, transfer: GroupTransfer) -> list[tuple[Bucket, slice]]:
-        """Return what is stepped here of a group: its buckets, and of each the elements, counted in it."""
-        if not self.has_owners:
-            return _whole(transfer)
-        sent = filter(transfer.is_sent_here, transfer.buckets)
-        own = [(bucket, transfer.parts(bucket)[transfer.cell]) for bucket in sent]
-        return [(bucket, part) for bucket, part in own if part.stop > part.start]
-
-    def _own(self, transfer: GroupTransfer, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Return views of what is kept here, in a flat tensor of a whole group; at least one."""
-        if not self.is_owned:
-            return [whole]
-        own = [whole[b.start + part.start : b.start + part.stop] for b, part in self._parts[transfer.number]]
-        return own or [whole[:0]]
-
     def _of(self, fragment: int) -> list[GroupTransfer]:
         return [transfer for transfer in self._transfers if transfer.group.fragment == fragment]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the agreed model and the optimizers' states by the names of tensors, of what this rank holds.
-
-        Of what it owns they have the elements one after the other, whose places in the tensor are in ``owned``.
-        """
+        """Return the agreed model and the optimizers' states by the names of tensors, of what this rank holds."""
         state = self.plain_state()
-        if self.is_owned:
-            state["owned"] = {}
-            for _, name, _, part in self._pieces(self._values):
-                state["owned"].setdefault(name, []).append([part.start, part.stop])
         for flat, named in self.tables(state):
-            named.update(self._own_by_name(flat) if self.is_owned else self.by_name(flat))
+            named.update(self.by_name(flat))
         return state
 
     def plain_state(self) -> dict[str, Any]:
@@ -447,11 +310,15 @@ class GlobalModel:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned on this rank; bucket sizes may have changed since."""
+        if "owned" in state:
+            raise CheckpointError(
+                "the state of the server was saved in parts, each by the one rank that stepped it (server_step), and "
+                "each rank steps all that it holds now; go on from the model alone (a checkpoint's reset)"
+            )
         self.load_plain_state(state)
         self.forget()  # again, until all of it is here
         for flat, named in self.tables(state):
             self._from_names(named, flat)
-        self._from_names(state["model"], self._agreed, is_whole=True)
         self._is_known = True
 
     @torch.inference_mode(False)
@@ -497,8 +364,6 @@ class GlobalModel:
             for model in (self, last)
         )
         is_alike = mine_at == theirs_at
-        if is_alike and self.has_owners:
-            self._spare, last._spare = last._spare, {}
         for (mine, _), (theirs, _) in zip(self.tables(state), last.tables(state), strict=True):
             if is_alike:
                 for number, values in mine.items():
@@ -525,43 +390,14 @@ class GlobalModel:
     def by_name(self, flat: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Put flat tensors of whole groups together to the tensors that this rank holds."""
         named: dict[str, torch.Tensor] = {}
-        for values, name, numel, part in self._pieces(flat, is_whole=True):
+        for values, name, numel, part in self._pieces(flat):
             if name not in named:
                 named[name] = torch.empty(numel, dtype=values.dtype, device="cpu")
             named[name][part].copy_(values)
         return named
 
-    def _own_by_name(self, flat: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return what this rank owns of each tensor, piece behind piece."""
-        own: dict[str, list[torch.Tensor]] = {}
-        for values, name, _, _ in self._pieces(flat):
-            own.setdefault(name, []).append(values)
-        return {name: torch.cat(pieces).cpu() for name, pieces in own.items()}
-
-    def place_owned(
-        self, named: Mapping[str, torch.Tensor], places: Mapping[str, Sequence[Sequence[int]]], fragment: int | None
-    ) -> dict[int, torch.Tensor]:
-        """Return whole groups, of one fragment or of all, with what a state has of owned parts, and 0 elsewhere; local.
-
-        ``named`` is a table of the state, ``places`` what it has as ``owned``.
-        """
-        transfers = self._transfers if fragment is None else self._of(fragment)
-        flat = {t.number: torch.zeros(t.group.numel, dtype=wide_type(t.dtype), device=self.device) for t in transfers}
-        whole: dict[str, torch.Tensor] = {}
-        for values, name, numel, part in self._pieces(flat, is_whole=True):
-            if name not in whole:
-                whole[name] = torch.zeros(numel, dtype=values.dtype, device="cpu")
-                sizes = [stop - start for start, stop in places.get(name, ())]
-                saved = torch.split(named[name], sizes) if sizes else ()
-                for (start, stop), own in zip(places.get(name, ()), saved, strict=True):
-                    whole[name][start:stop].copy_(own)
-            values.copy_(whole[name][part])
-        return flat
-
-    def _from_names(
-        self, named: Mapping[str, torch.Tensor], flat: Mapping[int, torch.Tensor], *, is_whole: bool = False
-    ) -> None:
-        for values, name, numel, part in self._pieces(flat, is_whole=is_whole):
+    def _from_names(self, named: Mapping[str, torch.Tensor], flat: Mapping[int, torch.Tensor]) -> None:
+        for values, name, numel, part in self._pieces(flat):
             if name not in named or named[name].numel() != numel:
                 got = f"{named[name].numel()} elements" if name in named else "nothing"
                 raise CheckpointError(
@@ -570,28 +406,18 @@ class GlobalModel:
                 )
             values.copy_(named[name][part])
 
-    def _pieces(
-        self, flat: Mapping[int, torch.Tensor], *, is_whole: bool = False
-    ) -> Iterator[tuple[torch.Tensor, str, int, slice]]:
-        """Yield each piece of flat tensors, with its tensor's name and size here, and the piece's place in that.
-
-        A flat tensor has what is kept here of a group, or all of the group.
-        """
+    def _pieces(self, flat: Mapping[int, torch.Tensor]) -> Iterator[tuple[torch.Tensor, str, int, slice]]:
+        """Yield each piece of flat tensors, with its tensor's name and size here, and the piece's place in that."""
         for transfer in self._transfers:
             if transfer.number not in flat:
                 continue
             at = 0
-            for bucket, part in _whole(transfer) if is_whole else self._parts[transfer.number]:
-                begin = 0  # of the piece, in the bucket
+            for bucket in transfer.buckets:
                 for item, start, stop in bucket.pieces:
-                    first, last = max(begin, part.start), min(begin + stop - start, part.stop)
-                    if first < last:
-                        origin, numel = self.layout.held(item)
-                        shift = start - origin - begin
-                        values = flat[transfer.number][at : at + last - first]
-                        yield values, self.layout.name(item), numel, slice(first + shift, last + shift)
-                        at += last - first
-                    begin += stop - start
+                    origin, numel = self.layout.held(item)
+                    values = flat[transfer.number][at : at + stop - start]
+                    yield values, self.layout.name(item), numel, slice(start - origin, stop - origin)
+                    at += stop - start
 
 
 def _options_of(optimizer: Optimizer) -> dict[str, Any]:
@@ -618,11 +444,6 @@ def _cuts(optimizer: Optimizer, values: torch.Tensor) -> list[tuple[slice, dict[
     vectors = numel - numel % VECTORS
     cuts = [(slice(0, vectors), {"fused": True}), (slice(vectors, numel), {})]
     return [cut for cut in cuts if cut[0].stop > cut[0].start] or cuts[1:]
-
-
-def _whole(transfer: GroupTransfer) -> list[tuple[Bucket, slice]]:
-    """Return all buckets of a group, and of each all elements."""
-    return [(bucket, slice(0, bucket.stop - bucket.start)) for bucket in transfer.buckets]
 
 
 MOST_KEPT = 64
@@ -660,14 +481,6 @@ def _copied(value: Any) -> Any:
 
 CHUNK = 2**20
 """Elements of a tensor that are summed up at a time: each needs 24 bytes more."""
-
-
-def choose_server_step(options: Options, arithmetic: float, scope: RoundScope) -> Options:
-    """Decide who takes the server's step; collective over the scope where ranks are compared for it."""
-    chosen = "owner" if options.server_step == "owner" and options.has_step else "everywhere"
-    is_level = scope.groups is not None and scope.cross_world is None  # or a world of several
-    is_plain = not is_level and options.owner_conflict is None
-    return replace(options, server_step=chosen)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The state of the global model on its way between ranks: to cells that are behind, or from the owners of its parts."""
+"""The state of the global model on its way between ranks: to cells that are behind, and from checkpoints."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from xffl.aggregation.engine.cell import share_in_cell
 from xffl.aggregation.engine.exchange import BucketPipeline, Exchange
-from xffl.aggregation.engine.global_model import GlobalModel
-from xffl.aggregation.engine.groups import start_moves
 from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext
-from xffl.aggregation.engine.transport import TAG, CrossCellTransport
+from xffl.aggregation.engine.transport import CrossCellTransport
 from xffl.aggregation.report import RoundProfile
 from xffl.distributed.collectives import CrossWorldGroup
 from xffl.distributed.consistency import run_on_all_ranks
@@ -54,7 +51,7 @@ def share_global_model(exchange: Exchange, state: Mapping[str, Any], source: int
     if link.cell == source:
         inject("share")
     # As they are: each bucket in one hop.
-    plain = [replace(one, reduce_scatter=False, deferred_mean=False, codec=None) for one in exchange.transfers]
+    plain = [replace(one, reduce_scatter=False, codec=None) for one in exchange.transfers]
     for table, _ in global_model.tables(state):
         pipeline = BucketPipeline()
         for transfer in plain if is_concerned else ():
@@ -77,10 +74,8 @@ def load_memory(
 ) -> None:
     """Load an aggregator's state into the parts of its memory, by their keys.
 
-    Collective over the scope where there is a global model: what each rank has saved of what it owned is put together,
-    and for that a copy of this rank's shard goes to each other cell, once for each table. Owners may have been others,
-    and elements saved by several ranks. Raises what ``check`` and the parts raise, and CheckpointError where elements
-    are missing; on all ranks where it is collective.
+    Collective over the scope where there is a global model. Raises what ``check`` and the parts raise, on all ranks
+    where it is collective.
     """
 
     def load(given: Mapping[str, Any]) -> None:
@@ -94,9 +89,7 @@ def load_memory(
         return
     with run_on_all_ranks("what the ranks have saved", describe=_describe_difference, group=world) as share:
         check(state)
-        share(f"by {'owners' if 'owned' in state['agreed'] else 'all ranks'}, after round {state['rounds']}")
-    if "owned" in state["agreed"]:
-        state = {**state, "agreed": _joined(exchange, model, state["agreed"])}
+        share(f"after round {state['rounds']}")
     with run_on_all_ranks("what the ranks have saved", group=world):
         load(state)
 
@@ -110,80 +103,3 @@ def _describe_difference(told: Mapping[int, str]) -> CheckpointError:
     return CheckpointError(
         f"the ranks' states are not of one checkpoint: saved {shown}; load those of one on all ranks"
     )
-
-
-def _joined(exchange: Exchange, model: GlobalModel, state: Mapping[str, Any]) -> dict[str, Any]:
-    owned, world = state["owned"], exchange.round_groups.world
-    optimizers = {
-        fragment: {**saved, "elements": {key: {} for key in saved["elements"]}}
-        for fragment, saved in state["optimizers"].items()
-    }
-    joined: dict[str, Any] = {"model": {}, "optimizers": optimizers}
-    tables: list[tuple[int | None, Mapping[str, torch.Tensor], dict[str, torch.Tensor]]] = [
-        (None, state["model"], joined["model"])
-    ]
-    for fragment, saved in sorted(state["optimizers"].items()):
-        elements = optimizers[fragment]["elements"]
-        tables += [(fragment, named, elements[key]) for key, named in sorted(saved["elements"].items())]
-    with run_on_all_ranks("owned parts", group=world):
-        mask = _mask(model, state, [named for _, named, _ in tables])
-    _merge(exchange, mask)
-    with run_on_all_ranks("owned parts", group=world):
-        for name, known in model.by_name(mask).items():
-            if missing := int((known == 0).sum()):
-                raise CheckpointError(
-                    f"the ranks' states lack {missing} of {known.numel()} elements of tensor {name!r}, each of which "
-                    "one rank has saved; load those of one checkpoint on all ranks"
-                )
-    for fragment, named, into in tables:
-        flat = model.place_owned(named, owned, fragment)
-        _merge(exchange, flat)
-        into.update(model.by_name(flat))
-    return joined
-
-
-def _mask(model: GlobalModel, state: Mapping[str, Any], tables: list[Mapping[str, torch.Tensor]]) -> dict[int, Any]:
-    """Return whole groups with 1 where a state has an element, after a look at its shapes; local."""
-    sizes = {name: sum(stop - start for start, stop in places) for name, places in state["owned"].items()}
-    for table in tables:
-        for name, values in table.items():
-            if values.numel() != sizes.get(name):
-                raise CheckpointError(
-                    f"the state holds {values.numel()} elements of tensor {name!r} and places for {sizes.get(name)}"
-                )
-    try:
-        everything = {name: torch.ones(size, dtype=torch.float32) for name, size in sizes.items()}
-        return model.place_owned(everything, state["owned"], None)
-    except (KeyError, RuntimeError) as wrong:
-        raise CheckpointError(
-            f"the state's parts of tensors are those of another model or cut ({wrong}); resume with the same"
-        ) from wrong
-
-
-CHUNK = 2**26
-"""Bytes of a group that cross at a time."""
-
-
-def _merge(exchange: Exchange, flat: Mapping[int, torch.Tensor]) -> None:
-    """Bring together what the holders of each group have of it, and 0 where they have nothing; collective."""
-    link, groups = exchange.link, exchange.round_groups
-    for transfer in exchange.transfers:
-        if transfer.number not in flat:
-            continue
-        # As bytes, so that each element keeps its bits. The larger one: elements that several have stay as they are.
-        values, home = flat[transfer.number].view(torch.uint8), transfer.cell_group
-        senders = transfer.senders[0]
-        if home is not None:
-            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=home)
-        if senders[transfer.cell] == transfer.rank:
-            peers = [groups.first + senders[cell] for cell in link.others]
-            across = groups.across[0] if groups.across else None
-            for chunk in torch.split(values, CHUNK):
-                arriving = [torch.empty_like(chunk) for _ in peers]
-                receive, send = zip(arriving, peers, strict=True), ((chunk, peer) for peer in peers)
-                for work in start_moves(list(receive), list(send), across, TAG):
-                    work.wait()
-                for other in arriving:
-                    torch.maximum(chunk, other, out=chunk)
-        if home is not None:
-            dist.broadcast(values, src=groups.first + senders[transfer.cell], group=home)

@@ -80,7 +80,7 @@ class Link:
         return max(stop - start for start, stop in zip(sums, sums[under_way:] or sums[-1:], strict=False))
 
     def _takes_slot(self, transfer: GroupTransfer, bucket: Bucket) -> bool:
-        if transfer.deferred_mean or not transfer.is_sent_here(bucket):
+        if not transfer.is_sent_here(bucket):
             return False
         here = transfer.parts(bucket)[self.cell]
         return here.stop > here.start or transfer.codec is not None or self.is_masked(transfer)
@@ -98,8 +98,8 @@ class Link:
         return self._gathered[transfer.number][:, bucket.start : bucket.stop]
 
     def pause(self, transfer: GroupTransfer) -> int:
-        """Return for how many buckets a group's way to this cell and back pauses in all, an owned one's each way."""
-        hops = 2 if transfer.reduce_scatter and not transfer.is_owned else 1
+        """Return for how many buckets a group's way to this cell and back pauses in all."""
+        hops = 2 if transfer.reduce_scatter else 1
         return self.ahead(transfer) + transfer.depth * hops
 
     def ahead(self, transfer: GroupTransfer) -> int:
@@ -134,8 +134,7 @@ class CrossCellTransport:
     is up to one of the classes below: :class:`ExactValues`, :class:`MaskedValues`, :class:`EncodedSteps`, and for
     combiners that compare whole models :class:`GatheredValues` and :class:`GatheredSteps`; and for what one cell hands
     over :class:`SharedValues`. In the all-gather form each cell combines all of a bucket, in the reduce-scatter form
-    one part of it (:meth:`GroupTransfer.parts`), whose result a second hop sends to all cells. Where owners step their
-    parts in between, the two hops are :meth:`reduce` and :meth:`hand_out`.
+    one part of it (:meth:`GroupTransfer.parts`), whose result a second hop sends to all cells.
     """
 
     def __init__(
@@ -169,15 +168,6 @@ class CrossCellTransport:
         """Send values of a bucket from the only source to the targets; both have them in ``out`` then."""
         return self._exchange(SharedValues(self, transfer, bucket, values, out))
 
-    def reduce(self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor, out: torch.Tensor) -> Iterator[int]:
-        """Exchange a bucket like :meth:`exchange`, as far as this cell's part of the result."""
-        kind = ReducedSteps if self.is_encoded(transfer) else ExactValues
-        return self._first_hop(kind(self, transfer, bucket, values, out))
-
-    def hand_out(self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor) -> Iterator[int]:
-        """Send what has become of this cell's part of a bucket to the other cells, and receive theirs."""
-        return self._first_hop(NewValues(self, transfer, bucket, values, values))
-
     def gather(self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor) -> Iterator[int]:
         """Exchange a bucket like :meth:`exchange`, but only keep what arrives, for :meth:`combine_gathered`."""
         kind = GatheredSteps if self.is_encoded(transfer) else GatheredValues
@@ -186,15 +176,6 @@ class CrossCellTransport:
         return self._exchange(kind(self, transfer, bucket, values, values))
 
     def _exchange(self, payload: ExactValues) -> Iterator[int]:
-        transfer, bucket = payload.transfer, payload.bucket
-        yield from self._first_hop(payload)
-        if transfer.reduce_scatter:
-            works = self._post(transfer, bucket, 2, *payload.second_hop())
-            yield transfer.depth
-            self._arrive(works)
-        payload.finish()
-
-    def _first_hop(self, payload: ExactValues) -> Iterator[int]:
         transfer, bucket = payload.transfer, payload.bucket
         works: list[Work] = []
         receive = payload.receive
@@ -208,6 +189,11 @@ class CrossCellTransport:
         yield transfer.depth
         self._arrive(works)
         payload.combine()
+        if transfer.reduce_scatter:
+            works = self._post(transfer, bucket, 2, *payload.second_hop())
+            yield transfer.depth
+            self._arrive(works)
+        payload.finish()
 
     def lose(self, lost: RuntimeError) -> None:
         """Where cells are worlds of their own, go on without one and let all others know; else raise the error."""
@@ -225,14 +211,12 @@ class CrossCellTransport:
         with self.profile.capture_failure("combine"):
             if self.is_encoded(transfer):
                 mean = self.link.scratch[-1, : out.numel()]
-                self.combine(transfer, values, mean, is_fused=False)
+                self.combine(transfer, values, mean)
                 self.link.feedback[transfer.number].advance(bucket, mean, out)
             else:
-                self.combine(transfer, values, out, is_fused=self.context.is_fused)
+                self.combine(transfer, values, out)
 
-    def combine(
-        self, transfer: GroupTransfer, values: list[torch.Tensor], out: torch.Tensor, *, is_fused: bool
-    ) -> None:
+    def combine(self, transfer: GroupTransfer, values: list[torch.Tensor], out: torch.Tensor) -> None:
         """Combine the senders' values, in the order of the cells."""
         if transfer.group.rule == "first":
             out.copy_(values[0])
@@ -240,7 +224,7 @@ class CrossCellTransport:
             combined(self.link.combiner.combine, values, out)
         else:
             counts = [self.context.counts[cell] for cell in self.context.source_cells(transfer.group)]
-            weighted_mean(values, counts, out, is_fused=is_fused)
+            weighted_mean(values, counts, out)
 
     def _post(
         self,
@@ -338,7 +322,7 @@ class ExactValues:
         self._release()
 
     def _combine(self, values: list[torch.Tensor], out: torch.Tensor) -> None:
-        self.transport.combine(self.transfer, values, out, is_fused=self.transport.context.is_fused)
+        self.transport.combine(self.transfer, values, out)
 
     def second_hop(self) -> tuple[Mapping[int, torch.Tensor], Mapping[int, torch.Tensor]]:
         """Return what to send of the result and where to receive the others' results, by the other cell."""
@@ -446,7 +430,7 @@ class EncodedSteps(ExactValues):
         rows = [self.link.scratch[row, : out.numel()] for row in range(len(self.sources))]
         for cell, row in zip(self.sources, rows, strict=True):
             self._feedback.decode(self._codes[cell], row)
-        self.transport.combine(self.transfer, rows, out, is_fused=False)
+        self.transport.combine(self.transfer, rows, out)
 
     def second_hop(self) -> tuple[Mapping[int, torch.Tensor], Mapping[int, torch.Tensor]]:
         """Return the codes of this cell's result and where to receive the others', by the other cell."""
@@ -463,35 +447,6 @@ class EncodedSteps(ExactValues):
                 self._combine_codes(self._mean)
             self._feedback.advance(self.bucket, self._mean, self.out)
         self._release()
-
-
-class ReducedSteps(EncodedSteps):
-    """What a bucket differs by from the last agreed state, as far as the mean of this cell's part.
-
-    Its owner steps that part and hands out what it has become as it is: what a code would leave out of it would be
-    missing in the model, while the server goes on from it.
-    """
-
-    def combine(self) -> None:
-        """Move this cell's part of the agreed state by the mean of what the codes say."""
-        part = self._parts[self.here]
-        with self.transport.profile.capture_failure("combine"):
-            self._combine_codes(self._mean[part])
-            start, stop = (self.bucket.start + bound for bound in (part.start, part.stop))
-            self._feedback.advance(self.bucket._replace(start=start, stop=stop), self._mean[part], self.out[part])
-        self._release()
-
-
-class NewValues(ExactValues):
-    """The parts of a bucket that their owners have combined and stepped."""
-
-    def _prepare(self) -> None:
-        parts = self.transfer.cut(self.bucket, self.values)
-        self.send = dict.fromkeys(self.others, parts[self.here])
-        self.receive = {cell: parts[cell] for cell in self.others}
-
-    def combine(self) -> None:
-        """Leave what has arrived where it is."""
 
 
 class GatheredValues(ExactValues):

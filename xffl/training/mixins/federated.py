@@ -18,7 +18,9 @@ from xffl.aggregation.config import RoundArguments, validate_round_config
 from xffl.aggregation.engine.tensors import Manifest
 from xffl.aggregation.exports import RoundPlan, agreed_global, export_cell, load_agreed_global
 from xffl.aggregation.federated_scaling import FederatedScaling
+from xffl.aggregation.options import REMOVED
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
+from xffl.aggregation.rounds.hooks import LoopHooks
 from xffl.checks import index_of, integer_fields, one_of
 from xffl.cluster.cells import parse_cell
 from xffl.distributed.distributed_state import set_data_place
@@ -81,6 +83,7 @@ class FederationConfig:
         for name in ("every", "delay"):
             value = getattr(self, name)
             object.__setattr__(self, name, value if index_of(value) is None else index_of(value))
+        self._forget_removed()
         plan = {name: getattr(self, name) for name in ("delay", "alpha", "client", "aggregator")}
         is_asked = self.every is not None or self.algorithm is not None
         if self.max_samples is not None:
@@ -99,6 +102,14 @@ class FederationConfig:
                     f"federation.{name} {value!r} is for rounds, and there are none; give federation.every, or "
                     "leave it out"
                 )
+
+    def _forget_removed(self) -> None:
+        """Leave out options that a configuration of before may have and that change no result."""
+        if removed := sorted(self.aggregator.keys() & REMOVED.keys()):
+            kept = {name: value for name, value in self.aggregator.items() if name not in REMOVED}
+            object.__setattr__(self, "aggregator", kept)
+            for name in removed:
+                warnings.warn(f"federation.aggregator: {name} is ignored: {REMOVED[name]}", stacklevel=2)
 
     def _check_max_samples(self, is_asked: bool) -> None:
         """Refuse a limit on the samples of all cells where nobody counts them."""
@@ -370,11 +381,10 @@ class FederatedMixin(ValidationMixin):
             alpha=asked.alpha,
             client=asked.client,
             algorithm=asked.algorithm,
+            # A delayed round starts when all of a step is done. Were it under way when the one before it is told of, a
+            # checkpoint that is saved then would wait for cells that have not come to it.
+            hooks=LoopHooks(tell=self._tell_cells, defers_start=lambda: True),
         )
-        # A delayed round starts when all of a step is done. Were it under way when the one before it is told of, a
-        # checkpoint that is saved then would wait for cells that have not come to it.
-        self._scaling.defer_start = True
-        self._scaling.tell = self._tell_cells
         return self._scaling
 
     def perform_validation_epoch(self, over: str = "cell") -> dict[str, float]:
