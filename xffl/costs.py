@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from xffl.checks import decimal, integer, one_of
+from xffl.checks import decimal, integer, one_of, real
 from xffl.errors import ConfigError
 
 __all__ = [
@@ -155,10 +155,7 @@ def read_codec(name: object) -> CodecSpec:
     options: dict[str, Any] = {}
     if kind == "topk":
         density = parts.pop(0) if parts else ""
-        try:
-            options["density"] = float(density)
-        except ValueError:
-            options["density"] = 0.0
+        options["density"] = real(density) or 0.0
         if not 0 < options["density"] <= 1:
             raise ConfigError(
                 f"codec {name!r}: the density, the share of values that it sends, must be a number above 0 and at most "
@@ -172,7 +169,7 @@ def read_codec(name: object) -> CodecSpec:
             raise ConfigError(f"codec {name!r}: option {part!r} is unknown or given twice; {knob}")
         options[key] = value
         if key == "block":
-            number = int(value) if value.isascii() and decimal(value) is not None else value
+            number = value if decimal(value) is None else decimal(value)
             options[key] = integer(f"codec {name!r}: block", number, 1, MAX_BLOCK, hint="give block=64")
         else:
             one_of(f"codec {name!r}: {key}", value, known[key], hint=f"give {key}={known[key][0]}")

@@ -266,18 +266,6 @@ def told_of_a_delay(rank: int, world_size: int) -> None:
 # Votes ----------------------------------------------------------------------------------------------------------------
 
 
-def unlike_processors(rank: int, world_size: int) -> None:
-    """Where ranks compute otherwise, the mean is taken, and what they compute by themselves is refused."""
-    state = make_state(rank, (1, 1), None)
-    aggregator = xffl.Aggregator(linear(seed=rank), state)
-    served = xffl.Aggregator(linear(), state, server="fedadam")
-    aggregator.aggregate()
-    aggregator._arithmetic = served._arithmetic = float(rank)
-    assert aggregator.aggregate().round == 2
-    with pytest.raises(xffl.RoundError, match="different kinds of processors"):
-        served.aggregate()
-
-
 def interrupted_in_place(rank: int, world_size: int) -> None:
     """What is interrupted while it writes into the model has torn it."""
     state = make_state(rank, (1, 1), None)
@@ -452,7 +440,7 @@ def connected(rank: int, world_size: int) -> None:
         *((2, case) for case in (failed_code, fragments_start_exact, measured, counted_apart, few_packed)),
         (2, merged_by_size),
         *((2, case) for case in (moved_meanwhile, counters, rounded_once, told_of_a_delay)),
-        *((2, case) for case in (unlike_processors, interrupted_in_place, other_start)),
+        *((2, case) for case in (interrupted_in_place, other_start)),
         (3, masks_apart),
         *((4, case) for case in (home_bytes, slowest_rank, levels_tell, rails_of_little, connected)),
         *((4, case) for case in (norms_of_a_delay, found_by_one_shard)),

@@ -318,7 +318,7 @@ def everybody(rank: int, world_size: int) -> None:
                 RoundStatus(
                     number,
                     weight=1e-300 * (r + 1),
-                    arithmetic=2.0**47 + r,
+                    is_flushing=bool(r % 2),
                     attempt=2**60 + r,
                     is_uniform=r % 2 == 0,
                     is_absent=r == 3,

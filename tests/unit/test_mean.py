@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xffl.aggregation.mean import arithmetic_of, weighted_mean
+from xffl.aggregation.mean import weighted_mean
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 weight_lists = st.lists(st.floats(0, 1e300), min_size=1, max_size=5).filter(any)
@@ -124,8 +124,3 @@ def test_equal_zeros_keep_their_sign() -> None:
         out = torch.empty_like(value)
         weighted_mean([value.clone() for _ in weights], weights, out)
         assert same_bits(out, value)
-
-
-def test_arithmetic_is_a_number_that_a_vote_can_carry() -> None:
-    number = arithmetic_of(torch.device("cpu"))
-    assert number == arithmetic_of(torch.device("cpu")) == int(number) and 0 < number < 2**48

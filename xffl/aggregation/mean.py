@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -10,10 +9,8 @@ from functools import lru_cache
 import torch
 
 from xffl.aggregation.arithmetic import divide, piece_length
-from xffl.distributed.consistency import processor_of
 
-__all__ = ["arithmetic_of", "combined", "piece_length", "weighted_mean", "wide_type"]
-
+__all__ = ["combined", "piece_length", "weighted_mean", "wide_type"]
 
 TINY = 1e-30
 """Ratio of two weights below which 32 bits cannot hold their share."""
@@ -87,16 +84,3 @@ def combined(
 def wide_type(dtype: torch.dtype) -> torch.dtype:
     """Return the type that values are computed in: fp32, or fp64 for fp64. torch promotes no 8-bit floats."""
     return dtype if dtype.itemsize > 4 else torch.float32
-
-
-def arithmetic_of(*devices: torch.device) -> float:
-    """Return a number that is the same on ranks whose fused steps on these devices give the same bits; local.
-
-    All vector units of a CPU with fused multiply-add agree, whatever their width.
-    """
-    kinds = [processor_of(device) for device in devices]
-    for place, (device, kind) in enumerate(zip(devices, kinds, strict=True)):
-        if device.type != "cuda" and kind.endswith((" AVX2", " AVX512")):
-            kinds[place] = "fused"
-    text = " ".join([torch.__version__, *kinds])
-    return float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "little"))

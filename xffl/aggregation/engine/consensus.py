@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,15 +30,15 @@ from xffl.aggregation.options import Options
 from xffl.aggregation.report import RoundProfile, RoundReport
 from xffl.checks import number
 from xffl.distributed.collectives import Group, all_gather_json, all_reduce
-from xffl.distributed.consistency import check_consistent, control_device
+from xffl.distributed.consistency import check_consistent, control_device, ranks_text
 from xffl.distributed.faults import inject
 from xffl.distributed.waits import NamedWait
 from xffl.errors import ConfigError, RoundError, StateError, TornError, XfflError
 from xffl.topology import Topology
 
 __all__ = [
+    "AgreedRound",
     "InconsistentModel",
-    "Outcome",
     "PreparedRound",
     "RoundBroken",
     "RoundCoordinator",
@@ -74,8 +74,16 @@ def check_rounds(statuses: Sequence[RoundStatus], topology: Topology) -> None:
             f"ranks {without} do not know the state that the codec starts from and others do; load the aggregator's "
             "state dict on every rank or on none"
         )
+    # All computed alike when the aggregator was made.
+    flushing = [rank for rank, status in enumerate(statuses) if status.is_flushing]
+    if flushing and len(flushing) < len(statuses):
+        raise RoundError(
+            f"subnormal numbers are flushed to zero on {ranks_text(flushing)} and nowhere else, so models would drift "
+            "apart; call torch.set_flush_denormal with the same value on all ranks, before the Aggregator is made, or "
+            "nowhere"
+        )
     for cell, (start, stop) in enumerate(pairwise(topology.offsets)):
-        # What a rank says that cannot take part does not count; it tells why afterwards.
+        # Ignore failed ranks here; their reasons are gathered after the vote.
         modes = {status.merge_text for status in statuses[start:stop] if not status.is_failed}
         if len(modes) > 1:
             raise RoundError(
@@ -117,17 +125,19 @@ def cell_weights(statuses: Sequence[RoundStatus], topology: Topology) -> tuple[f
 
 
 class RoundBroken(RoundError):
-    """A round was not taken, by nobody, since ranks lost each other; others may make it again."""
+    """No rank took the round, because ranks lost each other; the cells that are left may repeat it."""
 
 
 class RoundInDoubt(RoundBroken):
-    """A round may have been taken: this rank has said yes, and could not learn what the others said."""
+    """This rank voted to commit and lost contact before it saw the result; ``context`` is what it voted for."""
 
-    context: RoundContext
+    def __init__(self, text: str, context: RoundContext) -> None:
+        super().__init__(text)
+        self.context = context
 
 
 AFRESH = "start the processes anew, or end the process group on all ranks and join again"
-"""What helps where messages may be under way that nobody waits for: another aggregator would get them."""
+"""Advice where messages may be in flight that nobody receives: a new aggregator on the same group would get them."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +166,7 @@ class PreparedRound:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AgreedRound:
     """A round that all ranks have agreed to take."""
 
     run: RoundRun  # what this rank has exchanged, and still has to write
@@ -226,8 +236,6 @@ class RoundCoordinator:
     ==========================  =======================================================================================
     """
 
-    _last_number: ClassVar[int] = 0  # of the aggregators of this process
-
     def __init__(self, exchange: Exchange, scope: RoundScope, options: Options) -> None:
         self._exchange = exchange
         self._topology = scope.topology
@@ -236,17 +244,20 @@ class RoundCoordinator:
         self._atomic = options.atomic
         self._is_cross_world = scope.cross_world is not None
         self._can_wait = self._is_cross_world and options.atomic
-        self._doubted: Outcome | None = None
+        self._doubted: AgreedRound | None = None
         self._drops_cells = options.nonfinite == "drop_cell"
         limits = scope.state.timeouts
         self._opens_within_s, self._closes_within_s = limits.session_s, limits.across_s
         self._phase = RoundPhase.READY
         self.all_finished = False
         """Whether all ranks had finished when they last opened a round."""
-        # Tells this aggregator from all others that these ranks have: the highest number on any of them, and one more.
-        highest = torch.tensor(self._last_number + 1, dtype=torch.int64, device=self._control_device)
+        self._number = scope.state.activity.number_aggregator(self._agree_on_number)
+
+    def _agree_on_number(self, number: int) -> int:
+        """Return what tells this aggregator from all others that these ranks have: the highest number of any rank."""
+        highest = torch.tensor(number, dtype=torch.int64, device=self._control_device)
         all_reduce(highest, dist.ReduceOp.MAX, self._group)
-        self._number = RoundCoordinator._last_number = int(highest)
+        return int(highest)
 
     @property
     def _group(self) -> Group | None:
@@ -272,7 +283,7 @@ class RoundCoordinator:
         if self._phase is not RoundPhase.CUT_OFF:
             self._phase = RoundPhase.INTERRUPTED
 
-    def run(self, prepared: PreparedRound, least_divergence: float | None = None) -> Outcome | None:
+    def run(self, prepared: PreparedRound, least_divergence: float | None = None) -> AgreedRound | None:
         """Vote, exchange, and vote on what came of it; the new values then wait to be committed.
 
         Collective over the world. Where the root mean square of the updates' norms is below ``least_divergence``, the
@@ -290,11 +301,11 @@ class RoundCoordinator:
         if prepared.source is not None and (is_over or is_empty):
             context = RoundContext(weights, prepared.source, prepared.status.round, source=prepared.source)
             run.way = self._exchange.hand_over
-            return self._agree(Outcome(run, context, is_last=self.all_finished))
+            return self._agree(AgreedRound(run, context, is_last=self.all_finished))
         if is_over:
             return None
         if is_empty:
-            return Outcome(run, RoundContext(weights, 0, prepared.status.round), is_empty=True)
+            return AgreedRound(run, RoundContext(weights, 0, prepared.status.round), is_empty=True)
         if not any(weights):
             raise ConfigError(f"the weights of all cells are 0 {weights}; a round needs at least one positive weight")
         bad = {self._topology.cell_of(rank) for rank, other in enumerate(statuses) if other.is_nonfinite}
@@ -302,7 +313,7 @@ class RoundCoordinator:
         if dropped and not self._drops_cells:
             self._refuse_nonfinite(dropped, run.findings.nonfinite)
         context = self._count(statuses, weights, dropped)
-        outcome = Outcome(
+        outcome = AgreedRound(
             run,
             context,
             dropped,
@@ -316,10 +327,10 @@ class RoundCoordinator:
             squares = [context.weights[cell] * context.norms[cell] * context.norms[cell] for cell in context.cells]
             if math.sqrt(total_of(squares) / math.fsum(context.weights)) < least_divergence:
                 return replace(outcome, is_skipped=True)
-        self._check_possible(context, statuses)
+        self._check_possible(context)
         return self._agree(outcome)
 
-    def _agree(self, outcome: Outcome) -> Outcome:
+    def _agree(self, outcome: AgreedRound) -> AgreedRound:
         """Exchange, and vote on it; keep the round where it is in doubt."""
         try:
             context = self._commit(outcome.run, outcome.context)
@@ -328,7 +339,7 @@ class RoundCoordinator:
             raise
         return replace(outcome, context=context)
 
-    def resolve(self) -> Outcome:
+    def resolve(self) -> AgreedRound:
         """Return the round that is in doubt, now that it is known to be taken; local."""
         outcome, self._doubted = self._doubted, None
         if outcome is None:
@@ -386,8 +397,8 @@ class RoundCoordinator:
         cells = enumerate(counted)
         return next(cell for cell, weight in cells if cell not in dropped and (weight or not self._is_cross_world))
 
-    def _check_possible(self, context: RoundContext, statuses: list[RoundStatus]) -> None:
-        """Raise, on all ranks alike, where these cells or these ranks cannot do what was asked for."""
+    def _check_possible(self, context: RoundContext) -> None:
+        """Raise, on all ranks alike, where these cells cannot do what was asked for."""
         try:
             self._exchange.check(context)
         except Exception as wrong:
@@ -395,14 +406,6 @@ class RoundCoordinator:
             raise RoundError(
                 f"round {context.number} has values of cells {context.cells}: {why}; all ranks keep their weights"
             ) from wrong
-        if self._exchange.needs_one_arithmetic and not _has_one_arithmetic(statuses):
-            kinds: dict[float, list[int]] = {}
-            for rank, status in enumerate(statuses):
-                kinds.setdefault(status.arithmetic, []).append(rank)
-            raise RoundError(
-                f"ranks {list(kinds.values())} compute on different kinds of processors or versions of torch, so a "
-                "server optimizer would take slightly different steps; run them on one kind, or leave the plain mean"
-            )
 
     def _prepare(self, prepared: PreparedRound) -> list[RoundStatus]:
         """Vote on whether there is a round, and with what weights."""
@@ -523,9 +526,7 @@ class RoundCoordinator:
         if not (self._can_wait and can_wait):
             return TornError(text)
         self._phase = RoundPhase.CUT_OFF
-        doubt = RoundInDoubt(text)
-        doubt.context = context
-        return doubt
+        return RoundInDoubt(text, context)
 
     def _abort(self) -> None:
         """Let what a GPU was given for the round come to an end, so that the model can be read; local.
@@ -554,10 +555,6 @@ class RoundCoordinator:
         """Return each rank's reason for its no; collective over the world."""
         own = "" if failure is None else f"{type(failure).__name__}: {failure}"
         return all_gather_json(own, self._control_device, self._group)
-
-
-def _has_one_arithmetic(statuses: list[RoundStatus]) -> bool:
-    return len({status.arithmetic for status in statuses}) == 1
 
 
 _MARK = "_xffl_tear"

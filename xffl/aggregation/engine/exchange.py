@@ -117,14 +117,12 @@ class Exchange:
         link: Link,
         *,
         atomic: bool,
-        needs_one_arithmetic: bool,
         way: Way,
         hand_over: Way,
     ) -> None:
         self.layout, self.transfers, self.link = layout, tuple(transfers), link
         self.device = link.device
         self.atomic = atomic
-        self.needs_one_arithmetic = needs_one_arithmetic  # ranks compute new values by themselves, beyond the mean
         self.way = way
         self.hand_over = hand_over
         self.round_groups = link.round_groups

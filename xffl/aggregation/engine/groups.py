@@ -329,11 +329,11 @@ class RoundStatus(NamedTuple):
     aggregator: int = 0  # number of the aggregator whose round it is, see consensus.RoundCoordinator
     attempt: int = 0  # the next number of masks that it can use in a secure sum
     weight: float = 0.0  # its count; 1 where cells count alike
-    arithmetic: float = 0.0  # xffl.aggregation.mean.arithmetic_of, of this rank
     alpha: float = 0.0  # the part of a local value that stays, with MergeMode.BLEND
     norm: float = 0.0  # squared L2 norm of its part of the cell's update, where that is measured
     steps: float = 0.0  # effective local steps of its cell since the last round
     seconds: float = 0.0  # seconds of a local step here; 0 where nobody has measured
+    is_flushing: bool = False  # its thread takes subnormal numbers for zero
     is_uniform: bool = False  # it gave no count
     is_absent: bool = False  # it has nothing to contribute any more
     is_finished: bool = False  # its cell has no more steps to make
@@ -359,9 +359,9 @@ def by_cell(values: Sequence[float], topology: Topology, of: Callable[[Sequence[
 
 
 # The bytes do not depend on the machine; the padding leaves room for more fields at the same price.
-_FIELDS = "<3q6d7?2B2q?"
+_FIELDS = "<3q5d8?2B2q?"
 PACKED = struct.Struct(f"{_FIELDS}{STATUS_BYTES - struct.calcsize(_FIELDS)}x")
-"""A status as bytes: three integers, six numbers, seven flags, two enums, two integers, a flag."""
+"""A status as bytes: three integers, five numbers, eight flags, two enums, two integers, a flag."""
 
 
 def all_gather_status(

@@ -165,7 +165,6 @@ def make_exchange(
         transfers,
         link,
         atomic=options.atomic,
-        needs_one_arithmetic=combiner.has_scale or (model is not None and model.has_optimizer),
         way=WholeModels(combiner, link, codecs) if combiner.needs_distances else Way(combiner),
         hand_over=HandOver(combiner, model),
     )
