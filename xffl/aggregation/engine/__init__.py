@@ -19,9 +19,9 @@ In each round:
   the mark of a model whose weights may differ between ranks.
 
 A ``RoundRun`` reads and checks the model; ``RoundCoordinator.run`` votes, has it exchange the buckets, and votes again;
-``RoundRun.commit`` writes the model. What a feature does to this is a stage (``exchange.RoundStage``) in the list of the
-aggregator's rounds, or a way over the buckets of its own (``exchange.Way``), each in a file of ``stages``. A plain round
-has neither, and goes through none of these files:
+``RoundRun.commit`` writes the model. What a feature does to this is a stage (``exchange.RoundStage``) in the list of
+the aggregator's rounds, or a way over the buckets of its own (``exchange.Way``), each in a file of ``stages``. A plain
+round has neither, and goes through none of these files:
 
 - ``stages``: the first round's comparison, codecs, masks, privacy, norms, the step of the global model; combiners that
   compare whole models; the model of one cell handed over to all.
