@@ -17,7 +17,7 @@ import xffl
 from tests.ports import free_port
 from tests.rounds import make_rounds
 from tests.worlds import be_launched, fake_world, run_world
-from xffl.aggregation.engine.buffers import HostCopies
+from xffl.aggregation.engine.gpu_memory import HostCopies
 from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.privacy import Privacy
 from xffl.distributed import groups

@@ -28,8 +28,9 @@ from xffl.aggregation.algorithms.registry import make
 from xffl.aggregation.algorithms.server import server_of
 from xffl.aggregation.bench import Effort, measure
 from xffl.aggregation.engine import transport
-from xffl.aggregation.engine.buffers import HostCopies
-from xffl.aggregation.engine.exchange import BucketMemory, RoundRun
+from xffl.aggregation.engine.buffers import BucketMemory
+from xffl.aggregation.engine.exchange import RoundRun
+from xffl.aggregation.engine.gpu_memory import HostCopies
 from xffl.aggregation.engine.groups import VOTE_TAG, Progress, RoundScope
 from xffl.aggregation.options import Options
 from xffl.aggregation.privacy import Privacy
@@ -136,7 +137,7 @@ def options_of(layout: Layout) -> tuple[dict[str, Any], ...]:
 
 
 BUFFERS, CELL = "aggregation/engine/buffers.py", "aggregation/engine/exchange.py"
-MEANS = "aggregation/engine/cell.py"
+MEANS, GPU_MEMORY = "aggregation/engine/cell.py", "aggregation/engine/gpu_memory.py"
 CODED = {"model": "little", "bucket_bytes": 2**10}
 STEPPED = {"server": "fedadam:lr=0.03"}
 ROUNDS: dict[str, tuple[tuple[int, ...], int | None, tuple[dict[str, Any], ...]]] = {
@@ -343,7 +344,7 @@ def test_a_round_copies_through_the_host_what_the_plan_says(hsdp: int | None, op
             role = at.cell, "sender" if at.is_sender else "replica"
             out, back = copied.get(role, (0, 0))
             for copy in trace:
-                if isinstance(copy, Copy) and copy.at.startswith(BUFFERS):
+                if isinstance(copy, Copy) and copy.at.startswith((BUFFERS, GPU_MEMORY)):
                     out, back = out + sign * copy.nbytes * copy.to_host, back + sign * copy.nbytes * (not copy.to_host)
             copied[role] = out, back
     for (cell, role), (out, back) in copied.items():

@@ -22,6 +22,7 @@ from xffl.aggregation.engine.buffers import Arena
 from xffl.aggregation.engine.consensus import RoundBroken, RoundInDoubt, RoundInput
 from xffl.aggregation.engine.coverage import check_lone_cell
 from xffl.aggregation.engine.global_model import GlobalModel
+from xffl.aggregation.engine.gpu_memory import make_copies
 from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.hand_over import read_hand_over, write_hand_over
 from xffl.aggregation.pending import PendingRound
@@ -112,7 +113,7 @@ class ElasticAggregator:
         # run, until its first round, the saved state instead.
         self._last: Aggregator | Mapping[str, Any] | None = None
         self._privacy: dict[str, Any] | None = None
-        self._arena = Arena()
+        self._arena = Arena(make_copies(None))
         self.has_taken_over = False
         """Whether the last round replaced this cell's model, and with it the steps that the cell had made."""
         self._epoch: Epoch | None = None

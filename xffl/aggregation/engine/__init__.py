@@ -26,6 +26,7 @@ round has neither, and goes through none of these files:
 - ``stages``: the first round's comparison, codecs, masks, privacy, norms, the step of the global model; combiners that
   compare whole models; the model of one cell handed over to all.
 - ``cell``: the mean of buffers over the ranks of a cell.
+- ``gpu_memory``: buffers on both sides, where values cross in the host's memory beside a GPU.
 - ``global_model``: the last agreed model, and the server rule that goes on from it.
 - ``global_state``: its state, brought to cells that are behind, and read from checkpoints.
 """

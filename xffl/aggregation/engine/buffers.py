@@ -27,9 +27,10 @@ from xffl.topology import Coordinates
 
 __all__ = [
     "Arena",
+    "BucketMemory",
+    "Copies",
     "FiniteCheck",
     "FiniteReport",
-    "HostCopies",
     "Layout",
     "ModelCopy",
     "Pool",
@@ -339,74 +340,35 @@ class ModelCopy(Enum):
     """All values, until the result is merged: the steps made since are measured from them."""
 
 
-class HostCopies:
-    """Copies of buckets between a GPU and the host's memory, which the host waits for as late as it can.
+class Copies:
+    """How values get between the model and the memory that they are sent from.
 
-    Out of the model they go on a stream beside the caller's, so that one bucket crosses PCIe while those before cross
-    the slow link. Where the model lies in the memory that buckets are sent from, nothing of this takes place.
+    This form is for a model that lies in that memory: nothing is waited for.
     """
-
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._coming: dict[int, torch.cuda.Event] = {}  # by the id of a bucket
-        self._written: list[torch.cuda.Event] = []
 
     def start(self, layout: Layout, bucket: Bucket, into: torch.Tensor) -> None:
         """Start to copy a bucket out of the model; :meth:`settle` waits for it."""
-        device = layout.device_of(bucket)
-        if device is None or device.type != "cuda" or into.device == device:
-            layout.pack(bucket, into)
-        else:
-            self._start(bucket, device, lambda: layout.pack(bucket, into, is_behind=True))
-
-    def start_from(self, values: torch.Tensor, bucket: Bucket, into: torch.Tensor) -> None:
-        """Start to copy a bucket out of other memory of a GPU, which stays as it is until :meth:`settle`."""
-        if values.device.type == "cuda":
-            self._start(bucket, values.device, lambda: into.copy_(values, non_blocking=True))
-        else:
-            into.copy_(values)
-
-    def _start(self, bucket: Bucket, device: torch.device, copy: Callable[[], object]) -> None:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream = self._streams[device]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            copy()
-        self._coming[id(bucket)] = _mark(stream)
-
-    def bring(self, values: torch.Tensor, into: torch.Tensor) -> None:
-        """Copy values to a GPU on its current stream; the host's memory is used again behind that stream."""
-        into.copy_(values, non_blocking=True)
-        if into.device.type == "cuda":
-            self.note_written(into.device)
+        layout.pack(bucket, into)
 
     def settle(self, bucket: Bucket) -> None:
         """Let the host wait until a bucket's values have come, if they are on their way."""
-        if (event := self._coming.pop(id(bucket), None)) is not None:
-            event.synchronize()
 
     def hold_writes(self) -> None:
-        """Let what the caller's streams are given next wait until values have been read."""
-        for device, stream in self._streams.items():
-            torch.cuda.current_stream(device).wait_stream(stream)
+        """Make the caller's streams wait for pending copies out of the model."""
 
-    def note_written(self, device: torch.device) -> None:
-        """Note that the current stream copies the host's values, which must stay as they are until it has."""
-        self._written.append(_mark(torch.cuda.current_stream(device)))
+    def bring(self, values: torch.Tensor, into: torch.Tensor) -> None:
+        """Copy a bucket's result to where the ranks of the cell get it."""
+        into.copy_(values)
+
+    def write(self, layout: Layout, bucket: Bucket, values: torch.Tensor) -> None:
+        """Write a bucket's new values into the model."""
+        layout.unpack(bucket, values)
+
+    def end_writes(self) -> None:
+        """Note the end of all that was written."""
 
     def finish(self) -> None:
         """Let the host wait for all copies, before their memory is used again."""
-        for event in (*self._coming.values(), *self._written):
-            event.synchronize()
-        self._coming.clear()
-        self._written.clear()
-
-
-def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-    event.record(stream)
-    return event
 
 
 def host_or_gpu(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -421,14 +383,14 @@ def host_or_gpu(numel: int, dtype: torch.dtype, device: torch.device) -> torch.T
 class Arena:
     """Memory for the new values of rounds, which the aggregators of a rank use one behind the other."""
 
-    def __init__(self) -> None:
-        self.host_copies = HostCopies()
+    def __init__(self, copies: Copies) -> None:
+        self.copies = copies
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._taken = 0
 
     def restart(self, nbytes: int) -> None:
         """Let the next user have all of it, at least so many bytes."""
-        self.host_copies.finish()
+        self.copies.finish()
         self._taken = 0
         if nbytes > self._memory.numel():
             self._memory = torch.empty(0, dtype=torch.uint8)  # not both at a time
@@ -453,11 +415,11 @@ class StagingBuffers:
         device: torch.device,
         *,
         atomic: bool,
+        moving: Copies,
         arena: Arena | None = None,
-        host_copies: HostCopies | None = None,
     ) -> None:
         self.layout, self.device, self.atomic, self._arena = layout, device, atomic, arena
-        self.host_copies = HostCopies() if host_copies is None else host_copies
+        self.moving = moving
         self.stages: dict[int, torch.Tensor] = {}
         self.copies: dict[int, torch.Tensor] = {}
         self.packs = Pool(0, device)
@@ -480,6 +442,16 @@ class StagingBuffers:
         return self.stages[transfer.number][bucket.start : bucket.stop]
 
 
+class BucketMemory(NamedTuple):
+    """Where a bucket's values lie on one rank in a round, and the buffers lent for them."""
+
+    values: torch.Tensor  # as they are sent to other cells
+    out: torch.Tensor  # what the cells have made of them
+    lent: torch.Tensor | None
+    result: torch.Tensor  # what all ranks of the cell get: out, or memory of the GPU
+    result_lent: torch.Tensor | None = None
+
+
 class RoundBuffers:
     """Where one round reads this rank's values and leaves its results; local.
 
@@ -493,10 +465,9 @@ class RoundBuffers:
         self._staging, self._layout, self._device = staging, staging.layout, staging.device
         self.copy = copy
         self._reads_stages = False
-        self._host_copies = staging.host_copies
+        self._copies = staging.moving
         self._postponed: set[int] = set()  # by the id of a bucket
-        self._devices_written: set[torch.device] = set()
-        self._host_copies.finish()  # those of a round that did not take place, or is still being written
+        self._copies.finish()  # those of a round that did not take place, or is still being written
         while staging.packed:  # of a round that did not take place
             staging.packs.release(staging.packed.popitem()[1])
         staging.make(transfers, keeps=copy is ModelCopy.KEPT)
@@ -544,30 +515,16 @@ class RoundBuffers:
         values, _, lent = self.acquire(transfer, bucket)
         run = self._layout.run_of(bucket, self._device)
         if run is None or run.data_ptr() != values.data_ptr():
-            self._host_copies.start(self._layout, bucket, values)
+            self._copies.start(self._layout, bucket, values)
         return values, lent
-
-    def find_on_gpu(self, bucket: Bucket) -> torch.Tensor | None:
-        """Return a bucket's values where they lie, if that is a GPU and they are sent from the host's memory."""
-        device = self._layout.device_of(bucket)
-        is_apart = device is not None and device.type == "cuda" and device != self._device
-        return self._layout.values_of(bucket) if is_apart else None
 
     def postpone(self, bucket: Bucket) -> None:
         """Leave a bucket in the model until :meth:`fill` asks for it."""
         self._postponed.add(id(bucket))
 
-    def fill_from(self, source: torch.Tensor, bucket: Bucket, values: torch.Tensor) -> None:
-        """Copy a bucket as :meth:`fill` does, but out of other memory than the model's."""
-        self._host_copies.start_from(source, bucket, values)
-
     def settle(self, bucket: Bucket) -> None:
         """Let the host wait until a bucket's values have come."""
-        self._host_copies.settle(bucket)
-
-    def hold_writes(self) -> None:
-        """Let the caller's stream change the model only when all that was packed has been copied."""
-        self._host_copies.hold_writes()
+        self._copies.settle(bucket)
 
     def keep(self, bucket: Bucket, lent: torch.Tensor | None) -> None:
         """Keep what :meth:`pack` has copied until :meth:`fill` asks for it, where there is room for all of a round."""
@@ -583,21 +540,7 @@ class RoundBuffers:
     def fill(self, bucket: Bucket, values: torch.Tensor) -> None:
         """Copy a bucket out of the model where it was postponed, or was not kept; it may still be on its way."""
         if self._staging.packed.pop(id(bucket), None) is None:
-            self._host_copies.start(self._layout, bucket, values)
-
-    def write_behind(self, bucket: Bucket, mean: torch.Tensor) -> None:
-        """Write a bucket's new values into the model; a copy to a GPU takes place behind the host."""
-        device = self._layout.device_of(bucket)
-        is_behind = device is not None and device.type == "cuda" and mean.device.type == "cpu"
-        self._layout.unpack(bucket, mean, is_behind=is_behind)
-        if device is not None and is_behind:
-            self._devices_written.add(device)
-
-    def end_writes(self) -> None:
-        """Note the end of all that was written."""
-        for device in self._devices_written:
-            self._host_copies.note_written(device)
-        self._devices_written.clear()
+            self._copies.start(self._layout, bucket, values)
 
     def copy_of(self, transfer: GroupTransfer, bucket: Bucket) -> torch.Tensor:
         """Return a bucket as it was copied out of the model when the round began."""

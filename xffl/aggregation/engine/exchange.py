@@ -14,12 +14,6 @@ Two ways to the mean: all-gather (every cell combines all of a bucket), and redu
 second hop sends the results round); both in :class:`~xffl.aggregation.engine.transport.CrossCellTransport`. Combiners
 that compare whole models, and a cell that hands its model over, have walks of their own (``stages``).
 
-Where values cross in the host's memory and NCCL works inside the cell, both lie on the GPU. A sender's bucket then goes
-through memory as follows, each arrow behind the one before on streams of their own, bucket by bucket::
-
-    model --copy stream--> pinned host ..gloo.. pinned host --round's stream--> GPU --NCCL--> replicas' GPUs
-                          event: host waits     event: before the host's memory is used again
-
 A local failure (memory, a tensor that went away) stops nothing: the rank keeps sending and receiving, so that nobody
 waits for it, and reports the failure to the vote. Only a failed communication ends an exchange.
 """
@@ -27,16 +21,16 @@ waits for it, and reports the failure to the vote. Only a failed communication e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from xffl.aggregation.algorithms.combiners import CellStats, Combiner, WeightedCombiner
 from xffl.aggregation.engine.buffers import (
+    BucketMemory,
     FiniteCheck,
     FiniteReport,
     Layout,
@@ -55,9 +49,10 @@ from xffl.distributed.collectives import broadcast
 
 __all__ = [
     "HOME_LAG",
-    "BucketMemory",
     "BucketPipeline",
     "Exchange",
+    "Memory",
+    "RoundMemory",
     "RoundRun",
     "RoundStage",
     "Walk",
@@ -71,16 +66,6 @@ HOME_LAG = 2
 """Buckets after which a broadcast inside the cell is waited for: the next one is combined meanwhile."""
 
 
-class BucketMemory(NamedTuple):
-    """Where a bucket's values lie on one rank in a round, and the buffers lent for them."""
-
-    values: torch.Tensor  # as they are sent to other cells
-    out: torch.Tensor  # what the cells have made of them
-    lent: torch.Tensor | None
-    result: torch.Tensor  # what all ranks of the cell get: out, or memory of the GPU
-    result_lent: torch.Tensor | None = None
-
-
 def share_in_cell(
     link: Link, profile: RoundProfile, transfer: GroupTransfer, bucket: Bucket, out: torch.Tensor, result: torch.Tensor
 ) -> Iterator[int]:
@@ -89,7 +74,7 @@ def share_in_cell(
     assert home is not None
     if is_sender and result is not out:
         with profile.capture_failure("home"):
-            link.host_copies.bring(out, result)
+            link.copies.bring(out, result)
     with profile.phase("home"):
         source = link.round_groups.first + transfer.senders_of(bucket)[transfer.cell]
         work = dist.broadcast(result.view(torch.uint8), src=source, group=home, async_op=True)
@@ -115,6 +100,7 @@ class Exchange:
         layout: Layout,
         transfers: Sequence[GroupTransfer],
         link: Link,
+        memory: Memory,
         *,
         atomic: bool,
         way: Way,
@@ -126,23 +112,14 @@ class Exchange:
         self.way = way
         self.hand_over = hand_over
         self.round_groups = link.round_groups
+        self.memory = memory
         self.stages: tuple[RoundStage, ...] = ()
         """What features do to each round, in order; see :func:`xffl.aggregation.engine.stages.in_order`."""
-        # Buffers are made in the first round and kept, since fresh memory is slow.
-        self.cell_rows = {device: Pool(0, device) for device in {link.device, link.home_device or link.device}}
-        if link.arena is not None:
-            link.arena.restart(sum(aligned(one.group.numel * one.dtype.itemsize) for one in transfers))
-        copies, arena = link.host_copies, link.arena
-        self.staging = StagingBuffers(layout, self.device, atomic=atomic, arena=arena, host_copies=copies)
-        # Of the groups whose result the cell gets on its GPUs, though it has crossed in the host's memory.
-        self.gpu_staging: StagingBuffers | None = None
-        if link.home_device is not None:
-            self.gpu_staging = StagingBuffers(layout, link.home_device, atomic=atomic, host_copies=copies)
 
     @property
     def results(self) -> dict[int, torch.Tensor]:
         """Where what the cells have agreed on lies, all of it, by the number of the transfer."""
-        return self.staging.stages if self.gpu_staging is None else self.staging.stages | self.gpu_staging.stages
+        return self.memory.results
 
     def find(self, kind: type[Stage]) -> Stage | None:
         """Return the stage of a kind, if rounds have it."""
@@ -276,6 +253,95 @@ class RoundStage:
         """Take over what :meth:`state_dict` returned."""
 
 
+class Memory:
+    """The memory that rounds of a rank use again: made in the first round and kept, since fresh memory is slow.
+
+    This form is for values that are sent from where the model lies. Beside a GPU whose values cross in the host's
+    memory there is another one, see :mod:`xffl.aggregation.engine.gpu_memory`.
+    """
+
+    def __init__(self, layout: Layout, transfers: Sequence[GroupTransfer], link: Link, *, atomic: bool) -> None:
+        self.layout = layout
+        self.link = link
+        self.cell_rows = {device: Pool(0, device) for device in {link.device, link.home_device or link.device}}
+        if link.arena is not None:
+            link.arena.restart(sum(aligned(one.group.numel * one.dtype.itemsize) for one in transfers))
+        self.staging = StagingBuffers(layout, link.device, atomic=atomic, moving=link.copies, arena=link.arena)
+
+    @property
+    def results(self) -> dict[int, torch.Tensor]:
+        """Where new values wait, by the number of the transfer."""
+        return self.staging.stages
+
+    def of_round(
+        self,
+        transfers: Sequence[GroupTransfer],
+        pauses: Mapping[int, int],
+        copy: ModelCopy,
+        profile: RoundProfile,
+    ) -> RoundMemory:
+        """Make what a round needs, so that it does not run out of memory on its way."""
+        return RoundMemory(self, RoundBuffers(self.staging, transfers, pauses, copy), profile)
+
+
+class RoundMemory:
+    """The memory of one round."""
+
+    def __init__(self, memory: Memory, buffers: RoundBuffers, profile: RoundProfile) -> None:
+        self.memory = memory
+        self.buffers = buffers
+        self.profile = profile
+
+    def buffers_of(self, transfer: GroupTransfer) -> RoundBuffers:
+        """Return the buffers between the model and the result of a group."""
+        return self.buffers
+
+    def inspect(
+        self,
+        transfer: GroupTransfer,
+        bucket: Bucket,
+        finite_check: FiniteCheck,
+        inspecting: Sequence[RoundStage],
+    ) -> None:
+        """Pack a bucket where it has to be copied; check what this rank sends for NaN and infinity."""
+        is_sender = transfer.is_sent_here(bucket)
+        if not (self.buffers.copy is ModelCopy.KEPT or transfer.group.is_mean_in_cell or is_sender):
+            return
+        values, lent = self.buffers.pack(transfer, bucket)
+        if transfer.group.rule == "average":
+            finite_check.add(bucket, values)
+        if is_sender and transfer.group.is_stepped:
+            for stage in inspecting:
+                stage.inspect(transfer, bucket, values)
+        self.buffers.keep(bucket, lent)
+
+    def acquire(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
+        """Return where a bucket's values are read and its result goes."""
+        values, out, lent = self.buffers.acquire(transfer, bucket)
+        return BucketMemory(values, out, lent, out)
+
+    def read(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
+        """Return where a bucket lies, with its values, of buffers their mean over the cell."""
+        memory = self.acquire(transfer, bucket)
+        home = transfer.cell_group if transfer.group.is_mean_in_cell else None
+        if (home is not None or transfer.is_sent_here(bucket)) and self.buffers.is_to_fill(bucket, memory.lent):
+            with self.profile.capture_failure("pack"):
+                self.buffers.fill(bucket, memory.values)
+        if home is not None:
+            with self.profile.capture_failure("pack"):
+                self.buffers.settle(bucket)
+            mean_in_cell(self.memory.cell_rows, self.profile, home, memory.values)
+        return memory
+
+    def release(self, memory: BucketMemory) -> None:
+        """Give the buffers of a bucket back."""
+        self.buffers.release(memory.lent)
+
+    def drain(self) -> None:
+        """Wait until what was handed round inside the cell has come."""
+        self.memory.link.home_progress.drain()
+
+
 class RoundRun:
     """One round of this rank, from the values that it reads to those that it writes.
 
@@ -299,7 +365,7 @@ class RoundRun:
             self._layout.look_up()
             # Buffers outlive the round, so they must not be inference tensors if that is where the round takes place.
             with torch.inference_mode(False):
-                self._buffers = self._make_buffers(copy)
+                self.memory = self._make_memory(copy)
             self.findings = self._inspect()
 
     @property
@@ -310,7 +376,7 @@ class RoundRun:
     @property
     def stages(self) -> dict[int, torch.Tensor]:
         """Where new values wait that this rank sends, by the number of the transfer."""
-        return self._exchange.staging.stages
+        return self._exchange.memory.staging.stages
 
     @property
     def results(self) -> dict[int, torch.Tensor]:
@@ -320,12 +386,12 @@ class RoundRun:
     @property
     def staging(self) -> StagingBuffers:
         """The buffers between the model and the exchange."""
-        return self._exchange.staging
+        return self._exchange.memory.staging
 
     @property
     def buffers(self) -> RoundBuffers:
         """Where this round reads values and leaves its results."""
-        return self._buffers
+        return self.memory.buffers
 
     @property
     def link(self) -> Link:
@@ -347,71 +413,28 @@ class RoundRun:
         """The device that values are sent from."""
         return self._exchange.device
 
-    def _make_buffers(self, copy: ModelCopy) -> RoundBuffers:
+    def _make_memory(self, copy: ModelCopy) -> RoundMemory:
         """Make what a round needs, so that it does not run out of memory on its way."""
-        transfers, link = self._transfers, self._link
+        transfers, link, memory = self._transfers, self._link, self._exchange.memory
         pauses = {transfer.number: link.pause(transfer) + HOME_LAG for transfer in transfers}
-        crossing = [transfer for transfer in transfers if transfer.is_sender or not transfer.is_shared_on_gpu]
-        buffers = RoundBuffers(self._exchange.staging, crossing, pauses, copy)
-        self._gpu_buffers = buffers
-        if self._exchange.gpu_staging is not None:
-            # What is sent is copied in the host's memory, what steps are measured from where the result comes.
-            kept = copy if copy is ModelCopy.KEPT else ModelCopy.NONE
-            shared = [transfer for transfer in transfers if transfer.is_shared_on_gpu]
-            self._gpu_buffers = RoundBuffers(self._exchange.gpu_staging, shared, pauses, kept)
+        made = memory.of_round(transfers, pauses, copy, self.profile)
         self.way.reserve(transfers)
         link.reserve(transfers)
         buffers_of_cell = [transfer for transfer in transfers if transfer.group.is_mean_in_cell]
         if buffers_of_cell:
-            reserve_cell_rows(link, self._exchange.cell_rows, buffers_of_cell)
-        return buffers
-
-    def _buffers_of(self, transfer: GroupTransfer) -> RoundBuffers:
-        """Return the buffers between the model and the result of a group."""
-        return self._gpu_buffers if transfer.is_shared_on_gpu else self._buffers
+            reserve_cell_rows(link, memory.cell_rows, buffers_of_cell)
+        return made
 
     def _inspect(self) -> FiniteReport:
-        """Pack what has to be copied, and check what this rank sends for NaN and infinity.
-
-        What lies on a GPU is checked there, and copied to the host while others cross, unless it may change before.
-        """
-        keeps = self._buffers.copy is ModelCopy.KEPT
+        """Pack what has to be copied, and check what this rank sends for NaN and infinity."""
         finite_check = FiniteCheck(self._layout)
         inspecting = [stage for stage in self._exchange.stages if stage.inspects]
         for transfer, bucket in self.buckets():
-            is_sender = transfer.is_sent_here(bucket)
-            is_read = keeps or transfer.group.is_mean_in_cell or is_sender
-            if transfer.is_shared_on_gpu:
-                is_read = is_sender and not transfer.group.is_mean_in_cell
-                self._pack_on_gpu(transfer, bucket, finite_check)
-            if is_read:
-                is_inspected = is_sender and transfer.group.is_stepped and bool(inspecting)
-                checked = self._buffers.find_on_gpu(bucket)
-                if checked is not None and self._buffers.copy is ModelCopy.NONE and not is_inspected:
-                    self._buffers.postpone(bucket)
-                    if transfer.group.rule == "average":
-                        finite_check.add(bucket, checked)
-                    continue
-                values, lent = self._buffers.pack(transfer, bucket)
-                if transfer.group.rule == "average":
-                    finite_check.add(bucket, values if checked is None else checked)
-                if is_inspected:
-                    self._buffers.settle(bucket)
-                    for stage in inspecting:
-                        stage.inspect(transfer, bucket, values)
-                self._buffers.keep(bucket, lent)
-        self._buffers.hold_writes()
+            self.memory.inspect(transfer, bucket, finite_check, inspecting)
+        self._link.copies.hold_writes()
         for stage in inspecting:
             stage.end_inspection()
         return finite_check.report()
-
-    def _pack_on_gpu(self, transfer: GroupTransfer, bucket: Bucket, finite_check: FiniteCheck) -> None:
-        """Copy what the GPU needs beside the model: what steps are measured from, and buffers before their mean."""
-        if self._buffers.copy is ModelCopy.KEPT or transfer.group.is_mean_in_cell:
-            values, lent = self._gpu_buffers.pack(transfer, bucket)
-            self._gpu_buffers.keep(bucket, lent)
-            if transfer.group.is_mean_in_cell and transfer.group.rule == "average":
-                finite_check.add(bucket, values)
 
     @torch.no_grad()
     def exchange(self, context: RoundContext) -> RoundContext:
@@ -429,7 +452,7 @@ class RoundRun:
         results = exchange.results
         stepped: set[int] = set()
         with self.profile.phase("commit"):
-            if is_merged or self._buffers.copy is not ModelCopy.NONE:
+            if is_merged or self.memory.buffers.copy is not ModelCopy.NONE:
                 self._layout.look_up()  # local steps may have moved tensors since
             for stage in exchange.stages:
                 for transfer, bucket, new in stage.write(self, context):
@@ -439,7 +462,7 @@ class RoundRun:
                 if transfer.number not in stepped:
                     new = results[transfer.number][bucket.start : bucket.stop]
                     self._write_agreed(transfer, bucket, new, is_merged=is_merged, alpha=alpha)
-            self._buffers.end_writes()
+            self._link.copies.end_writes()
             for stage in exchange.stages:
                 stage.commit(self)
 
@@ -449,9 +472,9 @@ class RoundRun:
         """Write a bucket's new values, which all ranks have agreed on, into the model."""
         keeps_some = is_merged and alpha != 0.0 and transfer.group.rule == "average"
         if keeps_some and not transfer.group.is_mean_in_cell:
-            self._buffers_of(transfer).merge(transfer, bucket, new, alpha)
+            self.memory.buffers_of(transfer).merge(transfer, bucket, new, alpha)
         else:
-            self._buffers.write_behind(bucket, new)
+            self._link.copies.write(self._layout, bucket, new)
 
     @property
     def is_cut_off(self) -> bool:
@@ -504,46 +527,19 @@ class RoundRun:
             for bucket in transfer.buckets:
                 pipeline.start(start(transfer, bucket))
         pipeline.drain()
-        # A GPU's own phases are timed on its stream.
-        with nullcontext() if self._link.home_device is None else self.profile.phase("home"):
-            self._link.home_progress.drain()
+        self.memory.drain()
 
     def acquire(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
         """Return where a bucket's values are read and its result goes."""
-        if not transfer.is_shared_on_gpu:
-            values, out, lent = self._buffers.acquire(transfer, bucket)
-            return BucketMemory(values, out, lent, out)
-        own, result, result_lent = self._gpu_buffers.acquire(transfer, bucket)
-        if not transfer.is_sent_here(bucket):
-            return BucketMemory(own, result, None, result, result_lent)
-        return BucketMemory(*self._buffers.acquire(transfer, bucket), result, result_lent)
+        return self.memory.acquire(transfer, bucket)
 
     def read(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
         """Return where a bucket lies, with its values, of buffers their mean over the cell."""
-        memory = self.acquire(transfer, bucket)
-        home = transfer.cell_group if transfer.group.is_mean_in_cell else None
-        if home is not None and transfer.is_shared_on_gpu:
-            with self.profile.capture_failure("pack"):
-                if self._gpu_buffers.is_to_fill(bucket, memory.result_lent):
-                    self._gpu_buffers.fill(bucket, memory.result)
-            mean_in_cell(self._exchange.cell_rows, self.profile, home, memory.result)
-            if transfer.is_sent_here(bucket):
-                with self.profile.capture_failure("pack"):
-                    self._buffers.fill_from(memory.result, bucket, memory.values)
-            return memory
-        if (home is not None or transfer.is_sent_here(bucket)) and self._buffers.is_to_fill(bucket, memory.lent):
-            with self.profile.capture_failure("pack"):
-                self._buffers.fill(bucket, memory.values)
-        if home is not None:
-            with self.profile.capture_failure("pack"):
-                self._buffers.settle(bucket)
-            mean_in_cell(self._exchange.cell_rows, self.profile, home, memory.values)
-        return memory
+        return self.memory.read(transfer, bucket)
 
     def release(self, memory: BucketMemory) -> None:
         """Give the buffers of a bucket back."""
-        self._buffers.release(memory.lent)
-        self._gpu_buffers.release(memory.result_lent)
+        self.memory.release(memory)
 
     def write(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> None:
         """Write a bucket into the model, unless it waits for the commit."""

@@ -12,6 +12,7 @@ from xffl.aggregation.engine.buffers import Layout
 from xffl.aggregation.engine.coverage import check_gradients
 from xffl.aggregation.engine.exchange import Exchange, RoundStage, Way
 from xffl.aggregation.engine.global_model import GlobalModel, check_start
+from xffl.aggregation.engine.gpu_memory import make_copies, make_memory
 from xffl.aggregation.engine.groups import RoundScope, select_groups
 from xffl.aggregation.engine.plan import digest, plan_groups, plan_transfers
 from xffl.aggregation.engine.stages.agreed import AgreedModel
@@ -148,7 +149,7 @@ def make_exchange(
         home_device=scope.home_device,
         is_on_gpu=not is_lone and compute_device(scope.state).type == "cuda",
     )
-    link = Link(transfers, scope, round_groups, options.combiner)
+    link = Link(transfers, scope, round_groups, options.combiner, make_copies(scope.home_device))
     # The moving tensors of all shards in the plan's order, and None for one that this rank has not.
     moving: Sequence[TensorInfo] = manifest.moving if replica_tensors is None else replica_tensors.moving
     here = {entry.name: entry for entry in manifest.moving}
@@ -164,6 +165,7 @@ def make_exchange(
         layout,
         transfers,
         link,
+        make_memory(layout, transfers, link, atomic=options.atomic),
         atomic=options.atomic,
         way=WholeModels(combiner, link, codecs) if combiner.needs_distances else Way(combiner),
         hand_over=HandOver(combiner, model),
@@ -178,7 +180,7 @@ def make_exchange(
     if model is not None and options.has_norms:
         stages.append(Norms(model, topology))
     if model is not None:
-        stages.append(AgreedModel(model, exchange.staging, is_encoded=has_codecs))
+        stages.append(AgreedModel(model, exchange.memory.staging, is_encoded=has_codecs))
     exchange.stages = in_order(stages)
     if model is not None:
         if not scope.goes_on:

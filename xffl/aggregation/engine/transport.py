@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from xffl.aggregation.algorithms.combiners import Combiner, Coordinatewise
-from xffl.aggregation.engine.buffers import HostCopies, Pool, aligned
+from xffl.aggregation.engine.buffers import Copies, Pool, aligned
 from xffl.aggregation.engine.groups import Progress, RoundGroups, RoundScope, start_moves
 from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.mean import combined, weighted_mean
@@ -32,12 +32,13 @@ class Link:
         scope: RoundScope,
         round_groups: RoundGroups,
         combiner: Combiner,
+        copies: Copies,
     ) -> None:
         self.sizes, self.cells = scope.topology.sizes, scope.topology.cells
         self.rank, self.cell = scope.rank, scope.topology.cell_of(scope.rank)
         self.others = [cell for cell in range(self.cells) if cell != self.cell]
         self.round_groups, self.arena = round_groups, scope.arena
-        self.host_copies = HostCopies() if scope.arena is None else scope.arena.host_copies
+        self.copies = copies if scope.arena is None else scope.arena.copies
         self.combiner = combiner
         self.device = device = scope.device
         self.home_device, timeouts = scope.home_device, scope.state.timeouts
@@ -114,7 +115,7 @@ class CrossCellTransport:
             works, receive = self._post(transfer, bucket, 1, {}, receive), {}
             yield ahead
         with self.profile.capture_failure("pack"):
-            self.link.host_copies.settle(bucket)
+            self.link.copies.settle(bucket)
         payload.write()
         works += self._post(transfer, bucket, 1, payload.send, receive)
         yield transfer.depth

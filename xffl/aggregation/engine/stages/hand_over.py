@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 
 from xffl.aggregation.algorithms.combiners import Combiner
-from xffl.aggregation.engine.exchange import BucketMemory, RoundRun, Walk, Way
+from xffl.aggregation.engine.buffers import BucketMemory
+from xffl.aggregation.engine.exchange import RoundRun, Walk, Way
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.engine.transport import CrossCellTransport, ExactValues
@@ -44,7 +45,7 @@ class _HandOverWalk(Walk):
     def read(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
         memory = self.run.read(transfer, bucket) if self._is_source else self.run.acquire(transfer, bucket)
         with self.profile.capture_failure("pack"):
-            self.link.host_copies.settle(bucket)  # before anything arrives there
+            self.link.copies.settle(bucket)  # before anything arrives there
             if self._is_source and self._global_model is not None and transfer.group.is_stepped:
                 # Without steps since: these are not clipped.
                 return memory._replace(values=self._global_model.written(transfer, bucket))

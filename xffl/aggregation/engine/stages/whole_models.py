@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from xffl.aggregation.algorithms.combiners import Combiner
-from xffl.aggregation.engine.exchange import BucketMemory, RoundRun, Walk, Way, weigh_cells
+from xffl.aggregation.engine.buffers import BucketMemory
+from xffl.aggregation.engine.exchange import RoundRun, Walk, Way, weigh_cells
 from xffl.aggregation.engine.stages.codecs import Codecs, EncodedSteps
 from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.engine.transport import CrossCellTransport, ExactValues, Link
@@ -88,7 +89,7 @@ class _GatherWalk(Walk):
         if not transfer.is_sent_here(bucket):
             return None
         with self.profile.capture_failure("pack"):
-            self.link.host_copies.settle(bucket)  # read as soon as the payload is made
+            self.link.copies.settle(bucket)  # read as soon as the payload is made
         rows = self._models.rows_of(transfer, bucket)
         codecs = self._models.codecs
         if codecs is not None and codecs.is_encoding(transfer):
