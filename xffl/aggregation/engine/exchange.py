@@ -20,7 +20,8 @@ waits for it, and reports the failure to the vote. Only a failed communication e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -51,6 +52,7 @@ __all__ = [
     "HOME_LAG",
     "BucketPipeline",
     "Exchange",
+    "ExchangeWalk",
     "Memory",
     "RoundMemory",
     "RoundRun",
@@ -513,9 +515,6 @@ class RoundRun:
 
     def walk(self, walk: Walk) -> None:
         """Start the way of each bucket, in order, and keep several under way."""
-        self._run_pipeline(walk.steps)
-
-    def _run_pipeline(self, start: Callable[[GroupTransfer, Bucket], Iterator[int]]) -> None:
         pipeline = BucketPipeline()
         before: tuple[object, ...] = ()
         for transfer in self._transfers:
@@ -525,21 +524,9 @@ class RoundRun:
                 pipeline.drain()
             before = transfer.pace
             for bucket in transfer.buckets:
-                pipeline.start(start(transfer, bucket))
+                pipeline.start(walk.steps(transfer, bucket))
         pipeline.drain()
         self.memory.drain()
-
-    def acquire(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
-        """Return where a bucket's values are read and its result goes."""
-        return self.memory.acquire(transfer, bucket)
-
-    def read(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
-        """Return where a bucket lies, with its values, of buffers their mean over the cell."""
-        return self.memory.read(transfer, bucket)
-
-    def release(self, memory: BucketMemory) -> None:
-        """Give the buffers of a bucket back."""
-        self.memory.release(memory)
 
     def write(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> None:
         """Write a bucket into the model, unless it waits for the commit."""
@@ -549,7 +536,7 @@ class RoundRun:
             self._layout.unpack(bucket, memory.result)
             for stage in self._exchange.stages:
                 stage.written(transfer, bucket, memory.out)
-        self.release(memory)
+        self.memory.release(memory)
 
     def tell_all(self, numbers: torch.Tensor) -> None:
         """Replace numbers by those of the first rank; collective over the world."""
@@ -560,23 +547,22 @@ class RoundRun:
             self._transports[-1].lose(lost)
 
 
-class Walk:
-    """A walk over the buckets of a round; this one takes each to the other cells and the result round inside its own.
+class Walk(ABC):
+    """A walk over buckets: each is read, crosses, is handed round inside the cell, and is put where it belongs.
 
-    The methods follow in the order in which they are called for a bucket. Other walks override what they do otherwise.
+    The methods follow in the order in which they are called for a bucket.
     """
 
     reaches_cell = True
     """Whether a bucket's sender hands the result round inside its cell."""
 
-    def __init__(self, run: RoundRun, transport: CrossCellTransport) -> None:
-        self.run = run
+    def __init__(self, transport: CrossCellTransport) -> None:
         self.transport = transport
         self.link = transport.link
         self.profile = transport.profile
 
     def steps(self, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
-        """Take one bucket from the model across and back; yields the number of buckets to start before it resumes."""
+        """Take one bucket on its way; yields the number of buckets to start before it resumes."""
         memory = self.read(transfer, bucket)
         payload = self.payload(transfer, bucket, memory)
         if payload is not None:
@@ -587,22 +573,42 @@ class Walk:
             yield from share_in_cell(self.link, self.profile, transfer, bucket, memory.out, memory.result)
         self.end(transfer, bucket, memory)
 
+    @abstractmethod
     def read(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
         """Return where a bucket lies, with its values."""
-        return self.run.read(transfer, bucket)
 
+    @abstractmethod
     def payload(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> ExactValues | None:
         """Return what this rank exchanges of a bucket with other cells, if it does."""
-        if not transfer.is_sent_here(bucket):
-            return None
-        return self.run.payload(self.transport, transfer, bucket, memory.values, memory.out)
 
     def pause(self, transfer: GroupTransfer) -> int:
         """Return for how many buckets a rank pauses that sends none of it: it stays in step with the sender."""
         return 0 if transfer.cell_group is None else self.link.pause(transfer)
 
+    @abstractmethod
     def end(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> None:
-        """Write the result, or leave it where it waits for the commit."""
+        """Put the result where it belongs."""
+
+
+class ExchangeWalk(Walk):
+    """Takes each bucket of a round from the model to the other cells, and the combined values back."""
+
+    def __init__(self, run: RoundRun, transport: CrossCellTransport) -> None:
+        super().__init__(transport)
+        self.run = run
+
+    def read(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
+        """Read a bucket from the model, of buffers their mean over the cell."""
+        return self.run.memory.read(transfer, bucket)
+
+    def payload(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> ExactValues | None:
+        """Send what the first stage makes of a bucket that has a payload of its own, or the values as they are."""
+        if not transfer.is_sent_here(bucket):
+            return None
+        return self.run.payload(self.transport, transfer, bucket, memory.values, memory.out)
+
+    def end(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> None:
+        """Write the result into the model, or leave it where it waits for the commit."""
         self.run.write(transfer, bucket, memory)
 
 
@@ -623,7 +629,7 @@ class Way:
         """Walk over the buckets; return what the cells counted for. Collective over the world."""
         context = weigh_cells(context, self.combiner)
         run.before_exchange(context)
-        run.walk(Walk(run, run.transport(context)))
+        run.walk(ExchangeWalk(run, run.transport(context)))
         return context
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from xffl.aggregation.engine.exchange import BucketPipeline, Exchange, share_in_cell
+from xffl.aggregation.engine.buffers import BucketMemory
+from xffl.aggregation.engine.exchange import BucketPipeline, Exchange, Walk
 from xffl.aggregation.engine.stages.agreed import AgreedModel
 from xffl.aggregation.engine.stages.hand_over import SharedValues
 from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, RoundContext
@@ -36,34 +37,55 @@ def share_global_model(exchange: Exchange, state: Mapping[str, Any], source: int
     assert agreed is not None and isinstance(world, CrossWorldGroup), "shared where there is one, across worlds"
     weights = tuple(float(cell == source) for cell in range(link.cells))
     transport = CrossCellTransport(link, RoundContext(weights, source), profile)
-    is_concerned, is_receiving = link.cell in (source, *targets), link.cell in targets
-
-    def way(transfer: GroupTransfer, bucket: Bucket, kept: torch.Tensor) -> Iterator[int]:
-        values = kept.to(exchange.device)  # as it is, unless the server works on a device of its own
-        if transfer.is_sent_here(bucket):
-            yield from transport.move(SharedValues(transport, transfer, bucket, values, values, targets))
-        elif is_receiving:  # in step with the rank that does
-            yield link.pause(transfer)
-        if is_receiving and transfer.cell_group is not None:
-            yield from share_in_cell(link, profile, transfer, bucket, values, values)
-        if values is not kept:
-            kept.copy_(values)
-
+    is_concerned = link.cell in (source, *targets)
     if link.cell == source:
         inject("share")
     # As they are: each bucket in one hop.
     plain = [replace(one, reduce_scatter=False, codec=None) for one in exchange.transfers]
     for table, _ in agreed.global_model.tables(state):
-        pipeline = BucketPipeline()
+        pipeline, walk = BucketPipeline(), _TableWalk(transport, table, targets)
         for transfer in plain if is_concerned else ():
             for bucket in transfer.buckets if transfer.number in table else ():
-                pipeline.start(way(transfer, bucket, table[transfer.number][bucket.start : bucket.stop]))
+                pipeline.start(walk.steps(transfer, bucket))
             pipeline.drain()
         if profile.failure is not None:
             raise profile.failure
         # Another cell may have as many messages on one rank as this one on all.
         messages = sum(len(transfer.buckets) for transfer in plain if transfer.number in table)
         world.barrier(messages * link.sizes[link.cell])
+
+
+class _TableWalk(Walk):
+    """Brings each bucket of a table of the global model from the source to the targets as it is, in one hop."""
+
+    def __init__(
+        self, transport: CrossCellTransport, table: Mapping[int, torch.Tensor], targets: Collection[int]
+    ) -> None:
+        super().__init__(transport)
+        self._table = table
+        self._targets = targets
+        self.reaches_cell = self.link.cell in targets
+
+    def read(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
+        # As it is, unless the server works on a device of its own.
+        values = self._kept(transfer, bucket).to(self.link.device)
+        return BucketMemory(values, values, None, values)
+
+    def payload(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> SharedValues | None:
+        if not transfer.is_sent_here(bucket):
+            return None
+        return SharedValues(self.transport, transfer, bucket, memory.values, memory.out, self._targets)
+
+    def pause(self, transfer: GroupTransfer) -> int:
+        return self.link.pause(transfer) if self.reaches_cell else 0
+
+    def end(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> None:
+        kept = self._kept(transfer, bucket)
+        if kept.device != self.link.device:
+            kept.copy_(memory.values)
+
+    def _kept(self, transfer: GroupTransfer, bucket: Bucket) -> torch.Tensor:
+        return self._table[transfer.number][bucket.start : bucket.stop]
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import torch
 
 from xffl.aggregation.algorithms.combiners import Combiner
 from xffl.aggregation.engine.buffers import BucketMemory
-from xffl.aggregation.engine.exchange import RoundRun, Walk, Way
+from xffl.aggregation.engine.exchange import ExchangeWalk, RoundRun, Way
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.engine.transport import CrossCellTransport, ExactValues
@@ -33,7 +33,7 @@ class HandOver(Way):
         return context
 
 
-class _HandOverWalk(Walk):
+class _HandOverWalk(ExchangeWalk):
     """Brings each bucket from the source to all others as it is, in one hop."""
 
     def __init__(self, run: RoundRun, transport: CrossCellTransport, global_model: GlobalModel | None) -> None:
@@ -43,7 +43,9 @@ class _HandOverWalk(Walk):
         self._targets = {*range(self.link.cells)} - {transport.context.source}
 
     def read(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
-        memory = self.run.read(transfer, bucket) if self._is_source else self.run.acquire(transfer, bucket)
+        memory = (
+            self.run.memory.read(transfer, bucket) if self._is_source else self.run.memory.acquire(transfer, bucket)
+        )
         with self.profile.capture_failure("pack"):
             self.link.copies.settle(bucket)  # before anything arrives there
             if self._is_source and self._global_model is not None and transfer.group.is_stepped:

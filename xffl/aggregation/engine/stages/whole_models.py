@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from xffl.aggregation.algorithms.combiners import Combiner
 from xffl.aggregation.engine.buffers import BucketMemory
-from xffl.aggregation.engine.exchange import RoundRun, Walk, Way, weigh_cells
+from xffl.aggregation.engine.exchange import ExchangeWalk, RoundRun, Way, weigh_cells
 from xffl.aggregation.engine.stages.codecs import Codecs, EncodedSteps
 from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.engine.transport import CrossCellTransport, ExactValues, Link
@@ -76,7 +76,7 @@ class WholeModels(Way):
         return distances
 
 
-class _GatherWalk(Walk):
+class _GatherWalk(ExchangeWalk):
     """Takes each bucket to the other cells, and keeps what comes back until all have been compared."""
 
     reaches_cell = False
@@ -100,10 +100,10 @@ class _GatherWalk(Walk):
         return 0  # nobody waits for a result
 
     def end(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> None:
-        self.run.release(memory)
+        self.run.memory.release(memory)
 
 
-class _SpreadWalk(Walk):
+class _SpreadWalk(ExchangeWalk):
     """Combines each bucket of what was kept, and hands the result round."""
 
     def __init__(self, run: RoundRun, transport: CrossCellTransport, models: WholeModels) -> None:
@@ -111,7 +111,7 @@ class _SpreadWalk(Walk):
         self._models = models
 
     def read(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
-        memory = self.run.acquire(transfer, bucket)
+        memory = self.run.memory.acquire(transfer, bucket)
         if transfer.is_sent_here(bucket):
             self._combine(transfer, bucket, memory.out)
         return memory
