@@ -31,8 +31,8 @@ from xffl.aggregation.engine.consensus import (
 )
 from xffl.aggregation.engine.coverage import check_gradients
 from xffl.aggregation.engine.exchange import Exchange, RoundRun
-from xffl.aggregation.engine.first_round import FirstRound, ValueDigest
-from xffl.aggregation.engine.global_model import GlobalModel, check_start
+from xffl.aggregation.engine.first_round import FirstRound, ValueDigest, check_start
+from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.global_state import load_memory, share_global_model
 from xffl.aggregation.engine.groups import MergeMode, RoundScope, RoundStatus, select_groups
 from xffl.aggregation.engine.plan import digest, plan_groups, plan_transfers
@@ -303,7 +303,7 @@ class Aggregator:
                 self._masters.check()  # after what is collective
             self._manifest.check()
             if self._exchange.global_model is not None:
-                self._exchange.global_model.check(fragment)
+                self._exchange.global_model.check()
             if given.prepare is not None:
                 given.prepare()
             if alpha is not None:

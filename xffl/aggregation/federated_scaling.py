@@ -27,7 +27,7 @@ from xffl.aggregation.contributions import (
     enclosing_calls,
 )
 from xffl.aggregation.engine.consensus import RoundBroken, RoundInput, checked_weight
-from xffl.aggregation.engine.global_model import digest_of
+from xffl.aggregation.engine.first_round import digest_of
 from xffl.aggregation.hierarchical import Levels
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.aggregation.weight_copies import tell_copies

@@ -167,6 +167,9 @@ class RoundRun:
         self._pairwise_swap = PairwiseSwap(self._layout, exchange.staging, self._link, profile, self.deferred_check)
         self._link.home_progress.forget()
         self._is_encoding = exchange.residuals is not None and exchange.residuals.is_encoding(fragment)
+        model = exchange.global_model
+        # What this rank would step with; all use the numbers of one.
+        self.numbers = {} if model is None else model.numbers(fragment)
         if exchange.residuals is not None:
             exchange.residuals.rollback()  # of a round that was not taken
         if exchange.protection is not None and copy is ModelCopy.NONE:
@@ -202,6 +205,8 @@ class RoundRun:
                 link.reserve_rows(transfer, is_encoded=transfer.codec is not None and self._is_encoding)
         link.reserve(transfers)
         reserve_cell_rows(link, self._exchange.cell_rows, transfers)
+        if self._exchange.global_model is not None:
+            self._exchange.global_model.reserve(self.fragment)
         return buffers
 
     def _buffers_of(self, transfer: GroupTransfer) -> RoundBuffers:
@@ -290,7 +295,8 @@ class RoundRun:
                 self._layout.look_up()  # local steps may have moved tensors since
             stepped, is_step = set(), context.source is None  # else what was agreed on last has come to all cells
             if exchange.global_model is not None and (is_step or not exchange.global_model.has_optimizer):
-                for transfer, bucket, new in exchange.global_model.step(self.fragment, results, context.scale):
+                steps = exchange.global_model.step(self.fragment, results, context.scale, self.numbers)
+                for transfer, bucket, new in steps:
                     stepped.add(transfer.number)
                     if exchange.residuals is not None and transfer.number in stages:
                         exchange.staging.stage(transfer, bucket).copy_(new)
