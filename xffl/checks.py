@@ -20,8 +20,10 @@ __all__ = [
     "index_of",
     "integer",
     "integer_fields",
+    "is_decimal",
     "number",
     "one_of",
+    "real",
     "shorten",
     "shown",
     "visible",
@@ -131,9 +133,23 @@ def shorten(items: Iterable[Any], most: int = 5, separator: str = ", ") -> str:
 def decimal(text: str, most: int = 18) -> int | None:
     """Return the integer that a text of at most ``most`` decimal digits writes, ``None`` where it is none.
 
-    Python raises where a text has thousands of digits, and so do many who are handed such a number.
+    Digits are those of ASCII: Python reads the digits of every script, which no other program that gets the text does.
+    It raises where a text has thousands of digits, and so do many who are handed such a number.
     """
-    return int(text) if len(text) <= most and text.isdecimal() else None
+    return int(text) if len(text) <= most and is_decimal(text) else None
+
+
+def is_decimal(text: str) -> bool:
+    """Tell whether a text consists of the digits 0 to 9, at least one, however many."""
+    return text.isascii() and text.isdecimal()
+
+
+def real(text: str) -> float | None:
+    """Return the number that a text of ASCII writes, ``None`` where it is none; infinity and NaN are numbers here."""
+    try:
+        return float(text) if text.isascii() else None
+    except ValueError:
+        return None
 
 
 def shown(value: Any, most: int = 200) -> str:

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from xffl.checks import decimal, integer, one_of
+from xffl.checks import decimal, integer, one_of, real
 from xffl.errors import ConfigError
 
 __all__ = [
     "EXCHANGE_FORMAT",
+    "EXPORT_FORMAT",
     "FORMS",
     "IN_FLIGHT",
     "IN_FLIGHT_BYTES",
@@ -53,15 +54,18 @@ MOST_IN_FLIGHT = 16
 IN_FLIGHT_BYTES = 2**25
 """Bytes that are under way towards a rank, where that takes more buckets than :data:`IN_FLIGHT`."""
 
-STATUS_BYTES = 128
+STATUS_BYTES = 192
 """What each rank tells all others in a vote, see :class:`xffl.aggregation.engine.groups.RoundStatus`."""
 
-EXCHANGE_FORMAT = 1
-"""Number of the format of all that cells give each other: votes, values, records of elastic cells, and exports.
+EXCHANGE_FORMAT = 2
+"""Number of the format of all that cells of a network give each other: votes, values, records of elastic cells.
 
 Raise it with each change after which one side would read otherwise what the other has written
 (docs/round_formats.rst, "Format of an exchange").
 """
+
+EXPORT_FORMAT = 1
+"""The same of what cells give each other in files: exports, and the models that are combined from them."""
 
 CODECS: dict[str, dict[str, tuple[str, ...]]] = {
     "none": {},
@@ -155,10 +159,7 @@ def read_codec(name: object) -> CodecSpec:
     options: dict[str, Any] = {}
     if kind == "topk":
         density = parts.pop(0) if parts else ""
-        try:
-            options["density"] = float(density)
-        except ValueError:
-            options["density"] = 0.0
+        options["density"] = real(density) or 0.0
         if not 0 < options["density"] <= 1:
             raise ConfigError(
                 f"codec {name!r}: the density, the share of values that it sends, must be a number above 0 and at most "
@@ -172,7 +173,7 @@ def read_codec(name: object) -> CodecSpec:
             raise ConfigError(f"codec {name!r}: option {part!r} is unknown or given twice; {knob}")
         options[key] = value
         if key == "block":
-            number = int(value) if value.isascii() and decimal(value) is not None else value
+            number = value if decimal(value) is None else decimal(value)
             options[key] = integer(f"codec {name!r}: block", number, 1, MAX_BLOCK, hint="give block=64")
         else:
             one_of(f"codec {name!r}: {key}", value, known[key], hint=f"give {key}={known[key][0]}")

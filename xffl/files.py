@@ -55,7 +55,7 @@ FOLDER_SYNC_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, ENOTSUPP)
 SEAL = b"xffl-sealed sha256 "
 WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG, errno.ESTALE)
 """What a library may hide that fails to write"""
-RUST_ERROR = re.compile(r"\(os error (\d{1,9})\)")
+RUST_ERROR = re.compile(r"\(os error ([0-9]{1,9})\)")
 """How libraries written in Rust, such as safetensors, end the text of an error of the operating system"""
 
 

@@ -14,7 +14,7 @@ EXEC = [sys.executable, "-m", "xffl", "exec"]
 SCRIPT = """
 import torch
 import xffl
-from xffl.aggregation.engine.pairwise_swap import PairwiseSwap
+from xffl.aggregation.engine.exchange import RoundRun
 
 class Planted(BaseException):
     "What no round catches."
@@ -27,7 +27,7 @@ with xffl.session(timeout_s=60) as state:
     aggregator = xffl.Aggregator(model, state, bucket_bytes=512)
     aggregator.aggregate()
     if state.rank == 2:
-        PairwiseSwap._read = die
+        RoundRun._read = die
     aggregator.aggregate()
     print("the second round took place", flush=True)
 """

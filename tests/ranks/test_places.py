@@ -13,7 +13,7 @@ import torch.distributed as dist
 import xffl
 from tests.ports import free_ports
 from tests.worlds import run_world
-from xffl.errors import LaunchError
+from xffl.errors import XfflError
 
 BOUND_S = 10
 BARE = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -32,7 +32,7 @@ def try_worlds(rank: int, world_size: int, cases: list[tuple[int, list[dict[str,
         environ = dict(zip(BARE, map(str, (rank, rank, world_size)), strict=True)) | environs[rank]
         if (names := LAUNCHERS.get(environ.pop("LAUNCHER", ""))) is not None:
             environ = {names.get(name, name): text for name, text in environ.items()}
-        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "XFFL_FEDERATED": "1,2"}
+        environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "XFFL_FEDERATED": "1,2"} | environ
         host = environ.pop("HOST", "one")
         began = time.monotonic()
         with (
@@ -45,8 +45,8 @@ def try_worlds(rank: int, world_size: int, cases: list[tuple[int, list[dict[str,
                     dist.all_reduce(x)
                     place = (state.node_local_rank, state.node_local_size, state.node_rank, state.node_world_size)
                     told.append((place, int(x)))
-            except LaunchError as error:
-                told.append(str(error))
+            except XfflError as error:
+                told.append(f"{type(error).__name__}: {error}")
         assert time.monotonic() - began < BOUND_S, told
     return told
 
@@ -63,6 +63,15 @@ WRONG = {
     "host b should have local ranks 0 to 1": [{"HOST": "a"}, {"HOST": "b"}, {"HOST": "b"}],
     "[0, 1, 1] are not 0 to 2, each once": [{}, {}, {"RANK": "1"}],
     "in all, but another one of ": [{}, {}, {"WORLD_SIZE": "4"}],
+    # What a rank sees by itself, before it meets the others.
+    "LaunchError: RANK=3 is outside 0 to 2, as WORLD_SIZE=3 says; give every process its own place (first told by rank "
+    "3)": [{}, {}, {"RANK": "3"}],
+    "LaunchError: LOCAL_RANK=2 is outside 0 to 1, as LOCAL_WORLD_SIZE=2 says": [{}, {}, {"LOCAL_WORLD_SIZE": "2"}],
+    "LOCAL_RANK=5 is outside 0 to 2": [{"LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "3"}, {}, {}],
+    "RANK is 'one'; it must be an integer (first told by a process whose rank": [{}, {"RANK": "one"}, {}],
+    "WORLD_SIZE is 'x'; it must be an integer (first told by rank 0)": [{"WORLD_SIZE": "x"}, {}, {}],
+    "ConfigError: XFFL_CELL is '2/2'; give the cell's number": [{}, {}, {"XFFL_CELL": "2/2"}],
+    "two processes were started as rank 0 of the ranks that meet at 127.0.0.1:": [{}, {"RANK": "0"}, {}],
 }
 
 

@@ -51,7 +51,7 @@ def simulated(cells: int, weights: list[float], codec_name: str, form: str, roun
     second = torch.zeros(NUMEL)
     values = [drift(cell, 0) for cell in range(cells)]
     reference = torch.empty(NUMEL)
-    weighted_mean(values, weights, reference, is_fused=True)  # the first round is exact
+    weighted_mean(values, weights, reference)  # the first round is exact
     results = [reference.clone()]
     for number in range(1, rounds):
         mean = torch.empty(NUMEL)

@@ -19,12 +19,11 @@ import xffl
 from tests.ranks.test_round import complete, digests, make_state
 from tests.ranks.test_round_edges import everyones, linear
 from tests.ranks.test_round_rare import interrupt_halfway
-from tests.rounds import aggregator_of, agreed_contexts
+from tests.rounds import aggregator_of
 from tests.worlds import run_world
 from xffl.aggregation import compression as feedback
 from xffl.aggregation.engine import consensus, transport
 from xffl.aggregation.engine import groups as routes
-from xffl.aggregation.engine import pairwise_swap as late
 from xffl.aggregation.engine.consensus import RoundInput
 from xffl.aggregation.engine.groups import start_moves
 from xffl.aggregation.hierarchical import Level, Levels
@@ -264,20 +263,6 @@ def told_of_a_delay(rank: int, world_size: int) -> None:
 # Votes ----------------------------------------------------------------------------------------------------------------
 
 
-def unlike_processors(rank: int, world_size: int) -> None:
-    """Where ranks compute otherwise, the mean is not fused, and what they compute by themselves is refused."""
-    state = make_state(rank, (1, 1), None)
-    aggregator = xffl.Aggregator(linear(seed=rank), state)
-    served = xffl.Aggregator(linear(), state, server="fedadam")
-    with agreed_contexts() as contexts:
-        aggregator.aggregate()
-        aggregator._arithmetic = served._arithmetic = float(rank)
-        aggregator.aggregate()
-    assert [context.is_fused for context in contexts] == [True, False]
-    with pytest.raises(xffl.RoundError, match="different kinds of processors"):
-        served.aggregate()
-
-
 def interrupted_in_place(rank: int, world_size: int) -> None:
     """What is interrupted while it writes into the model has torn it."""
     state = make_state(rank, (1, 1), None)
@@ -406,7 +391,7 @@ def under_way(rank: int, world_size: int) -> None:
             told.extend(["sent"] * len(send))
             return [Heard(work, told) for work in start_moves(receive, send, group, tag)]
 
-        with mock.patch.object(transport, "start_moves", posted), mock.patch.object(late, "start_moves", posted):
+        with mock.patch.object(transport, "start_moves", posted):
             aggregator.aggregate()
         # In two hops each cell sends every other bucket first.
         assert told.index("waited") >= (2 if form == "two_hop" else 4) and told.count("sent") == 16, form
@@ -451,7 +436,7 @@ def connected(rank: int, world_size: int) -> None:
         *((2, case) for case in (failed_code, fragments_start_exact, measured, counted_apart, few_packed)),
         (2, merged_by_size),
         *((2, case) for case in (moved_meanwhile, counters, rounded_once, told_of_a_delay)),
-        *((2, case) for case in (unlike_processors, interrupted_in_place, other_start)),
+        *((2, case) for case in (interrupted_in_place, other_start)),
         (3, masks_apart),
         *((4, case) for case in (home_bytes, slowest_rank, levels_tell, rails_of_little, connected)),
         *((4, case) for case in (norms_of_a_delay, found_by_one_shard)),

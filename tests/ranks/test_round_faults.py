@@ -133,7 +133,7 @@ def tears(rank: int, world_size: int) -> None:
     compiled = torch.compile(model, backend="eager")
     aggregator = xffl.Aggregator(compiled, state)
 
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     layout: Any = aggregator._exchange.layout

@@ -28,7 +28,6 @@ from tests.ranks.test_round import (
 )
 from tests.rounds import aggregator_of
 from tests.worlds import run_world
-from xffl.aggregation.engine import pairwise_swap as late
 from xffl.aggregation.engine import transport
 from xffl.aggregation.engine.exchange import RoundRun
 from xffl.aggregation.engine.groups import Move, start_moves
@@ -85,7 +84,7 @@ def over_handles(rank: int, world_size: int, options: dict[str, Any]) -> list[in
         return start_moves(receive, send, group, tag)
 
     weight, weights = weightings((2, 2), rank, state.federated_rank)[1]
-    with mock.patch.object(transport, "start_moves", counted), mock.patch.object(late, "start_moves", counted):
+    with mock.patch.object(transport, "start_moves", counted):
         for _ in range(2):
             fill(model, rank, state.federated_rank)
             before = {name: complete(tensor).clone() for name, tensor, _ in tensors(model)}
@@ -229,7 +228,7 @@ def accounted(rank: int, world_size: int, options: dict[str, Any]) -> tuple[floa
         time.sleep(0.02 + 0.05 * rank)
         return start_moves(receive, send, group, tag)
 
-    with mock.patch.object(transport, "start_moves", slow), mock.patch.object(late, "start_moves", slow):
+    with mock.patch.object(transport, "start_moves", slow):
         report = aggregator.aggregate()
     assert report.phases["post"] >= 0.08
     assert 0.0 < report.hidden <= report.seconds - report.phases["across"]

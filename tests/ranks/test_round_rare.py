@@ -24,7 +24,6 @@ from tests.ranks.test_round_edges import everyones, linear, shaken
 from tests.rounds import aggregator_of, replace_exchange
 from tests.worlds import run_world
 from xffl.aggregation.engine import buffers as pool
-from xffl.aggregation.engine import pairwise_swap as late
 from xffl.aggregation.engine import transport
 from xffl.aggregation.engine.groups import Move, start_moves
 from xffl.aggregation.engine.plan import RoundContext
@@ -337,8 +336,7 @@ def interrupt_halfway(aggregator: xffl.Aggregator, lag_s: float) -> list[dist.Wo
         under_way.extend(works)
         return works
 
-    patches = [mock.patch.object(module, "start_moves", interrupted) for module in (transport, late)]
-    with patches[0], patches[1], pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(transport, "start_moves", interrupted), pytest.raises(KeyboardInterrupt):
         aggregator.aggregate()
     return under_way
 

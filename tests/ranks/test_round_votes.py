@@ -19,7 +19,7 @@ from tests.rounds import aggregator_of
 from tests.worlds import WorldError, run_world
 from xffl.aggregation.engine import buffers as looks
 from xffl.aggregation.engine import cell, transport
-from xffl.aggregation.engine.groups import MergeMode, RoundStatus, VotePhase, all_gather_status
+from xffl.aggregation.engine.groups import MOST_NUMBERS, MergeMode, RoundStatus, VotePhase, all_gather_status
 from xffl.cluster.network import Timeouts
 from xffl.distributed.distributed_state import DistributedState
 from xffl.topology import Topology
@@ -242,7 +242,8 @@ def local_failure(rank: int, world_size: int, options: dict[str, Any], where: st
     before, start = digests(model), time.monotonic()
     told = raised(aggregator.aggregate)
     assert time.monotonic() - start < 20
-    check_alike(told, "RoundError", "rank 2 (cell 1): MemoryError: planted on rank 2")
+    where_told = "the round could not be opened" if where == "looks" else "rank 2 (cell 1)"
+    check_alike(told, "RoundError", f"{where_told}: MemoryError: planted on rank 2")
     if options.get("atomic", True):
         assert digests(model) == before and not aggregator.is_torn
         assert aggregator.aggregate().round == 1
@@ -317,7 +318,7 @@ def everybody(rank: int, world_size: int) -> None:
                 RoundStatus(
                     number,
                     weight=1e-300 * (r + 1),
-                    arithmetic=2.0**47 + r,
+                    is_flushing=bool(r % 2),
                     attempt=2**60 + r,
                     is_uniform=r % 2 == 0,
                     is_absent=r == 3,
@@ -325,9 +326,10 @@ def everybody(rank: int, world_size: int) -> None:
                     is_nonfinite=r == 5,
                     is_failed=r == 6,
                     is_encoding=r > 2,
-                    squares_fit_fp32=r < 4,
                     phase=VotePhase(number % 2),
                     merge=MergeMode(r % 3),
+                    square=1e300 / (r + 1),
+                    numbers=tuple(r + place / 7 for place in range(MOST_NUMBERS)),
                 )
                 for r in range(7)
             ]

@@ -166,7 +166,7 @@ def one_cell(rank: int, world_size: int) -> None:
             if refuses:
                 assert err.getvalue() == ""
             elif federated is None:
-                assert "rounds are asked for, but no federation" in err.getvalue()
+                assert "FederatedScaling has no effect: the job has a single cell" in err.getvalue()
             else:
                 assert (told in err.getvalue()) == (value == "") and err.getvalue().count("\n") == (value == "")
 
@@ -400,24 +400,61 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("way, code", [("cells", 0), ("raise", 3)])
-def test_processes_exit_with_their_own_code(way: str, code: int) -> None:
-    """FSDP2 over gloo is known to abort at exit (code -6) where a rank leaves while another still talks to it."""
+def run_two(words: list[str], folder: Path = ROOT) -> tuple[list[int], list[str], list[str]]:
+    """Run a command as both ranks of a world; return exit codes, standard output and errors."""
     port = str(free_port())
     ranks = []
     for rank in range(2):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}
         environ = {**os.environ, **{name: str(value) for name, value in place.items()}, "GROUP_WORLD_SIZE": "1"}
         environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-c", textwrap.dedent(SCRIPT), way]
-        ranks.append(subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        command = [sys.executable, *words]
+        ranks.append(subprocess.Popen(command, env=environ, cwd=folder, text=True, **pipes))  # type: ignore[call-overload]
     try:
         outputs = [process.communicate(timeout=120) for process in ranks]
     finally:
         for process in ranks:
             process.kill()
-    assert [process.returncode for process in ranks] == [code, code], outputs
-    assert all("left" in out for out, _ in outputs)
+    return [process.returncode for process in ranks], [out for out, _ in outputs], [err for _, err in outputs]
+
+
+@pytest.mark.parametrize("way, code", [("cells", 0), ("raise", 3)])
+def test_processes_exit_with_their_own_code(way: str, code: int) -> None:
+    """FSDP2 over gloo is known to abort at exit (code -6) where a rank leaves while another still talks to it."""
+    codes, outs, errs = run_two(["-c", textwrap.dedent(SCRIPT), way])
+    assert codes == [code, code], errs
+    assert all("left" in out for out in outs)
+
+
+LAST_WORDS = """
+import torch, torch.distributed as dist, xffl
+from xffl.errors import ConfigError
+with xffl.session(timeout_s=60) as state:
+    if "lost" in WAY:
+        dist.barrier()
+        if state.rank == 1:
+            raise ValueError("mine")
+        dist.all_reduce(torch.ones(1))
+raise ConfigError("of all ranks")
+"""
+
+
+@pytest.mark.parametrize("words", [["train.py"], ["-m", "xffl", "exec", "train.py"]])
+def test_an_error_of_all_ranks_after_their_session_is_one_line(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(f"WAY = 'after'{LAST_WORDS}")
+    codes, _, errs = run_two(words, tmp_path)
+    assert 0 not in codes
+    assert sorted(errs)[0] == "" and sorted(errs)[1].startswith("xffl: ConfigError: of all ranks (at"), errs
+    assert "".join(errs).count("\n") == 1
+
+
+def test_who_has_lost_a_rank_names_it(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(f"WAY = 'lost'{LAST_WORDS}")
+    codes, _, errs = run_two(["-m", "xffl", "exec", "train.py"], tmp_path)
+    assert codes == [1, 1] and "xffl: rank 1 failed with ValueError: mine" in errs[1], errs
+    assert errs[0].startswith("xffl: rank 0 lost another rank: ") and errs[0].count("\n") == 1, errs
+    assert errs[0].endswith("; rank 1 ended first, with ValueError: mine\n"), errs
 
 
 def test_the_state_is_of_the_documented_class() -> None:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
+from xffl.aggregation.algorithms.combiners import CoordinateMedian, Coordinatewise, Mean
+from xffl.aggregation.algorithms.registry import make
 from xffl.aggregation.arithmetic import CHUNK, ElementaryOnly, divide, power, square_root
+from xffl.aggregation.compression import codec_of
+from xffl.aggregation.engine import arithmetic_check
+from xffl.aggregation.engine.arithmetic_check import PATTERNS, digest_arithmetic, flushes_subnormals
+from xffl.aggregation.mean import combined, weighted_mean
 from xffl.errors import ConfigError
+from xffl.naming import Writer
 
 
 def _patterns(numel: int) -> torch.Tensor:
@@ -110,3 +118,94 @@ def test_other_operations_are_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=f"rule Mine calls .*{message}"), ElementaryOnly("rule Mine"):
         call()
     call()  # not refused outside
+
+
+# What ranks compare at the start --------------------------------------------------------------------------------------
+
+
+CPU = torch.device("cpu")
+
+
+def test_operations_on_the_patterns_are_those_of_numpy() -> None:
+    digests = digest_arithmetic([CPU], combiner=CoordinateMedian(), cells=5, has_fp64=True).digests
+    a, b, _ = (row.numpy() for row in arithmetic_check._patterns(CPU))
+    with np.errstate(all="ignore"):
+        right = {
+            "add": a + b,
+            "sub": a - b,
+            "mul": a * b,
+            "mul by a number": a * np.float32(0.1),
+            "div": a / b,
+            "div by a number": a / np.float32(3.0),
+            "root": np.sqrt(np.abs(a)),
+            "cast": (a.astype(np.float64) * b.astype(np.float64)).astype(np.float32),
+            "fp64 div": a.astype(np.float64) / 3.0,
+        }
+    for name, values in right.items():
+        assert digests[name] == arithmetic_check._digest_of(torch.from_numpy(values)), name
+    assert "mean of 3 cells in torch.float32" in digests and "combine CoordinateMedian" in digests
+    assert digests == digest_arithmetic([CPU], combiner=CoordinateMedian(), cells=5, has_fp64=True).digests
+
+
+def test_the_patterns_have_all_kinds_of_numbers() -> None:
+    patterns = arithmetic_check._patterns(CPU)
+    assert patterns.shape == (3, PATTERNS) and not patterns.isnan().any()
+    for row in patterns:
+        for found in (row == 0.0, row.isinf(), (row != 0.0) & (row.abs() < 2.0**-126), row.abs() > 1e38):
+            assert int((found & row.signbit()).sum()) > 9 and int((found & ~row.signbit()).sum()) > 9
+    wide = patterns[0].double() + patterns[1].double()
+    half = (wide.abs() - 1.0) * 2.0**24  # sums around one, in halves of its unit
+    assert int(((half % 2 == 1) & (half < 64)).sum()) > 9
+
+
+def test_threads_that_compute_otherwise_are_refused() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        torch.ones(2**18).mul_(2.0)  # makes the other thread, which does not flush
+        torch.set_flush_denormal(True)
+        assert flushes_subnormals()
+        with pytest.raises(ConfigError, match="2 threads of a rank.*torch.set_flush_denormal before"):
+            digest_arithmetic([CPU], combiner=Mean())
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(threads)
+    assert not flushes_subnormals()
+    digest_arithmetic([CPU], combiner=Mean())
+
+
+def test_devices_of_a_rank_that_compute_otherwise_are_refused() -> None:
+    places = [CPU, torch.device("cpu", 0)]  # looked at one by one
+    found = {place: arithmetic_check._patterns(place).clone() for place in places}
+    found[places[1]][0, 0] *= 1.5
+    with (
+        mock.patch.object(arithmetic_check, "_patterns", lambda device: found[device]),
+        pytest.raises(ConfigError, match="devices cpu, cpu:0 of a rank compute other bits .*add.*device of its own"),
+    ):
+        digest_arithmetic(places, combiner=Mean())
+
+
+@pytest.mark.parametrize("codec", ["bf16", "fp16", "int8", "int4:block=32", "int4:scale=fp32", "topk:0.1,value=fp16"])
+def test_what_codecs_decode_is_elementary(codec: str) -> None:
+    made = codec_of(codec)
+    assert made is not None
+    values = torch.randn(1000)
+    code = torch.empty(made.nbytes(1000), dtype=torch.uint8)
+    made.encode(values, code)
+    with ElementaryOnly(codec):
+        made.decode(code, values)
+
+
+COMBINERS = ["median", "trimmed_mean:share=0.2", "mean"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", COMBINERS)
+def test_what_combiners_make_of_values_is_elementary(name: str, dtype: torch.dtype) -> None:
+    combiner = make("combine", name, writer=Writer.USER)
+    values = [torch.randn(100).to(dtype) for _ in range(5)]
+    out = torch.empty(100, dtype=dtype)
+    with ElementaryOnly(name):
+        if isinstance(combiner, Coordinatewise):
+            combined(combiner.combine, values, out)
+        weighted_mean(values, [1.0, 3.0, 0.0, 2.0, 0.7], out)

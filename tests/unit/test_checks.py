@@ -20,7 +20,7 @@ from xffl.aggregation.hierarchical import read_levels
 from xffl.aggregation.options import Options
 from xffl.aggregation.privacy import Accountant, Privacy, SecureSum
 from xffl.checkpoint import CheckpointManager
-from xffl.checks import integer, one_of
+from xffl.checks import decimal, integer, one_of, real
 from xffl.cluster.environment import detect_environment
 from xffl.cluster.slurm.submit import SlurmConfig
 from xffl.distributed.distributed_state import create_device_mesh
@@ -188,3 +188,9 @@ def refusal(value: object, choices: tuple[object, ...]) -> str:
 )
 def test_only_the_choices_are_accepted(value: object, choices: tuple[object, ...], told: str) -> None:
     assert refusal(value, choices) == told
+
+
+def test_only_digits_of_ascii_write_numbers() -> None:
+    others = ("\uff19", "\u0664\u0662", "1\uff12", "\u00b2")
+    assert decimal("12") == 12 and [decimal(text) for text in (*others, "", "-1", "9" * 19)] == [None] * 7
+    assert real("1.5e3") == 1500 and [real(text) for text in (*others, "", "x")] == [None] * 6

@@ -238,27 +238,6 @@ def test_auto_looks_at_the_smallest_shard() -> None:
     assert forms == ["all_gather", "all_gather", "two_hop"]
 
 
-def test_two_cells_without_replicas_pass_over_values_less_often() -> None:
-    """Looked over while they are sent, and combined in the pass that writes them."""
-    memory: dict[str, Any] = {"link": Link(1.0), "home": NO_TIME, "memory_gbps": 8.0, "parameters": 1e9}
-    late, hopped = (forecast(Topology(2, 1), **memory, form=form) for form in ("auto", "two_hop"))
-    assert (late.form, late.phases["pack"], late.phases["commit"]) == ("all_gather", 0.0, pytest.approx(8.0))
-    assert (hopped.phases["pack"], hopped.phases["commit"]) == (pytest.approx(4.0), pytest.approx(4.0))
-    assert late.busy["processor"] == pytest.approx(4.0)
-    for other in (
-        {"cells": Topology(4, 2, 1)},
-        {"cells": Topology(3, 1)},
-        {"atomic": False},
-        {"rails": True},
-        {"codec_ratio": 1.0},
-        {"bytes_per_parameter": 2.0},
-        {"backend": "nccl"},
-        {"delay": 1, "every": 2},
-    ):
-        cells = other.pop("cells", Topology(2, 1))
-        assert forecast(cells, **{**memory, **other}).phases["pack"] > 0.0, other
-
-
 def test_the_hosts_memory_takes_its_copies() -> None:
     """By hand: a shard of 4 GB at 4 GB/s; out while others cross, or at the start and when merged; back at the end.
 

@@ -59,7 +59,6 @@ def track_of(
     rails: bool = False,
     *,
     on_cpu: bool = True,
-    late: bool = False,
     form: str = "auto",
     dtype: str = "float32",
     by_part: bool = True,
@@ -73,7 +72,7 @@ def track_of(
         topology,
         0,
         RoundGroups(None, (), None, None, multi_rail=rails),
-        options_of(form=form, atomic=late),
+        options_of(form=form),
         {"none": None, "int8": codec_of("int8")},
         is_on_cpu=on_cpu,
     )
@@ -126,57 +125,6 @@ def test_two_cells_take_turns_over_gloo(
         assert sum(sizes) == numel and all(one.stop == two.start for one, two in itertools.pairwise(parts))
         combiner = combiners[bucket.number] if combiners else None
         assert combiner is None or sizes[combiner] == numel
-
-
-@pytest.mark.parametrize(
-    "topology, options, deferred_mean",
-    [
-        (Topology(2, 1), {}, True),
-        (Topology(8, 4), {}, True),  # each rank its shard
-        (Topology(6, (4, 2)), {}, True),
-        (Topology(4, 2, 2), {}, True),
-        (Topology(4, 2, 1), {}, False),  # the mean goes to replicas
-        (Topology(3, (2, 1), 1), {}, False),
-        (Topology(2, 1), {"by_part": False}, True),
-        (Topology(3, (2, 1)), {"by_part": False}, False),  # all ranks of a cell hold it
-        (Topology(2, 1), {"form": "all_gather"}, True),
-        (Topology(2, 1), {"form": "two_hop"}, False),
-        (Topology(3, 1), {}, False),
-        (Topology(1), {}, False),
-        (Topology(2, 1), {"late": False}, False),
-        (Topology(2, 1), {"rule": "first"}, False),
-        (Topology(2, 1), {"codec": "int8"}, False),
-        (Topology(2, 1), {"rails": True}, False),
-        (Topology(2, 1), {"on_cpu": False}, False),
-        (Topology(2, 1), {"dtype": "bfloat16"}, False),
-        (Topology(2, 1), {"at_home": True}, False),
-    ],
-)
-def test_what_is_combined_when_it_is_written(topology: Topology, options: dict[str, Any], deferred_mean: bool) -> None:
-    transfer = track_of([64 * MIB], topology, **{"late": True, **options})
-    assert transfer.deferred_mean == deferred_mean
-    if deferred_mean:
-        assert not transfer.reduce_scatter and transfer.ahead == transfer.depth == 8  # of 4 MiB each
-
-
-@pytest.mark.parametrize(
-    "asked, allow_deferred_mean",
-    [
-        ({}, True),
-        ({"fragments": 3}, True),
-        ({"atomic": False}, False),
-        ({"overlap": True}, False),  # the model changes meanwhile
-        ({"nonfinite": "drop_cell"}, False),  # whose values count is known before they move
-        ({"combine": "median"}, False),
-        ({"combine": "krum"}, False),
-        ({"combine": "fednova"}, False),
-        ({"server": "fedavgm"}, False),  # takes the mean itself
-        ({"secure": True}, False),
-        ({"norms": True}, False),
-    ],
-)
-def test_what_needs_the_mean_before_it_is_written(asked: dict[str, Any], allow_deferred_mean: bool) -> None:
-    assert options_of(**asked).allow_deferred_mean == allow_deferred_mean
 
 
 def test_codes_of_two_cells_go_in_one_hop() -> None:

@@ -216,6 +216,29 @@ def test_the_script_of_a_job_is_a_single_process(environ: dict[str, str]) -> Non
     assert detect_environment(environ) == ProcessEnvironment()
 
 
+@pytest.mark.parametrize(
+    ("told", "missing"),
+    [
+        ({"RANK": "3"}, "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
+        ({"RANK": "0"}, "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
+        ({"WORLD_SIZE": "4"}, "RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
+        ({"LOCAL_RANK": "1"}, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        ({"WORLD_SIZE": "4", "LOCAL_RANK": "0", **MEETING}, "RANK"),
+        ({"RANK": "2", "LOCAL_RANK": "0", **MEETING}, "WORLD_SIZE"),
+    ],
+)
+def test_half_a_place_is_refused_with_what_is_missing(told: dict[str, str], missing: str) -> None:
+    with pytest.raises(LaunchError, match=f"^{next(iter(told))}=.* {missing} is missing.*; set RANK, WORLD_SIZE"):
+        detect_environment(told)
+    assert launcher_of(told) is None or "MASTER_ADDR" in told  # what starts ranks of its own is none of several
+    assert detect_environment(told, rank=0, world_size=1).world_size == 1
+
+
+@pytest.mark.parametrize("alone", [{"WORLD_SIZE": "1"}, {"LOCAL_RANK": "0"}, {"RANK": " ", "WORLD_SIZE": ""}, MEETING])
+def test_a_variable_may_say_that_a_process_is_alone(alone: dict[str, str]) -> None:
+    assert detect_environment(alone) == ProcessEnvironment()
+
+
 TWO_LAUNCHERS = [
     ("torchrun", "slurm", {}),
     ("torchrun", "openmpi", {"RANK": "1"}),  # ranks of torchrun need not be in the order of its agents

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xffl.aggregation.mean import arithmetic_of, weighted_mean
+from xffl.aggregation.mean import weighted_mean
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 weight_lists = st.lists(st.floats(0, 1e300), min_size=1, max_size=5).filter(any)
@@ -103,31 +103,24 @@ def test_the_result_may_overwrite_a_value() -> None:
     st.integers(1, 40),
     st.integers(0, 5),
 )
-def test_fused_steps_are_as_exact_and_do_not_depend_on_place(
-    pairs: list[tuple[float, float]], length: int, alias: int
-) -> None:
+def test_the_mean_does_not_depend_on_place(pairs: list[tuple[float, float]], length: int, alias: int) -> None:
     weights = [weight for weight, _ in pairs]
     total = sum(map(Fraction, weights))
     exact = sum(Fraction(w) * Fraction(x) for w, x in pairs) / total
     bound = sum(Fraction(w) * abs(Fraction(x)) for w, x in pairs) / total
     values = [torch.full((length,), number) for _, number in pairs]
     out = values[alias] if alias < len(values) else torch.empty(length)
-    weighted_mean(values, weights, out, is_fused=True)
+    weighted_mean(values, weights, out)
     assert abs(Fraction(out[0].item()) - exact) <= Fraction(1e-6) * bound + Fraction(2) ** -147
     assert same_bits(out, out[:1].repeat(length))
     equal = torch.full((length,), pairs[0][1])
-    weighted_mean([equal.clone() for _ in weights], weights, out, is_fused=True)
+    weighted_mean([equal.clone() for _ in weights], weights, out)
     assert same_bits(out, equal)
 
 
-def test_a_fused_step_keeps_the_sign_of_zeros() -> None:
+def test_equal_zeros_keep_their_sign() -> None:
     value = torch.tensor([-0.0, 0.0] * 20)
     for weights in ([1.0, 1.0], [1.0, 3.0], [3.0, 1.0], [1.0, 1e9], [1.0, 2.0, 1.5], [1.0] * 4):
         out = torch.empty_like(value)
-        weighted_mean([value.clone() for _ in weights], weights, out, is_fused=True)
+        weighted_mean([value.clone() for _ in weights], weights, out)
         assert same_bits(out, value)
-
-
-def test_arithmetic_is_a_number_that_a_vote_can_carry() -> None:
-    number = arithmetic_of(torch.device("cpu"))
-    assert number == arithmetic_of(torch.device("cpu")) == int(number) and 0 < number < 2**48

@@ -386,11 +386,8 @@ READ_WITHOUT_LIMIT = {
         "affinity: (topology / 'physical_package_id').read_text()",
         "affinity: (topology / 'core_id').read_text()",
     },
-    "what the user runs or trains on, and logs of the user's jobs, of any length": {
-        "script: sys.stdin.buffer.read()",
-        "script: Path(script).read_bytes()",
+    "what the user trains on, of any length": {
         "tokens: Path(path).read_text(encoding='utf-8-sig')",
-        "job_monitor: log.read()",
     },
 }
 """Calls that read all that is there, by module and as ``ast.unparse`` writes them, and why they may."""
@@ -416,6 +413,21 @@ def test_files_that_others_may_have_written_are_read_up_to_a_limit() -> None:
         if isinstance(node, ast.Call) and _has_no_limit(node)
     }
     assert calls == set().union(*READ_WITHOUT_LIMIT.values()), "use read_bytes or read_text of xffl.files with a limit"
+
+
+def test_digits_are_those_of_ascii() -> None:
+    """Texts become numbers by ``decimal`` and ``real`` of xffl.checks; Python reads the digits of every script."""
+    found = []
+    for path in SOURCES:
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        calls = [node for node in nodes if isinstance(node, ast.Call) and "re.ASCII" in map(ast.unparse, node.args)]
+        in_ascii = {id(part) for call in calls for part in ast.walk(call)}
+        for node in nodes:
+            is_test = isinstance(node, ast.Attribute) and node.attr in ("isdigit", "isdecimal", "isnumeric")
+            is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in in_ascii
+            if (is_test and path.name != "checks.py") or (is_text and r"\d" in node.value):
+                found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+    assert found == []
 
 
 def test_contributing_says_where_things_are() -> None:

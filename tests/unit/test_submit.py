@@ -242,6 +242,8 @@ def test_what_no_script_can_hold_is_told_with_its_line(word: str) -> None:
         ({"signal": "usr2; x"}, "slurm.signal"),
         ({"gpus_per_node": 0}, "slurm.gpus_per_node 0"),
         ({"gpus_per_node": "a:b"}, "slurm.gpus_per_node 'a:b'"),
+        ({"gpus_per_node": "7" * 5000}, "slurm.gpus_per_node '777"),
+        ({"time": "7" * 5000}, "slurm.time '777"),
         ({"time": "tomorrow"}, "slurm.time 'tomorrow' is no time"),
         ({"time": 1}, "slurm.time 1 is 60 s, and slurm.signal_s 90"),
         ({"time": "1:30"}, "slurm.time 1:30 is 90 s"),
@@ -297,6 +299,8 @@ def test_sweeps() -> None:
     for wrong in (3, "abc", [], None):
         with pytest.raises(ConfigError, match="slurm.array.seed is"):
             tasks_of_sweep({"seed": wrong})
+    with pytest.raises(ConfigError, match="slurm.array has 1000000000000 tasks"):
+        tasks_of_sweep(dict.fromkeys("abcd", [0] * 1000))
 
 
 # From a configuration -------------------------------------------------------------------------------------------------
@@ -545,7 +549,8 @@ def test_what_does_not_go_with_cells_as_jobs_is_refused(project: Path, capsys: p
         (["--cells", "3"], "--cells 3 is for the jobs of an elastic run; give --elastic"),
         (["--cell", "1"], "--cell 1 is for the jobs of an elastic run"),
         (["--elastic"], "--elastic needs the number of cells; give --cells"),
-        (["--elastic", "--cells", "0"], "--cells must be a positive integer, got 0"),
+        (["--elastic", "--cells", "0"], "--cells must be an integer from 1 to 10000, got 0; each is a job"),
+        (["--elastic", "--cells", "99999999"], "--cells must be an integer from 1 to 10000, got 99999999; each is"),
         (["--elastic", "--cells", "3", "--cell", "3"], "--cell is 3, but there are 3 cells, from 0; give 0 to 2"),
         (["--elastic", "--cells", "3", "--cell=-1"], "--cell must be an integer of 0 or more, got -1"),
         (["--elastic", "--federated", "auto"], "--federated auto finds cells in one job, but each is a job of its own"),

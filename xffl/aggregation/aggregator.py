@@ -17,9 +17,10 @@ from torch.profiler import record_function
 from xffl.aggregation.algorithms.combiners import Combiner
 from xffl.aggregation.algorithms.server import ServerOptimizer
 from xffl.aggregation.compression import Codec, ResidualStore
+from xffl.aggregation.engine.arithmetic_check import compare_arithmetic, flushes_subnormals, processor_number
 from xffl.aggregation.engine.buffers import Layout, ModelCopy
 from xffl.aggregation.engine.consensus import (
-    Outcome,
+    AgreedRound,
     PreparedRound,
     RoundCoordinator,
     RoundInput,
@@ -50,10 +51,10 @@ from xffl.aggregation.engine.tensors import (
     gather_replica_tensors,
 )
 from xffl.aggregation.engine.transport import Link
-from xffl.aggregation.mean import arithmetic_of
 from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, Options, check_merge, refuse_removed
+from xffl.aggregation.pending import Background, PendingRound
 from xffl.aggregation.privacy import Accountant, Privacy, SecureSum, make_masker
-from xffl.aggregation.report import Background, PendingRound, RoundProfile, RoundReport
+from xffl.aggregation.report import RoundProfile, RoundReport
 from xffl.costs import EXCHANGE_FORMAT
 from xffl.distributed.consistency import barrier, check_consistent, compute_device, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
@@ -110,8 +111,8 @@ class Aggregator:
         --kind combine`` with its options (``krum:faulty=1``, or a mapping), a dotted path, or a
         :class:`~xffl.aggregation.algorithms.combiners.Combiner`. One that compares whole models (Krum, geometric
         median) keeps all cells' shards on each sender, ``C`` copies.
-    :param server: The server (outer) optimizer, which sees the way from the mean back to the last agreed model as a
-        gradient: a name (``fedadam:lr=0.03``, ``torch.optim.AdamW:lr=0.1``), a mapping, or a
+    :param server: The server (outer) optimizer, which gets ``global - mean`` (the pseudo-gradient) as its gradient: a
+        name (``fedadam:lr=0.03``, ``torch.optim.AdamW:lr=0.1``), a mapping, or a
         :class:`~xffl.aggregation.algorithms.server.ServerOptimizer`. With it, each rank keeps the last agreed values of
         what it holds in fp32, and the optimizer's state. The model must be the same in all cells when the Aggregator is
         made.
@@ -188,8 +189,17 @@ class Aggregator:
         )
         server = options.server
         places = [scope.device, *([] if server is None or server.device is None else [torch.device(server.device)])]
-        self._device, self._arithmetic = scope.device, arithmetic_of(*places)
+        self._device = scope.device
         self._options = options
+        moving: Sequence[TensorInfo] = self._manifest.moving if replica_tensors is None else replica_tensors.moving
+        compare_arithmetic(
+            places,
+            combiner=options.combiner,
+            codecs=[one for one in self._manifest.codecs.values() if one is not None],
+            cells=scope.topology.cells,
+            has_fp64=any(tensor.dtype in (torch.float64, torch.complex128) for tensor in moving),
+            group=scope.world,
+        )
         self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         # The global model, what servers keep and buffers outlive this call: a later round writes them outside of an
         # inference mode in which this is called.
@@ -204,7 +214,7 @@ class Aggregator:
             round_groups=self._round_groups,
             axes=axes[scope.topology.cell_of(scope.rank)],
             replica_tensors=replica_tensors,
-            arithmetic=self._arithmetic,
+            processor=processor_number(*places),
             is_private=options.privacy is not None or options.secure is not None,
         )
         self._marks: list[torch.cuda.Event] = []  # for all rounds' profiles
@@ -244,7 +254,7 @@ class Aggregator:
         """Run one round: afterwards every rank holds the weighted mean over the cells.
 
         Collective over the world. Moves each shard to the other cells (see ``form``) and once to each replica of the
-        cell, after a vote of 128 bytes a rank and before another.
+        cell, after a vote of 192 bytes a rank and before another.
 
         :param weight: This rank's own count since the last round (samples, tokens); a cell's weight is the sum over its
             ranks. ``None`` on all ranks: every cell counts 1.
@@ -326,14 +336,13 @@ class Aggregator:
         status = RoundStatus(
             round=self.rounds + 1,
             weight=count,
+            is_flushing=self._device.type == "cpu" and flushes_subnormals(),
             is_uniform=given.weight is None,
             is_absent=given.is_absent,
             is_finished=given.is_finished,
             is_nonfinite=findings is not None and bool(findings.nonfinite),
             is_failed=error is not None,
             is_encoding=residuals is not None and residuals.is_encoding(fragment),
-            squares_fit_fp32=findings is not None and findings.squares_fit_fp32,
-            arithmetic=self._arithmetic,
             merge=merge,
             alpha=alpha if error is None and alpha is not None else 0.0,
             norm=0.0 if findings is None else findings.norm,
@@ -343,6 +352,7 @@ class Aggregator:
             held=values.held,
             shared=values.shared,
             is_trained=values.is_trained,
+            numbers=() if run is None else tuple(run.numbers.values()),
         )
         return PreparedRound(
             status=status,
@@ -407,6 +417,7 @@ class Aggregator:
             return self._conclude(outcome, start, is_merged=keeps_steps, alpha=alpha)
 
         self.under_way = PendingRound(background, conclude, self._exchange.layout.moving(fragment))
+        self._activity.add_round_under_way(self.under_way)
         return self.under_way
 
     def discard(self) -> None:
@@ -422,14 +433,16 @@ class Aggregator:
     def close(self) -> None:
         """Give the process groups back that were made for this aggregator; it cannot be used afterwards.
 
-        Collective over the world, with no round under way. Between CPUs there is nothing to give back without
-        ``overlap``, and without parts of the model that several but not all ranks of a replica hold.
+        Collective over the world, with no round under way. Nothing moves where there is nothing to give back: between
+        CPUs without ``overlap``, and without parts of the model that several but not all ranks of a replica hold.
         """
         self.check_free()
-        if not self._round_groups.own:
-            return
-        self.is_closed = True
+        self.retire()
         self.give_back_groups()
+
+    def retire(self) -> None:
+        """Make no further round; local."""
+        self.is_closed = True
 
     def give_back_groups(self) -> None:
         """Give the process groups back, whatever state the rounds are in; collective over this rank's world."""
@@ -548,7 +561,7 @@ class Aggregator:
                     part.forget()
 
     def _conclude(
-        self, outcome: Outcome, start: float, *, is_merged: bool = False, alpha: float | None = None
+        self, outcome: AgreedRound, start: float, *, is_merged: bool = False, alpha: float | None = None
     ) -> RoundReport:
         """Write what was agreed into the model."""
         if not outcome.is_skipped:
@@ -573,7 +586,7 @@ class Aggregator:
         self._activity.note_round()
         return outcome.report(time.perf_counter() - start)
 
-    def _write(self, outcome: Outcome, *, is_merged: bool, alpha: float | None) -> None:
+    def _write(self, outcome: AgreedRound, *, is_merged: bool, alpha: float | None) -> None:
         """Write the new values into the model, or into ZeRO's masters and from there."""
         if self._masters is not None:
             self._masters.read_again()
@@ -581,8 +594,12 @@ class Aggregator:
         outcome.run.commit(outcome.context, is_merged=is_merged, alpha=alpha)
         if self._masters is not None:
             self._masters.write()
-        if PendingRound.under_way:
-            PendingRound.overtake(self._exchange.layout.moving(outcome.run.fragment))
+        for pending in self._activity.rounds_under_way:
+            pending.note_written(self._exchange.layout.moving(outcome.run.fragment))
+
+    def resume_at(self, rounds: int) -> None:
+        """Count on behind so many rounds, the same on all ranks that make the next one; local."""
+        self.rounds = rounds
 
     @property
     def all_finished(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -10,79 +9,35 @@ from functools import lru_cache
 import torch
 
 from xffl.aggregation.arithmetic import divide, piece_length
-from xffl.distributed.consistency import processor_of
 
-__all__ = ["arithmetic_of", "combined", "piece_length", "weighted_mean", "wide_type"]
-
+__all__ = ["combined", "piece_length", "weighted_mean", "wide_type"]
 
 TINY = 1e-30
 """Ratio of two weights below which 32 bits cannot hold their share."""
 
-LEAST_SHARE = 1 / 16
-"""Share of a value in the mean of it and those before above which one fp32 factor holds it well enough."""
 
-MOST_FUSED = 4
-"""Values up to which a chain of fp32 steps stays well inside the contract's 1e-6."""
-
-
-def weighted_mean(
-    values: Sequence[torch.Tensor], weights: Sequence[float], out: torch.Tensor, *, is_fused: bool = False
-) -> None:
+def weighted_mean(values: Sequence[torch.Tensor], weights: Sequence[float], out: torch.Tensor) -> None:
     """Write ``sum(w * x) / sum(w)`` into ``out``, rounded once from 64 bits (fp16 and bf16: from the fp32 mean).
 
-    Two fp32 values are combined in fp32, and up to four with ``is_fused``, within ``1e-6 * sum(w * |x|) / sum(w)``.
+    Two fp32 values are combined in fp32, within ``1e-6 * sum(w * |x|) / sum(w)``.
 
     Local and deterministic: the same values and weights give the same bits everywhere. The sum runs, in the given
     order, over the differences from the heaviest value and is divided once. Equal values therefore keep every bit (the
     sign of a zero, too: that is why the shift is subtracted), also in fp64, where the plain sum would lose one.
     """
-    heaviest, scaled, steps = _scaled(tuple(weights))
-    if not is_fused or out.dtype != torch.float32:
-        steps = None
-    if steps is not None and len(steps) == 1:  # nothing comes between the values and their mean
-        _walk(values, heaviest, steps, out)
-        return
+    heaviest, scaled = _scaled(tuple(weights))
     length = piece_length(out.device)
     for chunk in zip(*(torch.split(tensor, length) for tensor in (out, *values)), strict=True):
-        if steps is None:
-            _mean_of_chunk(chunk[1:], scaled, heaviest, chunk[0])
-        else:
-            _walk(chunk[1:], heaviest, steps, chunk[0])
+        _mean_of_chunk(chunk[1:], scaled, heaviest, chunk[0])
 
 
 @lru_cache(maxsize=64)
-def _scaled(weights: tuple[float, ...]) -> tuple[int, list[float], list[tuple[int, float]] | None]:
-    """Return the place of the heaviest value, the weights scaled, and the fused steps; a round asks for each bucket."""
+def _scaled(weights: tuple[float, ...]) -> tuple[int, list[float]]:
+    """Return the place of the heaviest value, and the weights scaled; a round asks for each bucket."""
     heaviest = max(range(len(weights)), key=lambda index: weights[index])
     # A power of two keeps the weights' digits and prevents overflow.
     exponent = math.frexp(weights[heaviest])[1]
-    scaled = [math.ldexp(weight, -exponent) for weight in weights]
-    return heaviest, scaled, _steps(scaled, heaviest)
-
-
-def _steps(weights: Sequence[float], heaviest: int) -> list[tuple[int, float]] | None:
-    """Return the values beside the heaviest with their share in what has been combined so far; ``None`` for too many.
-
-    The heaviest value comes first, so that no share is above one half and no step enlarges an error made before.
-    """
-    steps: list[tuple[int, float]] = []
-    total = weights[heaviest]
-    for index, weight in enumerate(weights):
-        if weight > 0.0 and index != heaviest:
-            total += weight
-            steps.append((index, weight / total))
-    is_fit = len(steps) < MOST_FUSED and all(share >= LEAST_SHARE for _, share in steps)
-    return steps if steps and is_fit else None
-
-
-def _walk(values: Sequence[torch.Tensor], heaviest: int, steps: Sequence[tuple[int, float]], out: torch.Tensor) -> None:
-    mean = values[heaviest]
-    for number, (index, share) in enumerate(steps, 1):
-        # From the lighter to the heavier: in this direction equal values keep the sign of a zero.
-        if number == len(steps):
-            torch.lerp(values[index], mean, 1.0 - share, out=out)
-        else:
-            mean = torch.lerp(values[index], mean, 1.0 - share)
+    return heaviest, [math.ldexp(weight, -exponent) for weight in weights]
 
 
 def _mean_of_chunk(values: Sequence[torch.Tensor], weights: Sequence[float], base: int, out: torch.Tensor) -> None:
@@ -129,16 +84,3 @@ def combined(
 def wide_type(dtype: torch.dtype) -> torch.dtype:
     """Return the type that values are computed in: fp32, or fp64 for fp64. torch promotes no 8-bit floats."""
     return dtype if dtype.itemsize > 4 else torch.float32
-
-
-def arithmetic_of(*devices: torch.device) -> float:
-    """Return a number that is the same on ranks whose fused steps on these devices give the same bits; local.
-
-    All vector units of a CPU with fused multiply-add agree, whatever their width.
-    """
-    kinds = [processor_of(device) for device in devices]
-    for place, (device, kind) in enumerate(zip(devices, kinds, strict=True)):
-        if device.type != "cuda" and kind.endswith((" AVX2", " AVX512")):
-            kinds[place] = "fused"
-    text = " ".join([torch.__version__, *kinds])
-    return float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "little"))

@@ -60,7 +60,7 @@ from xffl.checkpoint.format import (
     write_index,
 )
 from xffl.checkpoint.tables import StoredTensor
-from xffl.costs import EXCHANGE_FORMAT
+from xffl.costs import EXPORT_FORMAT
 from xffl.distributed.sharding import Plain, from_plain, to_plain
 from xffl.errors import CheckpointError, ConfigError
 from xffl.files import create, naming_errors, sync
@@ -485,7 +485,7 @@ def _aggregate(
         first = None if start is None else check_path(start)
         outer = OfflineServer(optimizer, check_path(state), values, first, opened)
     report = _StageProgress(progress, size_bytes)
-    context = _check_values(exports, context, report)
+    _check_values(exports, report)
     if not is_tried:
         _write(target, exports, context, combiner, outer, report, made_of)
     return made
@@ -551,23 +551,19 @@ def _context(exports: Sequence[_Export], combiner: Combiner, weights: Sequence[f
     return weigh_cells(context, combiner)
 
 
-def _check_values(exports: Sequence[_Export], context: RoundContext, report: _StageProgress) -> RoundContext:
-    """Refuse values that are not finite, and note how the others may be combined, as the ranks of a round do."""
-    squares_fit_fp32 = True
+def _check_values(exports: Sequence[_Export], report: _StageProgress) -> None:
+    """Refuse values that are not finite, as the ranks of a round do."""
     for name, (policy, *_) in exports[0].values["tensors"].items():
         kind = exports[0].kind(name)
         for box in boxes(*kind) if policy == "average" else ():
             for export in exports:
                 values = export.read(name, box)
-                if not math.isfinite(sum_of_squares(values).item()):
-                    if not values.isfinite().all():
-                        raise CheckpointError(
-                            f"{export.path}: tensor {name!r} of cell {export.values['cell']} has values that are not "
-                            "finite; nothing was combined"
-                        )
-                    squares_fit_fp32 = False
+                if not math.isfinite(sum_of_squares(values).item()) and not values.isfinite().all():
+                    raise CheckpointError(
+                        f"{export.path}: tensor {name!r} of cell {export.values['cell']} has values that are not "
+                        "finite; nothing was combined"
+                    )
             report("inspected", math.prod(box[1]) * kind[0].itemsize)
-    return replace(context, is_fused=False)
 
 
 def _write(
@@ -594,7 +590,7 @@ def _write(
                         piece = outer.step(name, box, piece, shape, state_writer)
                     writer.write(f"{PART}/{name}", box, piece.view(dtype), shape)
                     report("combined", piece.nbytes)
-            result = {"format": EXCHANGE_FORMAT, **{name: values[name] for name in ("round", "cells", "tensors")}}
+            result = {"format": EXPORT_FORMAT, **{name: values[name] for name in ("round", "cells", "tensors")}}
             result |= {"shares": [context.share(cell) for cell in range(values["cells"])], "made_of": made_of}
             if outer is not None and state_writer is not None:
                 outer.publish(state_writer)  # before the result: a round made again begins from the state before it
@@ -614,5 +610,5 @@ def _combine(
     if isinstance(combiner, Coordinatewise):
         combined(combiner.combine, values, out)
     else:
-        weighted_mean(values, [context.counts[cell] for cell in context.cells], out, is_fused=context.is_fused)
+        weighted_mean(values, [context.counts[cell] for cell in context.cells], out)
     return out

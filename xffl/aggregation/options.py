@@ -151,13 +151,6 @@ class Options:
             )
 
     @property
-    def allow_deferred_mean(self) -> bool:
-        """Whether the mean may be taken when it is written, after the last vote: nothing else reads or changes it."""
-        is_plain = self.atomic and not self.overlap and self.nonfinite == "reject" and self.secure is None
-        is_mean = isinstance(self.combiner, WeightedCombiner) and not self.combiner.needs_distances
-        return is_plain and is_mean and not self.needs_agreed
-
-    @property
     def form_of_groups(self) -> str:
         """How values reach all cells: all of them to all cells, where each cell is to judge them by itself."""
         is_mean = isinstance(self.combiner, WeightedCombiner) and not self.combiner.needs_distances

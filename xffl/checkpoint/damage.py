@@ -21,9 +21,9 @@ __all__ = ["check_damage", "find_damage", "find_lost", "warn_of_damage", "warn_o
 
 LOG = logging.getLogger(__name__)
 
-NAME = re.compile(r"step_\d+|best|final")
+NAME = re.compile(r"step_[0-9]+|best|final")
 """Names under which runs publish checkpoints; hidden folders are unfinished, or being deleted"""
-CELL = re.compile(r"cell_\d+")
+CELL = re.compile(r"cell_[0-9]+")
 """Folders of cells in a checkpoint: by them one that has lost its record is told from a folder of others"""
 
 

@@ -27,7 +27,7 @@ LOG = logging.getLogger(__name__)
 
 FOLDER = "checkpoints"
 FINAL = "final"
-STEP = re.compile(r"step_(\d+)|\.step_(\d+)\.old")
+STEP = re.compile(r"step_([0-9]+)|\.step_([0-9]+)\.old")
 
 
 class CheckpointManager:
@@ -176,7 +176,7 @@ def check_checkpoints(experiment_dir: str | os.PathLike[str]) -> None:
     folder = Path(experiment_dir) / FOLDER
     check_damage(folder, lambda: find_latest_checkpoint(experiment_dir))
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if re.fullmatch(rf"step_\d+|{FINAL}|best", path.name) and (path / folders.RECORD).exists():
+        if re.fullmatch(rf"step_[0-9]+|{FINAL}|best", path.name) and (path / folders.RECORD).exists():
             try:
                 folders.read_record(path)
             except CheckpointError as error:

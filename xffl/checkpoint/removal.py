@@ -64,7 +64,7 @@ def sweep(folder: Path, name: str | None = None, *, level: int = logging.INFO) -
     except OSError:  # no folder, so nothing is left
         return
     for path in map(Path, left):
-        is_its = name is None or re.fullmatch(rf"\.{re.escape(name)}(\.\d+)?\.removed", path.name)
+        is_its = name is None or re.fullmatch(rf"\.{re.escape(name)}(\.[0-9]+)?\.removed", path.name)
         if is_its and (error := _delete(path)) is not None:
             LOG.log(level, "%s is not needed any more, and still cannot be deleted: %s", path, error)
 

@@ -139,7 +139,7 @@ def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def is_lighthouse(word: str) -> bool:
     """Tell whether a word behind ``--elastic`` is an address, and not the script."""
-    return re.fullmatch(r"\w+://.*|[^/]+:\d+/?|file:.*|\d+(\.\d+){3}", word) is not None
+    return re.fullmatch(r"\w+://.*|[^/]+:[0-9]+/?|file:.*|[0-9]+(\.[0-9]+){3}", word) is not None
 
 
 def run(options: Namespace, command: Sequence[str]) -> int:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from jsonargparse import ArgumentParser, Namespace
 
+from xffl.checks import real
 from xffl.cli.main import command_parser
 from xffl.cli.numbers import size_in
 from xffl.cli.terminal import drawn_on
@@ -42,7 +43,10 @@ def _parse_aggregate() -> ArgumentParser:
     parser.add_argument("--out", type=str, required=True, help="folder to create; that of an earlier round is replaced")
     weights = "weight of each cell (default: as the cells counted)"
     parser.add_argument("--weights", type=str, metavar="W,W", help=weights)
-    combine = "how values are combined, see xffl list algorithms (default: as the cells say)"
+    combine = (
+        "how values are combined, see xffl list algorithms, or package.module.name of your own, found by PYTHONPATH "
+        "(default: as the cells say)"
+    )
     parser.add_argument("--combine", type=str, help=combine)
     server = "server optimizer, such as fedadam:lr=0.03 or diloco (default: as the cells say); needs --state"
     parser.add_argument("--server", type=str, help=server)
@@ -71,10 +75,10 @@ def _aggregate(options: Namespace) -> int:
 
 
 def _weight(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(f"--weights must be a number for each cell, such as 3,1, got {text!r}") from None
+    weight = real(text)
+    if weight is None:
+        raise ConfigError(f"--weights must be a number for each cell, such as 3,1, got {text!r}")
+    return weight
 
 
 @contextmanager

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
+from xffl import checks
+
 __all__ = ["NUMBER_TYPES", "count", "real", "size_in"]
 
 _NUMBER = r"([+-]?[0-9](?:_?[0-9])*(?:\.[0-9](?:_?[0-9])*)?(?:[eE][+-]?[0-9]{1,3})?)"
@@ -63,11 +65,8 @@ def real(text: str | float) -> float:
     :return: The number.
     :raises ArgumentTypeError: if it is none, or not finite.
     """
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
+    value = checks.real(text) if isinstance(text, str) else float(text)
+    if value is None or not math.isfinite(value):
         raise ArgumentTypeError(f"{_shown(text)} is no number; give one such as 25 or 8e9")
     return value
 

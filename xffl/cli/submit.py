@@ -326,7 +326,7 @@ class _Elastic:
             raise ConfigError(
                 "--elastic needs the number of cells; give --cells, such as 3, or the ranks of each: --federated 4,4,2"
             )
-        cells = integer("--cells", options.cells)
+        cells = integer("--cells", options.cells, 1, submit.MAX_JOBS, hint="each is a job")
         return ((asked,) * cells if isinstance(asked, int) else None), cells
 
     def _token(self) -> dict[str, str]:

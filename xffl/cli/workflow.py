@@ -20,7 +20,7 @@ from xffl.workflow.documents import Facility, Workflow, parse_facilities, write_
 
 __all__ = ["build_parser", "run"]
 
-_ROUND = re.compile(r"\.?round_(\d{1,18})(?:\..*)?")
+_ROUND = re.compile(r"\.?round_([0-9]{1,18})(?:\..*)?")
 """A round's folder, also one that a kill has left aside (:func:`xffl.checkpoint.format.locate_checkpoint`)"""
 _MAX_BYTES = 2**24
 _MAX_VALUES = 10_000

@@ -39,6 +39,7 @@ from xffl.cluster.launchers import (
     honour_master,
     launcher_of,
     read_number,
+    refuse_half_a_place,
     refuse_other_launchers,
 )
 from xffl.cluster.listening import is_loopback
@@ -178,6 +179,7 @@ def _complete_arguments(found: Fields, environ: Mapping[str, str], called: Mappi
     if "rank" not in found and found.get("world_size", 1) == 1:
         refuse_other_launchers(environ)
         if not found:
+            refuse_half_a_place(environ)
             return
         found.take("a single process", rank=0, world_size=1)
     if "rank" not in found or "world_size" not in found:
@@ -410,10 +412,10 @@ def use_interface(name: str | None, environ: MutableMapping[str, str] = os.envir
 # Jobs that a lighthouse joins: this one's number among them, the lighthouse, and the run's token ----------------------
 
 
-_ADDRESS = re.compile(r"(?:http://)?(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d{1,5})/?")
+_ADDRESS = re.compile(r"(?:http://)?(\[[0-9a-fA-F:]+\]|[^:/\s]+):([0-9]{1,5})/?")
 ADDRESS_BYTES = 4096
 """The most bytes of a file that names a lighthouse"""
-_GROUP = re.compile(r"(\d{1,9})/(\d{1,9})")
+_GROUP = re.compile(r"([0-9]{1,9})/([0-9]{1,9})")
 
 
 def lighthouse_of(environ: Mapping[str, str] = os.environ) -> str:

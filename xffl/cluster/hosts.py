@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from xffl import __version__
-from xffl.checks import group, shown
+from xffl.checks import group, is_decimal, shown
 from xffl.costs import EXCHANGE_FORMAT
 from xffl.errors import ConfigError, LaunchError
 
@@ -84,7 +84,7 @@ def _numbers(ranges: str, text: str) -> tuple[str, ...]:
     for item in ranges.split(","):
         first, dash, last = item.partition("-")
         last = last if dash else first
-        is_number = first.isdecimal() and last.isdecimal() and max(len(first), len(last)) <= _MAX_DIGITS
+        is_number = is_decimal(first) and is_decimal(last) and max(len(first), len(last)) <= _MAX_DIGITS
         if not (is_number and int(first) <= int(last)):
             raise LaunchError(f"host list {shown(text)} has the range {shown(item)}; write ranges like 1-3 or 08-10")
         _check_hosts(len(numbers) + int(last) - int(first) + 1, text)
@@ -103,7 +103,7 @@ def expand_counts(text: str) -> tuple[int, ...]:
     """Expand counts by node such as ``4(x2),3`` into ``(4, 4, 3)``."""
     counts: list[int] = []
     for item in text.split(","):
-        match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", item)
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", item)
         if match is None:
             raise LaunchError(f"tasks per node {shown(text)} cannot be read at {shown(item)}; write them like 4(x2),3")
         nodes = len(counts) + int(match[2] or 1)

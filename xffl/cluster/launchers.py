@@ -33,6 +33,7 @@ __all__ = [
     "launcher_variables",
     "meet",
     "read_number",
+    "refuse_half_a_place",
     "refuse_other_launchers",
     "torchrun_variables",
 ]
@@ -217,6 +218,24 @@ def refuse_other_launchers(environ: Environ) -> None:
         )
 
 
+def refuse_half_a_place(environ: Environ) -> None:
+    """Raise where RANK, WORLD_SIZE or LOCAL_RANK are set without the others: each of several ranks would train alone.
+
+    A world of one process, and the first process of a host, may be said by one variable.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    told = {name: text for name in names if (text := environ.get(name, "").strip())}
+    is_alone = told.get("WORLD_SIZE") == "1" and told.get("RANK", "0") == "0"
+    if is_alone or told in ({}, {"LOCAL_RANK": "0"}):
+        return
+    raise LaunchError(
+        f"{', '.join(f'{name}={text}' for name, text in told.items())} is set, but "
+        f"{', '.join(name for name in (*names, 'MASTER_ADDR', 'MASTER_PORT') if not environ.get(name))} is missing, so "
+        f"this process would train alone; {_REMEDY}. For a single process unset {', '.join(told)}, or set RANK=0 and "
+        "WORLD_SIZE=1"
+    )
+
+
 def _refuse_contradiction(row: Launcher, environ: Environ) -> None:
     """Raise where variables set by hand and the launcher that started the process tell different ranks of one world.
 
@@ -349,7 +368,7 @@ def honour_master(found: Fields, environ: Environ) -> None:
 
 def read_number(name: str, text: str) -> int:
     """Read the integer that a variable holds."""
-    number = decimal(text.strip().removeprefix("-")) if text.isascii() else None
+    number = decimal(text.strip().removeprefix("-"))
     if number is None:
         raise LaunchError(f"{name} is {shown(text)}; it must be an integer")
     return -number if text.strip().startswith("-") else number

@@ -33,7 +33,7 @@ _LARGEST = 2**22
 """The most bytes of a page; torchft makes some 430 for each cell, so that this is enough for 9000 of them."""
 _CHUNK_BYTES = 2**16
 _THREADS = 16
-_LIFE = re.compile(r"(\d{1,18})\.[0-9a-f]+")
+_LIFE = re.compile(r"([0-9]{1,18})\.[0-9a-f]+")
 _TAG = re.compile(r"<([^<>]*)>")
 """A tag; a sign ``<`` without an end is text. Each sign is looked at once or twice, whatever the text is."""
 _REFERENCE = re.compile(r"&(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[a-zA-Z][a-zA-Z0-9]{0,30});")
@@ -143,7 +143,7 @@ def parse_page(text: str) -> LighthouseStatus | None:
     head = page.head_text()
     if "Current quorum_id:" not in head or "Heartbeats" not in head:
         return None
-    meeting, age = (re.search(word, head) for word in (r"Previous quorum id: (\d+)", r"Quorum age:\s*(-?[\d.]+)s"))
+    meeting, age = (re.search(word, head) for word in (r"Previous quorum id: ([0-9]+)", r"Quorum age:\s*(-?[0-9.]+)s"))
     found: dict[str, CellStatus] = {}
     for member in page.members:
         life, *fields = [line.strip() for line in "".join(member).strip().split("\n")]

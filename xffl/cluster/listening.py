@@ -9,18 +9,21 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from xffl.cluster.network import LOCAL_VARIABLE, control_address, list_interfaces
+from xffl.cluster.network import LOCAL_VARIABLE, connection_error, control_address, list_interfaces
 from xffl.errors import LaunchError
 
 __all__ = [
     "LOOPBACK",
     "Opened",
+    "PortHeldError",
     "await_listener",
+    "find_listener",
     "gloo_beyond_this_host",
     "is_loopback",
     "keep_gloo_local",
@@ -39,7 +42,13 @@ _NO_WAY_S = 10.0
 _SILENT_S = 30.0
 """How long a host is tried again that does not answer at all, or whose network says that it is not there."""
 _TRY_S = 5.0
+_TELL_S = 30.0
+"""How long somebody waits for a listener before a line says for whom."""
 _PAUSE_S = 0.1
+
+
+class PortHeldError(LaunchError):
+    """The port where this process is to listen is held by another one."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +118,7 @@ def _open(address: str, port: int) -> Opened:
             if error.errno != errno.EADDRINUSE:
                 raise
             if time.monotonic() > deadline:
-                raise LaunchError(
+                raise PortHeldError(
                     f"port {port} of {address or 'all addresses'} on {socket.gethostname()} is held by another "
                     "program, or by another process with RANK=0; set MASTER_PORT to a port that is free there, the "
                     "same on all ranks, and give each process a rank of its own"
@@ -137,12 +146,27 @@ def _resolve(host: str, patience_s: float) -> list[str]:
         time.sleep(_PAUSE_S)
 
 
-def await_listener(host: str, port: int, timeout_s: float, *, is_patient: bool = False) -> None:
+def find_listener(host: str, port: int, timeout_s: float) -> str:
+    """Return the address at which somebody listens at a port of a host: its own, or if it is this host, loopback."""
+    addresses = _resolve(host, min(timeout_s, _NO_WAY_S))
+    is_here = any(one.address in addresses for one in list_interfaces())
+    deadline = time.monotonic() + timeout_s
+    while True:
+        for address in (host, LOOPBACK) if is_here else (host,):
+            if (why := connection_error(address, port, _TRY_S)) is None:
+                return address
+        if time.monotonic() > deadline:
+            raise LaunchError(f"nothing answers at {host}:{port} ({why}); {_KNOBS}")
+        time.sleep(_PAUSE_S)
+
+
+def await_listener(host: str, port: int, timeout_s: float, *, is_patient: bool = False, waiting: str = "") -> None:
     """Wait until somebody listens at a port of a host; a connection is made, and closed again.
 
     A host that refuses is up, and the rank that is to listen there may start later. A name that does not resolve and a
     network that is down get better within seconds or not at all, unless ``is_patient``.
-    Raises LaunchError if nobody comes to listen there in time.
+    Raises LaunchError if nobody comes to listen there in time. Who waits for long says so in a line, once, if it has a
+    name (``waiting``).
     """
     begun = time.monotonic()
     _resolve(host, timeout_s if is_patient else min(timeout_s, _NO_WAY_S))
@@ -160,6 +184,13 @@ def await_listener(host: str, port: int, timeout_s: float, *, is_patient: bool =
                     f"from {socket.gethostname()}); see that rank 0 was started and that this host reaches its "
                     "network, and set MASTER_ADDR and MASTER_PORT, or XFFL_CONTROL_IFNAME, the network interface"
                 ) from error
+            if waiting and time.monotonic() - begun > _TELL_S:
+                print(
+                    f"xffl: {waiting} has waited {_TELL_S:g} s for rank 0 to listen at {host}:{port} ({error}); see "
+                    "that rank 0 was started, and that all were given the same MASTER_ADDR and MASTER_PORT",
+                    file=sys.stderr,
+                )
+                waiting = ""
         time.sleep(_PAUSE_S)
 
 

@@ -296,22 +296,28 @@ def _await_verdict(store: Store, rank: int, world_size: int, timeout_s: float) -
     store.wait(["verdict"], timedelta(seconds=timeout_s - first_s))
 
 
-def end_on_store(store: Store, rank: int, world_size: int, error: XfflError, timeout_s: float) -> NoReturn:
+def end_on_store(
+    store: Store, rank: int | None, world_size: int | None, error: XfflError, timeout_s: float, *, is_speaker: bool
+) -> NoReturn:
     """Raise an error on all ranks that wait at the store where they meet, or come to it later, and on this one.
 
     Local, for a rank that cannot take part: the others find the verdict in :func:`check_consistent_on_store`.
+    ``is_speaker``: whether it tells the error; rank 0 does, where it waits with the others.
     """
-    store.compare_set("error", "", json.dumps([type(error).__name__, f"{error} (first told by rank {rank})"]))
+    teller = "a process whose rank cannot be read" if rank is None else f"rank {rank}"
+    store.compare_set("error", "", json.dumps([type(error).__name__, f"{error} (first told by {teller})"]))
     verdict = store.get("error").decode()
     store.set("verdict", verdict)
     _wait_for_readers(store, rank, world_size, timeout_s)
-    raise _rebuild(*json.loads(verdict))
+    refused = _rebuild(*json.loads(verdict))
+    note_alike(refused, is_speaker=is_speaker)
+    raise refused
 
 
 _READ_S = 10.0
 
 
-def _wait_for_readers(store: Store, rank: int, world_size: int, timeout_s: float) -> None:
+def _wait_for_readers(store: Store, rank: int | None, world_size: int | None, timeout_s: float) -> None:
     """Note that this rank knows the verdict; rank 0, in which the store may live, waits until all others do, too."""
     if store.add("read", 1) == world_size:
         store.set("all_read", "")

@@ -25,7 +25,7 @@ import os
 import signal
 from dataclasses import dataclass
 
-from xffl.checks import one_of
+from xffl.checks import is_decimal, one_of
 from xffl.errors import ConfigError
 
 __all__ = ["PHASES", "Fault", "arm", "inject", "is_armed", "start_round"]
@@ -47,7 +47,7 @@ class Fault:
     def from_text(cls, text: str, cell: int, rank: int) -> Fault | None:
         """Return the fault of a rank of a cell; ``None`` where the text is another one's."""
         parts = text.split(":")
-        if not 4 <= len(parts) <= 5 or not all(part.isdigit() for part in (*parts[:2], parts[3])):
+        if not 4 <= len(parts) <= 5 or not all(map(is_decimal, (*parts[:2], parts[3]))):
             raise ConfigError(f"XFFL_FAULT is {text!r}; give CELL:RANK:PHASE:ROUND, such as 1:0:exchange:3")
         how = parts[4] if len(parts) == 5 else "kill"
         one_of("phase in XFFL_FAULT", parts[2], PHASES)

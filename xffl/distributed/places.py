@@ -35,7 +35,7 @@ def check_world_size(store: Store, place: ProcessEnvironment, timeout_s: float) 
             f"rank {place.rank} was told of {place.world_size} ranks in all, but another one of {first}; set "
             "WORLD_SIZE to the same number on all ranks"
         )
-        end_on_store(store, place.rank, int(first), error, min(timeout_s, _HEAR_S))
+        end_on_store(store, place.rank, int(first), error, min(timeout_s, _HEAR_S), is_speaker=place.rank == 0)
 
 
 class PlaceBook:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from xffl.checks import group, number
 from xffl.cluster.cells import Federation, parse_cell, read_federation, read_replica_size, sizes_of_ranks
@@ -35,7 +35,7 @@ from xffl.cluster.environment import (
     warn_without_token,
 )
 from xffl.cluster.hosts import pick_gpu
-from xffl.cluster.listening import LOOPBACK, await_listener, keep_gloo_local, release_gloo
+from xffl.cluster.listening import LOOPBACK, PortHeldError, await_listener, keep_gloo_local, release_gloo
 from xffl.cluster.network import Timeouts, control_address
 from xffl.cluster.slurm.allocation import Host, own_host
 from xffl.distributed.consistency import (
@@ -59,10 +59,11 @@ from xffl.distributed.groups import (
     wait_for_threads,
     with_host_side,
 )
+from xffl.distributed.mistakes import claimed_place, own_place, raise_at_meeting, refuse_second_rank_0
 from xffl.distributed.parameters import DeviceParameters, ElasticParameters
 from xffl.distributed.places import PlaceBook, check_world_size
-from xffl.distributed.stores import has_agents_store, join_store, serve_store
-from xffl.distributed.uncaught import note_end, tell_once
+from xffl.distributed.stores import agents_store, arrive, has_agents_store, join_store, serve_store
+from xffl.distributed.uncaught import keep_store, note_end, tell_once
 from xffl.errors import ConfigError, LaunchError, StateError, TopologyError, XfflError
 from xffl.topology import Topology
 
@@ -139,12 +140,15 @@ def session(
     :raises ConfigError: if this job is not like that cell; on all ranks.
     """
     is_process_ending = sys.is_finalizing  # this module's names may be gone when the generator is collected
-    lone_cell = _read_cell(cell, cells)
-    if lone_cell is not None and link_backend not in (None, "auto", "gloo"):
-        raise ConfigError(
-            f"cells that are jobs of their own have gloo between them; leave link_backend {link_backend!r} out"
-        )
-    parameters = _read_elastic(elastic, lone_cell)
+    try:
+        lone_cell = _read_cell(cell, cells)
+        if lone_cell is not None and link_backend not in (None, "auto", "gloo"):
+            raise ConfigError(
+                f"cells that are jobs of their own have gloo between them; leave link_backend {link_backend!r} out"
+            )
+        parameters = _read_elastic(elastic, lone_cell)
+    except XfflError as wrong:
+        raise_at_meeting(wrong, own_place())
     state = setup_distributed_process_group(
         backend=backend,
         device=device,
@@ -224,17 +228,20 @@ def setup_distributed_process_group(
         join_s = levels.session_s if join_timeout_s is None else _check_seconds(join_timeout_s)
     except XfflError as wrong:  # raised when the ranks have met, so that the others hear of it
         error, levels, join_s = wrong, Timeouts.within(DEFAULT_TIMEOUT_S), DEFAULT_TIMEOUT_S
-    place = detect_environment(
-        rank=rank,
-        world_size=world_size,
-        node_local_rank=group_local_rank,
-        node_local_size=group_local_size,
-        node_rank=group_rank,
-        node_world_size=group_world_size,
-        master_addr=master_addr,
-        master_port=master_port,
-        names=_ARGUMENTS,
-    )
+    told = {
+        "rank": rank,
+        "world_size": world_size,
+        "node_local_rank": group_local_rank,
+        "node_local_size": group_local_size,
+        "node_rank": group_rank,
+        "node_world_size": group_world_size,
+        "master_addr": master_addr,
+        "master_port": master_port,
+    }
+    try:
+        place = detect_environment(names=_ARGUMENTS, **told)
+    except LaunchError as wrong:
+        raise_at_meeting(wrong, claimed_place(told))
     if place.is_on_one_host:
         keep_gloo_local()
     if place.world_size > 1:
@@ -338,6 +345,7 @@ def cleanup_distributed_process_group(
                     "ended or does something else, see their output"
                 ) from broken
             is_together = True
+            keep_store()
             state.activity.end(_lesson_of(state))
     finally:
         if not is_together:
@@ -381,10 +389,7 @@ def _meet(place: ProcessEnvironment, timeout_s: float, *, is_own_address: bool, 
         if not is_agents:
             return _own_store(place.master_addr, place.master_port, place, timeout_s, is_patient=is_patient)
         await_listener(place.master_addr, place.master_port, timeout_s, is_patient=is_patient)
-        timeout = timedelta(seconds=timeout_s)
-        store, _, _ = next(rendezvous("env://", place.rank, place.world_size, timeout=timeout))
-        # The agent's store outlives a world and serves the next one, too: each takes a name of its own.
-        return PrefixStore(f"xffl_{_arrive(store, place.world_size)}", store)
+        return agents_store(place.rank, place.world_size, timeout_s)
     except XfflError:
         raise
     except RuntimeError as broken:
@@ -405,12 +410,23 @@ def _own_store(address: str, port: int, place: ProcessEnvironment, timeout_s: fl
         left_s = max(deadline - time.monotonic(), 1.0)
         timeout = timedelta(seconds=left_s)
         if place.rank == 0:
-            store = serve_store(address, port, place.world_size, timeout, is_local=is_local)
+            try:
+                store = serve_store(address, port, place.world_size, timeout, is_local=is_local)
+            except PortHeldError as held:
+                refuse_second_rank_0(held, place, address, port)
         else:
-            store = join_store(address, port, place.world_size, left_s, is_local=is_local, is_patient=is_patient)
+            store = join_store(
+                address,
+                port,
+                place.world_size,
+                left_s,
+                is_local=is_local,
+                is_patient=is_patient,
+                waiting=f"rank {place.rank}" if place.rank == 1 or place.node_local_rank == 0 else "",
+            )
         try:
             check_world_size(store, place, timeout_s)
-            if _arrive(store, place.world_size) == 0:
+            if arrive(store, place.world_size) == 0:
                 return store
             store.wait(["xffl_end"], timeout)  # nobody sets it: what comes is the end of the store
         except dist.DistNetworkError:
@@ -437,12 +453,6 @@ def _world_store(meeting: Store, place: ProcessEnvironment, timeouts: Timeouts) 
     store = TCPStore(address, int(port), place.world_size, False, timedelta(seconds=timeouts.connect_s), False)
     store.set_timeout(timeout)
     return store
-
-
-def _arrive(store: Store, world_size: int) -> int:
-    """Return the number of the world that this rank is among the first ``world_size`` ranks of."""
-    # All ranks of a world arrive before one of the next does, since none leaves before all have met.
-    return int(store.add("xffl_arrivals", 1) - 1) // world_size
 
 
 def _read_cell(cell: int | None, cells: int | Sequence[int] | None) -> tuple[int, int | tuple[int, ...]] | None:

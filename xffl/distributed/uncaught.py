@@ -8,10 +8,12 @@ only some ranks raise, or with which the script answers another one, keeps its t
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 
 import torch.distributed as dist
@@ -26,15 +28,18 @@ from xffl.cluster.launch.failure import (
     leave_together,
     note_alike,
     note_failure,
+    note_first,
     text_of,
 )
 from xffl.errors import XfflError
 
-__all__ = ["note_end", "tell_once"]
+__all__ = ["keep_store", "note_end", "tell_once"]
 
 _ASK_S = 2.0  # how long a rank that fails asks the others' store
 _LINGER_S = 1.0  # how long the first rank that fails waits for the others, and rank 0, whose process holds the store
 _POLL_S = 0.02
+_FIRST = "xffl_first_failure"
+_SHOWN = 200  # characters of an error that other ranks show
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
@@ -47,46 +52,101 @@ def tell_once() -> None:
         sys.excepthook = _TellOnce(sys.excepthook)
 
 
+def keep_store() -> None:
+    """Keep the store of the world, which all ranks are about to leave together, for errors that follow; local.
+
+    Rank 0's process serves it for as long as it lives, or until the next session of this process ends.
+    """
+    if (world := _world()) is not None:
+        # torch puts a hook of its own around the one before with each process group, and never takes it off.
+        otherwise = sys.excepthook.otherwise if isinstance(sys.excepthook, _TellOnce) else sys.excepthook
+        sys.excepthook = _TellOnce(otherwise, world)
+
+
 def note_end(error: BaseException) -> None:
     """Note that an error ends this rank's part of the world, which it is about to leave; local.
 
-    The time of the failure is noted before the others lose this rank, so that it counts as the first to fail. Where it
-    is an error of xffl, the ranks that raise the same one find out by the store of the world who of them tells it.
+    The time of the failure is noted before the others lose this rank, so that it counts as the first to fail. By the
+    store of the world a rank that fails tells the others so; one that has lost another rank finds out which has failed
+    first; and ranks that raise the same error of xffl find out who of them tells it.
     """
     note_failure(error)
-    if not isinstance(error, XfflError) or is_noted_alike(error):
-        return
-    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.group.WORLD is None:
+    if is_noted_alike(error) or (world := _world() or _last_world()) is None:
         return
     # A thread of its own: a store whose host has stopped would keep the caller, and so its end, waiting.
-    asking = threading.Thread(target=_choose_speaker, args=[error, dist.group.WORLD], daemon=True)
+    asking = threading.Thread(target=_ask, args=[error, world], daemon=True)
     asking.start()
     asking.join(_ASK_S)
 
 
-def _choose_speaker(error: XfflError, world: dist.ProcessGroup) -> None:
+@dataclass(frozen=True)
+class _World:
+    """The store of the ranks that this process is or was one of."""
+
+    store: Store
+    rank: int
+    size: int
+
+
+def _world() -> _World | None:
+    """Return the world that this process is in; ``None`` where there is none, or no other rank."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is None or world.size() == 1:
+        return None
+    try:
+        return _World(world.get_group_store(), world.rank(), world.size())
+    except RuntimeError:  # a group that was made without one
+        return None
+
+
+def _last_world() -> _World | None:
+    """Return the world that this process has left together with all other ranks."""
+    return sys.excepthook.last_world if isinstance(sys.excepthook, _TellOnce) else None
+
+
+def _ask(error: BaseException, world: _World) -> None:
+    """Tell the other ranks of an error, and ask what they tell."""
+    try:
+        if is_only_lost_peer(error):
+            _name_first(error, world)
+        else:
+            what = " ".join(f"{type(error).__name__}: {text_of(error)}".split())[:_SHOWN]
+            world.store.compare_set(_FIRST, "", json.dumps([world.rank, what]))
+        if isinstance(error, XfflError):
+            _choose_speaker(error, world)
+    except RuntimeError:  # the store has gone with rank 0: this rank tells its error itself
+        return
+
+
+def _name_first(error: BaseException, world: _World) -> None:
+    """Note on an error, which says that another rank has gone, which rank has failed first, if one has told so."""
+    if not world.store.check([_FIRST]):
+        return
+    rank, what = json.loads(world.store.get(_FIRST).decode())
+    if rank != world.rank:
+        note_first(error, f"rank {rank} ended first, with {what}")
+
+
+def _choose_speaker(error: XfflError, world: _World) -> None:
     """Be the one that tells an error if no other rank has come with it before."""
     digest = hashlib.sha256(f"{type(error).__name__}: {text_of(error)}".encode(errors="replace")).hexdigest()
     key = f"xffl_errors/{digest}"
-    try:
-        store = world.get_group_store()
-        is_speaker = store.add(key, 1) == 1
-    except RuntimeError:  # the store has gone with rank 0: this rank tells its error itself
-        return
-    is_waiting = is_speaker or world.rank() == 0
-    is_met = is_waiting and _await_all(store, key, world, is_speaker=is_speaker)
+    is_speaker = world.store.add(key, 1) == 1
+    is_waiting = is_speaker or world.rank == 0
+    is_met = is_waiting and _await_all(key, world, is_speaker=is_speaker)
     note_alike(error, is_speaker=is_speaker, is_of_all=is_met)
 
 
-def _await_all(store: Store, key: str, world: dist.ProcessGroup, *, is_speaker: bool) -> bool:
+def _await_all(key: str, world: _World, *, is_speaker: bool) -> bool:
     """Wait a moment for all ranks to come with the same error; tell whether they have.
 
     Rank 0 stays until the speaker knows, too: the store ends with it.
     """
     deadline = time.monotonic() + _LINGER_S
+    store = world.store
     try:
         while time.monotonic() < deadline:
-            if store.add(key, 0) == world.size():
+            if store.add(key, 0) == world.size:
                 if is_speaker:
                     store.set(f"{key}/known", "")
                     return True
@@ -101,21 +161,26 @@ def _await_all(store: Store, key: str, world: dist.ProcessGroup, *, is_speaker: 
 class _TellOnce:
     """What Python calls with an uncaught exception."""
 
-    def __init__(self, otherwise: _Hook) -> None:
-        self._otherwise = otherwise
+    def __init__(self, otherwise: _Hook, last_world: _World | None = None) -> None:
+        self.otherwise = otherwise
+        self.last_world = last_world
+
+    def note_end(self, error: BaseException) -> None:
+        """Do what :func:`note_end` does, for rooms that do not import torch."""
+        note_end(error)
 
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         if not isinstance(error, XfflError):
-            self._otherwise(kind, error, traceback)
+            self.otherwise(kind, error, traceback)
             return
         note_end(error)
         only_lost = is_only_lost_peer(error)
         if not is_noted_alike(error) and not only_lost:
-            self._otherwise(kind, error, traceback)
+            self.otherwise(kind, error, traceback)
             return
         if not is_left_to_others(error):
             record = describe_failure(error)
             if not only_lost and (record.has_cause or not is_of_all(error)):
-                self._otherwise(kind, error, traceback)
+                self.otherwise(kind, error, traceback)
             print(f"xffl: {record.text}", file=sys.stderr, flush=True)
         leave_together(error)

@@ -62,7 +62,7 @@ _MOST_RANKS = 1 << 24
 MOST_LIVES = 1 << 16
 """Lives of a cell that a vote is inherited from, at most"""
 _LATEST_NS = (1 << 63) - 1
-_LIFE = re.compile(r"(\d{1,9})\.[0-9a-f]{1,64}")
+_LIFE = re.compile(r"([0-9]{1,9})\.[0-9a-f]{1,64}")
 
 
 @dataclass(frozen=True)
@@ -486,6 +486,20 @@ class Standing:
     left: tuple[int, ...] = ()
     total_weight: float = 0.0
     _doubted_left: tuple[int, ...] = ()
+
+    def restore(self, version: Version, left: tuple[int, ...], total_weight: float) -> None:
+        """Hold a version that was saved, and the cells that had left and the weight that had counted by then."""
+        self.version = version
+        self.left = left
+        self.total_weight = total_weight
+
+    def adopt_weight(self, total_weight: float) -> None:
+        """Hold a model in which so much has counted."""
+        self.total_weight = total_weight
+
+    def add_weight(self, weight: float) -> None:
+        """Note that a round has counted so much."""
+        self.total_weight += weight
 
     def take(self, epoch: Epoch) -> None:
         """Note that the round was taken."""

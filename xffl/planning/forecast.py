@@ -43,9 +43,7 @@ ASSUMPTIONS = (
     "bucket is sent at once, four at a time",
     "inside a cell one bucket after another is broadcast along a binomial tree, while the next two are combined",
     "values are checked before the first vote and, with atomic, written after the second; combining reads the values "
-    "of each cell once; over gloo, with atomic, no codec and no delay, two cells without replicas check fp32 values "
-    "when they are sent, and combine them when they are written; all of it at the memory's rate, coding at a quarter "
-    "of it",
+    "of each cell once; all of it at the memory's rate, coding at a quarter of it",
     "in each of the two votes the status of ranks goes up a binary tree in each cell, from its first rank to those of "
     "all others, and down; gloo: the first step inside a cell and the crossing begin with a message of the receiver, "
     "one latency more",
@@ -191,10 +189,8 @@ def forecast_round(
     cells, model = topology.cells, parameters * bytes_per_parameter / fragments
     kinds = {size: topology.sizes.index(size) for size in topology.sizes}.values()
     smallest = model / max(topology.shards(cell) for cell in kinds)
-    memory, is_asked, most = Link(memory_gbps), backend == "gloo", max(topology.replica_counts)
-    is_plain = atomic and not delay and not rails and codec_ratio is None and bytes_per_parameter == 4
-    is_late = is_plain and is_asked and pcie is None and cells == 2 and most == 1 and form != "two_hop"
-    form = "all_gather" if is_late else form_of(smallest, cells, form, is_exact=codec_ratio is None)
+    memory, is_asked = Link(memory_gbps), backend == "gloo"
+    form = form_of(smallest, cells, form, is_exact=codec_ratio is None)
     route = _Route(
         form,
         cells,
@@ -207,7 +203,6 @@ def forecast_round(
         bucket_bytes,
         atomic,
         is_asked,
-        is_late,
         pcie,
         is_copied=delay > 0,
     )
@@ -293,7 +288,6 @@ class _Route:
     bucket_bytes: int
     atomic: bool
     is_asked: bool
-    is_late: bool
     pcie: Link | None = None
     is_copied: bool = False
     """Whether values are copied beside the model when a round starts, and merged with it."""
@@ -320,16 +314,14 @@ class _Route:
         depth = math.ceil(math.log2(replicas))
         hops: tuple[float, ...] = ()
         combine: tuple[float, ...] = ()
-        if self.is_late:
-            hops, combine = (sent,), (0.0,)
-        elif self.form == "all_gather" and self.cells > 1:
+        if self.form == "all_gather" and self.cells > 1:
             hops, combine = (sent,), (self.cells * (once + code),)
         elif self.cells > 1:
             # Each cell combines its part, and writes and reads the code of the result.
             hops, combine = (sent / 2, sent / 2), (once + code + 2 * code / self.cells, code)
         return Stages(
             # What was sent is what the sender goes on with: it reads its own code.
-            pack=once if self.is_late else 2 * code + self._copied_on_the_way(bucket, replicas),
+            pack=2 * code + self._copied_on_the_way(bucket, replicas),
             hops=hops,
             combine=combine,
             latency=self.link.latency_s,
@@ -352,7 +344,7 @@ class _Route:
         depth = depth if self.is_asked else min(depth, STREAMS)
         return Pace(
             depth,
-            (depth if self.is_late else depth // 2) if self.is_asked else 0,
+            depth // 2 if self.is_asked else 0,
             HOME_LAG // (replicas if self.rails else 1),
         )
 
@@ -380,12 +372,12 @@ def _exchange(route: _Route, shards: int, replicas: int, model: float, most: int
     copied = route.copying(model / shards)
     written = once if route.pcie is None or replicas > 1 else copied * (2 if route.is_copied else 1)
     phases = {
-        "pack": 0.0 if route.is_late else once + (copied if route.is_copied else 0.0),
+        "pack": once + (copied if route.is_copied else 0.0),
         "fill": course.first,
         "across": across,
         "stall": stall if stall > ROUNDING * across else 0.0,
         "drain": course.end - course.last,
-        "commit": (route.cells * once if route.is_late else written) if route.atomic else 0.0,
+        "commit": written if route.atomic else 0.0,
     }
     busy = {"processor": buckets * (stages.pack + sum(stages.combine)), "across": across, "home": buckets * stages.home}
     return _Exchange(sum(phases.values()), phases, busy, buckets)

@@ -227,7 +227,7 @@ def _queued_cells(folders: Sequence[Path]) -> list[Path]:
     return [
         path
         for path in folders
-        if re.fullmatch(r"cell_\d+", path.resolve().name)
+        if re.fullmatch(r"cell_[0-9]+", path.resolve().name)
         and path.is_dir()
         and not is_run(path)
         and path.resolve().parent in parents

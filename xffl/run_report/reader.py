@@ -269,7 +269,7 @@ def elastic_place(path: Path) -> tuple[int, tuple[int, ...]] | None:
     told = _load(path / "topology.json", parse_json, []).get("elastic")
     if isinstance(told, dict) and type(told.get("cell")) is int:
         return told["cell"], tuple(int(size) for size in _list(told.get("cells")) if math.isfinite(size))
-    match = re.fullmatch(r"cell_(\d{1,9})", path.resolve().name)
+    match = re.fullmatch(r"cell_([0-9]{1,9})", path.resolve().name)
     rounds = path / "rounds" / "cell_0.jsonl"
     if match is None or not rounds.is_file():
         return None
@@ -292,7 +292,7 @@ def _cell_files(folder: Path) -> list[tuple[int, Path]]:
     """Return the JSON lines of cells with their numbers, all cells together first."""
     files = []
     for file in folder.iterdir() if folder.is_dir() else ():
-        if (match := re.fullmatch(r"(?:cell_(\d{1,9})|federation)\.jsonl", file.name)) and file.is_file():
+        if (match := re.fullmatch(r"(?:cell_([0-9]{1,9})|federation)\.jsonl", file.name)) and file.is_file():
             files.append((FEDERATION if match[1] is None else int(match[1]), file))
     return sorted(files)
 

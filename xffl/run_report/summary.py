@@ -56,7 +56,7 @@ SECTIONS = {
 FIRST = ("train/loss", "val/loss", "val/accuracy", "val/perplexity", "train/learning_rate")
 """Values that stand before others of their section."""
 HIGH = re.compile(
-    r"accuracy|acc|top\d+|f1|auc|auroc|ap|map|precision|recall|specificity|bleu|rouge\w*|iou|dice|jaccard|r2"
+    r"accuracy|acc|top[0-9]+|f1|auc|auroc|ap|map|precision|recall|specificity|bleu|rouge\w*|iou|dice|jaccard|r2"
 )
 LOW = re.compile(r"loss|perplexity|ppl|error|err|mae|mse|rmse|wer|cer|nll")
 """Words in the names of values that should be large, and of those that should be small."""

@@ -60,7 +60,7 @@ LOG = logging.getLogger(__name__)
 FOLDERS = ("metrics", "rounds", "logs", "traces", "checkpoints", "pictures")
 RECORDS = ("metrics", "rounds", "texts")
 """Folders whose files grow line by line, and are cut on resume."""
-OWN_RECORDS = re.compile(r"(cell_\d+|federation)\.(jsonl|csv)")
+OWN_RECORDS = re.compile(r"(cell_[0-9]+|federation)\.(jsonl|csv)")
 """Files of records that xffl writes; others a logger of one's own may have written"""
 DEFAULT_ORIGIN = "default"
 

@@ -23,7 +23,7 @@ __all__ = ["Facility", "Workflow", "parse_facilities", "write_workflow"]
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _PLACE = re.compile(
-    r"(?:(?P<user>[A-Za-z0-9_][\w.-]*)@)?(?P<host>\[[0-9a-fA-F:]+\]|[A-Za-z0-9_][\w.-]*)(?::(?P<port>\d{1,5}))?",
+    r"(?:(?P<user>[A-Za-z0-9_][\w.-]*)@)?(?P<host>\[[0-9a-fA-F:]+\]|[A-Za-z0-9_][\w.-]*)(?::(?P<port>[0-9]{1,5}))?",
     re.ASCII,
 )
 _VALUE = re.compile(r"[\w@%+=:./~-]*", re.ASCII)

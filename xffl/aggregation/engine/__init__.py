@@ -7,7 +7,6 @@
 - ``buffers``: views of the model bucket by bucket, staging buffers, pools of buffers.
 - ``first_round``: what is compared once: replicas inside each cell, and cells that hold the same in spite of training.
 - ``exchange``: the walk over all buckets: check, swap, combine, broadcast, write; its docstring has the timeline.
-- ``pairwise_swap``: the same for two cells that swap whole buckets, of which each takes the mean when it writes it.
 - ``cell``: what the ranks of a cell exchange: the result, on their GPUs where NCCL works inside the cell.
 - ``transport``: how one bucket gets from cell to cell: exact, masked or encoded; in one hop or two.
 - ``global_model``: the last agreed model, and the server optimizer that goes on from it.

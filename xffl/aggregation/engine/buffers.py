@@ -422,7 +422,6 @@ class StagingBuffers:
         self.copies: dict[int, torch.Tensor] = {}
         self.packs = Pool(0, device)
         self.packed: dict[int, torch.Tensor] = {}  # by the id of a bucket: its values, until the exchange asks for them
-        self._by_bucket: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def make(self, transfers: Sequence[GroupTransfer], *, keeps: bool) -> None:
         """Make where the new values of groups wait, and, if asked, where the old ones are kept; once."""
@@ -439,13 +438,6 @@ class StagingBuffers:
     def stage(self, transfer: GroupTransfer, bucket: Bucket) -> torch.Tensor:
         """Return where a bucket's new values wait."""
         return self.stages[transfer.number][bucket.start : bucket.stop]
-
-    def stages_of(self, transfer: GroupTransfer) -> tuple[torch.Tensor, ...]:
-        """Return where the values of each of a group's buckets wait; kept, since to cut takes its time."""
-        if transfer.number not in self._by_bucket:
-            sizes = [bucket.stop - bucket.start for bucket in transfer.buckets]
-            self._by_bucket[transfer.number] = self.stages[transfer.number].split_with_sizes(sizes)
-        return self._by_bucket[transfer.number]
 
 
 class RoundBuffers:
@@ -468,13 +460,10 @@ class RoundBuffers:
         while staging.packed:  # of a round that did not take place
             staging.packs.release(staging.packed.popitem()[1])
         staging.make(transfers, keeps=copy is ModelCopy.KEPT)
-        for transfer in transfers:
-            if transfer.deferred_mean:
-                staging.stages_of(transfer)
         packed = [
             ((bucket.stop - bucket.start) * transfer.dtype.itemsize, pause_of[transfer.number])
             for transfer in transfers
-            for bucket in (transfer.buckets if transfer.deferred_mean or not staging.atomic else ())
+            for bucket in (() if staging.atomic else transfer.buckets)
             if self._layout.run_of(bucket, self._device) is None
         ]
         count = min(len(packed), max((pause for _, pause in packed), default=0))
@@ -555,11 +544,6 @@ class RoundBuffers:
         """Copy a bucket out of the model where it was postponed, or was not kept; it may still be on its way."""
         if self._staging.packed.pop(id(bucket), None) is None:
             self._host_copies.start(self._layout, bucket, values)
-
-    def fill_now(self, bucket: Bucket, values: torch.Tensor) -> None:
-        """Copy a bucket as :meth:`fill` does, and wait for it."""
-        self.fill(bucket, values)
-        self.settle(bucket)
 
     def write_behind(self, bucket: Bucket, mean: torch.Tensor) -> None:
         """Write a bucket's new values into the model; a copy to a GPU takes place behind the host."""
@@ -660,7 +644,6 @@ class FiniteReport(NamedTuple):
     """What a rank has found in the values that it sends."""
 
     nonfinite: list[str]  # names of tensors to be averaged that hold a value which is not finite
-    squares_fit_fp32: bool  # whether no value is so large that its square leaves fp32
     norm: float = 0.0  # squared L2 norm of what they differ by from the last agreed model; 0 where nobody asks
 
 
@@ -677,15 +660,13 @@ class FiniteCheck:
 
     def report(self) -> FiniteReport:
         """Return what was found in all of them."""
-        energies: list[float] = []
         found: set[int] = set()
         for some in self._energies.values():  # each GPU is read once
             read = torch.stack([energy for _, energy in some]).tolist()
-            energies += read
             for (bucket, _), energy in zip(some, read, strict=True):
                 if not math.isfinite(energy):
                     found.update(self._layout.nonfinite(bucket))
-        return FiniteReport([self._layout.name(item) for item in sorted(found)], all(map(math.isfinite, energies)))
+        return FiniteReport([self._layout.name(item) for item in sorted(found)])
 
 
 def sum_of_squares(values: torch.Tensor) -> torch.Tensor:

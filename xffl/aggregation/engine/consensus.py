@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from xffl.aggregation.algorithms.combiners import total_of
-from xffl.aggregation.engine.buffers import FiniteReport
 from xffl.aggregation.engine.exchange import Exchange, RoundRun
 from xffl.aggregation.engine.groups import MergeMode, RoundScope, RoundStatus, VotePhase, all_gather_status
 from xffl.aggregation.engine.plan import RoundContext
@@ -31,15 +30,15 @@ from xffl.aggregation.options import Options
 from xffl.aggregation.report import RoundProfile, RoundReport
 from xffl.checks import number
 from xffl.distributed.collectives import Group, all_gather_json, all_reduce
-from xffl.distributed.consistency import check_consistent, control_device
+from xffl.distributed.consistency import check_consistent, control_device, ranks_text
 from xffl.distributed.faults import inject
 from xffl.distributed.waits import NamedWait
 from xffl.errors import ConfigError, RoundError, StateError, TornError, XfflError
 from xffl.topology import Topology
 
 __all__ = [
+    "AgreedRound",
     "InconsistentModel",
-    "Outcome",
     "PreparedRound",
     "RoundBroken",
     "RoundCoordinator",
@@ -75,8 +74,16 @@ def check_rounds(statuses: Sequence[RoundStatus], topology: Topology) -> None:
             f"ranks {without} do not know the state that the codec starts from and others do; load the aggregator's "
             "state dict on every rank or on none"
         )
+    # All computed alike when the aggregator was made.
+    flushing = [rank for rank, status in enumerate(statuses) if status.is_flushing]
+    if flushing and len(flushing) < len(statuses):
+        raise RoundError(
+            f"subnormal numbers are flushed to zero on {ranks_text(flushing)} and nowhere else, so models would drift "
+            "apart; call torch.set_flush_denormal with the same value on all ranks, before the Aggregator is made, or "
+            "nowhere"
+        )
     for cell, (start, stop) in enumerate(pairwise(topology.offsets)):
-        # What a rank says that cannot take part does not count; it tells why afterwards.
+        # Ignore failed ranks here; their reasons are gathered after the vote.
         modes = {status.merge_text for status in statuses[start:stop] if not status.is_failed}
         if len(modes) > 1:
             raise RoundError(
@@ -123,17 +130,19 @@ def cell_weights(statuses: Sequence[RoundStatus], topology: Topology) -> tuple[f
 
 
 class RoundBroken(RoundError):
-    """A round was not taken, by nobody, since ranks lost each other; others may make it again."""
+    """No rank took the round, because ranks lost each other; the cells that are left may repeat it."""
 
 
 class RoundInDoubt(RoundBroken):
-    """A round may have been taken: this rank has said yes, and could not learn what the others said."""
+    """This rank voted to commit and lost contact before it saw the result; ``context`` is what it voted for."""
 
-    context: RoundContext
+    def __init__(self, text: str, context: RoundContext) -> None:
+        super().__init__(text)
+        self.context = context
 
 
 AFRESH = "start the processes anew, or end the process group on all ranks and join again"
-"""What helps where messages may be under way that nobody waits for: another aggregator would get them."""
+"""Advice where messages may be in flight that nobody receives: a new aggregator on the same group would get them."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +173,7 @@ class PreparedRound:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AgreedRound:
     """A round that all ranks have agreed to take."""
 
     run: RoundRun  # what this rank has exchanged, and still has to write
@@ -192,6 +201,7 @@ class Outcome:
             fragment=self.run.fragment,
             shares=tuple(count / total for count in context.counts),
             scale=context.scale,
+            step_norm=context.step_norm,
             steps=context.steps,
             step_seconds=self.step_seconds,
             update_norms=context.norms,
@@ -234,8 +244,6 @@ class RoundCoordinator:
     ==========================  =======================================================================================
     """
 
-    _last_number: ClassVar[int] = 0  # of the aggregators of this process
-
     def __init__(self, exchange: Exchange, scope: RoundScope, options: Options) -> None:
         self._exchange = exchange
         self._topology = scope.topology
@@ -244,17 +252,20 @@ class RoundCoordinator:
         self._atomic = options.atomic
         self._is_cross_world = scope.cross_world is not None
         self._can_wait = self._is_cross_world and options.atomic
-        self._doubted: Outcome | None = None
+        self._doubted: AgreedRound | None = None
         self._drops_cells = options.nonfinite == "drop_cell"
         limits = scope.state.timeouts
         self._opens_within_s, self._closes_within_s = limits.session_s, limits.across_s
         self._phase = RoundPhase.READY
         self.all_finished = False
         """Whether all ranks had finished when they last opened a round."""
-        # Tells this aggregator from all others that these ranks have: the highest number on any of them, and one more.
-        highest = torch.tensor(self._last_number + 1, dtype=torch.int64, device=self._control_device)
+        self._number = scope.state.activity.number_aggregator(self._agree_on_number)
+
+    def _agree_on_number(self, number: int) -> int:
+        """Return what tells this aggregator from all others that these ranks have: the highest number of any rank."""
+        highest = torch.tensor(number, dtype=torch.int64, device=self._control_device)
         all_reduce(highest, dist.ReduceOp.MAX, self._group)
-        self._number = RoundCoordinator._last_number = int(highest)
+        return int(highest)
 
     @property
     def _group(self) -> Group | None:
@@ -280,7 +291,7 @@ class RoundCoordinator:
         if self._phase is not RoundPhase.CUT_OFF:
             self._phase = RoundPhase.INTERRUPTED
 
-    def run(self, prepared: PreparedRound, least_divergence: float | None = None) -> Outcome | None:
+    def run(self, prepared: PreparedRound, least_divergence: float | None = None) -> AgreedRound | None:
         """Vote, exchange, and vote on what came of it; the new values then wait to be committed.
 
         Collective over the world. Where the root mean square of the updates' norms is below ``least_divergence``, the
@@ -297,11 +308,11 @@ class RoundCoordinator:
         is_over, is_empty = self.all_finished and not any(weights), all(other.is_absent for other in statuses)
         if prepared.source is not None and (is_over or is_empty):
             context = RoundContext(weights, prepared.source, prepared.status.round, source=prepared.source)
-            return self._agree(Outcome(run, context, is_last=self.all_finished))
+            return self._agree(AgreedRound(run, context, is_last=self.all_finished))
         if is_over:
             return None
         if is_empty:
-            return Outcome(run, RoundContext(weights, 0, prepared.status.round), is_empty=True)
+            return AgreedRound(run, RoundContext(weights, 0, prepared.status.round), is_empty=True)
         if not any(weights):
             raise ConfigError(f"the weights of all cells are 0 {weights}; a round needs at least one positive weight")
         bad = {self._topology.cell_of(rank) for rank, other in enumerate(statuses) if other.is_nonfinite}
@@ -309,7 +320,7 @@ class RoundCoordinator:
         if dropped and not self._drops_cells:
             self._refuse_nonfinite(dropped, run.findings.nonfinite)
         context = self._count(statuses, weights, dropped)
-        outcome = Outcome(
+        outcome = AgreedRound(
             run,
             context,
             dropped,
@@ -323,19 +334,19 @@ class RoundCoordinator:
             squares = [context.weights[cell] * context.norms[cell] * context.norms[cell] for cell in context.cells]
             if math.sqrt(total_of(squares) / math.fsum(context.weights)) < least_divergence:
                 return replace(outcome, is_skipped=True)
-        self._check_possible(context, statuses)
+        self._check_possible(context)
         return self._agree(outcome)
 
-    def _agree(self, outcome: Outcome) -> Outcome:
+    def _agree(self, outcome: AgreedRound) -> AgreedRound:
         """Exchange, and vote on it; keep the round where it is in doubt."""
         try:
-            context, unfit = self._commit(outcome.run, outcome.context)
+            context = self._commit(outcome.run, outcome.context)
         except RoundInDoubt as doubt:
             self._doubted = replace(outcome, context=doubt.context)
             raise
-        return replace(outcome, context=context, unfit=outcome.unfit | unfit)
+        return replace(outcome, context=context)
 
-    def resolve(self) -> Outcome:
+    def resolve(self) -> AgreedRound:
         """Return the round that is in doubt, now that it is known to be taken; local."""
         outcome, self._doubted = self._doubted, None
         if outcome is None:
@@ -384,8 +395,17 @@ class RoundCoordinator:
             number=statuses[0].round,
             steps=by_cell([status.steps for status in statuses], self._topology, lambda steps: steps[0]),
             norms=tuple(map(math.sqrt, squares)) if self._exchange.has_norms else None,
+            numbers=self._numbers_of(statuses, counted),
             attempt=max(status.attempt for status in statuses),
         )
+
+    def _numbers_of(self, statuses: Sequence[RoundStatus], counted: tuple[float, ...]) -> tuple[float, ...]:
+        """Return the numbers that all step the global model with: of the first rank that contributes.
+
+        They come from functions of the system's mathematical library, which others may have another version of.
+        """
+        lowest = next(cell for cell, weight in enumerate(counted) if weight)
+        return statuses[self._topology.offsets[lowest]].numbers
 
     def _first_cell(self, counted: tuple[float, ...], dropped: tuple[int, ...]) -> int:
         """Return the cell that tensors of policy ``first`` are taken from."""
@@ -393,8 +413,8 @@ class RoundCoordinator:
         cells = enumerate(counted)
         return next(cell for cell, weight in cells if cell not in dropped and (weight or not self._is_cross_world))
 
-    def _check_possible(self, context: RoundContext, statuses: list[RoundStatus]) -> None:
-        """Raise, on all ranks alike, where these cells or these ranks cannot do what was asked for."""
+    def _check_possible(self, context: RoundContext) -> None:
+        """Raise, on all ranks alike, where these cells cannot do what was asked for."""
         try:
             self._exchange.check(context)
         except Exception as wrong:
@@ -402,14 +422,6 @@ class RoundCoordinator:
             raise RoundError(
                 f"round {context.number} has values of cells {context.cells}: {why}; all ranks keep their weights"
             ) from wrong
-        if self._exchange.needs_one_arithmetic and not _has_one_arithmetic(statuses):
-            kinds: dict[float, list[int]] = {}
-            for rank, status in enumerate(statuses):
-                kinds.setdefault(status.arithmetic, []).append(rank)
-            raise RoundError(
-                f"ranks {list(kinds.values())} compute on different kinds of processors or versions of torch, so a "
-                "server optimizer would take slightly different steps; run them on one kind, or leave the plain mean"
-            )
 
     def _prepare(self, prepared: PreparedRound) -> list[RoundStatus]:
         """Vote on whether there is a round, and with what weights."""
@@ -452,16 +464,12 @@ class RoundCoordinator:
         error: XfflError | None = None
         cell = self._exchange.link.cell
         if cell in cells and found:
-            error = self._nonfinite_error(found)
+            error = RoundError(
+                f"cell {cell} holds values that are not finite in {', '.join(map(repr, found[:3]))}; all ranks keep "
+                "their weights; nonfinite='drop_cell' leaves the cell out, policy 'first' or 'local' the tensor"
+            )
         with self._exchange_reasons():
             check_consistent("finite values", "", error=error, group=self._group)
-
-    def _nonfinite_error(self, found: list[str]) -> RoundError:
-        return RoundError(
-            f"cell {self._exchange.link.cell} holds values that are not finite in {', '.join(map(repr, found[:3]))}; "
-            "all ranks keep their weights; nonfinite='drop_cell' leaves the cell out, policy 'first' or 'local' the "
-            "tensor"
-        )
 
     def _share_nonfinite(self, cells: tuple[int, ...], found: list[str]) -> dict[int, tuple[str, ...]]:
         """Return the tensors for which cells were left out; collective over the world."""
@@ -472,18 +480,14 @@ class RoundCoordinator:
             for cell in cells
         }
 
-    def _commit(self, run: RoundRun, context: RoundContext) -> tuple[RoundContext, set[int]]:
-        """Exchange and vote on the outcome; return what cells counted for, and those that sent values not finite."""
+    def _commit(self, run: RoundRun, context: RoundContext) -> RoundContext:
+        """Exchange and vote on the outcome; return what cells counted for."""
         number = context.number
         failure: Exception | None = None
-        found = FiniteReport([], False)
         # 1. Exchange. A local failure waits for the vote, so that no other rank waits for this one.
         try:
             context = run.exchange(context)
-            found = run.deferred_check.report()
             failure = run.profile.failure
-            if self._is_cross_world and self._exchange.link.cell in context.cells and found.nonfinite:
-                failure = failure or self._nonfinite_error(found.nonfinite)  # nobody is in doubt of it then
         except Exception as error:  # noqa: BLE001 - told to all ranks by the vote
             failure = error
         except BaseException as stop:
@@ -491,6 +495,13 @@ class RoundCoordinator:
                 raise TornError(f"round {number} was interrupted by {type(stop).__name__}") from stop
             self._interrupt()
             raise
+        is_step = run.is_clipped and context.source is None
+        square = run.measure_step() if is_step and failure is None else 0.0
+        failure = failure or run.profile.failure
+        if is_step and self._can_wait:
+            # A round in doubt is written without having heard the vote on it, so all hear of its length before.
+            context, lost = self._measure(run, context, square, is_failed=failure is not None)
+            failure = failure or lost
         # 2. Vote. Nobody writes without this rank's yes: whatever stops it before has left the old weights everywhere.
         others_may_write = failure is None
         inject("close")
@@ -498,10 +509,9 @@ class RoundCoordinator:
             status = RoundStatus(
                 number,
                 phase=VotePhase.COMMIT,
-                is_nonfinite=bool(found.nonfinite),
                 is_failed=failure is not None,
-                is_cut_off=run.is_cut_off,
-                squares_fit_fp32=found.squares_fit_fp32,
+                is_cut_off=run.is_cut_off or isinstance(failure, RoundBroken),
+                square=square,
             )
             statuses = self._gather_status(status, run.profile, self._closes_within_s)
             is_agreed = not any(other.is_failed for other in statuses)
@@ -524,7 +534,9 @@ class RoundCoordinator:
             raise self._unknown_outcome(context, why, can_wait=isinstance(error, Exception)) from why
         # 3. All ranks know the same now.
         if is_agreed:
-            return self._accept_deferred(context, statuses, found.nonfinite)
+            if is_step and not self._can_wait:
+                context = run.clip_step(context, [other.square for other in statuses])
+            return context
         self._abort()
         shown = "; ".join(
             f"rank {rank} (cell {self._topology.cell_of(rank)}): {why}" for rank, why in enumerate(reasons) if why
@@ -534,15 +546,27 @@ class RoundCoordinator:
         kind = RoundBroken if any(status.is_cut_off for status in statuses) else RoundError
         raise kind(f"round {number} was not taken, all ranks keep their weights of before: {shown}") from failure
 
+    def _measure(
+        self, run: RoundRun, context: RoundContext, square: float, *, is_failed: bool
+    ) -> tuple[RoundContext, RoundBroken | None]:
+        """Clip a round's step by what all ranks tell of it, or return what this rank votes no for."""
+        status = RoundStatus(context.number, phase=VotePhase.MEASURE, is_failed=is_failed, square=square)
+        try:
+            statuses = self._gather_status(status, run.profile, self._closes_within_s)
+            check_rounds(statuses, self._topology)
+        except (RoundError, RuntimeError) as broken:
+            return context, RoundBroken(f"the length of the server's step could not be learned: {broken}")
+        if any(other.is_failed for other in statuses):  # who has failed says why after the vote
+            return context, None
+        return run.clip_step(context, [other.square for other in statuses]), None
+
     def _unknown_outcome(self, context: RoundContext, why: BaseException, *, can_wait: bool) -> Exception:
         """Return what is raised where others may have taken the round, and this rank cannot learn it."""
         text = f"the outcome of round {context.number} could not be learned ({why or type(why).__name__})"
         if not (self._can_wait and can_wait):
             return TornError(text)
         self._phase = RoundPhase.CUT_OFF
-        doubt = RoundInDoubt(text)
-        doubt.context = context
-        return doubt
+        return RoundInDoubt(text, context)
 
     def _abort(self) -> None:
         """Let what a GPU was given for the round come to an end, so that the model can be read; local.
@@ -567,26 +591,10 @@ class RoundCoordinator:
                 f"{broken}; see the other ranks' output"
             ) from broken
 
-    def _accept_deferred(
-        self, context: RoundContext, statuses: list[RoundStatus], found: list[str]
-    ) -> tuple[RoundContext, set[int]]:
-        """Go on with what was found while values were sent, or refuse it; no rank has changed a weight yet then."""
-        bad = {self._topology.cell_of(rank) for rank, status in enumerate(statuses) if status.is_nonfinite}
-        if counted := tuple(sorted(cell for cell in bad if context.weights[cell])):
-            self.release()
-            self._refuse_nonfinite(counted, found)
-        if not self._is_cross_world:  # else each two holders know by themselves
-            context = replace(context, is_fused=False)
-        return context, bad
-
     def _gather_reasons(self, failure: Exception | None) -> list[str]:
         """Return each rank's reason for its no; collective over the world."""
         own = "" if failure is None else f"{type(failure).__name__}: {failure}"
         return all_gather_json(own, self._control_device, self._group)
-
-
-def _has_one_arithmetic(statuses: list[RoundStatus]) -> bool:
-    return len({status.arithmetic for status in statuses}) == 1
 
 
 _MARK = "_xffl_tear"

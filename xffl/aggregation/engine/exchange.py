@@ -10,10 +10,8 @@ Each ``yield n`` means "wake me after n more buckets were started": ``transfer.a
 and sending (over gloo), ``transfer.depth`` while a hop is on the wire, ``HOME_LAG`` while the cell gets the result.
 Pauses count starts, not seconds, so all ranks that take part in a group do the same steps in the same order.
 
-Three ways to the mean: all-gather (every cell combines all of a bucket), reduce-scatter (each cell combines a part, a
-second hop sends the results round; both in :class:`~xffl.aggregation.engine.transport.CrossCellTransport`), and
-:class:`~xffl.aggregation.engine.pairwise_swap.PairwiseSwap` (two cells swap whole buckets and take the mean while they
-write the model).
+Two ways to the mean: all-gather (every cell combines all of a bucket), and reduce-scatter (each cell combines a part, a
+second hop sends the results round); both in :class:`~xffl.aggregation.engine.transport.CrossCellTransport`.
 
 A local failure (memory, a tensor that went away) stops nothing: the rank keeps sending and receiving, so that nobody
 waits for it, and reports the failure to the vote. Only a failed communication ends an exchange.
@@ -32,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from xffl.aggregation.algorithms.combiners import CellStats, Combiner, WeightedCombiner, total_of
+from xffl.aggregation.arithmetic import is_built_in
 from xffl.aggregation.compression import ResidualStore
 from xffl.aggregation.engine.buffers import (
     FiniteCheck,
@@ -45,13 +44,11 @@ from xffl.aggregation.engine.buffers import (
 )
 from xffl.aggregation.engine.cell import HOME_LAG, BucketMemory, mean_in_cell, reserve_cell_rows, share_in_cell
 from xffl.aggregation.engine.global_model import GlobalModel
-from xffl.aggregation.engine.pairwise_swap import PairwiseSwap
 from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.engine.transport import CrossCellTransport, Link, add_distances
 from xffl.aggregation.options import Options
 from xffl.aggregation.privacy import Accountant, Masker, Noise, Privacy, privatize
 from xffl.aggregation.report import RoundProfile
-from xffl.costs import MOST_IN_FLIGHT
 from xffl.distributed.collectives import broadcast
 from xffl.distributed.consistency import control_device
 
@@ -87,6 +84,7 @@ class Exchange:
         self.compares_models = self.combiner.needs_distances
         self.global_model = global_model
         self.has_norms = options.has_norms
+        self.clip = getattr(options.server, "clip", None)
         self.round_groups, self.masker = link.round_groups, link.masker
         # Where cells are worlds of their own, ranks of these would have the same numbers.
         rank = link.rank if self.round_groups.is_cross_world else self.round_groups.first + link.rank
@@ -108,12 +106,6 @@ class Exchange:
     def results(self) -> dict[int, torch.Tensor]:
         """Where what the cells have agreed on lies, all of it, by the number of the transfer."""
         return self.staging.stages if self.gpu_staging is None else self.staging.stages | self.gpu_staging.stages
-
-    @property
-    def needs_one_arithmetic(self) -> bool:
-        """Whether ranks compute new values by themselves, beyond the mean."""
-        has_optimizer = self.global_model is not None and self.global_model.has_optimizer
-        return self.combiner.has_scale or has_optimizer
 
     def check(self, context: RoundContext) -> None:
         """Raise where these cells cannot be combined as was asked; pure, the same on all ranks."""
@@ -151,8 +143,7 @@ class RoundRun:
     """One round of this rank, from the values that it reads to those that it writes.
 
     Making one is local: it makes the buffers that the round needs, and reads and checks those values of this rank that
-    are sent. What is combined when it is written is checked when it is sent, while the processor has it at hand, by
-    ``deferred_check``.
+    are sent.
     """
 
     @torch.no_grad()
@@ -162,9 +153,9 @@ class RoundRun:
         self._exchange, self._link, self._layout = exchange, exchange.link, exchange.layout
         self.fragment, self.profile = fragment, profile
         self._transfers = [transfer for transfer in exchange.transfers if transfer.group.fragment == fragment]
-        self.deferred_check = FiniteCheck(self._layout)
         self._transports: list[CrossCellTransport] = []
-        self._pairwise_swap = PairwiseSwap(self._layout, exchange.staging, self._link, profile, self.deferred_check)
+        self.numbers: dict[str, float] = {}
+        self._lost: RuntimeError | None = None  # what has ended a message before the next transport
         self._link.home_progress.forget()
         self._is_encoding = exchange.residuals is not None and exchange.residuals.is_encoding(fragment)
         model = exchange.global_model
@@ -190,8 +181,6 @@ class RoundRun:
         """Make what a round needs, so that it does not run out of memory on its way."""
         transfers, link = self._transfers, self._link
         pauses = {transfer.number: link.pause(transfer) + HOME_LAG for transfer in transfers}
-        # What is combined late is free again once it has been sent; a few more spare small models a second packing.
-        pauses |= {t.number: min(pauses[t.number], MOST_IN_FLIGHT) for t in transfers if t.deferred_mean}
         crossing = [transfer for transfer in transfers if transfer.is_sender or not transfer.is_shared_on_gpu]
         buffers = RoundBuffers(self._exchange.staging, crossing, pauses, copy)
         self._gpu_buffers = buffers
@@ -222,8 +211,6 @@ class RoundRun:
         finite_check = FiniteCheck(self._layout)
         norms: list[torch.Tensor] = []
         for transfer, bucket in self._walk():
-            if transfer.deferred_mean:
-                continue
             is_sender = transfer.is_sent_here(bucket)
             is_read = keeps or transfer.group.is_mean_in_cell or is_sender
             if transfer.is_shared_on_gpu:
@@ -268,7 +255,7 @@ class RoundRun:
             self._hand_over(context, context.source)
             return context
         if not exchange.compares_models:
-            context = weigh_cells(context, exchange.combiner)
+            context = self._weigh(context)
         if exchange.masker is not None:
             exchange.masker.start_attempt(context.attempt, context.cells)
         if exchange.protection is not None:
@@ -280,14 +267,14 @@ class RoundRun:
         self._run_pipeline(context, partial(self._gather, transport))
         with self.profile.phase("weigh"):
             distances = self._compare(context)
-        context = weigh_cells(context, exchange.combiner, distances)
+        context = self._weigh(context, distances)
         self._transports.append(transport := self._transport(context))
         self._run_pipeline(context, partial(self._spread, transport))
         return context
 
     @torch.no_grad()
     def commit(self, context: RoundContext, *, is_merged: bool = False, alpha: float | None = None) -> None:
-        """Write the collected values, of a swap the mean, into the model; local. Without ``atomic`` they are there."""
+        """Write the collected values into the model; local. Without ``atomic`` they are there."""
         exchange = self._exchange
         stages, results = exchange.staging.stages, exchange.results
         with self.profile.phase("commit"):
@@ -301,10 +288,8 @@ class RoundRun:
                     if exchange.residuals is not None and transfer.number in stages:
                         exchange.staging.stage(transfer, bucket).copy_(new)
                     self._write_agreed(transfer, bucket, new, is_merged=is_merged, alpha=alpha)
-            deferred = [transfer for transfer in self._transfers if transfer.deferred_mean]
-            self._pairwise_swap.write(deferred, self._buffers, context)
             for transfer, bucket in self._walk() if exchange.atomic else ():
-                if not transfer.deferred_mean and transfer.number not in stepped:
+                if transfer.number not in stepped:
                     new = results[transfer.number][bucket.start : bucket.stop]
                     self._write_agreed(transfer, bucket, new, is_merged=is_merged, alpha=alpha)
             self._buffers.end_writes()
@@ -322,12 +307,64 @@ class RoundRun:
             self._buffers.write_behind(bucket, new)
 
     @property
+    def is_clipped(self) -> bool:
+        """Whether the step that this round makes has a longest length."""
+        return self._exchange.clip is not None
+
+    @torch.no_grad()
+    def measure_step(self) -> float:
+        """Return the squared L2 norm of this rank's part of the way to the combined values, in fp64; local.
+
+        All ranks' parts have each element once: a bucket is cut over the cells, and one rank of each cell sends it.
+        """
+        model, cell, cells = self._exchange.global_model, self._link.cell, self._link.cells
+        assert model is not None, "kept where there is a server"
+        squares: list[torch.Tensor] = []
+        with self.profile.capture_failure("weigh"):
+            for transfer, bucket in self._sent():
+                part = bucket.part(cell, cells)
+                own = bucket._replace(start=bucket.start + part.start, stop=bucket.start + part.stop)
+                squares.append(model.squared_distance(transfer, own, self._exchange.staging.stage(transfer, own)))
+        return total_of(torch.stack(squares).tolist() if squares else ())
+
+    def clip_step(self, context: RoundContext, squares: Sequence[float]) -> RoundContext:
+        """Return what the step is scaled by once it is no longer than the server's clip; pure, the same on all ranks.
+
+        ``squares`` is what :meth:`measure_step` has returned on each rank.
+        """
+        limit = self._exchange.clip
+        assert limit is not None, "asked for where there is one"
+        norm = abs(context.scale) * math.sqrt(total_of(squares))
+        scale = context.scale * (limit / norm) if norm > limit else context.scale
+        return replace(context, scale=scale, step_norm=norm)
+
+    @property
     def is_cut_off(self) -> bool:
         """Whether another cell was lost while values were exchanged."""
         return any(transport.is_cut_off for transport in self._transports)
 
     def _transport(self, context: RoundContext) -> CrossCellTransport:
-        return CrossCellTransport(self._link, context, self.profile, is_encoding=self._is_encoding)
+        transport = CrossCellTransport(self._link, context, self.profile, is_encoding=self._is_encoding)
+        lost, self._lost = self._lost, None
+        if lost is not None:
+            transport.lose(lost)
+        return transport
+
+    def _weigh(self, context: RoundContext, distances: Sequence[Sequence[float]] | None = None) -> RoundContext:
+        """Let the combiner weigh the cells that contribute.
+
+        All ranks get the same from a combiner of xffl, which calls no function of the system's mathematical library
+        that rounds. Of one of the user's own all take the numbers of the first rank; collective over the world then.
+        """
+        combiner = self._exchange.combiner
+        context = weigh_cells(context, combiner, distances)
+        if is_built_in(combiner) or not isinstance(combiner, WeightedCombiner):
+            return context
+        place = control_device(self._exchange.round_groups.world)
+        numbers = torch.tensor([context.scale, *context.counts], dtype=torch.float64, device=place)
+        self._lost = self._tell_all(numbers)
+        scale, *counts = numbers.tolist()
+        return replace(context, scale=scale, counts=tuple(counts))
 
     def _walk(self) -> Iterator[tuple[GroupTransfer, Bucket]]:
         return ((transfer, bucket) for transfer in self._transfers for bucket in transfer.buckets)
@@ -345,12 +382,9 @@ class RoundRun:
         for transfer in self._transfers:
             # Others are in step with this rank only as long as they walk the same groups; and what is asked for is sent
             # in the same order only as long as it is asked for as far ahead.
-            if transfer.pace != before or transfer.deferred_mean:
+            if transfer.pace != before:
                 pipeline.drain()
             before = transfer.pace
-            if transfer.deferred_mean:
-                self._pairwise_swap.swap(transfer, self._buffers, self._transports[-1])
-                continue
             for bucket in transfer.buckets:
                 pipeline.start(start(transfer, bucket))
         pipeline.drain()

@@ -78,7 +78,7 @@ class FirstRound:
     round_groups: RoundGroups
     axes: Sequence[int]  # of this rank's cell
     replica_tensors: ReplicaTensors | None
-    arithmetic: float
+    processor: float  # xffl.aggregation.engine.arithmetic_check.processor_number, of this rank
     is_private: bool  # whether nothing about single cells' values may be told to others
     is_over: bool = field(default=False, init=False)
 
@@ -186,7 +186,7 @@ class FirstRound:
         group = self.round_groups.cell
         if group is None:
             return False
-        extremes = torch.tensor([self.arithmetic, -self.arithmetic], dtype=torch.float64, device=control_device(group))
+        extremes = torch.tensor([self.processor, -self.processor], dtype=torch.float64, device=control_device(group))
         dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=group)
         low, high = extremes.tolist()
         return bool(low != -high)
@@ -204,7 +204,7 @@ class FirstRound:
         if self._is_of_cells:
             cells = self._differing_cells(statuses)
             if cells:
-                self._explain(cells, statuses)
+                self._explain(cells)
         self._copies.clear()
         are_equal = not self.is_private and self._are_cells_equal(statuses)
         if are_equal and self.scope.goes_on and not self._is_second:
@@ -244,11 +244,11 @@ class FirstRound:
             return [list(range(self.scope.topology.shards(cell)))]
         return list(group_pairs((tuple(sorted(held.items())), shard) for shard, held in self._shared.items()).values())
 
-    def _explain(self, cells: Collection[int], statuses: Sequence[RoundStatus]) -> None:
+    def _explain(self, cells: Collection[int]) -> None:
         """Raise for the first tensor that differs inside a cell, or write how little it does; collective."""
-        mismatches = self._find_mismatches(cells)
+        mismatches, processors = self._find_mismatches(cells)
         for one in mismatches:
-            kinds = [{statuses[rank].arithmetic for rank in ranks} for ranks in one.ranks]
+            kinds = [{processors[rank] for rank in ranks} for ranks in one.ranks]
             if any(one_kind & other for one_kind, other in itertools.combinations(kinds, 2)):
                 raise RoundError(_refusal(one))
         world = self.scope.world
@@ -271,8 +271,8 @@ class FirstRound:
                 flush=True,
             )
 
-    def _find_mismatches(self, cells: Collection[int]) -> list[Mismatch]:
-        """Return what differs, the same on all ranks; collective over the ranks of the round."""
+    def _find_mismatches(self, cells: Collection[int]) -> tuple[list[Mismatch], list[float]]:
+        """Return what differs, and the kind of each rank's processor; collective over the ranks of the round."""
         topology, world = self.scope.topology, self.scope.world
         own: list[tuple[str, tuple[int, ...], int]] = []
         if self._at.cell in cells:
@@ -280,17 +280,17 @@ class FirstRound:
                 (entry.name, self._place_of(entry), self._seal(one))
                 for entry, one in zip(self._entries, self._sums, strict=True)
             ]
-        told = all_gather_json(own, control_device(world), world)
+        told = all_gather_json((self.processor, own), control_device(world), world)
         mismatches = []
         for cell in cells:
             by_place: dict[tuple[str, tuple[int, ...]], dict[int, list[int]]] = {}
             for rank in topology.federation(cell):
-                for name, place, value in told[rank]:
+                for name, place, value in told[rank][1]:
                     by_place.setdefault((name, tuple(place)), {}).setdefault(value, []).append(rank)
             for (name, place), by_value in sorted(by_place.items()):
                 if len(by_value) > 1:
                     mismatches.append(Mismatch(name, cell, place, tuple(map(tuple, by_value.values()))))
-        return mismatches
+        return mismatches, [processor for processor, _ in told]
 
     def _distance(self, mismatch: Mismatch) -> float:
         """Return how far ranks are apart, of the largest value; collective over those that hold these elements."""

@@ -52,7 +52,7 @@ def share_global_model(exchange: Exchange, state: Mapping[str, Any], source: int
     if link.cell == source:
         inject("share")
     # As they are: each bucket in one hop.
-    plain = [replace(one, reduce_scatter=False, deferred_mean=False, codec=None) for one in exchange.transfers]
+    plain = [replace(one, reduce_scatter=False, codec=None) for one in exchange.transfers]
     for table, _ in global_model.tables(state):
         pipeline = BucketPipeline()
         for transfer in plain if is_concerned else ():

@@ -295,15 +295,14 @@ class RoundContext:
     weights: tuple[float, ...]  # one weight for each cell; cells of weight 0 send nothing
     first: int  # the cell that tensors of policy first are taken from
     number: int = 1  # the round's number, from 1
-    # whether two values may be combined in one fused step: no rank holds one whose square leaves fp32, so that
-    # differences do not either, and all have the same arithmetic
-    is_fused: bool = False
     steps: tuple[float, ...] = ()  # effective local steps of each cell since its last round
     # the L2 norm of each cell's update, of what training changes; None where nobody keeps the state that it started
     # from
     norms: tuple[float, ...] | None = None
     counts: tuple[float, ...] = ()  # what each cell's values count for, once a combiner has looked at all of this
     scale: float = 1.0  # what the way from the last agreed model to the combined one is multiplied by
+    numbers: tuple[float, ...] = ()  # what all ranks step the global model with, those of one of them
+    step_norm: float | None = None  # the L2 norm of the pseudo-gradient before it was clipped; None where it is not
     attempt: int = 0  # number of the masks of a secure sum
     source: int | None = None  # the cell whose model all take over, where no cell contributes
 
@@ -339,9 +338,6 @@ class GroupTransfer:
     senders: tuple[tuple[int, ...], ...]  # in turn, bucket by bucket: the sender in each cell
     # buckets that are on the link between cells at a time, in each hop, of all replicas that take turns
     depth: int = IN_FLIGHT
-    # whether two cells swap all their values, and each rank combines them where they lie in the model, when the round
-    # is written: so the values are passed over once less, and looked at when they are sent
-    deferred_mean: bool = False
     # in two hops, by bucket the cell that combines all of it; None where each cell combines a part
     combiners: tuple[int | None, ...] = ()
     # the GPU from which NCCL sends inside cells, where values cross in the host's memory
@@ -377,9 +373,9 @@ class GroupTransfer:
         """Buckets that a rank is ready to receive before it sends its own.
 
         gloo sends only what a receiver has asked for, and the asking queues behind what the receiver sends itself:
-        without this the link between cells would pause for its latency. What is combined late arrives where it stays.
+        without this the link between cells would pause for its latency.
         """
-        return self.depth if self.deferred_mean else self.depth // 2
+        return self.depth // 2
 
     @property
     def pace(self) -> tuple[object, ...]:
@@ -445,10 +441,8 @@ def plan_transfers(
             limit = min(limit, -(-group.numel // (IN_FLIGHT * turns)))  # all have some to send
         buckets = tuple(group.buckets(max(1, limit)))
         codec = codecs.get(group.codec) if topology.cells > 1 else None  # nothing crosses in one cell
-        is_in_place = is_on_cpu and not is_on_gpu
-        deferred_mean = False
         taken = "all_gather"  # what is taken from one cell needs no combining
-        if group.rule == "average" and not deferred_mean:
+        if group.rule == "average":
             taken = form_of(group.numel * dtype.itemsize, topology.cells, form, is_exact=codec is None)
         depth = _depth_of(buckets, dtype, turns, topology.cells, taken)
         reduce_scatter = taken == "two_hop"
@@ -473,7 +467,6 @@ def plan_transfers(
                 cell,
                 tuple(senders[key] for key in keys),
                 depth * turns,
-                deferred_mean,
                 combiners,
                 home_device,
             )
@@ -489,24 +482,6 @@ def _bucket_limit(group: BucketGroup, topology: Topology, numel: int) -> int:
     homes = zip(group.held_by_part, topology.replica_counts, topology.sizes, strict=True)
     holders = max(1, len(group.holders))
     return numel // max(replicas * holders if is_part else size for is_part, replicas, size in homes)
-
-
-def _defers_mean(group: BucketGroup, topology: Topology, round_groups: RoundGroups, options: Options) -> bool:
-    """Tell whether two cells swap whole buckets, and each rank takes the mean when it writes it.
-
-    Over NCCL this was not measured; other types than fp32 take long to combine, so each cell does half of that.
-    """
-    if not options.allow_deferred_mean or options.form_of_groups == "two_hop" or group.dtype != "float32":
-        return False
-    return not round_groups.multi_rail and _is_alone(group, topology)
-
-
-def _is_alone(group: BucketGroup, topology: Topology) -> bool:
-    """Tell whether two cells average a group of which each has one holder, so that no other rank waits for the mean."""
-    if topology.cells != 2 or group.rule != "average" or group.is_mean_in_cell or group.holders:
-        return False
-    homes = zip(group.held_by_part, topology.replica_counts, topology.sizes, strict=True)
-    return all((replicas if is_part else size) == 1 for is_part, replicas, size in homes)
 
 
 def _take_turns(buckets: Sequence[Bucket]) -> tuple[int | None, ...]:

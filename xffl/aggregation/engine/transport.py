@@ -80,7 +80,7 @@ class Link:
         return max(stop - start for start, stop in zip(sums, sums[under_way:] or sums[-1:], strict=False))
 
     def _takes_slot(self, transfer: GroupTransfer, bucket: Bucket) -> bool:
-        if transfer.deferred_mean or not transfer.is_sent_here(bucket):
+        if not transfer.is_sent_here(bucket):
             return False
         here = transfer.parts(bucket)[self.cell]
         return here.stop > here.start or transfer.codec is not None or self.is_masked(transfer)
@@ -211,14 +211,12 @@ class CrossCellTransport:
         with self.profile.capture_failure("combine"):
             if self.is_encoded(transfer):
                 mean = self.link.scratch[-1, : out.numel()]
-                self.combine(transfer, values, mean, is_fused=False)
+                self.combine(transfer, values, mean)
                 self.link.feedback[transfer.number].advance(bucket, mean, out)
             else:
-                self.combine(transfer, values, out, is_fused=self.context.is_fused)
+                self.combine(transfer, values, out)
 
-    def combine(
-        self, transfer: GroupTransfer, values: list[torch.Tensor], out: torch.Tensor, *, is_fused: bool
-    ) -> None:
+    def combine(self, transfer: GroupTransfer, values: list[torch.Tensor], out: torch.Tensor) -> None:
         """Combine the senders' values, in the order of the cells."""
         if transfer.group.rule == "first":
             out.copy_(values[0])
@@ -226,7 +224,7 @@ class CrossCellTransport:
             combined(self.link.combiner.combine, values, out)
         else:
             counts = [self.context.counts[cell] for cell in self.context.source_cells(transfer.group)]
-            weighted_mean(values, counts, out, is_fused=is_fused)
+            weighted_mean(values, counts, out)
 
     def _post(
         self,
@@ -324,7 +322,7 @@ class ExactValues:
         self._release()
 
     def _combine(self, values: list[torch.Tensor], out: torch.Tensor) -> None:
-        self.transport.combine(self.transfer, values, out, is_fused=self.transport.context.is_fused)
+        self.transport.combine(self.transfer, values, out)
 
     def second_hop(self) -> tuple[Mapping[int, torch.Tensor], Mapping[int, torch.Tensor]]:
         """Return what to send of the result and where to receive the others' results, by the other cell."""
@@ -432,7 +430,7 @@ class EncodedSteps(ExactValues):
         rows = [self.link.scratch[row, : out.numel()] for row in range(len(self.sources))]
         for cell, row in zip(self.sources, rows, strict=True):
             self._feedback.decode(self._codes[cell], row)
-        self.transport.combine(self.transfer, rows, out, is_fused=False)
+        self.transport.combine(self.transfer, rows, out)
 
     def second_hop(self) -> tuple[Mapping[int, torch.Tensor], Mapping[int, torch.Tensor]]:
         """Return the codes of this cell's result and where to receive the others', by the other cell."""

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import xffl
+from xffl.checks import decimal
 from xffl.cluster.cells import Federation
 from xffl.cluster.doctor.lines import Line, Message, Program
 from xffl.cluster.doctor.messages import read_request
@@ -159,7 +160,7 @@ def check_packages(versions: Mapping[str, str]) -> list[Finding]:
     wrong = [f"{name} not installed" for name in REQUIRED if not versions[name]]
     for name, least in REQUIRED.items():
         # The leading numbers of a version, such as (2, 13, 0) of 2.13.0+cpu.
-        numbers = re.match(r"\d+(?:\.\d+)*", versions[name])
+        numbers = re.match(r"[0-9]+(?:\.[0-9]+)*", versions[name])
         if versions[name] and (tuple(map(int, numbers[0].split("."))) if numbers else ()) < least:
             wrong.append(f"{name} {versions[name]} (needs {'.'.join(map(str, least))})")
     python = Finding("python", OK, f"{versions['python']} ({sys.executable}), xffl {versions['xffl']}")
@@ -272,7 +273,7 @@ def rank_facts(environ: Mapping[str, str]) -> dict[str, Any]:
         network = os.readlink("/proc/self/ns/net")
     return {
         "cpus": sorted(os.sched_getaffinity(0)),
-        "threads": int(threads) if threads.isdecimal() else None,
+        "threads": decimal(threads),
         "host": asdict(own_host(environ)),
         "machine": f"{host_identity()}/{network}",
         "environ": {
@@ -381,7 +382,7 @@ def check_gpus(needed: bool, environ: Mapping[str, str]) -> tuple[Finding, int]:
         code, output = _run([program, *options], environ)
         lines = [line.strip() for line in output.splitlines() if line.strip()]
         if program == "rocm-smi":
-            lines = [line for line in lines if re.match(r"card\d+,", line)]
+            lines = [line for line in lines if re.match(r"card[0-9]+,", line)]
         if code != 0 or not lines:
             failures.append(f"{program} fails: {_reason(output)}")  # a node of AMD's may have NVIDIA's command as well
             continue

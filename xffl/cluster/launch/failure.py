@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import signal
+import sys
 import time
 import traceback
 from collections import deque
@@ -45,7 +46,9 @@ __all__ = [
     "leave_together",
     "lives_of_run",
     "note_alike",
+    "note_end",
     "note_failure",
+    "note_first",
     "note_hint",
     "parse_failure",
     "read_failure",
@@ -85,6 +88,7 @@ _MAX_BYTES = 2**24
 """Of a record; its traceback may be long"""
 _NOTED_AT = "_xffl_noted_at"
 _HINT = "_xffl_hint"
+_FIRST = "_xffl_first"
 _IS_SPEAKER = "_xffl_is_speaker"
 _IS_OF_ALL = "_xffl_is_of_all"
 QUIET_S = 2.0
@@ -143,6 +147,21 @@ def note_hint(error: BaseException, hint: str) -> None:
     _note(error, _HINT, hint)
 
 
+def note_first(error: BaseException, first: str) -> None:
+    """Note which rank has failed first, on the exception of one that has only lost another; it is told with it."""
+    _note(error, _FIRST, first)
+
+
+def note_end(error: BaseException) -> None:
+    """Let the hook that a session has set for uncaught exceptions ask the other ranks about an error, if there is one.
+
+    Rooms that do not import torch call this; see :mod:`xffl.distributed.uncaught`.
+    """
+    ask = getattr(sys.excepthook, "note_end", None)
+    if ask is not None:
+        ask(error)
+
+
 def _note(error: BaseException, name: str, value: object) -> None:
     """Note something on an exception, also on one whose class refuses attributes, as a frozen dataclass does."""
     object.__setattr__(error, name, value)
@@ -173,7 +192,9 @@ def describe_failure(error: BaseException, *, skip: Container[str] = ()) -> Fail
     leaves, is_xffl = isinstance(error, SystemExit), isinstance(error, XfflError)
     advice = _noted(error, _HINT)
     hint = "" if advice is None else f". HINT: {advice}"
-    headline = visible(f"{type(error).__name__}: {' '.join(text_of(error).split())}".removesuffix(": ") + hint)
+    first = "" if (told := _noted(error, _FIRST)) is None else f"; {told}"
+    text = f"{type(error).__name__}: {' '.join(text_of(error).split())}".removesuffix(": ")
+    headline = visible(f"{text}{first}{hint}")
     return FailureRecord(
         time=_noted(error, _NOTED_AT),
         exit_code=_exit_code(error),

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from xffl.checks import decimal
 from xffl.cluster.launch.affinity import limit_threads
 from xffl.cluster.launch.child import child_command
 from xffl.cluster.launch.failure import ExitCode, FailureRecord, JobWatch, RankFailure, caught_signals, read_failure
@@ -215,7 +216,7 @@ def launch_distributed(
         raise LaunchError(f"{num_nodes} nodes need a port to meet at; give master_port, the same on all of them")
     else:
         node = os.environ.get("NODE_RANK", "0" if num_nodes == 1 else "")
-        if not node.isdigit() or int(node) >= num_nodes:
+        if (number := decimal(node)) is None or number >= num_nodes:
             raise LaunchError(f"NODE_RANK is {node!r} on one of {num_nodes} nodes; set it to 0 to {num_nodes - 1}")
         command += [f"--nnodes={num_nodes}", f"--node-rank={node}"]
         command += [f"--master-addr={master_addr}", f"--master-port={master_port}"]

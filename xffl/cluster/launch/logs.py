@@ -123,9 +123,9 @@ def _shortened(value: Any) -> Any:
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
-_NAME = re.compile(r"rank_(\d+)(?:_cell_(\d+))?\.log")
+_NAME = re.compile(r"rank_([0-9]+)(?:_cell_([0-9]+))?\.log")
 # In an elastic run each cell has a folder, with one for each time it was started.
-_FOLDER = re.compile(r"(?:cell|life)_(\d+)")
+_FOLDER = re.compile(r"(?:cell|life)_([0-9]+)")
 _POLL_S = 0.2
 _FILES_PER_S = 1000  # files that are looked at, at most: a folder may be on a file system that many share
 _CHUNK_BYTES = 1 << 20

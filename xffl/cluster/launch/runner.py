@@ -29,6 +29,7 @@ from xffl.cluster.launch.failure import (
     is_left_to_others,
     is_only_lost_peer,
     leave_together,
+    note_end,
     record_failure,
 )
 from xffl.cluster.launch.logs import RankFile, mark, redirect
@@ -209,6 +210,7 @@ def be_rank(work: Callable[[], object], *, timeout_s: float | None = None, log_d
     try:
         work()
     except XfflError as error:
+        note_end(error)
         record = describe_failure(error, skip=(*_OWN_FILES, sys.modules[work.__module__].__file__ or ""))
         line = f"{record.traceback if record.has_cause else ''}xffl: {record.text}\n"
         is_quiet, has_log = is_left_to_others(error), terminal != 2
@@ -229,6 +231,7 @@ def be_rank(work: Callable[[], object], *, timeout_s: float | None = None, log_d
             mpi_end.limit(describe_failure(left).exit_code)
         raise
     except BaseException as error:  # noqa: BLE001 - whatever ends the work is to be told
+        note_end(error)
         record = describe_failure(error, skip=(*_OWN_FILES, sys.modules[work.__module__].__file__ or ""))
         who = "" if world_size == 1 else f"rank {rank} "
         text = f"{record.traceback}xffl: {who}failed with {record.headline}\n"

@@ -34,8 +34,8 @@ _CHUNK_BYTES = 1 << 16
 _SCANCEL_S = 10
 _SLACK_S = 5.0  # how long srun may take to end after it was told to, and its output to come once it has been killed
 _LABEL = re.compile(rb" *(\d+): ")
-_LABEL_TEXT = re.compile(r"^ *\d+: ")
-_TASK_END = re.compile(r"srun: error: \S+: tasks? ([\d,\-]+): (.+)")
+_LABEL_TEXT = re.compile(r"^ *[0-9]+: ")
+_TASK_END = re.compile(r"srun: error: \S+: tasks? ([0-9,\-]+): (.+)")
 _TASK_END_INSIDE = re.compile(rb"(?<=.)srun: error: \S+: tasks? [\d,\-]+: ")
 """Behind what a rank has begun and not ended, such as a progress bar."""
 _NOISE = re.compile(
@@ -104,7 +104,7 @@ def read_task_ends(line: str) -> dict[int, int] | None:
     known = {(signal.strsignal(one) or "").lower(): -one for one in signal.Signals}
     known["out of memory"] = -signal.SIGKILL  # what the kernel ends a cgroup's processes by
     number = known.get(match[2].partition(" (")[0].strip().lower(), ExitCode.FAILED)
-    if (code := re.match(r"Exited with exit code (\d+)", match[2])) is not None:
+    if (code := re.match(r"Exited with exit code ([0-9]+)", match[2])) is not None:
         number = int(code[1])
     return {int(task): number for task in expand_hosts(f"[{match[1]}]")}
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from xffl.checks import decimal
+from xffl.checks import decimal, is_decimal
 from xffl.cluster.launch.failure import ExitCode, code_of_signal
 from xffl.cluster.launch.logs import LineBuffer
 from xffl.cluster.slurm.submit import Job, run_slurm
@@ -22,6 +22,7 @@ _ENDED = {
 }
 _CODES = {"TIMEOUT": ExitCode.TIMEOUT, "DEADLINE": ExitCode.TIMEOUT, "CANCELLED": ExitCode.INTERRUPTED}
 """Exit codes where the job's own says nothing."""
+_PIECE_BYTES = 2**24  # what is read of a log at a time
 _PATIENCE_S = 30.0  # how long the accounting may take to know that a job has ended
 
 
@@ -47,10 +48,10 @@ def expand_pattern(pattern: str, names: Mapping[str, str]) -> str | None:
     if "\\" in pattern:
         return None
     known = {"%": "%", **names}
-    if any(match[2] not in known for match in re.finditer(r"%(\d*)(.?)", pattern)):
+    if any(match[2] not in known for match in re.finditer(r"%([0-9]*)(.?)", pattern)):
         return None
     return re.sub(
-        r"%(\d*)(.)",
+        r"%([0-9]*)(.)",
         lambda match: known[match[2]].zfill(min(decimal(match[1]) or 0, 10)) if match[2] != "%" else "%",
         pattern,
     )
@@ -169,7 +170,7 @@ class Follower:
         found = {}
         for name in {**dict.fromkeys(self.jobs.keys() - set(map(_number, self._known))), **self._known}:
             number, _, task = name.partition("_")
-            if task.isdecimal() or not task:
+            if is_decimal(task) or not task:
                 # The first letters: of an array, %j is the task's own number, which only SLURM knows.
                 names = {"A": number, "a": task, "x": self.jobs[number].name, "u": self.user}
                 file = expand_pattern(self.jobs[number].log, names | ({} if task else {"j": number}))
@@ -184,7 +185,7 @@ class Follower:
             try:
                 with open(file, "rb") as log:
                     log.seek(self._read.get(file, 0))
-                    piece = log.read()
+                    piece = log.read(_PIECE_BYTES)
             except OSError:
                 continue  # not there yet
             self._read[file] = self._read.get(file, 0) + len(piece)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import re
 import shlex
@@ -21,6 +22,7 @@ from xffl.errors import ConfigError, LaunchError
 from xffl.files import create, make_folders, read_given, read_text, write_whole
 
 __all__ = [
+    "MAX_JOBS",
     "Job",
     "SlurmConfig",
     "cancel_jobs",
@@ -37,8 +39,10 @@ __all__ = [
 ]
 
 TEMPLATE = "job.sbatch"
-_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
-_JOB = re.compile(r"\d{1,18}(?:_\d{1,18})?")
+MAX_JOBS = 10_000
+"""The most jobs of one command: SLURM holds as many in all unless its MaxJobCount says otherwise"""
+_TIME = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,9})(?::([0-9]{1,9}))?(?::([0-9]{1,9}))?")
+_JOB = re.compile(r"[0-9]{1,18}(?:_[0-9]{1,18})?")
 _MAX_BYTES = 2**20
 _PLACE = re.compile(r"@([A-Z_]+)@")
 
@@ -109,8 +113,8 @@ class SlurmConfig:
         if not re.fullmatch(r"[A-Z0-9+-]+", self.signal):
             raise ConfigError(f"slurm.signal {self.signal!r} is no signal; give its name, such as USR2")
         gpus = self.gpus_per_node
-        if gpus is not None and not re.fullmatch(r"(?:[^:,\s]+:)?[1-9]\d*", str(gpus)):
-            raise ConfigError(f"slurm.gpus_per_node {gpus!r} must be a number of GPUs, such as 4 or a100:4")
+        if gpus is not None and not re.fullmatch(r"(?:[^:,\s]+:)?[1-9][0-9]{0,8}", str(gpus)):
+            raise ConfigError(f"slurm.gpus_per_node {shown(gpus)} must be a number of GPUs, such as 4 or a100:4")
         limit_s = _seconds(self.time)
         if limit_s is not None and self.signal_s is not None and limit_s <= self.signal_s:
             raise ConfigError(
@@ -185,6 +189,8 @@ def tasks_of_sweep(array: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     flatten(array, "")
     if not flat:
         return ()
+    if (count := math.prod(map(len, flat.values()))) > MAX_JOBS:
+        raise ConfigError(f"slurm.array has {count} tasks, one for each set of values; give at most {MAX_JOBS}")
     return tuple(dict(zip(flat, chosen, strict=True)) for chosen in itertools.product(*flat.values()))
 
 
@@ -329,7 +335,7 @@ def _seconds(limit: int | str | None) -> int | None:
         return None
     if (match := _TIME.fullmatch(str(limit))) is None:
         hint = "give minutes, hours like 12:30:00, or days like 2-00:00:00"
-        raise ConfigError(f"slurm.time {limit!r} is no time; {hint}")
+        raise ConfigError(f"slurm.time {shown(limit)} is no time; {hint}")
     days, *rest = match.groups()
     numbers = [int(number) for number in rest if number is not None]
     if days is not None:  # D-H, D-H:M, D-H:M:S

@@ -30,7 +30,7 @@ import yaml
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import register_type
 
-from xffl.checks import closest, decimal, shown
+from xffl.checks import closest, decimal, is_decimal, shown
 from xffl.distributed.sharding import dtype_of
 from xffl.errors import ConfigError
 from xffl.files import read_given
@@ -346,7 +346,7 @@ class Settings:
             self._put_section(path, key, value, source, is_text=is_text)
         elif rest:
             old = self._plain(path, key)
-            if isinstance(old, list) and old and not rest[0].isdecimal():
+            if isinstance(old, list) and old and not is_decimal(rest[0]):
                 rest = (str(len(old) - 1), *rest)  # the last item, which was added just before
             self._set(path, _with_part(old, rest, value, ".".join(path), source.place(path)), source, rest)
         else:
