@@ -16,7 +16,7 @@ The *reader's path* is what a reader of one plain round, or of the README's scri
 - the *script* is that of ``README.md``, from ``import torch, xffl`` to its end, for cells of (2, 2) ranks with
   ``hsdp=2``.
 
-*Files* are those of xffl in which a function ran; a file that was only imported is not read and does not count, and is
+*Files* are those of xffl in which a function ran. What an import runs does not count: a file that was only imported is
 told in the row below, with its lines of code. *Functions* are those that ran, with lambdas and comprehensions (on
 Python 3.12 and later a list comprehension is no function); of them are *named* those with a ``def``. Their lines are
 counted once, also where one is defined in another. The *deepest chain* is the most functions of xffl that were on the

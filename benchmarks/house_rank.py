@@ -37,9 +37,11 @@ class Recorder:
         if not code.co_flags & 1:  # no fast locals: the body of a module or a class, which an import runs
             self.imported.add(file)
             return
+        chain = self.chain_of(frame)
+        if not chain:
+            return
         last = max(line for *_, line in code.co_lines() if line is not None)
         self.functions.add((file, qualified_name(frame), code.co_firstlineno, last))
-        chain = self.chain_of(frame)
         if len(chain) > len(self.chain):
             self.chain = chain
 
@@ -49,11 +51,13 @@ class Recorder:
         sys.setprofile(self)
 
     def chain_of(self, frame: FrameType | None) -> list[str]:
-        """Return the functions of the package that are on the stack, the outermost first."""
+        """Return the functions of the package on the stack, the outermost first; none of an import."""
         chain = []
         while frame is not None:
             name = frame.f_code.co_filename
-            if name.startswith(self.package) and frame.f_code.co_flags & 1:
+            if name.startswith(self.package):
+                if not frame.f_code.co_flags & 1:
+                    return []
                 chain.append(f"{name.removeprefix(self.package)}:{frame.f_lineno} {qualified_name(frame)}")
             frame = frame.f_back
         return chain[::-1]

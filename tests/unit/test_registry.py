@@ -166,7 +166,7 @@ def test_what_is_made_already_is_returned_as_it_is() -> None:
             "must be .* of xffl.aggregation.algorithms.combiners.Combiner, got",
         ),
         ("combine", f"{__name__}.Nobody", "Nobody cannot be imported"),
-        ("combine", "no.such.module", "no.such.module cannot be imported"),
+        ("combine", "no.such.module", "no.such.module cannot be imported .* set PYTHONPATH to the folder of"),
         ("combine", Stranger(), "must be .* of xffl.aggregation.algorithms.combiners.Combiner, got"),
         ("combine", Lowest, "must be .* of xffl.aggregation.algorithms.combiners.Combiner, got"),
         ("combine", None, "must be .* of xffl.aggregation.algorithms.combiners.Combiner, got"),

@@ -189,6 +189,7 @@ class Skipped(Ended):
 
 
 Outcome = Averaged | HandedOver | Empty | Skipped
+"""What became of a round: exactly one of these."""
 
 
 def outcome_of(report: RoundReport, taken: Snapshot, cell: int, *, is_absent: bool) -> Averaged | Empty | Skipped:
