@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from xffl.aggregation.algorithms.server import asked_of, load_options, load_schedule
 from xffl.aggregation.engine.buffers import Layout
 from xffl.aggregation.engine.groups import RoundScope
-from xffl.aggregation.engine.plan import Bucket, GroupTransfer
 from xffl.aggregation.engine.tensors import TensorInfo
+from xffl.aggregation.engine.transfers import Bucket, GroupTransfer
 from xffl.aggregation.mean import piece_length, wide_type
 from xffl.aggregation.options import Options
 from xffl.checks import shown

@@ -1,0 +1,58 @@
+"""The global model in a round: the server rule, or the mean itself, takes it on behind the second vote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from xffl.aggregation.engine.buffers import StagingBuffers
+from xffl.aggregation.engine.exchange import RoundRun, RoundStage
+from xffl.aggregation.engine.global_model import GlobalModel
+from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, RoundContext
+
+__all__ = ["AgreedModel"]
+
+
+class AgreedModel(RoundStage):
+    """Steps the global model, bucket by bucket, while the model is written: no copy is kept for a rollback.
+
+    With codecs the new values are put where the mean was, since codecs measure the next steps from them.
+    """
+
+    key = "agreed"
+
+    def __init__(self, global_model: GlobalModel, staging: StagingBuffers, *, is_encoded: bool) -> None:
+        self.global_model = global_model
+        self._staging = staging
+        self._is_encoded = is_encoded
+
+    def open(self, fragment: int, *, is_weighed: bool) -> None:
+        """Raise where the global model is not known, or its schedule has ended."""
+        self.global_model.check(fragment)
+
+    def write(self, run: RoundRun, context: RoundContext) -> Iterator[tuple[GroupTransfer, Bucket, torch.Tensor]]:
+        """Step, and yield the new values of all buckets that training changes."""
+        if context.source is not None and self.global_model.has_optimizer:
+            return  # what was agreed on last has come to all cells
+        for transfer, bucket, new in self.global_model.step(run.fragment, run.results, context.scale):
+            if self._is_encoded and transfer.number in run.stages:
+                self._staging.stage(transfer, bucket).copy_(new)
+            yield transfer, bucket, new
+
+    def restart(self) -> None:
+        """Take the model as it is for the global model."""
+        self.global_model.reset_from_model()
+
+    def forget(self) -> None:
+        """Note that ranks may hold different states."""
+        self.global_model.forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the global model and what the server keeps."""
+        return self.global_model.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned."""
+        self.global_model.load_state_dict(state)
