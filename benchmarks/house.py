@@ -1,19 +1,26 @@
 """Print the numbers of the code base as a table, one column for each git ref, such as before and after a refactor.
 
-    python benchmarks/house.py [REF ...] [--chain]
+    python benchmarks/house.py [REF ...] [--path] [--chain]
 
-Without a ref the working tree is counted. The number of a folder includes those below it; a room that a tree lacks has
-zeros. Docstrings are all bare strings, blank lines in them included; code lines hold a token that is neither comment
-nor docstring. A comment counts where it has a line of its own or ends one (so a line may be both code and comment), as
-a share of all lines. A function goes from its ``def`` to its last line; its body, as in ``tests/unit/test_package.py``,
-begins after its docstring.
+Without a ref the working tree is counted; ``--path`` prints the reader's path alone. The number of a folder includes
+those below it; a room that a tree lacks has zeros. Docstrings are all bare strings, blank lines in them included; code
+lines hold a token that is neither comment nor docstring. A comment counts where it has a line of its own or ends one
+(so a line may be both code and comment), as a share of all lines. A function goes from its ``def`` to its last line;
+its body begins after its docstring.
 
-The round is one of ``xffl.Aggregator`` with its defaults, as in ``docs/round.rst``, between two ranks on gloo, each a
-cell. On rank 0, from the call of ``aggregate`` to its return, *frames* are the most frames of xffl that are on the
-stack at once when bytes are sent: when a function of ``torch.distributed`` is called, or a method of its groups. The
-frame of this script does not count; those of list comprehensions do (Python 3.12 has none). In a thread of xffl's own,
-frames count from where it starts. *Files* are those of xffl whose functions are called meanwhile. ``--chain`` prints
-both.
+The *reader's path* is what a reader of one plain round, or of the README's script, has to open. On rank 0, over gloo:
+
+- a *round* is the second one of a training loop with ``xffl.FederatedScaling`` and its defaults, from the call of the
+  ``optimizer.step()`` that makes it to its return: between two cells of one rank, and between cells of (2, 2) ranks,
+  each a replica (``hsdp=1``);
+- the *script* is that of ``README.md``, from ``import torch, xffl`` to its end, for cells of (2, 2) ranks with
+  ``hsdp=2``.
+
+*Files* are those of xffl in which a function ran. What an import runs does not count: a file that was only imported is
+told in the row below, with its lines of code. *Functions* are those that ran, with lambdas and comprehensions (on
+Python 3.12 and later a list comprehension is no function); of them are *named* those with a ``def``. Their lines are
+counted once, also where one is defined in another. The *deepest chain* is the most functions of xffl that were on the
+stack at once; in a thread of xffl's own they count from where it starts. ``--chain`` lists files, functions and chain.
 """
 
 from __future__ import annotations
@@ -30,13 +37,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,12 +54,14 @@ xffl.FederatedScaling
 print(xffl.__file__)
 print(sum(name.split(".")[0] == "xffl" for name in sys.modules))
 """
-SENDING = re.compile(
-    r"_?(all_?gather|all_?reduce|all_?to_?all|batch_isend_irecv|broadcast|gather|i?send|(monitored_)?barrier|"
-    r"reduce|reduce_scatter|scatter)(_base|_coalesced|_into_tensor|_list|_object|_single|_tensor)*"
+PATHS = (
+    ("round of (1, 1)", ("round", "1,1", "-")),
+    ("round of (2, 2)", ("round", "2,2", "1")),
+    ("README's script", ("script", "2,2", "2")),
 )
-"""What sends, in ``torch.distributed`` and as methods of its groups."""
-TORCH = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
+"""What is followed, and its words for ``house_rank.py``."""
+COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>", "<lambda>")
+"""Functions that have no ``def``."""
 LAYOUT = ("NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")
 """Tokens that are no code."""
 
@@ -92,6 +99,7 @@ def count_file(path: Path) -> dict[str, Any]:
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     return {
         "path": path,
+        "code": code - docstrings,
         "lines": len(text.splitlines()),
         "code lines": len(code - docstrings),
         "docstring lines": len(docstrings),
@@ -147,18 +155,26 @@ def count_loaded(tree: Path) -> int:
     return int(number)
 
 
-def run_round(tree: Path) -> dict[str, Any]:
-    """Run a round of two ranks, and return what rank 0 has recorded."""
+def follow(tree: Path, what: str, cells: str, hsdp: str) -> dict[str, Any]:
+    """Run a round or the script on as many ranks as it needs, and return what rank 0 has recorded."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    place = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "MASTER_PORT": port}
+    count = sum(map(int, cells.split(",")))
+    place = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": count,
+        "LOCAL_WORLD_SIZE": count,
+        "GROUP_RANK": 0,
+        "GROUP_WORLD_SIZE": 1,
+    }
+    command = [sys.executable, str(ROOT / "benchmarks" / "house_rank.py"), str(tree), what, cells, hsdp]
     ranks = []
     try:
-        for rank in range(2):
+        for rank in range(count):
             own = {**place, "RANK": rank, "LOCAL_RANK": rank}
-            env = {**clean_environment(tree), "MASTER_ADDR": "127.0.0.1", **{n: str(v) for n, v in own.items()}}
-            command = [sys.executable, __file__, "--rank", str(tree)]
+            env = {**clean_environment(tree), **{name: str(value) for name, value in own.items()}}
             ranks.append(subprocess.Popen(command, env=env, cwd=tree, stdout=subprocess.PIPE, text=True))
         told = [rank.communicate(timeout=TIMEOUT_S)[0] for rank in ranks]
     finally:
@@ -166,78 +182,62 @@ def run_round(tree: Path) -> dict[str, Any]:
             process.kill()
             process.wait()
     if any(process.returncode for process in ranks):
-        raise SystemExit(f"the round of {tree} failed: the ranks ended with {[one.returncode for one in ranks]}")
+        raise SystemExit(f"the {what} of {tree} failed: the ranks ended with {[one.returncode for one in ranks]}")
     return dict(json.loads(told[0].splitlines()[-1]))
 
 
-class Recorder:
-    """A profile function that notes, while it is on, the deepest stack that sends and the files that are called."""
-
-    def __init__(self, package: Path) -> None:
-        self.package = f"{package}{os.sep}"
-        self.is_on = False
-        self.chain: list[str] = []
-        self.files: set[str] = set()
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        if not self.is_on or event not in ("call", "c_call"):
-            return
-        code = frame.f_code
-        # The bodies of modules and classes are no functions: they are run by an import, and have no fast locals.
-        if event == "call" and code.co_filename.startswith(self.package) and code.co_flags & 1:
-            self.files.add(code.co_filename.removeprefix(self.package))
-        elif event == "call" and code.co_filename.endswith(TORCH) and SENDING.fullmatch(code.co_name):
-            self.note(frame, code.co_name)
-        elif (
-            event == "c_call"
-            and SENDING.fullmatch(argument.__name__)
-            and "_distributed_c10d" in (argument.__doc__ or "")
-        ):
-            self.note(frame, argument.__name__)
-
-    def note(self, frame: FrameType | None, sends: str) -> None:
-        """Keep the stack, from the user's call on, if it is the deepest."""
-        chain = [sends]
-        while frame is not None:
-            name = frame.f_code.co_filename
-            if name.startswith(self.package):
-                function = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
-                chain.append(f"{name.removeprefix(self.package)}:{frame.f_lineno} {function}")
-            frame = frame.f_back
-        if len(chain) > len(self.chain):
-            self.chain = chain[::-1]
+def count_path(tree: Path, found: dict[str, Any]) -> dict[str, str]:
+    """Return the rows of a reader's path."""
+    package = tree / "xffl"
+    files = sorted({file for file, *_ in found["functions"]})
+    only_imported = [file for file in found["imported"] if file not in files and count_file(package / file)["code"]]
+    lines = {file: set[int]() for file in files}
+    for file, _, first, last in found["functions"]:
+        lines[file].update(range(first, last + 1))
+    named = [name for _, name, *_ in found["functions"] if not name.endswith(COMPREHENSIONS)]
+    return {
+        "files": str(len(files)),
+        "their lines": str(sum(count_file(package / file)["lines"] for file in files)),
+        "their lines of code": str(sum(len(count_file(package / file)["code"]) for file in files)),
+        "files only imported": str(len(only_imported)),
+        "their lines of code, too": str(sum(len(count_file(package / file)["code"]) for file in only_imported)),
+        "functions": str(len(found["functions"])),
+        "named functions": str(len(named)),
+        "lines of functions": str(sum(map(len, lines.values()))),
+        "code of functions": str(sum(len(at & count_file(package / file)["code"]) for file, at in lines.items())),
+        "deepest chain": str(len(found["chain"])),
+    }
 
 
-def take_part(tree: Path) -> None:
-    """Take part in a round, and print on rank 0 what was called meanwhile."""
-    import torch
-
-    import xffl
-
-    recorder = Recorder(tree / "xffl")
-    with xffl.session(federated=(1, 1), device="cpu") as state:
-        model = xffl.shard(torch.nn.Linear(1000, 1000), state)
-        if state.rank == 0:
-            threading.setprofile(recorder)  # before the aggregator may start threads
-            sys.setprofile(recorder)
-        aggregator = xffl.Aggregator(model, state)
-        recorder.is_on = True
-        aggregator.aggregate()
-        recorder.is_on = False
-        sys.setprofile(None)
-        if state.rank == 0:
-            print(json.dumps({"chain": recorder.chain, "files": sorted(recorder.files)}))
+def list_path(tree: Path, found: dict[str, Any]) -> str:
+    """Return the files of a reader's path with their functions, and the deepest chain."""
+    by_file: dict[str, list[str]] = {}
+    for file, name, first, _ in found["functions"]:
+        by_file.setdefault(file, []).append(f"{name}:{first}")
+    text = []
+    for file, names in sorted(by_file.items()):
+        code = len(count_file(tree / "xffl" / file)["code"])
+        text.append(f"  {file}: {code} lines of code, {len(names)} functions")
+        text += [f"    {name}" for name in sorted(names, key=lambda name: int(name.rpartition(":")[2]))]
+    text.append("  only imported: " + " ".join(file for file in found["imported"] if file not in by_file))
+    text.append("  deepest chain:")
+    text += [f"    {frame}" for frame in found["chain"]]
+    return "\n".join(text)
 
 
-def measure(tree: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return the rows of a tree, and what its round has called."""
-    wholes = {"package": (".",), **{room: (room,) for room in ROOMS}, "four rooms": ROOMS}
-    rows = {f"{whole}: {name}": number for whole, at in wholes.items() for name, number in count_all(tree, at).items()}
-    rows["modules loaded"] = str(count_loaded(tree))
-    found = run_round(tree)
-    rows["frames of a round"] = str(len(found["chain"]) - 1)  # the last is what sends
-    rows["files of a round"] = str(len(found["files"]))
-    return rows, found
+def measure(tree: Path, is_path_alone: bool) -> tuple[dict[str, str], str]:
+    """Return the rows of a tree, and the list of its paths."""
+    rows = {}
+    if not is_path_alone:
+        wholes = {"package": (".",), **{room: (room,) for room in ROOMS}, "four rooms": ROOMS}
+        rows = {f"{whole}: {name}": text for whole, at in wholes.items() for name, text in count_all(tree, at).items()}
+        rows["modules loaded"] = str(count_loaded(tree))
+    lists = []
+    for title, words in PATHS:
+        found = follow(tree, *words)
+        rows |= {f"{title}: {name}": text for name, text in count_path(tree, found).items()}
+        lists.append(f"{title}:\n{list_path(tree, found)}")
+    return rows, "\n\n".join(lists)
 
 
 @contextmanager
@@ -259,25 +259,21 @@ def tree_of(ref: str | None) -> Iterator[Path]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("refs", nargs="*", metavar="REF", help="what to count, such as HEAD~1; else the working tree")
-    parser.add_argument("--chain", action="store_true", help="print also which frames and files a round has")
-    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--path", action="store_true", help="print the reader's path alone")
+    parser.add_argument("--chain", action="store_true", help="list also files, functions and the deepest chain")
     options = parser.parse_args()
-    if options.rank is not None:
-        take_part(options.rank)
-        return
-    columns, rounds = {}, {}
+    columns, lists = {}, {}
     for ref in options.refs or [None]:
         name = ref or "working tree"
         with tree_of(ref) as tree:
-            columns[name], rounds[name] = measure(tree)
+            columns[name], lists[name] = measure(tree, options.path)
     rows = next(iter(columns.values()))
     table = [["", *columns], *([row, *(column[row] for column in columns.values())] for row in rows)]
     widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
     for line in table:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-    for name, found in rounds.items() if options.chain else ():
-        print(f"\n{name}, frames of a round:", *found["chain"], sep="\n  ")
-        print(f"{name}, files of a round:", *found["files"], sep="\n  ")
+    for name, paths in lists.items() if options.chain else ():
+        print(f"\n{name}, {paths}")
 
 
 if __name__ == "__main__":

@@ -59,5 +59,9 @@ class ReplacedError(CheckpointError):
     """
 
 
+class MeetingLeft(Exception):
+    """This cell was asked to stop while it waited for other cells, and waits no longer; on all of its ranks."""
+
+
 class TornError(Exception):
     """Report inside a round that ranks may hold different weights; callers get a :class:`RoundError` in its place."""

@@ -13,9 +13,7 @@ from torch import nn
 import xffl
 from tests.ports import free_port
 from tests.ranks.test_elastic import digest, lighthouse, pytestmark  # noqa: F401 - fixtures and marks of this module
-from tests.ranks.test_round import make_state
 from tests.worlds import be_launched, run_world
-from xffl.aggregation.contributions import Snapshot
 from xffl.aggregation.elastic import ElasticAggregator
 from xffl.aggregation.engine.consensus import RoundBroken, RoundInput
 from xffl.distributed import ElasticParameters
@@ -61,23 +59,6 @@ def test_a_state_that_is_loaded_in_the_middle_of_a_run_counts(lighthouse: str, t
     told = run_world(2, going_back, lighthouse, (free_port(), free_port()), tmp_path, init=False)
     assert told[0] == told[1]
     assert told[0][0] == told[0][1]
-
-
-def doubting(rank: int, world: int) -> None:
-    """Load a state while a round is in doubt, of which the loaded one knows nothing."""
-    model = nn.Linear(5, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with xffl.FederatedScaling(model, optimizer, make_state(rank, (1,), None), every=100) as scaling:
-        optimizer.step()
-        saved = scaling.state_dict()
-        scaling._doubted = Snapshot(fragment=0, steps=7, effort=7.0, amount=7.0, is_changed=True)
-        assert scaling.state_dict()["ledger"]["steps"] == [8]
-        scaling.load_state_dict(saved)
-        assert scaling.state_dict()["ledger"] == saved["ledger"]
-
-
-def test_a_state_that_is_loaded_ends_a_doubt() -> None:
-    run_world(1, doubting)
 
 
 class Stage(nn.Module):

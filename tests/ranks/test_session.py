@@ -166,7 +166,7 @@ def one_cell(rank: int, world_size: int) -> None:
             if refuses:
                 assert err.getvalue() == ""
             elif federated is None:
-                assert "rounds are asked for, but no federation" in err.getvalue()
+                assert "FederatedScaling has no effect: the job has a single cell" in err.getvalue()
             else:
                 assert (told in err.getvalue()) == (value == "") and err.getvalue().count("\n") == (value == "")
 

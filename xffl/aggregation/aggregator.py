@@ -52,8 +52,9 @@ from xffl.aggregation.engine.tensors import (
 )
 from xffl.aggregation.engine.transport import Link
 from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, Options, check_merge, refuse_removed
+from xffl.aggregation.pending import Background, PendingRound
 from xffl.aggregation.privacy import Accountant, Privacy, SecureSum, make_masker
-from xffl.aggregation.report import Background, PendingRound, RoundProfile, RoundReport
+from xffl.aggregation.report import RoundProfile, RoundReport
 from xffl.costs import EXCHANGE_FORMAT
 from xffl.distributed.consistency import barrier, check_consistent, compute_device, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
@@ -110,8 +111,8 @@ class Aggregator:
         --kind combine`` with its options (``krum:faulty=1``, or a mapping), a dotted path, or a
         :class:`~xffl.aggregation.algorithms.combiners.Combiner`. One that compares whole models (Krum, geometric
         median) keeps all cells' shards on each sender, ``C`` copies.
-    :param server: The server (outer) optimizer, which sees the way from the mean back to the last agreed model as a
-        gradient: a name (``fedadam:lr=0.03``, ``torch.optim.AdamW:lr=0.1``), a mapping, or a
+    :param server: The server (outer) optimizer, which gets ``global - mean`` (the pseudo-gradient) as its gradient: a
+        name (``fedadam:lr=0.03``, ``torch.optim.AdamW:lr=0.1``), a mapping, or a
         :class:`~xffl.aggregation.algorithms.server.ServerOptimizer`. With it, each rank keeps the last agreed values of
         what it holds in fp32, and the optimizer's state. The model must be the same in all cells when the Aggregator is
         made.
@@ -253,7 +254,7 @@ class Aggregator:
         """Run one round: afterwards every rank holds the weighted mean over the cells.
 
         Collective over the world. Moves each shard to the other cells (see ``form``) and once to each replica of the
-        cell, after a vote of 128 bytes a rank and before another.
+        cell, after a vote of 192 bytes a rank and before another.
 
         :param weight: This rank's own count since the last round (samples, tokens); a cell's weight is the sum over its
             ranks. ``None`` on all ranks: every cell counts 1.
@@ -351,6 +352,7 @@ class Aggregator:
             held=values.held,
             shared=values.shared,
             is_trained=values.is_trained,
+            numbers=() if run is None else tuple(run.numbers.values()),
         )
         return PreparedRound(
             status=status,
@@ -415,6 +417,7 @@ class Aggregator:
             return self._conclude(outcome, start, is_merged=keeps_steps, alpha=alpha)
 
         self.under_way = PendingRound(background, conclude, self._exchange.layout.moving(fragment))
+        self._activity.add_round_under_way(self.under_way)
         return self.under_way
 
     def discard(self) -> None:
@@ -430,14 +433,16 @@ class Aggregator:
     def close(self) -> None:
         """Give the process groups back that were made for this aggregator; it cannot be used afterwards.
 
-        Collective over the world, with no round under way. Between CPUs there is nothing to give back without
-        ``overlap``, and without parts of the model that several but not all ranks of a replica hold.
+        Collective over the world, with no round under way. Nothing moves where there is nothing to give back: between
+        CPUs without ``overlap``, and without parts of the model that several but not all ranks of a replica hold.
         """
         self.check_free()
-        if not self._round_groups.own:
-            return
-        self.is_closed = True
+        self.retire()
         self.give_back_groups()
+
+    def retire(self) -> None:
+        """Make no further round; local."""
+        self.is_closed = True
 
     def give_back_groups(self) -> None:
         """Give the process groups back, whatever state the rounds are in; collective over this rank's world."""
@@ -589,8 +594,12 @@ class Aggregator:
         outcome.run.commit(outcome.context, is_merged=is_merged, alpha=alpha)
         if self._masters is not None:
             self._masters.write()
-        if PendingRound.under_way:
-            PendingRound.overtake(self._exchange.layout.moving(outcome.run.fragment))
+        for pending in self._activity.rounds_under_way:
+            pending.note_written(self._exchange.layout.moving(outcome.run.fragment))
+
+    def resume_at(self, rounds: int) -> None:
+        """Count on behind so many rounds, the same on all ranks that make the next one; local."""
+        self.rounds = rounds
 
     @property
     def all_finished(self) -> bool:

@@ -5,34 +5,30 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.algorithms import registry
-from xffl.aggregation.algorithms.clients import Client
+from xffl.aggregation.algorithms.clients import Client, set_up
 from xffl.aggregation.algorithms.schedules import EverySteps, Schedule, schedule_of
 from xffl.aggregation.contributions import unwrap
 from xffl.aggregation.hierarchical import Levels, read_levels
 from xffl.aggregation.options import REMOVED, check_merge, refuse_removed
 from xffl.aggregation.report import RoundReport
 from xffl.checks import integer, one_of
-from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import sharded_parameters
 from xffl.errors import ConfigError
 from xffl.naming import Writer
 from xffl.parallel.zero_view import is_cut
 
-if TYPE_CHECKING:
-    from xffl.aggregation.exports import FileRound
-
 __all__ = [
     "RoundArguments",
     "RoundConfig",
+    "aggregator_options",
     "check_stepped",
-    "file_round",
     "parse_round_config",
     "validate_round_config",
 ]
@@ -240,17 +236,18 @@ def _parse_delay(delay: object, schedule: Schedule) -> int:
     return integer("delay", delay, 0, most, hint="give local steps, fewer than every")
 
 
-def file_round(model: nn.Module, state: DistributedState, config: RoundConfig, asked: RoundArguments) -> FileRound:
-    """Return what a job that is one cell gives to a round over files."""
-    if config.client is not None or config.delay or not isinstance(asked.aggregator, Mapping | None):
-        raise ConfigError(
-            f"this job is one cell by itself, whose rounds go over files, but client is {config.client}, delay "
-            f"{config.delay} and aggregator {asked.aggregator!r}; give keywords for the aggregator, and leave the "
-            "others out"
-        )
-    # Rounds over files read and write checkpoints, which rounds over a network do without.
-    from xffl.aggregation.exports import FileRound, RoundPlan
+def aggregator_options(config: RoundConfig, model: nn.Module, *, is_first: bool) -> dict[str, Any]:
+    """Return the keywords of the aggregator to make, with what the schedule, a delay and the client need of it.
 
-    options = dict(asked.aggregator or {})
-    policies = options.pop("policies", None)
-    return FileRound(model, state, RoundPlan(asked.algorithm, options), policies)
+    Collective over the world where there is a client and the aggregator ``is_first``: the client takes the weights that
+    training starts from.
+    """
+    client, options = config.client, dict(config.options)
+    if "levels" not in options:
+        options.setdefault("overlap", config.delay > 0)
+        options.setdefault("norms", config.schedule.has_threshold)
+    if client is not None and is_first:
+        set_up(client, model, config.optimizers, options.get("policies"))
+    if client is not None and client.extra is not None:
+        options["extra"] = client.extra
+    return options

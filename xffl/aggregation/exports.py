@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from xffl import __version__
 from xffl.aggregation.algorithms.combiners import Combiner
 from xffl.aggregation.algorithms.registry import find_algorithm, is_builtin, make, parts_of_algorithm, read_spec
 from xffl.aggregation.algorithms.server import PLAIN_MEAN
 from xffl.aggregation.engine.consensus import checked_number, checked_weight
-from xffl.aggregation.engine.coverage import check_lone_cell
 from xffl.aggregation.engine.tensors import Manifest, Pattern
 from xffl.aggregation.mean import weighted_mean
 from xffl.checkpoint.format import (
@@ -37,13 +37,12 @@ from xffl.checkpoint.load import load_with_record
 from xffl.checkpoint.save import save_checkpoint
 from xffl.checkpoint.tables import read_counts
 from xffl.checks import integer, shown
-from xffl.cluster.environment import read_over_files
 from xffl.cluster.hosts import format_refusal
-from xffl.costs import EXCHANGE_FORMAT
+from xffl.costs import EXPORT_FORMAT
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import bytes_of, dtype_of, from_bytes, local_tensor
-from xffl.errors import CheckpointError, ConfigError, StateError
+from xffl.errors import CheckpointError, ConfigError
 from xffl.naming import Writer
 from xffl.reading import Fields
 
@@ -228,7 +227,7 @@ def export_cell(
             )
         count = integer("cells", cells)
         values: dict[str, Any] = {
-            "format": EXCHANGE_FORMAT,
+            "format": EXPORT_FORMAT,
             "cell": integer("cell", cell, 0, count - 1, hint="count from 0"),
             "cells": count,
             "round": integer("round", round, 0),
@@ -365,55 +364,6 @@ def check_folder(path: Path) -> None:
     read_again_if_replaced(read)
 
 
-class FileRound:
-    """A round over files, as a job that is one cell takes part in it: from the global model before it to the export."""
-
-    def __init__(
-        self, model: nn.Module, state: DistributedState, plan: RoundPlan, policies: Mapping[Pattern, str] | None
-    ) -> None:
-        plan.check()
-        self._model, self._state, self._plan, self._policies = model, state, plan, policies
-        cell, sizes = state.lone_cell or (0, (1,))
-        self._folders = read_over_files({"cell": f"{cell}/{len(sizes)}"})
-        self._rounds_before, self._is_begun = 0, False
-        self.start: str | None = None  # the digest of the global model that this cell has started from
-
-    def begin(self) -> None:
-        """Start from the global model of ``XFFL_FROM``, if any; collective over the world."""
-        if self._is_begun:
-            raise StateError("a job of one cell makes one export, so its with block is entered once; start another job")
-        self._is_begun = True
-        check_lone_cell(
-            self._model,
-            self._state,
-            is_reduced_by_caller=bool(self._plan.options.get("gradients_reduced_by_caller", False)),
-        )
-        if self._folders.start is not None:
-            self._rounds_before, self.start = load_agreed_global(
-                self._folders.start, self._model, self._state, policies=self._policies
-            )
-
-    def end(self, weight: float | None, steps: float) -> None:
-        """Export to ``XFFL_EXPORT``, if that is set; collective over the world."""
-        if self._folders.export is None or self._state.lone_cell is None:
-            return
-        cell, sizes = self._state.lone_cell
-        export_cell(
-            self._folders.export,
-            self._model,
-            self._state,
-            cell=cell,
-            cells=len(sizes),
-            weight=weight,
-            steps=steps,
-            round=self._rounds_before + 1,
-            policies=self._policies,
-            start=self.start,
-            plan=self._plan,
-            sizes=sizes,
-        )
-
-
 def read_told(path: Path, kind: str) -> dict[str, Any]:
     """Return the values of an export (``kind`` is ``export``) or of a round's result (``global``); local."""
     values: dict[str, Any] = _read_record(path, kind).values[kind]
@@ -438,8 +388,9 @@ def check_kind(path: Path, record: Record, kind: str) -> None:
             wanted = "the export of a cell; give what --export wrote"
         raise CheckpointError(f"{path} is not {wanted}")
     # Exports that were written before they had a number are of the first format.
-    if (theirs := values.get("format", 1)) != EXCHANGE_FORMAT:
-        raise CheckpointError(format_refusal(str(path), f"{shown(theirs)} (xffl {record.xffl})"))
+    if (theirs := values.get("format", 1)) != EXPORT_FORMAT:
+        ours = f"{EXPORT_FORMAT} (xffl {__version__})"
+        raise CheckpointError(format_refusal(str(path), f"{shown(theirs)} (xffl {record.xffl})", ours=ours))
     fields = Fields(values, f"{path}", error=CheckpointError, hint="it is damaged, write it anew")
     cells = fields.integer("cells", 1, MOST_CELLS)
     fields.integer("round")
@@ -520,7 +471,8 @@ class _MovingTensors:
     """The tensors of a model that a round moves, as a checkpoint's part."""
 
     def __init__(self, manifest: Manifest, *, is_export: bool) -> None:
-        self._entries, self._is_export = manifest.moving, is_export
+        self._entries = manifest.moving
+        self._is_export = is_export
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the tensors; an export has the mean of what the cell's ranks have made each for itself."""

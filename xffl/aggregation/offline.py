@@ -63,7 +63,7 @@ from xffl.checkpoint.format import (
 )
 from xffl.checkpoint.tables import StoredTensor
 from xffl.checks import shown
-from xffl.costs import EXCHANGE_FORMAT
+from xffl.costs import EXPORT_FORMAT
 from xffl.distributed.sharding import Plain, dtype_of, from_plain, to_plain
 from xffl.errors import CheckpointError, ConfigError
 from xffl.files import create, naming_errors, sync
@@ -667,7 +667,7 @@ def _write(
                         piece = outer.step(name, box, piece, shape, state_writer)
                     writer.write(f"{PART}/{name}", box, piece.view(dtype), shape)
                     report("combined", piece.nbytes)
-            result = {"format": EXCHANGE_FORMAT, **{name: values[name] for name in ("round", "cells", "tensors")}}
+            result = {"format": EXPORT_FORMAT, **{name: values[name] for name in ("round", "cells", "tensors")}}
             result |= {"shares": [context.share(cell) for cell in range(values["cells"])], "made_of": made_of}
             if outer is not None and state_writer is not None:
                 outer.publish(state_writer)  # before the result: a round made again begins from the state before it

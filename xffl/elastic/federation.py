@@ -47,12 +47,12 @@ from xffl.elastic.roster import (
     name_cell,
     read_life,
 )
-from xffl.errors import ConfigError, LaunchError, RoundError, StateError
+from xffl.errors import ConfigError, LaunchError, MeetingLeft, RoundError, StateError
 from xffl.files import read_sealed_json, remove_file, write_sealed_json
 from xffl.reading import Fields
 from xffl.topology import Topology
 
-__all__ = ["ElasticFederation", "MeetingLeft", "RoundEnd"]
+__all__ = ["ElasticFederation", "RoundEnd"]
 
 LOG = logging.getLogger(__name__)
 
@@ -66,10 +66,6 @@ DOUBLE_S = 30.0
 """How long a job waits for another one with the same cell to end: one that was just stopped may need its grace time."""
 MOST_TRIES = 5
 """Rounds that break, one behind the other, with the same members: they cannot reach each other then."""
-
-
-class MeetingLeft(Exception):
-    """This cell was asked to stop while it waited for other cells, and waits no longer; on all of its ranks."""
 
 
 class RoundEnd(IntEnum):

@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from xffl.aggregation.rounds.hooks import LoopHooks
 from xffl.checkpoint.manager import CheckpointManager
 from xffl.cluster.launch.failure import ExitCode, note_failure
 from xffl.distributed.consistency import barrier, check_consistent, gather_objects, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.world_store import clone_store
-from xffl.elastic.federation import MeetingLeft
-from xffl.errors import StateError
+from xffl.errors import MeetingLeft, StateError
 from xffl.training.callbacks.checkpoint import CheckpointCallback
 from xffl.training.callbacks.progress import ProgressCallback, ending_line, name_of
 from xffl.training.mixins.state import StateMixin
@@ -119,7 +119,8 @@ class StopConsensus:
         self._changed = threading.Condition()
         self._phase = _Phase.TRAINING
         self._stop_point: StopPoint | None = None
-        self._step, self._rounds = -1, 0
+        self._step = 0  # the last that this rank has begun
+        self._rounds = 0  # that it has entered when that step is over
         self._has_ended = self._has_arrived = self._is_closing = self._has_failed = False
         self._thread = threading.Thread(target=self._run, name="xffl-preemption", daemon=True)
         self._thread.start()
@@ -132,17 +133,18 @@ class StopConsensus:
         with self._changed:
             return self._stop_point
 
-    def proceed(self, step: int, rounds: int) -> StopPoint | None:
+    def proceed(self, step: int | None, rounds: int) -> StopPoint | None:
         """Say how far this rank goes now, unless it is decided where to stop; wait while the ranks decide.
 
-        ``step`` is the one that begins, ``rounds`` how many will have been entered when it is over. Where a stop point
-        is returned, nothing was begun.
+        ``step`` is the one that begins, ``None`` where this cell makes no other, and ``rounds`` how many will have been
+        entered when it is over. Where a stop point is returned, nothing was begun.
         """
         with self._changed:
             while self._phase is _Phase.DECIDING:
                 self._changed.wait()
             if self._stop_point is None:
-                self._step, self._rounds = max(step, self._step), max(rounds, self._rounds)
+                self._step = self._step if step is None else max(step, self._step)
+                self._rounds = max(rounds, self._rounds)
             return self._stop_point
 
     def await_all(self) -> StopPoint | None:
@@ -317,6 +319,7 @@ class Preemption:
         self._save: Callable[[], None] | None = None
         self._local_steps = self._most_steps = self._rounds_foreseen = 0
         self._has_asked_at_end = False
+        self._holds_rounds = False  # delayed ones, until the next step: there may be none
         self._reached: StopPoint | None = None
 
     @property
@@ -338,8 +341,13 @@ class Preemption:
         self._rounds, self._save = rounds, save
         self._local_steps, self._rounds_foreseen = rounds.local_steps, rounds.meetings + 1
         if self.signals:
-            rounds.before_final_rounds = self._before_final_rounds
-            rounds.is_stopping = self.is_stopping
+            rounds.attach(
+                LoopHooks(
+                    before_final_rounds=self._before_final_rounds,
+                    is_stopping=self.is_stopping,
+                    defers_start=lambda: self._holds_rounds,
+                )
+            )
 
     def is_due(self, step: int) -> bool:
         """Tell whether to stop here, where nothing of a step is open; local.
@@ -371,7 +379,7 @@ class Preemption:
             if rounds.meetings < point.rounds:
                 # Rounds that another rank may have entered come first, those that were held back among them.
                 return rounds.start_deferred() and self.is_due(step)
-            rounds.defer_start = True
+            self._holds_rounds = True
             if rounds.is_under_way:
                 return False
         if step < point.steps[self._cell]:
@@ -475,7 +483,7 @@ class Preemption:
         """Stop, where this is due, in place of entering a round as a cell that has finished."""
         rounds, save = self._rounds, self._save
         assert rounds is not None and save is not None, "rounds that are followed call this"
-        point = self._get_consensus().proceed(-1, rounds.meetings + 1)
+        point = self._get_consensus().proceed(None, rounds.meetings + 1)
         if point is not None and rounds.meetings >= point.rounds:
             self._reached = point
             self._get_consensus().arrive()
@@ -507,7 +515,7 @@ class PreemptionMixin(StateMixin, ValidationMixin):
     def take_place(self) -> bool:
         """Join the other cells of an elastic run, or leave where that is asked for while they are waited for."""
         if (rounds := self.find_rounds()) is not None:
-            rounds.is_stopping = self.preemption.is_stopping
+            rounds.attach(LoopHooks(is_stopping=self.preemption.is_stopping))
         try:
             return super().take_place()
         except MeetingLeft:

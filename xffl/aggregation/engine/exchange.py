@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from xffl.aggregation.algorithms.combiners import CellStats, Combiner, WeightedCombiner, total_of
+from xffl.aggregation.arithmetic import is_built_in
 from xffl.aggregation.compression import ResidualStore
 from xffl.aggregation.engine.buffers import (
     FiniteCheck,
@@ -83,6 +84,7 @@ class Exchange:
         self.compares_models = self.combiner.needs_distances
         self.global_model = global_model
         self.has_norms = options.has_norms
+        self.clip = getattr(options.server, "clip", None)
         self.round_groups, self.masker = link.round_groups, link.masker
         # Where cells are worlds of their own, ranks of these would have the same numbers.
         rank = link.rank if self.round_groups.is_cross_world else self.round_groups.first + link.rank
@@ -152,6 +154,8 @@ class RoundRun:
         self.fragment, self.profile = fragment, profile
         self._transfers = [transfer for transfer in exchange.transfers if transfer.group.fragment == fragment]
         self._transports: list[CrossCellTransport] = []
+        self.numbers: dict[str, float] = {}
+        self._lost: RuntimeError | None = None  # what has ended a message before the next transport
         self._link.home_progress.forget()
         self._is_encoding = exchange.residuals is not None and exchange.residuals.is_encoding(fragment)
         if exchange.residuals is not None:
@@ -246,7 +250,7 @@ class RoundRun:
             self._hand_over(context, context.source)
             return context
         if not exchange.compares_models:
-            context = weigh_cells(context, exchange.combiner)
+            context = self._weigh(context)
         if exchange.masker is not None:
             exchange.masker.start_attempt(context.attempt, context.cells)
         if exchange.protection is not None:
@@ -258,7 +262,7 @@ class RoundRun:
         self._run_pipeline(context, partial(self._gather, transport))
         with self.profile.phase("weigh"):
             distances = self._compare(context)
-        context = weigh_cells(context, exchange.combiner, distances)
+        context = self._weigh(context, distances)
         self._transports.append(transport := self._transport(context))
         self._run_pipeline(context, partial(self._spread, transport))
         return context
@@ -297,12 +301,64 @@ class RoundRun:
             self._buffers.write_behind(bucket, new)
 
     @property
+    def is_clipped(self) -> bool:
+        """Whether the step that this round makes has a longest length."""
+        return self._exchange.clip is not None
+
+    @torch.no_grad()
+    def measure_step(self) -> float:
+        """Return the squared L2 norm of this rank's part of the way to the combined values, in fp64; local.
+
+        All ranks' parts have each element once: a bucket is cut over the cells, and one rank of each cell sends it.
+        """
+        model, cell, cells = self._exchange.global_model, self._link.cell, self._link.cells
+        assert model is not None, "kept where there is a server"
+        squares: list[torch.Tensor] = []
+        with self.profile.capture_failure("weigh"):
+            for transfer, bucket in self._sent():
+                part = bucket.part(cell, cells)
+                own = bucket._replace(start=bucket.start + part.start, stop=bucket.start + part.stop)
+                squares.append(model.squared_distance(transfer, own, self._exchange.staging.stage(transfer, own)))
+        return total_of(torch.stack(squares).tolist() if squares else ())
+
+    def clip_step(self, context: RoundContext, squares: Sequence[float]) -> RoundContext:
+        """Return what the step is scaled by once it is no longer than the server's clip; pure, the same on all ranks.
+
+        ``squares`` is what :meth:`measure_step` has returned on each rank.
+        """
+        limit = self._exchange.clip
+        assert limit is not None, "asked for where there is one"
+        norm = abs(context.scale) * math.sqrt(total_of(squares))
+        scale = context.scale * (limit / norm) if norm > limit else context.scale
+        return replace(context, scale=scale, step_norm=norm)
+
+    @property
     def is_cut_off(self) -> bool:
         """Whether another cell was lost while values were exchanged."""
         return any(transport.is_cut_off for transport in self._transports)
 
     def _transport(self, context: RoundContext) -> CrossCellTransport:
-        return CrossCellTransport(self._link, context, self.profile, is_encoding=self._is_encoding)
+        transport = CrossCellTransport(self._link, context, self.profile, is_encoding=self._is_encoding)
+        lost, self._lost = self._lost, None
+        if lost is not None:
+            transport.lose(lost)
+        return transport
+
+    def _weigh(self, context: RoundContext, distances: Sequence[Sequence[float]] | None = None) -> RoundContext:
+        """Let the combiner weigh the cells that contribute.
+
+        All ranks get the same from a combiner of xffl, which calls no function of the system's mathematical library
+        that rounds. Of one of the user's own all take the numbers of the first rank; collective over the world then.
+        """
+        combiner = self._exchange.combiner
+        context = weigh_cells(context, combiner, distances)
+        if is_built_in(combiner) or not isinstance(combiner, WeightedCombiner):
+            return context
+        place = control_device(self._exchange.round_groups.world)
+        numbers = torch.tensor([context.scale, *context.counts], dtype=torch.float64, device=place)
+        self._lost = self._tell_all(numbers)
+        scale, *counts = numbers.tolist()
+        return replace(context, scale=scale, counts=tuple(counts))
 
     def _walk(self) -> Iterator[tuple[GroupTransfer, Bucket]]:
         return ((transfer, bucket) for transfer in self._transfers for bucket in transfer.buckets)

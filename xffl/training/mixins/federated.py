@@ -20,6 +20,7 @@ from xffl.aggregation.exports import RoundPlan, agreed_global, export_cell, load
 from xffl.aggregation.federated_scaling import FederatedScaling
 from xffl.aggregation.options import REMOVED
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
+from xffl.aggregation.rounds.hooks import LoopHooks
 from xffl.checks import index_of, integer_fields, one_of
 from xffl.cluster.cells import parse_cell
 from xffl.distributed.distributed_state import set_data_place
@@ -380,11 +381,10 @@ class FederatedMixin(ValidationMixin):
             alpha=asked.alpha,
             client=asked.client,
             algorithm=asked.algorithm,
+            # A delayed round starts when all of a step is done. Were it under way when the one before it is told of, a
+            # checkpoint that is saved then would wait for cells that have not come to it.
+            hooks=LoopHooks(tell=self._tell_cells, defers_start=lambda: True),
         )
-        # A delayed round starts when all of a step is done. Were it under way when the one before it is told of, a
-        # checkpoint that is saved then would wait for cells that have not come to it.
-        self._scaling.defer_start = True
-        self._scaling.tell = self._tell_cells
         return self._scaling
 
     def perform_validation_epoch(self, over: str = "cell") -> dict[str, float]:

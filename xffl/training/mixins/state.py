@@ -95,8 +95,7 @@ class StateMixin(TrainerMixin):
         """
         self.settle_round()
         if (lone := self.lone_cell()) is not None and (scaling := self.find_rounds()) is not None:
-            elastic: Any = scaling.aggregator
-            values |= {"cell": lone[0], "round": elastic.rounds, "lineage": elastic.lineage}
+            values |= {"cell": lone[0], "round": scaling.aggregator.rounds, "lineage": scaling.lineage}
         # Between two rounds one cell may have made steps and another none.
         step, since_round = self.furthest(self.global_step, self.steps_since_round)
         self.callbacks.pre_save_checkpoint(self, str(path))
@@ -225,8 +224,7 @@ class StateMixin(TrainerMixin):
         place, scaling = self._place, self.find_rounds()
         if self.state.elastic is None or scaling is None:
             return False
-        elastic: Any = scaling.aggregator
-        elastic.inherit_vote(self.run_directory.path / VOTE)
+        scaling.inherit_vote(self.run_directory.path / VOTE)
         scaling.join()  # before a batch is counted
         if place is None or self.place_step <= self.global_step:
             return False

@@ -1,0 +1,260 @@
+"""What becomes of the steps that a loop offers: rounds of one job, of cells that come and go, and over files."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from xffl.aggregation.algorithms.schedules import EverySteps
+from xffl.aggregation.config import RoundArguments, RoundConfig
+from xffl.aggregation.contributions import Snapshot
+from xffl.aggregation.engine.consensus import RoundBroken, RoundInput
+from xffl.aggregation.report import ElasticRoundReport, RoundReport
+from xffl.aggregation.rounds import elastic
+from xffl.aggregation.rounds.backend import Averaged, Empty, HandedOver, Outcome, Part, Skipped, outcome_of
+from xffl.aggregation.rounds.choose import choose_rounds
+from xffl.aggregation.rounds.elastic import ElasticRounds
+from xffl.aggregation.rounds.hooks import LoopHooks
+from xffl.aggregation.rounds.offer import RoundOffer, StepLedger
+from xffl.errors import ConfigError, MeetingLeft
+
+CONFIG = RoundConfig(EverySteps(2), None, {}, delay=0, alpha=None)
+
+
+def report_of(number: int, weights: tuple[float, ...] = (1.0, 1.0), **more: Any) -> RoundReport:
+    return RoundReport(round=number, weights=weights, bytes_across=0, bytes_home=0, seconds=0.0, **more)
+
+
+class Activity:
+    def note_round(self) -> None:
+        """Do nothing."""
+
+
+class State:
+    """What the backends ask a state."""
+
+    cell, cells, activity = 0, 2, Activity()
+    elastic: object = object()
+    lone_cell = (0, (1, 1))
+
+
+class Meetings:
+    """Stands for an ElasticAggregator: ``plan`` has what is to happen, ``given`` the steps that it was given."""
+
+    fragments, is_closed, under_way, total_weight, lineage, can_go_on = 1, False, None, 0.0, "a", True
+
+    def __init__(self, *unused: object, **options: object) -> None:
+        self.rounds = 0
+        self.is_in_doubt = self.is_behind = self.has_taken_over = False
+        self.plan: list[str] = []
+        self.given: list[float | None] = []
+        self.told: list[object] = []
+        self.dropped = 0
+
+    @property
+    def next_fragment(self) -> int:
+        return 0
+
+    def open(self, *, is_finished: bool, told: object, is_stopping: Callable[[], bool] | None) -> RoundReport | None:
+        self.told.append(told)
+        self.has_taken_over = False
+        if is_stopping is not None and is_stopping():
+            raise MeetingLeft
+        was_in_doubt, self.is_in_doubt = self.is_in_doubt, False
+        if was_in_doubt and self.plan.pop(0) == "it was taken":
+            self.rounds += 1
+            return report_of(self.rounds)
+        return None
+
+    def participate(self, given: RoundInput, *, least_divergence: float | None = None) -> RoundReport | None:
+        self.given.append(None if given.is_absent else given.steps)
+        what = self.plan.pop(0)
+        if what in ("broken", "in doubt"):
+            self.is_in_doubt = what == "in doubt"
+            raise RoundBroken(what)
+        if what == "over":
+            return None
+        self.rounds += 1
+        self.has_taken_over = what in ("taken over", "handed over")
+        return report_of(self.rounds, (0.0, 0.0) if what == "handed over" else (1.0, 1.0))
+
+    def join(self, prepare: object, *, is_stopping: Callable[[], bool] | None) -> None:
+        if is_stopping is not None and is_stopping():
+            raise MeetingLeft
+
+    def discard(self) -> None:
+        self.dropped += 1
+        self.is_in_doubt = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rounds": self.rounds}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.is_in_doubt = False
+
+
+class Loop:
+    """A loop with the rounds of an elastic federation, which counts as FederatedScaling does."""
+
+    def __init__(self, *plan: str, hooks: LoopHooks | None = None) -> None:
+        model = nn.Linear(2, 2)
+        self.rounds = ElasticRounds(model, State(), CONFIG)  # type: ignore[arg-type]
+        self.rounds.open()
+        aggregator: Any = self.rounds.aggregator
+        self.meetings: Meetings = aggregator
+        self.meetings.plan.extend(plan)
+        self.ledger = StepLedger(model, (), None)
+        self.hooks = LoopHooks() if hooks is None else hooks
+        self.ended: list[tuple[type, int, float]] = []
+
+    @property
+    def offer(self) -> RoundOffer:
+        return RoundOffer(self.ledger, CONFIG, self.hooks, lambda: None)
+
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.ledger.add_step(1.0)
+
+    def make_round(self) -> list[Outcome]:
+        outcomes = []
+        for outcome in self.rounds.round(self.offer):
+            outcomes.append(outcome)
+            if outcome.report is not None and outcome.taken is not None:
+                self.ended.append((type(outcome), outcome.report.round, outcome.taken.effort))
+                self.ledger.tracker.commit(outcome.taken)
+        return outcomes
+
+    @property
+    def waiting(self) -> list[int]:
+        return list(self.ledger.tracker.state_dict(self.rounds.doubted)["steps"])
+
+
+@pytest.fixture(autouse=True)
+def meetings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic, "ElasticAggregator", Meetings)
+    return
+
+
+def test_a_round_that_breaks_is_made_again_with_the_same_steps() -> None:
+    loop = Loop("broken", "broken", "taken")
+    loop.step(3)
+    loop.make_round()
+    assert loop.meetings.given == [3.0, 3.0, 3.0] and loop.ended == [(Averaged, 1, 3.0)] and loop.waiting == [0]
+
+
+def test_steps_of_a_round_in_doubt_count_once_it_is_known_to_be_taken_and_before_the_next_is_tried() -> None:
+    loop = Loop("in doubt", "it was taken", "taken")
+    loop.step(3)
+    outcomes = loop.rounds.round(loop.offer)
+    first = next(iter(outcomes))
+    assert first.report is not None and first.report.round == 1 and first.taken == Snapshot(0, 3, 3.0, 0.0, False)
+    assert loop.meetings.given == [3.0], "the next round is not tried before the loop has accounted for this one"
+    loop.ledger.tracker.commit(first.taken)
+    loop.step(2)
+    [second] = outcomes
+    assert second.report is not None and second.report.round == 2 and loop.meetings.given == [3.0, 2.0]
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_steps_of_a_round_in_doubt_are_kept_for_as_long_as_it_is(is_known: bool) -> None:
+    stops = LoopHooks(is_stopping=lambda: len(loop.meetings.given) == 1)
+    loop = Loop("in doubt", *(["it was not taken", "taken"] if is_known else []), hooks=None if is_known else stops)
+    loop.step(3)
+    outcomes = loop.make_round()
+    if is_known:
+        assert loop.meetings.given == [3.0, 3.0] and loop.ended == [(Averaged, 1, 3.0)] and loop.waiting == [0]
+    else:
+        assert not outcomes and loop.waiting == [3] and loop.ledger.tracker.state_dict()["steps"] == [0]
+
+
+@pytest.mark.parametrize("how", ["load", "discard"])
+def test_other_weights_end_a_doubt_here_and_in_the_aggregator(how: str) -> None:
+    loop = Loop("in doubt", "taken", hooks=LoopHooks(is_stopping=lambda: loop.meetings.is_in_doubt))
+    loop.step(3)
+    assert not loop.make_round() and loop.meetings.is_in_doubt
+    if how == "load":
+        loop.rounds.load_state_dict({"aggregator": {"rounds": 0}, "total_weight": 5.0})
+        assert loop.rounds.needs_join and loop.rounds.state_dict()["total_weight"] == 5.0
+    else:
+        loop.rounds.discard()
+        assert loop.meetings.dropped == 1
+    assert not loop.meetings.is_in_doubt and loop.rounds.doubted is None
+    loop.step(2)
+    loop.make_round()
+    assert loop.ended == [(Averaged, 1, 2.0)]
+
+
+@pytest.mark.parametrize(("what", "kind"), [("taken over", Averaged), ("handed over", HandedOver)])
+def test_a_cell_whose_model_was_replaced_is_told_so(what: str, kind: type) -> None:
+    loop = Loop(what)
+    loop.step(1)
+    [outcome] = loop.make_round()
+    assert type(outcome) is kind and outcome.has_taken_over and outcome.parts == {0: Part.TOOK_OVER}
+
+
+def test_where_all_have_finished_there_is_no_round() -> None:
+    [outcome] = Loop("over").make_round()
+    assert outcome == Empty(None) and outcome.is_last
+
+
+def test_a_cell_that_leaves_the_first_meeting_may_save_before_and_join_later() -> None:
+    called: list[str] = []
+    hooks = LoopHooks(
+        is_stopping=lambda: not called, before_final_rounds=lambda: called.append("saved"), tell=lambda: {"ranks": 1}
+    )
+    loop = Loop("taken", hooks=hooks)
+    with pytest.raises(MeetingLeft):
+        loop.rounds.join(loop.offer)
+    assert called == ["saved"] and loop.rounds.needs_join
+    loop.rounds.join(loop.offer)
+    assert not loop.rounds.needs_join
+    loop.make_round()
+    assert loop.meetings.told == [{"ranks": 1}]
+
+
+def test_outcomes_say_what_this_cell_did() -> None:
+    taken = Snapshot(0, 1, 1.0, 1.0, False)
+
+    def parts(report: RoundReport, cell: int = 0, *, is_absent: bool = False) -> tuple[type, Part, bool]:
+        outcome = outcome_of(report, taken, cell, is_absent=is_absent)
+        return type(outcome), outcome.parts[report.fragment], outcome.counts
+
+    assert parts(report_of(1)) == (Averaged, Part.GAVE, True)
+    assert parts(report_of(1, fragment=3), is_absent=True) == (Averaged, Part.NEITHER, True)
+    assert parts(report_of(1, dropped=(1,)), 1) == (Averaged, Part.NEITHER, True)
+    assert parts(report_of(1, (0.0, 0.0))) == (Empty, Part.NEITHER, True)
+    assert parts(report_of(1, is_skipped=True)) == (Skipped, Part.NEITHER, False)
+    assert outcome_of(report_of(1, is_last=True), taken, 0, is_absent=False).is_last
+    assert isinstance(ElasticRoundReport(**vars(report_of(1))), RoundReport)
+
+
+def test_hooks_are_joined_and_either_may_hold_a_round() -> None:
+    tells = LoopHooks(tell=dict, defers_start=lambda: False)
+    held: list[bool] = []
+    both = tells.joined_with(LoopHooks(is_stopping=lambda: True, defers_start=lambda: bool(held)))
+    assert both.tell is dict and both.is_stopping is not None and both.before_final_rounds is None
+    assert both.defers_start is not None and not both.defers_start()
+    held.append(True)
+    assert both.defers_start() and tells.joined_with(LoopHooks()).defers_start is not None
+    assert LoopHooks().joined_with(LoopHooks()) == LoopHooks()
+
+
+def test_an_elastic_federation_makes_its_own_aggregator() -> None:
+    asked = RoundArguments(2, torch, None, None, None, None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="makes its own aggregator, got module; give aggregator as a mapping"):
+        choose_rounds(nn.Linear(1, 1), State(), CONFIG, asked)  # type: ignore[arg-type]
+
+
+def test_rounds_of_one_job_import_nothing_of_other_kinds() -> None:
+    code = (
+        "import sys, xffl.aggregation.federated_scaling, xffl.aggregation.rounds.network\n"
+        "print([one for one in sys.modules if one.startswith(('torchft', 'xffl.elastic', 'xffl.checkpoint')) or one in "
+        "('xffl.aggregation.elastic', 'xffl.aggregation.exports')])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

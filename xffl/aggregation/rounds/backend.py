@@ -1,0 +1,182 @@
+"""What makes the rounds of a training loop, and what became of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from xffl.aggregation.contributions import Snapshot
+from xffl.aggregation.report import RoundReport
+from xffl.aggregation.rounds.offer import RoundOffer
+
+if TYPE_CHECKING:
+    from xffl.aggregation.aggregator import Aggregator
+    from xffl.aggregation.elastic import ElasticAggregator
+    from xffl.aggregation.hierarchical import Levels
+
+__all__ = ["Averaged", "Empty", "HandedOver", "Outcome", "Part", "RoundBackend", "Skipped", "outcome_of"]
+
+
+class Part(Enum):
+    """What this cell did in the round of a fragment."""
+
+    GAVE = "gave"
+    """Its values are in what was agreed on."""
+    TOOK_OVER = "took over"
+    """What was agreed on has replaced its values, whatever steps it had made."""
+    NEITHER = "neither"
+    """It got what was agreed on, and had nothing to give, or was left out for values that are not finite."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A round that has ended, as far as this cell is concerned.
+
+    :param report: What the round did; ``None`` where there was none that all cells know of.
+    :param taken: What was taken of this rank's local steps for it; there where a report is.
+    :param parts: What this cell did in it, for each fragment that it was about.
+    """
+
+    counts: ClassVar[bool] = True
+    """Whether the round counts, and the steps that it has taken are in the model."""
+
+    report: RoundReport | None
+    taken: Snapshot | None = None
+    parts: Mapping[int, Part] = field(default_factory=dict)
+
+    @property
+    def has_taken_over(self) -> bool:
+        """Whether this cell's model was replaced, so that its steps since are gone."""
+        return Part.TOOK_OVER in self.parts.values()
+
+    @property
+    def is_last(self) -> bool:
+        """Whether all ranks have finished, so that no round follows."""
+        return self.report is None or self.report.is_last
+
+
+class Averaged(Ended):
+    """The cells' values were combined, and the result stands in the model."""
+
+
+class HandedOver(Ended):
+    """No cell had anything to give, and the model of one has replaced that of others."""
+
+
+class Empty(Ended):
+    """No cell had anything to give, so nothing moved; without a report all have finished, and there was no round."""
+
+
+class Skipped(Ended):
+    """The cells were so close to each other that nothing moved; the round does not count, and the steps wait on."""
+
+    counts = False
+
+
+Outcome = Averaged | HandedOver | Empty | Skipped
+"""What became of a round: exactly one of these."""
+
+
+def outcome_of(report: RoundReport, taken: Snapshot, cell: int, *, is_absent: bool) -> Averaged | Empty | Skipped:
+    """Return what a report says became of a round to which this cell was to give what was taken."""
+    if report.is_skipped:
+        return Skipped(report, taken, {report.fragment: Part.NEITHER})
+    if not any(report.weights):
+        return Empty(report, taken, {report.fragment: Part.NEITHER})
+    is_left_out = is_absent or cell in report.dropped
+    return Averaged(report, taken, {report.fragment: Part.NEITHER if is_left_out else Part.GAVE})
+
+
+class RoundBackend(Protocol):
+    """Makes the rounds of one :class:`xffl.FederatedScaling`. Collective over the ranks that make them, if not local.
+
+    The caller goes through the outcomes of a call, all of them, and accounts for each before it asks for the next: they
+    may be made as it asks. So the end of a round that was in doubt was told of before another one is tried.
+    """
+
+    @property
+    def meets_others(self) -> bool:
+        """Whether rounds take place between local steps, with cells that are there at the same time."""
+
+    @property
+    def may_average(self) -> bool:
+        """Whether there may be other cells, with whose weights those of this one are averaged."""
+
+    @property
+    def needs_join(self) -> bool:
+        """Whether :meth:`join` has to be called before the next step."""
+
+    @property
+    def aggregator(self) -> Aggregator | Levels | ElasticAggregator:
+        """What averages the model; StateError before :meth:`open` where none was given."""
+
+    @property
+    def rounds(self) -> int:
+        """Number of rounds that the model has behind it."""
+
+    @property
+    def lineage(self) -> str:
+        """Digest of these rounds in an elastic federation; else empty."""
+
+    @property
+    def fragments(self) -> int:
+        """Parts of the model that rounds move in turn."""
+
+    @property
+    def next_fragment(self) -> int:
+        """The part that the next round moves."""
+
+    @property
+    def total_weight(self) -> float:
+        """Sum of the weights that all cells had in all rounds so far."""
+
+    @property
+    def doubted(self) -> Snapshot | None:
+        """What a round has taken of this rank's steps that is in doubt."""
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a delayed round was started and is not merged."""
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether another round may follow a rejected one."""
+
+    def open(self) -> None:
+        """Make what is needed for rounds, in the set-up that the model is in now; drop a round that is under way."""
+
+    def join(self, offer: RoundOffer) -> HandedOver:
+        """Take over the model of the cells that are there already, or give them this one's."""
+
+    def round(self, offer: RoundOffer) -> Iterable[Outcome]:
+        """Make a round: what became of a doubt before it, and of itself; nothing of it where this cell has left it."""
+
+    def start(self, offer: RoundOffer) -> Iterable[Outcome]:
+        """Start a round that goes on while local steps are made: what ended before it, or takes its place."""
+
+    def settle(self) -> Iterable[Outcome]:
+        """Merge the round that is under way, if any: what became of it; nothing where it was lost."""
+
+    def discard(self) -> None:
+        """Drop the round under way, if any, and put back what it had taken."""
+
+    def check(self) -> None:
+        """Raise RoundError while the model is inconsistent; local."""
+
+    def close(self, error: BaseException | None) -> None:
+        """Give back what :meth:`open` has made; local where an error has ended the loop."""
+
+    def inherit_vote(self, file: Path) -> None:
+        """Take over the vote of this cell's life before this one, in an elastic federation; local, before joining."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return ``aggregator``, ``start`` and ``total_weight``: what a resumed run needs; local."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned, and drop what is under way or in doubt."""
+
+    def continues(self, state: Mapping[str, Any]) -> bool:
+        """Tell whether the steps that waited when a state was saved still wait; local."""

@@ -1,0 +1,284 @@
+"""Rounds of an elastic federation: cells that are jobs of their own, which may be lost, come back, or come late."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from xffl.aggregation.config import RoundConfig, aggregator_options
+from xffl.aggregation.contributions import Snapshot
+from xffl.aggregation.elastic import ElasticAggregator
+from xffl.aggregation.engine.consensus import RoundBroken, RoundInput
+from xffl.aggregation.report import RoundReport
+from xffl.aggregation.rounds.backend import Empty, HandedOver, Outcome, Part, outcome_of
+from xffl.aggregation.rounds.delayed import StartedRound
+from xffl.aggregation.rounds.offer import RoundOffer
+from xffl.distributed.distributed_state import DistributedState
+from xffl.errors import CheckpointError, ConfigError, MeetingLeft, StateError, XfflError
+
+__all__ = ["ElasticRounds"]
+
+
+class ElasticRounds:
+    """Rounds of an :class:`~xffl.aggregation.elastic.ElasticAggregator`: met for, and tried until one is taken.
+
+    A round that broke while this cell had voted for it is in doubt until the next meeting. What it took of the local
+    steps is kept aside until then, and counts as the meeting says.
+
+    :param model: The model that trains.
+    :param state: The state of this cell's world, which was joined with ``elastic``.
+    :param config: What the rounds are like.
+    """
+
+    meets_others = True
+    may_average = True
+
+    def __init__(self, model: nn.Module, state: DistributedState, config: RoundConfig) -> None:
+        self._model = model
+        self._state = state
+        self._config = config
+        self._aggregator: ElasticAggregator | None = None
+        self._started: StartedRound | None = None
+        self._weight_taken = 0.0  # over all fragments, in the rounds that this cell has seen
+        self.needs_join = False
+        self.doubted: Snapshot | None = None
+
+    @property
+    def aggregator(self) -> ElasticAggregator:
+        """The aggregator; StateError before :meth:`open`."""
+        if self._aggregator is None:
+            raise StateError("the aggregator is made on entering the with block; enter it first")
+        return self._aggregator
+
+    @property
+    def rounds(self) -> int:
+        """Number of rounds that this cell's model has behind it."""
+        return 0 if self._aggregator is None else self._aggregator.rounds
+
+    @property
+    def lineage(self) -> str:
+        """Digest of these rounds: cells of one lineage hold the same model."""
+        return self.aggregator.lineage
+
+    @property
+    def fragments(self) -> int:
+        """Parts of the model that rounds move in turn."""
+        return 1 if self._aggregator is None else self._aggregator.fragments
+
+    @property
+    def next_fragment(self) -> int:
+        """The part that the next round moves, if this cell is not behind."""
+        return self.aggregator.next_fragment
+
+    @property
+    def total_weight(self) -> float:
+        """Sum of the weights of all cells in the rounds behind this cell's model, also those that it was not in."""
+        return self._weight_taken if self._aggregator is None else float(self._aggregator.total_weight)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a delayed round was started and is not merged."""
+        return self._started is not None
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether another round may follow a rejected one: the model is whole, and there are cells for it."""
+        return self.aggregator.can_go_on
+
+    def open(self) -> None:
+        """Make the aggregator, where there is none or it was closed; the other cells are met later, by :meth:`join`."""
+        if self._aggregator is None or self._aggregator.is_closed:
+            # A second block goes on where the first has ended.
+            saved = None if self._aggregator is None else self._aggregator.state_dict()
+            options = aggregator_options(self._config, self._model, is_first=self._aggregator is None)
+            if "levels" in options:
+                raise ConfigError("an elastic federation has no levels; leave levels out")
+            self._aggregator = ElasticAggregator(self._model, self._state, **options)
+            if saved is not None:
+                self._aggregator.load_state_dict(saved)
+        self.discard()
+        self._state.activity.note_round()  # a cell that comes and goes may be in none, which is no mistake
+        self.needs_join = True
+
+    def join(self, offer: RoundOffer) -> HandedOver:
+        """Take over the model of the cells that are there, or give them this one's; collective over the cell.
+
+        Waits for the other cells' next round.
+        """
+        self.needs_join = False
+        prepare = offer.claim(self.next_fragment).prepare
+        try:
+            self.aggregator.join(prepare, is_stopping=offer.hooks.is_stopping)
+        except MeetingLeft:
+            self.needs_join = True
+            if offer.hooks.before_final_rounds is not None:
+                offer.hooks.before_final_rounds()
+            raise
+        return HandedOver(None, parts=self._parts_taken_over())
+
+    def round(self, offer: RoundOffer) -> Iterator[Outcome]:
+        """Make a round with the cells that are there, again until one is taken; collective over the cell.
+
+        Yields what became of a doubt first. Where this cell is asked to stop while it waits for others there is no
+        round: its steps wait for the next one, also in a checkpoint.
+        """
+        aggregator = self.aggregator
+        least = offer.least_divergence(aggregator.rounds)
+        given = offer.claim(aggregator.next_fragment)
+        while True:
+            try:
+                yield from self._meet(offer, is_finished=given.is_finished)
+            except MeetingLeft:
+                return
+            # The round before may only now be known to be taken: its steps have counted.
+            given = offer.claim(aggregator.next_fragment)
+            try:
+                report = aggregator.participate(given, least_divergence=least)
+            except RoundBroken:
+                self._set_aside(offer)
+                continue
+            if report is None:
+                yield Empty(None)
+            else:
+                # Of the fragment that the epoch says: this cell may have been behind.
+                yield self._end(report, offer.take(report.fragment), is_absent=given.is_absent)
+            return
+
+    def start(self, offer: RoundOffer) -> Iterator[Outcome]:
+        """Meet the other cells and start a delayed round; a cell that is behind takes the model over in its place."""
+        aggregator = self.aggregator
+        try:
+            yield from self._meet(offer, is_finished=False)
+        except MeetingLeft:
+            return
+        if aggregator.is_behind:
+            yield from self._catch_up(offer)
+            return
+        fragment = aggregator.next_fragment
+        given = offer.claim(fragment)
+        pending = aggregator.aggregate_async(
+            given.weight, alpha=self._config.alpha, steps=given.steps, seconds=given.seconds
+        )
+        taken = offer.take(fragment)
+        self._started = StartedRound(pending=pending, offer=offer, taken=taken, is_absent=given.is_absent)
+
+    def settle(self) -> Iterator[Outcome]:
+        """Merge the round under way, if any; the steps of one that broke wait for the next, or until the doubt ends."""
+        started = self._started
+        if started is None:
+            return
+        report: RoundReport | None = None
+        try:
+            report = started.merge()
+        except RoundBroken:
+            self._keep_or_put_back(started.offer, started.taken)
+        except XfflError:
+            started.put_back()
+            raise
+        finally:
+            # Else the wait was interrupted, and another call takes it up again.
+            if self.aggregator.under_way is not started.pending:
+                self._started = None
+        if report is not None:
+            yield self._end(report, started.taken, is_absent=started.is_absent)
+
+    def discard(self) -> None:
+        """Drop the round under way, if any, and put back what it had taken; forget one that is in doubt."""
+        started = self._started
+        if started is not None or self.doubted is not None:
+            self.aggregator.discard()  # waits; interrupted, the round is still under way
+            if started is not None:
+                started.put_back()
+            self._started = None
+        self.doubted = None
+
+    def check(self) -> None:
+        """Raise RoundError while the model is inconsistent; local."""
+        if self._aggregator is not None:
+            self._aggregator.check()
+
+    def close(self, error: BaseException | None) -> None:
+        """Leave the other cells, which are not to wait for this one; local."""
+        if self._aggregator is not None:
+            self._aggregator.close()
+
+    def inherit_vote(self, file: Path) -> None:
+        """Take over what the life of this cell before this one has left; local, before joining."""
+        self.aggregator.inherit_vote(file)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs; local, each rank saves its own."""
+        return {"aggregator": self.aggregator.state_dict(), "start": None, "total_weight": self._weight_taken}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned; the cell joins the others anew."""
+        if state["aggregator"] is None:
+            raise CheckpointError(
+                "the state was saved in a job of other rounds (over files, or over a network); resume with the same"
+            )
+        self.aggregator.load_state_dict(state["aggregator"])  # drops a round under way, and a doubt
+        self._started = None
+        self.doubted = None
+        self.needs_join = True
+        self._weight_taken = float(state.get("total_weight", 0.0))  # older checkpoints do not tell
+
+    def continues(self, state: Mapping[str, Any]) -> bool:
+        """Tell that steps that waited still wait."""
+        return True
+
+    def _meet(self, offer: RoundOffer, *, is_finished: bool) -> Iterator[Outcome]:
+        """Meet the other cells for a round, and end a doubt: the round before was taken, or there was none."""
+        hooks = offer.hooks
+        report = self.aggregator.open(
+            is_finished=is_finished,
+            told=None if hooks.tell is None else hooks.tell(),
+            is_stopping=hooks.is_stopping,
+        )
+        taken, self.doubted = self.doubted, None
+        if report is not None:
+            if taken is None:
+                raise StateError("a round of which nothing is kept was in doubt; load a checkpoint before going on")
+            yield self._end(report, taken, is_absent=False)
+        elif taken is not None:
+            offer.put_back(taken)
+
+    def _catch_up(self, offer: RoundOffer) -> Iterator[Outcome]:
+        """Take the model over in a round in which this cell counts 0."""
+        try:
+            report = self.aggregator.participate(RoundInput(is_absent=True))
+        except RoundBroken:
+            self._set_aside(offer)
+            return
+        if report is not None:
+            yield self._end(report, offer.set_aside(report.fragment), is_absent=True)
+
+    def _set_aside(self, offer: RoundOffer) -> None:
+        """Let the steps wait that a broken round had, or keep them aside while it is in doubt."""
+        self._keep_or_put_back(offer, offer.set_aside(self.next_fragment))
+
+    def _keep_or_put_back(self, offer: RoundOffer, taken: Snapshot) -> None:
+        if self.aggregator.is_in_doubt:
+            self.doubted = taken
+        else:
+            offer.put_back(taken)
+
+    def _end(self, report: RoundReport, taken: Snapshot, *, is_absent: bool) -> Outcome:
+        """Return what became of a round that has ended."""
+        self._weight_taken += report.weight_taken
+        outcome = outcome_of(report, taken, self._state.cell, is_absent=is_absent)
+        parts = self._parts_taken_over()
+        if not parts:
+            return outcome
+        if not any(report.weights):
+            return HandedOver(report, taken, parts)
+        return replace(outcome, parts=parts)
+
+    def _parts_taken_over(self) -> dict[int, Part]:
+        """Return what this cell has taken over in the last round: all of the model, or nothing."""
+        if not self.aggregator.has_taken_over:
+            return {}
+        return dict.fromkeys(range(self.fragments), Part.TOOK_OVER)

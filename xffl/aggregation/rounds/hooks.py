@@ -1,0 +1,42 @@
+"""What a training loop wants to be asked by the rounds in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["LoopHooks"]
+
+
+@dataclass(frozen=True)
+class LoopHooks:
+    """What a training loop wants to be asked by its rounds; each may be left out.
+
+    :param before_final_rounds: Called on all ranks of a cell that has made its last step, before it answers another
+        round of the other cells. It may raise to leave instead.
+    :param tell: Called before each round of an elastic federation, on all ranks of the cell with the same result: plain
+        values that all cells of the round find in its report (``told``).
+    :param is_stopping: Asked on the first rank of a cell of an elastic federation, while it waits for other cells,
+        whether it is to stop. There is no round then, and MeetingLeft is raised where the cell has not joined yet.
+    :param defers_start: Asked when a delayed round is due, with the same answer on all ranks of a cell: whether it
+        starts before the next step instead of at the end of this one.
+    """
+
+    before_final_rounds: Callable[[], None] | None = None
+    tell: Callable[[], Mapping[str, Any]] | None = None
+    is_stopping: Callable[[], bool] | None = None
+    defers_start: Callable[[], bool] | None = None
+
+    def joined_with(self, others: LoopHooks) -> LoopHooks:
+        """Return these hooks, with those of ``others`` in their place where it has some.
+
+        A round starts before the next step where one of the two says so.
+        """
+        defers_start = tuple(one for one in (self.defers_start, others.defers_start) if one is not None)
+        return LoopHooks(
+            before_final_rounds=others.before_final_rounds or self.before_final_rounds,
+            tell=others.tell or self.tell,
+            is_stopping=others.is_stopping or self.is_stopping,
+            defers_start=(lambda: any(asked() for asked in defers_start)) if defers_start else None,
+        )
