@@ -41,7 +41,6 @@ from xffl.training.callbacks import (
     EarlyStoppingCallback,
     EMACallback,
     GradientNormCallback,
-    ModelSummaryCallback,
     ProgressCallback,
     ThroughputCallback,
     UpdateNormCallback,
@@ -201,7 +200,6 @@ class Told:
     losses: list[float]
     plain_losses: list[float]
     scalars: dict[str, list[float]]
-    summary: str
     records: list[dict[str, float]]
 
 
@@ -231,7 +229,6 @@ def watch_one(rank: int, world_size: int, folder: Path, name: str) -> Told:
         ema,
         GradientNormCallback(depth=1),
         UpdateNormCallback(every=1, relative=True),
-        ModelSummaryCallback(shows=False),
         ThroughputCallback(window=2),
         ProgressCallback(every_s=1000.0),
         witness,
@@ -247,7 +244,6 @@ def watch_one(rank: int, world_size: int, folder: Path, name: str) -> Told:
         losses=trainer.losses,
         plain_losses=losses,
         scalars=trainer.scalars,
-        summary=(folder / "model.txt").read_text(),
         records=trainer.records,
     )
 

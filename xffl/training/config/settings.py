@@ -34,7 +34,7 @@ from xffl.checks import closest, decimal, is_decimal, shown
 from xffl.distributed.sharding import dtype_of
 from xffl.errors import ConfigError
 from xffl.files import read_given
-from xffl.training.callbacks.base import Callback
+from xffl.training.callbacks.base import REMOVED, Callback
 from xffl.yaml_text import compose_yaml, parse_yaml
 
 __all__ = [
@@ -202,6 +202,9 @@ def _reason(error: Exception, value: Any, kind: Any) -> str:
         given = (value.get("init_args") or value).get(wrong[3])
         return f"{wrong[3]} of {wrong[2]} is {given!r}, but {name_of_type(made.annotation)} is expected"
     written = value.get("class_path") if isinstance(value, Mapping) else value
+    if kind is Callback and isinstance(written, str) and (written.startswith("xffl.") or "." not in written):
+        if (instead := REMOVED.get(written.rpartition(".")[2])) is not None:
+            return f"there is no {written} any more; leave it out, and {instead}"
     if isinstance(kind, type) and isinstance(written, str) and "Expected a dot import path" in text:
         near = closest(written, _subclasses(kind))
         hint = f"did you mean {near!r}?" if near else "give the dotted path of a class"
