@@ -244,7 +244,7 @@ class Aggregator:
         """Run one round: afterwards every rank holds the weighted mean over the cells.
 
         Collective over the world. Moves each shard to the other cells (see ``form``) and once to each replica of the
-        cell, after a vote of 128 bytes a rank and before another.
+        cell, after a vote of 192 bytes a rank and before another.
 
         :param weight: This rank's own count since the last round (samples, tokens); a cell's weight is the sum over its
             ranks. ``None`` on all ranks: every cell counts 1.

@@ -19,7 +19,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from xffl.errors import ConfigError
 
-__all__ = ["CHUNK", "ElementaryOnly", "divide", "flushes_subnormals", "piece_length", "power", "square_root"]
+__all__ = [
+    "CHUNK",
+    "ElementaryOnly",
+    "divide",
+    "flushes_subnormals",
+    "is_built_in",
+    "piece_length",
+    "power",
+    "square_root",
+]
 
 CHUNK = 2**16
 """Elements taken at a time: their 64-bit copies stay in a core's cache, where fresh memory costs ten times more."""
@@ -86,6 +95,11 @@ def power(base: float, exponent: int) -> float:
         square *= square
         exponent >>= 1
     return result
+
+
+def is_built_in(part: object) -> bool:
+    """Tell whether a combiner, codec or rule is xffl's, which is made of elementary operations; pure."""
+    return type(part).__module__.partition(".")[0] == "xffl"
 
 
 _ROUNDED_ONCE = ("add", "sub", "rsub", "mul", "div", "_foreach_add", "_foreach_sub", "_foreach_mul", "_foreach_div")

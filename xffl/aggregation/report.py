@@ -36,6 +36,8 @@ class RoundReport:
         link, but worked.
     :param shares: What each cell's values counted for, as the combiner has weighed them; they sum to 1.
     :param scale: What the way from the last agreed model to the combined one was multiplied by.
+    :param step_norm: L2 norm of the pseudo-gradient (what the global model differs by from the combined one) before it
+        was clipped; ``None`` without a server that clips it.
     :param steps: Effective local steps of each cell since its last round.
     :param step_seconds: Seconds that a local step took in each cell; 0 where nobody has measured.
     :param update_norms: L2 norm of each cell's update, of the part that was exchanged; ``None`` where nobody measures.
@@ -63,6 +65,7 @@ class RoundReport:
     phases: Mapping[str, float] = field(default_factory=dict)
     hidden: float = 0.0
     codec_error: float | None = None
+    step_norm: float | None = None
 
     @property
     def weight_taken(self) -> float:

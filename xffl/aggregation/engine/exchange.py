@@ -205,6 +205,10 @@ class RoundStage:
     def check(self, context: RoundContext) -> None:
         """Raise where these cells cannot be combined so; pure, the same on all ranks."""
 
+    def weighed(self, run: RoundRun, context: RoundContext) -> RoundContext:
+        """Change what the combiner has weighed the cells with; may communicate over all ranks."""
+        return context
+
     def before_exchange(self, run: RoundRun, context: RoundContext) -> None:
         """Change what is sent, once it is known who contributes; may communicate within the cell."""
 
@@ -221,6 +225,17 @@ class RoundStage:
 
     def written(self, transfer: GroupTransfer, bucket: Bucket, new: torch.Tensor) -> None:
         """Note what a bucket has become, where it is written during the exchange (``atomic=False``)."""
+
+    measures_step = False
+    """Whether :meth:`measure_step` is called, and what all ranks have returned comes to :meth:`resize_step`."""
+
+    def measure_step(self, run: RoundRun) -> float:
+        """Return the squared L2 norm of this rank's part of the round's step, which the second vote tells to all."""
+        return 0.0
+
+    def resize_step(self, context: RoundContext, squares: Sequence[float]) -> RoundContext:
+        """Scale the step by what all ranks have measured; pure, the same on all ranks."""
+        return context
 
     def write(self, run: RoundRun, context: RoundContext) -> Iterator[tuple[GroupTransfer, Bucket, torch.Tensor]]:
         """Yield what is written in place of the collected values, behind the second vote."""
@@ -360,6 +375,7 @@ class RoundRun:
         self._transfers = [transfer for transfer in exchange.transfers if transfer.group.fragment == fragment]
         self.way = exchange.way
         self._transports: list[CrossCellTransport] = []
+        self._lost: RuntimeError | None = None  # what has ended a message before there was a transport
         self._link.home_progress.forget()
         for stage in exchange.stages:
             copy = stage.begin(fragment, copy)
@@ -479,14 +495,43 @@ class RoundRun:
             self._link.copies.write(self._layout, bucket, new)
 
     @property
+    def measures_step(self) -> bool:
+        """Whether all ranks learn how long the step is that this round makes, before it is written."""
+        return any(stage.measures_step for stage in self._exchange.stages)
+
+    def measure_step(self) -> float:
+        """Return the squared L2 norm of this rank's part of the way to the combined values, in fp64; local."""
+        square = 0.0
+        with self.profile.capture_failure("weigh"):
+            for stage in self._exchange.stages:
+                square += stage.measure_step(self)
+        return square
+
+    def resize_step(self, context: RoundContext, squares: Sequence[float]) -> RoundContext:
+        """Return what the step is scaled by, now that all ranks' :meth:`measure_step` is known; pure."""
+        for stage in self._exchange.stages:
+            context = stage.resize_step(context, squares)
+        return context
+
+    @property
     def is_cut_off(self) -> bool:
         """Whether another cell was lost while values were exchanged."""
         return any(transport.is_cut_off for transport in self._transports)
 
     def transport(self, context: RoundContext) -> CrossCellTransport:
         """Make what takes buckets to the other cells from now on."""
-        self._transports.append(CrossCellTransport(self._link, context, self.profile))
-        return self._transports[-1]
+        transport = CrossCellTransport(self._link, context, self.profile)
+        lost, self._lost = self._lost, None
+        if lost is not None:
+            transport.lose(lost)
+        self._transports.append(transport)
+        return transport
+
+    def weighed(self, context: RoundContext) -> RoundContext:
+        """Return what cells count for once all ranks have it from one of them, where they have to; collective then."""
+        for stage in self._exchange.stages:
+            context = stage.weighed(self, context)
+        return context
 
     def payload(
         self,
@@ -544,7 +589,10 @@ class RoundRun:
         try:
             broadcast(numbers, groups.first, groups.world)
         except RuntimeError as lost:  # ranks of the cell that have heard it still wait for this one
-            self._transports[-1].lose(lost)
+            if self._transports:
+                self._transports[-1].lose(lost)
+            else:
+                self._lost = lost
 
 
 class Walk(ABC):
@@ -627,7 +675,7 @@ class Way:
 
     def exchange(self, run: RoundRun, context: RoundContext) -> RoundContext:
         """Walk over the buckets; return what the cells counted for. Collective over the world."""
-        context = weigh_cells(context, self.combiner)
+        context = run.weighed(weigh_cells(context, self.combiner))
         run.before_exchange(context)
         run.walk(ExchangeWalk(run, run.transport(context)))
         return context

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from xffl.aggregation.engine.buffers import BucketMemory
 from xffl.aggregation.engine.exchange import BucketPipeline, Exchange, Walk
@@ -15,8 +16,8 @@ from xffl.aggregation.engine.stages.hand_over import SharedValues
 from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.engine.transport import CrossCellTransport
 from xffl.aggregation.report import RoundProfile
-from xffl.distributed.collectives import CrossWorldGroup
-from xffl.distributed.consistency import run_on_all_ranks
+from xffl.distributed.collectives import CrossWorldGroup, all_reduce
+from xffl.distributed.consistency import control_device, run_on_all_ranks
 from xffl.distributed.faults import inject
 from xffl.errors import CheckpointError
 
@@ -106,7 +107,8 @@ def load_memory(
             part.load_state_dict(given[key])
 
     world = exchange.round_groups.world
-    if exchange.find(AgreedModel) is None:
+    agreed = exchange.find(AgreedModel)
+    if agreed is None:
         check(state)
         load(state)
         return
@@ -115,6 +117,11 @@ def load_memory(
         share(f"after round {state['rounds']}")
     with run_on_all_ranks("what the ranks have saved", group=world):
         load(state)
+    steps = agreed.global_model.steps
+    if steps:  # older states tell them on ranks alone that hold some of a fragment
+        counts = torch.tensor(list(steps.values()), dtype=torch.int64, device=control_device(world))
+        all_reduce(counts, dist.ReduceOp.MAX, world)
+        agreed.global_model.count_steps(dict(zip(steps, counts.tolist(), strict=True)))
 
 
 def _describe_difference(told: Mapping[int, str]) -> CheckpointError:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -308,10 +308,13 @@ VOTE_TAG = 7_001
 
 
 class VotePhase(IntEnum):
-    """The two votes of a round (two-phase commit)."""
+    """The votes of a round (two-phase commit)."""
 
     PREPARE = 0  # whether the round takes place, and what each cell counts for
     COMMIT = 1  # whether all ranks have the result
+    # Before COMMIT, how long the server's step is: where it is clipped, and ranks may have to write it without having
+    # heard how COMMIT went.
+    MEASURE = 2
 
 
 class MergeMode(IntEnum):
@@ -346,6 +349,8 @@ class RoundStatus(NamedTuple):
     held: int = 0  # see first_round.ValueDigest, in a first round
     shared: int = 0
     is_trained: bool = False
+    square: float = 0.0  # squared L2 norm of its part of the mean pseudo-gradient, where steps are clipped
+    numbers: tuple[float, ...] = ()  # what it would step its part of the global model with, at most MOST_NUMBERS
 
     @property
     def merge_text(self) -> str:
@@ -359,9 +364,12 @@ def by_cell(values: Sequence[float], topology: Topology, of: Callable[[Sequence[
 
 
 # The bytes do not depend on the machine; the padding leaves room for more fields at the same price.
-_FIELDS = "<3q5d8?2B2q?"
+MOST_NUMBERS = 8
+"""Numbers of a server's step that a vote has room for."""
+
+_FIELDS = f"<3q5d8?2B2q?d{MOST_NUMBERS}d"
 PACKED = struct.Struct(f"{_FIELDS}{STATUS_BYTES - struct.calcsize(_FIELDS)}x")
-"""A status as bytes: three integers, five numbers, eight flags, two enums, two integers, a flag."""
+"""A status as bytes: three integers, five numbers, eight flags, two enums, two integers, a flag, nine numbers."""
 
 
 def all_gather_status(
@@ -374,7 +382,7 @@ def all_gather_status(
 ) -> list[RoundStatus]:
     """Give this rank's status and return everybody's, by rank.
 
-    Collective over ``group``, all ranks of the topology, whose first rank is ``first`` of the world: 128 bytes a rank
+    Collective over ``group``, all ranks of the topology, whose first rank is ``first`` of the world: 192 bytes a rank
     go up a binary tree inside each cell, from each cell's first rank to those of the others, and down again. The slow
     link is crossed once, by all cells at the same time, where an all-gather over the world would cross it ring step by
     ring step. Over NCCL it raises RuntimeError after ``within_s`` seconds; gloo has its own timeout. ``device`` is the
@@ -386,7 +394,7 @@ def all_gather_status(
     children = [first + start + child for child in (2 * place + 1, 2 * place + 2) if start + child < stop]
     parent = first + start + (place - 1) // 2
     table = torch.zeros(topology.world_size, STATUS_BYTES, dtype=torch.uint8, device=device)
-    table[rank] = torch.tensor(list(PACKED.pack(*status)), dtype=torch.uint8, device=device)
+    table[rank] = torch.tensor(list(_pack(status)), dtype=torch.uint8, device=device)
     own_cell = table[start:stop]
     below = torch.zeros(len(children), *own_cell.shape, dtype=torch.uint8, device=device)
     _swap({}, dict(zip(children, below, strict=True)), group)
@@ -407,8 +415,19 @@ def all_gather_status(
     _swap(dict.fromkeys(children, table), {}, group)
     if device.type == "cuda":
         Progress(device, within_s).drain()
-    packed = map(RoundStatus._make, PACKED.iter_unpack(table.cpu().numpy().tobytes()))
-    return [one._replace(phase=VotePhase(one.phase), merge=MergeMode(one.merge)) for one in packed]
+    return [_unpack(values) for values in PACKED.iter_unpack(table.cpu().numpy().tobytes())]
+
+
+def _pack(status: RoundStatus) -> bytes:
+    """Return a status as bytes; numbers that it has not are zeros."""
+    *plain, numbers = status
+    return PACKED.pack(*plain, *numbers, *(0.0,) * (MOST_NUMBERS - len(numbers)))
+
+
+def _unpack(values: tuple[Any, ...]) -> RoundStatus:
+    """Return the status of what stands in a row."""
+    status = RoundStatus(*values[:-MOST_NUMBERS], values[-MOST_NUMBERS:])
+    return status._replace(phase=VotePhase(status.phase), merge=MergeMode(status.merge))
 
 
 def _swap(send: Mapping[int, torch.Tensor], receive: Mapping[int, torch.Tensor], group: Group | None) -> None:

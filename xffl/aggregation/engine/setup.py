@@ -8,20 +8,25 @@ from functools import partial
 import torch.distributed as dist
 from torch import nn
 
+from xffl.aggregation.algorithms.combiners import WeightedCombiner
+from xffl.aggregation.arithmetic import is_built_in
 from xffl.aggregation.engine.buffers import Layout
 from xffl.aggregation.engine.coverage import check_gradients
 from xffl.aggregation.engine.exchange import Exchange, RoundStage, Way
-from xffl.aggregation.engine.global_model import GlobalModel, check_start
+from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.gpu_memory import make_copies, make_memory
 from xffl.aggregation.engine.groups import RoundScope, select_groups
 from xffl.aggregation.engine.plan import digest, plan_groups, plan_transfers
 from xffl.aggregation.engine.stages.agreed import AgreedModel
+from xffl.aggregation.engine.stages.clip import Clip
 from xffl.aggregation.engine.stages.codecs import Codecs
+from xffl.aggregation.engine.stages.first_round import check_start
 from xffl.aggregation.engine.stages.hand_over import HandOver
 from xffl.aggregation.engine.stages.masks import Masks
 from xffl.aggregation.engine.stages.norms import Norms
 from xffl.aggregation.engine.stages.order import in_order
 from xffl.aggregation.engine.stages.privacy import Protection
+from xffl.aggregation.engine.stages.told_weights import ToldWeights
 from xffl.aggregation.engine.stages.whole_models import WholeModels
 from xffl.aggregation.engine.tensors import (
     FORMAT_LINE,
@@ -170,7 +175,11 @@ def make_exchange(
         way=WholeModels(combiner, link, codecs) if combiner.needs_distances else Way(combiner),
         hand_over=HandOver(combiner, model),
     )
-    stages: list[RoundStage] = [] if codecs is None else [codecs]
+    stages: list[RoundStage] = []
+    if isinstance(combiner, WeightedCombiner) and not is_built_in(combiner):
+        stages.append(ToldWeights())
+    if codecs is not None:
+        stages.append(codecs)
     if masker is not None:
         stages.append(Masks(masker, transfers, link))
     if model is not None and options.privacy is not None:
@@ -179,8 +188,11 @@ def make_exchange(
         stages.append(Protection(options.privacy, number, model, masker))
     if model is not None and options.has_norms:
         stages.append(Norms(model, topology))
+    clip = getattr(options.server, "clip", None)
+    if model is not None and clip is not None:
+        stages.append(Clip(clip, model))
     if model is not None:
-        stages.append(AgreedModel(model, exchange.memory.staging, is_encoded=has_codecs))
+        stages.append(AgreedModel(model, exchange.memory.staging, topology, is_encoded=has_codecs))
     exchange.stages = in_order(stages)
     if model is not None:
         if not scope.goes_on:

@@ -120,6 +120,8 @@ class RoundContext:
     norms: tuple[float, ...] | None = None
     counts: tuple[float, ...] = ()  # what each cell's values count for, once a combiner has looked at all of this
     scale: float = 1.0  # what the way from the last agreed model to the combined one is multiplied by
+    numbers: tuple[float, ...] = ()  # what all ranks step the global model with, those of one of them
+    step_norm: float | None = None  # the L2 norm of the pseudo-gradient before it was clipped; None where it is not
     attempt: int = 0  # number of the masks of a secure sum
     source: int | None = None  # the cell whose model all take over, where no cell contributes
 

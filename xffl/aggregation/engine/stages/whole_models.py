@@ -56,7 +56,7 @@ class WholeModels(Way):
         run.walk(_GatherWalk(run, run.transport(context), self))
         with run.profile.phase("weigh"):
             distances = self._compare(run, context)
-        context = weigh_cells(context, self.combiner, distances)
+        context = run.weighed(weigh_cells(context, self.combiner, distances))
         run.walk(_SpreadWalk(run, run.transport(context), self))
         return context
 
