@@ -1,4 +1,4 @@
-"""Buffers of a round, and views of a rank's elements in the model, read and written bucket by bucket."""
+"""Views of a rank's elements in the model, bucket by bucket, and the buffers that a round copies them to."""
 
 from __future__ import annotations
 

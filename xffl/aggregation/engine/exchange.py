@@ -1,4 +1,4 @@
-"""The exchange of a round: swap buckets between cells, combine them, and hand the result round inside each cell.
+"""The exchange of a round: send buckets between cells, combine them, and broadcast the result inside each cell.
 
 A bucket's way is a generator, :meth:`Walk.steps`; :class:`BucketPipeline` keeps several under way::
 
@@ -6,16 +6,16 @@ A bucket's way is a generator, :meth:`Walk.steps`; :class:`BucketPipeline` keeps
     bucket 1         pack  recv.. send ....wire....  mean  bcast ...
     bucket 2               pack  recv.. send ....wire....  mean ...
 
-Each ``yield n`` means "wake me after n more buckets were started": ``transfer.ahead`` between asking for what comes
-and sending (over gloo), ``transfer.depth`` while a hop is on the wire, ``HOME_LAG`` while the cell gets the result.
+Each ``yield n`` means "resume me after n more buckets were started": ``transfer.ahead`` between posting receives and
+sending (over gloo), ``transfer.depth`` while a hop is on the wire, ``HOME_LAG`` while the cell gets the result.
 Pauses count starts, not seconds, so all ranks that take part in a group do the same steps in the same order.
 
 Two ways to the mean: all-gather (every cell combines all of a bucket), and reduce-scatter (each cell combines a part, a
 second hop sends the results round); both in :class:`~xffl.aggregation.engine.transport.CrossCellTransport`. Combiners
 that compare whole models, and a cell that hands its model over, have walks of their own (``stages``).
 
-A local failure (memory, a tensor that went away) stops nothing: the rank keeps sending and receiving, so that nobody
-waits for it, and reports the failure to the vote. Only a failed communication ends an exchange.
+A local failure (out of memory, a tensor that is gone) stops nothing: the rank keeps sending and receiving, so that no
+other rank waits for it, and votes no afterwards. Only a failed communication ends an exchange.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ __all__ = [
 
 
 HOME_LAG = 2
-"""Buckets after which a broadcast inside the cell is waited for: the next one is combined meanwhile."""
+"""Number of buckets to start before a broadcast inside the cell is waited for; they are combined meanwhile."""
 
 
 def share_in_cell(
     link: Link, profile: RoundProfile, transfer: GroupTransfer, bucket: Bucket, out: torch.Tensor, result: torch.Tensor
 ) -> Iterator[int]:
-    """Hand what a bucket's sender has in ``out`` round inside the cell; all get it in ``result``, which may be that."""
+    """Broadcast a sender's ``out`` inside the cell, into ``result`` of all ranks, which may be the same memory."""
     home, is_sender = transfer.cell_group, transfer.is_sent_here(bucket)
     assert home is not None
     if is_sender and result is not out:
@@ -116,12 +116,7 @@ class Exchange:
         self.round_groups = link.round_groups
         self.memory = memory
         self.stages: tuple[RoundStage, ...] = ()
-        """What features do to each round, in order; see :func:`xffl.aggregation.engine.stages.in_order`."""
-
-    @property
-    def results(self) -> dict[int, torch.Tensor]:
-        """Where what the cells have agreed on lies, all of it, by the number of the transfer."""
-        return self.memory.results
+        """What features do to each round, in order; see :func:`xffl.aggregation.engine.stages.order.in_order`."""
 
     def find(self, kind: type[Stage]) -> Stage | None:
         """Return the stage of a kind, if rounds have it."""
@@ -399,7 +394,7 @@ class RoundRun:
     @property
     def results(self) -> dict[int, torch.Tensor]:
         """Where new values wait, also those that only come back to GPUs."""
-        return self._exchange.results
+        return self._exchange.memory.results
 
     @property
     def staging(self) -> StagingBuffers:
@@ -467,7 +462,7 @@ class RoundRun:
     def commit(self, context: RoundContext, *, is_merged: bool = False, alpha: float | None = None) -> None:
         """Write the collected values into the model; local. Without ``atomic`` they are there."""
         exchange = self._exchange
-        results = exchange.results
+        results = exchange.memory.results
         stepped: set[int] = set()
         with self.profile.phase("commit"):
             if is_merged or self.memory.buffers.copy is not ModelCopy.NONE:
@@ -630,7 +625,7 @@ class Walk(ABC):
         """Return what this rank exchanges of a bucket with other cells, if it does."""
 
     def pause(self, transfer: GroupTransfer) -> int:
-        """Return for how many buckets a rank pauses that sends none of it: it stays in step with the sender."""
+        """Return how many buckets are started meanwhile by a rank that does not send this one, to stay in step."""
         return 0 if transfer.cell_group is None else self.link.pause(transfer)
 
     @abstractmethod
@@ -682,25 +677,25 @@ class Way:
 
 
 class BucketPipeline:
-    """Keeps the ways of several buckets under way, so that link, processor and cell work at the same time.
+    """Interleaves the steps of several buckets, so that link, processor and cell work at the same time.
 
-    A way is an iterator that yields for how many starts of others it can pause. Local and deterministic: which step
-    follows which depends on the numbers of starts alone.
+    A bucket is an iterator that yields how many buckets to start before it resumes. Local and deterministic: the order
+    of steps depends on these numbers alone.
     """
 
     def __init__(self) -> None:
         self._tick = 0
-        # With their numbers, by the tick at which they go on.
+        # By the tick at which they resume: the tick at which they were started, and the bucket.
         self._due: dict[int, list[tuple[int, Iterator[int]]]] = {}
 
     def start(self, bucket: Iterator[int]) -> None:
-        """Let one begin, and all whose time has come take their next step, in the order in which they began."""
+        """Start a bucket, and resume all that are due, in the order in which they were started."""
         self._due.setdefault(self._tick, []).append((self._tick, bucket))
         self._advance(self._tick)
         self._tick += 1
 
     def drain(self) -> None:
-        """Let all come to their end."""
+        """Run all buckets to their end."""
         while self._due:
             self._advance(min(self._due))
 
@@ -713,7 +708,7 @@ class BucketPipeline:
 def weigh_cells(
     context: RoundContext, combiner: Combiner, distances: Sequence[Sequence[float]] | None = None
 ) -> RoundContext:
-    """Let a combiner weigh the cells that contribute; pure, the same on all ranks."""
+    """Return the context with what the combiner lets each contributing cell count for; pure, the same on all ranks."""
     cells = context.cells
     if not isinstance(combiner, WeightedCombiner):
         return replace(context, counts=tuple(float(cell in cells) for cell in range(len(context.weights))))

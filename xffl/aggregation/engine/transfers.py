@@ -2,7 +2,8 @@
 
 Deadlock freedom: all ranks walk their groups in the order of :attr:`BucketGroup.key`, bucket by bucket, and every
 participant of a group sees the same buckets. Groups that follow each other with the same
-:attr:`BucketGroup.participants` may overlap where they are asked for as far ahead; others wait for the ones before.
+:attr:`BucketGroup.participants` may overlap if their receives are posted equally far ahead; others wait for the ones
+before.
 """
 
 from __future__ import annotations

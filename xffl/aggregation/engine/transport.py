@@ -20,7 +20,7 @@ __all__ = ["CrossCellTransport", "ExactValues", "Link"]
 
 
 TAG = 7_100
-"""Tells a round's messages from those that a caller sends over the same group."""
+"""Tag of a round's messages: the caller may send its own over the same group."""
 
 
 class Link:
@@ -65,7 +65,7 @@ class Link:
         self.slots.reserve(self._needed[key])
 
     def _at_a_time(self, transfers: Sequence[GroupTransfer]) -> int:
-        """Return how many buffers groups that follow each other take at a time."""
+        """Return how many slots are lent at a time while groups follow each other."""
         under_way = max(self.ahead(t) + t.depth * self._held.get(t.number, 1) for t in transfers)
         takes = (self._takes_slot(transfer, bucket) for transfer in transfers for bucket in transfer.buckets)
         sums = [0, *itertools.accumulate(takes)]
@@ -78,12 +78,12 @@ class Link:
         return here.stop > here.start or transfer.number in self._held
 
     def pause(self, transfer: GroupTransfer) -> int:
-        """Return for how many buckets a group's way to this cell and back pauses in all."""
+        """Return how many buckets are started while one of a group is on its way across and back."""
         hops = 2 if transfer.reduce_scatter else 1
         return self.ahead(transfer) + transfer.depth * hops
 
     def ahead(self, transfer: GroupTransfer) -> int:
-        """Return how many buckets before it sends its own a rank is ready to receive; NCCL posts both together."""
+        """Return how many buckets ahead of its sends a rank posts its receives; over NCCL both are posted together."""
         return transfer.ahead if self.device.type == "cpu" else 0
 
     def _slot_bytes(self, transfer: GroupTransfer, bucket: Bucket) -> int:
@@ -104,10 +104,10 @@ class CrossCellTransport:
     def __init__(self, link: Link, context: RoundContext, profile: RoundProfile) -> None:
         self.link, self.context, self.profile = link, context, profile
         self.is_cut_off = False
-        """Whether another cell was lost. This rank goes on inside its cell, so that no replica waits, and says no."""
+        """Whether another cell was lost. This rank goes on inside its cell, so that no replica waits, and votes no."""
 
     def move(self, payload: ExactValues) -> Iterator[int]:
-        """Exchange a bucket with its senders in the other cells; yields for how many buckets it can pause."""
+        """Exchange a bucket with its senders in the other cells; yields how many buckets to start before it resumes."""
         transfer, bucket = payload.transfer, payload.bucket
         works: list[Work] = []
         receive = payload.receive
@@ -158,7 +158,7 @@ class CrossCellTransport:
         groups, first = self.link.round_groups.across, self.link.round_groups.first
         group = groups[bucket.number % len(groups)] if groups else None
         senders = transfer.senders_of(bucket)
-        # What belongs together is matched by hop and order.
+        # Messages are matched by tag (the hop) and by order.
         arriving = [(values, first + senders[cell]) for cell, values in receive.items() if values.numel()]
         leaving = [(values, first + senders[cell]) for cell, values in send.items() if values.numel()]
         if self.is_cut_off:
