@@ -212,13 +212,11 @@ def plan_transfers(
     codecs: Mapping[str, Codec | None],
     *,
     is_on_cpu: bool,
-    is_on_gpu: bool = False,
     home_device: torch.device | None = None,
 ) -> tuple[GroupTransfer, ...]:
     """Prepare the groups of a rank; all participants of a group find the same buckets and form.
 
-    ``is_on_cpu`` says that values move in the host's memory, ``is_on_gpu`` that the model lies on GPUs all the same:
-    to combine them where they lie would copy them a second time. ``home_device``: see :class:`GroupTransfer`.
+    ``is_on_cpu`` tells whether values cross in the host's memory. ``home_device``: see :class:`GroupTransfer`.
     """
     transfers = []
     cell, form = topology.cell_of(rank), options.form_of_groups
@@ -246,19 +244,19 @@ def plan_transfers(
             senders[owners, turn] = tuple(topology.sender(at, owner, turn) for at, owner in enumerate(owners))
         transfers.append(
             GroupTransfer(
-                number,
-                group,
-                buckets,
-                dtype,
-                reduce_scatter,
-                codec,
-                round_groups,
-                rank,
-                cell,
-                tuple(senders[key] for key in keys),
-                depth * turns,
-                combiners,
-                home_device,
+                number=number,
+                group=group,
+                buckets=buckets,
+                dtype=dtype,
+                reduce_scatter=reduce_scatter,
+                codec=codec,
+                round_groups=round_groups,
+                rank=rank,
+                cell=cell,
+                senders=tuple(senders[key] for key in keys),
+                depth=depth * turns,
+                combiners=combiners,
+                home_device=home_device,
             )
         )
     return tuple(transfers)

@@ -44,7 +44,7 @@ from xffl.aggregation.engine.transport import Link
 from xffl.aggregation.options import Options
 from xffl.aggregation.privacy import make_masker
 from xffl.costs import EXCHANGE_FORMAT
-from xffl.distributed.consistency import check_consistent, compute_device, run_on_all_ranks
+from xffl.distributed.consistency import check_consistent, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError
 from xffl.topology import Topology
@@ -152,7 +152,6 @@ def make_exchange(
         manifest.codecs,
         is_on_cpu=scope.device.type == "cpu",
         home_device=scope.home_device,
-        is_on_gpu=not is_lone and compute_device(scope.state).type == "cuda",
     )
     link = Link(transfers, scope, round_groups, options.combiner, make_copies(scope.home_device))
     # The moving tensors of all shards in the plan's order, and None for one that this rank has not.
