@@ -20,7 +20,7 @@ from itertools import accumulate
 
 from xffl.checks import shorten
 from xffl.cluster.batch import find_job
-from xffl.cluster.cells import arrange
+from xffl.cluster.cells import Federation, arrange
 from xffl.cluster.doctor import probe
 from xffl.cluster.doctor.compare import Examination, Peer, Report, check_cells, merge
 from xffl.cluster.doctor.gathering import HELLO_S, Arrival, gather
@@ -65,12 +65,11 @@ def examine(request: Request, tell: _Tell, environ: Mapping[str, str] = os.envir
     facts["is_head"] = place.node_local_rank == 0
     try:
         if place.world_size == 1 and request.federated is not None:
-            known.append(_check_cells_of_job(request, environ))
+            known.append(_check_cells_of_job(request.federated, request.federated_by, environ))
             request = replace(request, federated=None)
         port = _meeting_port(place, environ)
-        if place.rank > 0:
+        if checks is None or place.rank > 0:
             return _follow(request, place, port, facts, checks, tell)
-        assert checks is not None
         report = _lead(request, place, port, facts, checks, known)
     finally:
         if checks is not None:
@@ -245,9 +244,8 @@ def _meeting_port(place: ProcessEnvironment, environ: Mapping[str, str]) -> int:
     return first + place.master_port * 7919 % (last - first + 1)
 
 
-def _check_cells_of_job(request: Request, environ: Mapping[str, str]) -> Finding:
+def _check_cells_of_job(federated: Federation, by: str, environ: Mapping[str, str]) -> Finding:
     """Check the cells with the hosts of the job in whose batch script this process runs."""
-    federated = request.federated
     try:
         allocation = find_job(environ, needs_switches=str(federated).startswith("auto"))
         if allocation is None:
@@ -255,5 +253,5 @@ def _check_cells_of_job(request: Request, environ: Mapping[str, str]) -> Finding
             return Finding("cells", WARNING, "not checked: the hosts of the job are not known here", advice)
         hosts = arrange(allocation.hosts, federated).hosts if isinstance(federated, str) else allocation.hosts
     except XfflError as error:
-        return Finding("cells", ERROR, str(error), f"correct {request.federated_by}")
-    return check_cells(request, [host for host in hosts for _ in range(host.slots)])[1]
+        return Finding("cells", ERROR, str(error), f"correct {by}")
+    return check_cells(federated, by, [host for host in hosts for _ in range(host.slots)])[1]

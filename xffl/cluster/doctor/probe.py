@@ -21,6 +21,7 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -418,7 +419,7 @@ class HostChecks:
             loopback = next((i.name for i in interfaces if i.address == LOOPBACK), None)
             with suppress(OSError):  # it has ended, and tells why
                 self._torch.send({"address": address or "", "loopback": loopback if address == LOOPBACK else None})
-            told = self._hear(import_limit_s(self._request.timeout_s))
+            told = _hear(self._torch, import_limit_s(self._request.timeout_s))
             findings.append(check_torch(told, count, self._environ))
         if ranks > 1:
             # Linux completes connections to a port with a listener, up to the backlog: nobody needs to accept them.
@@ -434,29 +435,27 @@ class HostChecks:
             "ports": [int(listener.getsockname()[1]) for listener in self._listeners],
             "store": told.get("port"),
             "nccl": nccl_of(told),
-            "run": None if self._request.elastic is None else self._visit_run(self._request.elastic, "port" in told),
+            "run": self._visit_run(self._torch if "port" in told else None),
         }
 
-    def _visit_run(self, url: str, has_torch: bool) -> Message:
-        def read_proofs(stores: Message) -> Message:
-            assert self._torch is not None
-            self._torch.send({"stores": list(stores.values()), "key": PROOF_KEY})
-            told = self._hear(self._request.timeout_s * (1 + len(stores) // THREADS) + _SLACK_S)
-            results = told.get("results") or [{"error": told["error"]}] * len(stores)
-            return dict(zip(stores, results, strict=True))
-
-        return visit_run(url, self._request.timeout_s, self._environ, read_proofs if has_torch else None)
+    def _visit_run(self, program: Program | None) -> Message | None:
+        """Look at the elastic run that is asked for, and with torch into the stores of its cells."""
+        if self._request.elastic is None:
+            return None
+        timeout_s = self._request.timeout_s
+        read_proofs = None if program is None else partial(_read_proofs, program, timeout_s)
+        return visit_run(self._request.elastic, timeout_s, self._environ, read_proofs)
 
     def meet(self, table: Message) -> Message:
         """Check what this host finds of the other ``hosts``, in the ``folder``, and by all-reduces in its ``pairs``."""
         pairs: list[list[Any]] = table["pairs"]
         results: list[Message] = []
-        if pairs:
-            assert self._torch is not None
-            self._torch.send({"pairs": pairs})  # beside the other checks
+        program = self._torch if pairs else None  # pairs are only given to hosts whose torch has answered
+        if program is not None:
+            program.send({"pairs": pairs})  # beside the other checks
         found = {"folder": visit_folder(**table["folder"]), **try_hosts(table["hosts"], self._request.timeout_s)}
-        if pairs:
-            told = self._hear(self._request.timeout_s * (1 + len(pairs) // THREADS) + _SLACK_S)
+        if program is not None:
+            told = _hear(program, self._request.timeout_s * (1 + len(pairs) // THREADS) + _SLACK_S)
             results = told.get("results") or [{"error": told["error"], "is_silent": True}] * len(pairs)
         return {**found, "pairs": results}
 
@@ -466,13 +465,21 @@ class HostChecks:
             if owned is not None:
                 owned.close()
 
-    def _hear(self, timeout_s: float) -> Message:
-        """Return the next message of the process with torch, or its ``error``."""
-        assert self._torch is not None
-        try:
-            return self._torch.receive(timeout_s)
-        except OSError as error:
-            return {"error": str(error)}
+
+def _hear(program: Program, timeout_s: float) -> Message:
+    """Return the next message of the process with torch, or its ``error``."""
+    try:
+        return program.receive(timeout_s)
+    except OSError as error:
+        return {"error": str(error)}
+
+
+def _read_proofs(program: Program, timeout_s: float, stores: Message) -> Message:
+    """Return by cell what the process with torch reads from the stores of an elastic run's cells, or its error."""
+    program.send({"stores": list(stores.values()), "key": PROOF_KEY})
+    told = _hear(program, timeout_s * (1 + len(stores) // THREADS) + _SLACK_S)
+    results = told.get("results") or [{"error": told["error"]}] * len(stores)
+    return dict(zip(stores, results, strict=True))
 
 
 def import_limit_s(timeout_s: float) -> float:
