@@ -143,7 +143,13 @@ class ElasticFederation:
             self._token = token_of()
             if state.rank == 0:
                 host = bind_address(parameters.lighthouse)
-                self._store = serve_store(host, 0, None, timedelta(seconds=CONNECT_S), is_local=False)
+                self._store = serve_store(
+                    host=host,
+                    port=0,
+                    world_size=None,
+                    timeout=timedelta(seconds=CONNECT_S),
+                    is_local=False,
+                )
                 self._store.set(PROOF_KEY, prove_token(self._token, life[0]))  # for xffl doctor
                 self._address = f"{host}:{self._store.port}"
                 self._lighthouse = Lighthouse(parameters.lighthouse, life[0], self._address, self._token)
@@ -192,7 +198,7 @@ class ElasticFederation:
             if epoch is not None and epoch.looks_again:
                 looks += not self._is_late(epoch.missing) or time.monotonic() > begun + CELL_JOIN_TIMEOUT_S
 
-    def _ask(self, looks: int, deadline: float, is_stopping: Callable[[], bool] | None, **own: Any) -> Epoch | None:
+    def _ask(self, looks: int, deadline: float, is_stopping: Callable[[], bool] | None, **fields: Any) -> Epoch | None:
         """Let the leader request a meeting, and broadcast its result; ``None`` if there is none yet."""
         result: list[Epoch | RoundError | ConfigError | MeetingLeft | None] = [None]
 
@@ -202,7 +208,7 @@ class ElasticFederation:
         if self._lighthouse is not None:
             try:
                 within_s = max(0.1, min(SLICE_S, deadline - time.monotonic()))
-                epoch = self._ask_lighthouse(self._lighthouse, looks, within_s, is_left, **own)
+                epoch = self._ask_lighthouse(self._lighthouse, looks, within_s, is_left, **fields)
                 result[0] = epoch
                 if epoch is not None and epoch.refusal:
                     self._say(epoch.refusal)
@@ -227,11 +233,11 @@ class ElasticFederation:
         return answer
 
     def _ask_lighthouse(
-        self, lighthouse: Lighthouse, looks: int, within_s: float, is_left: Callable[[], bool], **own: Any
+        self, lighthouse: Lighthouse, looks: int, within_s: float, is_left: Callable[[], bool], **fields: Any
     ) -> Epoch | None:
         is_agreed = self.standing.version.is_agreed
         ended = {} if self._lives is None else self._lives.ended_cells()
-        meeting = lighthouse.meet(replace(self._record(looks, ended), **own), within_s, is_left)
+        meeting = lighthouse.meet(replace(self._record(looks, ended), **fields), within_s, is_left)
         if meeting is None:
             return None
         # A cell that has made rounds continues without those of another version of xffl; one that has not ends here.
@@ -241,7 +247,12 @@ class ElasticFederation:
         self._warn_of_strangers(meeting)
         if self._awaits_member(meeting):
             return None
-        epoch = form_epoch(meeting.records, meeting.created, meeting.number, least=self._parameters.least_cells)
+        epoch = form_epoch(
+            meeting.records,
+            created=meeting.created,
+            number=meeting.number,
+            least=self._parameters.least_cells,
+        )
         if self.life not in epoch.lives:
             check_alike((*epoch.members, *epoch.strangers))
         self._check_double(epoch)
@@ -377,7 +388,7 @@ class ElasticFederation:
             self._failures = 0
         self._may_have_agreed = True
         if epoch.keeps_group and self._group is not None:
-            return Place(topology, first, self._group, False)
+            return Place(topology, first, self._group, is_new=False)
         self.drop()
         if self._lives is not None and self._lighthouse is not None:
             self._lives.begin(self.life)
@@ -386,10 +397,10 @@ class ElasticFederation:
         if lost[0]:
             raise RuntimeError(lost[0])
         self._group = CrossWorldGroup(
-            epoch.members[epoch.index_of(epoch.first)].address,
-            epoch.group,
-            dist.get_rank() - first,
-            topology.world_size,
+            address=epoch.members[epoch.index_of(epoch.first)].address,
+            name=epoch.group,
+            rank=dist.get_rank() - first,
+            size=topology.world_size,
             first=first,
             connect_s=CONNECT_S,
             timeout_s=self._message_s,
@@ -402,7 +413,7 @@ class ElasticFederation:
                 "meeting"
             )
         self._group_name = epoch.group
-        return Place(topology, first, self._group, True)
+        return Place(topology, first, self._group, is_new=True)
 
     def _lost_member(self, epoch: Epoch) -> str:
         """Connect to the stores of all members, and return in words which one is lost.
