@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from xffl.aggregation.algorithms.combiners import Combiner, Coordinatewise
-from xffl.aggregation.arithmetic import ElementaryOnly, divide, is_built_in, square_root
+from xffl.aggregation.arithmetic import ElementaryOnly, divide, flushes_subnormals, is_built_in, square_root
 from xffl.aggregation.compression import Codec
 from xffl.aggregation.mean import combined, weighted_mean
 from xffl.checks import group as group_pairs
@@ -26,7 +26,7 @@ from xffl.distributed.collectives import Group, all_gather_json
 from xffl.distributed.consistency import check_consistent, control_device, processor_of, ranks_text
 from xffl.errors import ConfigError, XfflError
 
-__all__ = ["PATTERNS", "compare_arithmetic", "digest_arithmetic", "flushes_subnormals", "processor_number"]
+__all__ = ["PATTERNS", "compare_arithmetic", "digest_arithmetic", "processor_number"]
 
 PATTERNS = 8**4
 """Fixed values that each operation is run on: all pairs and triples of 8 kinds of numbers."""
@@ -49,14 +49,6 @@ def processor_number(*devices: torch.device) -> float:
             kinds[place] = "fused"
     text = " ".join([torch.__version__, *kinds])
     return float(int.from_bytes(hashlib.sha256(text.encode()).digest()[: NUMBER_BITS // 8], "little"))
-
-
-_SMALLEST, _ONE = 5e-324, 1.0
-
-
-def flushes_subnormals() -> bool:
-    """Tell whether this thread takes subnormal numbers for zero (``torch.set_flush_denormal``); local, 0.1 us."""
-    return _SMALLEST * _ONE == 0.0  # by the processor, as tensors: Python's floats go through the same units
 
 
 @dataclass(frozen=True)
