@@ -33,7 +33,7 @@ from xffl.aggregation import elastic
 from xffl.aggregation.algorithms.clients import Scaffold, local
 from xffl.aggregation.elastic import ElasticAggregator
 from xffl.aggregation.engine.consensus import RoundInput
-from xffl.aggregation.engine.transport import CrossCellTransport
+from xffl.aggregation.engine.stages.hand_over import SharedValues
 from xffl.cluster.lighthouse_page import read_lighthouse
 from xffl.costs import EXCHANGE_FORMAT
 from xffl.distributed import ElasticParameters, faults
@@ -371,13 +371,13 @@ def test_a_late_cell_takes_all_of_it_from_another_one_where_the_giving_cell_is_l
 
 def be_on_a_slow_link(rank: int, world: int, plan: Plan) -> Told:
     """Be one of three cells; each bucket of what a late one takes over needs a tenth of what a message may take."""
-    share = CrossCellTransport.share
+    prepare = SharedValues.prepare
 
-    def slowly(self: CrossCellTransport, *args: Any) -> Iterator[int]:
+    def slowly(self: SharedValues) -> None:
         time.sleep(0.1)
-        yield from share(self, *args)
+        prepare(self)
 
-    with mock.patch.object(elastic, "LEAST_TIMEOUT_S", 1.0), mock.patch.object(CrossCellTransport, "share", slowly):
+    with mock.patch.object(elastic, "LEAST_TIMEOUT_S", 1.0), mock.patch.object(SharedValues, "prepare", slowly):
         return member(rank, world, plan)
 
 

@@ -19,7 +19,7 @@ from tests.ranks.test_round import build, check_values, complete, digests, fill,
 from tests.rounds import replace_exchange
 from tests.worlds import run_world
 from xffl.aggregation.algorithms.schedules import PerCell, Schedule
-from xffl.aggregation.engine.plan import RoundContext
+from xffl.aggregation.engine.transfers import RoundContext
 from xffl.aggregation.privacy import Privacy
 from xffl.distributed.session import cleanup_distributed_process_group
 

@@ -26,7 +26,7 @@ from xffl.aggregation.engine import buffers as pool
 from xffl.aggregation.engine import consensus as protocol
 from xffl.aggregation.engine import transport
 from xffl.aggregation.engine.exchange import RoundRun
-from xffl.aggregation.engine.plan import RoundContext
+from xffl.aggregation.engine.transfers import RoundContext
 from xffl.aggregation.report import RoundProfile
 
 

@@ -19,13 +19,30 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from xffl.errors import ConfigError
 
-__all__ = ["CHUNK", "ElementaryOnly", "divide", "is_built_in", "piece_length", "power", "square_root"]
+__all__ = [
+    "CHUNK",
+    "ElementaryOnly",
+    "divide",
+    "flushes_subnormals",
+    "is_built_in",
+    "piece_length",
+    "power",
+    "square_root",
+]
 
 CHUNK = 2**16
 """Elements taken at a time: their 64-bit copies stay in a core's cache, where fresh memory costs ten times more."""
 
 GPU_CHUNK = 2**22
 """The same on a GPU, where each call has a price of its own, and the copies are only not to take much memory."""
+
+
+_SMALLEST, _ONE = 5e-324, 1.0
+
+
+def flushes_subnormals() -> bool:
+    """Tell whether this thread takes subnormal numbers for zero (``torch.set_flush_denormal``); local, 0.1 us."""
+    return _SMALLEST * _ONE == 0.0  # by the processor, as tensors: Python's floats go through the same units
 
 
 def piece_length(device: torch.device) -> int:

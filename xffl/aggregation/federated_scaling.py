@@ -14,12 +14,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from xffl.aggregation.aggregator import Aggregator, check_given
+from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.algorithms.clients import Client, check_step
 from xffl.aggregation.algorithms.schedules import Schedule
 from xffl.aggregation.config import RoundArguments, RoundConfig, check_stepped, parse_round_config
 from xffl.aggregation.contributions import Snapshot, check_apart, check_outside_backward, enclosing_calls
-from xffl.aggregation.engine.first_round import digest_of
+from xffl.aggregation.engine.setup import check_given
+from xffl.aggregation.engine.stages.first_round import digest_of
 from xffl.aggregation.hierarchical import Levels
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.aggregation.rounds.backend import Outcome

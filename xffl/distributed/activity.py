@@ -38,7 +38,8 @@ class RunActivity:
         self._has_step = False
         self._hook: Any = None
         self._expected: list[weakref.finalize[Any, Any]] = []
-        self._rounds_under_way: weakref.WeakSet[RoundUnderWay] = weakref.WeakSet()
+        self.rounds_under_way: weakref.WeakSet[RoundUnderWay] = weakref.WeakSet()
+        """The rounds that were started and are still held by somebody, of all aggregators."""
         self._last_number = 0  # of the aggregators so far
 
     def watch_steps(self) -> None:
@@ -53,14 +54,9 @@ class RunActivity:
         """Note a round, or what stands for one."""
         self._has_round = True
 
-    @property
-    def rounds_under_way(self) -> list[RoundUnderWay]:
-        """The rounds that were started and are still held by somebody, of all aggregators."""
-        return list(self._rounds_under_way)
-
     def add_round_under_way(self, pending: RoundUnderWay) -> None:
         """Note a round that was started."""
-        self._rounds_under_way.add(pending)
+        self.rounds_under_way.add(pending)
 
     def number_aggregator(self, agree: Callable[[int], int]) -> int:
         """Return a number that no aggregator has had; ``agree`` makes one for all ranks of what each of them says."""

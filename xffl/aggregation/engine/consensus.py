@@ -24,8 +24,8 @@ from torch.utils.hooks import RemovableHandle
 
 from xffl.aggregation.algorithms.combiners import total_of
 from xffl.aggregation.engine.exchange import Exchange, RoundRun
-from xffl.aggregation.engine.groups import MergeMode, RoundScope, RoundStatus, VotePhase, all_gather_status
-from xffl.aggregation.engine.plan import RoundContext
+from xffl.aggregation.engine.groups import MergeMode, RoundScope, RoundStatus, VotePhase, all_gather_status, by_cell
+from xffl.aggregation.engine.transfers import RoundContext
 from xffl.aggregation.options import Options
 from xffl.aggregation.report import RoundProfile, RoundReport
 from xffl.checks import number
@@ -99,11 +99,6 @@ def check_rounds(statuses: Sequence[RoundStatus], topology: Topology) -> None:
         )
 
 
-def by_cell(values: Sequence[float], topology: Topology, of: Callable[[Sequence[float]], float]) -> tuple[float, ...]:
-    """Fold one value of each rank into one number for each cell; pure."""
-    return tuple(of(values[start:stop]) for start, stop in pairwise(topology.offsets))
-
-
 def checked_weight(weight: object) -> float:
     """Return a rank's count, or what a function returns for it, as a float; see :func:`checked_number`."""
     count = weight() if callable(weight) else weight
@@ -168,8 +163,6 @@ class PreparedRound:
     run: RoundRun | None
     error: XfflError | None = None
     source: int | None = None  # see RoundInput
-    # called on all ranks with everybody's status; may communicate over the round's ranks, and raise on all alike
-    inspect: Callable[[Sequence[RoundStatus]], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -209,7 +202,7 @@ class AgreedRound:
             is_skipped=self.is_skipped,
             phases=profile.phases,
             hidden=profile.hidden,
-            codec_error=self.run.codec_error,
+            **self.run.reported,
         )
 
 
@@ -308,6 +301,7 @@ class RoundCoordinator:
         is_over, is_empty = self.all_finished and not any(weights), all(other.is_absent for other in statuses)
         if prepared.source is not None and (is_over or is_empty):
             context = RoundContext(weights, prepared.source, prepared.status.round, source=prepared.source)
+            run.way = self._exchange.hand_over
             return self._agree(AgreedRound(run, context, is_last=self.all_finished))
         if is_over:
             return None
@@ -388,24 +382,15 @@ class RoundCoordinator:
             raise RoundError(
                 f"no cell with a positive weight is left after dropping cells {dropped}; all ranks keep their weights"
             )
-        squares = by_cell([status.norm for status in statuses], self._topology, total_of)
-        return RoundContext(
+        context = RoundContext(
             counted,
             first=self._first_cell(counted, dropped),
             number=statuses[0].round,
             steps=by_cell([status.steps for status in statuses], self._topology, lambda steps: steps[0]),
-            norms=tuple(map(math.sqrt, squares)) if self._exchange.has_norms else None,
-            numbers=self._numbers_of(statuses, counted),
-            attempt=max(status.attempt for status in statuses),
         )
-
-    def _numbers_of(self, statuses: Sequence[RoundStatus], counted: tuple[float, ...]) -> tuple[float, ...]:
-        """Return the numbers that all step the global model with: of the first rank that contributes.
-
-        They come from functions of the system's mathematical library, which others may have another version of.
-        """
-        lowest = next(cell for cell, weight in enumerate(counted) if weight)
-        return statuses[self._topology.offsets[lowest]].numbers
+        for stage in self._exchange.stages:
+            context = stage.count(context, statuses)
+        return context
 
     def _first_cell(self, counted: tuple[float, ...], dropped: tuple[int, ...]) -> int:
         """Return the cell that tensors of policy ``first`` are taken from."""
@@ -448,9 +433,9 @@ class RoundCoordinator:
         if any(other.is_failed for other in statuses):
             with self._exchange_reasons():
                 check_consistent(f"opening of round {status.round}", "", error=error, group=self._group)
-        if prepared.inspect is not None:
+        for stage in self._exchange.stages:
             with self._exchange_reasons():
-                prepared.inspect(statuses)
+                stage.compare(statuses)
         return statuses
 
     def _gather_status(self, status: RoundStatus, profile: RoundProfile, within_s: float) -> list[RoundStatus]:
@@ -495,13 +480,15 @@ class RoundCoordinator:
                 raise TornError(f"round {number} was interrupted by {type(stop).__name__}") from stop
             self._interrupt()
             raise
-        is_step = run.is_clipped and context.source is None
-        square = run.measure_step() if is_step and failure is None else 0.0
-        failure = failure or run.profile.failure
-        if is_step and self._can_wait:
-            # A round in doubt is written without having heard the vote on it, so all hear of its length before.
-            context, lost = self._measure(run, context, square, is_failed=failure is not None)
-            failure = failure or lost
+        told: Mapping[str, Any] = {}
+        if failure is None and context.source is None:
+            told = run.result()
+            failure = run.profile.failure
+        is_open = context.source is None and self._exchange.weighs_result
+        if is_open and self._can_wait:
+            # A round in doubt is written without having heard the second vote, so all hear of the result before.
+            context, lost = self._conclude_early(run, context, told, is_failed=failure is not None)
+            is_open, failure = False, failure or lost
         # 2. Vote. Nobody writes without this rank's yes: whatever stops it before has left the old weights everywhere.
         others_may_write = failure is None
         inject("close")
@@ -511,7 +498,7 @@ class RoundCoordinator:
                 phase=VotePhase.COMMIT,
                 is_failed=failure is not None,
                 is_cut_off=run.is_cut_off or isinstance(failure, RoundBroken),
-                square=square,
+                **told,
             )
             statuses = self._gather_status(status, run.profile, self._closes_within_s)
             is_agreed = not any(other.is_failed for other in statuses)
@@ -534,9 +521,7 @@ class RoundCoordinator:
             raise self._unknown_outcome(context, why, can_wait=isinstance(error, Exception)) from why
         # 3. All ranks know the same now.
         if is_agreed:
-            if is_step and not self._can_wait:
-                context = run.clip_step(context, [other.square for other in statuses])
-            return context
+            return self._exchange.conclude(context, statuses) if is_open else context
         self._abort()
         shown = "; ".join(
             f"rank {rank} (cell {self._topology.cell_of(rank)}): {why}" for rank, why in enumerate(reasons) if why
@@ -546,19 +531,19 @@ class RoundCoordinator:
         kind = RoundBroken if any(status.is_cut_off for status in statuses) else RoundError
         raise kind(f"round {number} was not taken, all ranks keep their weights of before: {shown}") from failure
 
-    def _measure(
-        self, run: RoundRun, context: RoundContext, square: float, *, is_failed: bool
+    def _conclude_early(
+        self, run: RoundRun, context: RoundContext, told: Mapping[str, Any], *, is_failed: bool
     ) -> tuple[RoundContext, RoundBroken | None]:
-        """Clip a round's step by what all ranks tell of it, or return what this rank votes no for."""
-        status = RoundStatus(context.number, phase=VotePhase.MEASURE, is_failed=is_failed, square=square)
+        """Tell all ranks of this one's result and hear of theirs, or return what this rank votes no for."""
+        status = RoundStatus(context.number, phase=VotePhase.RESULT, is_failed=is_failed, **told)
         try:
             statuses = self._gather_status(status, run.profile, self._closes_within_s)
             check_rounds(statuses, self._topology)
         except (RoundError, RuntimeError) as broken:
-            return context, RoundBroken(f"the length of the server's step could not be learned: {broken}")
+            return context, RoundBroken(f"what other ranks have combined could not be learned: {broken}")
         if any(other.is_failed for other in statuses):  # who has failed says why after the vote
             return context, None
-        return run.clip_step(context, [other.square for other in statuses]), None
+        return self._exchange.conclude(context, statuses), None
 
     def _unknown_outcome(self, context: RoundContext, why: BaseException, *, can_wait: bool) -> Exception:
         """Return what is raised where others may have taken the round, and this rank cannot learn it."""

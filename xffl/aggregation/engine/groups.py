@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from xffl.costs import MOST_IN_FLIGHT, STATUS_BYTES
-from xffl.distributed.collectives import CrossWorldGroup, Group, Work, group_rank
+from xffl.distributed.collectives import CrossWorldGroup, Group, Work
 from xffl.distributed.consistency import connect, control_device, home_device, sends_from_gpu, transfer_device
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.faults import inject, is_armed
@@ -244,8 +244,13 @@ def start_moves(receive: Sequence[Move], send: Sequence[Move], group: Group | No
     found = dist.group.WORLD if group is None else group
     assert found is not None, "messages go over a world"
     # By the group itself: irecv and isend look at much more first, some hundred times in a round.
-    works: list[Work] = [found.recv([values], group_rank(found, peer), tag) for values, peer in receive]
-    return works + [found.send([values], group_rank(found, peer), tag) for values, peer in send]
+    works: list[Work] = [found.recv([values], _rank_in(found, peer), tag) for values, peer in receive]
+    return works + [found.send([values], _rank_in(found, peer), tag) for values, peer in send]
+
+
+def _rank_in(group: Group, rank: int) -> int:
+    """Return which rank of a group a rank of this world is."""
+    return rank - group.first if isinstance(group, CrossWorldGroup) else dist.get_group_rank(group, rank)
 
 
 HASTE = 0.8
@@ -307,9 +312,9 @@ class VotePhase(IntEnum):
 
     PREPARE = 0  # whether the round takes place, and what each cell counts for
     COMMIT = 1  # whether all ranks have the result
-    # Before COMMIT, how long the server's step is: where it is clipped, and ranks may have to write it without having
-    # heard how COMMIT went.
-    MEASURE = 2
+    # Before COMMIT, what ranks have combined: where all have to know it before they write, and a rank may have to write
+    # without having heard how COMMIT went.
+    RESULT = 2
 
 
 class MergeMode(IntEnum):
@@ -351,6 +356,11 @@ class RoundStatus(NamedTuple):
     def merge_text(self) -> str:
         """How it writes the result, for messages."""
         return {MergeMode.REPLACE: "aggregate", MergeMode.KEEP_STEPS: "no alpha"}.get(self.merge, f"alpha={self.alpha}")
+
+
+def by_cell(values: Sequence[float], topology: Topology, of: Callable[[Sequence[float]], float]) -> tuple[float, ...]:
+    """Fold one value of each rank into one number for each cell; pure."""
+    return tuple(of(values[start:stop]) for start, stop in pairwise(topology.offsets))
 
 
 # The bytes do not depend on the machine; the padding leaves room for more fields at the same price.
@@ -416,7 +426,7 @@ def _pack(status: RoundStatus) -> bytes:
 
 def _unpack(values: tuple[Any, ...]) -> RoundStatus:
     """Return the status of what stands in a row."""
-    status = RoundStatus(*values[:-MOST_NUMBERS], values[-MOST_NUMBERS:])
+    status = RoundStatus._make((*values[:-MOST_NUMBERS], values[-MOST_NUMBERS:]))
     return status._replace(phase=VotePhase(status.phase), merge=MergeMode(status.merge))
 
 
