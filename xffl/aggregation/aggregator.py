@@ -182,6 +182,7 @@ class Aggregator:
         compare_arithmetic(
             places,
             combiner=options.combiner,
+            rule=None if server is None else server.rule,
             codecs=[one for one in self._manifest.codecs.values() if one is not None],
             cells=scope.topology.cells,
             has_fp64=any(tensor.dtype in (torch.float64, torch.complex128) for tensor in moving),

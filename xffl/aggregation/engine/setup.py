@@ -186,9 +186,9 @@ def make_exchange(
         stages.append(Protection(options.privacy, number, model, masker))
     if model is not None and options.has_norms:
         stages.append(Norms(model, topology))
-    clip = getattr(options.server, "clip", None)
-    if model is not None and clip is not None:
-        stages.append(Clip(clip, model))
+    if model is not None and options.server is not None and options.server.clip is not None:
+        cell, cells = topology.cell_of(rank), topology.cells
+        stages.append(Clip(options.server.clip, model, exchange.staging, cell=cell, cells=cells))
     if model is not None:
         stages.append(AgreedModel(model, exchange.staging, topology, is_encoded=has_codecs))
     exchange.stages = in_order(stages)
