@@ -241,16 +241,16 @@ def other_server(rank: int, world_size: int) -> None:
         (
             "sgd",
             {"name": "sgd", "schedule": "StepLR:step_size=1"},
-            "schedule=none, and this aggregator's has schedule=S",
+            "schedule=none, and this one has schedule=step_decay",
         ),
-        ({"name": "sgd", "schedule": "StepLR:step_size=1"}, "sgd", "schedule=StepLR, and this aggregator's has sche"),
+        ({"name": "sgd", "schedule": "StepLR:step_size=1"}, "sgd", "schedule=step_decay, and this one has sche"),
         (
             {"name": "sgd", "schedule": "StepLR:step_size=2"},
             {"name": "sgd", "schedule": "StepLR:step_size=1"},
             "size=2",
         ),
-        ("diloco", "sgd", "lr=0.7, momentum=0.9, nesterov=True, and this aggregator's has lr=1.0, momentum=0, nest"),
-        ("diloco", "diloco:lr=0.1", "lr=0.7, and this aggregator's has lr=0.1"),
+        ("diloco", "sgd", "lr=0.7, momentum=0.9, nesterov=True, and this one has lr=1.0, momentum=0.0, nest"),
+        ("diloco", "diloco:lr=0.1", "lr=0.7, and this one has lr=0.1"),
     ):
         model = build(state)
         aggregator = xffl.Aggregator(model, state, server=first)

@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,14 +25,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.lr_scheduler import StepLR
 
 import xffl
 from tests.ports import free_port
 from tests.worlds import be_launched, run_world
 from xffl.aggregation import elastic
 from xffl.aggregation.algorithms.clients import Scaffold, local
-from xffl.aggregation.algorithms.server import ServerOptimizer
 from xffl.aggregation.elastic import ElasticAggregator
 from xffl.aggregation.engine.consensus import RoundInput
 from xffl.aggregation.engine.stages.hand_over import SharedValues
@@ -305,7 +302,7 @@ SERVERS = {
     "fedadam": "fedadam:lr=0.02",
     "fedyogi": "fedyogi:lr=0.02",
     "momentum": "fedavgm:lr=0.1",
-    "schedule": ServerOptimizer(torch.optim.AdamW, {"lr": 0.02}, partial(StepLR, step_size=2, gamma=0.9)),
+    "schedule": {"name": "AdamW", "lr": 0.02, "schedule": "StepLR:step_size=2,gamma=0.9"},
 }
 
 

@@ -441,17 +441,12 @@ class ElasticAggregator:
         if self._federation.cell == epoch.first:
             given = write_hand_over(model.plain_state(), self._privacy)
         texts = all_gather_json(given, torch.device("cpu"), scope.cross_world)
-        own = model.plain_state()
-        told = [read_hand_over(text, own, epoch.first) for text in texts if text]
+        told = [read_hand_over(text, epoch.first) for text in texts if text]
         if not told:
             raise RoundError(f"cell {epoch.first} has handed nothing over; start it again")
-        # A rank that holds nothing of a fragment has no optimizer for it; others of its cell have.
-        optimizers = {part: one for each in told for part, one in each.optimizers.items()}
-        state: dict[str, Any] = {"model": {}, "optimizers": optimizers}
+        state: dict[str, Any] = {"model": {}, "optimizers": told[0].optimizers}
         if self._federation.cell in epoch.behind:
-            model.load_plain_state(
-                {"optimizers": {part: one for part, one in optimizers.items() if part in model.fragments}}
-            )
+            model.load_plain_state(state)
         source, *targets = map(epoch.index_of, (epoch.first, *epoch.behind))
         aggregator.share_global_model(state, source, targets)
         return told[0].privacy

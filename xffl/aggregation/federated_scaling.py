@@ -19,8 +19,8 @@ from xffl.aggregation.algorithms.clients import Client, check_step
 from xffl.aggregation.algorithms.schedules import Schedule
 from xffl.aggregation.config import RoundArguments, check_stepped, parse_round_config
 from xffl.aggregation.contributions import Snapshot, check_apart, check_outside_backward, enclosing_calls
-from xffl.aggregation.engine.global_model import digest_of
 from xffl.aggregation.engine.setup import check_given
+from xffl.aggregation.engine.stages.first_round import digest_of
 from xffl.aggregation.hierarchical import Levels
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.aggregation.rounds.choose import choose_rounds

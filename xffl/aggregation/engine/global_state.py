@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from xffl.aggregation.engine.exchange import BucketPipeline, Exchange, RoundStage, share_in_cell
 from xffl.aggregation.engine.stages.agreed import AgreedModel
@@ -14,8 +15,8 @@ from xffl.aggregation.engine.stages.hand_over import SharedValues
 from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.engine.transport import CrossCellTransport
 from xffl.aggregation.report import RoundProfile
-from xffl.distributed.collectives import CrossWorldGroup
-from xffl.distributed.consistency import run_on_all_ranks
+from xffl.distributed.collectives import CrossWorldGroup, all_reduce
+from xffl.distributed.consistency import control_device, run_on_all_ranks
 from xffl.distributed.faults import inject
 from xffl.errors import CheckpointError
 
@@ -98,7 +99,8 @@ def load_memory(exchange: Exchange, state: Mapping[str, Any], *, fragments: int)
             part.load_state_dict(state[key])
 
     world = exchange.round_groups.world
-    if exchange.find(AgreedModel) is None:
+    agreed = exchange.find(AgreedModel)
+    if agreed is None:
         _check_saved(state, memory, fragments)
         load()
         return
@@ -107,6 +109,11 @@ def load_memory(exchange: Exchange, state: Mapping[str, Any], *, fragments: int)
         share(f"after round {state['rounds']}")
     with run_on_all_ranks("what the ranks have saved", group=world):
         load()
+    steps = agreed.global_model.steps
+    if steps:  # older states tell them on ranks alone that hold some of a fragment
+        counts = torch.tensor(list(steps.values()), dtype=torch.int64, device=control_device(world))
+        all_reduce(counts, dist.ReduceOp.MAX, world)
+        agreed.global_model.count_steps(dict(zip(steps, counts.tolist(), strict=True)))
 
 
 def _check_saved(state: Mapping[str, Any], memory: Collection[str], here: int) -> None:

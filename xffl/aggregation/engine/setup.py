@@ -15,12 +15,13 @@ from xffl.aggregation.engine.arithmetic_check import compare_arithmetic, process
 from xffl.aggregation.engine.buffers import Layout
 from xffl.aggregation.engine.coverage import check_gradients
 from xffl.aggregation.engine.exchange import Exchange, RoundStage, Way
-from xffl.aggregation.engine.global_model import GlobalModel, check_start
+from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.groups import RoundScope, select_groups
 from xffl.aggregation.engine.plan import digest, plan_groups, plan_transfers
 from xffl.aggregation.engine.stages.agreed import AgreedModel
 from xffl.aggregation.engine.stages.clip import Clip
 from xffl.aggregation.engine.stages.codecs import Codecs
+from xffl.aggregation.engine.stages.first_round import check_start
 from xffl.aggregation.engine.stages.hand_over import HandOver
 from xffl.aggregation.engine.stages.masks import Masks
 from xffl.aggregation.engine.stages.norms import Norms
@@ -219,7 +220,7 @@ def make_exchange(
     if model is not None and clip is not None:
         stages.append(Clip(clip, model))
     if model is not None:
-        stages.append(AgreedModel(model, exchange.staging, is_encoded=has_codecs))
+        stages.append(AgreedModel(model, exchange.staging, topology, is_encoded=has_codecs))
     exchange.stages = in_order(stages)
     if model is not None:
         if not scope.goes_on:

@@ -20,16 +20,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from xffl.aggregation.engine.exchange import RoundStage
 from xffl.aggregation.engine.groups import RoundGroups, RoundScope, RoundStatus
-from xffl.aggregation.engine.tensors import REPLICATED, Manifest, ModelTensor, ReplicaTensors
+from xffl.aggregation.engine.tensors import REPLICATED, Manifest, ModelTensor, ReplicaTensors, TensorInfo
 from xffl.checks import group as group_pairs
 from xffl.distributed.collectives import all_gather_json
-from xffl.distributed.consistency import control_device, message_device, ranks_text
-from xffl.errors import RoundError
+from xffl.distributed.consistency import control_device, find_unequal_cells, message_device, ranks_text, sum_of_bits
+from xffl.distributed.sharding import local_tensor, reshard
+from xffl.errors import ConfigError, RoundError
 
-__all__ = ["FirstRound", "ValueDigest"]
+__all__ = ["FirstRound", "ValueDigest", "check_start", "digest_of"]
 
 TOLERANCE = 1e-3
 """How far replicas on unlike processors may be apart, of the largest value of the tensor."""
@@ -365,3 +367,51 @@ def _sum_of_bits(values: torch.Tensor) -> torch.Tensor:
     for piece in torch.split(bits, PIECE) if bits.numel() else ():
         total += wide[: piece.numel()].copy_(piece).sum()
     return total
+
+
+SUM_CHUNK = 2**20
+"""Elements of a tensor that are summed up at a time: each needs 24 bytes more."""
+
+
+@torch.no_grad()
+def check_start(
+    entries: Sequence[TensorInfo], own_values: Iterable[tuple[int, int, torch.Tensor]], scope: RoundScope
+) -> None:
+    """Raise ConfigError, on all ranks, where the cells hold different parameters.
+
+    Collective over the scope. ``own_values`` are what this rank sends, by tensor and first element, so that each
+    element is counted once in each cell, whatever its cut.
+    """
+    sums = torch.zeros(len(entries), dtype=torch.int64, device=scope.device)
+    for item, start, values in own_values:
+        sums[item] += _sum_of_row(values, start)
+    found = find_unequal_cells(sums, scope.topology.cell_of(scope.rank), scope.topology.cells, scope.world)
+    if found is not None:
+        item, cells = found
+        raise ConfigError(
+            f"cells {cells} start from other values of tensor {entries[item].name!r} than cell 0, but a server "
+            "optimizer, norms and privacy need one model to start from; use xffl.shard, or load the same checkpoint "
+            "everywhere before making the Aggregator. To resume between two rounds, make it first, then load the "
+            "model, then its own state"
+        )
+
+
+@torch.no_grad()
+def digest_of(model: nn.Module) -> list[int]:
+    """Return a number for this rank's elements of each trainable parameter, by their bits and places; local.
+
+    Versions of tensors would be cheaper, and do not tell of what was changed through ``.data``.
+    """
+    reshard(model)
+    sums = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            values = local_tensor(parameter).detach()
+            values = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
+            parts = torch.split(values, SUM_CHUNK) if len(values) else ()
+            sums.append(sum(_sum_of_row(part, SUM_CHUNK * index) for index, part in enumerate(parts)))
+    return [int(one) for one in sums]
+
+
+def _sum_of_row(values: torch.Tensor, start: int) -> torch.Tensor:
+    return sum_of_bits(values, torch.arange(start, start + len(values), device=values.device))
