@@ -52,7 +52,7 @@ __all__ = ["Aggregator", "PendingRound"]
 
 
 class Aggregator:
-    """Average a model over the cells of a federation, shard by shard.
+    r"""Average a model over the cells of a federation, shard by shard.
 
     Making one is collective over the world: the ranks compare the model's manifest and plan the exchange once. A round
     moves each shard once from its sender to each peer in the other cells, and from there to the replicas of its cell;
@@ -110,6 +110,7 @@ class Aggregator:
     :param gradients_reduced_by_caller: Take a model of which nothing tells that its gradients are reduced over the
         ranks of a cell, since the training loop does so itself. Without it each parameter that trains is refused that
         neither FSDP2 nor DistributedDataParallel over the cell, nor a strategy, has (:doc:`/strategies`).
+    :param \**removed: Options of earlier versions, which are refused by name.
     :raises StateError: if torch.distributed is not initialized.
     :raises ConfigError: if an argument or a tensor is invalid, or the ranks' models differ; on all ranks alike.
     """
