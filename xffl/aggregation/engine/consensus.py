@@ -44,6 +44,7 @@ __all__ = [
     "RoundCoordinator",
     "RoundInDoubt",
     "RoundInput",
+    "RoundNumbers",
     "checked_number",
     "checked_weight",
     "count_inconsistent",
@@ -141,6 +142,15 @@ AFRESH = "start the processes anew, or end the process group on all ranks and jo
 
 
 @dataclass(frozen=True)
+class RoundNumbers:
+    """What a rank says of itself in the first vote, checked; zeros of a rank that cannot take part."""
+
+    weight: float = 0.0
+    steps: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class RoundInput:
     """What a rank gives to a round, and what it says of itself."""
 
@@ -152,6 +162,15 @@ class RoundInput:
     seconds: float = 0.0  # seconds of a local step here, told to all in the report; 0 where nobody has measured
     prepare: Callable[[], None] | None = None  # called before the model is read; what it raises is told to all ranks
     source: int | None = None  # the same on all ranks: the cell whose model all take over if nobody contributes
+
+    def numbers(self) -> RoundNumbers:
+        """Ask for the numbers, and check them; raise ConfigError unless they are finite and not negative."""
+        steps = checked_number("steps", self.steps, "give the effective number of local steps")
+        seconds = checked_number("seconds", self.seconds, "give those of a local step, or 0")
+        if self.is_absent:
+            return RoundNumbers(0.0, steps, seconds)
+        weight = 1.0 if self.weight is None else checked_weight(self.weight)
+        return RoundNumbers(weight, steps, seconds)
 
 
 @dataclass(frozen=True)
