@@ -22,7 +22,7 @@ from xffl.checks import integer, one_of
 from xffl.distributed.sharding import sharded_parameters
 from xffl.errors import ConfigError
 from xffl.naming import Writer
-from xffl.parallel.zero_view import is_cut
+from xffl.parallel.zero_mark import is_cut
 
 __all__ = [
     "RoundArguments",

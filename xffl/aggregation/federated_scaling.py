@@ -18,7 +18,7 @@ from xffl.aggregation.aggregator import Aggregator, check_given
 from xffl.aggregation.algorithms.clients import Client, check_step
 from xffl.aggregation.algorithms.schedules import Schedule
 from xffl.aggregation.config import RoundArguments, RoundConfig, check_stepped, parse_round_config
-from xffl.aggregation.contributions import Snapshot, check_apart, check_outside_backward, enclosing_calls
+from xffl.aggregation.contributions import Snapshot, check_apart, check_outside_backward
 from xffl.aggregation.engine.global_model import digest_of
 from xffl.aggregation.hierarchical import Levels
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
@@ -27,6 +27,7 @@ from xffl.aggregation.rounds.choose import choose_rounds
 from xffl.aggregation.rounds.hooks import LoopHooks
 from xffl.aggregation.rounds.offer import RoundOffer, StepLedger
 from xffl.aggregation.weight_copies import tell_copies
+from xffl.compat.pytorch import enclosing_steps
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
@@ -364,7 +365,7 @@ class FederatedScaling:
         self.join()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        outer = enclosing_calls()
+        outer = enclosing_steps()
         if any(one is optimizer for one in outer):
             return  # super().step(): a part of the step that has begun
         check_outside_backward(f"optimizer {type(optimizer).__name__} makes a step")
@@ -378,7 +379,7 @@ class FederatedScaling:
             self._config.client.before_step(optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if any(one is optimizer for one in enclosing_calls()):
+        if any(one is optimizer for one in enclosing_steps()):
             return
         factors = self._ledger.normalized_steps.after_step(optimizer)
         if self._config.client is not None:

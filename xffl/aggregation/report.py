@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -15,6 +14,8 @@ from weakref import WeakSet
 import torch
 from torch.autograd import profiler
 
+from xffl.compat.python import end_thread
+from xffl.compat.pytorch import is_profiling
 from xffl.distributed.groups import leave_after
 from xffl.errors import StateError
 
@@ -183,7 +184,7 @@ class _Phase:
         self._from = self._profile.mark() if self._profile.is_on_gpu else None
         # Not where nobody looks, since it costs 10 us and more even then, some hundred times in a round.
         self._span: AbstractContextManager[object] | None = None
-        if profiler._is_profiler_enabled:
+        if is_profiling():
             shown: AbstractContextManager[object] = profiler.record_function(f"xffl.{self._name}")
             shown.__enter__()
             self._span = shown
@@ -249,7 +250,7 @@ class Background(Generic[T]):
     def stop(self, within_s: float) -> None:
         """End the thread, by itself within some seconds or else by an exception; one that waits for a message stays."""
         if not self._done.wait(within_s) and self._thread.ident is not None:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread.ident), ctypes.py_object(SystemExit))
+            end_thread(self._thread.ident)
             self._done.wait(within_s)
         if self._done.is_set():
             self._thread.join()

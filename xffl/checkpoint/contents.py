@@ -30,7 +30,7 @@ from xffl.checks import shown
 from xffl.distributed.sharding import Plain, from_plain, local_tensor, sharded_parameters, tensors_named, to_plain
 from xffl.errors import CheckpointError, ConfigError
 from xffl.files import create, naming_errors, sync
-from xffl.reading import parse_json
+from xffl.json_text import parse_json
 from xffl.topology import Topology
 
 __all__ = ["Part"]

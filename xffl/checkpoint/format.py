@@ -58,7 +58,8 @@ from xffl.files import (
     sealed_json,
     sync,
 )
-from xffl.reading import Fields, parse_json
+from xffl.json_text import parse_json
+from xffl.reading import Fields
 
 __all__ = [
     "CellIndex",

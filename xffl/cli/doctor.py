@@ -58,7 +58,8 @@ def run(options: Namespace) -> int:
     from xffl.cluster.cells import parse_federation
     from xffl.cluster.doctor.examine import examine, examine_hosts
     from xffl.cluster.doctor.probe import Request
-    from xffl.cluster.environment import complete_federation, resolve_lighthouse
+    from xffl.cluster.environment import complete_federation
+    from xffl.cluster.lighthouse_address import resolve_lighthouse
     from xffl.cluster.slurm.allocation import parse_hosts
 
     needs = tuple(word.strip() for word in options.need.split(",") if word.strip())

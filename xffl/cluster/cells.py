@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from xffl.checks import decimal, group, index_of, is_decimal, shorten, shown
-from xffl.cluster.hosts import expand_hosts
+from xffl.cluster.host_lists import expand_hosts
 from xffl.cluster.slurm.allocation import Host
 from xffl.errors import ConfigError, LaunchError, TopologyError
 from xffl.files import read_given

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from xffl.checks import group
 from xffl.errors import LaunchError
-from xffl.reading import Fields, parse_json
+from xffl.json_text import parse_json
+from xffl.reading import Fields
 
 __all__ = ["Claim", "Place", "place_ranks"]
 

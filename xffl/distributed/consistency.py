@@ -20,15 +20,10 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from xffl import __version__, errors
 from xffl.checks import group
-from xffl.cluster.hosts import Runtime, format_refusal, group_by_runtime, own_format, runtime_table
 from xffl.cluster.launch.failure import note_alike
-from xffl.distributed.collectives import (
-    CrossWorldGroup,
-    Group,
-    all_gather_json,
-    all_reduce,
-    own_rank,
-)
+from xffl.cluster.runtimes import Runtime, format_refusal, group_by_runtime, own_format, runtime_table
+from xffl.distributed.collectives import Group, all_gather_json, all_reduce, own_rank
+from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.distributed.sharding import bytes_of
 from xffl.distributed.waits import NamedWait
 from xffl.errors import ConfigError, LaunchError, XfflError

@@ -632,11 +632,6 @@ class DistributedState:
         if self.is_federated_scaling_setup():
             rollback(self)
 
-    def _rollback_all(self, *, destroys: bool = True) -> None:
-        """Take all set-ups off. Nothing moves, so no other rank may be using their groups any more."""
-        while self._setups:
-            rollback(self, destroys=destroys)
-
     # Internals -------------------------------------------------------------------------------------------------------
 
     def _place(self) -> tuple[int, int]:
@@ -867,6 +862,38 @@ def _shape_text(topology: Topology) -> str:
 def _replica_size(hsdp: object) -> int:
     hint = "give the ranks that hold one copy of the model"
     return integer("replica size (hsdp)", read_replica_size(hsdp, "hsdp"), hint=hint, error=TopologyError)
+
+
+def place_of(state: DistributedState) -> tuple[int, int]:
+    """Return the rank and the world's size of a state; StateError where it does not know them yet; local."""
+    return state._place()
+
+
+def make_state(timeouts: Timeouts) -> DistributedState:
+    """Return a state of which nothing is set yet, for a world with these timeouts; local."""
+    state = DistributedState()
+    state._timeouts = timeouts
+    return state
+
+
+def set_lone_cell(
+    state: DistributedState, cell: int, sizes: tuple[int, ...], elastic: ElasticParameters | None
+) -> None:
+    """Say that this job is one cell of several that are jobs of their own; local.
+
+    :param state: The rank's state.
+    :param cell: The number of this job's cell.
+    :param sizes: The ranks of all cells.
+    :param elastic: How rounds are made with cells that may be lost; ``None`` for rounds over files.
+    """
+    state._lone_cell = (cell, sizes)
+    state._elastic = elastic
+
+
+def take_off_setups(state: DistributedState, *, destroys: bool) -> None:
+    """Take all set-ups off a state. Nothing moves, so no other rank may be using their groups any more."""
+    while state._setups:
+        rollback(state, destroys=destroys)
 
 
 def set_data_place(state: DistributedState, place: DataPlace | None) -> None:

@@ -29,10 +29,11 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 
 from xffl.checks import shown
-from xffl.cluster.environment import read_address
+from xffl.cluster.lighthouse_address import read_address
 from xffl.distributed import sharding
 from xffl.errors import CheckpointError, ConfigError, LaunchError, XfflError
-from xffl.reading import Fields, parse_json
+from xffl.json_text import parse_json
+from xffl.reading import Fields
 
 __all__ = ["ShardTransport", "digest", "give", "local", "prove_members", "take"]
 

@@ -19,20 +19,16 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from xffl.checks import group, number
-from xffl.cluster.cells import Federation, parse_cell, read_federation, read_replica_size, sizes_of_ranks
+from xffl.cluster.cells import Federation, read_federation, read_replica_size, sizes_of_ranks
 from xffl.cluster.environment import (
     ProcessEnvironment,
     accept_cells,
     complete_federation,
     detect_environment,
-    parse_lighthouse,
     read_over_files,
     required_cells,
-    restarts_of,
     sources_named,
-    token_of,
     use_interface,
-    warn_without_token,
 )
 from xffl.cluster.hosts import pick_gpu
 from xffl.cluster.listening import LOOPBACK, PortHeldError, await_listener, keep_gloo_local, release_gloo
@@ -47,8 +43,7 @@ from xffl.distributed.consistency import (
     run_on_all_ranks,
     tell_runtimes,
 )
-from xffl.distributed.distributed_state import DEFAULT_TIMEOUT_S, DistributedState
-from xffl.distributed.faults import arm as arm_fault
+from xffl.distributed.distributed_state import DEFAULT_TIMEOUT_S, DistributedState, make_state, take_off_setups
 from xffl.distributed.groups import (
     ON_GPUS,
     check_backend,
@@ -59,6 +54,7 @@ from xffl.distributed.groups import (
     wait_for_threads,
     with_host_side,
 )
+from xffl.distributed.lone_cell import read_lone_cell
 from xffl.distributed.mistakes import claimed_place, own_place, raise_at_meeting, refuse_second_rank_0
 from xffl.distributed.parameters import DeviceParameters, ElasticParameters
 from xffl.distributed.places import PlaceBook, check_world_size
@@ -71,7 +67,6 @@ __all__ = [
     "cleanup_distributed_process_group",
     "session",
     "setup_distributed_process_group",
-    "take_cell",
 ]
 
 _check_seconds = partial(number, "timeout_s", above=0, below=1e9, hint="give seconds, such as 600")
@@ -141,12 +136,7 @@ def session(
     """
     is_process_ending = sys.is_finalizing  # this module's names may be gone when the generator is collected
     try:
-        lone_cell = _read_cell(cell, cells)
-        if lone_cell is not None and link_backend not in (None, "auto", "gloo"):
-            raise ConfigError(
-                f"cells that are jobs of their own have gloo between them; leave link_backend {link_backend!r} out"
-            )
-        parameters = _read_elastic(elastic, lone_cell)
+        lone_cell = read_lone_cell(cell, cells, elastic, link_backend)
     except XfflError as wrong:
         raise_at_meeting(wrong, own_place())
     state = setup_distributed_process_group(
@@ -163,7 +153,7 @@ def session(
     )
     try:
         if lone_cell is not None:
-            _take_cell(state, lone_cell, parameters)
+            lone_cell.take(state)
             state.activity.watch_steps()
         yield state
     except GeneratorExit:
@@ -356,7 +346,7 @@ def cleanup_distributed_process_group(
         destroys = is_together or not waits_when_destroyed(state)
         if destroys and dist.is_initialized():
             dist.destroy_process_group()
-        state._rollback_all(destroys=destroys)
+        take_off_setups(state, destroys=destroys)
         release_gloo()
 
 
@@ -453,62 +443,6 @@ def _world_store(meeting: Store, place: ProcessEnvironment, timeouts: Timeouts) 
     store = TCPStore(address, int(port), place.world_size, False, timedelta(seconds=timeouts.connect_s), False)
     store.set_timeout(timeout)
     return store
-
-
-def _read_cell(cell: int | None, cells: int | Sequence[int] | None) -> tuple[int, int | tuple[int, ...]] | None:
-    """Return which cell this job is asked to be, and how many there are, or the ranks of each."""
-    if (cell is None) != (cells is None):
-        raise ConfigError(f"cell is {cell} and cells is {cells}; give both, such as cell=0, cells=2")
-    if cell is None or cells is None:
-        text = read_over_files().cell
-        return None if text is None else parse_cell(text, "XFFL_CELL")
-    sizes = cells if isinstance(cells, (int, str)) else ",".join(map(str, cells))
-    return parse_cell(f"{cell}/{sizes}", "cell")
-
-
-def _read_elastic(elastic: str | ElasticParameters | None, lone_cell: object) -> ElasticParameters | None:
-    """Return what an elastic federation is asked for."""
-    if elastic is None and (lone_cell is None or not os.environ.get("XFFL_LIGHTHOUSE", "").strip()):
-        return None
-    if lone_cell is None:
-        raise ConfigError(
-            "elastic is given, but not which cell this job is; give cell and cells, such as cell=0, cells=2 (XFFL_CELL)"
-        )
-    if isinstance(elastic, ElasticParameters):
-        return elastic
-    what, text = ("XFFL_LIGHTHOUSE", os.environ["XFFL_LIGHTHOUSE"]) if elastic is None else ("elastic", elastic)
-    return ElasticParameters(lighthouse=parse_lighthouse(what, text), restarts=restarts_of())
-
-
-def take_cell(state: DistributedState) -> None:
-    """Let a world that was joined without a session be the cell of several jobs that its environment says."""
-    if (lone_cell := _read_cell(None, None)) is not None:
-        _take_cell(state, lone_cell, _read_elastic(None, lone_cell))
-
-
-def _take_cell(
-    state: DistributedState, lone_cell: tuple[int, int | tuple[int, ...]], elastic: ElasticParameters | None
-) -> None:
-    """Note which cell this job is, and how its rounds are made."""
-    state._lone_cell, state._elastic = _check_cell(*lone_cell, state), elastic
-    if elastic is not None:
-        with run_on_all_ranks("tokens"):
-            token = token_of()
-        if state.rank == 0:
-            warn_without_token(token)
-        arm_fault(lone_cell[0], state.rank or 0, elastic.restarts)
-
-
-def _check_cell(cell: int, cells: int | tuple[int, ...], state: DistributedState) -> tuple[int, tuple[int, ...]]:
-    """Return which cell this job is, and the ranks of all."""
-    topology = state.topology
-    sizes = (topology.world_size,) * cells if isinstance(cells, int) else cells
-    if topology.cells > 1 or sizes[cell] != topology.world_size:
-        raise ConfigError(
-            f"this job is to be cell {cell}, of {sizes[cell]} ranks, but it has {topology.cells} cells and "
-            f"{topology.world_size} ranks; start as many, without a federation"
-        )
-    return cell, sizes
 
 
 @dataclass(frozen=True)
@@ -611,8 +545,7 @@ def _describe(place: ProcessEnvironment, request: _Request) -> DistributedState:
         torch.cuda.set_device(request.device)  # the setters' first collective needs each rank on its own GPU
         if "nccl" in request.backend and request.link_backend is None:
             _check_gpus(request.device)  # before the first call over NCCL
-    state = DistributedState()
-    state._timeouts = request.timeouts
+    state = make_state(request.timeouts)
     state.set_global(
         backend=dist.Backend(request.backend),
         device_type=torch.device(request.device.type),

@@ -24,7 +24,7 @@ from xffl.distributed.parameters import AXES, AXES_OF
 from xffl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from xffl.distributed.groups import ParallelDims
+    from xffl.distributed.cell_meshes import ParallelDims
 
 __all__ = [
     "Plain",

@@ -22,16 +22,17 @@ from torch.distributed.tensor import DTensor, parallel
 from xffl.checks import one_of
 from xffl.cluster.cells import Federation, read_federation
 from xffl.cluster.environment import complete_federation, sources_named
+from xffl.distributed.cell_meshes import CellMeshes, ParallelDims, make_cell_meshes
 from xffl.distributed.consistency import barrier, compute_device, message_device, run_on_all_ranks
-from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.groups import CellMeshes, ParallelDims, destroy_group, make_cell_meshes
+from xffl.distributed.distributed_state import DistributedState, place_of, take_off_setups
+from xffl.distributed.groups import destroy_group
+from xffl.distributed.lone_cell import read_lone_cell
 from xffl.distributed.parameters import AXES, DTYPES, JOINED, DeviceParameters, MeshSizes
 from xffl.distributed.session import (
     cleanup_distributed_process_group,
     find_sizes,
     set_up_cells,
     setup_distributed_process_group,
-    take_cell,
     waits_when_destroyed,
 )
 from xffl.distributed.sharding import local_tensor, total_norm
@@ -119,8 +120,8 @@ class DistributedWorld:
             self._is_joined_here = True
         self._state, self._device = state, None
         try:
-            if self._is_joined_here:
-                take_cell(state)
+            if self._is_joined_here and (lone_cell := read_lone_cell()) is not None:
+                lone_cell.take(state)
             mesh = self._mesh_of(state)
             self._meshes = make_cell_meshes(self._create, mesh, state.topology, state.federation, self.device.type)
         except BaseException as error:
@@ -149,7 +150,7 @@ class DistributedWorld:
             destroy_group(group)
         if self._is_laid_here:
             self._is_laid_here = False
-            state._rollback_all(destroys=destroys)
+            take_off_setups(state, destroys=destroys)
 
     def __enter__(self: W) -> W:
         if self._state is None:
@@ -184,12 +185,12 @@ class DistributedWorld:
     @property
     def rank(self) -> int:
         """Rank of this process in the world."""
-        return self.state._place()[0]
+        return place_of(self.state)[0]
 
     @property
     def world_size(self) -> int:
         """Number of all processes, of all cells."""
-        return self.state._place()[1]
+        return place_of(self.state)[1]
 
     @property
     def local_rank(self) -> int:
@@ -597,6 +598,11 @@ class DistributedWorld:
         assert model.mesh_dim_names is not None, "made with names"
         replicas, shards, _ = model.mesh_dim_names
         return model[replicas, shards] if self.dims.size("dp_replicate") > 1 else model[shards]
+
+
+def arguments_of(world: DistributedWorld) -> dict[str, Any]:
+    """Return what a world was asked for beside its device parameters; local."""
+    return dict(world._asked)
 
 
 def _copy_to_move(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from xffl.cluster.hosts import return_large_blocks
+from xffl.compat.libc import return_large_blocks
 from xffl.distributed.consistency import (
     compute_device,
     connect,
@@ -38,7 +39,7 @@ from xffl.errors import ConfigError, StateError, XfflError
 from xffl.parallel.config import DDPConfig, read_ddp
 from xffl.parallel.pipeline import split_model
 from xffl.parallel.tensor_parallel import apply_tensor_parallel
-from xffl.parallel.whole import WholeParameters, find_whole
+from xffl.parallel.whole import WholeParameters
 from xffl.planning.memory import form_of
 
 __all__ = ["SpreadOptions", "check_model", "is_meta", "named_tensors", "send_weights", "shard", "spread"]
@@ -202,6 +203,29 @@ def _read_names(names: object) -> tuple[str, ...]:
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise ConfigError(f"keep_whole must be a list of names of parameters, got {names!r}")
     return tuple(names)
+
+
+def find_whole(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Parameter]:
+    """Return the parameters that patterns of names choose, a tied one under its first name; local.
+
+    :param model: The whole model, or what it has become.
+    :param patterns: Names, or patterns of them (:mod:`fnmatch`).
+    :return: The parameters by name.
+    :raises ConfigError: if a pattern chooses none.
+    """
+    names = dict(model.named_parameters(remove_duplicate=False))
+    chosen: set[int] = set()
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise ConfigError(f"keep_whole holds {pattern!r}; give names of parameters, or patterns such as '*.scale'")
+        found = {id(parameter) for name, parameter in names.items() if fnmatchcase(name, pattern)}
+        if not found:
+            raise ConfigError(
+                f"keep_whole names {pattern!r}, but no parameter of the model is called so; give names as "
+                "named_parameters() has them, or patterns such as '*.scale'"
+            )
+        chosen |= found
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in chosen}
 
 
 def _check_whole(model: nn.Module, options: SpreadOptions, world: DistributedWorld | None) -> None:

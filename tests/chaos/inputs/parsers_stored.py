@@ -31,7 +31,7 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.elastic.federation import read_vote
 from xffl.errors import CheckpointError
 from xffl.files import read_sealed, sealed_json, write_sealed
-from xffl.reading import parse_json
+from xffl.json_text import parse_json
 from xffl.training.mixins.state import COUNTERS, read_place_file
 
 ALONE = DistributedState(rank=0, world_size=1)

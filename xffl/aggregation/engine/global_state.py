@@ -13,8 +13,8 @@ from xffl.aggregation.engine.exchange import BucketPipeline, Exchange
 from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.engine.transport import CrossCellTransport
 from xffl.aggregation.report import RoundProfile
-from xffl.distributed.collectives import CrossWorldGroup
 from xffl.distributed.consistency import run_on_all_ranks
+from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.distributed.faults import inject
 from xffl.errors import CheckpointError
 

@@ -16,7 +16,7 @@ from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.mean import combined, piece_length, weighted_mean
 from xffl.aggregation.privacy import Masker
 from xffl.aggregation.report import RoundProfile
-from xffl.distributed.collectives import CrossWorldGroup, Work
+from xffl.distributed.cross_world import CrossWorldGroup, Work
 from xffl.distributed.faults import inject
 
 __all__ = ["CrossCellTransport", "Link", "add_distances"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from xffl.cluster.hosts import expand_counts
+from xffl.cluster.host_lists import expand_counts
 from xffl.cluster.launchers import find_launcher
 from xffl.errors import ConfigError
 

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from xffl.errors import ConfigError
 from xffl.files import create
-from xffl.reading import parse_json
+from xffl.json_text import parse_json
 
 __all__ = [
     "LineBuffer",

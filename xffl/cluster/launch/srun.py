@@ -17,7 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, BinaryIO
 
-from xffl.cluster.hosts import expand_hosts, node_address
+from xffl.cluster.host_lists import expand_hosts
+from xffl.cluster.hosts import node_address
 from xffl.cluster.launch.affinity import limit_threads
 from xffl.cluster.launch.child import child_command
 from xffl.cluster.launch.failure import ExitCode, JobWatch, RankFailure, caught_signals, parse_failure

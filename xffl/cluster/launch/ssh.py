@@ -40,7 +40,8 @@ from xffl.cluster.launch.runner import RankJob
 from xffl.cluster.launchers import launcher_variables
 from xffl.cluster.slurm.allocation import Host
 from xffl.errors import LaunchError
-from xffl.reading import Fields, parse_json
+from xffl.json_text import parse_json
+from xffl.reading import Fields
 
 __all__ = ["job_of_hosts", "launch_ssh", "read_event", "shared_environment", "ssh_command"]
 
