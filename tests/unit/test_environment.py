@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from xffl.cluster import hosts
+from xffl.cluster.claims import Claim
 from xffl.cluster.environment import (
     ProcessEnvironment,
     accept_cells,
@@ -27,7 +28,6 @@ from xffl.cluster.environment import (
 from xffl.cluster.host_lists import expand_counts, expand_hosts
 from xffl.cluster.hosts import interface_address, node_address
 from xffl.cluster.lighthouse_address import elastic_cell, parse_lighthouse, restarts_of
-from xffl.cluster.placement import Claim
 from xffl.cluster.run_token import make_token_file, token_of
 from xffl.distributed.parameters import DeviceParameters
 from xffl.distributed.session import setup_distributed_process_group

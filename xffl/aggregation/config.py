@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.algorithms import registry
 from xffl.aggregation.algorithms.clients import Client, set_up
-from xffl.aggregation.algorithms.schedules import EverySteps, Schedule, schedule_of
+from xffl.aggregation.algorithms.every_steps import EverySteps, Schedule, schedule_of
 from xffl.aggregation.contributions import unwrap
 from xffl.aggregation.hierarchical import Levels, read_levels
 from xffl.aggregation.options import REMOVED, check_merge, refuse_removed

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from xffl.aggregation.aggregator import Aggregator, check_given
 from xffl.aggregation.algorithms.clients import Client, check_step
-from xffl.aggregation.algorithms.schedules import Schedule
+from xffl.aggregation.algorithms.every_steps import Schedule
 from xffl.aggregation.config import RoundArguments, RoundConfig, check_stepped, parse_round_config
 from xffl.aggregation.contributions import Snapshot, check_apart, check_outside_backward
 from xffl.aggregation.engine.global_model import digest_of

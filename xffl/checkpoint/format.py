@@ -424,7 +424,10 @@ class CellWriter(FileSystemWriter):
         self, folder: Path, values: dict[str, Plain], ties: dict[str, str], files: dict[str, FileEntry]
     ) -> None:
         super().__init__(folder, sync_files=True)
-        self.folder, self.values, self.ties, self.files = folder, values, ties, files
+        self.folder = folder
+        self.values = values
+        self.ties = ties
+        self.files = files
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file and read it back for its checksum; a rank with nothing to write makes none."""

@@ -343,7 +343,8 @@ class PendingSave:
     """A checkpoint that is being written to its ``path``, as :meth:`AsyncSaver.save` returns it."""
 
     def __init__(self, path: Path, saver: AsyncSaver) -> None:
-        self.path, self._saver = path, saver
+        self.path = path
+        self._saver = saver
 
     def then(self, call: Callable[[dist.ProcessGroup | None], None]) -> None:
         """Call something on the saver's thread when the checkpoint is whole, and nothing where it failed.

@@ -17,10 +17,11 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from xffl.checks import decimal, shown
+from xffl.cluster.claims import Claim
 from xffl.cluster.host_lists import expand_counts, expand_hosts
 from xffl.cluster.hosts import host_identity, node_address, reachable_address
 from xffl.cluster.network import control_address
-from xffl.cluster.placement import Claim, place_ranks
+from xffl.cluster.placement import place_ranks
 from xffl.errors import LaunchError
 
 __all__ = [

@@ -51,7 +51,9 @@ class CrossWorldGroup:
         self, address: str, name: str, rank: int, size: int, *, first: int, connect_s: float, timeout_s: float
     ) -> None:
         host, _, port = address.rpartition(":")
-        self.name, self.first, self.timeout_s = name, first, timeout_s
+        self.name = name
+        self.first = first
+        self.timeout_s = timeout_s
         others = open_sockets()
         store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=connect_s))
         self.store = PrefixStore(name, store)
@@ -62,7 +64,8 @@ class CrossWorldGroup:
         opened = open_sockets() - others
         for descriptor in opened:
             limit_silence(descriptor, SILENT_S)
-        self.quick_timeout_s, self._quick = timeout_s, 0
+        self.quick_timeout_s = timeout_s
+        self._quick = 0
         self._connections = find_connections(opened, others, int(port), size - 1)
         self._waits: queue.SimpleQueue[tuple[dist.Work, timedelta, queue.SimpleQueue[Any]] | None] = queue.SimpleQueue()
         threading.Thread(target=_wait, args=[self._waits], name="xffl-messages", daemon=True).start()
@@ -120,7 +123,8 @@ class CrossWorldGroup:
     def all_reduce(self, values: torch.Tensor, op: Any) -> None:
         """Reduce values in place."""
         options = dist.AllreduceOptions()
-        options.reduceOp, options.timeout = op, timedelta(seconds=self.timeout_s)
+        options.reduceOp = op
+        options.timeout = timedelta(seconds=self.timeout_s)
         self._gloo.allreduce([values], options).wait(timedelta(seconds=self.timeout_s))
 
     def barrier(self, messages: int) -> None:
@@ -140,7 +144,9 @@ class CrossWorldGroup:
     def broadcast(self, values: torch.Tensor, source: int) -> None:
         """Replace values by those of a rank of the group."""
         options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout = source, 0, timedelta(seconds=self.timeout_s)
+        options.rootRank = source
+        options.rootTensor = 0
+        options.timeout = timedelta(seconds=self.timeout_s)
         self._gloo.broadcast([values], options).wait(timedelta(seconds=self.timeout_s))
 
     def unproven(self, token: bytes, timeout_s: float, agreed: bytes = b"") -> list[int]:
@@ -192,7 +198,9 @@ class _Message:
     """A message that is sent or received."""
 
     def __init__(self, work: dist.Work, group: CrossWorldGroup, *, is_received: bool) -> None:
-        self._work, self._group, self._is_received = work, group, is_received
+        self._work = work
+        self._group = group
+        self._is_received = is_received
 
     def wait(self) -> Any:
         return self._group.wait(self._work, is_received=self._is_received)

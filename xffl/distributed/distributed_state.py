@@ -362,8 +362,11 @@ class DistributedState:
                 _check_link(link)
                 checked = with_host_side(checked)
             share(f"{checked}, {link}, {device}, {master_addr}, {port}, {place[1]} ranks")
-        self.backend, self.device_type, self._link_backend = checked, device, link
-        self.master_addr, self.master_port = master_addr, port
+        self.backend = checked
+        self.device_type = device
+        self._link_backend = link
+        self.master_addr = master_addr
+        self.master_port = port
         self.rank, self.world_size = place
 
     def set_node(self, node_local_rank: int, node_local_size: int, node_rank: int, node_world_size: int) -> None:
@@ -428,7 +431,8 @@ class DistributedState:
                 if device.type == "meta" and not meta_initialization:
                     raise ConfigError("init_device 'meta' needs meta_initialization=True, as it holds no values")
             share(f"meta_initialization={meta_initialization}")
-        self.init_device, self.meta_initialization = device, meta_initialization
+        self.init_device = device
+        self.meta_initialization = meta_initialization
 
     # FSDP and HSDP over the world -------------------------------------------------------------------------------------
 
@@ -513,8 +517,10 @@ class DistributedState:
         topology = _check_replicas(shard, size, replica, replica_world_size, self._place(), self._topology)
         with setup_transaction(self, "set_hsdp"):
             self._topology = topology
-            self.replica_local_rank, self.replica_local_size = shard, size
-            self.replica_rank, self.replica_world_size = replica, topology.replica_counts
+            self.replica_local_rank = shard
+            self.replica_local_size = size
+            self.replica_rank = replica
+            self.replica_world_size = topology.replica_counts
 
     def unset_hsdp(self) -> None:
         """Restore what was before :meth:`set_hsdp`, if it was called, and destroy its groups.
@@ -594,8 +600,10 @@ class DistributedState:
         rank, _ = self._initialized_place("set_federated_scaling")
         at = topology.coordinates(rank)
         self._topology = topology
-        self.federated_rank, self.federated_world_size = at.cell, topology.cells
-        self.federated_local_rank, self.federated_local_size = at.local_rank, topology.sizes
+        self.federated_rank = at.cell
+        self.federated_world_size = topology.cells
+        self.federated_local_rank = at.local_rank
+        self.federated_local_size = topology.sizes
         self._set_rank_role()
         groups = make_groups(self._create_group, topology, rank, ALL_KINDS, self.handle_count)
         (self.federation,) = groups["federation"] or (None,)
@@ -616,7 +624,8 @@ class DistributedState:
         if not self.is_federated_scaling_setup():
             raise StateError("senders are between federated groups only; call set_federated_scaling first")
         at = self.topology.coordinates(self._place()[0])
-        self.is_sender, self.receive_from = at.is_sender, at.receive_from
+        self.is_sender = at.is_sender
+        self.receive_from = at.receive_from
 
     def _get_communicating_processes(self, federated_rank: int) -> tuple[int, ...]:
         """Return the senders of a federated group, by shard."""

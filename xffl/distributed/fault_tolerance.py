@@ -145,7 +145,9 @@ class FaultTolerantWorld(DistributedWorld):
         self._parts.clear()
         if self.is_set_up:
             set_data_place(self.state, None)
-        self._optimizer, self._pg, self._is_in_step = None, None, False
+        self._optimizer = None
+        self._pg = None
+        self._is_in_step = False
         super().teardown(synchronize=synchronize)
         self._store = None  # other ranks of this group have left it
 
@@ -236,7 +238,8 @@ class FaultTolerantWorld(DistributedWorld):
         def take_over(saved: Any) -> None:
             self._spoiled = name
             give(name, part, saved)
-            self._spoiled, self._has_taken_over = None, True
+            self._spoiled = None
+            self._has_taken_over = True
 
         self._parts[name] = part
         self._is_checked = False
@@ -269,7 +272,9 @@ class FaultTolerantWorld(DistributedWorld):
 
     def _agree_on_step(self, manager: Manager) -> None:
         """Ask the lighthouse who lives, until it answers; take over what a group that is ahead has."""
-        self._has_taken_over, self._spoiled, self._pg.conflict = False, None, None
+        self._has_taken_over = False
+        self._spoiled = None
+        self._pg.conflict = None
         deadline = time.monotonic() + self.device_parameters.comm.train_timeout_seconds
         while True:
             try:

@@ -250,7 +250,15 @@ def setup_distributed_process_group(
             if error is not None:
                 raise error
             request = _request(
-                place, backend, device, federated, hsdp, streams, levels, device_parameters, link_backend
+                place,
+                backend=backend,
+                device=device,
+                federated=federated,
+                hsdp=hsdp,
+                streams=streams,
+                timeouts=levels,
+                parameters=device_parameters,
+                link_backend=link_backend,
             )
         except XfflError as wrong:
             error = wrong
@@ -473,6 +481,7 @@ class _Request:
 
 def _request(
     place: ProcessEnvironment,
+    *,
     backend: str | None,
     device: torch.device | str | int | None,
     federated: Federation | None,
@@ -480,7 +489,7 @@ def _request(
     streams: int | None,
     timeouts: Timeouts,
     parameters: DeviceParameters | None,
-    link_backend: str | None = None,
+    link_backend: str | None,
 ) -> _Request:
     """Fill in what was not asked for, from the environment and the machine."""
     default = "cuda" if torch.cuda.is_available() else "cpu"
@@ -498,7 +507,17 @@ def _request(
         link = None
     elif link is not None:
         kind = with_host_side(kind)
-    request = _Request(kind, chosen, sizes, hsdp, count, timeouts, parameters, link, sources)
+    request = _Request(
+        backend=kind,
+        device=chosen,
+        federated=sizes,
+        hsdp=hsdp,
+        streams=count,
+        timeouts=timeouts,
+        parameters=parameters,
+        link_backend=link,
+        sources=sources,
+    )
     if not isinstance(sizes, str):
         with sources_named(sources):
             _resolve_mesh(request, place.world_size, sizes)  # raises what is wrong before the ranks join

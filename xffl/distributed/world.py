@@ -118,7 +118,8 @@ class DistributedWorld:
             }
             state = setup_distributed_process_group(**self._asked, **limits, device_parameters=self.device_parameters)
             self._is_joined_here = True
-        self._state, self._device = state, None
+        self._state = state
+        self._device = None
         try:
             if self._is_joined_here and (lone_cell := read_lone_cell()) is not None:
                 lone_cell.take(state)

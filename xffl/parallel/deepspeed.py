@@ -25,8 +25,9 @@ from xffl.distributed.parameters import AXES, DeviceParameters
 from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, StateError
 from xffl.extras import optional_import
+from xffl.parallel.meta_weights import Initializer
 from xffl.parallel.pipeline import Loss
-from xffl.parallel.spread import Initializer, SpreadOptions, check_model, is_meta, named_tensors, send_weights
+from xffl.parallel.spread import SpreadOptions, check_model, is_meta, named_tensors, send_weights
 from xffl.parallel.strategy import DistributedStrategy
 from xffl.parallel.zero_mark import NO_ENGINE, UNREADY, find_masters, is_cut, mark
 from xffl.parallel.zero_view import Masters
@@ -295,7 +296,8 @@ class _CellBackend:
     """
 
     def __init__(self, inner: Any, cell: dist.ProcessGroup) -> None:
-        self.inner, self._cell = inner, cell
+        self.inner = inner
+        self._cell = cell
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -409,7 +411,8 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def look_up(self) -> None:
         """Take options and state of the inner optimizer, which a checkpoint may have replaced; local."""
-        self.param_groups, self.state = self._inner.param_groups, self._inner.state
+        self.param_groups = self._inner.param_groups
+        self.state = self._inner.state
 
     @property
     def engine(self) -> Any:

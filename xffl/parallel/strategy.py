@@ -31,8 +31,8 @@ from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, StateError
 from xffl.parallel.config import PRECISIONS, StrategyConfig, read_config
 from xffl.parallel.context_parallel import split_sequence
+from xffl.parallel.meta_weights import Initializer
 from xffl.parallel.pipeline import Loss
-from xffl.parallel.spread import Initializer
 
 __all__ = ["DistributedStrategy", "to_device"]
 

@@ -50,10 +50,13 @@ class Masters:
     """
 
     def __init__(self, engine: Any, model: nn.Module, mesh: DeviceMesh) -> None:
-        self._engine, self._model, self._mesh = engine, model, mesh
+        self._engine = engine
+        self._model = model
+        self._mesh = mesh
         self._stage = int(engine.zero_optimization_stage())
         self._device = torch.device(engine.device)
-        self._place, self._size = mesh.get_local_rank(), mesh.size()
+        self._place = mesh.get_local_rank()
+        self._size = mesh.size()
         self._steps = -1
         zero = engine.optimizer
         groups = zero.fp16_groups if self._stage == 3 else zero.bit16_groups

@@ -46,7 +46,7 @@ KINDS: Mapping[str, str] = {
     "server": "torch.optim.Optimizer",
     "combine": "xffl.aggregation.algorithms.combiners.Combiner",
     "client": "xffl.aggregation.algorithms.clients.Client",
-    "schedule": "xffl.aggregation.algorithms.schedules.Schedule",
+    "schedule": "xffl.aggregation.algorithms.every_steps.Schedule",
     "privacy": "",
     "partition": "",
 }

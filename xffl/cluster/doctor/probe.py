@@ -461,7 +461,10 @@ class HostChecks:
         self, request: Request, environ: Mapping[str, str], launcher: str = "none", mpi: Finding | None = None
     ) -> None:
         """Start importing torch, which takes long; ``mpi`` is what had to be checked before the ranks could meet."""
-        self._request, self._environ, self._launcher, self._mpi = request, environ, launcher, mpi
+        self._request = request
+        self._environ = environ
+        self._launcher = launcher
+        self._mpi = mpi
         self._files = resource.getrlimit(resource.RLIMIT_NOFILE)  # rank 0 raises its own later
         self._listeners: list[socket.socket] = []
         self._torch: Program | None = None

@@ -119,8 +119,12 @@ class _Cell:
     def __init__(self, job: CellJob, restarts: int, folder: str, lives: CellLives | None) -> None:
         self.code: int | None = None  # how it has ended for good
         self.ended_at = 0.0
-        self._job, self._restarts, self._folder, self._lives = job, restarts, folder, lives
-        self._first, self._restarted = restarts_of(), 0
+        self._job = job
+        self._restarts = restarts
+        self._folder = folder
+        self._lives = lives
+        self._first = restarts_of()
+        self._restarted = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._due = 0.0
         self._failures = ""  # where its launcher tells how the ranks have failed
@@ -186,7 +190,8 @@ class _Cell:
         )
 
     def _end(self, code: int) -> None:
-        self.code, self.ended_at = code, time.monotonic()
+        self.code = code
+        self.ended_at = time.monotonic()
         if self._lives is not None:
             self._lives.end_cell(self._job.number, code)
 

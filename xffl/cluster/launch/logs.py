@@ -201,7 +201,9 @@ class Stream:
     def __init__(
         self, folder: Path, out: BinaryIO, ranks: Collection[int] | None = None, begin: dict[Path, int] | None = None
     ) -> None:
-        self.folder, self.out, self.ranks = folder, out, ranks
+        self.folder = folder
+        self.out = out
+        self.ranks = ranks
         self._read_to = dict(begin or {})
         self._buffers: defaultdict[Path, LineBuffer] = defaultdict(LineBuffer)
         self._looked_at = 0

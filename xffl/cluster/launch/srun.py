@@ -114,7 +114,9 @@ class _Step:
     """One srun, with the threads that read from it."""
 
     def __init__(self, layout: JobLayout, watch: JobWatch, is_labelled: bool) -> None:
-        self._layout, self._watch, self._is_labelled = layout, watch, is_labelled
+        self._layout = layout
+        self._watch = watch
+        self._is_labelled = is_labelled
         self._marked = MarkedLines()
         self._id: str | None = None
         self._has_ranks = False  # whether a rank has told or shown that it was started

@@ -264,7 +264,9 @@ class _Job:
     def __init__(
         self, layout: JobLayout, watch: JobWatch, is_labelled: bool, take_signals: Callable[[], list[tuple[int, bool]]]
     ) -> None:
-        self._layout, self._watch, self._is_labelled = layout, watch, is_labelled
+        self._layout = layout
+        self._watch = watch
+        self._is_labelled = is_labelled
         self._take_signals = take_signals
         self._events: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
         self._connections: list[HostConnection] = []
