@@ -12,7 +12,7 @@ from torch import nn
 
 import xffl
 from xffl.aggregation.engine.exchange import RoundRun
-from xffl.aggregation.engine.plan import RoundContext
+from xffl.aggregation.engine.transfers import RoundContext
 from xffl.aggregation.hierarchical import Levels
 from xffl.aggregation.options import Options
 

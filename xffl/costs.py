@@ -14,6 +14,7 @@ from xffl.errors import ConfigError
 
 __all__ = [
     "EXCHANGE_FORMAT",
+    "EXPORT_FORMAT",
     "FORMS",
     "IN_FLIGHT",
     "IN_FLIGHT_BYTES",
@@ -53,15 +54,18 @@ MOST_IN_FLIGHT = 16
 IN_FLIGHT_BYTES = 2**25
 """Bytes that are under way towards a rank, where that takes more buckets than :data:`IN_FLIGHT`."""
 
-STATUS_BYTES = 128
+STATUS_BYTES = 192
 """What each rank tells all others in a vote, see :class:`xffl.aggregation.engine.groups.RoundStatus`."""
 
-EXCHANGE_FORMAT = 1
-"""Number of the format of all that cells give each other: votes, values, records of elastic cells, and exports.
+EXCHANGE_FORMAT = 2
+"""Number of the format of all that cells of a network give each other: votes, values, records of elastic cells.
 
 Raise it with each change after which one side would read otherwise what the other has written
 (docs/round_formats.rst, "Format of an exchange").
 """
+
+EXPORT_FORMAT = 1
+"""The same of what cells give each other in files: exports, and the models that are combined from them."""
 
 CODECS: dict[str, dict[str, tuple[str, ...]]] = {
     "none": {},

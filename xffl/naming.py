@@ -49,6 +49,12 @@ def import_named(path: str, what: str, *, writer: Writer) -> Any:
     module, _, name = path.rpartition(".")
     try:
         return getattr(import_module(module), name)
+    except ModuleNotFoundError as wrong:
+        raise ConfigError(
+            f"{what}: {path} cannot be imported ({wrong}); give the dotted path of a class or function, such as "
+            "package.module.name, and set PYTHONPATH to the folder of its package (PYTHONPATH=. for the working "
+            "folder, which is not searched by itself)"
+        ) from wrong
     except (ImportError, AttributeError, TypeError, ValueError) as wrong:
         raise ConfigError(f"{what}: {path} cannot be imported ({wrong}); give that of a class or function") from wrong
 

@@ -241,27 +241,27 @@ def other_server(rank: int, world_size: int) -> None:
         (
             "sgd",
             {"name": "sgd", "schedule": "StepLR:step_size=1"},
-            "schedule=none, and this aggregator's has schedule=S",
+            "schedule=none, and this one has schedule=step_decay",
         ),
-        ({"name": "sgd", "schedule": "StepLR:step_size=1"}, "sgd", "schedule=StepLR, and this aggregator's has sche"),
+        ({"name": "sgd", "schedule": "StepLR:step_size=1"}, "sgd", "schedule=step_decay, and this one has sche"),
         (
             {"name": "sgd", "schedule": "StepLR:step_size=2"},
             {"name": "sgd", "schedule": "StepLR:step_size=1"},
             "size=2",
         ),
-        ("diloco", "sgd", "lr=0.7, momentum=0.9, nesterov=True, and this aggregator's has lr=1.0, momentum=0, nest"),
-        ("diloco", "diloco:lr=0.1", "lr=0.7, and this aggregator's has lr=0.1"),
+        ("diloco", "sgd", "lr=0.7, momentum=0.9, nesterov=True, and this one has lr=1.0, momentum=0.0, nest"),
+        ("diloco", "diloco:lr=0.1", "lr=0.7, and this one has lr=0.1"),
     ):
         model = build(state)
         aggregator = xffl.Aggregator(model, state, server=first)
         moved(model, state, 0)
         aggregator.aggregate()
         other = xffl.Aggregator(model, state, server=second)
-        assert other._exchange.global_model is not None
-        before = other._exchange.global_model.state_dict()
+        assert other.global_model is not None
+        before = other.global_model.state_dict()
         with pytest.raises(xffl.CheckpointError, match=f"{what}.*; resume with the same server, options"):
             other.load_state_dict(aggregator.state_dict())
-        assert repr(other._exchange.global_model.state_dict()) == repr(before)
+        assert repr(other.global_model.state_dict()) == repr(before)
 
 
 def test_the_state_of_another_server_is_refused() -> None:
@@ -276,7 +276,7 @@ def torn(rank: int, world_size: int) -> None:
     aggregator = xffl.Aggregator(model, state, server="fedavgm")
     saved = aggregator.state_dict()
     moved(model, state, 0)
-    target, name = ((aggregator._exchange.global_model, "step"), (aggregator._exchange.layout, "unpack"))[rank]
+    target, name = ((aggregator.global_model, "step"), (aggregator._exchange.layout, "unpack"))[rank]
     real = getattr(target, name)
 
     def stop(*args: Any, **options: Any) -> None:

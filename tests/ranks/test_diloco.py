@@ -277,7 +277,7 @@ def resumed(rank: int, world_size: int, sizes: tuple[int, ...], hsdp: int | None
                 optimizer.load_state_dict(copy.deepcopy(saved[source]["optimizer"]))
                 kept = copy.deepcopy(saved[source]["rounds"])
                 for one in kept["aggregator"]["agreed"]["optimizers"].values() if forgets else ():
-                    for value in one["elements"]["momentum_buffer"].values():
+                    for value in one["elements"]["momentum"].values():
                         value.zero_()
                 scaling.load_state_dict(kept)
             for number in range(source or 0, steps):
@@ -338,8 +338,8 @@ def scheduled(rank: int, world_size: int) -> float:
             for number in range(6):
                 step(model, optimizer, cell, number)
         kept = scaling.aggregator.state_dict()["agreed"]["optimizers"][0]
-        assert kept["options"]["lr"] == pytest.approx(LR * 0.5**3)
-        assert {value.device.type for value in kept["elements"]["momentum_buffer"].values()} == {"cpu"}
+        assert kept["step"] == 6
+        assert {value.device.type for value in kept["elements"]["momentum"].values()} == {"cpu"}
     assert optimizer.param_groups[0]["lr"] == 0.3 and taken == 6
     return worst
 

@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,18 +25,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.lr_scheduler import StepLR
 
 import xffl
 from tests.ports import free_port
 from tests.worlds import be_launched, run_world
 from xffl.aggregation import elastic
 from xffl.aggregation.algorithms.clients import Scaffold, local
-from xffl.aggregation.algorithms.server import ServerOptimizer
 from xffl.aggregation.elastic import ElasticAggregator
 from xffl.aggregation.engine.consensus import RoundInput
-from xffl.aggregation.engine.transport import CrossCellTransport
+from xffl.aggregation.engine.stages.hand_over import SharedValues
 from xffl.cluster.lighthouse_page import read_lighthouse
+from xffl.costs import EXCHANGE_FORMAT
 from xffl.distributed import ElasticParameters, faults
 from xffl.distributed.faults import PHASES, Fault
 from xffl.elastic import federation
@@ -304,7 +302,7 @@ SERVERS = {
     "fedadam": "fedadam:lr=0.02",
     "fedyogi": "fedyogi:lr=0.02",
     "momentum": "fedavgm:lr=0.1",
-    "schedule": ServerOptimizer(torch.optim.AdamW, {"lr": 0.02}, partial(StepLR, step_size=2, gamma=0.9)),
+    "schedule": {"name": "AdamW", "lr": 0.02, "schedule": "StepLR:step_size=2,gamma=0.9"},
 }
 
 
@@ -373,13 +371,13 @@ def test_a_late_cell_takes_all_of_it_from_another_one_where_the_giving_cell_is_l
 
 def be_on_a_slow_link(rank: int, world: int, plan: Plan) -> Told:
     """Be one of three cells; each bucket of what a late one takes over needs a tenth of what a message may take."""
-    share = CrossCellTransport.share
+    prepare = SharedValues.prepare
 
-    def slowly(self: CrossCellTransport, *args: Any) -> Iterator[int]:
+    def slowly(self: SharedValues) -> None:
         time.sleep(0.1)
-        yield from share(self, *args)
+        prepare(self)
 
-    with mock.patch.object(elastic, "LEAST_TIMEOUT_S", 1.0), mock.patch.object(CrossCellTransport, "share", slowly):
+    with mock.patch.object(elastic, "LEAST_TIMEOUT_S", 1.0), mock.patch.object(SharedValues, "prepare", slowly):
         return member(rank, world, plan)
 
 
@@ -493,16 +491,17 @@ def run_mixed(url: str, formats: dict[int, int], torches: dict[int, str], **more
 
 def test_a_cell_of_another_exchange_format_is_refused_alone(lighthouse: str) -> None:
     steps = {"late": (2,), "steps": {0: 300, 1: 300}, "rounds": 150}
-    *others, (_, refusal) = run_mixed(lighthouse, {2: 2}, {}, **steps)
+    *others, (_, refusal) = run_mixed(lighthouse, {2: 9}, {}, **steps)
     here = f"(xffl {xffl.__version__})"
     advice = "run versions of xffl that have one exchange format in all cells"
+    own = f"{EXCHANGE_FORMAT} {here}"
     assert refusal in {
-        f"the exchange format of cell {cell} is 1 {here}, that of this cell is 2 {here}; {advice}" for cell in (0, 1)
+        f"the exchange format of cell {cell} is {own}, that of this cell is 9 {here}; {advice}" for cell in (0, 1)
     }
     check_alike([told for _, told in others])
     for written, told in others:
         assert [line for line in written.splitlines() if "waits" not in line] == [
-            f"xffl: the exchange format of cell 2 is 2 {here}, that of this cell is 1 {here}; {advice}; it is left out"
+            f"xffl: the exchange format of cell 2 is 9 {here}, that of this cell is {own}; {advice}; it is left out"
         ]
         assert told.cells[max(told.cells)] == (0, 1)
 

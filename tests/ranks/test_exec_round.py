@@ -27,7 +27,7 @@ with xffl.session(timeout_s=60) as state:
     aggregator = xffl.Aggregator(model, state, bucket_bytes=512)
     aggregator.aggregate()
     if state.rank == 2:
-        RoundRun._read = die
+        RoundRun.read = die
     aggregator.aggregate()
     print("the second round took place", flush=True)
 """

@@ -20,7 +20,7 @@ from tests.rounds import replace_exchange
 from tests.worlds import run_world
 from xffl.aggregation import Level, Levels
 from xffl.aggregation.engine.consensus import RoundInput
-from xffl.aggregation.engine.plan import RoundContext
+from xffl.aggregation.engine.transfers import RoundContext
 
 Array = npt.NDArray[np.float64]
 Groups = tuple[tuple[int, ...], ...]

@@ -22,6 +22,7 @@ from xffl.aggregation.exports import export_cell
 from xffl.aggregation.mean import weighted_mean
 from xffl.cli.main import main
 from xffl.cluster.runtimes import Runtime, runtime_table
+from xffl.costs import EXCHANGE_FORMAT
 from xffl.distributed.consistency import holders_text, own_runtime
 from xffl.training.run_directory import RunDirectory
 
@@ -31,7 +32,7 @@ ADVICE = "run versions of xffl that have one exchange format in all cells"
 
 def of_another_format(rank: int, world_size: int, port: int) -> str:
     if rank == 2:
-        sys.modules["xffl.cluster.hosts"].EXCHANGE_FORMAT = 2
+        sys.modules["xffl.cluster.hosts"].EXCHANGE_FORMAT = 9
     be_launched(rank, world_size, port)
     with pytest.raises(xffl.ConfigError) as raised, xffl.session(federated=2):
         raise AssertionError("the ranks have met")
@@ -46,7 +47,7 @@ def test_another_exchange_format_is_refused_on_all_ranks_before_they_join() -> N
         rf"{ADVICE} \(first told by rank .\)",
         text,
     )
-    assert numbers is not None and {*numbers.groups()} == {"1", "2"}, text
+    assert numbers is not None and {*numbers.groups()} == {str(EXCHANGE_FORMAT), "9"}, text
 
 
 def of_another_patch(rank: int, world_size: int, port: int) -> str:
@@ -70,7 +71,7 @@ def test_another_patch_level_of_the_same_format_is_not_refused() -> None:
 
 def by_hand(rank: int, world_size: int) -> str:
     if rank == 1:
-        sys.modules["xffl.aggregation.aggregator"].EXCHANGE_FORMAT = 2
+        sys.modules["xffl.aggregation.aggregator"].EXCHANGE_FORMAT = 9
     state = xffl.DistributedState()
     state.set_global("gloo", torch.device("cpu"), "127.0.0.1", 1, rank, world_size)
     state.set_federated_scaling(1)
@@ -81,7 +82,7 @@ def by_hand(rank: int, world_size: int) -> str:
 
 def test_another_exchange_format_is_refused_where_a_world_was_made_by_hand() -> None:
     told = {*run_world(2, by_hand)}
-    assert told == {f"'(exchange format)' differs: 1 on ranks 0; 2 on ranks 1; {ADVICE}"}
+    assert told == {f"'(exchange format)' differs: {EXCHANGE_FORMAT} on ranks 0; 9 on ranks 1; {ADVICE}"}
 
 
 def mixed(rank: int, world_size: int, port: int, torches: dict[int, str], folder: str) -> tuple[str, list[float], bool]:
@@ -111,7 +112,7 @@ def run_mixed(folder: Path, torches: dict[int, str]) -> tuple[list[str], list[di
     told = run_world(6, mixed, free_port(), torches, str(folder), init=False)
     assert all(values == told[0][1] and is_mean for _, values, is_mean in told)
     environment = json.loads((folder / "environment.json").read_text())
-    assert environment["exchange_format"] == 1
+    assert environment["exchange_format"] == EXCHANGE_FORMAT
     return [text for text, *_ in told], environment["runtimes"]
 
 
@@ -177,7 +178,7 @@ def test_cells_with_different_versions_of_torch_make_rounds(tmp_path: Path) -> N
 
 
 def exported(rank: int, world_size: int, cell: int, format_number: int, folder: str) -> None:
-    sys.modules["xffl.aggregation.exports"].EXCHANGE_FORMAT = format_number
+    sys.modules["xffl.aggregation.exports"].EXPORT_FORMAT = format_number
     with xffl.session() as state:
         export_cell(folder, xffl.shard(nn.Linear(2, 2), state), state, cell=cell, cells=2)
 

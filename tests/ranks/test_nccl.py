@@ -29,8 +29,7 @@ from xffl.aggregation.algorithms.server import server_of
 from xffl.aggregation.bench import Effort, measure
 from xffl.aggregation.engine import transport
 from xffl.aggregation.engine.buffers import HostCopies
-from xffl.aggregation.engine.cell import BucketMemory
-from xffl.aggregation.engine.exchange import RoundRun
+from xffl.aggregation.engine.exchange import BucketMemory, RoundRun
 from xffl.aggregation.engine.groups import VOTE_TAG, Progress, RoundScope
 from xffl.aggregation.options import Options
 from xffl.aggregation.privacy import Privacy
@@ -136,7 +135,8 @@ def options_of(layout: Layout) -> tuple[dict[str, Any], ...]:
     return tuple({**row, "bucket_bytes": 2**11, "count": count} for row, count in zip(chosen, counts, strict=True))
 
 
-BUFFERS, CELL = "aggregation/engine/buffers.py", "aggregation/engine/cell.py"
+BUFFERS, CELL = "aggregation/engine/buffers.py", "aggregation/engine/exchange.py"
+MEANS = "aggregation/engine/cell.py"
 CODED = {"model": "little", "bucket_bytes": 2**10}
 STEPPED = {"server": "fedadam:lr=0.03"}
 ROUNDS: dict[str, tuple[tuple[int, ...], int | None, tuple[dict[str, Any], ...]]] = {
@@ -272,7 +272,7 @@ def handed_round(traces: list[list[Record]], cells: tuple[int, ...]) -> set[int]
     topology, ranks = Topology(sum(cells), cells), set()
     for rank, trace in enumerate(traces):
         for call in trace:
-            if isinstance(call, Call) and call.at.startswith(CELL):
+            if isinstance(call, Call) and call.at.startswith((CELL, MEANS)):
                 assert {topology.cell_of(one) for one in call.group[1]} == {topology.cell_of(rank)}
                 ranks.add(rank)
     return ranks
@@ -736,8 +736,8 @@ def host_memory_is_used_again() -> None:
         real(self, transfer, bucket, memory)
         memory.out.cpu().zero_() if memory.out.device.type == "cpu" else None
 
-    real = RoundRun._write
-    mock.patch.object(RoundRun, "_write", write).start()
+    real = RoundRun.write
+    mock.patch.object(RoundRun, "write", write).start()
 
 
 @pytest.mark.parametrize(

@@ -270,7 +270,7 @@ def test_a_server_needs_one_model_to_start_from() -> None:
 
 def fails_while_protecting(rank: int, world_size: int, step: str) -> tuple[str, list[float]]:
     """A rank fails before its update is protected, and sends on: what it sends must hold nothing of the update."""
-    from xffl.aggregation.engine import exchange as protection
+    from xffl.aggregation.engine.stages import privacy as protection
 
     state = make_state(rank, (2, 2), None)
     model = build(state)
@@ -292,7 +292,7 @@ def fails_while_protecting(rank: int, world_size: int, step: str) -> tuple[str, 
     if rank == 1 and step == "noise":
         protection.privatize = fails
     if rank == 1 and step == "norm":
-        aggregator._exchange.global_model.squared_distance = fails  # type: ignore[union-attr,method-assign]
+        aggregator.global_model.squared_distance = fails  # type: ignore[union-attr,method-assign]
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(1.0)
@@ -309,7 +309,7 @@ def test_what_could_not_be_protected_does_not_leave(step: str) -> None:
 
 def fails_under_masks(rank: int, world_size: int) -> float:
     """A cell that fails sends no masked zeros: with its own row taken off the sum, each would read the third one's."""
-    from xffl.aggregation.engine import exchange as protection
+    from xffl.aggregation.engine.stages import privacy as protection
 
     state = make_state(rank, (1, 1, 1), None)
     torch.manual_seed(0)

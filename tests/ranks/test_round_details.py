@@ -26,6 +26,8 @@ from xffl.aggregation.engine import consensus, transport
 from xffl.aggregation.engine import groups as routes
 from xffl.aggregation.engine.consensus import RoundInput
 from xffl.aggregation.engine.groups import start_moves
+from xffl.aggregation.engine.stages.codecs import Codecs
+from xffl.aggregation.engine.stages.masks import Masks
 from xffl.aggregation.hierarchical import Level, Levels
 from xffl.costs import IN_FLIGHT
 
@@ -173,13 +175,14 @@ def seeds(rank: int, world_size: int) -> None:
     state = make_state(rank, (1, 1), None)
     model = nn.Sequential(linear(), linear().double())
     aggregator = xffl.Aggregator(model, state, codec="int4:rounding=stochastic", bucket_bytes=128)
-    link, transfers = aggregator._exchange.link, aggregator._exchange.transfers
+    codecs, transfers = aggregator._exchange.find(Codecs), aggregator._exchange.transfers
+    assert codecs is not None
     assert [len(transfer.buckets) for transfer in transfers] == [2, 4]
     found = []
     for number in range(3):
         for transfer in transfers:
             of_buckets = itertools.product(transfer.buckets, (-1, 0, 1))
-            found += [link.seed_of(number, transfer, bucket, part) for bucket, part in of_buckets]
+            found += [codecs.seed_of(number, transfer, bucket, part) for bucket, part in of_buckets]
     everywhere = [*itertools.chain.from_iterable(everyones(found))]
     assert len(set(everywhere)) == len(everywhere) == 2 * 3 * 6 * 3
 
@@ -311,8 +314,9 @@ def masks_apart(rank: int, world_size: int) -> None:
     state = make_state(rank, (1, 1, 1), None)
     aggregator = xffl.Aggregator(linear(), state, secure=True)
     if rank == 1:
-        assert aggregator._exchange.masker is not None
-        aggregator._exchange.masker.start_attempt(5, (0, 1, 2))
+        masks = aggregator._exchange.find(Masks)
+        assert masks is not None
+        masks.masker.start_attempt(5, (0, 1, 2))
     assert aggregator.aggregate().round == 1
 
 

@@ -26,7 +26,7 @@ from xffl.aggregation.engine import buffers as pool
 from xffl.aggregation.engine import consensus as protocol
 from xffl.aggregation.engine import transport
 from xffl.aggregation.engine.exchange import RoundRun
-from xffl.aggregation.engine.plan import RoundContext
+from xffl.aggregation.engine.transfers import RoundContext
 from xffl.aggregation.report import RoundProfile
 
 
@@ -526,6 +526,37 @@ def out_of_a_delay(rank: int, world_size: int) -> None:
     assert aggregator.under_way is None and aggregator.aggregate().round == 2
 
 
+def closed(rank: int, world_size: int) -> None:
+    """A closed aggregator makes no round, whether it had groups of its own to give back or not."""
+    state = make_state(rank, (1, 1), None)
+    for overlap in (False, True):
+        aggregator = xffl.Aggregator(linear(seed=0), state, overlap=overlap)
+        assert aggregator.aggregate().round == 1
+        aggregator.close()
+        for call in (aggregator.aggregate, aggregator.close):
+            with pytest.raises(xffl.StateError, match="closed; make another one"):
+                call()
+        assert aggregator.is_closed and aggregator.state_dict()["rounds"] == 1
+
+
+def two_blocks(rank: int, world_size: int) -> None:
+    """A second block goes on where the first has ended: with the server's momentum, and what the codec left out."""
+    state = make_state(rank, (1, 1), None)
+    ends = []
+    for blocks in ((6,), (2, 4)):
+        model = linear(seed=0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = {"server": "fedavgm:lr=0.5,momentum=0.9", "codec": "int4"}
+        scaling = xffl.FederatedScaling(model, optimizer, state, every=2, aggregator=options)
+        for steps in blocks:
+            with scaling:
+                for _ in range(steps):
+                    train(model, optimizer, rank, 1)
+        assert scaling.aggregator.rounds == 3
+        ends.append(model.weight.detach().clone())
+    assert torch.equal(*ends)
+
+
 def ways_to_merge(rank: int, world_size: int) -> None:
     state = make_state(rank, (2, 2), 1)
     model = linear(seed=rank // 2)
@@ -633,6 +664,8 @@ def stopped_in_a_refusal(rank: int, world_size: int, stop: type[BaseException], 
         (2, a_finished_cell_counts_in_every_fragment, ()),
         (2, interrupted_while_it_waits, ()),
         (2, an_opening_is_no_end, ()),
+        (2, closed, ()),
+        (2, two_blocks, ()),
         (2, no_memory, (True,)),
         (2, no_memory, (False,)),
         (3, dropped_and_delayed, (None,)),

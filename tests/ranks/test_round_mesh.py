@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.decoder import Decoder
 from tests.rounds import aggregator_of
 from tests.worlds import run_world
-from xffl.aggregation.algorithms.server import Adaptive
+from xffl.aggregation.algorithms.server_rules import Adaptive
 from xffl.distributed.distributed_state import DistributedState
 
 Shape = dict[str, int]
@@ -343,13 +343,14 @@ def algorithms(rank: int, world_size: int, sizes: tuple[int, ...], shape: Shape)
 
 
 def server(rank: int, world_size: int, sizes: tuple[int, ...], shape: Shape) -> None:
-    """FedAdam over three rounds, resumed after the first, against the optimizer on whole tensors."""
+    """FedAdam over three rounds, resumed after the first, against the rule on whole tensors."""
     state = make_state(rank, sizes, shape)
     mesh = Mesh(rank, sizes, shape)
     model = build(mesh, 7)
     skipped = ("running", "count", "scratch", "odd.narrow", "odd.wave")
     dense = {name: nn.Parameter(value) for name, value in full(model).items() if name not in skipped}
-    optimizer = Adaptive(dense.values(), lr=0.03)
+    rule = Adaptive(lr=0.03)
+    states = {name: rule.init(parameter.detach()) for name, parameter in dense.items()}
     aggregator = aggregator_of(model, state, server="fedadam:lr=0.03")
     for turn in range(3):
         train(model, mesh.cell, turn)
@@ -358,8 +359,8 @@ def server(rank: int, world_size: int, sizes: tuple[int, ...], shape: Shape) -> 
         for name, parameter in dense.items():
             own = [next(one[name] for one in told[start:] if name in one) for start in (0, sizes[0])]
             mean = (own[0].double() * sizes[0] + own[1].double() * 2 * sizes[1]) / (sizes[0] + 2 * sizes[1])
-            parameter.grad = parameter.detach() - mean.float()
-        optimizer.step()
+            values = parameter.detach()
+            rule.step(values, values - mean.float(), states[name], rule.numbers(turn))
         after = full(model)
         check_alike(after)
         for name, parameter in dense.items():

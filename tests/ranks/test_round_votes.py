@@ -19,7 +19,7 @@ from tests.rounds import aggregator_of
 from tests.worlds import WorldError, run_world
 from xffl.aggregation.engine import buffers as looks
 from xffl.aggregation.engine import cell, transport
-from xffl.aggregation.engine.groups import MergeMode, RoundStatus, VotePhase, all_gather_status
+from xffl.aggregation.engine.groups import MOST_NUMBERS, MergeMode, RoundStatus, VotePhase, all_gather_status
 from xffl.cluster.network import Timeouts
 from xffl.distributed.distributed_state import DistributedState
 from xffl.topology import Topology
@@ -328,6 +328,8 @@ def everybody(rank: int, world_size: int) -> None:
                     is_encoding=r > 2,
                     phase=VotePhase(number % 2),
                     merge=MergeMode(r % 3),
+                    square=1e300 / (r + 1),
+                    numbers=tuple(r + place / 7 for place in range(MOST_NUMBERS)),
                 )
                 for r in range(7)
             ]

@@ -11,10 +11,10 @@ import torch
 
 from xffl.aggregation.algorithms.combiners import CoordinateMedian, Coordinatewise, Mean
 from xffl.aggregation.algorithms.registry import make
-from xffl.aggregation.arithmetic import CHUNK, ElementaryOnly, divide, power, square_root
+from xffl.aggregation.arithmetic import CHUNK, ElementaryOnly, divide, flushes_subnormals, power, square_root
 from xffl.aggregation.compression import codec_of
 from xffl.aggregation.engine import arithmetic_check
-from xffl.aggregation.engine.arithmetic_check import PATTERNS, digest_arithmetic, flushes_subnormals
+from xffl.aggregation.engine.arithmetic_check import PATTERNS, digest_arithmetic
 from xffl.aggregation.mean import combined, weighted_mean
 from xffl.errors import ConfigError
 from xffl.naming import Writer

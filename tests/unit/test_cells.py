@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from itertools import permutations
 from pathlib import Path
@@ -18,6 +19,7 @@ from xffl.cluster import cells as cells_module
 from xffl.cluster.cells import (
     Arrangement,
     arrange,
+    match_hosts,
     name_cells,
     order_hosts,
     parse_federation,
@@ -520,3 +522,17 @@ def test_fewer_cells_than_required_are_refused_before_ranks_start(
     assert main(["exec", *words, str(tmp_path / "script.py")]) == 2
     err = capsys.readouterr().err
     assert told in err and err.count("\n") == 1 and not (tmp_path / "started").exists()
+
+
+@pytest.mark.parametrize("pattern", ["^([a-z]+)", "[0-9]$", "^(?:[a-z][0-9])+", r"(a|b)\1?"])
+def test_an_expression_finds_what_python_finds_wherever_it_is_searched(pattern: str) -> None:
+    names = ["a1b2", "bb3", "c", "aé7"]
+    found = {name: re.search(pattern, name) for name in names}
+    expected = {name: match and match[min(match.re.groups, 1)] for name, match in found.items()}
+    assert match_hosts(pattern, names, "x") == expected
+
+
+def test_an_expression_that_never_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cells_module, "_MATCH_S", 0.5)
+    with pytest.raises(ConfigError, match="rule 'hosts:.*for 0.5 s without an end; write it without a repetition"):
+        name_cells([Host("a" * 60 + "!", 1)], "hosts:^(a+)+$")

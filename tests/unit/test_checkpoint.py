@@ -815,5 +815,5 @@ def test_a_pipe_in_the_place_of_a_file_does_not_hang(tmp_path: Path) -> None:
         save_checkpoint(path, {"model": nn.Linear(2, 2)}, ALONE)
         (path / name).unlink()
         os.mkfifo(path / name)
-        with pytest.raises(xffl.CheckpointError, match=r"no regular file|lacks the index"):
+        with pytest.raises(xffl.CheckpointError, match=r"no regular file"):
             load_checkpoint(path, {"model": nn.Linear(2, 2)}, ALONE)

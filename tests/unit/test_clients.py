@@ -13,7 +13,7 @@ from torch import nn
 
 from xffl.aggregation.algorithms.clients import Client, FedProx, Scaffold, check_step
 from xffl.aggregation.contributions import NormalizedSteps, unwrap
-from xffl.aggregation.engine.global_model import digest_of
+from xffl.aggregation.engine.stages.first_round import digest_of
 from xffl.errors import CheckpointError, ConfigError
 
 SGD = torch.optim.SGD

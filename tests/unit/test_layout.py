@@ -16,8 +16,9 @@ from xffl.aggregation.compression import codec_of
 from xffl.aggregation.contributions import ContributionTracker, Snapshot
 from xffl.aggregation.engine.buffers import Arena, Layout, ModelCopy, Pool, RoundBuffers, StagingBuffers, aligned
 from xffl.aggregation.engine.groups import RoundGroups
-from xffl.aggregation.engine.plan import GroupTransfer, plan_groups, plan_transfers
+from xffl.aggregation.engine.plan import plan_groups, plan_transfers
 from xffl.aggregation.engine.tensors import Manifest
+from xffl.aggregation.engine.transfers import GroupTransfer
 from xffl.aggregation.report import RoundProfile
 from xffl.errors import ConfigError
 from xffl.topology import Topology

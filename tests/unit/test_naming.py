@@ -150,7 +150,7 @@ def test_others_may_ask_for_what_xffl_has() -> None:
     spec = {"name": "torch.optim.AdamW", "lr": 0.1, "betas": [0.8, 0.9], "schedule": "StepLR:step_size=3,gamma=0.5"}
     assert "AdamW" in str(make("server", spec, writer=Writer.OTHERS))
     aggregator, _ = resolve_algorithm({"name": "fedadam", "lr": "1e-1"}, writer=Writer.OTHERS)
-    assert aggregator["server"].options["lr"] == 0.1
+    assert aggregator["server"].rule.lr == 0.1
     assert make("combine", f"{OWN}:k=2", writer=Writer.USER).made[-1] == 2
 
 

@@ -19,7 +19,8 @@ from xffl.aggregation.aggregator import work_on
 from xffl.aggregation.contributions import StepTimer
 from xffl.aggregation.engine.groups import Progress
 from xffl.aggregation.mean import combined, weighted_mean
-from xffl.aggregation.report import Background, RoundProfile
+from xffl.aggregation.pending import Background
+from xffl.aggregation.report import RoundProfile
 from xffl.cluster.environment import detect_environment
 from xffl.cluster.network import Timeouts
 from xffl.distributed import session

@@ -387,11 +387,8 @@ READ_WITHOUT_LIMIT = {
         "affinity: (topology / 'physical_package_id').read_text()",
         "affinity: (topology / 'core_id').read_text()",
     },
-    "what the user runs or trains on, and logs of the user's jobs, of any length": {
-        "script: sys.stdin.buffer.read()",
-        "script: Path(script).read_bytes()",
+    "what the user trains on, of any length": {
         "tokens: Path(path).read_text(encoding='utf-8-sig')",
-        "job_monitor: log.read()",
     },
 }
 """Calls that read all that is there, by module and as ``ast.unparse`` writes them, and why they may."""

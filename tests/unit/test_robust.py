@@ -29,7 +29,7 @@ from xffl.aggregation.algorithms.combiners import (
     WeightedCombiner,
 )
 from xffl.aggregation.engine.exchange import weigh_cells
-from xffl.aggregation.engine.plan import RoundContext
+from xffl.aggregation.engine.transfers import RoundContext
 from xffl.errors import ConfigError
 
 Floats = npt.NDArray[np.float64]

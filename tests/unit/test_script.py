@@ -89,6 +89,20 @@ def test_a_program_from_a_stream_is_read_once(
         assert capsys.readouterr().out == "__main__ ['-', 'x'] '' None None\n"
 
 
+@pytest.mark.parametrize("way", ["popen_spawn_posix", "popen_forkserver"])
+def test_processes_that_need_the_file_of_a_stream_are_hinted_at(
+    way: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for other in ("popen_spawn_posix", "popen_forkserver"):  # what this process has started itself
+        monkeypatch.delitem(sys.modules, f"multiprocessing.{other}", raising=False)
+    for started, is_told in (("", False), (f"import multiprocessing.{way}\n", True)):
+        text = f"{started}raise RuntimeError('DataLoader worker (pid 7) exited unexpectedly')"
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        with pytest.raises(RuntimeError) as failed:
+            run_command(["-"], read_source("-"))
+        assert ("has none; write it to a file" in describe_failure(failed.value).headline) is is_told
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -96,8 +110,9 @@ def test_a_program_from_a_stream_is_read_once(
         (b" \n", "standard input is empty"),
         (b"\x7fELF\0", "zero bytes"),
         (os.urandom(120_000).hex().encode(), "ranks can be given 90000"),
+        (b"#" * (2**24 + 1), "more than 16777216 bytes"),
     ],
-    ids=["empty", "blank", "binary", "long"],
+    ids=["empty", "blank", "binary", "long", "endless"],
 )
 def test_what_cannot_be_handed_to_ranks_is_refused(text: bytes, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
@@ -117,6 +132,8 @@ def make_files(folder: Path) -> None:
         archive.writestr("train.py", "")
     (folder / "dangling.py").symlink_to("gone.py")
     os.mkfifo(folder / "pipe")
+    (folder / "sparse.py").write_text("pass\n")
+    os.truncate(folder / "sparse.py", 2**40)
     (folder / "pkg").mkdir()
     (folder / "pkg" / "__init__.py").write_text("raise AssertionError('the launcher runs nothing of it')")
 
@@ -135,6 +152,7 @@ def make_files(folder: Path) -> None:
         ("folder", "a folder without __main__.py"),
         ("other.zip", "a zip file without __main__.py"),
         ("pipe", "only once"),
+        ("sparse.py", "has 1099511627776 bytes, and at most 16777216 are read"),
         ("-m", "-m '' names no module"),
         ("-m a/b.py", "-m 'a/b.py' names no module"),
         ("-m train.py", "train.py looks like a path; leave -m out"),

@@ -15,21 +15,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch.optim.lr_scheduler import LambdaLR, StepLR
 
-from xffl.aggregation.algorithms.server import RULES, Adaptive, ServerOptimizer, server_of
-from xffl.aggregation.engine.global_model import VECTORS
-from xffl.errors import ConfigError
+from xffl.aggregation.algorithms import server_rules
+from xffl.aggregation.algorithms.server import SavedServer, ServerOptimizer, read_saved_server, server_of, take_step
+from xffl.aggregation.algorithms.server_rules import Adaptive
+from xffl.errors import CheckpointError, ConfigError
 from xffl.naming import Writer
+from xffl.reading import Fields
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUNDS = 10
 SIZES = (7, 12)
 WEIGHTS = (3.0, 1.0, 2.0)
 Arrays = list[np.ndarray]
-PRESETS = ("sgd", "fedavgm", "fedadagrad", "fedadam", "fedyogi", "diloco")
 
 
 # Rounds ---------------------------------------------------------------------------------------------------------------
@@ -54,23 +52,15 @@ def weighted_mean(cells: Sequence[Arrays]) -> Arrays:
 def run_torch(server: ServerOptimizer, dtype: torch.dtype = torch.float64) -> list[Arrays]:
     """Return the global weights after each round, with the server optimizer."""
     tensors = [torch.tensor(array, dtype=dtype) for array in starting_weights()]
-    optimizer = server.make(tensors)
-    schedule = server.make_schedule(optimizer)
+    states = [server.rule.init(tensor) for tensor in tensors]
     found = []
-    for steps in updates():
-        step_torch(optimizer, schedule, tensors, steps)
+    for number, steps in enumerate(updates()):
+        before = [tensor.double().numpy() for tensor in tensors]
+        mean = weighted_mean([[old + move for old, move in zip(before, cell, strict=True)] for cell in steps])
+        for tensor, new, state in zip(tensors, mean, states, strict=True):
+            take_step(server.rule, tensor, torch.tensor(new, dtype=dtype), state, server.numbers(number))
         found.append([tensor.double().numpy().copy() for tensor in tensors])
     return found
-
-
-def step_torch(optimizer: Any, schedule: Any, tensors: Sequence[torch.Tensor], steps: list[Arrays]) -> None:
-    before = [tensor.double().numpy() for tensor in tensors]
-    mean = weighted_mean([[old + move for old, move in zip(before, cell, strict=True)] for cell in steps])
-    for tensor, new in zip(tensors, mean, strict=True):
-        tensor.grad = tensor - torch.tensor(new, dtype=tensor.dtype)
-    optimizer.step()
-    if schedule is not None:
-        schedule.step()
 
 
 def run_numpy(step: Callable[[int, np.ndarray, np.ndarray, dict[str, Any]], np.ndarray]) -> list[Arrays]:
@@ -158,24 +148,6 @@ def test_a_schedule_takes_one_step_for_each_round() -> None:
     assert_same(run_torch(server), run_numpy(lambda n, weights, delta, memory: weights + 0.5 ** ((n - 1) // 3) * delta))
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_fp32_pieces_step_like_the_whole(name: str) -> None:
-    """To the last bit: replicas of a shard, and ranks that hold it in other pieces, must not part."""
-    server = server_of(name, writer=Writer.USER)
-    assert server is not None
-    start, draws = torch.linspace(-3, 3, 1000), torch.Generator().manual_seed(0)
-    cuts = [1, 130, 131, 700]
-    whole, pieces = start.clone(), [piece.clone() for piece in start.tensor_split(cuts)]
-    optimizers = [server.make([whole]), *(server.make([piece]) for piece in pieces)]
-    for _ in range(ROUNDS):
-        whole.grad = torch.randn(1000, generator=draws)
-        for piece, grad in zip(pieces, whole.grad.tensor_split(cuts), strict=True):
-            piece.grad = grad.clone()
-        for optimizer in optimizers:
-            optimizer.step()
-    assert torch.equal(torch.cat(pieces), whole) and not torch.equal(whole, start)
-
-
 # flwr -----------------------------------------------------------------------------------------------------------------
 
 
@@ -232,8 +204,7 @@ def test_fedadam_equals_flwr_by_a_schedule_with_its_correction() -> None:
     def corrected(taken: int) -> float:
         return math.sqrt(1 - 0.99 ** (taken + 2)) / (1 - 0.9 ** (taken + 2))
 
-    options = {"lr": 0.1, "tau": 1e-3, "betas": (0.9, 0.99), "rule": "adam", "initial": 0.0}
-    assert_same(run_torch(ServerOptimizer(Adaptive, options, lambda one: LambdaLR(one, corrected))), wanted)
+    assert_same(run_torch(ServerOptimizer(Adaptive(initial=0.0), corrected)), wanted)
 
 
 @pytest.mark.parametrize(("spec", "strategy"), [("fedadam", "FedAdam"), ("fedyogi", "FedYogi")])
@@ -245,139 +216,79 @@ def test_the_paper_is_not_flwr(spec: str, strategy: str) -> None:
     assert not np.allclose(run_torch(server)[0][0], wanted[0][0], rtol=1e-6)
 
 
-# Adaptive -------------------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    rule=st.sampled_from(RULES),
-    grads=st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=20),
-    initial=st.one_of(st.none(), st.just(0.0)),
-)
-def test_moments_stay_finite_and_squares_positive(rule: str, grads: list[float], initial: float | None) -> None:
-    tensor = torch.zeros(1)
-    optimizer = Adaptive([tensor], rule=rule, initial=initial)
-    for grad in grads:
-        tensor.grad = torch.tensor([grad])
-        optimizer.step()
-    assert optimizer.state[tensor]["v"].item() >= 0 and torch.isfinite(tensor).all()
-
-
-def test_a_tensor_without_gradient_stays_and_a_closure_is_called_with_gradients() -> None:
-    still, moved = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    optimizer = Adaptive([still, moved], lr=0.5)
-
-    def closure() -> float:
-        loss = moved.square().sum()
-        loss.backward()
-        return loss.item()
-
-    assert optimizer.step(closure) == 2.0
-    assert still.tolist() == [1.0, 1.0] and (moved < 1).all() and still not in optimizer.state
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"rule": "rmsprop"}, "'adagrad', 'adam', 'yogi'"),
-        ({"lr": -0.1}, "lr .* got -0.1"),
-        ({"lr": math.inf}, "lr .* got inf"),
-        ({"betas": (0.9, 1.0)}, "betas"),
-        ({"betas": (0.9,)}, "betas"),
-        ({"tau": 0.0}, "tau .* got 0.0"),
-        ({"initial": -1.0}, "initial .* got -1.0"),
-        ({"rule": "adagrad", "is_bias_corrected": True}, "needs rule adam or yogi"),
-    ],
-)
-def test_options_outside_their_range_are_refused(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        Adaptive([torch.zeros(1)], **options)
-
-
-# State ----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", [*PRESETS, "AdamW", "fedadam:is_bias_corrected=true"])
-def test_resuming_equals_never_having_stopped(name: str) -> None:
-    spec = server_of(name, writer=Writer.USER)
-    assert spec is not None
-    server = ServerOptimizer(spec.factory, spec.options, lambda one: StepLR(one, 3, 0.5))
-    wanted = run_torch(server, torch.float32)[-1]
-    tensors = [torch.tensor(array, dtype=torch.float32) for array in starting_weights()]
-    optimizer = server.make(tensors)
-    schedule = server.make_schedule(optimizer)
-    for number, steps in enumerate(updates()):
-        if number == 5:
-            saved = (optimizer.state_dict(), schedule.state_dict())
-            tensors = [tensor.detach().clone() for tensor in tensors]
-            optimizer = server.make(tensors)
-            schedule = server.make_schedule(optimizer)
-            optimizer.load_state_dict(saved[0])
-            schedule.load_state_dict(saved[1])
-        step_torch(optimizer, schedule, tensors, steps)
-    for got, array in zip(tensors, wanted, strict=True):
-        assert torch.equal(got.double(), torch.from_numpy(array))
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_moments_have_the_tensors_dtype(rule: str, dtype: torch.dtype) -> None:
-    tensor = torch.zeros(3, dtype=dtype)
-    tensor.grad = torch.ones(3, dtype=dtype)
-    optimizer = Adaptive([tensor], rule=rule)
-    optimizer.step()
-    assert {key: value.dtype for key, value in optimizer.state[tensor].items() if key != "step"} == dict.fromkeys(
-        ("m", "v"), dtype
-    )
-
-
 # What is asked for, and what is refused -------------------------------------------------------------------------------
 
 
-class Sign(torch.optim.Optimizer):
-    """Somebody's own optimizer: one step of ``lr`` in the direction of the sign."""
+class Sign:
+    """Somebody's own rule: one step of ``lr`` in the direction of the sign."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
+    def __init__(self, lr: float = 0.1) -> None:
+        self.lr = lr
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for tensor in group["params"]:
-                tensor -= group["lr"] * self.direction(tensor.grad)
+    def init(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {}
 
-    def direction(self, grad: torch.Tensor) -> torch.Tensor:
-        return grad.sign()
+    def numbers(self, step: int) -> dict[str, float]:
+        return {"lr": self.lr}
+
+    def step(self, values: torch.Tensor, pseudo_gradient: torch.Tensor, state: Any, numbers: Any) -> None:
+        values.sub_(self.direction(pseudo_gradient).mul_(numbers["lr"]))
+
+    def direction(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.sign()
 
 
 class Normed(Sign):
     """One that cannot step pieces: it divides by the norm."""
 
-    def direction(self, grad: torch.Tensor) -> torch.Tensor:
-        return grad / grad.norm()
+    def direction(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient / gradient.norm()
 
 
 class Noisy(Sign):
     """One that would take the replicas of a shard apart."""
 
-    def direction(self, grad: torch.Tensor) -> torch.Tensor:
-        return grad + torch.randn_like(grad)
+    def direction(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient + torch.randn_like(gradient)
 
 
-class Counting(torch.optim.SGD):
-    """One that counts its steps beside its state; it is stepped once for each bucket."""
+class Counting(Sign):
+    """One that counts its steps beside its state; it is called once for each piece."""
 
-    steps = 0
+    calls = 0
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.steps += 1
-        for tensor in self.param_groups[0]["params"]:
-            tensor.grad /= self.steps
-        super().step(closure)
+    def direction(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return gradient / self.calls
 
 
-def made_by_function(tensors: Any, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.SGD(tensors, lr=lr)
+class Narrow(Sign):
+    """One whose state is not like the values."""
+
+    def init(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"sum": torch.zeros(1)}
+
+
+class Many(Sign):
+    """One with more numbers than a vote has room for."""
+
+    def numbers(self, step: int) -> dict[str, float]:
+        return {str(place): 0.0 for place in range(9)}
+
+
+class Nameless(Sign):
+    """One whose learning rate no schedule finds."""
+
+    def numbers(self, step: int) -> dict[str, float]:
+        return {"rate": self.lr}
+
+
+def made_by_function(lr: float) -> Sign:
+    return Sign(lr)
+
+
+def falling(step: int, pace: float = 1.0) -> float:
+    return 1.0 / (1.0 + pace * step)
 
 
 @pytest.mark.parametrize("spec", [None, "none", "fedavg", {"name": "fedavg"}])
@@ -385,36 +296,40 @@ def test_the_plain_mean_needs_no_optimizer(spec: object) -> None:
     assert server_of(spec, writer=Writer.USER) is None
 
 
-ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "Rprop", "ASGD")
+STEPPED = ("SGD", "Adam", "AdamW", "Adagrad")
 
 
-@pytest.mark.parametrize("name", ELEMENTWISE)
-def test_optimizers_of_torch_by_name_and_path(name: str) -> None:
+@pytest.mark.parametrize("name", STEPPED)
+def test_rules_by_torchs_names_and_paths(name: str) -> None:
     found = [server_of(f"{prefix}{name}:lr=0.25", writer=Writer.USER) for prefix in ("", "torch.optim.")]
     for server in found:
-        assert server is not None and server.factory is getattr(torch.optim, name) and server.options == {"lr": 0.25}
-        made = server.make([torch.zeros(3)])
-        assert type(made) is getattr(torch.optim, name) and made.param_groups[0]["lr"] == 0.25
+        assert server is not None and server.rule == getattr(server_rules, name)(lr=0.25)
     assert len({str(server) for server in found}) == 1
 
 
-def test_every_optimizer_of_torch_is_taken_or_refused_with_a_reason() -> None:
-    kinds = {
-        name: kind
-        for name, kind in vars(torch.optim).items()
-        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
-    }
-    refused = {}
-    for name in kinds:
-        try:
-            server_of(name, writer=Writer.USER)
-        except ConfigError as error:
-            refused[name] = str(error)
-    assert kinds.keys() - refused.keys() == set(ELEMENTWISE)
-    reasons = {"LBFGS": "closure", "Adafactor": "rows and columns", "Muon": "matrices", "SparseAdam": "sparse"}
-    assert refused.keys() == reasons.keys()
-    for name, why in reasons.items():
-        assert "cannot step flat pieces" in refused[name] and why in refused[name]
+def names_of(module: Any, base: type) -> list[str]:
+    kinds = {name: kind for name, kind in vars(module).items() if isinstance(kind, type) and issubclass(kind, base)}
+    return [name for name, kind in kinds.items() if kind is not base and not name.startswith("_")]
+
+
+@pytest.mark.parametrize("home", ["", "torch.optim."])
+def test_every_optimizer_of_torch_is_taken_or_refused_by_name(home: str) -> None:
+    for name in sorted({*names_of(torch.optim, torch.optim.Optimizer)} - {*STEPPED}):
+        told = f"server '{home}{name}' of torch is not supported: choose one of sgd, .* as a ServerRule of your own"
+        with pytest.raises(ConfigError, match=told):
+            server_of(f"{home}{name}", writer=Writer.USER)
+
+
+@pytest.mark.parametrize("home", ["", "torch.optim.lr_scheduler."])
+def test_every_schedule_of_torch_is_taken_or_refused_by_name(home: str) -> None:
+    taken = {"ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "ExponentialLR", "LinearLR"}
+    taken |= {"MultiStepLR", "PolynomialLR", "StepLR"}
+    names = names_of(torch.optim.lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
+    assert taken < {*names}
+    for name in sorted({*names} - taken):
+        told = f"schedule of the server '{home}{name}' of torch is not supported: .*function of the step that returns"
+        with pytest.raises(ConfigError, match=told):
+            server_of({"name": "sgd", "schedule": f"{home}{name}"}, writer=Writer.USER)
 
 
 @pytest.mark.parametrize(
@@ -423,19 +338,35 @@ def test_every_optimizer_of_torch_is_taken_or_refused_with_a_reason() -> None:
         f"{__name__}.Sign:lr=0.5",
         {"name": f"{__name__}.Sign", "lr": 0.5},
         f"{__name__}.made_by_function:lr=0.5",
-        lambda tensors: Sign(tensors, lr=0.5),
-        ServerOptimizer(Sign, {"lr": 0.5}),
+        Sign(lr=0.5),
+        ServerOptimizer(Sign(0.5)),
     ],
 )
-def test_ones_own_optimizer(spec: object) -> None:
+def test_ones_own_rule(spec: object) -> None:
     server = server_of(spec, writer=Writer.USER)
     assert server is not None
-    tensor = torch.zeros(2)
-    optimizer = server.make([tensor])
-    tensor.grad = torch.tensor([1.0, -1.0])
-    optimizer.step()
-    assert tensor.tolist() == [-0.5, 0.5]
+    values = torch.zeros(2)
+    server.rule.step(values, torch.tensor([1.0, -1.0]), {}, server.numbers(0))
+    assert values.tolist() == [-0.5, 0.5]
     assert server_of(server, writer=Writer.USER) is server
+    assert str(server) == f"{__name__}.Sign(lr=0.5)"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        (falling, [0.5, 0.25]),
+        (f"{__name__}.falling", [0.5, 0.25]),
+        (f"{__name__}.falling:pace=3", [0.5, 0.125]),
+        ("torch.optim.lr_scheduler.ExponentialLR:gamma=0.5", [0.5, 0.25]),
+        ("exponential:gamma=0.1", [0.5, 0.05]),
+        ({"name": "warmup", "steps": 2, "then": falling}, [0.25, 0.5, 0.5, 0.25]),
+    ],
+)
+def test_schedules_are_functions_of_the_step(schedule: object, rates: list[float]) -> None:
+    server = server_of({"name": f"{__name__}.Sign", "lr": 0.5, "schedule": schedule}, writer=Writer.USER)
+    assert server is not None
+    assert [server.numbers(step)["lr"] for step in range(len(rates))] == rates
 
 
 @pytest.mark.parametrize(
@@ -443,25 +374,40 @@ def test_ones_own_optimizer(spec: object) -> None:
     [
         (f"{__name__}.Normed", "cannot step flat pieces"),
         (f"{__name__}.Noisy", "cannot step flat pieces"),
-        (f"{__name__}.Counting:lr=0.5", "keeps more than what is in its state"),
+        (f"{__name__}.Counting:lr=0.5", "counts of its own"),
+        (f"{__name__}.Narrow", r"state 'sum' of server .*Narrow must be like the values, which are \(7,\) of"),
+        (f"{__name__}.Many", r"numbers\(\) of .*Many must be a dict of at most 8"),
+        ({"name": f"{__name__}.Nameless", "schedule": falling}, "changes the number lr, and .*Nameless has rate;"),
         (f"{__name__}.made_by_function", "lr"),
-        ("fedadm", "choose one of sgd, fedavgm, fedadagrad, fedadam, fedyogi, diloco, a class of torch.optim"),
+        ("fedadm", "choose one of sgd, fedavgm, fedadagrad, fedadam, fedyogi, adam, adamw, adagrad, diloco, SGD"),
         ("fedadam:mu=1", "no option mu; there are: lr, betas, tau"),
         ("fedadam:lr=fast", "lr='fast'"),
         ("fedadam:lr", "write name:option=value"),
         ("fedadam:betas=(0.9,x)", "not a list of values"),
-        ("AdamW:lr=-1", "Invalid learning rate"),
+        ("AdamW:lr=-1", "lr must be a number >= 0, got -1.0"),
+        ("AdamW:fused=true", "server 'AdamW' has no option fused; there are: lr, betas, eps, weight_decay, amsgrad"),
+        ("SGD:maximize=true", "server 'SGD' has no option maximize"),
         ("none:lr=1", "no options such as lr"),
-        ("torch.optim.Nope", "cannot be imported"),
-        ("builtins.len", "must be a class, or a function that returns an object, of torch.optim.optimizer.Optimizer"),
+        ("torch.optim.Nope", "'torch.optim.Nope' of torch is not supported: choose one of sgd"),
+        ("RMSprop:lr=0.1", "'RMSprop' of torch is not supported: .* as a ServerRule of your own"),
+        (torch.optim.AdamW, "server torch.optim.adamw.AdamW is an optimizer of torch, .*, such as 'adamw:lr=0.01'"),
+        (torch.optim.SGD([torch.zeros(1)], lr=0.1), "server torch.optim.sgd.SGD is an optimizer of torch"),
+        ("builtins.len", "must be a class, or a function that returns an object, of .*server_rules.ServerRule"),
         ({"lr": 0.1}, "has no name"),
         ({"name": "sgd", "device": "nowhere"}, "device 'nowhere'"),
-        ({"name": "sgd", "schedule": "StepLR"}, "required: step_size"),
-        ({"name": "sgd", "schedule": "Steps"}, "a class of torch.optim.lr_scheduler"),
-        ({"name": "sgd", "schedule": "ReduceLROnPlateau"}, "cannot step"),
-        ({"name": "sgd", "schedule": lambda optimizer: None}, "must make an LRScheduler"),
+        (
+            {"name": "sgd", "schedule": "StepLR"},
+            "needs the option step_size; it takes step_size: int, gamma: float = 0.1",
+        ),
+        ({"name": "sgd", "schedule": "StepLR:step_size=0"}, "step_size must be a positive integer, got 0"),
+        ({"name": "sgd", "schedule": "Steps"}, "choose one of constant, cosine, .*, warmup, ConstantLR"),
+        ({"name": "sgd", "schedule": "ReduceLROnPlateau"}, "give a function of the step that returns the factor"),
+        ({"name": "sgd", "schedule": lambda optimizer: optimizer.lr}, "fails at step 0: AttributeError: .*; give a fu"),
+        ({"name": "sgd", "schedule": lambda step: None}, "returns at step 0 must be a number >= 0, got None"),
+        ({"name": "sgd", "schedule": lambda step: -step}, "returns at step 1 must be a number >= 0, got -1"),
         ({"name": "sgd", "schedule": 3}, "schedule of the server must be .* got 3"),
-        (lambda tensors: tensors, "must make a torch.optim.Optimizer"),
+        (lambda tensors: tensors, "server .*lambda> is a function; call it, and give a name, a mapping, or an object"),
+        (Sign, "server must be a name, a mapping, or an object .* got <class"),
         (3, "server must be .* got 3"),
     ],
 )
@@ -470,24 +416,110 @@ def test_what_cannot_be_meant_is_refused(spec: object, told: str) -> None:
         server_of(spec, writer=Writer.USER)
 
 
+# Saved states ---------------------------------------------------------------------------------------------------------
+
+
+def of_before(**changes: Any) -> dict[str, Any]:
+    """The state of a server that torch's AdamW stepped, as it was saved for a fragment before there were rules."""
+    tensors = {"weight": torch.ones(3)}
+    state = {
+        "elements": {"exp_avg": tensors, "exp_avg_sq": tensors},
+        "numbers": {"step": torch.tensor(4.0)},
+        "options": {"lr": 0.05, "betas": (0.9, 0.999), "fused": None},
+        "schedule": {"last_epoch": 4, "step_size": 2, "gamma": 0.1},
+        "ended": None,
+        "asked": {
+            "class": "AdamW",
+            "lr": "0.05",
+            "initial_lr": "0.1",
+            "betas": "(0.9, 0.999)",
+            "weight_decay": "0.01",
+            "fused": "None",
+            "eps": "1e-08",
+            "amsgrad": "False",
+            "schedule": "StepLR",
+            "schedule's step_size": "2",
+            "schedule's gamma": "0.1",
+            "schedule's last_epoch": "0",
+        },
+    }
+    return {**state, **changes}
+
+
+def test_states_of_torchs_optimizers_are_read() -> None:
+    server = server_of({"name": "AdamW", "lr": 0.1, "schedule": "StepLR:step_size=2"}, writer=Writer.USER)
+    assert server is not None
+    saved = read_saved_server(Fields(of_before(), "a state", error=CheckpointError))
+    assert saved.step == 4 and {*saved.elements} == {"m", "v"}
+    server.check_saved(saved, "it")
+    again = read_saved_server(Fields(saved.plain, "a state", error=CheckpointError))
+    assert again == saved
+    counted = (  # by the optimizer, by the schedule, or by nobody, where nothing depends on it
+        ({"numbers": {"step": {"dtype": "float32", "value": 3.0}}}, 3),
+        ({"numbers": {}}, 4),
+        ({"numbers": {}, "schedule": None}, 1),
+        ({"numbers": {}, "schedule": None, "elements": {}}, 0),
+        ({"elements": ["exp_avg", "exp_avg_sq"], "numbers": {"step": 7}}, 7),
+    )
+    for changes, step in counted:
+        assert read_saved_server(Fields(of_before(**changes), "a state")).step == step
+    other = server_of("adamw:lr=0.2", writer=Writer.USER)
+    assert other is not None
+    with pytest.raises(CheckpointError, match=r"lr=0.1, schedule=step_decay, and this one has lr=0.2, schedule=none;"):
+        other.check_saved(saved, "it")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"numbers": {"step": math.nan}}, "step of a state must be a number of steps, got nan"),
+        ({"numbers": {"step": -1}}, "step of a state must be a number of steps, got -1"),
+        ({"numbers": {"step": torch.zeros(10**6)}}, "step of a state must be a number of steps"),
+        ({"numbers": [1]}, "numbers of a state must be a mapping"),
+        ({"elements": {"m": {}, "exp_avg": {}}}, "has two names for one thing: exp_avg, m"),
+        ({"elements": {str(place): {} for place in range(100)}}, "elements of a state must be at most 64 names"),
+        ({"elements": {"m": 3}}, "elements.m of a state must be a mapping"),
+        ({"elements": [3]}, "elements of a state must be at most 64 names"),
+        ({"asked": {"class": 3}}, "asked.class of a state must be a text, got 3"),
+        ({"asked": [1]}, "asked of a state must be a mapping"),
+        ({"step": 1.5}, "step of a state must be .* integer"),
+        ({"step": -1}, "step of a state must be .* integer"),
+    ],
+)
+def test_states_that_are_damaged_are_refused_with_the_value(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(CheckpointError, match=told):
+        read_saved_server(Fields(of_before(**changes), "a state", error=CheckpointError))
+
+
+def test_a_state_without_what_the_rule_keeps_is_refused() -> None:
+    server = server_of("adam", writer=Writer.USER)
+    assert server is not None
+    saved = SavedServer(3, {"m": {}}, server.asked)
+    with pytest.raises(CheckpointError, match="it has m for each element after 3 steps, and the server keeps m, v;"):
+        server.check_saved(saved, "it")
+
+
+# What is asked for, on all ranks --------------------------------------------------------------------------------------
+
+
 def test_the_device_is_kept() -> None:
     server = server_of({"name": "fedadam", "device": "cpu"}, writer=Writer.USER)
     assert server is not None and server.device == torch.device("cpu")
-    assert ServerOptimizer(torch.optim.SGD).device is None
+    assert ServerOptimizer(server_rules.SGD()).device is None
 
 
-SPECS = ["fedadam", "fedadam:lr=0.2", "fedyogi", "AdamW", "sgd:foreach=true"]
+SPECS = ["fedadam", "fedadam:lr=0.2", "fedyogi", "AdamW", "adamw:amsgrad=true"]
 
 
 def test_the_text_is_the_same_in_other_processes_and_tells_options_apart() -> None:
     code = (
         "import sys, torch\n"
         "from xffl.aggregation.algorithms.server import ServerOptimizer, server_of\n"
-        "from torch.optim.lr_scheduler import LambdaLR\n"
+        "from xffl.aggregation.algorithms.server_rules import SGD\n"
         "from xffl.naming import Writer\n"
         f"texts = [str(server_of(spec, writer=Writer.USER)) for spec in {SPECS!r}]\n"
         "rates = (lambda n: 1 / (n + 1), lambda n: 1 / (n + 2))\n"
-        "texts += [str(ServerOptimizer(torch.optim.SGD, {}, lambda o, f=f: LambdaLR(o, f))) for f in rates]\n"
+        "texts += [str(ServerOptimizer(SGD(), f)) for f in rates]\n"
         "texts.append(str(server_of({'name': 'sgd', 'device': 'cpu'}, writer=Writer.USER)))\n"
         "texts.append(str(server_of({'name': 'sgd', 'schedule': 'CosineAnnealingLR:T_max=9'}, writer=Writer.USER)))\n"
         "print('\\n'.join(texts))"
@@ -497,34 +529,8 @@ def test_the_text_is_the_same_in_other_processes_and_tells_options_apart() -> No
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT, env=environ
     )
     with redirect_stdout(io.StringIO()) as here:
-        exec(code, {})
+        exec(code, {"__name__": "__main__"})
     found = here.getvalue().splitlines()
     assert ran.stdout.splitlines() == found
     assert len(set(found)) == len(SPECS) + 4 and not any(" 0x" in text for text in found)
     assert "lr=0.2" in found[1] and "T_max=9" in found[-1]
-
-
-@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_fused_steps_of_whole_vectors_have_the_bits_of_plain_ones(options: dict[str, Any], dtype: torch.dtype) -> None:
-    """However they are cut, and with any number of threads: what a global model relies on."""
-    generator = torch.Generator().manual_seed(0)
-    numel, threads = 640 * VECTORS, torch.get_num_threads()
-    start, *gradients = (torch.randn(numel, dtype=dtype, generator=generator) for _ in range(4))
-
-    def stepped(fused: bool, length: int) -> torch.Tensor:
-        pieces = [piece.clone() for piece in torch.split(start, length)]
-        for number, piece in enumerate(pieces):
-            optimizer = torch.optim.SGD([piece], lr=0.7, fused=fused, **options)
-            for gradient in gradients:
-                piece.grad = torch.split(gradient, length)[number].clone()
-                optimizer.step()
-        return torch.cat(pieces)
-
-    plain = stepped(False, numel)
-    try:
-        for length, count in ((numel, 1), (numel, 3), (64 * VECTORS, 2), (VECTORS, 1)):
-            torch.set_num_threads(count)
-            assert torch.equal(stepped(True, length), plain), (length, count)
-    finally:
-        torch.set_num_threads(threads)

@@ -1,57 +1,44 @@
-"""Which part of a model a stage keeps, for every number of stages, and what cannot be split."""
+"""The list of what features do to a round: its order, and what a stage may leave out."""
 
 from __future__ import annotations
 
-import math
+import itertools
 
 import pytest
-import torch
-from torch import nn
 
-from tests.decoder import Decoder, text_batch
-from xffl.errors import ConfigError
-from xffl.parallel.pipeline import Skip, split_model
+from xffl.aggregation.engine.exchange import RoundStage
+from xffl.aggregation.engine.stages.order import ORDER, in_order
 
 
-def test_splitting() -> None:
-    whole_names = [name for name, _ in Decoder(layers=7).named_parameters()]
-    for stages in range(1, 8):
-        with torch.device("meta"):
-            parts = [split_model(Decoder(layers=7), stage, stages) for stage in range(stages)]
-        assert [name for part in parts for name, _ in part.named_parameters()] == whole_names
-        sizes = [len(part.layers) for part in parts]
-        loads = [size + (index == 0) + (index == stages - 1) for index, size in enumerate(sizes)]
-        assert min(sizes) >= 1 and max(loads) <= max(2, math.ceil(9 / stages))
+def bare(kind: type[RoundStage]) -> RoundStage:
+    """A stage without what it needs in a round."""
+    return object.__new__(kind)
 
 
-def test_wrong_splits() -> None:
-    def split(model: nn.Module | None = None, stage: int = 0, stages: int = 2) -> nn.Module:
-        return split_model(Decoder() if model is None else model, stage, stages)
+def test_stages_keep_their_order_whichever_are_there() -> None:
+    for count in range(len(ORDER) + 1):
+        for kinds in itertools.combinations(ORDER, count):
+            assert [type(stage) for stage in in_order(map(bare, kinds))] == list(kinds)
 
-    for call, text in (
-        ({"stages": 5}, "5 stages cannot share 4 layers; give at most 4"),
-        ({"stage": 2}, "stage 2 of 2 does not exist"),
-        ({"stages": 0}, "stage 0 of 0 does not exist"),
-    ):
-        with pytest.raises(ConfigError, match=text):
-            split(**call)
-    with pytest.raises(ConfigError, match="Linear has 0 largest lists"):
-        split(nn.Linear(2, 2))
-    with pytest.raises(ConfigError, match="2 largest lists of modules of one class: 0, 1;"):
-        split(nn.Sequential(*(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]) for _ in range(2)), nn.Linear(2, 2)))
 
-    tied = Decoder()
-    tied.lm_head.weight = tied.embed_tokens.weight
-    with pytest.raises(ConfigError, match="'embed_tokens.weight' and 'lm_head.weight' are one tied parameter"):
-        split(tied)
-    assert split(tied, stages=1) is tied and not any(isinstance(part, Skip) for part in tied.modules())
-    alike = Decoder()
-    alike.layers["3"].mlp = alike.layers["0"].mlp
-    with pytest.raises(ConfigError, match="lie on stages 0 and 1"):
-        split(alike)
-    loose = Decoder()
-    loose.scale = nn.Parameter(torch.ones(1))
-    with pytest.raises(ConfigError, match="parameter 'scale' belongs to no stage"):
-        split(loose)
-    with pytest.raises(ConfigError, match="torch.int64 values instead of the hidden state"):
-        split(stage=1)(text_batch(0)[0])
+@pytest.mark.parametrize("first, second", itertools.product(range(len(ORDER)), repeat=2))
+def test_stages_out_of_order_and_twice_are_refused(first: int, second: int) -> None:
+    stages = [bare(ORDER[first]), bare(ORDER[second])]
+    if first < second:
+        assert in_order(stages) == tuple(stages)
+    else:
+        with pytest.raises(AssertionError, match="out of order"):
+            in_order(stages)
+
+
+def test_what_stages_remember_has_names_of_its_own() -> None:
+    keys = [kind.key for kind in ORDER if kind.key is not None]
+    assert sorted(keys) == ["agreed", "codecs", "privacy"]  # as saved checkpoints have them
+
+
+def test_a_bare_stage_changes_nothing_of_a_round() -> None:
+    stage = RoundStage()
+    context = object()
+    assert stage.count(context, ()) is context  # type: ignore[arg-type]
+    assert stage.status(0) == {} == stage.report() == stage.state_dict()
+    assert not stage.inspects and not stage.is_over and list(stage.write(None, None)) == []  # type: ignore[arg-type]

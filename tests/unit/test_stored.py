@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch import nn
 
-from xffl.aggregation.algorithms.server import load_options, load_schedule
 from xffl.aggregation.privacy import Accountant, Privacy
 from xffl.checkpoint import load_checkpoint, save_checkpoint
 from xffl.checkpoint.damage import check_damage
@@ -308,20 +307,6 @@ def test_an_accountant_takes_no_state_that_would_cost_nothing(spent: Any) -> Non
         with pytest.raises(CheckpointError, match="the state is not that of a privacy accountant"):
             take({"spent": [spent]})
     assert accountant.rounds == 1
-
-
-def test_a_saved_server_does_not_replace_methods_or_parameters() -> None:
-    optimizer = torch.optim.SGD([torch.zeros(2)], lr=0.1, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    for options in ({"params": []}, {"lr": "0.1"}, {"lr": float("nan")}, {"momentum": True}, {3: 1}, [1]):
-        with pytest.raises(CheckpointError, match="the saved option"):
-            load_options(optimizer, {**options} if isinstance(options, dict) else options)
-    for state in ({"step": 3}, {"get_lr": "x"}, {"optimizer": None}, {"gamma": None}, {"base_lrs": [0.1, 0.2]}, None):
-        with pytest.raises(CheckpointError, match="the saved (schedule|value)"):
-            load_schedule(schedule, state)
-    load_options(optimizer, {"lr": 0.05})
-    load_schedule(schedule, {**schedule.state_dict(), "last_epoch": 7})
-    assert optimizer.param_groups[0]["lr"] == 0.05 and schedule.last_epoch == 7
 
 
 # Files with holes -----------------------------------------------------------------------------------------------------

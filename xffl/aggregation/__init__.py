@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from xffl.aggregation.federated_scaling import FederatedScaling
     from xffl.aggregation.hierarchical import Level, Levels
     from xffl.aggregation.report import RoundReport
+    from xffl.aggregation.rounds.hooks import LoopHooks
 
-__all__ = ["Aggregator", "FederatedScaling", "Level", "Levels", "RoundReport"]
+__all__ = ["Aggregator", "FederatedScaling", "Level", "Levels", "LoopHooks", "RoundReport"]
 
 __getattr__, __dir__ = lazy_names(__name__)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +15,10 @@ from torch.profiler import record_function
 
 from xffl.aggregation.algorithms.combiners import Combiner
 from xffl.aggregation.algorithms.server import ServerOptimizer
-from xffl.aggregation.compression import Codec, ResidualStore
-from xffl.aggregation.engine.arithmetic_check import compare_arithmetic, flushes_subnormals, processor_number
-from xffl.aggregation.engine.buffers import Layout, ModelCopy
+from xffl.aggregation.arithmetic import flushes_subnormals
+from xffl.aggregation.compression import Codec
+from xffl.aggregation.engine.arithmetic_check import compare_arithmetic, processor_number
+from xffl.aggregation.engine.buffers import ModelCopy, TensorWatch
 from xffl.aggregation.engine.consensus import (
     AgreedRound,
     PreparedRound,
@@ -30,39 +30,28 @@ from xffl.aggregation.engine.consensus import (
     find_inconsistent,
     mark_inconsistent,
 )
-from xffl.aggregation.engine.coverage import check_gradients
-from xffl.aggregation.engine.exchange import Exchange, RoundRun
-from xffl.aggregation.engine.first_round import FirstRound, ValueDigest
-from xffl.aggregation.engine.global_model import GlobalModel, check_start
+from xffl.aggregation.engine.exchange import RoundRun, RoundStage
+from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.global_state import load_memory, share_global_model
-from xffl.aggregation.engine.groups import MergeMode, RoundScope, RoundStatus, select_groups
-from xffl.aggregation.engine.plan import digest, plan_groups, plan_transfers
-from xffl.aggregation.engine.tensors import (
-    FORMAT_LINE,
-    Manifest,
-    ModelTensor,
-    Pattern,
-    RankTensors,
-    ReplicaTensors,
-    TensorInfo,
-    describe_difference,
-    describe_rank_tensors,
-    gather_axes,
-    gather_replica_tensors,
-)
-from xffl.aggregation.engine.transport import Link
+from xffl.aggregation.engine.groups import MergeMode, RoundScope, RoundStatus
+from xffl.aggregation.engine.setup import compare_models, make_exchange
+from xffl.aggregation.engine.stages.agreed import AgreedModel
+from xffl.aggregation.engine.stages.first_round import FirstRound
+from xffl.aggregation.engine.stages.order import in_order
+from xffl.aggregation.engine.stages.privacy import Protection
+from xffl.aggregation.engine.tensors import Manifest, Pattern, TensorInfo
 from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, Options, check_merge, refuse_removed
-from xffl.aggregation.privacy import Accountant, Privacy, SecureSum, make_masker
-from xffl.aggregation.report import Background, PendingRound, RoundProfile, RoundReport
-from xffl.costs import EXCHANGE_FORMAT
-from xffl.distributed.consistency import barrier, check_consistent, compute_device, run_on_all_ranks
+from xffl.aggregation.pending import Background, PendingRound
+from xffl.aggregation.privacy import Accountant, Privacy, SecureSum
+from xffl.aggregation.report import RoundProfile, RoundReport
+from xffl.distributed.consistency import barrier
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
 from xffl.errors import CheckpointError, ConfigError, RoundError, StateError, TornError, XfflError
 from xffl.parallel.zero_mark import find_masters
-from xffl.topology import Topology
+from xffl.parallel.zero_view import Masters
 
-__all__ = ["Aggregator", "PendingRound", "check_given"]
+__all__ = ["Aggregator", "PendingRound"]
 
 
 class Aggregator:
@@ -110,8 +99,8 @@ class Aggregator:
         --kind combine`` with its options (``krum:faulty=1``, or a mapping), a dotted path, or a
         :class:`~xffl.aggregation.algorithms.combiners.Combiner`. One that compares whole models (Krum, geometric
         median) keeps all cells' shards on each sender, ``C`` copies.
-    :param server: The server (outer) optimizer, which sees the way from the mean back to the last agreed model as a
-        gradient: a name (``fedadam:lr=0.03``, ``torch.optim.AdamW:lr=0.1``), a mapping, or a
+    :param server: The server (outer) optimizer, which gets ``global - mean`` (the pseudo-gradient) as its gradient: a
+        name (``fedadam:lr=0.03``, ``torch.optim.AdamW:lr=0.1``), a mapping, or a
         :class:`~xffl.aggregation.algorithms.server.ServerOptimizer`. With it, each rank keeps the last agreed values of
         what it holds in fp32, and the optimizer's state. The model must be the same in all cells when the Aggregator is
         made.
@@ -183,7 +172,7 @@ class Aggregator:
             _check_extra(extra, fragments)
             return options, Manifest(self._read_masters(), policies, codec, extra)
 
-        scope, options, self._manifest, axes, replica_tensors = _compare_models(
+        scope, options, self._manifest, axes, replica_tensors = compare_models(
             model, state, read, is_reduced_by_caller=gradients_reduced_by_caller
         )
         server = options.server
@@ -203,10 +192,10 @@ class Aggregator:
         # The global model, what servers keep and buffers outlive this call: a later round writes them outside of an
         # inference mode in which this is called.
         with torch.inference_mode(False):
-            self._exchange = _make_exchange(scope, self._options, self._manifest, axes, replica_tensors)
+            self._exchange = make_exchange(scope, self._options, self._manifest, axes, replica_tensors)
         self._round_groups = self._exchange.round_groups
+        self._watch = TensorWatch(self._manifest.roots, self._manifest.check)
         self._coordinator = RoundCoordinator(self._exchange, scope, self._options)
-        self._activity = scope.state.activity
         self._first_round = FirstRound(
             manifest=self._manifest,
             scope=scope,
@@ -216,12 +205,14 @@ class Aggregator:
             processor=processor_number(*places),
             is_private=options.privacy is not None or options.secure is not None,
         )
+        self._exchange.stages = in_order([self._first_round, *self._exchange.stages])
+        self._activity = scope.state.activity
         self._marks: list[torch.cuda.Event] = []  # for all rounds' profiles
         self._stream = _stream_of(scope)  # that rounds work on
 
     def _read_masters(self) -> nn.Module:
         """Return the model that rounds move: its master weights, where an engine keeps them beside it."""
-        self._masters = find_masters(self.model)
+        self._masters: Masters | None = find_masters(self.model)
         if self._masters is None:
             return self.model
         with torch.inference_mode(False):
@@ -247,13 +238,14 @@ class Aggregator:
     @property
     def accountant(self) -> Accountant | None:
         """What privacy the rounds have cost so far; ``None`` without ``privacy``."""
-        return self._exchange.accountant
+        protection = self._exchange.find(Protection)
+        return None if protection is None else protection.accountant
 
     def aggregate(self, weight: float | None = None, *, steps: float = 1.0) -> RoundReport:
         """Run one round: afterwards every rank holds the weighted mean over the cells.
 
         Collective over the world. Moves each shard to the other cells (see ``form``) and once to each replica of the
-        cell, after a vote of 128 bytes a rank and before another.
+        cell, after a vote of 192 bytes a rank and before another.
 
         :param weight: This rank's own count since the last round (samples, tokens); a cell's weight is the sum over its
             ranks. ``None`` on all ranks: every cell counts 1.
@@ -297,11 +289,10 @@ class Aggregator:
         self, given: RoundInput, merge: MergeMode = MergeMode.REPLACE, alpha: float | None = None
     ) -> PreparedRound:
         """Read the model and fill in this rank's status; local. What goes wrong is told to all ranks by the vote."""
-        fragment, options = self.next_fragment, self._options
+        fragment = self.next_fragment
         copy = {MergeMode.BLEND: ModelCopy.STAGED, MergeMode.KEEP_STEPS: ModelCopy.KEPT}.get(merge, ModelCopy.NONE)
         profile = RoundProfile(self._device, self._marks)
         run: RoundRun | None = None
-        values = ValueDigest()
         error: XfflError | None = None
         count = steps = seconds = 0.0
         try:
@@ -310,27 +301,26 @@ class Aggregator:
             if self._masters is not None:
                 self._masters.read()
                 self._masters.check()  # after what is collective
-            self._manifest.check()
-            if self._exchange.global_model is not None:
-                self._exchange.global_model.check(fragment)
+            self._watch.check()
+            for stage in self._exchange.stages:
+                stage.open(fragment, is_weighed=given.weight is not None)
             if given.prepare is not None:
                 given.prepare()
             if alpha is not None:
                 check_merge(alpha)
             steps = checked_number("steps", given.steps, "give the effective number of local steps")
             seconds = checked_number("seconds", given.seconds, "give those of a local step, or 0")
-            if options.privacy is not None and given.weight is not None:
-                raise ConfigError("privacy counts all cells alike, since weights tell about the data; give no weight")
             if not given.is_absent:
                 weight = given.weight
                 count = 1.0 if weight is None else checked_weight(weight)
-            values = self._first_round.read(has_steps=not given.is_absent and steps > 0)
+            for stage in self._exchange.stages:
+                stage.read(has_steps=not given.is_absent and steps > 0)
             run = RoundRun(self._exchange, fragment, profile, copy)
         except XfflError as wrong:
             error = wrong
         except Exception as wrong:  # noqa: BLE001 - told to all ranks
             error = RoundError(f"the round could not be opened: {type(wrong).__name__}: {wrong}")
-        masker, residuals = self._exchange.masker, self._exchange.residuals
+        told = {name: value for stage in self._exchange.stages for name, value in stage.status(fragment).items()}
         findings = None if run is None else run.findings
         status = RoundStatus(
             round=self.rounds + 1,
@@ -341,16 +331,11 @@ class Aggregator:
             is_finished=given.is_finished,
             is_nonfinite=findings is not None and bool(findings.nonfinite),
             is_failed=error is not None,
-            is_encoding=residuals is not None and residuals.is_encoding(fragment),
             merge=merge,
             alpha=alpha if error is None and alpha is not None else 0.0,
-            norm=0.0 if findings is None else findings.norm,
             steps=steps,
             seconds=seconds,
-            attempt=0 if masker is None else masker.next_attempt,
-            held=values.held,
-            shared=values.shared,
-            is_trained=values.is_trained,
+            **told,
         )
         return PreparedRound(
             status=status,
@@ -358,7 +343,6 @@ class Aggregator:
             run=run,
             error=error,
             source=given.source,
-            inspect=self._first_round.compare,
         )
 
     def aggregate_async(
@@ -415,6 +399,7 @@ class Aggregator:
             return self._conclude(outcome, start, is_merged=keeps_steps, alpha=alpha)
 
         self.under_way = PendingRound(background, conclude, self._exchange.layout.moving(fragment))
+        self._activity.add_round_under_way(self.under_way)
         return self.under_way
 
     def discard(self) -> None:
@@ -430,14 +415,16 @@ class Aggregator:
     def close(self) -> None:
         """Give the process groups back that were made for this aggregator; it cannot be used afterwards.
 
-        Collective over the world, with no round under way. Between CPUs there is nothing to give back without
-        ``overlap``, and without parts of the model that several but not all ranks of a replica hold.
+        Collective over the world, with no round under way. Nothing moves where there is nothing to give back: between
+        CPUs without ``overlap``, and without parts of the model that several but not all ranks of a replica hold.
         """
         self.check_free()
-        if not self._round_groups.own:
-            return
-        self.is_closed = True
+        self.retire()
         self.give_back_groups()
+
+    def retire(self) -> None:
+        """Make no further round; local."""
+        self.is_closed = True
 
     def give_back_groups(self) -> None:
         """Give the process groups back, whatever state the rounds are in; collective over this rank's world."""
@@ -499,18 +486,17 @@ class Aggregator:
     @property
     def global_model(self) -> GlobalModel | None:
         """The last agreed model; ``None`` where no option needs it."""
-        return self._exchange.global_model
+        agreed = self._exchange.find(AgreedModel)
+        return None if agreed is None else agreed.global_model
 
     def share_global_model(self, state: Mapping[str, Any], source: int, targets: Collection[int]) -> None:
         """Bring the global model of a cell, of which all know the plain state, to others; collective over all cells."""
         share_global_model(self._exchange, state, source, targets)
 
     @property
-    def _memory(self) -> dict[str, ResidualStore | Accountant | GlobalModel]:
+    def _memory(self) -> dict[str, RoundStage]:
         """What rounds remember beside the model, by its key in a state dict."""
-        exchange = self._exchange
-        parts = {"codecs": exchange.residuals, "privacy": exchange.accountant, "agreed": exchange.global_model}
-        return {key: part for key, part in parts.items() if part is not None}
+        return {stage.key: stage for stage in self._exchange.stages if stage.key is not None}
 
     def _check_saved(self, state: Mapping[str, Any]) -> None:
         """Raise where an aggregator's state has parts that this one would lose without a word, or lacks some; local."""
@@ -551,9 +537,8 @@ class Aggregator:
         """Forget what codecs and servers start from if the model became inconsistent since, by any aggregator."""
         if (inconsistent_count := count_inconsistent(self.model)) != self._inconsistent_count:
             self._inconsistent_count = inconsistent_count
-            for part in (self._exchange.residuals, self._exchange.global_model):
-                if part is not None:
-                    part.forget()
+            for stage in self._exchange.stages:
+                stage.forget()
 
     def _conclude(
         self, outcome: AgreedRound, start: float, *, is_merged: bool = False, alpha: float | None = None
@@ -577,8 +562,7 @@ class Aggregator:
                     ) from error
             self.rounds += 1
             self._coordinator.release()
-        self._first_round.note_end()
-        self._activity.note_round()
+        self._exchange.end_round()
         return outcome.report(time.perf_counter() - start)
 
     def _write(self, outcome: AgreedRound, *, is_merged: bool, alpha: float | None) -> None:
@@ -589,8 +573,12 @@ class Aggregator:
         outcome.run.commit(outcome.context, is_merged=is_merged, alpha=alpha)
         if self._masters is not None:
             self._masters.write()
-        if PendingRound.under_way:
-            PendingRound.overtake(self._exchange.layout.moving(outcome.run.fragment))
+        for pending in self._activity.rounds_under_way:
+            pending.note_written(self._exchange.layout.moving(outcome.run.fragment))
+
+    def resume_at(self, rounds: int) -> None:
+        """Count on behind so many rounds, the same on all ranks that make the next one; local."""
+        self.rounds = rounds
 
     @property
     def all_finished(self) -> bool:
@@ -625,78 +613,6 @@ def work_on(stream: torch.cuda.Stream | None) -> Iterator[None]:
     current.wait_stream(stream)
 
 
-def _compare_models(
-    model: nn.Module,
-    state: DistributedState | RoundScope,
-    read: Callable[[], tuple[Options, Manifest]],
-    *,
-    is_reduced_by_caller: bool,
-) -> tuple[RoundScope, Options, Manifest, Sequence[Sequence[int]], ReplicaTensors | None]:
-    """Compare the ranks' models and options, and gather what they hold.
-
-    Collective over the world: a few bytes a rank, with a mesh inside the cells some hundred for each of its tensors.
-    Returns by cell the axes that tensors are cut along, and with a mesh the parts of all shards.
-    """
-    rank_tensors: RankTensors | None = None
-    axes: tuple[int, ...] = ()
-    group = state.cross_world if isinstance(state, RoundScope) else None
-    with run_on_all_ranks(
-        "models",
-        group=group,
-        convert=lambda wrong: ConfigError(f"the model or its policies cannot be read: {type(wrong).__name__}: {wrong}"),
-        describe=describe_difference,
-    ) as share:
-        check_given(model, state)
-        scope = state if isinstance(state, RoundScope) else RoundScope(state, state.topology)
-        topology, rank = scope.topology, scope.rank
-        device = scope.device
-        options, manifest = read()
-        options.combiner.check(topology.cells)
-        at = topology.coordinates(rank)
-        text = f"{FORMAT_LINE}\t{EXCHANGE_FORMAT}\n(options)\t{options}\n"
-        if topology.cell_shape is None:
-            manifest.check_patterns()
-            check_gradients(manifest.model, scope.state, is_reduced_by_caller=is_reduced_by_caller)
-            axes = manifest.axes(topology, at)
-            text += str(manifest)
-        else:
-            rank_tensors = describe_rank_tensors(manifest, topology, at, scope.first)
-        options.check_model(manifest, scope.gpu or device)
-        share(text)
-    if rank_tensors is None:
-        return scope, options, manifest, gather_axes(axes, topology, scope.world), None
-    mesh = scope.state.hsdp_mesh
-    assert mesh is not None, "a state with a cell shape has replicas"
-    with run_on_all_ranks("models", group=group, describe=describe_difference) as share:
-        replica_tensors = gather_replica_tensors(rank_tensors, mesh.get_group(1))
-        manifest.check_patterns(replica_tensors)
-        check_gradients(
-            manifest.model,
-            scope.state,
-            is_reduced_by_caller=is_reduced_by_caller,
-            holders_of=partial(_holders_of, scope.state.topology, replica_tensors),
-        )
-        share(replica_tensors.text)
-    return scope, options, manifest, (replica_tensors.axes,) * topology.cells, replica_tensors
-
-
-def _holders_of(topology: Topology, replica_tensors: ReplicaTensors, name: str) -> list[int]:
-    """Return the ranks of this rank's cell that hold a tensor, or a part of it."""
-    cell = topology.cell_of(dist.get_rank())
-    replicas = range(topology.replicas(cell))
-    return [topology.rank_of(cell, replica, shard) for replica in replicas for shard in replica_tensors.shards[name]]
-
-
-def check_given(model: object, state: object) -> None:
-    """Raise where the model is no module, or the state neither a state nor a part of the world."""
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if not isinstance(state, DistributedState | RoundScope):
-        raise ConfigError(
-            f"state must be the DistributedState of xffl.session() or a set-up, got {type(state).__name__}"
-        )
-
-
 def _check_extra(extra: nn.Module | None, fragments: int) -> None:
     if extra is not None and fragments > 1:
         raise ConfigError("extra tensors go with every round, so they need fragments=1")
@@ -707,53 +623,3 @@ def _stream_of(scope: RoundScope) -> torch.cuda.Stream | None:
         return None
     streams = scope.state.streams
     return streams[0] if streams else torch.cuda.Stream(scope.gpu)  # type: ignore[no-untyped-call]
-
-
-def _make_exchange(
-    scope: RoundScope,
-    options: Options,
-    manifest: Manifest,
-    axes: Sequence[Sequence[int]],
-    replica_tensors: ReplicaTensors | None,
-) -> Exchange:
-    """Plan what this rank exchanges; make it and its groups."""
-    topology, rank, is_lone = scope.topology, scope.rank, scope.cross_world is not None
-    least, fragments = options.bucket_bytes, options.fragments
-    items = manifest.items(topology, axes, replica_tensors, least_bytes=least, fragments=fragments)
-    plan = f"{digest(items, topology)}, {least} bytes a bucket, form={options.form_of_groups}, rails={options.rails}"
-    check_consistent("exchange plans", plan, group=scope.world)
-    masker = None
-    if options.secure is not None:
-        masker = make_masker(options.secure, rank, topology, context=plan, group=scope.world)
-    holders = () if replica_tensors is None else replica_tensors.holders
-    round_groups = select_groups(scope, multi_rail=options.rails, is_own=options.overlap, holders=holders)
-    groups = plan_groups(items, topology, rank)
-    transfers = plan_transfers(
-        groups,
-        topology,
-        rank,
-        round_groups,
-        options,
-        manifest.codecs,
-        is_on_cpu=scope.device.type == "cpu",
-        home_device=scope.home_device,
-        is_on_gpu=not is_lone and compute_device(scope.state).type == "cuda",
-    )
-    link = Link(transfers, scope, round_groups, options.combiner, masker)
-    # The moving tensors of all shards in the plan's order, and None for one that this rank has not.
-    moving: Sequence[TensorInfo] = manifest.moving if replica_tensors is None else replica_tensors.moving
-    here = {entry.name: entry for entry in manifest.moving}
-    entries: list[ModelTensor | None] = [here.get(tensor.name) for tensor in moving]
-    reads_late = options.overlap or not options.atomic
-    layout = Layout(entries, items, axes, topology.coordinates(rank), needs_memory_of_its_own=reads_late)
-    # On all ranks or on none, also on one that encodes nothing itself.
-    has_codecs = any(manifest.codecs.values()) and topology.cells > 1
-    residuals = ResidualStore(transfers, link.feedback, plan) if has_codecs else None
-    model = GlobalModel(transfers, layout, options, link.device) if options.needs_agreed else None
-    exchange = Exchange(layout, transfers, link, options=options, global_model=model, residuals=residuals)
-    if model is not None:
-        if not scope.goes_on:
-            model.reset_from_model()
-        if not is_lone:  # else cells join in mid-training, and are told what was agreed
-            check_start(moving, exchange.own_values(), scope)
-    return exchange

@@ -19,13 +19,30 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from xffl.errors import ConfigError
 
-__all__ = ["CHUNK", "ElementaryOnly", "divide", "piece_length", "power", "square_root"]
+__all__ = [
+    "CHUNK",
+    "ElementaryOnly",
+    "divide",
+    "flushes_subnormals",
+    "is_built_in",
+    "piece_length",
+    "power",
+    "square_root",
+]
 
 CHUNK = 2**16
 """Elements taken at a time: their 64-bit copies stay in a core's cache, where fresh memory costs ten times more."""
 
 GPU_CHUNK = 2**22
 """The same on a GPU, where each call has a price of its own, and the copies are only not to take much memory."""
+
+
+_SMALLEST, _ONE = 5e-324, 1.0
+
+
+def flushes_subnormals() -> bool:
+    """Tell whether this thread takes subnormal numbers for zero (``torch.set_flush_denormal``); local, 0.1 us."""
+    return _SMALLEST * _ONE == 0.0  # by the processor, as tensors: Python's floats go through the same units
 
 
 def piece_length(device: torch.device) -> int:
@@ -78,6 +95,11 @@ def power(base: float, exponent: int) -> float:
         square *= square
         exponent >>= 1
     return result
+
+
+def is_built_in(part: object) -> bool:
+    """Tell whether a combiner, codec or rule is xffl's, which is made of elementary operations; pure."""
+    return type(part).__module__.partition(".")[0] == "xffl"
 
 
 _ROUNDED_ONCE = ("add", "sub", "rsub", "mul", "div", "_foreach_add", "_foreach_sub", "_foreach_mul", "_foreach_div")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,9 +14,9 @@ from xffl.costs import MAX_BLOCK, block_bytes, kept_values, read_codec, scale_by
 from xffl.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from xffl.aggregation.engine.plan import Bucket, GroupTransfer
+    from xffl.aggregation.engine.transfers import Bucket
 
-__all__ = ["Blockwise", "Cast", "Codec", "ErrorFeedback", "ResidualStore", "TopK", "codec_of"]
+__all__ = ["Blockwise", "Cast", "Codec", "ErrorFeedback", "TopK", "codec_of"]
 
 MAX_POSITIONS = 2**31  # values that 32-bit positions can tell apart
 
@@ -536,65 +535,3 @@ class ErrorFeedback:
             if name.startswith("left "):
                 _, bucket, part = name.split()
                 self._residuals[int(bucket), int(part)] = left.to(self.reference.device, copy=True)
-
-
-class ResidualStore:
-    """What lossy codecs carry from round to round on one rank, of all its bucket groups."""
-
-    def __init__(self, transfers: Sequence[GroupTransfer], feedback: Mapping[int, ErrorFeedback], plan: str) -> None:
-        self._transfers = tuple(transfers)
-        self._feedback = feedback
-        self._plan = plan  # of the exchange that this fits
-        self._seeded: set[int] = set()
-
-    @property
-    def codec_error(self) -> float | None:
-        """Relative L2 error of what this rank last sent; ``None`` for nothing, or where squares left fp32."""
-        norms = [norm for feedback in self._feedback.values() for norm in feedback.norms()]
-        whole = sum(norm[0] for norm in norms)
-        if not norms or not math.isfinite(whole):
-            return None
-        return math.sqrt(sum(norm[1] for norm in norms) / whole) if whole else 0.0
-
-    def rollback(self) -> None:
-        """Forget what the last round has sent, and what one that was not taken has left behind."""
-        for feedback in self._feedback.values():
-            feedback.rollback()
-
-    def is_encoding(self, fragment: int) -> bool:
-        """Return whether a round has made the agreed state that lossy codecs start from."""
-        return fragment in self._seeded
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return which fragments have an agreed state, and by bucket group its values and the residuals."""
-        lanes = {str(self._transfers[place].group.key): one.state_dict() for place, one in self._feedback.items()}
-        return {"plan": self._plan, "seeded": sorted(self._seeded), "lanes": lanes}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned on this rank."""
-        if state["plan"] != self._plan:
-            raise CheckpointError(
-                f"the codecs' memory is that of another exchange ({state['plan']}) than this one ({self._plan}); "
-                "resume with the same model, federation, bucket_bytes, form, rails and codec"
-            )
-        self.forget()
-        for place, feedback in self._feedback.items():
-            group = self._transfers[place].group
-            if group.fragment in state["seeded"]:
-                feedback.load_state_dict(state["lanes"].get(str(group.key), {}))
-        self._seeded = set(state["seeded"])
-
-    def forget(self) -> None:
-        """Forget what lossy codecs remember, where cells may no longer have the same: the next round is exact."""
-        self._seeded.clear()
-        for feedback in self._feedback.values():
-            feedback.forget()
-
-    def commit(self, fragment: int, stages: dict[int, torch.Tensor]) -> None:
-        """Conclude a round that was taken."""
-        for place, feedback in self._feedback.items():
-            if self._transfers[place].group.fragment == fragment:
-                spare = feedback.commit(stages.get(place))
-                if spare is not None:
-                    stages[place] = spare
-        self._seeded.add(fragment)

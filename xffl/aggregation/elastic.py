@@ -1,11 +1,14 @@
-"""Rounds of an elastic federation: repeated with whoever is there until one is taken, in epochs with one group each."""
+"""Rounds between cells that are jobs of their own: repeated with the cells that are left until one is taken.
+
+The cells that have met for a round are an epoch. An epoch has a process group, and an aggregator for its ranks.
+"""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,13 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from xffl.aggregation.aggregator import Aggregator, PendingRound
+from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.engine.buffers import Arena
 from xffl.aggregation.engine.consensus import RoundBroken, RoundInDoubt, RoundInput
 from xffl.aggregation.engine.coverage import check_lone_cell
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.hand_over import read_hand_over, write_hand_over
+from xffl.aggregation.pending import PendingRound
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.distributed.collectives import all_gather_json
 from xffl.distributed.distributed_state import DistributedState
@@ -33,48 +37,60 @@ from xffl.errors import CheckpointError, ConfigError, RoundError, StateError, Xf
 __all__ = ["ElasticAggregator"]
 
 LEAST_TIMEOUT_S = 10.0
-"""Seconds that a message may take at least: a link that was quick may be slow for a while."""
+"""Shortest message timeout, in seconds: a fast link may be slow for a while."""
 PATIENCE = 20.0
-"""How much longer than all of the last exchange a message may take: a link with a tenth of its rate cuts nobody.
+"""Message timeout as a multiple of the last exchange; tolerates a tenth of the rate.
 
-Only who is stopped or hangs holds the others up for as long: a host that is gone is found by its connections.
+Only a process that is stopped or hangs makes the others wait so long: of one that has ended, its connections tell.
 """
 QUICK_PATIENCE = 5.0
-"""The same where messages take less than a twentieth of a second each."""
+"""The same multiple where a message takes less than 50 ms."""
 
 FOUNDING = ("policies", "bucket_bytes", "nonfinite", "form", "rails", "gradients_reduced_by_caller")
-"""Options of the first round of a federation, which takes one cell's model over and is no step of a server."""
+"""Options of a federation's first round, in which all cells take over the model of one, and no server steps."""
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """A round of which this cell does not know whether the others took it: the next meeting tells."""
+
+    epoch: Epoch
+    aggregator: Aggregator
+    """Holds the result."""
+    write: Callable[[], RoundReport]
+    """Writes it into the model, if the round was taken."""
 
 
 class ElasticRound:
-    """A round of an elastic federation under way; :meth:`merge` ends it on all ranks of the cell."""
+    """A delayed round of an elastic federation; :meth:`merge` ends it on all ranks of the cell."""
 
     def __init__(self, merge: Callable[[bool], RoundReport], begun: Sequence[PendingRound]) -> None:
-        self._merge, self._begun = merge, begun
+        self._merge = merge
+        self._begun = begun
 
     def merge(self, *, keeps_steps: bool = True) -> RoundReport:
         """Wait for the round and merge its result into the model, as :meth:`xffl.aggregation.PendingRound.merge`."""
         return self._merge(keeps_steps)
 
     def discard(self) -> None:
-        """Wait for this rank's part, and drop its result; local."""
+        """Wait until this rank's part of the round is over, and drop the result; local."""
         for pending in self._begun:
             pending.wait()
 
 
 class ElasticAggregator:
-    """Average a model over the cells that are there, each a world of its own; see :class:`~xffl.Aggregator`.
+    """Average a model over the cells of an elastic federation, each a world of its own; see :class:`~xffl.Aggregator`.
 
-    A round is made by the cells that have met for it (an epoch), and repeated with those that are left where one is
-    lost on the way: it counts for all of them or for none, and the steps that a round did not take count in the next.
-    A cell that comes late, or again, takes the model over in a round in which it counts 0.
+    The cells that have met for a round (an epoch) make it. If one is lost during the round, the others meet again and
+    repeat it, so a round counts in all of its cells or in none. A cell that comes late, or again, takes the model over
+    in a round in which its weight is 0.
 
-    Making one is collective over the cell. It meets the other cells with :meth:`join`, which each cell calls before its
-    first step.
+    Making one is collective over the cell. :meth:`join` meets the other cells for the first time; each cell calls it
+    before its first step.
 
-    It takes a model, which the cells may cut over different numbers of ranks, the state of this cell's world, which was
-    joined with ``elastic``, and the options of an Aggregator. Raises ConfigError where torchft is not installed, or an
-    option is not supported in an elastic federation.
+    The cells may shard the model over different numbers of ranks. ``state`` is that of this cell's world, joined with
+    ``elastic``; ``options`` are those of an Aggregator. Raises ConfigError where torchft is not installed, or an option
+    is not supported in an elastic federation.
     """
 
     def __init__(self, model: nn.Module, state: DistributedState, **options: Any) -> None:
@@ -85,37 +101,40 @@ class ElasticAggregator:
             )
         if options.get("atomic", True) is not True:
             raise ConfigError("rounds of an elastic federation are repeated where cells are lost; leave atomic=True")
-        # Before this cell meets others, which would be told of it, too.
+        # Before this cell meets others, which would get the same error.
         check_lone_cell(model, state, is_reduced_by_caller=bool(options.get("gradients_reduced_by_caller", False)))
         self.fragments: int = options.get("fragments", 1)
-        self.overlaps, self.is_closed = bool(options.get("overlap")), False
-        # A cell that comes late takes all parts over, as they were agreed on last.
+        self.overlaps = bool(options.get("overlap"))
+        self.is_closed = False
+        # A late cell takes over all parts of the model as they were last agreed on.
         self._keeps_agreed = any(options.get(name) for name in ("server", "privacy", "norms", "combine"))
         if self.fragments != 1:
             self._keeps_agreed = options["norms"] = True
-        self.model, self._state, self._options = model, state, options
+        self.model = model
+        self._state = state
+        self._options = options
         self.under_way: ElasticRound | None = None
         self._federation = ElasticFederation(state)
         self._groups = self._make_groups()
         self._aggregator: Aggregator | None = None
-        # The round in doubt: its epoch, what has made it, and how it is written if it was taken.
-        self._doubted: tuple[Epoch, Aggregator, Callable[[], RoundReport]] | None = None
-        # What has made the last round that was taken, and holds what servers and norms go on from; before the first
-        # round of a resumed run, what was saved of it.
+        self._doubted: Doubt | None = None
+        # The aggregator of the last round that was taken, whose agreed model the next one starts from; in a resumed
+        # run, until its first round, the saved state instead.
         self._last: Aggregator | Mapping[str, Any] | None = None
         self._privacy: dict[str, Any] | None = None
         self._arena = Arena()
         self.has_taken_over = False
-        """Whether the last round has replaced this cell's model, whatever steps it had made."""
+        """Whether the last round replaced this cell's model, and with it the steps that the cell had made."""
         self._epoch: Epoch | None = None
         self._is_leaving = False
-        # Another round may follow: cells have met for the last one, all know how it ended, and not all have finished.
+        # Whether another round may follow: the cells met for the last one, all know its end, and not all have finished.
         self._has_others = True
-        self._tries, self._opened_at = 0, 0.0
+        self._tries = 0  # of the next round
+        self._opened_at = 0.0  # when the first of them began
         self._exchange_s = 0.0
 
     def _make_groups(self) -> Groups:
-        """Return the groups inside the cell: for rounds behind local steps of their own; collective over the cell."""
+        """Return the groups inside the cell, new ones for rounds that overlap with steps; collective over the cell."""
         state = self._state
         if self.overlaps:
             create, rank = state.create_process_group, dist.get_rank()
@@ -147,12 +166,12 @@ class ElasticAggregator:
 
     @property
     def is_behind(self) -> bool:
-        """Whether this cell holds another model than that from which the cells that have met go on."""
+        """Whether the cells that have met go on from a newer model than this cell holds."""
         return self._epoch is not None and self._federation.cell in self._epoch.behind
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether this cell does not know yet what became of the last round; :meth:`open` tells."""
+        """Whether it is unknown here if the last round was taken; the next :meth:`open` ends the doubt."""
         return self._doubted is not None
 
     @property
@@ -166,19 +185,21 @@ class ElasticAggregator:
             self._aggregator.check()
 
     def join(self, prepare: Callable[[], None] | None = None, *, is_stopping: Callable[[], bool] | None = None) -> None:
-        """Take over the model of the cells that are there, or give them this one's; collective over the cell.
+        """Take over the model of the other cells, or give them this cell's; collective over the cell.
 
-        The cells that begin a federation take the model of the lowest of them. A cell that comes late waits until the
-        others make their next round. ``prepare`` is called before each try. Raises MeetingLeft where ``is_stopping``.
+        In a new federation all cells take over the model of the lowest one. A late cell waits for the next round of the
+        others. ``prepare`` is called before each try. Raises MeetingLeft where ``is_stopping`` returns True.
         """
-        is_agreed, has_taken_over = self._federation.standing.version.is_agreed, False
+        is_agreed = self._federation.standing.version.is_agreed
+        has_taken_over = False
         while True:
-            if self.open(is_stopping=is_stopping) is not None:  # the others wait for this round, too
+            # A round that was in doubt was taken: the model is the others' already, and they wait for this round.
+            if self.open(is_stopping=is_stopping) is not None:
                 is_agreed, prepare, has_taken_over = True, None, has_taken_over or self.has_taken_over
             try:
                 self.participate(RoundInput(is_absent=is_agreed, prepare=prepare))
             except RoundBroken:
-                continue  # with those that are left
+                continue  # with the cells that are left
             self.has_taken_over = self.has_taken_over or has_taken_over
             return
 
@@ -189,13 +210,13 @@ class ElasticAggregator:
         told: Mapping[str, Any] | None = None,
         is_stopping: Callable[[], bool] | None = None,
     ) -> RoundReport | None:
-        """Meet the other cells for a round; collective over the cell. One try to make it has to follow.
+        """Meet the other cells for a round; collective over the cell. One try to make the round must follow.
 
-        Returns the report of the round before where this cell was in doubt of it, and it was taken; it stands then.
-        ``is_finished`` says that this cell leaves after the round; ``told`` are plain values that all members learn by
-        the round's report, the same on all ranks of the cell. ``is_stopping`` is asked on the cell's first rank
-        while others are waited for. Raises MeetingLeft where it says so: there is no round then, and the model is as it
-        was; RoundError where the others do not come.
+        If the last round was in doubt and the others took it, its result is written now, and its report is returned.
+        ``is_finished`` says that this cell leaves after the round. ``told`` are plain values, the same on all ranks of
+        the cell, that all cells find in the round's report. While this cell waits for others, its first rank asks
+        ``is_stopping``, and MeetingLeft is raised if that returns True: there is no round, and the model is unchanged.
+        Raises RoundError where the others do not come in time.
         """
         if self.is_closed:
             raise StateError("this aggregator is closed; make another one")
@@ -215,21 +236,21 @@ class ElasticAggregator:
         if not self._federation.standing.settle(self._epoch, self._federation.cell):
             return None
         assert doubted is not None, "kept while the round is in doubt"
-        epoch, aggregator, write = doubted
-        report = write()
-        self._note_taken(aggregator, epoch, report)
-        return self._spread(report, epoch, 1, report.seconds, is_last=False)
+        report = doubted.write()
+        self._note_taken(doubted.aggregator, doubted.epoch, report)
+        return self._spread(report, doubted.epoch, 1, report.seconds, is_last=False)
 
     def participate(self, given: RoundInput, *, least_divergence: float | None = None) -> RoundReport | None:
         """Try to make a round with the cells that :meth:`open` has met; collective over the cell.
 
-        Returns ``None`` where all of these cells have finished and none had anything to give. Below
-        ``least_divergence`` nothing moves, as for an Aggregator, unless a cell is there that has to catch up. Where one
-        is and no cell contributes, all take over the model of the lowest cell that is not behind. Raises
-        RoundBroken where the round is to be tried again, and RoundError where it was refused by a reason that lies in a
-        model or an option, as :meth:`xffl.Aggregator.participate`, or where the cells cannot reach each other.
+        Returns ``None`` where all of these cells have finished and none had anything to give. If a cell is behind, the
+        round always takes place, also below ``least_divergence``; if then no cell contributes, all take over the model
+        of the lowest cell that is not behind. Raises RoundBroken where the round has to be tried again; RoundError
+        where a model or an option is the reason, as :meth:`xffl.Aggregator.participate` does, or where the cells cannot
+        reach each other.
         """
-        is_absent, epoch = given.is_absent or self.is_behind, self._opened()
+        is_absent = given.is_absent or self.is_behind
+        epoch = self._opened()
         source = epoch.index_of(epoch.first) if epoch.behind else None
         given = replace(given, is_absent=is_absent, is_finished=self._is_leaving, source=source)
         least = None if epoch.behind else least_divergence
@@ -245,8 +266,8 @@ class ElasticAggregator:
     ) -> ElasticRound:
         """Start a round with the cells that :meth:`open` has met, and return at once; collective over the cell.
 
-        As :meth:`xffl.Aggregator.aggregate_async`, for a cell that is not behind. A round that breaks is told when it
-        is merged, by RoundBroken: the steps that it took in are to count in the next one, unless it is in doubt.
+        As :meth:`xffl.Aggregator.aggregate_async`, for a cell that is not behind. If the round breaks, its merge raises
+        RoundBroken; the caller then counts the steps of this round in the next one, unless the round is in doubt.
         """
         epoch = self._opened()
         begun: list[PendingRound] = []
@@ -254,7 +275,7 @@ class ElasticAggregator:
         try:
             aggregator = self._begin(epoch)
             begun.append(aggregator.aggregate_async(weight, alpha=alpha, steps=steps, seconds=seconds))
-        except (XfflError, RuntimeError) as error:  # the other ranks of the cell hear of it when they merge
+        except (XfflError, RuntimeError) as error:  # raised in the merge, where the cell's other ranks raise it, too
             self._federation.poison()
             failures.append(error)
 
@@ -282,20 +303,20 @@ class ElasticAggregator:
         return epoch
 
     def _begin(self, epoch: Epoch) -> Aggregator:
-        """Return what makes the round of an epoch."""
+        """Return the aggregator for the round of an epoch."""
         start_round(epoch.base.round + 1)
         try:
             aggregator = self._enter(epoch)
         except XfflError as error:
-            # A cell that comes with another model or other options is told so; those that agree go on without it.
+            # A late cell with another model or other options fails; the cells that agree continue without it.
             if self._federation.cell in epoch.behind or not epoch.behind or not epoch.base.is_agreed:
                 raise
             raise RoundBroken(str(error)) from error
-        aggregator.rounds = epoch.base.round
+        aggregator.resume_at(epoch.base.round)
         return aggregator
 
     def _conclude(self, epoch: Epoch, run: Callable[[], RoundReport | None], **merge: Any) -> RoundReport | None:
-        """Run this rank's part of a try, or the end of it, and draw the cell's conclusion; collective over the cell."""
+        """Run this rank's part of a try, or of its merge, and agree on how it ended; collective over the cell."""
         federation = self._federation
         report: RoundReport | None = None
         error: XfflError | None = None
@@ -303,11 +324,14 @@ class ElasticAggregator:
             report = run()
             end = RoundEnd.REFUSED if report is not None and report.is_skipped else RoundEnd.TAKEN
         except RoundBroken as broken:
-            end, error = RoundEnd.IN_DOUBT if isinstance(broken, RoundInDoubt) else RoundEnd.BROKEN, broken
+            end = RoundEnd.IN_DOUBT if isinstance(broken, RoundInDoubt) else RoundEnd.BROKEN
+            error = broken
         except XfflError as wrong:
-            end, error = RoundEnd.REFUSED, wrong
+            end = RoundEnd.REFUSED
+            error = wrong
         except RuntimeError as lost:  # the group could not be made, or broke while models were compared
-            end, error = RoundEnd.BROKEN, RoundBroken(str(lost))
+            end = RoundEnd.BROKEN
+            error = RoundBroken(str(lost))
         if end in (RoundEnd.BROKEN, RoundEnd.IN_DOUBT):
             federation.poison()
         aggregator = self._aggregator
@@ -320,12 +344,13 @@ class ElasticAggregator:
             self._aggregator = None
             if agreed is RoundEnd.IN_DOUBT:
                 assert aggregator is not None, "it has voted"
-                later = {"is_merged": True} if merge else {}  # with the steps that are made until the doubt ends
-                self._doubted = epoch, aggregator, partial(aggregator.resolve, **{**merge, **later})
+                later = {"is_merged": True} if merge else {}  # keeps the steps that are made until the doubt ends
+                write = partial(aggregator.resolve, **{**merge, **later})
+                self._doubted = Doubt(epoch, aggregator, write)
             raise RoundBroken(f"the round is tried again: {error or 'another rank of the cell has lost one'}")
         tries, self._tries = self._tries, 0
         if agreed is RoundEnd.REFUSED and error is not None:
-            if aggregator is None:  # the next one is compared anew, by all that come then
+            if aggregator is None:  # the models differ: the next epoch gets a new group, and compares them again
                 federation.drop()
             raise error
         if agreed is RoundEnd.TAKEN:
@@ -342,22 +367,23 @@ class ElasticAggregator:
         return self._spread(report, epoch, tries, seconds, is_last=self._is_leaving)
 
     def _note_taken(self, aggregator: Aggregator, epoch: Epoch, report: RoundReport | None) -> None:
-        """Keep what the next round goes on from."""
+        """Note what the next round starts from, and whether this cell took the model over."""
         self._last = aggregator
-        is_behind, standing = self._federation.cell in epoch.behind, self._federation.standing
+        is_behind = self._federation.cell in epoch.behind
+        standing = self._federation.standing
         if is_behind or epoch.total_weight > standing.total_weight:
-            standing.total_weight = epoch.total_weight
-        if report is not None and epoch.base.is_agreed:  # the first round takes a model over, and no step in
-            standing.total_weight += report.weight_taken
+            standing.adopt_weight(epoch.total_weight)
+        if report is not None and epoch.base.is_agreed:  # in the first round a model is taken over, and no step counts
+            standing.add_weight(report.weight_taken)
         if is_behind and self.fragments > 1 and epoch.base.is_agreed:
             assert aggregator.global_model is not None, "kept with fragments"
             aggregator.global_model.write()
-        # Where no cell has contributed the model of one has replaced that of all.
+        # If no cell contributed, the model of one has replaced the models of all.
         is_replaced = report is not None and not any(report.weights) and self.fragments == 1
         self.has_taken_over = is_behind or (bool(epoch.behind) and is_replaced)
 
     def _enter(self, epoch: Epoch) -> Aggregator:
-        """Join the ranks of an epoch, and compare models with those that are new."""
+        """Join the ranks of an epoch, and return its aggregator; a new one compares the models of all ranks."""
         place = self._federation.enter(epoch)
         if not place.is_new and self._aggregator is not None:
             return self._aggregator
@@ -368,7 +394,7 @@ class ElasticAggregator:
         self._aggregator = None
         if not epoch.base.is_agreed:
             options = {name: self._options[name] for name in FOUNDING if name in self._options}
-            # Measured only so that what has been agreed is kept, for the aggregator that follows.
+            # With norms the aggregator keeps the agreed model, which the aggregator of the next epoch starts from.
             options["norms"] = self._keeps_agreed
             self._aggregator = Aggregator(self.model, scope, **options)  # type: ignore[arg-type]
             return self._aggregator
@@ -379,10 +405,7 @@ class ElasticAggregator:
         return aggregator
 
     def _bring_up(self, aggregator: Aggregator, scope: RoundScope, epoch: Epoch) -> None:
-        """Let an epoch's aggregator go on from what was agreed on last, in the cells that are behind, too.
-
-        Collective over the epoch.
-        """
+        """Give an epoch's aggregator the last agreed model, also in the cells that are behind; collective over it."""
         model, accountant = aggregator.global_model, aggregator.accountant
         assert model is not None, "asked for where there is one"
         spent = [] if self._privacy is None else [self._privacy]
@@ -396,7 +419,7 @@ class ElasticAggregator:
                 accountant.cover(counted)
 
     def _take_up_agreed(self, model: GlobalModel, epoch: Epoch) -> None:
-        """Let a global model go on from what this rank keeps, or has loaded; local."""
+        """Fill a global model from the last aggregator, or from a loaded state; local."""
         if isinstance(self._last, Aggregator) and self._last.global_model is not None:
             model.take_over(self._last.global_model)
             return
@@ -418,23 +441,18 @@ class ElasticAggregator:
         if self._federation.cell == epoch.first:
             given = write_hand_over(model.plain_state(), self._privacy)
         texts = all_gather_json(given, torch.device("cpu"), scope.cross_world)
-        own = model.plain_state()
-        told = [read_hand_over(text, own, epoch.first) for text in texts if text]
+        told = [read_hand_over(text, epoch.first) for text in texts if text]
         if not told:
             raise RoundError(f"cell {epoch.first} has handed nothing over; start it again")
-        # A rank that holds nothing of a fragment has no optimizer for it; others of its cell have.
-        optimizers = {part: one for each in told for part, one in each.optimizers.items()}
-        state: dict[str, Any] = {"model": {}, "optimizers": optimizers}
+        state: dict[str, Any] = {"model": {}, "optimizers": told[0].optimizers}
         if self._federation.cell in epoch.behind:
-            model.load_plain_state(
-                {"optimizers": {part: one for part, one in optimizers.items() if part in model.fragments}}
-            )
+            model.load_plain_state(state)
         source, *targets = map(epoch.index_of, (epoch.first, *epoch.behind))
         aggregator.share_global_model(state, source, targets)
         return told[0].privacy
 
     def _agreed(self) -> dict[str, Any]:
-        """Return the state of the global model that goes with the model which this rank holds."""
+        """Return the state of the last agreed model, which belongs to the version that this rank holds."""
         last = self._last
         agreed = last.global_model.state_dict() if isinstance(last, Aggregator) and last.global_model else None
         if isinstance(last, Mapping):
@@ -447,14 +465,14 @@ class ElasticAggregator:
         return dict(agreed)
 
     def _limit_messages(self, report: RoundReport) -> None:
-        """Let a message take a few times as long as all of this exchange did, so that a slow link is no lost one."""
-        # Of the slowest of late; one that was slow long ago counts less and less.
+        """Set the message timeout to a multiple of the last exchange, so that a slow link does not look like a loss."""
+        # The slowest exchange counts half as much after each round.
         self._exchange_s = max(sum(report.phases.values()), 0.5 * self._exchange_s)
         limits = (max(LEAST_TIMEOUT_S, patience * self._exchange_s) for patience in (PATIENCE, QUICK_PATIENCE))
         self._federation.limit_messages(*limits)
 
     def _spread(self, report: RoundReport, epoch: Epoch, tries: int, seconds: float, *, is_last: bool) -> RoundReport:
-        """Return a report by the cells' own numbers, 0 for those that were not there."""
+        """Return a report indexed by the federation's cells instead of the epoch's, with 0 for absent cells."""
         cells = epoch.cells
 
         def of_all(values: Sequence[float]) -> tuple[float, ...]:
@@ -481,29 +499,31 @@ class ElasticAggregator:
         )
 
     def discard(self) -> None:
-        """Drop the round under way, if any, and a doubt: where other weights are loaded; collective over the cell."""
+        """Drop the round under way and a doubt, because other weights are loaded; collective over the cell."""
         if self.under_way is not None:
             self.under_way.discard()
             self.under_way = None
-        self._federation.drop()  # the next round's aggregator goes on from what is loaded, and is brought up anew
-        self._aggregator = self._doubted = None
+        self._federation.drop()  # the next round gets a new aggregator, which starts from what is loaded
+        self._aggregator = None
+        self._doubted = None
         self._federation.standing.refuse()
 
     def inherit_vote(self, file: Path) -> None:
-        """Take over what :meth:`close` has written in the life of this cell before this one, and will write; local.
+        """Read the vote that this cell's last process left in a file, and write one there in :meth:`close`; local.
 
         Call it before joining, with a path in the cell's own folder.
         """
         self._federation.inherit_vote(file)
 
     def close(self) -> None:
-        """Leave the other cells, which go on; local."""
+        """Leave the other cells, which go on without this one; local."""
         self.is_closed = True
-        self._aggregator = self._doubted = None
+        self._aggregator = None
+        self._doubted = None
         self._federation.leave()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which version of the model this cell holds, and what goes with it; local, each rank saves its own.
+        """Return the version of the model that this cell holds, and what belongs to it; local, each rank saves its own.
 
         Raises StateError while a round is under way.
         """
@@ -533,8 +553,9 @@ class ElasticAggregator:
                 "the state is that of a federation that is not elastic; resume it as it was, or load the model alone"
             )
         self.discard()
-        plain, standing = {"round": state["rounds"], **state["elastic"]}, self._federation.standing
-        standing.version = Version.from_plain(plain, "the state of an elastic federation", hint="load another one")
-        standing.left = tuple(plain.get("left", ()))  # older states do not tell, nor the weight
-        standing.total_weight = float(state.get("total_weight", 0.0))
-        self._last, self._privacy = dict(state), state.get("privacy")
+        plain = {"round": state["rounds"], **state["elastic"]}
+        version = Version.from_plain(plain, "the state of an elastic federation", hint="load another one")
+        # Older states have neither the cells that had left nor the weight.
+        self._federation.standing.restore(version, tuple(plain.get("left", ())), float(state.get("total_weight", 0.0)))
+        self._last = dict(state)
+        self._privacy = state.get("privacy")

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from xffl import __version__
 from xffl.aggregation.algorithms.combiners import Combiner
 from xffl.aggregation.algorithms.registry import find_algorithm, is_builtin, make, parts_of_algorithm, read_spec
 from xffl.aggregation.algorithms.server import PLAIN_MEAN
@@ -37,7 +38,7 @@ from xffl.checkpoint.save import save_checkpoint
 from xffl.checkpoint.tables import read_counts
 from xffl.checks import integer, shown
 from xffl.cluster.runtimes import format_refusal
-from xffl.costs import EXCHANGE_FORMAT
+from xffl.costs import EXPORT_FORMAT
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import bytes_of, dtype_of, from_bytes, local_tensor
@@ -226,7 +227,7 @@ def export_cell(
             )
         count = integer("cells", cells)
         values: dict[str, Any] = {
-            "format": EXCHANGE_FORMAT,
+            "format": EXPORT_FORMAT,
             "cell": integer("cell", cell, 0, count - 1, hint="count from 0"),
             "cells": count,
             "round": integer("round", round, 0),
@@ -387,8 +388,9 @@ def check_kind(path: Path, record: Record, kind: str) -> None:
             wanted = "the export of a cell; give what --export wrote"
         raise CheckpointError(f"{path} is not {wanted}")
     # Exports that were written before they had a number are of the first format.
-    if (theirs := values.get("format", 1)) != EXCHANGE_FORMAT:
-        raise CheckpointError(format_refusal(str(path), f"{shown(theirs)} (xffl {record.xffl})"))
+    if (theirs := values.get("format", 1)) != EXPORT_FORMAT:
+        ours = f"{EXPORT_FORMAT} (xffl {__version__})"
+        raise CheckpointError(format_refusal(str(path), f"{shown(theirs)} (xffl {record.xffl})", ours=ours))
     fields = Fields(values, f"{path}", error=CheckpointError, hint="it is damaged, write it anew")
     cells = fields.integer("cells", 1, MOST_CELLS)
     fields.integer("round")
@@ -469,7 +471,8 @@ class _MovingTensors:
     """The tensors of a model that a round moves, as a checkpoint's part."""
 
     def __init__(self, manifest: Manifest, *, is_export: bool) -> None:
-        self._entries, self._is_export = manifest.moving, is_export
+        self._entries = manifest.moving
+        self._is_export = is_export
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the tensors; an export has the mean of what the cell's ranks have made each for itself."""

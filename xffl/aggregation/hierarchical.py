@@ -17,10 +17,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from xffl.aggregation.aggregator import Aggregator, PendingRound
+from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.compression import Codec
 from xffl.aggregation.engine.consensus import RoundInput, checked_weight
 from xffl.aggregation.engine.groups import RoundScope, make_scope
+from xffl.aggregation.pending import PendingRound
 from xffl.aggregation.report import RoundReport
 from xffl.checks import integer
 from xffl.distributed.consistency import barrier, run_on_all_ranks
@@ -85,8 +86,11 @@ class Levels:
     """
 
     # What an aggregator tells of itself: each round is of the whole model, and is waited for.
-    fragments, next_fragment, overlaps = 1, 0, False
-    accountant = under_way = None
+    fragments = 1
+    next_fragment = 0
+    overlaps = False
+    accountant = None
+    under_way = None
 
     def __init__(
         self, model: nn.Module, state: DistributedState, levels: Sequence[Level | Mapping[str, Any]], **options: Any
@@ -109,7 +113,8 @@ class Levels:
             raise
         before, cells = base.cell_of(worlds[0][1]), worlds[0][0].cells
         self._neighbours = before, cells, base.cells - before - cells
-        self._taken = self._steps_taken = 0.0
+        self._taken = 0.0
+        self._steps_taken = 0.0
         self._has_ended = False
         self._reports: list[RoundReport | None] = [None] * len(given)
 
@@ -190,7 +195,8 @@ class Levels:
         report: RoundReport | None = None
         if not self._stages[0].is_over:
             report = self._round(0, lowest)
-            self._taken, self._steps_taken = asked, given.steps
+            self._taken = asked
+            self._steps_taken = given.steps
         for number, (below, stage) in enumerate(pairwise(self._stages), 1):
             if stage.is_over:
                 continue
@@ -199,7 +205,8 @@ class Levels:
             own, steps = 0.0 if below.is_apart else stage.count, float(stage.since)
             unit = RoundInput(own, is_absent=not own, is_finished=below.is_over, steps=steps, seconds=given.seconds)
             report = self._round(number, unit)
-        self._taken = self._steps_taken = 0.0
+        self._taken = 0.0
+        self._steps_taken = 0.0
         if self._stages[-1].is_over:
             self._end()
         if report is None:
@@ -245,7 +252,7 @@ class Levels:
     def close(self) -> None:
         """Give the process groups back; the levels cannot be used afterwards. Collective over the world."""
         self._lowest.check_free()
-        self._lowest.is_closed = True
+        self._lowest.retire()
         barrier()  # nobody still listens to a group that another one destroys
         self._destroy()
         barrier()  # a slow rank would take the keys of a group of the same ranks that others make next

@@ -23,17 +23,15 @@ import torch
 from xffl.aggregation.algorithms.combiners import Combiner, Coordinatewise
 from xffl.aggregation.algorithms.registry import make
 from xffl.aggregation.algorithms.server import (
+    SavedServer,
     ServerOptimizer,
-    asked_of,
-    load_options,
-    load_schedule,
-    options_of,
+    read_saved_server,
     server_of,
+    take_step,
 )
 from xffl.aggregation.engine.buffers import sum_of_squares
 from xffl.aggregation.engine.exchange import weigh_cells
-from xffl.aggregation.engine.global_model import MOST_ASKED, MOST_KEPT
-from xffl.aggregation.engine.plan import RoundContext
+from xffl.aggregation.engine.transfers import RoundContext
 from xffl.aggregation.exports import (
     CELL_FOLDER,
     PART,
@@ -62,9 +60,8 @@ from xffl.checkpoint.format import (
     write_index,
 )
 from xffl.checkpoint.tables import StoredTensor
-from xffl.checks import shown
-from xffl.costs import EXCHANGE_FORMAT
-from xffl.distributed.sharding import Plain, dtype_of, from_plain, to_plain
+from xffl.costs import EXPORT_FORMAT
+from xffl.distributed.sharding import Plain, from_plain, to_plain
 from xffl.errors import CheckpointError, ConfigError
 from xffl.files import create, naming_errors, sync
 from xffl.naming import Writer
@@ -273,15 +270,12 @@ def _find_storage(stream: BinaryIO, end: int) -> tuple[int, int]:
     return start, entry.file_size
 
 
-STEP_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What an optimizer or a schedule raises that goes on from what does not fit it"""
-
 STATE = "server"
 """The only part of a state; its tensors are ``server/model/NAME``, and ``server/KEY/NAME`` of the optimizer."""
 
 
 class OfflineServer:
-    """The step of a server optimizer, elementwise, with its state in a folder for each round; writes nothing itself."""
+    """The steps of a server optimizer, piece by piece, with its state in a folder for each round."""
 
     def __init__(
         self,
@@ -293,13 +287,7 @@ class OfflineServer:
     ) -> None:
         self._server, self._tensors = server, values["tensors"]
         self.target = folder / f"round_{values['round']}"
-        self._numbers: dict[str, Any] = {}
-        self._elements: list[str] = []
-        self._after: tuple[list[str], dict[str, Any]] | None = None  # keys of tensors, and numbers, after the round
-        # Has the options, and makes the schedule's steps.
-        self._probe = server.make([torch.zeros(1, dtype=torch.float32)])
-        self._schedule = server.make_schedule(self._probe)
-        self._asked = asked_of(self._probe, self._schedule)
+        self._saved = SavedServer(0, {}, server.asked)
         before = folder / f"round_{values['round'] - 1}"
         record = find_record(before)
         if record is not None and record.parts == (STATE,):
@@ -316,6 +304,7 @@ class OfflineServer:
             )
         self._old.check_data()
         self._check_old(Fields(values, "the exports", error=CheckpointError))
+        self._numbers = server.numbers(self._saved.step)
 
     def _take_up(self, before: Path) -> None:
         """Go on from the state after the round before, whose values somebody else may have written."""
@@ -327,24 +316,8 @@ class OfflineServer:
         saved = Fields(plain, f"{before}", error=CheckpointError, hint=hint)
         read_tensor_kinds(saved)
         compare(saved.any("tensors"), self._tensors, str(before), "the exports")
-        asked = saved.mapping_of("asked", MOST_ASKED, Fields.text, MOST_ASKED)
-        others = sorted(key for key in self._asked.keys() & asked.keys() if self._asked[key] != asked[key])
-        if others:
-            there, here = (", ".join(f"{key}={one[key]}" for key in others) for one in (asked, self._asked))
-            raise CheckpointError(
-                f"{before} is the state of a server optimizer with {there}, not {here}; go on with the same server"
-            )
-        self._elements = saved.list_of("elements", MOST_KEPT, Fields.text)
-        numbers = saved.mapping_of("numbers", MOST_KEPT, Fields.any)
-        for name, value in numbers.items():
-            try:
-                _number(value)
-            except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-                saved.fail(f"numbers.{name} of {before} is {shown(value)}, which is no number ({error})")
-        self._numbers = numbers
-        load_options(self._probe, saved.any("options"))
-        if self._schedule is not None:
-            load_schedule(self._schedule, saved.any("schedule"))
+        self._saved = read_saved_server(saved)
+        self._server.check_saved(self._saved, f"{before}")
 
     def _check_old(self, values: Fields) -> None:
         """Refuse a state, or a model to start from, whose tensors are not those that are stepped."""
@@ -356,9 +329,8 @@ class OfflineServer:
                 real = dtype.to_real() if dtype.is_complex else dtype
                 kind = wide_type(real), (*shape, 2) if dtype.is_complex else shape
                 wanted |= {f"{self._prefix}{name}": kind}
-                for key in self._elements:
-                    found = self._old.kind(f"{key}/{name}")
-                    wanted[f"{key}/{name}"] = found[0] if found[0].is_floating_point else kind[0], kind[1]
+                for key in self._saved.elements.values():
+                    wanted[f"{key}/{name}"] = kind
         self._old.check_kinds(wanted)
 
     @torch.no_grad()
@@ -371,74 +343,25 @@ class OfflineServer:
         real_shape, real_box = ((*shape, 2), ((*box[0], 0), (*box[1], 2))) if is_pairs else (shape, box)
         old_box = real_box if self._prefix else box
         weights = self._old.read(f"{self._prefix}{name}", old_box).to(wide_type(mean.dtype))
-        optimizer = self._server.make([weights])
-        options = {
-            key: one.clone() if isinstance(one, torch.Tensor) else one for key, one in options_of(self._probe).items()
-        }
-        optimizer.param_groups[0].update(options)
-        state = {key: self._old.read(f"{key}/{name}", old_box) for key in self._elements}
-        state |= {key: _number(value) for key, value in self._numbers.items()}
-        if state:
-            optimizer.state[weights].update(state)
-        # From what was written, so that what rounding to a narrow type has left out is not taken for a step.
-        weights.grad = torch.sub(weights.to(mean.dtype).to(weights.dtype), mean.to(weights.dtype))
-        try:
-            optimizer.step()
-        except STEP_ERRORS as error:
-            raise CheckpointError(
-                f"{self._old.path}: the state of the server optimizer does not fit it at tensor {name!r} "
-                f"({type(error).__name__}: {error}); go on from another state"
-            ) from error
-        state = optimizer.state.get(weights, {})
-        elements = sorted(
-            key for key, one in state.items() if isinstance(one, torch.Tensor) and one.shape == weights.shape != ()
-        )
-        writer.write(f"{STATE}/model/{name}", real_box, weights.detach(), real_shape)
-        for key in elements:
-            writer.write(f"{STATE}/{key}/{name}", real_box, state[key].detach(), real_shape)
-        if weights.numel() or self._after is None:
-            self._after = elements, {key: _plain(value) for key, value in state.items() if key not in elements}
+        rule = self._server.rule
+        state = rule.init(weights)
+        for key, old_key in self._saved.elements.items():
+            state[key] = self._old.read(f"{old_key}/{name}", old_box)
+        take_step(rule, weights, mean, state, self._numbers)
+        writer.write(f"{STATE}/model/{name}", real_box, weights, real_shape)
+        for key, values in state.items():
+            writer.write(f"{STATE}/{key}/{name}", real_box, values, real_shape)
         return weights.to(mean.dtype)
 
     def publish(self, writer: PieceWriter) -> None:
         """Publish the state after the round."""
-        assert self._after is not None, "something was trained"
-        self._probe.param_groups[0]["params"][0].grad = torch.zeros(1, dtype=torch.float32)
-        try:
-            self._probe.step()
-            if self._schedule is not None:
-                self._schedule.step()
-        except STEP_ERRORS as error:
-            raise CheckpointError(
-                f"{self._old.path}: the state of the server optimizer does not fit it ({type(error).__name__}: "
-                f"{error}); go on from another state"
-            ) from error
         saved = {
             "tensors": self._tensors,
-            "asked": self._asked,
-            "elements": self._after[0],
-            "numbers": self._after[1],
-            "options": options_of(self._probe),
-            "schedule": None if self._schedule is None else self._schedule.state_dict(),
+            "asked": self._server.asked,
+            "elements": [*self._server.state_names],
+            "step": self._saved.step + 1,
         }
         writer.publish(STATE, {}, {STATE: to_plain(saved, STATE)})
-
-
-def _plain(value: Any) -> Any:
-    """Return a number of an optimizer's state, which may be a tensor of one element, as plain data."""
-    if isinstance(value, torch.Tensor):
-        return {"dtype": str(value.dtype).removeprefix("torch."), "value": value.item()}
-    return value
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, dict) and value.keys() == {"dtype", "value"}:
-        if type(value["value"]) not in (bool, int, float):
-            raise ValueError("its value must be a number")
-        return torch.tensor(value["value"], dtype=dtype_of(value["dtype"]))
-    if value is not None and type(value) not in (bool, int, float):
-        raise ValueError("it must be a number, or a number with its dtype")
-    return value
 
 
 _HINTS = {
@@ -667,7 +590,7 @@ def _write(
                         piece = outer.step(name, box, piece, shape, state_writer)
                     writer.write(f"{PART}/{name}", box, piece.view(dtype), shape)
                     report("combined", piece.nbytes)
-            result = {"format": EXCHANGE_FORMAT, **{name: values[name] for name in ("round", "cells", "tensors")}}
+            result = {"format": EXPORT_FORMAT, **{name: values[name] for name in ("round", "cells", "tensors")}}
             result |= {"shares": [context.share(cell) for cell in range(values["cells"])], "made_of": made_of}
             if outer is not None and state_writer is not None:
                 outer.publish(state_writer)  # before the result: a round made again begins from the state before it

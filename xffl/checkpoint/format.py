@@ -193,7 +193,12 @@ def _read_record(source: OpenCheckpoint) -> Record:
         Fields(content, f"{file}", error=CheckpointError, hint="the checkpoint is damaged, load another one")
     )
     if lost := [cell for cell in record.indexes if not source.has(f"{cell}/{INDEX}")]:
-        raise CheckpointError(f"checkpoint {folder} lacks the index of a cell, {lost[0]}/{INDEX}; load another one")
+        index = f"{lost[0]}/{INDEX}"
+        if os.path.lexists(folder / index):
+            raise CheckpointError(
+                f"checkpoint {folder} has an index that is no regular file, {index}; load another one"
+            )
+        raise CheckpointError(f"checkpoint {folder} lacks the index of a cell, {index}; load another one")
     return record
 
 

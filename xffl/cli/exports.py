@@ -43,7 +43,10 @@ def _parse_aggregate() -> ArgumentParser:
     parser.add_argument("--out", type=str, required=True, help="folder to create; that of an earlier round is replaced")
     weights = "weight of each cell (default: as the cells counted)"
     parser.add_argument("--weights", type=str, metavar="W,W", help=weights)
-    combine = "how values are combined, see xffl list algorithms (default: as the cells say)"
+    combine = (
+        "how values are combined, see xffl list algorithms, or package.module.name of your own, found by PYTHONPATH "
+        "(default: as the cells say)"
+    )
     parser.add_argument("--combine", type=str, help=combine)
     server = "server optimizer, such as fedadam:lr=0.03 or diloco (default: as the cells say); needs --state"
     parser.add_argument("--server", type=str, help=server)

@@ -262,7 +262,7 @@ def _describe_options(entry: AlgorithmInfo) -> str:
         words = {**entry.aggregator, **entry.scaling}
         return ", ".join(f"{key} = {value}" for key, value in words.items()) or "none"
     target = load(entry, f"{entry.kind} {entry.name!r}")
-    return describe_options(target, leading=1 if entry.kind == "server" else 0, preset=entry.options)
+    return describe_options(target, preset=entry.options)
 
 
 def _parse_logs() -> ArgumentParser:

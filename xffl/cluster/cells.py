@@ -1,11 +1,14 @@
 """Cells from the machine: a rule names the cell of each host, and hosts are put in an order in which cells are whole.
 
-Pure, but for the file that a rule may name.
+Pure, but for the file that a rule may name, and the process in which an expression is searched that may never end.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +30,7 @@ __all__ = [
     "arrange",
     "check_cells",
     "lone_cell",
+    "match_hosts",
     "parse_cell",
     "parse_federation",
     "parse_sizes",
@@ -170,9 +174,7 @@ def name_cells(hosts: Sequence[Host], rule: str) -> tuple[str, ...]:
     if kind == "auto":
         return _cells_by_switch(hosts, rule, int(rest) if rest else None)
     if kind == "hosts":
-        pattern = re.compile(rest)
-        part = 1 if pattern.groups else 0
-        found = {host.name: match[part] if (match := pattern.search(host.name)) else None for host in hosts}
+        found = match_hosts(rest, [host.name for host in hosts], rule)
         remedy = "correct the expression, whose first group (or else the whole match) names the cell"
     else:
         listed = _read_cells(Path(rest), rule)
@@ -181,6 +183,48 @@ def name_cells(hosts: Sequence[Host], rule: str) -> tuple[str, ...]:
     if missing := [name for name, cell in found.items() if not cell]:
         raise TopologyError(f"rule {rule!r} names no cell for {_listed(missing)}; {remedy}")
     return tuple(str(found[host.name]) for host in hosts)
+
+
+_MATCH_S = 5.0
+_NESTED = re.compile(r"\)[*+?{]|\\[1-9]|\(\?P=")
+"""A group that is repeated, or a reference to one: what may make a search take time exponential in the text"""
+_REPEATED = re.compile(r"[*+{]")
+_MATCHER = (
+    "import json, re, sys\n"
+    "pattern, names = json.load(sys.stdin)\n"
+    "found = [re.search(pattern, name) for name in names]\n"
+    "json.dump([match and match[min(match.re.groups, 1)] for match in found], sys.stdout)"
+)
+
+
+def match_hosts(pattern: str, names: Sequence[str], rule: str) -> dict[str, str | None]:
+    """Return what a regular expression finds in each name: its first group, or without groups the whole match.
+
+    Python cannot stop a search, so one that may never end gets a process of its own.
+    """
+    if not _NESTED.search(pattern) and len(_REPEATED.findall(pattern)) <= 3:
+        compiled = re.compile(pattern)
+        matches = [compiled.search(name) for name in names]
+        return {name: match and match[min(compiled.groups, 1)] for name, match in zip(names, matches, strict=True)}
+    command = [sys.executable, "-I", "-S", "-c", _MATCHER]
+    try:
+        ran = subprocess.run(
+            command,
+            input=json.dumps([pattern, list(names)]),
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=_MATCH_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"rule {rule!r} was searched in the names of {len(names)} hosts for {_MATCH_S:g} s without an end; write "
+            "it without a repetition inside of a repetition, such as hosts:^([a-z]+)"
+        ) from None
+    except subprocess.CalledProcessError as ended:
+        why = ended.stderr.strip().rpartition("\n")[2]
+        raise ConfigError(f"rule {rule!r} cannot be searched in the names of hosts ({why}); simplify it") from ended
+    return dict(zip(names, json.loads(ran.stdout), strict=True))
 
 
 def _cells_by_switch(hosts: Sequence[Host], rule: str, level: int | None) -> tuple[str, ...]:

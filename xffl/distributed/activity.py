@@ -8,14 +8,23 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, Protocol
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from xffl.callers import find_caller
 
 __all__ = ["RunActivity"]
+
+
+class RoundUnderWay(Protocol):
+    """A round that was started and is not merged."""
+
+    def note_written(self, tensors: Collection[torch.Tensor]) -> None:
+        """Note that another round has written tensors."""
 
 
 class RunActivity:
@@ -29,6 +38,9 @@ class RunActivity:
         self._has_step = False
         self._hook: Any = None
         self._expected: list[weakref.finalize[Any, Any]] = []
+        self.rounds_under_way: weakref.WeakSet[RoundUnderWay] = weakref.WeakSet()
+        """The rounds that were started and are still held by somebody, of all aggregators."""
+        self._last_number = 0  # of the aggregators so far
 
     def watch_steps(self) -> None:
         """Note from now on whether an optimizer makes a step."""
@@ -41,6 +53,15 @@ class RunActivity:
     def note_round(self) -> None:
         """Note a round, or what stands for one."""
         self._has_round = True
+
+    def add_round_under_way(self, pending: RoundUnderWay) -> None:
+        """Note a round that was started."""
+        self.rounds_under_way.add(pending)
+
+    def number_aggregator(self, agree: Callable[[int], int]) -> int:
+        """Return a number that no aggregator has had; ``agree`` makes one for all ranks of what each of them says."""
+        self._last_number = agree(self._last_number + 1)
+        return self._last_number
 
     def expect_entry(self, block: object) -> weakref.finalize[Any, Any]:
         """Expect that a ``with`` block that was made is entered: its ``detach()`` is to be called then.

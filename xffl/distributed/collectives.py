@@ -23,7 +23,6 @@ __all__ = [
     "all_gather_json",
     "all_reduce",
     "broadcast",
-    "group_rank",
     "group_size",
     "own_rank",
 ]
@@ -35,11 +34,6 @@ Group: TypeAlias = "dist.ProcessGroup | CrossWorldGroup"
 def group_size(group: Group | None) -> int:
     """Return the number of a group's ranks."""
     return group.size() if isinstance(group, CrossWorldGroup) else dist.get_world_size(group)
-
-
-def group_rank(group: Group, rank: int) -> int:
-    """Return which rank of a group a rank of this world is."""
-    return rank - group.first if isinstance(group, CrossWorldGroup) else dist.get_group_rank(group, rank)
 
 
 def own_rank(group: Group | None) -> int:

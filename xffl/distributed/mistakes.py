@@ -27,6 +27,8 @@ __all__ = ["ClaimedPlace", "claimed_place", "own_place", "raise_at_meeting", "re
 
 _REACH_S = 10.0
 """How long a rank tries to reach the store, which may be started after it."""
+_SECOND_S = 5.0
+"""How long what has the port may take to answer as a store does."""
 _KNOWN_S = 2.0
 """How long after a connection rank 0 may take to say how many ranks there are."""
 
@@ -132,11 +134,11 @@ def refuse_second_rank_0(held: PortHeldError, place: ProcessEnvironment, address
         "its own, or if they are of two jobs, a MASTER_PORT for each job"
     )
     try:
-        store = _join(address, port, place.world_size)
+        store = _join(address, port, place.world_size, _SECOND_S)
     except (XfflError, RuntimeError, OSError):  # another program has the port
-        raise held from None
+        store = None
     if store is None:
-        raise held
+        raise LaunchError(str(held)) from None
     end_on_store(store, place.rank, place.world_size, error, _KNOWN_S, is_speaker=False)
 
 
@@ -145,16 +147,16 @@ def _reach(place: ClaimedPlace) -> Store | None:
     if place.has_agents_store:
         return agents_store(place.rank or 0, place.world_size or 1, _REACH_S)
     if place.rank != 0:
-        return _join(place.master_addr, place.master_port, place.world_size)
+        return _join(place.master_addr, place.master_port, place.world_size, _REACH_S)
     timeout = timedelta(seconds=_REACH_S)
     return serve_store(place.master_addr, place.master_port, None, timeout, is_local=place.is_on_one_host)
 
 
-def _join(address: str, port: int, world_size: int | None) -> Store | None:
+def _join(address: str, port: int, world_size: int | None, timeout_s: float) -> Store | None:
     """Join the store of rank 0; ``None`` if it is not that of a world whose ranks are still meeting."""
     # Rank 0 listens on loopback where it knows that all ranks are on its host; this one may not know it.
-    host = find_listener(address, port, _REACH_S)
-    store = join_store(host, port, None, _REACH_S, is_local=host == LOOPBACK)
+    host = find_listener(address, port, timeout_s)
+    store = join_store(host, port, None, timeout_s, is_local=host == LOOPBACK)
     store.wait(["xffl_world_size"], timedelta(seconds=_KNOWN_S))
     size = decimal(store.get("xffl_world_size").decode()) or world_size
     number = store.add("xffl_arrivals", 1)

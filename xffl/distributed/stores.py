@@ -25,6 +25,8 @@ _BACK_S = 10.0
 """How long rank 0 tries whether an address leads back to it."""
 _ANSWER_S = 20.0
 """How long what takes connections may take to answer as a store does; a store's own thread answers at once."""
+_CUT_S = 5.0
+"""How long a connection that was cut may take to end its thread, which writes torch's warnings first."""
 
 
 def has_agents_store(place: ProcessEnvironment, environ: Mapping[str, str] = os.environ) -> bool:
@@ -105,13 +107,16 @@ def join_store(
         others = open_sockets()
         # In a thread: torch waits without end for what takes a connection and says nothing.
         words = (answers, host, port, world_size, answer_s)
-        threading.Thread(target=_connect, args=words, name="xffl-store", daemon=True).start()
+        connecting = threading.Thread(target=_connect, args=words, name="xffl-store", daemon=True)
+        connecting.start()
         try:
             answer = answers.get(timeout=answer_s)
         except Empty:
             answer = RuntimeError("it takes connections, and says nothing")
             for descriptor in open_sockets() - others:
                 cut_connection(descriptor, port)  # so that the thread ends
+            # A thread that is still in torch's code when the interpreter ends aborts the process.
+            connecting.join(_CUT_S)
         if isinstance(answer, TCPStore):
             answer.set_timeout(timedelta(seconds=timeout_s))
             return answer

@@ -11,7 +11,7 @@ from types import FrameType, TracebackType
 import torch.distributed as dist
 
 from xffl.callers import find_caller
-from xffl.distributed.collectives import Group, group_size
+from xffl.distributed.collectives import Group
 from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.distributed.world_store import WaitingNote, WaitingNotes
 from xffl.errors import XfflError
@@ -41,7 +41,7 @@ class NamedWait:
     def __init__(self, what: str, group: Group | None = None) -> None:
         self._what = what
         self._group = group
-        self._size = group_size(group)
+        self._size = dist.get_world_size() if group is None else group.size()
         self._frame: FrameType | None = None
         self._timer: threading.Timer | None = None
         self._is_over = threading.Event()

@@ -488,6 +488,20 @@ class Standing:
     total_weight: float = 0.0
     _doubted_left: tuple[int, ...] = ()
 
+    def restore(self, version: Version, left: tuple[int, ...], total_weight: float) -> None:
+        """Hold a version that was saved, and the cells that had left and the weight that had counted by then."""
+        self.version = version
+        self.left = left
+        self.total_weight = total_weight
+
+    def adopt_weight(self, total_weight: float) -> None:
+        """Hold a model in which so much has counted."""
+        self.total_weight = total_weight
+
+    def add_weight(self, weight: float) -> None:
+        """Note that a round has counted so much."""
+        self.total_weight += weight
+
     def take(self, epoch: Epoch) -> None:
         """Note that the round was taken."""
         self.version = self.latest = epoch.next_version

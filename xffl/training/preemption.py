@@ -119,7 +119,8 @@ class StopConsensus:
         self._changed = threading.Condition()
         self._phase = _Phase.TRAINING
         self._stop_point: StopPoint | None = None
-        self._step, self._rounds = -1, 0
+        self._step = 0  # the last that this rank has begun
+        self._rounds = 0  # that it has entered when that step is over
         self._has_ended = self._has_arrived = self._is_closing = self._has_failed = False
         self._thread = threading.Thread(target=self._run, name="xffl-preemption", daemon=True)
         self._thread.start()
@@ -132,17 +133,18 @@ class StopConsensus:
         with self._changed:
             return self._stop_point
 
-    def proceed(self, step: int, rounds: int) -> StopPoint | None:
+    def proceed(self, step: int | None, rounds: int) -> StopPoint | None:
         """Say how far this rank goes now, unless it is decided where to stop; wait while the ranks decide.
 
-        ``step`` is the one that begins, ``rounds`` how many will have been entered when it is over. Where a stop point
-        is returned, nothing was begun.
+        ``step`` is the one that begins, ``None`` where this cell makes no other, and ``rounds`` how many will have been
+        entered when it is over. Where a stop point is returned, nothing was begun.
         """
         with self._changed:
             while self._phase is _Phase.DECIDING:
                 self._changed.wait()
             if self._stop_point is None:
-                self._step, self._rounds = max(step, self._step), max(rounds, self._rounds)
+                self._step = self._step if step is None else max(step, self._step)
+                self._rounds = max(rounds, self._rounds)
             return self._stop_point
 
     def await_all(self) -> StopPoint | None:
@@ -481,7 +483,7 @@ class Preemption:
         """Stop, where this is due, in place of entering a round as a cell that has finished."""
         rounds, save = self._rounds, self._save
         assert rounds is not None and save is not None, "rounds that are followed call this"
-        point = self._get_consensus().proceed(-1, rounds.meetings + 1)
+        point = self._get_consensus().proceed(None, rounds.meetings + 1)
         if point is not None and rounds.meetings >= point.rounds:
             self._reached = point
             self._get_consensus().arrive()

@@ -90,14 +90,7 @@ def read_stranger(content: bytes, folder: Path) -> object:
         raise ConfigError(str(error)) from error
 
 
-OPTIMIZER = {
-    "elements": {"momentum_buffer": {}},
-    "numbers": {"step": torch.tensor(3.0)},
-    "options": {"lr": 0.7, "momentum": 0.9, "nesterov": True},
-    "schedule": {"last_epoch": 3, "_last_lr": [0.7]},
-    "ended": None,
-    "asked": {"class": "SGD"},
-}
+OPTIMIZER = {"step": 3, "elements": {"momentum": {}}, "asked": {"class": "SGD"}}
 AGREED: dict[str, Any] = {"model": {}, "optimizers": {0: OPTIMIZER}}
 
 
@@ -110,15 +103,14 @@ def hand_overs(folder: Path) -> list[bytes]:
 
 def read_handed_over(content: bytes, folder: Path) -> object:
     del folder
-    return read_hand_over(base64.b64encode(content).decode(), AGREED, 1)
+    return read_hand_over(base64.b64encode(content).decode(), 1)
 
 
 def plain_hand_overs(folder: Path) -> list[bytes]:
     """Return what a cell hands over as JSON, to change its values one by one."""
     del folder
-    numbers = {**OPTIMIZER, "numbers": {"step": 3.0}}
     return [
-        json.dumps({"agreed": {"optimizers": {"0": numbers}}, "privacy": {"spent": [[0.5, "cell", 3, 2]]}}).encode()
+        json.dumps({"agreed": {"optimizers": {"0": OPTIMIZER}}, "privacy": {"spent": [[0.5, "cell", 3, 2]]}}).encode()
     ]
 
 
@@ -137,7 +129,7 @@ def read_plain_hand_over(content: bytes, folder: Path) -> object:
         torch.save(plain, file)
     except RecursionError as error:
         raise ConfigError(str(error)) from error
-    return read_hand_over(base64.b64encode(file.getvalue()).decode(), AGREED, 1)
+    return read_hand_over(base64.b64encode(file.getvalue()).decode(), 1)
 
 
 STATE = {"model": {"w": torch.arange(6.0).view(2, 3)}, "loader": {"step": 3, "seen": [1, 2], "rate": float("inf")}}

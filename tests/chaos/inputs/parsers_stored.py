@@ -20,8 +20,7 @@ import torch
 from torch import nn
 
 from tests.chaos.inputs.parser import Form, Parser, command
-from xffl.aggregation.algorithms.server import load_options, load_schedule
-from xffl.aggregation.engine.global_model import check_saved
+from xffl.aggregation.algorithms.server import read_saved_server, server_of
 from xffl.aggregation.exports import RoundPlan, export_cell, is_written, load_global, read_global
 from xffl.aggregation.offline import aggregate_exports
 from xffl.aggregation.privacy import Accountant, Privacy
@@ -32,6 +31,8 @@ from xffl.elastic.federation import read_vote
 from xffl.errors import CheckpointError
 from xffl.files import read_sealed, sealed_json, write_sealed
 from xffl.json_text import parse_json
+from xffl.naming import Writer
+from xffl.reading import Fields
 from xffl.training.mixins.state import COUNTERS, read_place_file
 
 ALONE = DistributedState(rank=0, world_size=1)
@@ -277,8 +278,9 @@ def privacy(content: bytes, folder: Path) -> None:
 
 
 def saved_examples(folder: Path) -> list[bytes]:
-    state = {"asked": {"class": "SGD"}, "elements": ["m"], "numbers": {"step": 3.0}, "options": {"lr": 0.1}}
-    return [json.dumps({**state, "schedule": {"last_epoch": 3}}).encode()]
+    new = {"asked": {"class": "SGD"}, "elements": {"momentum": {}}, "step": 3}
+    old = {"asked": {"class": "SGD"}, "elements": ["momentum_buffer"], "numbers": {"step": 3.0}, "options": {"lr": 0.1}}
+    return [json.dumps(one).encode() for one in (new, {**old, "schedule": {"last_epoch": 3}})]
 
 
 def saved_server(content: bytes, folder: Path) -> None:
@@ -286,10 +288,10 @@ def saved_server(content: bytes, folder: Path) -> None:
         state = parse_json(content)
     except ValueError:
         return
-    check_saved(state)
-    optimizer = torch.optim.SGD([torch.zeros(2)], lr=0.1)
-    load_options(optimizer, state["options"])
-    load_schedule(torch.optim.lr_scheduler.StepLR(optimizer, 2), state["schedule"])
+    saved = read_saved_server(Fields(state, "a saved server", error=CheckpointError))
+    server = server_of("SGD:momentum=0.9", writer=Writer.USER)
+    assert server is not None
+    server.check_saved(saved, "it")
 
 
 def weight_examples(folder: Path) -> list[bytes]:

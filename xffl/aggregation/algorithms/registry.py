@@ -35,6 +35,7 @@ __all__ = [
     "entries",
     "find",
     "is_builtin",
+    "known_path",
     "make",
     "parts_of_algorithm",
     "read_spec",
@@ -43,7 +44,7 @@ __all__ = [
 
 KINDS: Mapping[str, str] = {
     "algorithm": "",
-    "server": "torch.optim.Optimizer",
+    "server": "xffl.aggregation.algorithms.server_rules.ServerRule",
     "combine": "xffl.aggregation.algorithms.combiners.Combiner",
     "client": "xffl.aggregation.algorithms.clients.Client",
     "schedule": "xffl.aggregation.algorithms.every_steps.Schedule",
@@ -55,12 +56,52 @@ KINDS: Mapping[str, str] = {
 _BASES: Mapping[str, tuple[str, ...]] = {
     **{kind: (base,) for kind, base in KINDS.items() if base},
     "privacy": ("xffl.aggregation.privacy.Privacy", "xffl.aggregation.privacy.SecureSum"),
-    "schedule of the server": ("torch.optim.lr_scheduler.LRScheduler",),
 }
 """The classes of which one is derived, or returned, by what a name of a kind stands for."""
 
-_HOMES = {"server": "torch.optim", "schedule of the server": "torch.optim.lr_scheduler"}
-"""Modules whose classes need no dotted path, by what is looked for."""
+_OF_TORCH = {"server": "torch.optim.", "schedule of the server": "torch.optim.lr_scheduler."}
+"""Where torch has what it calls by these names, by what is looked for."""
+_SCHEDULES_OF_TORCH = {
+    "ConstantLR": "constant",
+    "CosineAnnealingLR": "cosine",
+    "CosineAnnealingWarmRestarts": "cosine_restarts",
+    "ExponentialLR": "exponential",
+    "LinearLR": "linear",
+    "MultiStepLR": "multi_step",
+    "PolynomialLR": "polynomial",
+    "StepLR": "step_decay",
+}
+_SCHEDULES = {
+    **{name: name for name in sorted(_SCHEDULES_OF_TORCH.values())},
+    "step": "step_decay",
+    "warmup": "warmup",
+    **_SCHEDULES_OF_TORCH,
+}
+_ALSO: Mapping[str, Mapping[str, str]] = {
+    "server": {
+        name: f"xffl.aggregation.algorithms.server_rules.{name}" for name in ("SGD", "Adam", "AdamW", "Adagrad")
+    },
+    "schedule of the server": {
+        name: f"xffl.aggregation.algorithms.server_schedules.{one}" for name, one in _SCHEDULES.items()
+    },
+}
+"""Names that are no entries, and what they stand for, by what is looked for; torch's also with its module."""
+_ONLY_OF_TORCH = {
+    "server": (
+        *("ASGD", "Adadelta", "Adafactor", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop"),
+        "SparseAdam",
+    ),
+    "schedule of the server": (
+        *("ChainedScheduler", "CyclicLR", "LambdaLR", "MultiplicativeLR", "OneCycleLR", "ReduceLROnPlateau"),
+        "SequentialLR",
+    ),
+}
+"""Torch's names for which there is nothing here, by what is looked for."""
+_INSTEAD = {
+    "server": "write it as a ServerRule of your own (the manual's page of algorithms) and give its dotted path",
+    "schedule of the server": "give a function of the step that returns the factor of the rate, or its dotted path",
+}
+"""What to use in their place."""
 
 # The kinds that an algorithm is put together from, and whose keywords they are.
 _SIDES = {"server": "aggregator", "combine": "aggregator", "privacy": "aggregator", "client": "scaling"}
@@ -135,8 +176,8 @@ def read_spec(kind: str, spec: object) -> tuple[str, dict[str, Any]]:
 
 
 def is_builtin(kind: str, name: str) -> bool:
-    """Tell whether a name needs no import of a user's: that of an entry, or of a class of torch; local."""
-    return (kind in KINDS and find(kind, name) is not None) or _find_at_home(kind, name) is not None
+    """Tell whether a name needs no import of a user's: that of an entry, or one of torch's that is known; local."""
+    return (kind in KINDS and find(kind, name) is not None) or known_path(kind, name) is not None
 
 
 def locate(kind: str, name: str, *, writer: Writer) -> tuple[Any, Mapping[str, Any]]:
@@ -148,30 +189,31 @@ def locate(kind: str, name: str, *, writer: Writer) -> tuple[Any, Mapping[str, A
     entry = find(kind, name) if kind in KINDS else None
     if entry is not None:
         return load(entry, what), entry.options
-    if (candidate := _find_at_home(kind, name)) is not None:
-        return candidate, {}
+    if (path := known_path(kind, name)) is not None:
+        return import_named(path, what, writer=Writer.USER), {}
+    if kind in _OF_TORCH and (name.startswith(_OF_TORCH[kind]) or name in _ONLY_OF_TORCH[kind]):
+        choices = ", ".join(dict.fromkeys([*(one.name for one in _entries_of(kind)), *_ALSO[kind]]))
+        raise ConfigError(f"{what} of torch is not supported: choose one of {choices}, or {_INSTEAD[kind]}")
     if "." in name and len(name) <= LONGEST_NAME:
         target = import_named(name, what, writer=writer)
         if kind in _BASES:
             bases = [import_named(base, what, writer=Writer.USER) for base in _BASES[kind]]
             check_maker(target, bases, what)
         return target, {}
-    known = [one.name for one in entries(kind)] if kind in KINDS else []
-    choices = ", ".join([*known, *([f"a class of {_HOMES[kind]}"] if kind in _HOMES else [])])
+    choices = ", ".join(dict.fromkeys([*(one.name for one in _entries_of(kind)), *_ALSO.get(kind, ())]))
     raise ConfigError(f"{kind} {_cut(name)!r} is unknown; choose one of {choices}, or give the dotted path of your own")
 
 
-def _find_at_home(kind: str, name: str) -> Any:
-    """Return the class of this name in the module of a kind, ``None`` where there is none; local."""
-    if kind not in _HOMES:
-        return None
-    name = name.removeprefix(f"{_HOMES[kind]}.")
-    home, _, last = _HOMES[kind].rpartition(".")
-    module = import_named(f"{home}.{last}", kind, writer=Writer.USER)
-    # Not by getattr, which may import what a module makes when it is asked for a name.
-    candidate = vars(module).get(name)
-    base = import_named(_BASES[kind][0], kind, writer=Writer.USER)
-    return candidate if inspect.isclass(candidate) and issubclass(candidate, base) else None
+def _entries_of(kind: str) -> tuple[AlgorithmInfo, ...]:
+    return entries(kind) if kind in KINDS else ()
+
+
+def known_path(kind: str, name: str) -> str | None:
+    """Return what a name stands for that is no entry, ``None`` where it stands for nothing; local, without torch."""
+    names = _ALSO.get(kind, {})
+    bare = name.removeprefix(_OF_TORCH.get(kind, ""))
+    is_torchs = bare in _SCHEDULES_OF_TORCH or kind == "server"
+    return names.get(bare if is_torchs else name)
 
 
 def load(entry: AlgorithmInfo, what: str) -> Any:
@@ -335,8 +377,7 @@ def _owner(
         if isinstance(part, (str, Mapping)):
             title, _ = read_spec(kind, part)
             target, _ = locate(kind, title, writer=writer)
-            # A class of torch.optim is called with parameters first.
-            takes[kind] = _parser(f"{kind} {title!r}", target, set(), int(kind == "server"))[1]
+            takes[kind] = _parser(f"{kind} {title!r}", target, set(), 0)[1]
     owners = [kind for kind, options in takes.items() if key in options]
     if len(owners) == 1:
         return owners[0]
@@ -422,6 +463,7 @@ _BLANCHARD = "Blanchard et al., 2017, arXiv 1703.02757"
 _BONAWITZ = "Bonawitz et al., 2017, doi 10.1145/3133956.3133982"
 _DILOCO = "Douillard et al., 2023, arXiv 2311.08105"
 _YUROCHKIN = "Yurochkin et al., 2019, arXiv 1905.12022"
+_DUCHI = "Duchi et al., 2011, doi 10.5555/1953048.2021068"
 _HSU = "Hsu et al., 2019, arXiv 1909.06335"
 _KARIMIREDDY = "Karimireddy et al., 2020, arXiv 1910.06378"
 _MCMAHAN = "McMahan et al., 2017, arXiv 1602.05629"
@@ -434,12 +476,15 @@ _STREAMING = "Douillard et al., 2025, arXiv 2501.18512"
 _SUN = "Sun et al., 2019, arXiv 1911.07963"
 _WANG = "Wang et al., 2020, arXiv 2007.07481"
 _YIN = "Yin et al., 2018, arXiv 1803.01498"
+_KINGMA = "Kingma and Ba, 2015, arXiv 1412.6980"
+_LOSHCHILOV = "Loshchilov and Hutter, 2019, arXiv 1711.05101"
 _KAMP = "Kamp et al., 2018, arXiv 1807.03210"
 _LIN = "Lin et al., 2020, arXiv 1808.07217"
 
-_SGD = "torch.optim.SGD"
+_RULES = "xffl.aggregation.algorithms.server_rules."
+_SGD = f"{_RULES}SGD"
 _NESTEROV = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
-_ADAPTIVE = "xffl.aggregation.algorithms.server.Adaptive"
+_ADAPTIVE = f"{_RULES}Adaptive"
 
 
 def _adaptive(rule: str, beta1: float) -> dict[str, Any]:
@@ -463,6 +508,9 @@ _ROWS: dict[str, tuple[tuple[Any, ...], ...]] = {
         ("fedadagrad", _ADAPTIVE, "adaptive steps, squares summed up", _REDDI, _adaptive("adagrad", 0.0)),
         ("fedadam", _ADAPTIVE, "adaptive steps, squares averaged over time", _REDDI, _adaptive("adam", 0.9)),
         ("fedyogi", _ADAPTIVE, "adaptive steps, squares that change slowly", _REDDI, _adaptive("yogi", 0.9)),
+        ("adam", f"{_RULES}Adam", "torch's Adam on the pseudo-gradient", _KINGMA),
+        ("adamw", f"{_RULES}AdamW", "torch's AdamW on the pseudo-gradient", _LOSHCHILOV),
+        ("adagrad", f"{_RULES}Adagrad", "torch's Adagrad on the pseudo-gradient", _DUCHI),
         ("diloco", _SGD, "Nesterov momentum on rare rounds, for language models", _DILOCO, _NESTEROV),
     ),
     "combine": (
@@ -512,15 +560,15 @@ def _algorithm(name: str, line: str, paper: str, **keywords: Mapping[str, Any]) 
     return AlgorithmInfo("algorithm", name, "", line, paper, **keywords)
 
 
-def _of_parts(kind: str, plain: str) -> list[AlgorithmInfo]:
-    """Return the algorithms that have one part of a kind, of the same name, and nothing else; all but the plain one."""
-    parts = [part for part in _PARTS if part.kind == kind and part.name != plain]
+def _of_parts(kind: str, *left_out: str) -> list[AlgorithmInfo]:
+    """Return the algorithms that have one part of a kind, of the same name, and nothing else; but for some parts."""
+    parts = [part for part in _PARTS if part.kind == kind and part.name not in left_out]
     return [_algorithm(part.name, part.line, part.paper, aggregator={kind: part.name}) for part in parts]
 
 
 _ALGORITHMS = (
     _algorithm("fedavg", "the weighted mean of the cells, exactly", _MCMAHAN),
-    *_of_parts("server", "sgd"),
+    *_of_parts("server", "sgd", "adam", "adamw", "adagrad"),
     _algorithm(
         *("streaming_diloco", "DiLoCo in parts that cross while training goes on", _STREAMING),
         aggregator={"server": {"name": "diloco", "lr": 0.4}, "fragments": 3, "overlap": True},

@@ -1,91 +1,87 @@
-"""Server (outer) optimizers: what turns averaged pseudo-gradients into new global weights.
+"""The server (outer) optimizer: a rule, a schedule of its learning rate, and where it works.
 
-A pseudo-gradient is the global value minus the cells' mean, so that an optimizer that goes down the gradient goes
-towards the mean: SGD with a learning rate of 1 and no momentum ends exactly there.
+See :mod:`xffl.aggregation.algorithms.server_rules` for what a rule computes.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
-from xffl.aggregation.algorithms.registry import check_options, locate, read_spec
-from xffl.checks import number, one_of, shown
+from xffl.aggregation.algorithms.registry import check_options, describe_options, known_path, locate, read_spec
+from xffl.aggregation.algorithms.server_rules import Numbers, ServerRule
+from xffl.aggregation.arithmetic import piece_length
+from xffl.checks import number
 from xffl.errors import CheckpointError, ConfigError, XfflError
 from xffl.naming import Writer
+from xffl.reading import Fields
 
 __all__ = [
     "PLAIN_MEAN",
-    "RULES",
-    "Adaptive",
+    "NamedSchedule",
+    "SavedServer",
     "ServerOptimizer",
-    "asked_of",
-    "load_options",
-    "load_schedule",
-    "options_of",
+    "read_saved_server",
     "server_of",
+    "take_step",
 ]
 
-Factory = Callable[..., Optimizer]
-Schedule = Callable[[Optimizer], LRScheduler]
+Schedule = Callable[[int], float]
+"""A user's function of the step, from 0: the factor by which the learning rate is multiplied"""
 
 PLAIN_MEAN = ("none", "fedavg")
 """Names that ask for no server optimizer."""
 
-_UNFIT = {
-    "LBFGS": "it calls a closure again and again, and takes dot products over the whole model",
-    "Adafactor": "its second moments are of a matrix's rows and columns, and it scales by norms of whole tensors",
-    "Muon": "it makes whole matrices orthogonal",
-    "SparseAdam": "it wants sparse gradients, and pseudo-gradients are dense",
-}
-"""Classes of torch.optim that cannot step flat pieces of shards, and why."""
+MOST_NUMBERS = 8
+"""Numbers of a rule's step, at most: all ranks tell theirs in the vote."""
 
-_PROBE_ROUNDS = 5
-
+_RATES_SHOWN = 5
 _DEVICE = re.compile(r"(?:cpu|cuda)(?::\d{1,3})?", re.ASCII)
 """A device that somebody else may ask for"""
+_BUILT_IN = "xffl.aggregation.algorithms."
+
+
+@dataclass(frozen=True)
+class NamedSchedule:
+    """A schedule by name: a function of :mod:`xffl.aggregation.algorithms.server_schedules`, with its options."""
+
+    function: Callable[..., float]
+    options: Mapping[str, Any]
+
+    def __call__(self, step: int, lr: float) -> float:
+        """Return the learning rate of a step; pure."""
+        return self.function(step, lr, **self.options)
+
+    def __repr__(self) -> str:
+        return f"{self.function.__name__}({_plain(self.options)})"
 
 
 @dataclass(frozen=True)
 class ServerOptimizer:
-    """How to make a server optimizer, and how its learning rate goes.
+    """How the global model goes on from each round's pseudo-gradient.
 
-    Making one is local, and tries it out on a few numbers. What it makes steps flat pieces of this rank's shards, cut
-    anywhere, so only elementwise optimizers will do. ``str()`` tells the class, its options and its schedule, alike on
-    all ranks that were given the same.
+    Local. ``str()`` tells the rule, its options and the schedule, alike on all ranks that were given the same.
 
-    :param factory: A class of :mod:`torch.optim`, or a function that takes a list of tensors and ``options`` and
-        returns an optimizer. The same tensors must give the same steps on every rank that holds them.
-    :param options: Its keywords.
-    :param schedule: Called with the optimizer, returns the schedule of its learning rate: one step for each round that
-        the optimizer takes part in.
+    :param rule: What is computed; an object of :mod:`xffl.aggregation.algorithms.server_rules`, or one of your own.
+    :param schedule: What the learning rate (the number ``lr`` of the rule) is in each step: a :class:`NamedSchedule`,
+        or a function of the step, from 0, which returns a factor. One rank calls it. ``None``: it stays.
     :param device: Where the state lives and the step is computed (``cpu`` saves GPU memory); ``None``: where rounds
         communicate from, the parameters' device, or the host's memory where that is gloo's.
-    :raises ConfigError: if it cannot be made with these options, needs a closure, or is not elementwise.
+    :raises ConfigError: if the rule is none, does not step element by element, or the schedule gives no rate.
     """
 
-    factory: Factory
-    options: Mapping[str, Any] = field(default_factory=dict)
-    schedule: Schedule | None = None
+    rule: ServerRule
+    schedule: NamedSchedule | Schedule | None = None
     device: str | torch.device | None = None
-    kept_names: tuple[str, ...] = field(init=False, repr=False, compare=False)
-    """What the optimizer keeps for each element, by the names in its state."""
-    number_names: tuple[str, ...] = field(init=False, repr=False, compare=False)
-    """What it keeps as one number for all elements."""
-    _text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not callable(self.factory):
-            raise ConfigError(f"server must be a name, a mapping, a class or a function, got {self.factory!r}")
+        _check_rule(self.rule)
         if self.device is not None:
             try:
                 torch.empty(0, dtype=torch.float32, device=self.device)
@@ -95,96 +91,137 @@ class ServerOptimizer:
                     f"device {self.device!r} of the server is not here ({reason}); give cpu or another"
                 ) from wrong
             object.__setattr__(self, "device", torch.device(self.device))  # without a number: each rank's current one
-        for name, value in zip(("_text", "kept_names", "number_names"), self._try_out(), strict=True):
-            object.__setattr__(self, name, value)
+        for step in range(_RATES_SHOWN):
+            self.numbers(step)
+        if not type(self.rule).__module__.startswith(_BUILT_IN):
+            _try_out(self.rule)
 
     def __str__(self) -> str:
-        return self._text
+        text = f"{_title(self.rule)}({_plain(_attributes(self.rule))})"
+        if isinstance(self.schedule, NamedSchedule):
+            text += f", {self.schedule!r}"
+        elif self.schedule is not None:  # nothing tells what it holds; its first rates tell something
+            rates = [self.numbers(step)["lr"] for step in range(_RATES_SHOWN)]
+            text += f", {_title(self.schedule)}, first rates {_plain(rates)}"
+        return text if self.device is None else f"{text}, on {torch.device(self.device).type}"
 
-    def make(self, tensors: list[torch.Tensor]) -> Optimizer:
-        """Make the optimizer of some tensors; local."""
-        made = self.factory(tensors, **self.options)
-        if not isinstance(made, Optimizer):
-            raise ConfigError(f"server {_title(self.factory)} must make a torch.optim.Optimizer, but makes {made!r}")
-        return made
+    def numbers(self, step: int) -> Numbers:
+        """Return what one rank computes for a step and all use, with the schedule's learning rate; local.
 
-    def make_schedule(self, optimizer: Optimizer) -> LRScheduler | None:
-        """Make the schedule of an optimizer's learning rate; local."""
-        if self.schedule is None:
-            return None
-        made = self.schedule(optimizer)
-        if not isinstance(made, LRScheduler):
-            raise ConfigError(f"schedule {_title(self.schedule)} must make an LRScheduler, but makes {made!r}")
-        return made
-
-    def _try_out(self) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-        """Step a few numbers as one tensor, as two ranks' pieces, and as two pieces that take turns.
-
-        Returns what was made, as text, and the names of what it keeps for each element, and for all of them.
+        :raises ConfigError: if the rule or the schedule does not give finite numbers.
         """
-        title = _title(self.factory)
-        for parent in inspect.getmro(self.factory) if inspect.isclass(self.factory) else ():
-            if parent.__module__.startswith("torch.optim") and parent.__name__ in _UNFIT:
-                raise ConfigError(_refusal(title, _UNFIT[parent.__name__]))
-        # Uneven, so that means and norms of the pieces differ from those of the whole.
-        start = torch.tensor([3.0, -0.5, 0.02, 7.0, -1.0, 0.3, 40.0], dtype=torch.float64, device="cpu")
+        found = self.rule.numbers(step)
+        if not isinstance(found, dict) or len(found) > MOST_NUMBERS:
+            raise ConfigError(f"numbers() of {_title(self.rule)} must be a dict of at most {MOST_NUMBERS}: {found!r}")
+        if self.schedule is not None:
+            if "lr" not in found:
+                raise ConfigError(
+                    f"a schedule changes the number lr, and {_title(self.rule)} has {', '.join(found) or 'none'}; "
+                    "leave the schedule out, or name its learning rate lr"
+                )
+            found = {**found, "lr": self._scheduled(step, found["lr"])}
+        return {name: number(f"{name} of {_title(self.rule)}", one) for name, one in found.items()}
+
+    def _scheduled(self, step: int, lr: float) -> float:
+        """Return the learning rate that the schedule gives a step."""
+        schedule, what = self.schedule, f"the schedule of the server's learning rate, {_title(self.schedule)},"
+        hint = "give a function of the step, from 0, that returns a factor of the rate, or a schedule by name"
+        assert schedule is not None, "asked where there is one"
         try:
-            [whole], text, state = self._probe([start])
-            pieces = torch.cat([piece for part in (start[:2], start[2:]) for piece in self._probe([part])[0]])
-            in_turn = torch.cat(self._probe([start[:2], start[2:]])[0])
+            rate: Any = schedule(step, lr) if isinstance(schedule, NamedSchedule) else schedule(step)
         except XfflError:
             raise
         except Exception as wrong:
-            raise ConfigError(
-                f"server {title} cannot step with the options {dict(self.options)!r}: {type(wrong).__name__}: {wrong}"
-            ) from wrong
-        if not torch.allclose(whole, pieces, rtol=1e-9, atol=0.0, equal_nan=True):
-            raise ConfigError(_refusal(title, "the same numbers, cut in two or stepped again, went elsewhere"))
-        if not torch.allclose(whole, in_turn, rtol=1e-9, atol=0.0, equal_nan=True):
-            raise ConfigError(
-                _refusal(title, "it is stepped once for each bucket, and keeps more than what is in its state")
-            )
-        kept = {name for name, one in state.items() if getattr(one, "shape", None) == start.shape}
-        return text, tuple(sorted(kept)), tuple(sorted(state.keys() - kept))
+            raise ConfigError(f"{what} fails at step {step}: {type(wrong).__name__}: {wrong}; {hint}") from wrong
+        rate = number(f"what {what} returns at step {step}", rate, 0.0, hint=hint)
+        return rate if isinstance(schedule, NamedSchedule) else lr * rate
 
-    def _probe(self, pieces: list[torch.Tensor]) -> tuple[list[torch.Tensor], str, dict[str, Any]]:
-        """Make some steps of pieces of one tensor that take turns; return them, what was made, and what it keeps."""
-        pieces = [piece.clone() for piece in pieces]
-        tensor = torch.cat(pieces)
-        optimizer = self.make([tensor])
-        schedule = self.make_schedule(optimizer)
-        # What was made is told from what it holds: that is data, where a factory may be any function.
-        text = f"{_title(type(optimizer))}({_plain(options_of(optimizer))})"
-        if schedule is not None:
-            text += f", {_title(type(schedule))}({_plain(schedule.state_dict())})"
-        rates = []
-        states: list[dict[str, Any]] = [{} for _ in pieces]
-        for _ in range(_PROBE_ROUNDS):
-            options = options_of(optimizer)
-            rates.append(options["lr"])
-            for turn, piece in enumerate(pieces):
-                optimizer.param_groups[0].update(options)
-                optimizer.state.pop(tensor, None)
-                if states[turn]:
-                    optimizer.state[tensor] = states[turn]
-                tensor.data, tensor.grad = piece, piece.clone()
-                optimizer.step()
-                states[turn] = optimizer.state.get(tensor, {})
-            if schedule is not None:
-                schedule.step()
-        # A schedule may be any function; its first rates tell more than the data that it holds.
-        text += "" if schedule is None else f", first rates {_plain(rates)}"
-        text += "" if self.device is None else f", on {torch.device(self.device).type}"
-        return pieces, text, states[0]
+    @property
+    def asked(self) -> dict[str, str]:
+        """What a saved state is compared with: the rule, the schedule, and their options as texts."""
+        told = {"class": type(self.rule).__qualname__, "schedule": "none"}
+        told |= {name: _plain(value) for name, value in _attributes(self.rule).items()}
+        if isinstance(self.schedule, NamedSchedule):
+            told["schedule"] = self.schedule.function.__name__
+            told |= {f"schedule's {name}": _plain(value) for name, value in self.schedule.options.items()}
+        elif self.schedule is not None:
+            told["schedule"] = _title(self.schedule)
+        return told
+
+    def check_saved(self, saved: SavedServer, what: str) -> None:
+        """Raise CheckpointError where a state is that of a server that was asked for otherwise; local.
+
+        :param saved: The state.
+        :param what: Where it stands, to begin the message with.
+        """
+        asked = self.asked
+        others = sorted(key for key in asked.keys() & saved.asked.keys() if not _alike(asked[key], saved.asked[key]))
+        if others:
+            there, here = (", ".join(f"{key}={one[key]}" for key in others) for one in (saved.asked, asked))
+            raise CheckpointError(
+                f"{what} is that of a server optimizer with {there}, and this one has {here}; resume with the same "
+                "server, options and schedule, or leave the state out (a checkpoint's reset)"
+            )
+        names = self.state_names if saved.step else ()
+        if {*saved.elements} != {*names}:
+            raise CheckpointError(
+                f"{what} has {', '.join(sorted(saved.elements)) or 'nothing'} for each element after {saved.step} "
+                f"steps, and the server keeps {', '.join(sorted(names)) or 'nothing'}; load another one"
+            )
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """What the rule keeps for each element, by name."""
+        return tuple(self.rule.init(torch.zeros(1, dtype=torch.float32, device="cpu")))
+
+
+def take_step(
+    rule: ServerRule | None,
+    values: torch.Tensor,
+    mean: torch.Tensor,
+    state: Mapping[str, torch.Tensor],
+    numbers: Numbers,
+    scale: float = 1.0,
+) -> None:
+    """Step flat values of the global model, in place, given what the cells have made of them; local.
+
+    The pseudo-gradient is ``scale * (values as they were written - mean)``: what rounding to the model's type has left
+    out is not taken for a step. Pieces are taken that stay in the cache: gradient, state and values of one are worked
+    on together.
+
+    :param rule: What is computed; ``None`` for the pseudo-gradient itself, as the step towards the mean.
+    :param values: Elements of the global model, in fp32 (fp64 for fp64), on the server's device.
+    :param mean: The combined values, in the model's type, on the same device; the memory is used.
+    :param state: What the rule keeps for these elements.
+    :param numbers: What the rule computes this step with.
+    :param scale: What the combiner multiplies the way to the mean by.
+    """
+    length = piece_length(values.device)
+    is_alike = mean.dtype == values.dtype
+    for start in range(0, len(values), length):
+        piece = slice(start, start + length)
+        kept, new = values[piece], mean[piece]
+        if is_alike:
+            gradient = torch.sub(kept, new, out=new)
+        else:
+            gradient = torch.sub(kept.to(mean.dtype).to(kept.dtype), new.to(kept.dtype))
+        if scale != 1.0:
+            gradient.mul_(scale)
+        if rule is None:
+            kept.sub_(gradient)
+        else:
+            rule.step(kept, gradient, {name: one[piece] for name, one in state.items()}, numbers)
+
+
+# By name --------------------------------------------------------------------------------------------------------------
 
 
 def server_of(spec: object, *, writer: Writer) -> ServerOptimizer | None:
     """Return the server optimizer that a spec of ``writer`` asks for, ``None`` for the plain mean; local.
 
-    A spec of the registry: an entry of kind ``server`` or a class of :mod:`torch.optim`, by name (``AdamW``) or dotted
-    path, with options, ``device`` and ``schedule`` among them: a function, or a spec of a class in
-    :mod:`torch.optim.lr_scheduler`. ``None``, ``none`` and ``fedavg`` are the plain mean. A :class:`ServerOptimizer` is
-    returned as it is; another callable becomes its factory.
+    A spec of the registry: an entry of kind ``server``, one of torch's names (``AdamW``, ``torch.optim.SGD``) or a
+    dotted path of a rule of one's own, with its options, and ``device`` and ``schedule`` among them. ``None``, ``none``
+    and ``fedavg`` are the plain mean. A rule or a :class:`ServerOptimizer` is taken as it is.
     """
     if spec is None or isinstance(spec, ServerOptimizer):
         return spec
@@ -198,109 +235,215 @@ def server_of(spec: object, *, writer: Writer) -> ServerOptimizer | None:
     device, schedule = options.pop("device", None), options.pop("schedule", None)
     if writer is not Writer.USER and device is not None and not _DEVICE.fullmatch(str(device)):
         raise ConfigError(f"device {str(device)[:40]!r} of the server comes from a file; there it is cpu or cuda")
-    factory, preset = locate("server", name, writer=writer)
-    checked = check_options(f"server {name!r}", factory, options, bound=preset, leading=1, writer=writer)
-    return ServerOptimizer(factory, {**preset, **checked}, _schedule_of(schedule, writer), device)
+    target, preset = locate("server", name, writer=writer)
+    checked = check_options(f"server {name!r}", target, options, bound=preset, writer=writer)
+    try:
+        rule = target(**{**preset, **checked})
+    except TypeError as wrong:
+        raise ConfigError(f"server {name!r} cannot be made with {options}: {wrong}") from wrong
+    return ServerOptimizer(rule, _schedule_of(schedule, writer), device)
 
 
-def asked_of(optimizer: Optimizer, schedule: LRScheduler | None) -> dict[str, str]:
-    """Write what a server optimizer was made with; local."""
-    description = {"class": type(optimizer).__qualname__, "schedule": "none"}
-    description |= {key: _plain(value) for key, value in options_of(optimizer).items()}
-    if schedule is not None:
-        description["schedule"] = type(schedule).__qualname__
-        description |= {f"schedule's {key}": _plain(value) for key, value in schedule.state_dict().items()}
-    return description
-
-
-def _schedule_of(spec: object, writer: Writer) -> Schedule | None:
-    if spec is None:
-        return None
+def _schedule_of(spec: object, writer: Writer) -> NamedSchedule | Schedule | None:
+    """Return the schedule that a spec asks for: a name with options, the dotted path of a function, or a function."""
+    if spec is None or isinstance(spec, NamedSchedule):
+        return spec
     if not isinstance(spec, (str, Mapping)):
         if not callable(spec):
             raise ConfigError(f"schedule of the server must be a name, a mapping or a function, got {spec!r}")
         return spec
     name, options = read_spec("schedule of the server", spec)
-    factory, _ = locate("schedule of the server", name, writer=writer)
     what = f"schedule {name!r} of the server"
-    return partial(factory, **check_options(what, factory, options, leading=1, writer=writer))
+    function, _ = locate("schedule of the server", name, writer=writer)
+    if not getattr(function, "__module__", "").startswith(_BUILT_IN):
+        return partial(function, **check_options(what, function, options, leading=1, writer=writer))
+    then = _schedule_of(options.pop("then", None), writer)
+    checked = check_options(what, function, options, leading=2, writer=writer)
+    for one in [*inspect.signature(function).parameters.values()][2:]:
+        if one.default is one.empty and one.name not in checked:
+            raise ConfigError(f"{what} needs the option {one.name}; it takes {describe_options(function, leading=2)}")
+    if then is not None:
+        # Of a user's function it takes the factor.
+        checked["then"] = then if isinstance(then, NamedSchedule) else NamedSchedule(_factor, {"function": then})
+    return NamedSchedule(function, checked)
 
 
-def _refusal(title: str, why: str) -> str:
-    return f"server {title} cannot step flat pieces of shards: {why}; take an elementwise one, such as SGD or AdamW"
+def _factor(step: int, lr: float, function: Schedule) -> float:
+    return lr * function(step)
 
 
-def _title(factory: object) -> str:
-    kind = factory if hasattr(factory, "__qualname__") else type(factory)
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def options_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the options of an optimizer's only group."""
-    return {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-
-
-def load_options(optimizer: Optimizer, saved: object) -> None:
-    """Take over the options of a saved state, which somebody else may have written; local.
-
-    Raises CheckpointError where one is of another kind than the optimizer's own.
-    """
-    own = options_of(optimizer)
-    checked = _alike(own, saved, "option")
-    if "params" in checked:
-        raise CheckpointError("the saved options of the server optimizer have params, which is no option")
-    optimizer.param_groups[0].update(checked)
-
-
-def load_schedule(schedule: LRScheduler, saved: object) -> None:
-    """Take over the saved state of a schedule, which somebody else may have written; local.
-
-    Raises CheckpointError where it is of another kind of schedule, or would take the place of the schedule's methods.
-    """
-    # LRScheduler.load_state_dict writes whatever it is given over the object's attributes.
-    checked = _alike(schedule.state_dict(), saved, "value of the schedule")
-    for name in checked:
-        if name == "optimizer" or callable(getattr(type(schedule), name, None)):
-            raise CheckpointError(f"the saved schedule of the server has {name!r}, which is no state of a schedule")
-    try:
-        schedule.load_state_dict(checked)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"the saved schedule of the server does not fit {_title(type(schedule))} ({type(error).__name__}: "
-            f"{error}); go on with the same server"
-        ) from error
-
-
-def _alike(own: Mapping[str, Any], saved: object, what: str) -> dict[str, Any]:
-    """Return saved values by name, copied, if those that are here, too, are of the same kind."""
-    if not isinstance(saved, Mapping):
-        raise CheckpointError(
-            f"the saved {what}s of the server are {shown(saved)}, no mapping; go on with the same server"
+def _check_rule(rule: object) -> None:
+    """Refuse what is no rule, with what to write in place of an optimizer of torch."""
+    if isinstance(rule, ServerRule) and not inspect.isclass(rule):
+        return
+    hint = "a name, a mapping, or an object with the methods of xffl.aggregation.algorithms.server_rules.ServerRule"
+    kind = rule if inspect.isclass(rule) else type(rule)
+    if any(parent.__module__.partition(".")[0] == "torch" for parent in inspect.getmro(kind)):
+        raise ConfigError(
+            f"server {_title(kind)} is an optimizer of torch, whose steps differ between processors; give {hint}, such "
+            "as 'adamw:lr=0.01' (sgd, adam, adamw and adagrad step as torch's do)"
         )
-    for name, value in saved.items():
-        mine = own.get(name) if isinstance(name, str) else None
-        if not isinstance(name, str) or not (mine is None or _kind(mine) == _kind(value)):
-            raise CheckpointError(
-                f"the saved {what} {shown(name)} of the server is {shown(value)}, here {shown(mine)}; go on with the "
-                "same server"
-            )
-    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in saved.items()}
+    if callable(rule) and not inspect.isclass(rule):
+        raise ConfigError(f"server {_title(rule)} is a function; call it, and give {hint}")
+    raise ConfigError(f"server must be {hint}, got {rule!r}")
 
 
-def _kind(value: object) -> str:
-    """Return what a saved value may be replaced by."""
-    if isinstance(value, bool):
-        return "a switch"
-    if isinstance(value, (int, float)):
-        return "a number" if math.isfinite(value) else "a number that is not finite"
-    if isinstance(value, (list, tuple)):
-        return f"{len(value)} numbers" if all(_kind(one) == "a number" for one in value) else "a list"
-    return type(value).__name__
+def _try_out(rule: ServerRule) -> None:
+    """Refuse a rule of somebody's own that does not step elements alone; local.
+
+    A few numbers are stepped as one tensor, and as the pieces that two ranks may hold.
+    """
+    # Uneven, so that means and norms of the pieces differ from those of the whole.
+    start = torch.tensor([3.0, -0.5, 0.02, 7.0, -1.0, 0.3, 40.0], dtype=torch.float64, device="cpu")
+    title = _title(rule)
+
+    def stepped(values: torch.Tensor) -> torch.Tensor:
+        values = values.clone()
+        state = rule.init(values)
+        for name, one in state.items():
+            if one.shape != values.shape or one.dtype != values.dtype:
+                raise ConfigError(
+                    f"state {name!r} of server {title} must be like the values, which are {tuple(values.shape)} of "
+                    f"{values.dtype}, got {tuple(one.shape)} of {one.dtype}"
+                )
+        for step in range(_RATES_SHOWN):
+            rule.step(values, values * 0.3 + 0.1 * step, state, rule.numbers(step))
+        return values
+
+    try:
+        with torch.no_grad():
+            whole, pieces = stepped(start), torch.cat([stepped(part) for part in (start[:2], start[2:])])
+    except XfflError:
+        raise
+    except Exception as wrong:
+        raise ConfigError(f"server {title} cannot step: {type(wrong).__name__}: {wrong}") from wrong
+    if not torch.allclose(whole, pieces, rtol=1e-9, atol=0.0, equal_nan=True):
+        raise ConfigError(
+            f"server {title} cannot step flat pieces of shards: the same numbers, cut in two, went elsewhere; let it "
+            "compute each element from that element alone, without norms, means or counts of its own"
+        )
+
+
+# Saved states ---------------------------------------------------------------------------------------------------------
+
+MOST_KEPT = 64
+"""What a server optimizer keeps for each element, and as numbers for all, at most"""
+MOST_ASKED = 10**6
+"""What a server optimizer was made with, at most: values, and characters of one"""
+_RENAMED = {
+    "exp_avg": "m",
+    "exp_avg_sq": "v",
+    "max_exp_avg_sq": "v_max",
+    "momentum_buffer": "momentum",
+    "sum": "v",
+}
+"""What torch's optimizers called the state, as it was saved before rules took their place"""
+
+
+@dataclass(frozen=True)
+class SavedServer:
+    """What was saved of a fragment's server, or is told by a peer, beside the elements themselves."""
+
+    step: int
+    """Steps that it has made"""
+    elements: Mapping[str, Any]
+    """What is kept for each element, by the rule's names: what stands there, or the name that it was saved by"""
+    asked: Mapping[str, str]
+    """What the server was made with, see :attr:`ServerOptimizer.asked`"""
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """What is written of it."""
+        return {"step": self.step, "elements": dict(self.elements), "asked": dict(self.asked)}
+
+
+def read_saved_server(fields: Fields) -> SavedServer:
+    """Read the state of a server, which somebody else may have written; local.
+
+    States that were saved before there were rules, with the values of an optimizer of torch, are read, too. Raises the
+    error class of ``fields``.
+    """
+    found = fields.any("elements")
+    names = list(found) if isinstance(found, Mapping | list | tuple) else None
+    if names is None or len(names) > MOST_KEPT or not all(isinstance(name, str) for name in names):
+        fields.fail(f"{fields.place('elements')} must be at most {MOST_KEPT} names, got {str(found)[:200]}")
+    if isinstance(found, Mapping):
+        fields.mapping_of("elements", MOST_KEPT, Fields.mapping)
+    elements = dict(found) if isinstance(found, Mapping) else {name: name for name in names}
+    if "step" in fields:
+        asked = fields.mapping_of("asked", MOST_ASKED, Fields.text, MOST_ASKED)
+        return SavedServer(fields.integer("step"), elements, asked)
+    renamed = {_RENAMED.get(name, name): one for name, one in elements.items()}
+    if len(renamed) < len(names):
+        fields.fail(f"{fields.place('elements')} has two names for one thing: {', '.join(sorted(names))}")
+    return SavedServer(_step_before_rules(fields, bool(names)), renamed, _asked_before_rules(fields))
+
+
+def _step_before_rules(fields: Fields, has_stepped: bool) -> int:
+    """Return how many steps an optimizer of torch had made: it or its schedule has counted them, if it depends."""
+    numbers = fields.mapping("numbers")
+    counts = [numbers.any("step")] if "step" in numbers else []
+    schedule = fields.optional("schedule", Fields.mapping)
+    if schedule is not None and "last_epoch" in schedule:
+        counts.append(schedule.any("last_epoch"))
+    for count in counts:
+        value = count.get("value") if isinstance(count, Mapping) else count
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if type(value) not in (int, float) or not 0 <= value < 2**53 or value != int(value):
+            fields.fail(f"step of {fields.what} must be a number of steps, got {str(count)[:200]}")
+        return int(value)
+    return int(has_stepped)
+
+
+def _asked_before_rules(fields: Fields) -> dict[str, str]:
+    """Return what an optimizer of torch and its schedule were made with, in the terms of rules."""
+    if fields.optional("asked", Fields.mapping) is None:
+        return {"class": "unknown"}
+    asked = fields.mapping_of("asked", MOST_ASKED, Fields.text, MOST_ASKED)
+    if "initial_lr" in asked:  # a schedule may have changed the other one already
+        asked["lr"] = asked["initial_lr"]
+    schedule = asked.get("schedule", "none")
+    if schedule != "none":
+        path = known_path("schedule of the server", schedule)
+        asked["schedule"] = schedule if path is None else path.rpartition(".")[2]
+    asked.pop("schedule's milestones", None)  # were written with how often each is one
+    return asked
+
+
+def _alike(one: str, other: str) -> bool:
+    """Tell whether two texts are equal, or write the same number: 0 and 0.0."""
+    if one == other:
+        return True
+    try:
+        return float(one) == float(other)
+    except ValueError:
+        return False
+
+
+# Texts ----------------------------------------------------------------------------------------------------------------
+
+
+def _attributes(rule: ServerRule) -> dict[str, Any]:
+    """Return the options of a rule."""
+    return dict(vars(rule)) if hasattr(rule, "__dict__") else {}
+
+
+def _title(made: object) -> str:
+    if isinstance(made, partial):
+        return _title(made.func)
+    if isinstance(made, NamedSchedule):
+        return made.function.__name__
+    kind = made if hasattr(made, "__qualname__") else type(made)
+    name, module = str(kind.__qualname__), str(kind.__module__)
+    return name if module.startswith(_BUILT_IN) else f"{module}.{name}"
 
 
 def _plain(value: object) -> str:
     """Write numbers and words out; of anything else only the type, as its text may differ between processes."""
     if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    if isinstance(value, NamedSchedule):
         return repr(value)
     if isinstance(value, torch.Tensor):
         return repr(value.tolist())
@@ -308,95 +451,4 @@ def _plain(value: object) -> str:
         return ", ".join(f"{key}={_plain(value[key])}" for key in sorted(value, key=str))
     if isinstance(value, (list, tuple)):
         return f"({', '.join(_plain(one) for one in value)})"
-    return _title(type(value))
-
-
-RULES = ("adagrad", "adam", "yogi")
-"""How the second moment ``v`` takes in a new pseudo-gradient."""
-
-
-class Adaptive(Optimizer):
-    """Step by ``lr * m / (sqrt(v) + tau)``, with moments of the pseudo-gradients (global minus mean).
-
-    Elementwise, so it may run on any cut of the parameters. Each tensor has the state ``m``, ``v`` (in its dtype, on
-    its device) and ``step``. With ``g`` the pseudo-gradient, ``m = beta1 m + (1 - beta1) g``, and ``v`` becomes
-
-    - ``adagrad``: ``v + g^2`` (``beta2`` is not read),
-    - ``adam``: ``beta2 v + (1 - beta2) g^2``,
-    - ``yogi``: ``v - (1 - beta2) g^2 sign(v - g^2)``.
-
-    Source: Reddi et al., 2021, arXiv 2003.00295, algorithm 2, which wants ``v`` to start from ``tau^2`` at least; the
-    manual says where other programs differ.
-
-    :param params: Tensors to step, or parameter groups.
-    :param lr: Server learning rate, 0 or more.
-    :param betas: Decay of ``m`` and of ``v``, each from 0 to below 1.
-    :param tau: Added to the root of ``v``, above 0: the larger, the closer to a plain step.
-    :param rule: One of :data:`RULES`.
-    :param initial: ``v`` before the first step, 0 or more; ``None`` for ``tau^2``.
-    :param is_bias_corrected: Multiply the learning rate of step ``t`` by ``sqrt(1 - beta2^t) / (1 - beta1^t)`` (Kingma
-        and Ba, 2015, arXiv 1412.6980). Not with ``adagrad``, whose ``v`` is a sum.
-    """
-
-    def __init__(
-        self,
-        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
-        lr: float = 0.1,
-        betas: tuple[float, float] = (0.9, 0.99),
-        tau: float = 1e-3,
-        *,
-        rule: str = "adam",
-        initial: float | None = None,
-        is_bias_corrected: bool = False,
-    ) -> None:
-        one_of("rule", rule, RULES)
-        number("lr", lr, 0.0, hint="give the server's learning rate")
-        if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ConfigError(f"betas must be two numbers >= 0 and < 1, got {betas!r}; give the decays of m and v")
-        number("tau", tau, above=0.0, hint="the paper's is 1e-3")
-        if initial is not None:
-            number("initial", initial, 0.0, hint=f"leave it out for tau^2 = {tau**2}")
-        if is_bias_corrected and rule == "adagrad":
-            raise ConfigError("is_bias_corrected=True needs rule adam or yogi: adagrad's v is a sum without a bias")
-        defaults = {
-            "lr": lr,
-            "betas": tuple(betas),
-            "tau": tau,
-            "rule": rule,
-            "initial": tau**2 if initial is None else initial,
-            "is_bias_corrected": is_bias_corrected,
-        }
-        super().__init__(params, defaults)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step along the gradients; local."""
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            for tensor in group["params"]:
-                if tensor.grad is not None:
-                    self._step_tensor(tensor, tensor.grad, group)
-        return loss
-
-    def _step_tensor(self, tensor: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
-        state = self.state[tensor]
-        if not state:
-            state["step"] = torch.tensor(0.0, dtype=torch.float32)
-            state["m"] = torch.zeros_like(tensor)
-            state["v"] = torch.full_like(tensor, group["initial"])
-        m, v = state["m"], state["v"]
-        beta1, beta2 = group["betas"]
-        state["step"] += 1
-        m.lerp_(grad, 1 - beta1)
-        if group["rule"] == "adagrad":
-            v.addcmul_(grad, grad)
-        elif group["rule"] == "adam":
-            v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        else:
-            square = grad * grad
-            v.addcmul_(square, (v - square).sign_(), value=beta2 - 1)
-        lr = group["lr"]
-        if group["is_bias_corrected"]:
-            count = state["step"].item()
-            lr = lr * math.sqrt(1 - beta2**count) / (1 - beta1**count)
-        tensor.addcdiv_(m, v.sqrt().add_(group["tau"]), value=-lr)
+    return _title(value if hasattr(value, "__qualname__") else type(value))

@@ -1,20 +1,31 @@
 """One round between cells, in the order in which data passes through the files.
 
+Once, when an aggregator is made:
+
+- ``setup``: ranks are compared, and what each of them exchanges is planned.
+- ``arithmetic_check``: whether all ranks compute the same bits.
 - ``tensors``: the model's tensors by name, their policies, and what each rank holds of them.
 - ``coverage``: whether the ranks of a cell train one model: who reduces each parameter's gradient, over which ranks.
 - ``plan``: who owns which elements in each cell; groups of equal owners, cut into buckets; form and depth of each.
+
+In each round:
+
+- ``transfers``: the groups and buckets of the plan as one rank walks them, and whose values count.
 - ``groups``: the process groups of a round, and the messages on them: values, and each rank's status in a vote.
 - ``buffers``: views of the model bucket by bucket, staging buffers, pools of buffers.
-- ``first_round``: what is compared once: replicas inside each cell, and cells that hold the same in spite of training.
-- ``exchange``: the walk over all buckets: check, swap, combine, broadcast, write; its docstring has the timeline.
-- ``cell``: what the ranks of a cell exchange: the result, on their GPUs where NCCL works inside the cell.
-- ``transport``: how one bucket gets from cell to cell: exact, masked or encoded; in one hop or two.
-- ``global_model``: the last agreed model, and the server optimizer that goes on from it.
-- ``global_state``: its state brought to cells that are behind, or put together from the parts that owners have saved.
+- ``exchange``: the walk over all buckets: check, send, combine, broadcast, write; its docstring has the timeline.
+- ``transport``: how one bucket gets from cell to cell, in one hop or two.
 - ``consensus``: whether a round takes place and whether its result counts, on all ranks alike; where one cannot know,
   the mark of a model whose weights may differ between ranks.
 
-Once, when an aggregator is made: tensors > plan > groups > buffers. In each round: a ``RoundRun`` reads and checks the
-model; ``RoundCoordinator.run`` votes, has it exchange the buckets, and votes again; ``RoundRun.commit`` writes the
-model.
+A ``RoundRun`` reads and checks the model; ``RoundCoordinator.run`` votes, has it exchange the buckets, and votes again;
+``RoundRun.commit`` writes the model. What a feature does to this is a stage (``exchange.RoundStage``) in the list of
+the aggregator's rounds, or a way over the buckets of its own (``exchange.Way``), each in a file of ``stages``. A plain
+round has neither, and goes through none of these files:
+
+- ``stages``: the first round's comparison, codecs, masks, privacy, norms, the step of the global model; combiners that
+  compare whole models; the model of one cell handed over to all.
+- ``cell``: the mean of buffers over the ranks of a cell.
+- ``global_model``: the last agreed model, and the server rule that goes on from it.
+- ``global_state``: its state, brought to cells that are behind, and read from checkpoints.
 """

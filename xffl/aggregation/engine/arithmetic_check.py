@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from xffl.aggregation.algorithms.combiners import Combiner, Coordinatewise
-from xffl.aggregation.arithmetic import ElementaryOnly, divide, square_root
+from xffl.aggregation.arithmetic import ElementaryOnly, divide, flushes_subnormals, is_built_in, square_root
 from xffl.aggregation.compression import Codec
 from xffl.aggregation.mean import combined, weighted_mean
 from xffl.checks import group as group_pairs
@@ -26,7 +26,7 @@ from xffl.distributed.collectives import Group, all_gather_json
 from xffl.distributed.consistency import check_consistent, control_device, processor_of, ranks_text
 from xffl.errors import ConfigError, XfflError
 
-__all__ = ["PATTERNS", "compare_arithmetic", "digest_arithmetic", "flushes_subnormals", "processor_number"]
+__all__ = ["PATTERNS", "compare_arithmetic", "digest_arithmetic", "processor_number"]
 
 PATTERNS = 8**4
 """Fixed values that each operation is run on: all pairs and triples of 8 kinds of numbers."""
@@ -49,14 +49,6 @@ def processor_number(*devices: torch.device) -> float:
             kinds[place] = "fused"
     text = " ".join([torch.__version__, *kinds])
     return float(int.from_bytes(hashlib.sha256(text.encode()).digest()[: NUMBER_BITS // 8], "little"))
-
-
-_SMALLEST, _ONE = 5e-324, 1.0
-
-
-def flushes_subnormals() -> bool:
-    """Tell whether this thread takes subnormal numbers for zero (``torch.set_flush_denormal``); local, 0.1 us."""
-    return _SMALLEST * _ONE == 0.0  # by the processor, as tensors: Python's floats go through the same units
 
 
 @dataclass(frozen=True)
@@ -137,7 +129,7 @@ def digest_arithmetic(
             else:
                 results[name] = out
         for codec in codecs:
-            if _is_foreign(codec) and (why := _run(f"codec {codec}", codec, _prepare_codec(codec, device))):
+            if not is_built_in(codec) and (why := _run(f"codec {codec}", codec, _prepare_codec(codec, device))):
                 foreign[f"codec {codec}"] = why
         found = {name: _digest_of(values) for name, values in results.items()}
         if others := [name for name in digests.keys() & found.keys() if found[name] != digests[name]]:
@@ -150,14 +142,9 @@ def digest_arithmetic(
     return ArithmeticDigest(digests, flushes_subnormals(), foreign, processor)
 
 
-def _is_foreign(part: object) -> bool:
-    """Tell whether a combiner, codec or rule is of the user's own."""
-    return type(part).__module__.partition(".")[0] != "xffl"
-
-
 def _run(name: str, part: object, prepare: Callable[[], Callable[[], None]]) -> str:
     """Run a combiner, codec or rule on patterns; return why one of the user's own may compute otherwise elsewhere."""
-    if not _is_foreign(part):
+    if is_built_in(part):
         prepare()()
         return ""
     try:

@@ -12,11 +12,13 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 import torch
+from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from xffl.aggregation.engine.plan import Bucket, GroupTransfer, Item, Piece
+from xffl.aggregation.engine.plan import Item
 from xffl.aggregation.engine.tensors import ModelTensor, canonical_axis
+from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, Piece
 from xffl.aggregation.mean import piece_length, wide_type
 from xffl.compat.pytorch import memory_of
 from xffl.distributed.sharding import local_tensor
@@ -33,6 +35,7 @@ __all__ = [
     "Pool",
     "RoundBuffers",
     "StagingBuffers",
+    "TensorWatch",
     "aligned",
     "sum_of_squares",
 ]
@@ -226,6 +229,43 @@ class Layout:
         if elements.dim() == 1 and piece.stop - piece.start == elements.numel():
             return [elements]
         return _spans(elements, piece.start - self._origin[piece.item], piece.stop - piece.start)
+
+
+class TensorWatch:
+    """Tells, cheaply enough for each round, whether a model still has the tensors that it had.
+
+    ``changed`` is called where it has others, and raises where rounds cannot go on.
+    """
+
+    def __init__(self, roots: Sequence[nn.Module], changed: Callable[[], None]) -> None:
+        self._roots = tuple(roots)
+        self._changed = changed
+        self._tensors: list[torch.Tensor] = []
+        self._trains: list[bool] = []
+        self.note()
+
+    def note(self) -> None:
+        """Take the tensors that there are now; they are kept alive, so that no other gets the address of one."""
+        self._tensors = self._look()
+        self._trains = [tensor.requires_grad for tensor in self._tensors]
+
+    def check(self) -> None:
+        """Call ``changed`` where the model has other tensors, or trains others; local."""
+        tensors = self._look()
+        is_same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
+        if not is_same or [tensor.requires_grad for tensor in tensors] != self._trains:
+            self._changed()
+            self.note()
+
+    def _look(self) -> list[torch.Tensor]:
+        return [
+            tensor
+            for root in self._roots
+            for module in root.modules()
+            for own in (module._parameters, module._buffers)
+            for tensor in own.values()
+            if tensor is not None
+        ]
 
 
 def _places(tensors: list[torch.Tensor]) -> list[list[object]]:
@@ -599,12 +639,16 @@ class Pool:
         for buffer in lent:
             self.release(buffer)
 
-    def acquire(self, nbytes: int = 0) -> torch.Tensor:
-        """Lend a buffer of at least ``nbytes``."""
+    def widen(self, nbytes: int) -> None:
+        """Have all buffers from now on hold at least ``nbytes``."""
         if nbytes > self._nbytes:
             self._nbytes = nbytes
             self._free.clear()
             self._rows.clear()
+
+    def acquire(self, nbytes: int = 0) -> torch.Tensor:
+        """Lend a buffer of at least ``nbytes``."""
+        self.widen(nbytes)
         if self._free:
             return self._free.popleft()  # in turn, so that a round uses each for what the round before did
         # A buffer outlives the round, so it must not be an inference tensor if that is where the round takes place.
@@ -636,7 +680,6 @@ class FiniteReport(NamedTuple):
     """What a rank has found in the values that it sends."""
 
     nonfinite: list[str]  # names of tensors to be averaged that hold a value which is not finite
-    norm: float = 0.0  # squared L2 norm of what they differ by from the last agreed model; 0 where nobody asks
 
 
 class FiniteCheck:

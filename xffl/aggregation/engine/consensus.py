@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,8 @@ from torch.utils.hooks import RemovableHandle
 
 from xffl.aggregation.algorithms.combiners import total_of
 from xffl.aggregation.engine.exchange import Exchange, RoundRun
-from xffl.aggregation.engine.groups import MergeMode, RoundScope, RoundStatus, VotePhase, all_gather_status
-from xffl.aggregation.engine.plan import RoundContext
+from xffl.aggregation.engine.groups import MergeMode, RoundScope, RoundStatus, VotePhase, all_gather_status, by_cell
+from xffl.aggregation.engine.transfers import RoundContext
 from xffl.aggregation.options import Options
 from xffl.aggregation.report import RoundProfile, RoundReport
 from xffl.checks import number
@@ -83,7 +83,7 @@ def check_rounds(statuses: Sequence[RoundStatus], topology: Topology) -> None:
             "nowhere"
         )
     for cell, (start, stop) in enumerate(pairwise(topology.offsets)):
-        # What a rank says that cannot take part does not count; it tells why afterwards.
+        # Ignore failed ranks here; their reasons are gathered after the vote.
         modes = {status.merge_text for status in statuses[start:stop] if not status.is_failed}
         if len(modes) > 1:
             raise RoundError(
@@ -97,11 +97,6 @@ def check_rounds(statuses: Sequence[RoundStatus], topology: Topology) -> None:
         raise RoundError(
             f"the cells merge with different alphas ({', '.join(sorted(alphas))}); give the same in all of them"
         )
-
-
-def by_cell(values: Sequence[float], topology: Topology, of: Callable[[Sequence[float]], float]) -> tuple[float, ...]:
-    """Fold one value of each rank into one number for each cell; pure."""
-    return tuple(of(values[start:stop]) for start, stop in pairwise(topology.offsets))
 
 
 def checked_weight(weight: object) -> float:
@@ -130,7 +125,7 @@ def cell_weights(statuses: Sequence[RoundStatus], topology: Topology) -> tuple[f
 
 
 class RoundBroken(RoundError):
-    """A round was not taken, by nobody, since ranks lost each other; others may make it again."""
+    """No rank took the round, because ranks lost each other; the cells that are left may repeat it."""
 
 
 class RoundInDoubt(RoundBroken):
@@ -142,7 +137,7 @@ class RoundInDoubt(RoundBroken):
 
 
 AFRESH = "start the processes anew, or end the process group on all ranks and join again"
-"""What helps where messages may be under way that nobody waits for: another aggregator would get them."""
+"""Advice where messages may be in flight that nobody receives: a new aggregator on the same group would get them."""
 
 
 @dataclass(frozen=True)
@@ -168,8 +163,6 @@ class PreparedRound:
     run: RoundRun | None
     error: XfflError | None = None
     source: int | None = None  # see RoundInput
-    # called on all ranks with everybody's status; may communicate over the round's ranks, and raise on all alike
-    inspect: Callable[[Sequence[RoundStatus]], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -201,6 +194,7 @@ class AgreedRound:
             fragment=self.run.fragment,
             shares=tuple(count / total for count in context.counts),
             scale=context.scale,
+            step_norm=context.step_norm,
             steps=context.steps,
             step_seconds=self.step_seconds,
             update_norms=context.norms,
@@ -208,7 +202,7 @@ class AgreedRound:
             is_skipped=self.is_skipped,
             phases=profile.phases,
             hidden=profile.hidden,
-            codec_error=self.run.codec_error,
+            **self.run.reported,
         )
 
 
@@ -243,8 +237,6 @@ class RoundCoordinator:
     ==========================  =======================================================================================
     """
 
-    _last_number: ClassVar[int] = 0  # of the aggregators of this process
-
     def __init__(self, exchange: Exchange, scope: RoundScope, options: Options) -> None:
         self._exchange = exchange
         self._topology = scope.topology
@@ -260,10 +252,13 @@ class RoundCoordinator:
         self._phase = RoundPhase.READY
         self.all_finished = False
         """Whether all ranks had finished when they last opened a round."""
-        # Tells this aggregator from all others that these ranks have: the highest number on any of them, and one more.
-        highest = torch.tensor(self._last_number + 1, dtype=torch.int64, device=self._control_device)
+        self._number = scope.state.activity.number_aggregator(self._agree_on_number)
+
+    def _agree_on_number(self, number: int) -> int:
+        """Return what tells this aggregator from all others that these ranks have: the highest number of any rank."""
+        highest = torch.tensor(number, dtype=torch.int64, device=self._control_device)
         all_reduce(highest, dist.ReduceOp.MAX, self._group)
-        self._number = RoundCoordinator._last_number = int(highest)
+        return int(highest)
 
     @property
     def _group(self) -> Group | None:
@@ -306,6 +301,7 @@ class RoundCoordinator:
         is_over, is_empty = self.all_finished and not any(weights), all(other.is_absent for other in statuses)
         if prepared.source is not None and (is_over or is_empty):
             context = RoundContext(weights, prepared.source, prepared.status.round, source=prepared.source)
+            run.way = self._exchange.hand_over
             return self._agree(AgreedRound(run, context, is_last=self.all_finished))
         if is_over:
             return None
@@ -386,15 +382,15 @@ class RoundCoordinator:
             raise RoundError(
                 f"no cell with a positive weight is left after dropping cells {dropped}; all ranks keep their weights"
             )
-        squares = by_cell([status.norm for status in statuses], self._topology, total_of)
-        return RoundContext(
+        context = RoundContext(
             counted,
             first=self._first_cell(counted, dropped),
             number=statuses[0].round,
             steps=by_cell([status.steps for status in statuses], self._topology, lambda steps: steps[0]),
-            norms=tuple(map(math.sqrt, squares)) if self._exchange.has_norms else None,
-            attempt=max(status.attempt for status in statuses),
         )
+        for stage in self._exchange.stages:
+            context = stage.count(context, statuses)
+        return context
 
     def _first_cell(self, counted: tuple[float, ...], dropped: tuple[int, ...]) -> int:
         """Return the cell that tensors of policy ``first`` are taken from."""
@@ -437,9 +433,9 @@ class RoundCoordinator:
         if any(other.is_failed for other in statuses):
             with self._exchange_reasons():
                 check_consistent(f"opening of round {status.round}", "", error=error, group=self._group)
-        if prepared.inspect is not None:
+        for stage in self._exchange.stages:
             with self._exchange_reasons():
-                prepared.inspect(statuses)
+                stage.compare(statuses)
         return statuses
 
     def _gather_status(self, status: RoundStatus, profile: RoundProfile, within_s: float) -> list[RoundStatus]:
@@ -484,6 +480,13 @@ class RoundCoordinator:
                 raise TornError(f"round {number} was interrupted by {type(stop).__name__}") from stop
             self._interrupt()
             raise
+        is_step = run.measures_step and context.source is None
+        square = run.measure_step() if is_step and failure is None else 0.0
+        failure = failure or run.profile.failure
+        if is_step and self._can_wait:
+            # A round in doubt is written without having heard the vote on it, so all hear of its length before.
+            context, lost = self._measure(run, context, square, is_failed=failure is not None)
+            failure = failure or lost
         # 2. Vote. Nobody writes without this rank's yes: whatever stops it before has left the old weights everywhere.
         others_may_write = failure is None
         inject("close")
@@ -492,7 +495,8 @@ class RoundCoordinator:
                 number,
                 phase=VotePhase.COMMIT,
                 is_failed=failure is not None,
-                is_cut_off=run.is_cut_off,
+                is_cut_off=run.is_cut_off or isinstance(failure, RoundBroken),
+                square=square,
             )
             statuses = self._gather_status(status, run.profile, self._closes_within_s)
             is_agreed = not any(other.is_failed for other in statuses)
@@ -515,6 +519,8 @@ class RoundCoordinator:
             raise self._unknown_outcome(context, why, can_wait=isinstance(error, Exception)) from why
         # 3. All ranks know the same now.
         if is_agreed:
+            if is_step and not self._can_wait:
+                context = run.resize_step(context, [other.square for other in statuses])
             return context
         self._abort()
         shown = "; ".join(
@@ -524,6 +530,20 @@ class RoundCoordinator:
             raise TornError(f"round {number} failed with atomic=False: {shown}") from failure
         kind = RoundBroken if any(status.is_cut_off for status in statuses) else RoundError
         raise kind(f"round {number} was not taken, all ranks keep their weights of before: {shown}") from failure
+
+    def _measure(
+        self, run: RoundRun, context: RoundContext, square: float, *, is_failed: bool
+    ) -> tuple[RoundContext, RoundBroken | None]:
+        """Clip a round's step by what all ranks tell of it, or return what this rank votes no for."""
+        status = RoundStatus(context.number, phase=VotePhase.MEASURE, is_failed=is_failed, square=square)
+        try:
+            statuses = self._gather_status(status, run.profile, self._closes_within_s)
+            check_rounds(statuses, self._topology)
+        except (RoundError, RuntimeError) as broken:
+            return context, RoundBroken(f"the length of the server's step could not be learned: {broken}")
+        if any(other.is_failed for other in statuses):  # who has failed says why after the vote
+            return context, None
+        return run.resize_step(context, [other.square for other in statuses]), None
 
     def _unknown_outcome(self, context: RoundContext, why: BaseException, *, can_wait: bool) -> Exception:
         """Return what is raised where others may have taken the round, and this rank cannot learn it."""

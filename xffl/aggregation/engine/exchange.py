@@ -1,6 +1,6 @@
 """The exchange of a round: swap buckets between cells, combine them, and hand the result round inside each cell.
 
-A bucket's way is a generator, :meth:`RoundRun._exchange_bucket`; :class:`BucketPipeline` keeps several under way::
+A bucket's way is a generator, :meth:`Walk.steps`; :class:`BucketPipeline` keeps several under way::
 
     bucket 0   pack  recv.. send ....wire....  mean  bcast-in-cell  write
     bucket 1         pack  recv.. send ....wire....  mean  bcast ...
@@ -11,7 +11,14 @@ and sending (over gloo), ``transfer.depth`` while a hop is on the wire, ``HOME_L
 Pauses count starts, not seconds, so all ranks that take part in a group do the same steps in the same order.
 
 Two ways to the mean: all-gather (every cell combines all of a bucket), and reduce-scatter (each cell combines a part, a
-second hop sends the results round); both in :class:`~xffl.aggregation.engine.transport.CrossCellTransport`.
+second hop sends the results round); both in :class:`~xffl.aggregation.engine.transport.CrossCellTransport`. Combiners
+that compare whole models, and a cell that hands its model over, have walks of their own (``stages``).
+
+Where values cross in the host's memory and NCCL works inside the cell, both lie on the GPU. A sender's bucket then goes
+through memory as follows, each arrow behind the one before on streams of their own, bucket by bucket::
+
+    model --copy stream--> pinned host ..gloo.. pinned host --round's stream--> GPU --NCCL--> replicas' GPUs
+                          event: host waits     event: before the host's memory is used again
 
 A local failure (memory, a tensor that went away) stops nothing: the rank keeps sending and receiving, so that nobody
 waits for it, and reports the failure to the vote. Only a failed communication ends an exchange.
@@ -19,18 +26,16 @@ waits for it, and reports the failure to the vote. Only a failed communication e
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from operator import itemgetter
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from xffl.aggregation.algorithms.combiners import CellStats, Combiner, WeightedCombiner, total_of
-from xffl.aggregation.compression import ResidualStore
+from xffl.aggregation.algorithms.combiners import CellStats, Combiner, WeightedCombiner
 from xffl.aggregation.engine.buffers import (
     FiniteCheck,
     FiniteReport,
@@ -41,27 +46,65 @@ from xffl.aggregation.engine.buffers import (
     StagingBuffers,
     aligned,
 )
-from xffl.aggregation.engine.cell import HOME_LAG, BucketMemory, mean_in_cell, reserve_cell_rows, share_in_cell
-from xffl.aggregation.engine.global_model import GlobalModel
-from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext
-from xffl.aggregation.engine.transport import CrossCellTransport, Link, add_distances
-from xffl.aggregation.options import Options
-from xffl.aggregation.privacy import Accountant, Masker, Noise, Privacy, privatize
+from xffl.aggregation.engine.cell import mean_in_cell, reserve_cell_rows
+from xffl.aggregation.engine.groups import RoundGroups, RoundStatus
+from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, RoundContext
+from xffl.aggregation.engine.transport import CrossCellTransport, ExactValues, Link
 from xffl.aggregation.report import RoundProfile
 from xffl.distributed.collectives import broadcast
-from xffl.distributed.consistency import control_device
 
 __all__ = [
+    "HOME_LAG",
+    "BucketMemory",
     "BucketPipeline",
     "Exchange",
-    "Protection",
     "RoundRun",
+    "RoundStage",
+    "Walk",
+    "Way",
+    "share_in_cell",
     "weigh_cells",
 ]
 
 
+HOME_LAG = 2
+"""Buckets after which a broadcast inside the cell is waited for: the next one is combined meanwhile."""
+
+
+class BucketMemory(NamedTuple):
+    """Where a bucket's values lie on one rank in a round, and the buffers lent for them."""
+
+    values: torch.Tensor  # as they are sent to other cells
+    out: torch.Tensor  # what the cells have made of them
+    lent: torch.Tensor | None
+    result: torch.Tensor  # what all ranks of the cell get: out, or memory of the GPU
+    result_lent: torch.Tensor | None = None
+
+
+def share_in_cell(
+    link: Link, profile: RoundProfile, transfer: GroupTransfer, bucket: Bucket, out: torch.Tensor, result: torch.Tensor
+) -> Iterator[int]:
+    """Hand what a bucket's sender has in ``out`` round inside the cell; all get it in ``result``, which may be that."""
+    home, is_sender = transfer.cell_group, transfer.is_sent_here(bucket)
+    assert home is not None
+    if is_sender and result is not out:
+        with profile.capture_failure("home"):
+            link.host_copies.bring(out, result)
+    with profile.phase("home"):
+        source = link.round_groups.first + transfer.senders_of(bucket)[transfer.cell]
+        work = dist.broadcast(result.view(torch.uint8), src=source, group=home, async_op=True)
+    profile.bytes_home += result.nbytes * (home.size() - 1) if is_sender else 0
+    yield HOME_LAG
+    with profile.phase("home"):
+        work.wait()
+    link.home_progress.note()
+
+
+Stage = TypeVar("Stage", bound="RoundStage")
+
+
 class Exchange:
-    """What one rank exchanges, and what rounds use again: buffers, codecs' memories, the last global model.
+    """What one rank exchanges, what features do to it, and the buffers that rounds use again.
 
     With ``atomic`` the new values are collected beside the model, one copy of this rank's shard, until
     :meth:`RoundRun.commit` writes them; else they are written bucket by bucket.
@@ -73,45 +116,44 @@ class Exchange:
         transfers: Sequence[GroupTransfer],
         link: Link,
         *,
-        options: Options,
-        global_model: GlobalModel | None,
-        residuals: ResidualStore | None,
+        atomic: bool,
+        way: Way,
+        hand_over: Way,
     ) -> None:
         self.layout, self.transfers, self.link = layout, tuple(transfers), link
-        self.device, self.atomic = link.device, options.atomic
-        self.combiner = options.combiner
-        self.compares_models = self.combiner.needs_distances
-        self.global_model = global_model
-        self.has_norms = options.has_norms
-        self.round_groups, self.masker = link.round_groups, link.masker
-        # Where cells are worlds of their own, ranks of these would have the same numbers.
-        rank = link.rank if self.round_groups.is_cross_world else self.round_groups.first + link.rank
-        self.protection = None if options.privacy is None else Protection(options.privacy, rank, self.masker)
-        self.accountant = None if self.protection is None else self.protection.accountant
+        self.device = link.device
+        self.atomic = atomic
+        self.way = way
+        self.hand_over = hand_over
+        self.round_groups = link.round_groups
+        self.stages: tuple[RoundStage, ...] = ()
+        """What features do to each round, in order; see :func:`xffl.aggregation.engine.stages.in_order`."""
         # Buffers are made in the first round and kept, since fresh memory is slow.
         self.cell_rows = {device: Pool(0, device) for device in {link.device, link.home_device or link.device}}
         if link.arena is not None:
             link.arena.restart(sum(aligned(one.group.numel * one.dtype.itemsize) for one in transfers))
         copies, arena = link.host_copies, link.arena
-        self.staging = StagingBuffers(layout, self.device, atomic=options.atomic, arena=arena, host_copies=copies)
+        self.staging = StagingBuffers(layout, self.device, atomic=atomic, arena=arena, host_copies=copies)
         # Of the groups whose result the cell gets on its GPUs, though it has crossed in the host's memory.
         self.gpu_staging: StagingBuffers | None = None
         if link.home_device is not None:
-            self.gpu_staging = StagingBuffers(layout, link.home_device, atomic=options.atomic, host_copies=copies)
-        self.residuals = residuals
+            self.gpu_staging = StagingBuffers(layout, link.home_device, atomic=atomic, host_copies=copies)
 
     @property
     def results(self) -> dict[int, torch.Tensor]:
         """Where what the cells have agreed on lies, all of it, by the number of the transfer."""
         return self.staging.stages if self.gpu_staging is None else self.staging.stages | self.gpu_staging.stages
 
+    def find(self, kind: type[Stage]) -> Stage | None:
+        """Return the stage of a kind, if rounds have it."""
+        return next((stage for stage in self.stages if isinstance(stage, kind)), None)
+
     def check(self, context: RoundContext) -> None:
         """Raise where these cells cannot be combined as was asked; pure, the same on all ranks."""
-        self.combiner.check(len(context.cells))
-        if self.masker is not None:
-            self.masker.check(context.cells)
-        if not self.compares_models:
-            weigh_cells(context, self.combiner)
+        self.way.combiner.check(len(context.cells))
+        for stage in self.stages:
+            stage.check(context)
+        self.way.check(context)
 
     def own_values(self) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Yield what training changes of the model that this rank sends: tensor, first element, values; local."""
@@ -125,16 +167,128 @@ class Exchange:
                 for piece, part in zip(bucket.pieces, torch.split(values, sizes), strict=True):
                     yield piece.item, piece.start, part
 
+    def end_round(self) -> None:
+        """Conclude a round; stages that rounds no longer need are left out of the next one."""
+        for stage in self.stages:
+            stage.end()
+        self.stages = tuple(stage for stage in self.stages if not stage.is_over)
+
     @torch.no_grad()
     def restart(self) -> None:
         """Let codecs and a server optimizer go on from the model as it stands; local, with the same in all cells."""
         self.layout.look_up()
-        for transfer in self.transfers:
-            if (feedback := self.link.feedback.get(transfer.number)) is not None:
-                for bucket in transfer.buckets:
-                    self.layout.pack(bucket, feedback.reference[bucket.start : bucket.stop])
-        if self.global_model is not None:
-            self.global_model.reset_from_model()
+        for stage in self.stages:
+            stage.restart()
+
+
+class RoundStage:
+    """What a feature does to a round; a plain round has none.
+
+    The methods follow in the order of a round, and do nothing here. They are local where they do not say otherwise.
+    """
+
+    key: str | None = None
+    """The name, in an aggregator's state dict, of what the stage remembers from round to round."""
+
+    inspects = False
+    """Whether :meth:`inspect` looks at values, which have to be with the host then."""
+
+    def open(self, fragment: int, *, is_weighed: bool) -> None:
+        """Raise, before the model is read, where no round can be made: the first vote tells all ranks.
+
+        ``is_weighed`` tells whether the caller gave a weight.
+        """
+
+    def read(self, *, has_steps: bool) -> None:
+        """Look at the model before its values are read; ``has_steps`` tells whether this cell has trained."""
+
+    def begin(self, fragment: int, copy: ModelCopy) -> ModelCopy:
+        """Forget a round that was not taken; return what this one has to copy, if that is more than ``copy``."""
+        return copy
+
+    def inspect(self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor) -> None:
+        """Look at what this rank is going to send of a bucket that training changes."""
+
+    def end_inspection(self) -> None:
+        """Conclude what :meth:`inspect` has seen."""
+
+    def status(self, fragment: int) -> Mapping[str, Any]:
+        """Return fields of this rank's status in the first vote."""
+        return {}
+
+    def compare(self, statuses: Sequence[RoundStatus]) -> None:
+        """Compare what ranks have told in the first vote; raise on all alike. May communicate over all ranks."""
+
+    def count(self, context: RoundContext, statuses: Sequence[RoundStatus]) -> RoundContext:
+        """Add to what a round counts with what all ranks have told; pure."""
+        return context
+
+    def check(self, context: RoundContext) -> None:
+        """Raise where these cells cannot be combined so; pure, the same on all ranks."""
+
+    def weighed(self, run: RoundRun, context: RoundContext) -> RoundContext:
+        """Change what the combiner has weighed the cells with; may communicate over all ranks."""
+        return context
+
+    def before_exchange(self, run: RoundRun, context: RoundContext) -> None:
+        """Change what is sent, once it is known who contributes; may communicate within the cell."""
+
+    def payload(
+        self,
+        transport: CrossCellTransport,
+        transfer: GroupTransfer,
+        bucket: Bucket,
+        values: torch.Tensor,
+        out: torch.Tensor,
+    ) -> ExactValues | None:
+        """Return what crosses in place of the values as they are."""
+        return None
+
+    def written(self, transfer: GroupTransfer, bucket: Bucket, new: torch.Tensor) -> None:
+        """Note what a bucket has become, where it is written during the exchange (``atomic=False``)."""
+
+    measures_step = False
+    """Whether :meth:`measure_step` is called, and what all ranks have returned comes to :meth:`resize_step`."""
+
+    def measure_step(self, run: RoundRun) -> float:
+        """Return the squared L2 norm of this rank's part of the round's step, which the second vote tells to all."""
+        return 0.0
+
+    def resize_step(self, context: RoundContext, squares: Sequence[float]) -> RoundContext:
+        """Scale the step by what all ranks have measured; pure, the same on all ranks."""
+        return context
+
+    def write(self, run: RoundRun, context: RoundContext) -> Iterator[tuple[GroupTransfer, Bucket, torch.Tensor]]:
+        """Yield what is written in place of the collected values, behind the second vote."""
+        return iter(())
+
+    def commit(self, run: RoundRun) -> None:
+        """Conclude a round that was taken and written."""
+
+    def report(self) -> Mapping[str, Any]:
+        """Return fields of the round's report."""
+        return {}
+
+    def end(self) -> None:
+        """Conclude a round, also one that moved nothing."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether rounds no longer need this stage: it is taken out of their list."""
+        return False
+
+    def restart(self) -> None:
+        """Go on from the model as it stands, the same in all cells."""
+
+    def forget(self) -> None:
+        """Forget what may differ between ranks since a round tore the model."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs, of a stage that has a ``key``."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned."""
 
 
 class RoundRun:
@@ -151,13 +305,12 @@ class RoundRun:
         self._exchange, self._link, self._layout = exchange, exchange.link, exchange.layout
         self.fragment, self.profile = fragment, profile
         self._transfers = [transfer for transfer in exchange.transfers if transfer.group.fragment == fragment]
+        self.way = exchange.way
         self._transports: list[CrossCellTransport] = []
+        self._lost: RuntimeError | None = None  # what has ended a message before there was a transport
         self._link.home_progress.forget()
-        self._is_encoding = exchange.residuals is not None and exchange.residuals.is_encoding(fragment)
-        if exchange.residuals is not None:
-            exchange.residuals.rollback()  # of a round that was not taken
-        if exchange.protection is not None and copy is ModelCopy.NONE:
-            copy = ModelCopy.STAGED  # what is clipped and noised is not the model itself
+        for stage in exchange.stages:
+            copy = stage.begin(fragment, copy)
         with profile.phase("pack"):
             self._layout.look_up()
             # Buffers outlive the round, so they must not be inference tensors if that is where the round takes place.
@@ -166,9 +319,49 @@ class RoundRun:
             self.findings = self._inspect()
 
     @property
-    def codec_error(self) -> float | None:
-        """What lossy codecs have left out of what this rank sent, see :class:`xffl.RoundReport`."""
-        return None if self._exchange.residuals is None else self._exchange.residuals.codec_error
+    def reported(self) -> dict[str, Any]:
+        """What stages add to the round's report."""
+        return {name: value for stage in self._exchange.stages for name, value in stage.report().items()}
+
+    @property
+    def stages(self) -> dict[int, torch.Tensor]:
+        """Where new values wait that this rank sends, by the number of the transfer."""
+        return self._exchange.staging.stages
+
+    @property
+    def results(self) -> dict[int, torch.Tensor]:
+        """Where new values wait, also those that only come back to GPUs."""
+        return self._exchange.results
+
+    @property
+    def staging(self) -> StagingBuffers:
+        """The buffers between the model and the exchange."""
+        return self._exchange.staging
+
+    @property
+    def buffers(self) -> RoundBuffers:
+        """Where this round reads values and leaves its results."""
+        return self._buffers
+
+    @property
+    def link(self) -> Link:
+        """The link between cells."""
+        return self._link
+
+    @property
+    def round_groups(self) -> RoundGroups:
+        """The process groups of the round."""
+        return self._exchange.round_groups
+
+    def before_exchange(self, context: RoundContext) -> None:
+        """Let features change what is sent."""
+        for stage in self._exchange.stages:
+            stage.before_exchange(self, context)
+
+    @property
+    def device(self) -> torch.device:
+        """The device that values are sent from."""
+        return self._exchange.device
 
     def _make_buffers(self, copy: ModelCopy) -> RoundBuffers:
         """Make what a round needs, so that it does not run out of memory on its way."""
@@ -182,11 +375,11 @@ class RoundRun:
             kept = copy if copy is ModelCopy.KEPT else ModelCopy.NONE
             shared = [transfer for transfer in transfers if transfer.is_shared_on_gpu]
             self._gpu_buffers = RoundBuffers(self._exchange.gpu_staging, shared, pauses, kept)
-        for transfer in transfers if self._exchange.compares_models else ():
-            if transfer.is_sender:
-                link.reserve_rows(transfer, is_encoded=transfer.codec is not None and self._is_encoding)
+        self.way.reserve(transfers)
         link.reserve(transfers)
-        reserve_cell_rows(link, self._exchange.cell_rows, transfers)
+        buffers_of_cell = [transfer for transfer in transfers if transfer.group.is_mean_in_cell]
+        if buffers_of_cell:
+            reserve_cell_rows(link, self._exchange.cell_rows, buffers_of_cell)
         return buffers
 
     def _buffers_of(self, transfer: GroupTransfer) -> RoundBuffers:
@@ -194,23 +387,23 @@ class RoundRun:
         return self._gpu_buffers if transfer.is_shared_on_gpu else self._buffers
 
     def _inspect(self) -> FiniteReport:
-        """Pack what has to be copied, and check what this rank sends for NaN and infinity; measure its update.
+        """Pack what has to be copied, and check what this rank sends for NaN and infinity.
 
         What lies on a GPU is checked there, and copied to the host while others cross, unless it may change before.
         """
         keeps = self._buffers.copy is ModelCopy.KEPT
         finite_check = FiniteCheck(self._layout)
-        norms: list[torch.Tensor] = []
-        for transfer, bucket in self._walk():
+        inspecting = [stage for stage in self._exchange.stages if stage.inspects]
+        for transfer, bucket in self.buckets():
             is_sender = transfer.is_sent_here(bucket)
             is_read = keeps or transfer.group.is_mean_in_cell or is_sender
             if transfer.is_shared_on_gpu:
                 is_read = is_sender and not transfer.group.is_mean_in_cell
                 self._pack_on_gpu(transfer, bucket, finite_check)
             if is_read:
-                has_norm = is_sender and self._exchange.has_norms and transfer.group.is_stepped
+                is_inspected = is_sender and transfer.group.is_stepped and bool(inspecting)
                 checked = self._buffers.find_on_gpu(bucket)
-                if checked is not None and self._buffers.copy is ModelCopy.NONE and not has_norm:
+                if checked is not None and self._buffers.copy is ModelCopy.NONE and not is_inspected:
                     self._buffers.postpone(bucket)
                     if transfer.group.rule == "average":
                         finite_check.add(bucket, checked)
@@ -218,13 +411,15 @@ class RoundRun:
                 values, lent = self._buffers.pack(transfer, bucket)
                 if transfer.group.rule == "average":
                     finite_check.add(bucket, values if checked is None else checked)
-                if has_norm:
-                    assert self._exchange.global_model is not None
+                if is_inspected:
                     self._buffers.settle(bucket)
-                    norms.append(self._exchange.global_model.squared_distance(transfer, bucket, values))
+                    for stage in inspecting:
+                        stage.inspect(transfer, bucket, values)
                 self._buffers.keep(bucket, lent)
         self._buffers.hold_writes()
-        return finite_check.report()._replace(norm=total_of(torch.stack(norms).tolist() if norms else ()))
+        for stage in inspecting:
+            stage.end_inspection()
+        return finite_check.report()
 
     def _pack_on_gpu(self, transfer: GroupTransfer, bucket: Bucket, finite_check: FiniteCheck) -> None:
         """Copy what the GPU needs beside the model: what steps are measured from, and buffers before their mean."""
@@ -241,50 +436,28 @@ class RoundRun:
         Collective over the world; a GPU has done its part then. Afterwards :attr:`profile` tells what this rank sent,
         how long it took, and what failed here.
         """
-        exchange = self._exchange
-        if context.source is not None:
-            self._hand_over(context, context.source)
-            return context
-        if not exchange.compares_models:
-            context = weigh_cells(context, exchange.combiner)
-        if exchange.masker is not None:
-            exchange.masker.start_attempt(context.attempt, context.cells)
-        if exchange.protection is not None:
-            exchange.protection.apply(self, context.cells)
-        self._transports = [transport := self._transport(context)]
-        if not exchange.compares_models:
-            self._run_pipeline(context, partial(self._exchange_bucket, transport))
-            return context
-        self._run_pipeline(context, partial(self._gather, transport))
-        with self.profile.phase("weigh"):
-            distances = self._compare(context)
-        context = weigh_cells(context, exchange.combiner, distances)
-        self._transports.append(transport := self._transport(context))
-        self._run_pipeline(context, partial(self._spread, transport))
-        return context
+        return self.way.exchange(self, context)
 
     @torch.no_grad()
     def commit(self, context: RoundContext, *, is_merged: bool = False, alpha: float | None = None) -> None:
         """Write the collected values into the model; local. Without ``atomic`` they are there."""
         exchange = self._exchange
-        stages, results = exchange.staging.stages, exchange.results
+        results = exchange.results
+        stepped: set[int] = set()
         with self.profile.phase("commit"):
             if is_merged or self._buffers.copy is not ModelCopy.NONE:
                 self._layout.look_up()  # local steps may have moved tensors since
-            stepped, is_step = set(), context.source is None  # else what was agreed on last has come to all cells
-            if exchange.global_model is not None and (is_step or not exchange.global_model.has_optimizer):
-                for transfer, bucket, new in exchange.global_model.step(self.fragment, results, context.scale):
+            for stage in exchange.stages:
+                for transfer, bucket, new in stage.write(self, context):
                     stepped.add(transfer.number)
-                    if exchange.residuals is not None and transfer.number in stages:
-                        exchange.staging.stage(transfer, bucket).copy_(new)
                     self._write_agreed(transfer, bucket, new, is_merged=is_merged, alpha=alpha)
-            for transfer, bucket in self._walk() if exchange.atomic else ():
+            for transfer, bucket in self.buckets() if exchange.atomic else ():
                 if transfer.number not in stepped:
                     new = results[transfer.number][bucket.start : bucket.stop]
                     self._write_agreed(transfer, bucket, new, is_merged=is_merged, alpha=alpha)
             self._buffers.end_writes()
-            if exchange.residuals is not None:
-                exchange.residuals.commit(self.fragment, stages)
+            for stage in exchange.stages:
+                stage.commit(self)
 
     def _write_agreed(
         self, transfer: GroupTransfer, bucket: Bucket, new: torch.Tensor, *, is_merged: bool, alpha: float | None
@@ -297,29 +470,79 @@ class RoundRun:
             self._buffers.write_behind(bucket, new)
 
     @property
+    def measures_step(self) -> bool:
+        """Whether all ranks learn how long the step is that this round makes, before it is written."""
+        return any(stage.measures_step for stage in self._exchange.stages)
+
+    def measure_step(self) -> float:
+        """Return the squared L2 norm of this rank's part of the way to the combined values, in fp64; local."""
+        square = 0.0
+        with self.profile.capture_failure("weigh"):
+            for stage in self._exchange.stages:
+                square += stage.measure_step(self)
+        return square
+
+    def resize_step(self, context: RoundContext, squares: Sequence[float]) -> RoundContext:
+        """Return what the step is scaled by, now that all ranks' :meth:`measure_step` is known; pure."""
+        for stage in self._exchange.stages:
+            context = stage.resize_step(context, squares)
+        return context
+
+    @property
     def is_cut_off(self) -> bool:
         """Whether another cell was lost while values were exchanged."""
         return any(transport.is_cut_off for transport in self._transports)
 
-    def _transport(self, context: RoundContext) -> CrossCellTransport:
-        return CrossCellTransport(self._link, context, self.profile, is_encoding=self._is_encoding)
+    def transport(self, context: RoundContext) -> CrossCellTransport:
+        """Make what takes buckets to the other cells from now on."""
+        transport = CrossCellTransport(self._link, context, self.profile)
+        lost, self._lost = self._lost, None
+        if lost is not None:
+            transport.lose(lost)
+        self._transports.append(transport)
+        return transport
 
-    def _walk(self) -> Iterator[tuple[GroupTransfer, Bucket]]:
+    def weighed(self, context: RoundContext) -> RoundContext:
+        """Return what cells count for once all ranks have it from one of them, where they have to; collective then."""
+        for stage in self._exchange.stages:
+            context = stage.weighed(self, context)
+        return context
+
+    def payload(
+        self,
+        transport: CrossCellTransport,
+        transfer: GroupTransfer,
+        bucket: Bucket,
+        values: torch.Tensor,
+        out: torch.Tensor,
+    ) -> ExactValues:
+        """Return what this rank exchanges of a bucket."""
+        for stage in self._exchange.stages:
+            payload = stage.payload(transport, transfer, bucket, values, out)
+            if payload is not None:
+                return payload
+        return ExactValues(transport, transfer, bucket, values, out)
+
+    def buckets(self) -> Iterator[tuple[GroupTransfer, Bucket]]:
+        """Yield all buckets of the round, by their groups."""
         return ((transfer, bucket) for transfer in self._transfers for bucket in transfer.buckets)
 
-    def _sent(self) -> Iterator[tuple[GroupTransfer, Bucket]]:
+    def sent(self) -> Iterator[tuple[GroupTransfer, Bucket]]:
         """Yield what this rank sends of what training changes."""
-        for transfer, bucket in self._walk():
+        for transfer, bucket in self.buckets():
             if transfer.group.is_stepped and transfer.is_sent_here(bucket):
                 yield transfer, bucket
 
-    def _run_pipeline(self, context: RoundContext, start: Callable[[GroupTransfer, Bucket], Iterator[int]]) -> None:
+    def walk(self, walk: Walk) -> None:
         """Start the way of each bucket, in order, and keep several under way."""
+        self._run_pipeline(walk.steps)
+
+    def _run_pipeline(self, start: Callable[[GroupTransfer, Bucket], Iterator[int]]) -> None:
         pipeline = BucketPipeline()
         before: tuple[object, ...] = ()
         for transfer in self._transfers:
-            # Others are in step with this rank only as long as they walk the same groups; and what is asked for is sent
-            # in the same order only as long as it is asked for as far ahead.
+            # Buckets of two groups may overlap only if the same ranks take part in both and post receives equally far
+            # ahead.
             if transfer.pace != before:
                 pipeline.drain()
             before = transfer.pace
@@ -330,59 +553,7 @@ class RoundRun:
         with nullcontext() if self._link.home_device is None else self.profile.phase("home"):
             self._link.home_progress.drain()
 
-    def _exchange_bucket(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
-        """Take one bucket from the model across and back; yields for how many buckets it can pause."""
-        memory = self._read(transfer, bucket)
-        if transfer.is_sent_here(bucket):
-            yield from transport.exchange(transfer, bucket, memory.values, memory.out)
-        elif transfer.cell_group is not None:  # in step with the rank that does
-            yield self._link.pause(transfer)
-        if transfer.cell_group is not None:
-            yield from share_in_cell(self._link, self.profile, transfer, bucket, memory.out, memory.result)
-        self._write(transfer, bucket, memory)
-
-    def _hand_over(self, context: RoundContext, source: int) -> None:
-        """Bring one cell's model to all others: nothing is clipped, combined or stepped."""
-        targets = {*range(self._link.cells)} - {source}
-        transport = CrossCellTransport(self._link, context, self.profile, is_encoding=False, targets=targets)
-        self._transports = [transport]
-        self._run_pipeline(context, partial(self._pass_on, transport))
-
-    def _pass_on(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
-        """Bring one bucket from the source to all others, and round inside this cell."""
-        is_source, model = self._link.cell == transport.context.source, self._exchange.global_model
-        memory = self._read(transfer, bucket) if is_source else self._acquire(transfer, bucket)
-        values = memory.values
-        plain = replace(transfer, reduce_scatter=False, codec=None)  # as it is, in one hop
-        with self.profile.capture_failure("pack"):
-            self._link.host_copies.settle(bucket)  # before anything arrives there
-            if is_source and model is not None and transfer.group.is_stepped:
-                values = model.written(transfer, bucket)  # without steps since: these are not clipped
-        if transfer.is_sent_here(bucket):
-            yield from transport.share(plain, bucket, values, memory.out)
-        elif transfer.cell_group is not None:  # in step with the rank that does
-            yield self._link.pause(plain)
-        if transfer.cell_group is not None:
-            yield from share_in_cell(self._link, self.profile, transfer, bucket, memory.out, memory.result)
-        self._write(transfer, bucket, memory)
-
-    def _gather(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
-        """Take one bucket to the other cells, and keep what comes back until all have been compared."""
-        memory = self._read(transfer, bucket)
-        if transfer.is_sent_here(bucket):
-            yield from transport.gather(transfer, bucket, memory.values)
-        self._release(memory)
-
-    def _spread(self, transport: CrossCellTransport, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
-        """Combine one bucket of what was kept, and hand it round."""
-        memory = self._acquire(transfer, bucket)
-        if transfer.is_sent_here(bucket):
-            transport.combine_gathered(transfer, bucket, memory.out)
-        if transfer.cell_group is not None:
-            yield from share_in_cell(self._link, self.profile, transfer, bucket, memory.out, memory.result)
-        self._write(transfer, bucket, memory)
-
-    def _acquire(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
+    def acquire(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
         """Return where a bucket's values are read and its result goes."""
         if not transfer.is_shared_on_gpu:
             values, out, lent = self._buffers.acquire(transfer, bucket)
@@ -392,9 +563,9 @@ class RoundRun:
             return BucketMemory(own, result, None, result, result_lent)
         return BucketMemory(*self._buffers.acquire(transfer, bucket), result, result_lent)
 
-    def _read(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
+    def read(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
         """Return where a bucket lies, with its values, of buffers their mean over the cell."""
-        memory = self._acquire(transfer, bucket)
+        memory = self.acquire(transfer, bucket)
         home = transfer.cell_group if transfer.group.is_mean_in_cell else None
         if home is not None and transfer.is_shared_on_gpu:
             with self.profile.capture_failure("pack"):
@@ -414,45 +585,98 @@ class RoundRun:
             mean_in_cell(self._exchange.cell_rows, self.profile, home, memory.values)
         return memory
 
-    def _release(self, memory: BucketMemory) -> None:
+    def release(self, memory: BucketMemory) -> None:
+        """Give the buffers of a bucket back."""
         self._buffers.release(memory.lent)
         self._gpu_buffers.release(memory.result_lent)
 
-    def _write(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> None:
+    def write(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> None:
         """Write a bucket into the model, unless it waits for the commit."""
         if self._exchange.atomic:
             return
         with self.profile.capture_failure("commit"):
             self._layout.unpack(bucket, memory.result)
-            feedback = self._link.feedback.get(transfer.number)
-            if feedback is not None:
-                feedback.reference[bucket.start : bucket.stop].copy_(memory.out)
-        self._release(memory)
+            for stage in self._exchange.stages:
+                stage.written(transfer, bucket, memory.out)
+        self.release(memory)
 
-    def _tell_all(self, numbers: torch.Tensor) -> RuntimeError | None:
-        """Replace numbers by those of the first rank; return the error where a rank was lost meanwhile; collective."""
+    def tell_all(self, numbers: torch.Tensor) -> None:
+        """Replace numbers by those of the first rank; collective over the world."""
         groups = self._exchange.round_groups
         try:
             broadcast(numbers, groups.first, groups.world)
         except RuntimeError as lost:  # ranks of the cell that have heard it still wait for this one
-            return lost
-        return None
+            if self._transports:
+                self._transports[-1].lose(lost)
+            else:
+                self._lost = lost
 
-    def _compare(self, context: RoundContext) -> list[list[float]]:
-        """Return the squared distances between all cells' models, as the senders of cell 0 see them; collective."""
-        cells, groups = self._link.cells, self._exchange.round_groups
-        table = torch.zeros(cells, cells, dtype=torch.float64, device=self._exchange.device)
-        if self._link.cell == 0:
-            with self.profile.capture_failure("weigh"):
-                for transfer, bucket in self._sent():
-                    add_distances(self._link.rows_of(transfer, bucket), context.cells, table)
-        table = table.to(control_device(groups.world))
-        if self._link.cell == 0 and groups.cell is not None:
-            dist.all_reduce(table, group=groups.cell)
-        if (lost := self._tell_all(table)) is not None:
-            self._transports[-1].lose(lost)
-        distances: list[list[float]] = table.tolist()
-        return distances
+
+class Walk:
+    """A walk over the buckets of a round; this one takes each to the other cells and the result round inside its own.
+
+    The methods follow in the order in which they are called for a bucket. Other walks override what they do otherwise.
+    """
+
+    reaches_cell = True
+    """Whether a bucket's sender hands the result round inside its cell."""
+
+    def __init__(self, run: RoundRun, transport: CrossCellTransport) -> None:
+        self.run = run
+        self.transport = transport
+        self.link = transport.link
+        self.profile = transport.profile
+
+    def steps(self, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
+        """Take one bucket from the model across and back; yields the number of buckets to start before it resumes."""
+        memory = self.read(transfer, bucket)
+        payload = self.payload(transfer, bucket, memory)
+        if payload is not None:
+            yield from self.transport.move(payload)
+        elif pause := self.pause(transfer):
+            yield pause
+        if self.reaches_cell and transfer.cell_group is not None:
+            yield from share_in_cell(self.link, self.profile, transfer, bucket, memory.out, memory.result)
+        self.end(transfer, bucket, memory)
+
+    def read(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
+        """Return where a bucket lies, with its values."""
+        return self.run.read(transfer, bucket)
+
+    def payload(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> ExactValues | None:
+        """Return what this rank exchanges of a bucket with other cells, if it does."""
+        if not transfer.is_sent_here(bucket):
+            return None
+        return self.run.payload(self.transport, transfer, bucket, memory.values, memory.out)
+
+    def pause(self, transfer: GroupTransfer) -> int:
+        """Return for how many buckets a rank pauses that sends none of it: it stays in step with the sender."""
+        return 0 if transfer.cell_group is None else self.link.pause(transfer)
+
+    def end(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> None:
+        """Write the result, or leave it where it waits for the commit."""
+        self.run.write(transfer, bucket, memory)
+
+
+class Way:
+    """How the values of a round get to all ranks; this one combines them bucket by bucket, in one walk."""
+
+    def __init__(self, combiner: Combiner) -> None:
+        self.combiner = combiner
+
+    def check(self, context: RoundContext) -> None:
+        """Raise where these cells cannot be combined; pure, the same on all ranks."""
+        weigh_cells(context, self.combiner)
+
+    def reserve(self, transfers: Sequence[GroupTransfer]) -> None:
+        """Make the buffers that only this way needs; local."""
+
+    def exchange(self, run: RoundRun, context: RoundContext) -> RoundContext:
+        """Walk over the buckets; return what the cells counted for. Collective over the world."""
+        context = run.weighed(weigh_cells(context, self.combiner))
+        run.before_exchange(context)
+        run.walk(Walk(run, run.transport(context)))
+        return context
 
 
 class BucketPipeline:
@@ -502,62 +726,3 @@ def weigh_cells(
     return replace(
         context, counts=tuple(counts.get(cell, 0.0) for cell in range(len(context.weights))), scale=result.scale
     )
-
-
-class Protection:
-    """One rank's clipping and noise, and what they have cost so far."""
-
-    def __init__(self, privacy: Privacy, rank: int, masker: Masker | None) -> None:
-        self._privacy = privacy
-        self._rank = rank
-        self._masker = masker
-        self.accountant = Accountant(privacy)
-
-    def apply(self, run: RoundRun, cells: Collection[int]) -> None:
-        """Clip this cell's update and add noise to what this rank sends of it, in the stages.
-
-        Collective over the cell. The norm is added up inside the cell only: it tells about the data, too. Where
-        something fails, nothing of the update is left in the stages, since they are sent all the same; and they are
-        sent without masks, since masked they would bare the sum of the other cells, which then has too little noise.
-        """
-        exchange, buffers, profile, sent = run._exchange, run._buffers, run.profile, list(run._sent())
-        global_model, staging, group = exchange.global_model, exchange.staging, exchange.round_groups.cell
-        assert global_model is not None, "kept where updates are clipped"
-        self.accountant.spend(len(cells))  # also where the round is rejected later: it has been seen then
-        if exchange.link.cell not in cells:
-            return
-        buffers.read_from_stages()
-        # What could not be measured is too long to be clipped, on all ranks of the cell.
-        total = torch.full((), math.inf, dtype=torch.float64, device=global_model.device)
-        with profile.capture_failure("protect"):
-            for transfer, bucket in sent:
-                buffers.settle(bucket)
-                stage = staging.stage(transfer, bucket)
-                values = buffers.copy_of(transfer, bucket)
-                if values.data_ptr() != stage.data_ptr():
-                    stage.copy_(values)  # the copy is what later steps are measured from
-            norms = [
-                global_model.squared_distance(transfer, bucket, staging.stage(transfer, bucket))
-                for transfer, bucket in sent
-            ]
-            total = torch.stack(norms).sum() if norms else torch.zeros_like(total)
-        if group is not None:
-            with profile.phase("home"):
-                total = total.to(control_device(group))
-                dist.all_reduce(total, group=group)
-        protected = 0
-        with profile.capture_failure("protect"):
-            scale = self._privacy.scale_of(math.sqrt(total.item()))
-            deviation = self._privacy.deviation(len(cells))
-            noise = Noise(self._rank, self._privacy.seed, self.accountant.rounds)
-            for transfer, bucket in sent:
-                privatize(
-                    staging.stage(transfer, bucket), global_model.written(transfer, bucket), scale, deviation, noise
-                )
-                protected += 1
-        if profile.failure is None:
-            return
-        for transfer, bucket in sent[protected:]:
-            staging.stage(transfer, bucket).zero_()
-        if self._masker is not None:
-            self._masker.abandon()

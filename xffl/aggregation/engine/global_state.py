@@ -7,13 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from xffl.aggregation.engine.cell import share_in_cell
-from xffl.aggregation.engine.exchange import BucketPipeline, Exchange
-from xffl.aggregation.engine.plan import Bucket, GroupTransfer, RoundContext
+from xffl.aggregation.engine.exchange import BucketPipeline, Exchange, share_in_cell
+from xffl.aggregation.engine.stages.agreed import AgreedModel
+from xffl.aggregation.engine.stages.hand_over import SharedValues
+from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.engine.transport import CrossCellTransport
 from xffl.aggregation.report import RoundProfile
-from xffl.distributed.consistency import run_on_all_ranks
+from xffl.distributed.collectives import all_reduce
+from xffl.distributed.consistency import control_device, run_on_all_ranks
 from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.distributed.faults import inject
 from xffl.errors import CheckpointError
@@ -30,17 +33,17 @@ def share_global_model(exchange: Exchange, state: Mapping[str, Any], source: int
     those that neither send nor receive, which may take as long as all of its messages: cells that send less in a round
     would take a late one for a lost one else. Raises RuntimeError where a rank was lost.
     """
-    link, profile, global_model = exchange.link, RoundProfile(exchange.device), exchange.global_model
+    link, profile, agreed = exchange.link, RoundProfile(exchange.device), exchange.find(AgreedModel)
     world = exchange.round_groups.world
-    assert global_model is not None and isinstance(world, CrossWorldGroup), "shared where there is one, across worlds"
+    assert agreed is not None and isinstance(world, CrossWorldGroup), "shared where there is one, across worlds"
     weights = tuple(float(cell == source) for cell in range(link.cells))
-    transport = CrossCellTransport(link, RoundContext(weights, source), profile, is_encoding=False, targets=targets)
+    transport = CrossCellTransport(link, RoundContext(weights, source), profile)
     is_concerned, is_receiving = link.cell in (source, *targets), link.cell in targets
 
     def way(transfer: GroupTransfer, bucket: Bucket, kept: torch.Tensor) -> Iterator[int]:
         values = kept.to(exchange.device)  # as it is, unless the server works on a device of its own
         if transfer.is_sent_here(bucket):
-            yield from transport.share(transfer, bucket, values, values)
+            yield from transport.move(SharedValues(transport, transfer, bucket, values, values, targets))
         elif is_receiving:  # in step with the rank that does
             yield link.pause(transfer)
         if is_receiving and transfer.cell_group is not None:
@@ -52,7 +55,7 @@ def share_global_model(exchange: Exchange, state: Mapping[str, Any], source: int
         inject("share")
     # As they are: each bucket in one hop.
     plain = [replace(one, reduce_scatter=False, codec=None) for one in exchange.transfers]
-    for table, _ in global_model.tables(state):
+    for table, _ in agreed.global_model.tables(state):
         pipeline = BucketPipeline()
         for transfer in plain if is_concerned else ():
             for bucket in transfer.buckets if transfer.number in table else ():
@@ -82,8 +85,9 @@ def load_memory(
         for key, part in memory.items():
             part.load_state_dict(given[key])
 
-    model, world = exchange.global_model, exchange.round_groups.world
-    if model is None:
+    world = exchange.round_groups.world
+    agreed = exchange.find(AgreedModel)
+    if agreed is None:
         check(state)
         load(state)
         return
@@ -92,6 +96,11 @@ def load_memory(
         share(f"after round {state['rounds']}")
     with run_on_all_ranks("what the ranks have saved", group=world):
         load(state)
+    steps = agreed.global_model.steps
+    if steps:  # older states tell them on ranks alone that hold some of a fragment
+        counts = torch.tensor(list(steps.values()), dtype=torch.int64, device=control_device(world))
+        all_reduce(counts, dist.ReduceOp.MAX, world)
+        agreed.global_model.count_steps(dict(zip(steps, counts.tolist(), strict=True)))
 
 
 def _describe_difference(told: Mapping[int, str]) -> CheckpointError:

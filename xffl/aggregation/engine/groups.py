@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from xffl.costs import MOST_IN_FLIGHT, STATUS_BYTES
-from xffl.distributed.collectives import Group, group_rank
+from xffl.distributed.collectives import Group
 from xffl.distributed.consistency import connect, control_device, home_device, sends_from_gpu, transfer_device
 from xffl.distributed.cross_world import CrossWorldGroup, Work
 from xffl.distributed.distributed_state import DistributedState
@@ -245,8 +245,13 @@ def start_moves(receive: Sequence[Move], send: Sequence[Move], group: Group | No
     found = dist.group.WORLD if group is None else group
     assert found is not None, "messages go over a world"
     # By the group itself: irecv and isend look at much more first, some hundred times in a round.
-    works: list[Work] = [found.recv([values], group_rank(found, peer), tag) for values, peer in receive]
-    return works + [found.send([values], group_rank(found, peer), tag) for values, peer in send]
+    works: list[Work] = [found.recv([values], _rank_in(found, peer), tag) for values, peer in receive]
+    return works + [found.send([values], _rank_in(found, peer), tag) for values, peer in send]
+
+
+def _rank_in(group: Group, rank: int) -> int:
+    """Return which rank of a group a rank of this world is."""
+    return rank - group.first if isinstance(group, CrossWorldGroup) else dist.get_group_rank(group, rank)
 
 
 HASTE = 0.8
@@ -304,10 +309,13 @@ VOTE_TAG = 7_001
 
 
 class VotePhase(IntEnum):
-    """The two votes of a round (two-phase commit)."""
+    """The votes of a round (two-phase commit)."""
 
     PREPARE = 0  # whether the round takes place, and what each cell counts for
     COMMIT = 1  # whether all ranks have the result
+    # Before COMMIT, how long the server's step is: where it is clipped, and ranks may have to write it without having
+    # heard how COMMIT went.
+    MEASURE = 2
 
 
 class MergeMode(IntEnum):
@@ -342,6 +350,8 @@ class RoundStatus(NamedTuple):
     held: int = 0  # see first_round.ValueDigest, in a first round
     shared: int = 0
     is_trained: bool = False
+    square: float = 0.0  # squared L2 norm of its part of the mean pseudo-gradient, where steps are clipped
+    numbers: tuple[float, ...] = ()  # what it would step its part of the global model with, at most MOST_NUMBERS
 
     @property
     def merge_text(self) -> str:
@@ -349,10 +359,18 @@ class RoundStatus(NamedTuple):
         return {MergeMode.REPLACE: "aggregate", MergeMode.KEEP_STEPS: "no alpha"}.get(self.merge, f"alpha={self.alpha}")
 
 
+def by_cell(values: Sequence[float], topology: Topology, of: Callable[[Sequence[float]], float]) -> tuple[float, ...]:
+    """Fold one value of each rank into one number for each cell; pure."""
+    return tuple(of(values[start:stop]) for start, stop in pairwise(topology.offsets))
+
+
 # The bytes do not depend on the machine; the padding leaves room for more fields at the same price.
-_FIELDS = "<3q5d8?2B2q?"
+MOST_NUMBERS = 8
+"""Numbers of a server's step that a vote has room for."""
+
+_FIELDS = f"<3q5d8?2B2q?d{MOST_NUMBERS}d"
 PACKED = struct.Struct(f"{_FIELDS}{STATUS_BYTES - struct.calcsize(_FIELDS)}x")
-"""A status as bytes: three integers, five numbers, eight flags, two enums, two integers, a flag."""
+"""A status as bytes: three integers, five numbers, eight flags, two enums, two integers, a flag, nine numbers."""
 
 
 def all_gather_status(
@@ -365,7 +383,7 @@ def all_gather_status(
 ) -> list[RoundStatus]:
     """Give this rank's status and return everybody's, by rank.
 
-    Collective over ``group``, all ranks of the topology, whose first rank is ``first`` of the world: 128 bytes a rank
+    Collective over ``group``, all ranks of the topology, whose first rank is ``first`` of the world: 192 bytes a rank
     go up a binary tree inside each cell, from each cell's first rank to those of the others, and down again. The slow
     link is crossed once, by all cells at the same time, where an all-gather over the world would cross it ring step by
     ring step. Over NCCL it raises RuntimeError after ``within_s`` seconds; gloo has its own timeout. ``device`` is the
@@ -377,7 +395,7 @@ def all_gather_status(
     children = [first + start + child for child in (2 * place + 1, 2 * place + 2) if start + child < stop]
     parent = first + start + (place - 1) // 2
     table = torch.zeros(topology.world_size, STATUS_BYTES, dtype=torch.uint8, device=device)
-    table[rank] = torch.tensor(list(PACKED.pack(*status)), dtype=torch.uint8, device=device)
+    table[rank] = torch.tensor(list(_pack(status)), dtype=torch.uint8, device=device)
     own_cell = table[start:stop]
     below = torch.zeros(len(children), *own_cell.shape, dtype=torch.uint8, device=device)
     _swap({}, dict(zip(children, below, strict=True)), group)
@@ -398,8 +416,19 @@ def all_gather_status(
     _swap(dict.fromkeys(children, table), {}, group)
     if device.type == "cuda":
         Progress(device, within_s).drain()
-    packed = map(RoundStatus._make, PACKED.iter_unpack(table.cpu().numpy().tobytes()))
-    return [one._replace(phase=VotePhase(one.phase), merge=MergeMode(one.merge)) for one in packed]
+    return [_unpack(values) for values in PACKED.iter_unpack(table.cpu().numpy().tobytes())]
+
+
+def _pack(status: RoundStatus) -> bytes:
+    """Return a status as bytes; numbers that it has not are zeros."""
+    *plain, numbers = status
+    return PACKED.pack(*plain, *numbers, *(0.0,) * (MOST_NUMBERS - len(numbers)))
+
+
+def _unpack(values: tuple[Any, ...]) -> RoundStatus:
+    """Return the status of what stands in a row."""
+    status = RoundStatus(*values[:-MOST_NUMBERS], values[-MOST_NUMBERS:])
+    return status._replace(phase=VotePhase(status.phase), merge=MergeMode(status.merge))
 
 
 def _swap(send: Mapping[int, torch.Tensor], receive: Mapping[int, torch.Tensor], group: Group | None) -> None:

@@ -515,7 +515,7 @@ class Manifest:
                     f"two tensors are called {one.name!r} without the wrappers {sorted(WRAPPERS)}; rename one"
                 )
         self.model = model
-        self._roots = (model,) if extra is None else (model, extra)
+        self.roots = (model,) if extra is None else (model, extra)
         self._places = self._of_roots(_places)
         self._module_names = self._look_up_names()
         # Tensors are kept alive: check() compares objects, and a new one must not get the address of an old one.
@@ -577,10 +577,10 @@ class Manifest:
         )
 
     def _look_up_names(self) -> dict[int, str]:
-        return {id(module): name for root in self._roots for name, module in root.named_modules()}
+        return {id(module): name for root in self.roots for name, module in root.named_modules()}
 
     def _of_roots(self, read: Callable[[nn.Module], Sequence[T]]) -> list[T]:
-        return [one for root in self._roots for one in read(root)]
+        return [one for root in self.roots for one in read(root)]
 
     def axes(self, topology: Topology, at: Coordinates) -> tuple[int, ...]:
         """Return the axis along which this rank's cell cuts each moving tensor, ``REPLICATED`` for none."""

@@ -11,9 +11,8 @@ from torch import nn
 from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.config import RoundConfig, aggregator_options
 from xffl.aggregation.hierarchical import Levels
-from xffl.aggregation.rounds.backend import Empty, HandedOver, Outcome, outcome_of
 from xffl.aggregation.rounds.delayed import StartedRound
-from xffl.aggregation.rounds.offer import RoundOffer
+from xffl.aggregation.rounds.offer import Empty, HandedOver, Outcome, RoundOffer, outcome_of
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, StateError, XfflError
 

@@ -25,10 +25,11 @@ from xffl.cluster.launch.child import child_command
 from xffl.cluster.launch.failure import CellLives, ExitCode, caught_signals, code_of_signal, read_failure
 from xffl.cluster.launch.job_layout import JobLayout
 from xffl.cluster.launch.launch import held_port
-from xffl.cluster.launch.runner import RankJob, die_with_parent
+from xffl.cluster.launch.runner import RankJob
 from xffl.cluster.lighthouse_address import ADDRESS_BYTES, bind_address, read_address, restarts_of
 from xffl.cluster.network import CELL_HEARTBEAT_TIMEOUT_S, CELL_JOIN_TIMEOUT_S, connection_error, control_address
 from xffl.cluster.slurm.allocation import Host, own_host
+from xffl.compat.libc import die_with_parent
 from xffl.errors import ConfigError, LaunchError
 from xffl.extras import optional_import
 from xffl.files import read_bytes, write_whole

@@ -24,6 +24,7 @@ from types import ModuleType
 
 from xffl.cluster.launch.failure import note_hint
 from xffl.errors import LaunchError
+from xffl.files import read_bytes
 
 __all__ = [
     "CONFIGURATIONS",
@@ -45,8 +46,16 @@ OWN_FILES = (__file__, runpy.run_path.__code__.co_filename, "<frozen runpy>")
 _MODULE = "-m"
 _NO_SCRIPTS = (".json", ".toml", ".ipynb", *CONFIGURATIONS)
 _LONGEST_BYTES = 90_000  # of a text that ranks are given: Linux takes 128 KiB in a variable
+_MOST_BYTES = 2**24
+"""Of a script, also of one that is a file"""
 _HEAD_BYTES = 4096
 _SHELL = re.compile(rb"#!\s*\S*?(?:/env\s+)?((?:ba|da|z|k|c|tc|fi)?sh|perl|ruby|Rscript)\b")
+_NEED_A_FILE = ("popen_spawn_posix", "popen_forkserver")
+"""Modules that Python imports when it starts the first process which has to import the script by itself"""
+_SPAWN_HINT = (
+    "the processes that this script has started (multiprocessing, or a DataLoader whose multiprocessing_context is "
+    "spawn or forkserver) import it by its file, and what was read from a stream has none; write it to a file"
+)
 _RELATIVE = "attempted relative import with no known parent package"
 
 
@@ -90,9 +99,15 @@ def read_source(script: str) -> str:
     if script == STANDARD_INPUT and sys.stdin.isatty():
         raise LaunchError(f"the script is to come from standard input, which is a terminal; {instead}")
     try:
-        text = sys.stdin.buffer.read() if script == STANDARD_INPUT else Path(script).read_bytes()
+        if script == STANDARD_INPUT:
+            text = sys.stdin.buffer.read(_MOST_BYTES + 1)
+        else:
+            with open(script, "rb") as file:
+                text = file.read(_MOST_BYTES + 1)
     except OSError as error:
         raise LaunchError(f"script {what} cannot be read: {error.strerror}; {instead}") from error
+    if len(text) > _MOST_BYTES:
+        raise LaunchError(f"script {what} has more than {_MOST_BYTES} bytes, which is no script; {instead}")
     if not text.strip():
         raise LaunchError(
             f"script {what} is empty: nobody writes to it, or another process has read it; {instead}. HINT: mpirun "
@@ -131,6 +146,7 @@ def check_script(script: str, advice: str = "give the path of a Python script") 
     try:
         with open(script, "rb") as file:
             head = file.read(_HEAD_BYTES)
+            size = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise LaunchError(f"script {script!r} cannot be read: {error.strerror}; {advice}") from error
     if zipfile.is_zipfile(script):
@@ -147,6 +163,8 @@ def check_script(script: str, advice: str = "give the path of a Python script") 
     if end in _NO_SCRIPTS:
         ends = " or ".join(CONFIGURATIONS)
         raise LaunchError(f"{script!r} is no Python script, and the name of a configuration ends in {ends}; {advice}")
+    if size > _MOST_BYTES:
+        raise LaunchError(f"script {script!r} has {size} bytes, and at most {_MOST_BYTES} are read; {advice}")
     if head[:4] != importlib.util.MAGIC_NUMBER:
         _check_head(repr(script), head, advice)
 
@@ -223,14 +241,20 @@ def run_command(command: Sequence[str], source: str | None = None) -> None:
     script = command[0]
     if source is not None:
         _put_first("")
-        _run_text(zlib.decompress(base64.b64decode(source)), "<stdin>" if script == STANDARD_INPUT else script)
+        text = zlib.decompress(base64.b64decode(source))
+        try:
+            _run_text(text, "<stdin>" if script == STANDARD_INPUT else script)
+        except Exception as error:
+            if any(f"multiprocessing.{way}" in sys.modules for way in _NEED_A_FILE):
+                note_hint(error, _SPAWN_HINT)
+            raise
         return
     whole = os.path.join(os.getcwd(), script)  # the script may leave this folder
     if os.path.isdir(script) or zipfile.is_zipfile(script):
         runpy.run_path(whole, run_name="__main__")  # which puts the script itself first on the path
         return
     _put_first(os.path.dirname(os.path.realpath(script)))
-    text = Path(script).read_bytes()
+    text = read_bytes(Path(script), _MOST_BYTES)
     try:
         if text[:4] == importlib.util.MAGIC_NUMBER:
             runpy.run_path(whole, run_name="__main__")

@@ -24,8 +24,9 @@ from xffl.cluster.launch.child import child_command
 from xffl.cluster.launch.failure import ExitCode, JobWatch, RankFailure, caught_signals, parse_failure
 from xffl.cluster.launch.job_layout import JobLayout, LaunchOptions
 from xffl.cluster.launch.logs import LineBuffer, MarkedLines, Message, line_prefix
-from xffl.cluster.launch.runner import RankJob, die_with_parent
+from xffl.cluster.launch.runner import RankJob
 from xffl.cluster.launch.script import check_command
+from xffl.compat.libc import die_with_parent
 from xffl.errors import LaunchError
 
 __all__ = ["launch_srun", "read_task_ends", "srun_command"]

@@ -22,6 +22,7 @@ _ENDED = {
 }
 _CODES = {"TIMEOUT": ExitCode.TIMEOUT, "DEADLINE": ExitCode.TIMEOUT, "CANCELLED": ExitCode.INTERRUPTED}
 """Exit codes where the job's own says nothing."""
+_PIECE_BYTES = 2**24  # what is read of a log at a time
 _PATIENCE_S = 30.0  # how long the accounting may take to know that a job has ended
 
 
@@ -184,7 +185,7 @@ class Follower:
             try:
                 with open(file, "rb") as log:
                     log.seek(self._read.get(file, 0))
-                    piece = log.read()
+                    piece = log.read(_PIECE_BYTES)
             except OSError:
                 continue  # not there yet
             self._read[file] = self._read.get(file, 0) + len(piece)

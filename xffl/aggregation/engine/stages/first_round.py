@@ -14,20 +14,24 @@ import hashlib
 import itertools
 import os
 import sys
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from xffl.aggregation.engine.exchange import RoundStage
 from xffl.aggregation.engine.groups import RoundGroups, RoundScope, RoundStatus
-from xffl.aggregation.engine.tensors import REPLICATED, Manifest, ModelTensor, ReplicaTensors
+from xffl.aggregation.engine.tensors import REPLICATED, Manifest, ModelTensor, ReplicaTensors, TensorInfo
 from xffl.checks import group as group_pairs
 from xffl.distributed.collectives import all_gather_json
-from xffl.distributed.consistency import control_device, message_device, ranks_text
-from xffl.errors import RoundError
+from xffl.distributed.consistency import control_device, find_unequal_cells, message_device, ranks_text, sum_of_bits
+from xffl.distributed.sharding import local_tensor, reshard
+from xffl.errors import ConfigError, RoundError
 
-__all__ = ["FirstRound", "ValueDigest"]
+__all__ = ["FirstRound", "ValueDigest", "check_start", "digest_of"]
 
 TOLERANCE = 1e-3
 """How far replicas on unlike processors may be apart, of the largest value of the tensor."""
@@ -65,7 +69,7 @@ class Mismatch:
 
 
 @dataclass
-class FirstRound:
+class FirstRound(RoundStage):
     """The comparison in the first round; collective calls are those of the round's own ranks.
 
     Making one is collective over the cell with ``is_private``, or where the cell has several ranks: 16 bytes.
@@ -79,6 +83,7 @@ class FirstRound:
     processor: float  # xffl.aggregation.engine.arithmetic_check.processor_number, of this rank
     is_private: bool  # whether nothing about single cells' values may be told to others
     is_over: bool = field(default=False, init=False)
+    _told: ValueDigest = field(default_factory=ValueDigest, init=False)
 
     def __post_init__(self) -> None:
         topology = self.scope.topology
@@ -130,22 +135,31 @@ class FirstRound:
         if not self.is_over and not self.scope.goes_on:
             self._start = self._read_sums()
 
-    def note_end(self) -> None:
-        """Take the model behind a round for the start of training, where it was not known; local."""
+    def end(self) -> None:
+        """Note that there was a round; take the model behind it for the start of training, where that is not known."""
+        self.scope.state.activity.note_round()
         if self._is_second and not self.is_over:
             self._start = self._read_sums()
 
-    def read(self, *, has_steps: bool) -> ValueDigest:
-        """Return what this rank tells of its values; local."""
+    def status(self, fragment: int) -> Mapping[str, Any]:
+        """Tell what this rank has found in its values; zeros where it could not look at them."""
+        return asdict(self._told)
+
+    def open(self, fragment: int, *, is_weighed: bool) -> None:
+        """Forget what was told of an earlier try."""
+        self._told = ValueDigest()
+
+    def read(self, *, has_steps: bool) -> None:
+        """Look at the values that are compared."""
         if self.is_over:
-            return ValueDigest()
+            return
         self._sums = self._read_sums()
         if self._is_unlike:  # the steps of a delayed round go on while it is compared
             self._copies = {entry.name: entry.elements(0).clone() for entry in self._entries}
         # Without a start: in a second round, where the first one was not written.
         is_changed = not self._is_second if self._start is None else self._sums != self._start
         shared = self._shared[self._at.shard]
-        return ValueDigest(
+        self._told = ValueDigest(
             held=self._seal(_fold(zip(self._entries, self._sums, strict=True))),
             shared=self._seal(
                 _fold(pair for pair in zip(self._entries, self._sums, strict=True) if pair[0].name in shared)
@@ -197,7 +211,7 @@ class FirstRound:
         Given all ranks' statuses it moves nothing, unless there are differences: then it is collective over the ranks
         of the round.
         """
-        if self.is_over:
+        if self.is_over:  # of a round that was not taken
             return
         if self._is_of_cells:
             cells = self._differing_cells(statuses)
@@ -353,3 +367,51 @@ def _sum_of_bits(values: torch.Tensor) -> torch.Tensor:
     for piece in torch.split(bits, PIECE) if bits.numel() else ():
         total += wide[: piece.numel()].copy_(piece).sum()
     return total
+
+
+SUM_CHUNK = 2**20
+"""Elements of a tensor that are summed up at a time: each needs 24 bytes more."""
+
+
+@torch.no_grad()
+def check_start(
+    entries: Sequence[TensorInfo], own_values: Iterable[tuple[int, int, torch.Tensor]], scope: RoundScope
+) -> None:
+    """Raise ConfigError, on all ranks, where the cells hold different parameters.
+
+    Collective over the scope. ``own_values`` are what this rank sends, by tensor and first element, so that each
+    element is counted once in each cell, whatever its cut.
+    """
+    sums = torch.zeros(len(entries), dtype=torch.int64, device=scope.device)
+    for item, start, values in own_values:
+        sums[item] += _sum_of_row(values, start)
+    found = find_unequal_cells(sums, scope.topology.cell_of(scope.rank), scope.topology.cells, scope.world)
+    if found is not None:
+        item, cells = found
+        raise ConfigError(
+            f"cells {cells} start from other values of tensor {entries[item].name!r} than cell 0, but a server "
+            "optimizer, norms and privacy need one model to start from; use xffl.shard, or load the same checkpoint "
+            "everywhere before making the Aggregator. To resume between two rounds, make it first, then load the "
+            "model, then its own state"
+        )
+
+
+@torch.no_grad()
+def digest_of(model: nn.Module) -> list[int]:
+    """Return a number for this rank's elements of each trainable parameter, by their bits and places; local.
+
+    Versions of tensors would be cheaper, and do not tell of what was changed through ``.data``.
+    """
+    reshard(model)
+    sums = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            values = local_tensor(parameter).detach()
+            values = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
+            parts = torch.split(values, SUM_CHUNK) if len(values) else ()
+            sums.append(sum(_sum_of_row(part, SUM_CHUNK * index) for index, part in enumerate(parts)))
+    return [int(one) for one in sums]
+
+
+def _sum_of_row(values: torch.Tensor, start: int) -> torch.Tensor:
+    return sum_of_bits(values, torch.arange(start, start + len(values), device=values.device))

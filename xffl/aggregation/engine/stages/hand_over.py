@@ -1,0 +1,91 @@
+"""One cell hands its model over to all others."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+import torch
+
+from xffl.aggregation.algorithms.combiners import Combiner
+from xffl.aggregation.engine.exchange import BucketMemory, RoundRun, Walk, Way
+from xffl.aggregation.engine.global_model import GlobalModel
+from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, RoundContext
+from xffl.aggregation.engine.transport import CrossCellTransport, ExactValues
+
+__all__ = ["HandOver", "SharedValues"]
+
+
+class HandOver(Way):
+    """A round in which all take over the model of one cell: nothing is clipped, combined or stepped."""
+
+    def __init__(self, combiner: Combiner, global_model: GlobalModel | None) -> None:
+        super().__init__(combiner)
+        self._global_model = global_model
+
+    def check(self, context: RoundContext) -> None:
+        """Nothing is combined."""
+
+    def exchange(self, run: RoundRun, context: RoundContext) -> RoundContext:
+        """Bring the model of the context's source to all others."""
+        run.walk(_HandOverWalk(run, run.transport(context), self._global_model))
+        return context
+
+
+class _HandOverWalk(Walk):
+    """Brings each bucket from the source to all others as it is, in one hop."""
+
+    def __init__(self, run: RoundRun, transport: CrossCellTransport, global_model: GlobalModel | None) -> None:
+        super().__init__(run, transport)
+        self._global_model = global_model
+        self._is_source = self.link.cell == transport.context.source
+        self._targets = {*range(self.link.cells)} - {transport.context.source}
+
+    def read(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
+        memory = self.run.read(transfer, bucket) if self._is_source else self.run.acquire(transfer, bucket)
+        with self.profile.capture_failure("pack"):
+            self.link.host_copies.settle(bucket)  # before anything arrives there
+            if self._is_source and self._global_model is not None and transfer.group.is_stepped:
+                # Without steps since: these are not clipped.
+                return memory._replace(values=self._global_model.written(transfer, bucket))
+        return memory
+
+    def payload(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> ExactValues | None:
+        if not transfer.is_sent_here(bucket):
+            return None
+        return SharedValues(self.transport, _plain(transfer), bucket, memory.values, memory.out, self._targets)
+
+    def pause(self, transfer: GroupTransfer) -> int:
+        return super().pause(_plain(transfer))
+
+
+def _plain(transfer: GroupTransfer) -> GroupTransfer:
+    """Return a group whose values move as they are, in one hop."""
+    return replace(transfer, reduce_scatter=False, codec=None)
+
+
+class SharedValues(ExactValues):
+    """Values that one cell has and the targets take over as they are."""
+
+    def __init__(
+        self,
+        transport: CrossCellTransport,
+        transfer: GroupTransfer,
+        bucket: Bucket,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        targets: Collection[int],
+    ) -> None:
+        self._targets = targets
+        super().__init__(transport, transfer, bucket, values, out)
+
+    def prepare(self) -> None:
+        """Send to the targets; receive in place of the result."""
+        self.send = dict.fromkeys(self._targets, self.values) if self.is_source else {}
+        self.receive = dict.fromkeys(self.arriving, self.out) if self.here in self._targets else {}
+
+    def combine(self) -> None:
+        """Leave what has arrived where it is; what was sent goes there, too."""
+        if self.is_source and self.out is not self.values:
+            with self.transport.profile.capture_failure("combine"):
+                self.out.copy_(self.values)

@@ -1,0 +1,42 @@
+"""The order of what features do to a round.
+
+Stages are combined freely but for what :mod:`xffl.aggregation.options` refuses. The first round's comparison looks at
+values before any other. Codecs come before masks, which they never meet; what leaves is clipped and noised once its
+masks are ready; the step's length is limited before the server rule makes it, which is last, since it writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from xffl.aggregation.engine.exchange import RoundStage
+from xffl.aggregation.engine.stages.agreed import AgreedModel
+from xffl.aggregation.engine.stages.clip import Clip
+from xffl.aggregation.engine.stages.codecs import Codecs
+from xffl.aggregation.engine.stages.first_round import FirstRound
+from xffl.aggregation.engine.stages.masks import Masks
+from xffl.aggregation.engine.stages.norms import Norms
+from xffl.aggregation.engine.stages.privacy import Protection
+from xffl.aggregation.engine.stages.told_weights import ToldWeights
+
+__all__ = ["ORDER", "in_order"]
+
+ORDER: tuple[type[RoundStage], ...] = (
+    FirstRound,
+    ToldWeights,
+    Codecs,
+    Masks,
+    Protection,
+    Norms,
+    Clip,
+    AgreedModel,
+)
+"""The kinds of stages, as a round goes through them."""
+
+
+def in_order(stages: Iterable[RoundStage]) -> tuple[RoundStage, ...]:
+    """Return the stages of a round; each kind once, in the order of :data:`ORDER`."""
+    found = tuple(stages)
+    places = [ORDER.index(type(stage)) for stage in found]
+    assert places == sorted(set(places)), f"stages {[type(stage).__name__ for stage in found]} are out of order"
+    return found
