@@ -21,7 +21,6 @@ from xffl.checks import integer
 from xffl.cli.main import command_parser
 from xffl.cluster import environment, lighthouse_address, run_token
 from xffl.cluster.batch import find_job, is_here
-from xffl.cluster.cells import Federation, check_cells, parse_cell, parse_federation
 from xffl.cluster.launch.affinity import share_machine
 from xffl.cluster.launch.elastic import CellJob, SharedLighthouse, launch_cells, own_lighthouse, step_variables
 from xffl.cluster.launch.failure import ExitCode, FailureRecord, RankFailure, record_failure
@@ -33,6 +32,7 @@ from xffl.cluster.launch.script import CONFIGURATIONS, check_command, is_module,
 from xffl.cluster.launch.srun import launch_srun
 from xffl.cluster.launch.ssh import launch_ssh
 from xffl.cluster.launchers import find_launcher, launcher_of
+from xffl.cluster.sizes import Federation, check_cells, parse_cell, parse_federation
 from xffl.cluster.slurm.allocation import Allocation, Host, ask_switches, own_host, parse_hosts
 from xffl.errors import ConfigError, LaunchError
 from xffl.files import TEXT_FILE_LIMIT, read_text

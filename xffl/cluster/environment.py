@@ -16,14 +16,6 @@ from itertools import chain
 from typing import Any
 
 from xffl.checks import integer
-from xffl.cluster.cells import (
-    Federation,
-    check_cells,
-    lone_cell,
-    parse_federation,
-    parse_sizes,
-    read_replica_size,
-)
 from xffl.cluster.hosts import interface_address
 from xffl.cluster.launchers import (
     KNOWS_NODES,
@@ -37,6 +29,7 @@ from xffl.cluster.launchers import (
 )
 from xffl.cluster.listening import is_loopback
 from xffl.cluster.network import LOCAL_VARIABLE, control_address
+from xffl.cluster.sizes import Federation, check_cells, lone_cell, parse_federation, parse_sizes, read_replica_size
 from xffl.errors import ConfigError, LaunchError, TopologyError
 
 __all__ = [

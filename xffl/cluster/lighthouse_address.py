@@ -9,11 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from xffl.checks import decimal, integer
-from xffl.cluster.cells import (
-    parse_cell,
-)
 from xffl.cluster.hosts import route_address
 from xffl.cluster.network import control_address
+from xffl.cluster.sizes import parse_cell
 from xffl.errors import LaunchError
 from xffl.files import read_text
 

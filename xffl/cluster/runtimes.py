@@ -11,7 +11,6 @@ from xffl.checks import group
 from xffl.costs import EXCHANGE_FORMAT
 
 __all__ = [
-    "HEADS",
     "Runtime",
     "differing_columns",
     "format_refusal",
@@ -22,7 +21,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-HEADS = {"cuda": "CUDA", "nccl": "NCCL", "python": "Python"}  # heads of columns that are not written as the field
+_HEADS = {"cuda": "CUDA", "nccl": "NCCL", "python": "Python"}  # heads of columns that are not written as the field
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def runtime_table(rows: Sequence[tuple[str, Runtime]], head: str = "cells") -> l
     names = differing_columns(runtime for _, runtime in rows)
     if not names:
         return []
-    table = [[head, *(HEADS.get(name, name) for name in names)]]
+    table = [[head, *(_HEADS.get(name, name) for name in names)]]
     table += [[label, *(getattr(runtime, name) or "unknown" for name in names)] for label, runtime in rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]

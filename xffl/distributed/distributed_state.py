@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from xffl.checks import integer, one_of, shorten
-from xffl.cluster.cells import read_federation, read_replica_size
 from xffl.cluster.environment import checks_world
 from xffl.cluster.network import Timeouts
+from xffl.cluster.sizes import read_federation, read_replica_size
 from xffl.distributed.activity import RunActivity
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.groups import (

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from xffl.checks import group, number
-from xffl.cluster.cells import Federation, read_federation, read_replica_size, sizes_of_ranks
+from xffl.cluster.cells import sizes_of_ranks
 from xffl.cluster.environment import (
     ProcessEnvironment,
     accept_cells,
@@ -33,6 +33,7 @@ from xffl.cluster.environment import (
 from xffl.cluster.hosts import pick_gpu
 from xffl.cluster.listening import LOOPBACK, PortHeldError, await_listener, keep_gloo_local, release_gloo
 from xffl.cluster.network import Timeouts, control_address
+from xffl.cluster.sizes import Federation, read_federation, read_replica_size
 from xffl.cluster.slurm.allocation import Host, own_host
 from xffl.distributed.consistency import (
     barrier,
@@ -197,7 +198,7 @@ def setup_distributed_process_group(
     ``XFFL_FEDERATED`` and ``XFFL_HSDP``); without a launcher the world is this one process, which needs no port. With
     federated sizes federated scaling is set up, else with a replica size HSDP over the world, else FSDP over the world.
     The ranks compare what they were asked for as soon as they meet, so that all raise the same error, and resolve rules
-    that find cells (:func:`xffl.cluster.cells.parse_federation`). Rank 0 lists software and processors that differ.
+    that find cells (:func:`xffl.cluster.sizes.parse_federation`). Rank 0 lists software and processors that differ.
 
     The first six arguments say where this process stands in the world, on its node, and among the nodes; rank 0 listens
     at ``master_addr`` and ``master_port`` (on loopback, if all ranks are on its host), and ranks are waited for

@@ -20,8 +20,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, parallel
 
 from xffl.checks import one_of
-from xffl.cluster.cells import Federation, read_federation
 from xffl.cluster.environment import complete_federation, sources_named
+from xffl.cluster.sizes import Federation, read_federation
 from xffl.distributed.cell_meshes import CellMeshes, ParallelDims, make_cell_meshes
 from xffl.distributed.consistency import barrier, compute_device, message_device, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState, place_of, take_off_setups

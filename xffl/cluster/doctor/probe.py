@@ -27,7 +27,6 @@ from typing import Any
 
 import xffl
 from xffl.checks import decimal
-from xffl.cluster.cells import Federation
 from xffl.cluster.doctor.lines import Line, Message, Program
 from xffl.cluster.doctor.messages import read_request
 from xffl.cluster.hosts import host_identity, resolve
@@ -36,6 +35,7 @@ from xffl.cluster.lighthouse_page import visit_run
 from xffl.cluster.listening import LOOPBACK
 from xffl.cluster.network import Interface, connection_error, list_interfaces
 from xffl.cluster.run_token import PROOF_KEY
+from xffl.cluster.sizes import Federation
 from xffl.cluster.slurm.allocation import own_host
 from xffl.costs import EXCHANGE_FORMAT
 from xffl.extras import install_command
