@@ -45,7 +45,8 @@ from xffl.checkpoint.tables import FileEntry
 from xffl.distributed.consistency import barrier, difference_of, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group, make_host_groups
-from xffl.distributed.sharding import Plain, bytes_of, to_plain
+from xffl.distributed.plain_values import Plain, to_plain
+from xffl.distributed.sharding import bytes_of
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
 from xffl.files import make_folders
 from xffl.topology import Topology

@@ -17,18 +17,11 @@ from typing import Any
 
 from xffl.checks import integer
 from xffl.cluster.hosts import interface_address
-from xffl.cluster.launchers import (
-    KNOWS_NODES,
-    Fields,
-    find_launcher,
-    honour_master,
-    launcher_of,
-    read_number,
-    refuse_half_a_place,
-    refuse_other_launchers,
-)
+from xffl.cluster.launcher import Fields, honour_master, read_number
+from xffl.cluster.launchers import KNOWS_NODES
 from xffl.cluster.listening import is_loopback
 from xffl.cluster.network import LOCAL_VARIABLE, control_address
+from xffl.cluster.recognition import find_launcher, launcher_of, refuse_half_a_place, refuse_other_launchers
 from xffl.cluster.sizes import Federation, check_cells, lone_cell, parse_federation, parse_sizes, read_replica_size
 from xffl.errors import ConfigError, LaunchError, TopologyError
 

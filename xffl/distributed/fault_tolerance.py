@@ -34,8 +34,9 @@ from xffl.distributed.consistency import control_device, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState, set_data_place
 from xffl.distributed.gradients import mark_reduced
 from xffl.distributed.parameters import DeviceParameters, FaultToleranceParameters
+from xffl.distributed.plain_values import to_plain
 from xffl.distributed.replica_transport import ShardTransport, digest, give, local, prove_members, take
-from xffl.distributed.sharding import bytes_of, from_bytes, reshard, to_plain
+from xffl.distributed.sharding import bytes_of, from_bytes, reshard
 from xffl.distributed.stores import serve_store
 from xffl.distributed.world import DistributedWorld, arguments_of
 from xffl.errors import ConfigError, LaunchError, RoundError, StateError

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import socket
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -18,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from xffl.checks import group, number
-from xffl.cluster.cells import sizes_of_ranks
+from xffl.checks import number
 from xffl.cluster.environment import (
     ProcessEnvironment,
     accept_cells,
@@ -34,13 +31,11 @@ from xffl.cluster.hosts import pick_gpu
 from xffl.cluster.listening import LOOPBACK, PortHeldError, await_listener, keep_gloo_local, release_gloo
 from xffl.cluster.network import Timeouts, control_address
 from xffl.cluster.sizes import Federation, read_federation, read_replica_size
-from xffl.cluster.slurm.allocation import Host, own_host
 from xffl.distributed.consistency import (
     barrier,
     check_consistent_on_store,
     gather_runtimes,
     holders_text,
-    ranks_text,
     run_on_all_ranks,
     tell_runtimes,
 )
@@ -55,13 +50,14 @@ from xffl.distributed.groups import (
     wait_for_threads,
     with_host_side,
 )
+from xffl.distributed.hosts_of_ranks import check_gpus, find_sizes
 from xffl.distributed.lone_cell import read_lone_cell
 from xffl.distributed.mistakes import claimed_place, own_place, raise_at_meeting, refuse_second_rank_0
 from xffl.distributed.parameters import DeviceParameters, ElasticParameters
 from xffl.distributed.places import PlaceBook, check_world_size
 from xffl.distributed.stores import agents_store, arrive, has_agents_store, join_store, serve_store
 from xffl.distributed.uncaught import keep_store, note_end, tell_once
-from xffl.errors import ConfigError, LaunchError, StateError, TopologyError, XfflError
+from xffl.errors import ConfigError, LaunchError, StateError, XfflError
 from xffl.topology import Topology
 
 __all__ = [
@@ -564,7 +560,7 @@ def _describe(place: ProcessEnvironment, request: _Request) -> DistributedState:
     if request.device.type == "cuda":
         torch.cuda.set_device(request.device)  # the setters' first collective needs each rank on its own GPU
         if "nccl" in request.backend and request.link_backend is None:
-            _check_gpus(request.device)  # before the first call over NCCL
+            check_gpus(request.device)  # before the first call over NCCL
     state = make_state(request.timeouts)
     state.set_global(
         backend=dist.Backend(request.backend),
@@ -579,30 +575,14 @@ def _describe(place: ProcessEnvironment, request: _Request) -> DistributedState:
     state.set_exec_device(request.device, request.streams)
     state.set_init_device(None)
     # Every rank has the same sizes from here on, and so finds the same.
-    sizes = find_sizes(request.federated, place.node_rank)
+    sizes = request.federated
+    if isinstance(sizes, str):
+        sizes = find_sizes(sizes, place.node_rank)
     if request.link_backend is not None and "nccl" in request.backend:
-        _check_gpus(request.device, Topology(place.world_size, sizes))
+        check_gpus(request.device, Topology(place.world_size, sizes))
     with sources_named(request.sources):
         set_up_cells(state, sizes, *_resolve_mesh(request, place.world_size, sizes), asked=request.federated)
     return state
-
-
-def _check_gpus(device: torch.device, cells: Topology | None = None) -> None:
-    """Raise, on all ranks alike, where two have one GPU: NCCL says so in its first call, without naming them.
-
-    Where NCCL stays inside ``cells``, those of one cell count.
-    """
-    if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
-        return
-    gpus: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
-    dist.all_gather_object(gpus, (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)))
-    ranks_of = group(((*gpu, 0 if cells is None else cells.cell_of(rank)), rank) for rank, gpu in enumerate(gpus))
-    for (host, *_), sharing in ranks_of.items():
-        if len(sharing) > 1:
-            raise ConfigError(
-                f"{ranks_text(sharing)} have the same GPU of {host}, which NCCL refuses; give each its own "
-                "(device='cuda' counts by the rank on the node), or backend='gloo'"
-            )
 
 
 def set_up_cells(
@@ -627,28 +607,3 @@ def set_up_cells(
         state.set_hsdp(hsdp, cell_shape)
     else:
         state.set_fsdp()
-
-
-def find_sizes(federated: Federation | None, node_rank: int | None) -> int | tuple[int, ...] | None:
-    """Return the sizes of the cells; with a rule, those that it makes of the hosts on which the ranks run.
-
-    With a rule collective over the world: an all-gather of a few names. With sizes nothing moves.
-    """
-    if not isinstance(federated, str):
-        return federated
-    own = own_host()
-    places: list[tuple[Host, int | None]] = [(own, node_rank)]
-    if dist.is_initialized():
-        places *= dist.get_world_size()
-        dist.all_gather_object(places, (own, node_rank))
-    nodes: dict[str, int | None] = {}
-    with run_on_all_ranks(f"cells by {federated}") as share:  # a rule's file may differ from host to host
-        for host, node in places:
-            if nodes.setdefault(host.name, node) != node:
-                raise TopologyError(
-                    f"rule {federated!r} finds cells by hosts, but nodes {nodes[host.name]} and {node} are both called "
-                    f"{host.name}. HINT: set XFFL_HOST on each, or give sizes such as 4,4"
-                )
-        sizes = sizes_of_ranks([host for host, _ in places], federated)
-        share(sizes)
-    return sizes

@@ -26,16 +26,17 @@ from xffl.distributed.cell_meshes import CellMeshes, ParallelDims, make_cell_mes
 from xffl.distributed.consistency import barrier, compute_device, message_device, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState, place_of, take_off_setups
 from xffl.distributed.groups import destroy_group
+from xffl.distributed.hosts_of_ranks import find_sizes
 from xffl.distributed.lone_cell import read_lone_cell
+from xffl.distributed.norms import total_norm
 from xffl.distributed.parameters import AXES, DTYPES, JOINED, DeviceParameters, MeshSizes
 from xffl.distributed.session import (
     cleanup_distributed_process_group,
-    find_sizes,
     set_up_cells,
     setup_distributed_process_group,
     waits_when_destroyed,
 )
-from xffl.distributed.sharding import local_tensor, total_norm
+from xffl.distributed.sharding import local_tensor
 from xffl.distributed.uncaught import note_end
 from xffl.errors import ConfigError, StateError
 from xffl.topology import Topology
@@ -559,7 +560,7 @@ class DistributedWorld:
             if asked is None and not is_set_up:
                 asked, _, sources = complete_federation(None, 0)  # replicas are the mesh's
             share(repr(asked))
-        federated = find_sizes(asked, state.node_rank)
+        federated = find_sizes(asked, state.node_rank) if isinstance(asked, str) else asked
         with run_on_all_ranks("device parameters") as share:
             share(f"{self.device_parameters}, federated={federated}")
             sizes = state.topology.sizes

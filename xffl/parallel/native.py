@@ -13,8 +13,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.norms import alike, norms_of, values_of
 from xffl.distributed.parameters import DeviceParameters
-from xffl.distributed.sharding import alike, local_tensor, norms_of, sharded_parameters, values_of
+from xffl.distributed.sharding import local_tensor, sharded_parameters
 from xffl.errors import ConfigError, StateError
 from xffl.parallel.context_parallel import context_parallel, give_positions
 from xffl.parallel.deepspeed import DeepSpeedStrategy

@@ -20,7 +20,8 @@ from xffl.aggregation.engine.tensors import tensors_of
 from xffl.checks import integer
 from xffl.compat.pytorch import enclosing_steps
 from xffl.distributed.consistency import gather_objects
-from xffl.distributed.sharding import local_tensor, reshard, sharded_parameters, spread_as, total_norm
+from xffl.distributed.norms import total_norm
+from xffl.distributed.sharding import local_tensor, reshard, sharded_parameters, spread_as
 from xffl.errors import ConfigError
 from xffl.training.callbacks.base import Callback
 
