@@ -42,7 +42,8 @@ from xffl.checkpoint.contents import (
 )
 from xffl.checkpoint.format import Cell, CellWriter, Record
 from xffl.checkpoint.tables import FileEntry
-from xffl.distributed.consistency import barrier, difference_of, run_on_all_ranks
+from xffl.distributed.consistency import barrier, run_on_all_ranks
+from xffl.distributed.differences import difference_of
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group, make_host_groups
 from xffl.distributed.plain_values import Plain, to_plain

@@ -215,7 +215,7 @@ def setup_distributed_process_group(
         join_s = levels.session_s if join_timeout_s is None else _check_seconds(join_timeout_s)
     except XfflError as wrong:  # raised when the ranks have met, so that the others hear of it
         error, levels, join_s = wrong, Timeouts.within(DEFAULT_TIMEOUT_S), DEFAULT_TIMEOUT_S
-    told = {
+    told: dict[str, Any] = {
         "rank": rank,
         "world_size": world_size,
         "node_local_rank": group_local_rank,

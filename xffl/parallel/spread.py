@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,6 @@ from xffl.distributed.consistency import (
     transfer_device,
 )
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.parameters import DeviceParameters
 from xffl.distributed.sharding import bytes_of, from_bytes
 from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, StateError, XfflError
@@ -40,6 +39,9 @@ from xffl.parallel.pipeline import split_model
 from xffl.parallel.tensor_parallel import apply_tensor_parallel
 from xffl.parallel.whole import WholeParameters
 from xffl.planning.memory import form_of
+
+if TYPE_CHECKING:
+    from xffl.distributed.parameters import DeviceParameters
 
 __all__ = ["SpreadOptions", "check_model", "is_meta", "named_tensors", "send_weights", "shard", "spread"]
 
@@ -94,13 +96,26 @@ def shard(
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerOptions:
+    """What :class:`xffl.distributed.DeviceParameters` says of each layer, where there are none: nothing special."""
+
+    cpu_offload: bool = False
+    activation_checkpointing: str = "none"
+    compile: bool = False
+    sequence_parallel: bool = True
+    loss_parallel: bool = False
+    reshard_after_forward: bool = True
+    fsdp_forward_prefetch: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class SpreadOptions:
     """How a model is spread."""
 
     layers: tuple[type[nn.Module], ...] = ()
     mp_policy: MixedPrecisionPolicy | None = None
     offload_policy: OffloadPolicy | None = None
-    parameters: DeviceParameters = field(default_factory=DeviceParameters)
+    parameters: DeviceParameters | LayerOptions = LayerOptions()
     ddp: DDPConfig | Mapping[str, Any] | None = None
     init_weights: Initializer | None = None
     keep_whole: tuple[str, ...] = ()
