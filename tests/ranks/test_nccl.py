@@ -305,19 +305,6 @@ def without_a_home_gpu() -> None:
     mock.patch.object(RoundScope, "home_device", None).start()
 
 
-def as_in_worlds_of_their_own() -> None:
-    """Cells of an elastic federation do not know of each other's GPUs, and swap whole buckets."""
-    mock.patch("xffl.aggregation.aggregator.compute_device", return_value=torch.device("cpu")).start()
-
-
-@pytest.mark.parametrize("cells", [(1, 1), (2, 2)])
-def test_whole_buckets_that_are_swapped_go_through_the_host_in_order(cells: tuple[int, ...]) -> None:
-    options: tuple[dict[str, Any], ...] = ({}, {"model": "buffers", "bucket_bytes": 2**10, "count": 3})
-    plant = as_in_worlds_of_their_own
-    traces, races = traces_of(sum(cells), rounds, cells, None, *options, link_backend="gloo", plant=plant)
-    assert crossing(traces, cells) == [] and faults_of(traces) + races == []
-
-
 COPIED: list[tuple[int | None, dict[str, Any]]] = [
     (None, {}),
     (2, {}),

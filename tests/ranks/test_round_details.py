@@ -22,8 +22,8 @@ from tests.ranks.test_round_rare import interrupt_halfway
 from tests.rounds import aggregator_of
 from tests.worlds import run_world
 from xffl.aggregation import compression as feedback
-from xffl.aggregation.engine import consensus, transport
 from xffl.aggregation.engine import groups as routes
+from xffl.aggregation.engine import transport
 from xffl.aggregation.engine.consensus import RoundInput
 from xffl.aggregation.engine.groups import start_moves
 from xffl.aggregation.engine.stages.codecs import Codecs
@@ -303,7 +303,7 @@ def found_by_one_shard(rank: int, world_size: int) -> None:
 def counted_apart(rank: int, world_size: int) -> None:
     """A process that has had more aggregators than another makes the next one together with it."""
     state = make_state(rank, (1, 1), None)
-    consensus.RoundCoordinator._last_number += 3 * rank
+    state.activity._last_number += 3 * rank
     for number in (4, 5):
         aggregator = xffl.Aggregator(linear(), state)
         assert aggregator.aggregate().round == 1 and aggregator._coordinator._number == number
