@@ -49,6 +49,7 @@ class CNNTrainer(xt.BaseTrainer, xt.SetupMixin, xt.EvalMetricMixin, xt.Federated
         images, labels = batch
         loss = F.cross_entropy(self.model(images), labels)
         self.log_scalar("train/loss", loss, weight=len(labels))
+        self.log_scalar("train/learning_rate", self.optimizer.param_groups[0]["lr"])
         return {"loss": loss}
 
     def validation_step(self, batch, batch_idx):

@@ -41,7 +41,6 @@ from xffl.training.callbacks import (
     EarlyStoppingCallback,
     EMACallback,
     GradientNormCallback,
-    ModelSummaryCallback,
     ProgressCallback,
     ThroughputCallback,
     UpdateNormCallback,
@@ -201,7 +200,6 @@ class Told:
     losses: list[float]
     plain_losses: list[float]
     scalars: dict[str, list[float]]
-    summary: str
     records: list[dict[str, float]]
 
 
@@ -231,7 +229,6 @@ def watch_one(rank: int, world_size: int, folder: Path, name: str) -> Told:
         ema,
         GradientNormCallback(depth=1),
         UpdateNormCallback(every=1, relative=True),
-        ModelSummaryCallback(shows=False),
         ThroughputCallback(window=2),
         ProgressCallback(every_s=1000.0),
         witness,
@@ -247,7 +244,6 @@ def watch_one(rank: int, world_size: int, folder: Path, name: str) -> Told:
         losses=trainer.losses,
         plain_losses=losses,
         scalars=trainer.scalars,
-        summary=(folder / "model.txt").read_text(),
         records=trainer.records,
     )
 
@@ -261,14 +257,11 @@ def whole(tensor: Any) -> torch.Tensor:
 def test_norms_and_averages_equal_those_of_whole_weights(ranks: int, tmp_path: Path) -> None:
     names = [name for name, case in MESHES.items() if case[0] == ranks]
     told = run_world(ranks, watch, tmp_path, names, timeout_s=200)
-    total = sum(one.numel() for one in Decoder(layers=2).parameters())
     for name in names:
         for found in (rank[name] for rank in told):
             assert found.losses == found.plain_losses, name  # to the last bit: validations leave nothing behind
             check_norms(found)
             check_averages(found)
-            assert f"{total:,}" in found.summary
-            assert "shard: cut along 0" in found.summary or "fsdp" not in name
             rates = [values for values in found.records if "throughput/steps_per_s" in values]
             assert len(rates) == 2
             samples = 4 * ranks if name != "tensor" else 4

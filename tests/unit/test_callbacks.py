@@ -19,7 +19,6 @@ from jsonargparse import ArgumentParser
 from rich.console import Console
 from torch import nn
 
-from tests.decoder import Decoder
 from xffl.aggregation.report import ElasticRoundReport
 from xffl.errors import CheckpointError, ConfigError, StateError
 from xffl.topology import Topology
@@ -32,9 +31,7 @@ from xffl.training.callbacks import (
     EarlyStoppingCallback,
     EMACallback,
     GradientNormCallback,
-    LearningRateMonitor,
     MemoryCallback,
-    ModelSummaryCallback,
     ProfilerCallback,
     ProgressCallback,
     ThroughputCallback,
@@ -43,7 +40,6 @@ from xffl.training.callbacks import (
 from xffl.training.callbacks.base import STAGES
 from xffl.training.callbacks.monitors import TrainingClock
 from xffl.training.callbacks.progress import ending_line
-from xffl.training.callbacks.summary import summarize
 from xffl.training.config.settings import to_plain
 
 SHIPPED = sorted(set(shipped.__all__) - {"Callback", "CallbackCollection"})
@@ -152,13 +148,11 @@ def test_the_resolved_configuration_tells_what_callbacks_were_made_with(name: st
         lambda: GradientNormCallback(every=True),
         lambda: GradientNormCallback(depth=-1),
         lambda: UpdateNormCallback(every=0),
-        lambda: LearningRateMonitor(every=0),
         lambda: MemoryCallback(every=0),
         lambda: ThroughputCallback(window=0),
         lambda: ProfilerCallback(active=0),
         lambda: ProgressCallback(every_s=0.0),
         lambda: ProgressCallback(every_s=math.inf),
-        lambda: ModelSummaryCallback(depth=0),
     ],
 )
 def test_wrong_arguments(make: Callable[[], Callback]) -> None:
@@ -199,7 +193,7 @@ def test_averages_of_a_pipeline_are_refused() -> None:
 
 def test_checkpoints_come_after_what_they_keep() -> None:
     save = CheckpointCallback(save_frequency=1)
-    save.pre_fit(stand_in(callbacks=[EMACallback(), save, LearningRateMonitor()]))
+    save.pre_fit(stand_in(callbacks=[EMACallback(), save, MemoryCallback()]))
     with pytest.raises(ConfigError, match="EMACallback comes after"):
         save.pre_fit(stand_in(callbacks=[save, EMACallback()]))
 
@@ -343,27 +337,6 @@ def test_throughput_without_tokens() -> None:
     assert trainer.logged == [{"throughput/samples_per_s": 4.0, "throughput/steps_per_s": 0.5}]
 
 
-def test_learning_rates_of_groups_and_optimizers() -> None:
-    first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
-    groups = [{"params": [first], "lr": 0.1}, {"params": [second], "lr": torch.tensor(0.5)}]
-    both = {"a": torch.optim.SGD(groups, lr=0.3), "b": torch.optim.SGD([first], lr=0.25)}
-    trainer = stand_in(named_optimizers=lambda: {"a": both["a"]})
-    callback = LearningRateMonitor(every=2)
-    for _ in range(3):
-        callback.pre_optimizer_step(trainer)
-        trainer.global_step += 1
-    assert trainer.logged == [{"train/learning_rate": 0.1, "train/learning_rate/group_1": 0.5}] * 2
-    trainer = stand_in(named_optimizers=lambda: both)
-    callback = LearningRateMonitor()
-    for _ in range(2):  # one after the other, in the same step
-        callback.pre_optimizer_step(trainer)
-    assert len(trainer.logged) == 1
-    callback.pre_train(trainer)  # of another run
-    callback.pre_optimizer_step(trainer)
-    assert len(trainer.logged) == 2
-    assert set(trainer.logged[0]) == {f"train/learning_rate/{name}" for name in ("a", "a/group_1", "b")}
-
-
 def test_memory_grows_with_what_is_held() -> None:
     trainer = stand_in()
     callback = MemoryCallback(every=1)
@@ -406,58 +379,6 @@ def test_the_profiler_keeps_what_there_is_when_a_run_fails(tmp_path: Path) -> No
     callback.exception(trainer, ValueError())
     callback.post_train(trainer)
     assert "cumsum" in (tmp_path / "traces" / "rank_0.json").read_text()
-
-
-class Twice(nn.Module):
-    """Tied weights, a frozen part, a parameter of its own, and another data type."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(3))
-        self.inner = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4, dtype=torch.bfloat16))
-        self.frozen = nn.Linear(4, 4, bias=False).requires_grad_(False)
-        self.tied = nn.Linear(4, 5)
-        self.tied.weight = self.inner[0].weight
-
-
-def test_a_summary_counts_each_parameter_once() -> None:
-    model = Twice()
-    rows = {row.name: row for row in summarize(model)}
-    assert {name: (row.parameters, row.trained, row.held, row.held_bytes) for name, row in rows.items()} == {
-        "": (3, 3, 3, 12),
-        "inner.0": (25, 25, 25, 100),
-        "inner.1": (24, 24, 24, 48),
-        "frozen": (16, 0, 16, 64),
-        "tied": (5, 5, 5, 20),
-    }
-    assert sum(row.parameters for row in rows.values()) == sum(one.numel() for one in model.parameters())
-    assert rows["inner.1"].dtypes == {"bfloat16"} and rows["inner.1"].kind == "Linear"
-    (whole,) = (row for row in summarize(model, depth=1) if row.name == "inner")
-    assert whole.parameters == 49 and whole.dtypes == {"float32", "bfloat16"}
-
-
-class ShownSummary(ModelSummaryCallback):
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.file = io.StringIO()
-
-    def make_console(self) -> Console:
-        return Console(file=self.file, width=140)
-
-
-def test_the_summary_is_shown_and_written(tmp_path: Path) -> None:
-    model = Decoder(layers=2)
-    trainer = stand_in(named_models=lambda: {"net": model})
-    trainer.config.experiment.output_dir = str(tmp_path)
-    callback = ShownSummary()
-    callback.post_setup(trainer)
-    total = sum(one.numel() for one in model.parameters())
-    for text in (callback.file.getvalue(), (tmp_path / "model.txt").read_text()):
-        assert "net (Decoder)" in text and f"{total:,}" in text and "layers.1" in text and "whole" in text
-    assert "\x1b" not in (tmp_path / "model.txt").read_text()
-    silent = ShownSummary(shows=False)
-    silent.post_setup(trainer)
-    assert not silent.file.getvalue()
 
 
 # Progress -------------------------------------------------------------------------------------------------------------

@@ -422,6 +422,14 @@ WRONG_FILES = [
     ("optimizer: {lr: -1}", "optimizer: lr -1.0 is not above 0 (optimizer.lr: file config.yaml)"),
     ("training: {epochs: 0}", "training.epochs must be a positive integer, got 0 (training.epochs: file config.yaml)"),
     ("launch: {processes: 0}", "launch.processes must be a positive integer, got 0; give such a number, or leave it"),
+    (
+        "callbacks: [LearningRateMonitor]",
+        "there is no LearningRateMonitor any more; leave it out, and write self.log_sc",
+    ),
+    (
+        "callbacks: [{class_path: xffl.training.callbacks.ModelSummaryCallback, init_args: {depth: 3}}]",
+        "there is no xffl.training.callbacks.ModelSummaryCallback any more; leave it out, and write print",
+    ),
     ("callbacks: [Countin]", "callbacks.0 @1 is 'Countin', but Callback is expected; there is no Callback 'Countin';"),
     ("callbacks: [{class_path: Counting, init_args: {evry: 3}}]", "Counting has no argument evry; did you mean eve"),
     (

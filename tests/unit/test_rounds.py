@@ -15,14 +15,24 @@ from xffl.aggregation.algorithms.schedules import EverySteps
 from xffl.aggregation.config import RoundArguments, RoundConfig
 from xffl.aggregation.contributions import Snapshot
 from xffl.aggregation.engine.consensus import RoundBroken, RoundInput
+from xffl.aggregation.federated_scaling import FederatedScaling
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.aggregation.rounds import elastic
-from xffl.aggregation.rounds.backend import Averaged, Empty, HandedOver, Outcome, Part, Skipped, outcome_of
 from xffl.aggregation.rounds.choose import choose_rounds
 from xffl.aggregation.rounds.elastic import ElasticRounds
 from xffl.aggregation.rounds.hooks import LoopHooks
-from xffl.aggregation.rounds.offer import RoundOffer, StepLedger
-from xffl.errors import ConfigError, MeetingLeft
+from xffl.aggregation.rounds.offer import (
+    Averaged,
+    Empty,
+    HandedOver,
+    Outcome,
+    Part,
+    RoundOffer,
+    Skipped,
+    StepLedger,
+    outcome_of,
+)
+from xffl.errors import ConfigError, MeetingLeft, StateError
 
 CONFIG = RoundConfig(EverySteps(2), None, {}, delay=0, alpha=None)
 
@@ -243,6 +253,13 @@ def test_hooks_are_joined_and_either_may_hold_a_round() -> None:
     held.append(True)
     assert both.defers_start() and tells.joined_with(LoopHooks()).defers_start is not None
     assert LoopHooks().joined_with(LoopHooks()) == LoopHooks()
+
+
+@pytest.mark.parametrize("name", ["before_final_rounds", "tell", "is_stopping", "defer_start"])
+def test_what_was_an_attribute_and_is_a_hook_is_refused_by_name(name: str) -> None:
+    scaling = object.__new__(FederatedScaling)
+    with pytest.raises(StateError, match=rf"FederatedScaling.{name} is not set any more; give hooks=LoopHooks\("):
+        setattr(scaling, name, lambda: True)
 
 
 def test_an_elastic_federation_makes_its_own_aggregator() -> None:

@@ -644,6 +644,8 @@ def test_long_lines_keep_their_outline() -> None:
             assert found.mean[at] == pytest.approx(sum(part) / len(part)) and found.low[at] == min(part)
     stairs = thin(x, x, 100, stairs=True)
     assert stairs.x[0] == 0 and stairs.x[-1] == 10_006 and len(stairs.x) <= 101
+    vast = thin(x[:3], np.array([1.0, 1e308, -1e308]), 5)  # matplotlib would make infinite limits of it
+    assert np.isnan(vast.mean).tolist() == [False, True, True]
     short = thin(x[:5], np.array([1.0, math.inf, 3.0, 4.0, 5.0]), 5)
     assert short.length == 1 and np.isnan(short.mean[1]) and short.mean[4] == 5.0
 

@@ -17,7 +17,6 @@ from xffl.aggregation.algorithms.schedules import EverySteps, Schedule, schedule
 from xffl.aggregation.contributions import unwrap
 from xffl.aggregation.hierarchical import Levels, read_levels
 from xffl.aggregation.options import REMOVED, check_merge, refuse_removed
-from xffl.aggregation.report import RoundReport
 from xffl.checks import integer, one_of
 from xffl.distributed.sharding import sharded_parameters
 from xffl.errors import ConfigError
@@ -48,11 +47,6 @@ class RoundConfig:
     def __str__(self) -> str:
         counted = "by optimizers" if self.optimizers else "by step()"
         return f"every={self.schedule} {counted}, client={self.client}, delay={self.delay}, alpha={self.alpha}"
-
-    def local_steps(self, rounds: int, cell: int, report: RoundReport | None) -> int:
-        """Return how many local steps a cell makes until the next round, as the schedule says: 1 or more."""
-        steps = self.schedule.steps(rounds, cell, report)
-        return integer(f"steps of schedule {self.schedule} for cell {cell} after {rounds} rounds", steps)
 
 
 @dataclass(frozen=True)

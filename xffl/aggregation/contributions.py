@@ -58,16 +58,19 @@ class ContributionTracker:
 
     def add_effort(self, effort: float) -> None:
         """Note effective steps, without a local step."""
-        self._efforts = [waiting + effort for waiting in self._efforts]
+        for fragment in range(len(self._efforts)):
+            self._efforts[fragment] += effort
 
     def add_step(self, effort: float = 1.0) -> None:
         """Note a local step, which changes every fragment, and its effective number."""
-        self._steps = [steps + 1 for steps in self._steps]
+        for fragment in range(len(self._steps)):
+            self._steps[fragment] += 1
         self.add_effort(effort)
 
     def add_count(self, count: float) -> None:
         """Note what was counted (samples, tokens) since the last call."""
-        self._counts = [waiting + count for waiting in self._counts]
+        for fragment in range(len(self._counts)):
+            self._counts[fragment] += count
 
     def is_waiting(self, fragment: int) -> bool:
         """Tell whether steps wait for a round of a fragment, whole ones or not."""
@@ -290,20 +293,25 @@ class NormalizedSteps:
                 factors[number] = 1.0 + momentum * momenta[number] if group["nesterov"] else momenta[number]
         waiting = self._factors[index]
         waiting += [0.0] * (len(factors) - len(waiting))  # groups may have been added
-        self._factors[index] = [before + factor for before, factor in zip(waiting, factors, strict=True)]
+        for number, factor in enumerate(factors):
+            waiting[number] += factor
         return factors
 
     def of_step(self) -> float:
         """Return the effective steps since the last call: the mean over all elements, 0 for those not stepped."""
-        parts: list[tuple[float, int]] = [
-            (factor, sum(parameter.numel() for parameter in group["params"]))
-            for optimizer, factors in zip(self._optimizers, self._factors, strict=True)
-            for group, factor in zip(optimizer.param_groups, factors or repeat(0.0), strict=False)
-        ]
-        self._factors = [[] for _ in self._optimizers]
-        if len({factor for factor, _ in parts}) <= 1:
-            return parts[0][0] if parts else 0.0
-        return sum(factor * numel for factor, numel in parts) / sum(numel for _, numel in parts)
+        factors: list[float] = []
+        groups: list[dict[str, Any]] = []
+        for index, optimizer in enumerate(self._optimizers):
+            for group, factor in zip(optimizer.param_groups, self._factors[index] or repeat(0.0), strict=False):
+                factors.append(factor)
+                groups.append(group)
+            self._factors[index] = []
+        if not factors:
+            return 0.0
+        if factors.count(factors[0]) == len(factors):
+            return factors[0]
+        numels = [sum(parameter.numel() for parameter in group["params"]) for group in groups]
+        return sum(factor * numel for factor, numel in zip(factors, numels, strict=True)) / sum(numels)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs: the same on all ranks of a cell."""
@@ -321,4 +329,4 @@ class NormalizedSteps:
         self._factors = [list(factors) for factors in state.get("factors", [[] for _ in self._momenta])]
 
     def _index(self, optimizer: Optimizer) -> int:
-        return next(index for index, one in enumerate(self._optimizers) if one is optimizer)
+        return self._optimizers.index(optimizer)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,17 @@ QUICK_PATIENCE = 5.0
 
 FOUNDING = ("policies", "bucket_bytes", "nonfinite", "form", "rails", "gradients_reduced_by_caller")
 """Options of a federation's first round, in which all cells take over the model of one, and no server steps."""
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """A round of which this cell does not know whether the others took it: the next meeting tells."""
+
+    epoch: Epoch
+    aggregator: Aggregator
+    """Holds the result."""
+    write: Callable[[], RoundReport]
+    """Writes it into the model, if the round was taken."""
 
 
 class ElasticRound:
@@ -106,8 +117,7 @@ class ElasticAggregator:
         self._federation = ElasticFederation(state)
         self._groups = self._make_groups()
         self._aggregator: Aggregator | None = None
-        # The round in doubt: its epoch, its aggregator, and what writes its result if the others took it.
-        self._doubted: tuple[Epoch, Aggregator, Callable[[], RoundReport]] | None = None
+        self._doubted: Doubt | None = None
         # The aggregator of the last round that was taken, whose agreed model the next one starts from; in a resumed
         # run, until its first round, the saved state instead.
         self._last: Aggregator | Mapping[str, Any] | None = None
@@ -226,10 +236,9 @@ class ElasticAggregator:
         if not self._federation.standing.settle(self._epoch, self._federation.cell):
             return None
         assert doubted is not None, "kept while the round is in doubt"
-        epoch, aggregator, write = doubted
-        report = write()
-        self._note_taken(aggregator, epoch, report)
-        return self._spread(report, epoch, 1, report.seconds, is_last=False)
+        report = doubted.write()
+        self._note_taken(doubted.aggregator, doubted.epoch, report)
+        return self._spread(report, doubted.epoch, 1, report.seconds, is_last=False)
 
     def participate(self, given: RoundInput, *, least_divergence: float | None = None) -> RoundReport | None:
         """Try to make a round with the cells that :meth:`open` has met; collective over the cell.
@@ -336,7 +345,8 @@ class ElasticAggregator:
             if agreed is RoundEnd.IN_DOUBT:
                 assert aggregator is not None, "it has voted"
                 later = {"is_merged": True} if merge else {}  # keeps the steps that are made until the doubt ends
-                self._doubted = epoch, aggregator, partial(aggregator.resolve, **{**merge, **later})
+                write = partial(aggregator.resolve, **{**merge, **later})
+                self._doubted = Doubt(epoch, aggregator, write)
             raise RoundBroken(f"the round is tried again: {error or 'another rank of the cell has lost one'}")
         tries, self._tries = self._tries, 0
         if agreed is RoundEnd.REFUSED and error is not None:

@@ -17,17 +17,17 @@ from torch.utils.hooks import RemovableHandle
 from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.algorithms.clients import Client, check_step
 from xffl.aggregation.algorithms.schedules import Schedule
-from xffl.aggregation.config import RoundArguments, RoundConfig, check_stepped, parse_round_config
+from xffl.aggregation.config import RoundArguments, check_stepped, parse_round_config
 from xffl.aggregation.contributions import Snapshot, check_apart, check_outside_backward, enclosing_calls
 from xffl.aggregation.engine.setup import check_given
 from xffl.aggregation.engine.stages.first_round import digest_of
 from xffl.aggregation.hierarchical import Levels
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
-from xffl.aggregation.rounds.backend import Outcome
 from xffl.aggregation.rounds.choose import choose_rounds
-from xffl.aggregation.rounds.hooks import LoopHooks
-from xffl.aggregation.rounds.offer import RoundOffer, StepLedger
+from xffl.aggregation.rounds.hooks import FormerAttribute, LoopHooks
+from xffl.aggregation.rounds.offer import Outcome, RoundOffer, StepLedger
 from xffl.aggregation.weight_copies import tell_copies
+from xffl.checks import integer
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
@@ -95,6 +95,11 @@ class FederatedScaling:
     ``meetings`` are the rounds and checks that this rank has entered, ``local_steps`` the local steps that it has made.
     """
 
+    before_final_rounds = FormerAttribute("before_final_rounds")
+    tell = FormerAttribute("tell")
+    is_stopping = FormerAttribute("is_stopping")
+    defer_start = FormerAttribute("defers_start")
+
     def __init__(
         self,
         model: nn.Module,
@@ -143,7 +148,7 @@ class FederatedScaling:
         """Whom the caller wants to be told of each round."""
         self._ledger = StepLedger(model, config.optimizers, weight)
         """What local steps have made that no round has taken in yet."""
-        self._countdown = Countdown(config, cell, is_endless=not rounds.meets_others)
+        self._countdown = Countdown(config.schedule, cell, is_endless=not rounds.meets_others)
         """How far the next round is."""
         self._counting = CountingCheck(model, has_optimizers=bool(config.optimizers))
         """Whether the loop trains without counting its steps."""
@@ -366,11 +371,12 @@ class FederatedScaling:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         outer = enclosing_calls()
-        if any(one is optimizer for one in outer):
+        if optimizer in outer:
             return  # super().step(): a part of the step that has begun
         check_outside_backward(f"optimizer {type(optimizer).__name__} makes a step")
         self._rounds.check()
-        check_apart(optimizer, [one for one in outer if any(one is other for other in self._config.optimizers)])
+        if outer:
+            check_apart(optimizer, [one for one in outer if any(one is other for other in self._config.optimizers)])
         self.start_deferred()
         self._ledger.tracker.note_change()  # even by a step that raises on its way
         self._ledger.normalized_steps.before_step(optimizer)
@@ -379,7 +385,7 @@ class FederatedScaling:
             self._config.client.before_step(optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if any(one is optimizer for one in enclosing_calls()):
+        if optimizer in enclosing_calls():
             return
         factors = self._ledger.normalized_steps.after_step(optimizer)
         if self._config.client is not None:
@@ -492,13 +498,13 @@ class FederatedScaling:
 class Countdown:
     """The local steps of a cell until its next round, as the schedule says; local.
 
-    :param config: What has the schedule.
+    :param schedule: Says how many steps.
     :param cell: The cell, which may make more or fewer steps than others.
     :param is_endless: Whether there is no round between local steps.
     """
 
-    def __init__(self, config: RoundConfig, cell: int, *, is_endless: bool) -> None:
-        self._config = config
+    def __init__(self, schedule: Schedule, cell: int, *, is_endless: bool) -> None:
+        self._schedule = schedule
         self._cell = cell
         self._is_endless = is_endless
         self.since = 0
@@ -525,7 +531,11 @@ class Countdown:
     def restart(self, rounds: int) -> None:
         """Count anew after so many rounds."""
         self.since = 0
-        self.target = sys.maxsize if self._is_endless else self._config.local_steps(rounds, self._cell, self.report)
+        if self._is_endless:
+            self.target = sys.maxsize
+            return
+        steps = self._schedule.steps(rounds, self._cell, self.report)
+        self.target = integer(f"steps of schedule {self._schedule} for cell {self._cell} after {rounds} rounds", steps)
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from a state of :class:`FederatedScaling`."""

@@ -46,6 +46,8 @@ WIDTH, HEIGHT, LEGEND_ROW = 9.6, 3.0, 0.2
 LANE, HEAD, FOOT, LEGEND = 0.34, 0.42, 0.55, 0.3
 LETTER, EDGE = 0.075, 0.25
 
+DRAWN_LIMIT = 1e300
+"""Values beyond it are marked as NaN and infinity are: matplotlib's margins would overflow"""
 STYLES = {"-": "solid", "--": "dashed", "-.": "double", ":": "dotted"}
 """Lines of matplotlib and of CSS."""
 STEPS, EXPOSED, BEHIND, EPOCH = "#E1E5EA", PALETTE[3], PALETTE[5], "#F7F0DC"
@@ -132,7 +134,7 @@ def value_figure(runs: Sequence[Run], name: str) -> tuple[Figure, str]:
             notes.append(f"Every {every}th of the {len(cells)} cells{of_run} is drawn.")
         if len(cells) > 1 and _are_same([by_cell[cell] for cell in cells]):
             notes.append(f"All cells{of_run} have the same values: their lines lie on each other.")
-        if bad := sum(int((~np.isfinite(series.values)).sum()) for series in by_cell.values()):
+        if bad := sum(int((~is_drawable(series.values)).sum()) for series in by_cell.values()):
             notes.append(f"{bad:,} value{'s' if bad > 1 else ''}{of_run} not finite: crosses on the axis mark where.")
     # Lines of all cells together, the widest, lie above the others.
     for drawn in (lines, by_round):
@@ -273,7 +275,7 @@ def _draw_panel(axes: Axes, panel: Panel, handles: dict[str, Any], *, stairs: bo
             band.set_alpha(0.2 * look.alpha)
         if look.label not in handles or look.width > handles[look.label].get_linewidth():
             handles[look.label] = drawn
-        bad = x[~np.isfinite(series.values)]
+        bad = x[~is_drawable(series.values)]
         if len(bad):
             bad = bad[:: -(-len(bad) // MAX_CROSSES)]
             edge = axes.get_xaxis_transform()
@@ -313,13 +315,18 @@ class Stretches(NamedTuple):
     length: int
 
 
+def is_drawable(values: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Tell which values an axis can show: those that are finite, also with a margin around them."""
+    return np.abs(values) < DRAWN_LIMIT
+
+
 def thin(x: NDArray[np.float64], values: NDArray[np.float64], limit: int, *, stairs: bool = False) -> Stretches:
     """Sum a long line up in stretches of equally many records; of stairs, leave records out."""
     if stairs:
         step = max(1, -(-len(values) // limit))
         kept = np.unique(np.append(np.arange(0, len(values), step), len(values) - 1))
         return Stretches(x[kept], values[kept], values[kept], values[kept], step)
-    finite = np.isfinite(values)
+    finite = is_drawable(values)
     if len(values) <= limit:
         kept = np.where(finite, values, np.nan)
         return Stretches(x, kept, kept, kept, 1)

@@ -36,7 +36,6 @@ import torch
 import torch.distributed as dist
 
 from xffl.aggregation.algorithms.combiners import CellStats, Combiner, WeightedCombiner
-from xffl.aggregation.arithmetic import is_built_in
 from xffl.aggregation.engine.buffers import (
     FiniteCheck,
     FiniteReport,
@@ -53,7 +52,6 @@ from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, RoundContex
 from xffl.aggregation.engine.transport import CrossCellTransport, ExactValues, Link
 from xffl.aggregation.report import RoundProfile
 from xffl.distributed.collectives import broadcast
-from xffl.distributed.consistency import control_device
 
 __all__ = [
     "HOME_LAG",
@@ -169,17 +167,6 @@ class Exchange:
                 for piece, part in zip(bucket.pieces, torch.split(values, sizes), strict=True):
                     yield piece.item, piece.start, part
 
-    @property
-    def weighs_result(self) -> bool:
-        """Whether all ranks have to know something of the result before they write."""
-        return any(stage.weighs_result for stage in self.stages)
-
-    def conclude(self, context: RoundContext, statuses: Sequence[RoundStatus]) -> RoundContext:
-        """Return the context with what follows from what all ranks tell of the result; pure."""
-        for stage in self.stages:
-            context = stage.conclude(context, statuses)
-        return context
-
     def end_round(self) -> None:
         """Conclude a round; stages that rounds no longer need are left out of the next one."""
         for stage in self.stages:
@@ -202,9 +189,6 @@ class RoundStage:
 
     key: str | None = None
     """The name, in an aggregator's state dict, of what the stage remembers from round to round."""
-
-    weighs_result = False
-    """Whether :meth:`result` tells something that all ranks have to know before they write."""
 
     inspects = False
     """Whether :meth:`inspect` looks at values, which have to be with the host then."""
@@ -242,6 +226,10 @@ class RoundStage:
     def check(self, context: RoundContext) -> None:
         """Raise where these cells cannot be combined so; pure, the same on all ranks."""
 
+    def weighed(self, run: RoundRun, context: RoundContext) -> RoundContext:
+        """Change what the combiner has weighed the cells with; may communicate over all ranks."""
+        return context
+
     def before_exchange(self, run: RoundRun, context: RoundContext) -> None:
         """Change what is sent, once it is known who contributes; may communicate within the cell."""
 
@@ -259,17 +247,20 @@ class RoundStage:
     def written(self, transfer: GroupTransfer, bucket: Bucket, new: torch.Tensor) -> None:
         """Note what a bucket has become, where it is written during the exchange (``atomic=False``)."""
 
+    measures_step = False
+    """Whether :meth:`measure_step` is called, and what all ranks have returned comes to :meth:`resize_step`."""
+
+    def measure_step(self, run: RoundRun) -> float:
+        """Return the squared L2 norm of this rank's part of the round's step, which the second vote tells to all."""
+        return 0.0
+
+    def resize_step(self, context: RoundContext, squares: Sequence[float]) -> RoundContext:
+        """Scale the step by what all ranks have measured; pure, the same on all ranks."""
+        return context
+
     def write(self, run: RoundRun, context: RoundContext) -> Iterator[tuple[GroupTransfer, Bucket, torch.Tensor]]:
         """Yield what is written in place of the collected values, behind the second vote."""
         return iter(())
-
-    def result(self, run: RoundRun) -> Mapping[str, Any]:
-        """Return fields of this rank's status that tell of the combined values, for the second vote; local."""
-        return {}
-
-    def conclude(self, context: RoundContext, statuses: Sequence[RoundStatus]) -> RoundContext:
-        """Return the context with what follows from everybody's :meth:`result`; pure, the same on all ranks."""
-        return context
 
     def commit(self, run: RoundRun) -> None:
         """Conclude a round that was taken and written."""
@@ -316,6 +307,7 @@ class RoundRun:
         self._transfers = [transfer for transfer in exchange.transfers if transfer.group.fragment == fragment]
         self.way = exchange.way
         self._transports: list[CrossCellTransport] = []
+        self._lost: RuntimeError | None = None  # what has ended a message before there was a transport
         self._link.home_progress.forget()
         for stage in exchange.stages:
             copy = stage.begin(fragment, copy)
@@ -477,14 +469,24 @@ class RoundRun:
         else:
             self._buffers.write_behind(bucket, new)
 
-    @torch.no_grad()
-    def result(self) -> dict[str, Any]:
-        """Return what this rank tells all others of the combined values, in its status; local."""
-        told: dict[str, Any] = {}
-        with self.profile.capture_failure("combine"):
+    @property
+    def measures_step(self) -> bool:
+        """Whether all ranks learn how long the step is that this round makes, before it is written."""
+        return any(stage.measures_step for stage in self._exchange.stages)
+
+    def measure_step(self) -> float:
+        """Return the squared L2 norm of this rank's part of the way to the combined values, in fp64; local."""
+        square = 0.0
+        with self.profile.capture_failure("weigh"):
             for stage in self._exchange.stages:
-                told |= stage.result(self)
-        return told
+                square += stage.measure_step(self)
+        return square
+
+    def resize_step(self, context: RoundContext, squares: Sequence[float]) -> RoundContext:
+        """Return what the step is scaled by, now that all ranks' :meth:`measure_step` is known; pure."""
+        for stage in self._exchange.stages:
+            context = stage.resize_step(context, squares)
+        return context
 
     @property
     def is_cut_off(self) -> bool:
@@ -493,8 +495,18 @@ class RoundRun:
 
     def transport(self, context: RoundContext) -> CrossCellTransport:
         """Make what takes buckets to the other cells from now on."""
-        self._transports.append(CrossCellTransport(self._link, context, self.profile))
-        return self._transports[-1]
+        transport = CrossCellTransport(self._link, context, self.profile)
+        lost, self._lost = self._lost, None
+        if lost is not None:
+            transport.lose(lost)
+        self._transports.append(transport)
+        return transport
+
+    def weighed(self, context: RoundContext) -> RoundContext:
+        """Return what cells count for once all ranks have it from one of them, where they have to; collective then."""
+        for stage in self._exchange.stages:
+            context = stage.weighed(self, context)
+        return context
 
     def payload(
         self,
@@ -588,32 +600,16 @@ class RoundRun:
                 stage.written(transfer, bucket, memory.out)
         self.release(memory)
 
-    def weigh(
-        self, context: RoundContext, combiner: Combiner, distances: Sequence[Sequence[float]] | None = None
-    ) -> RoundContext:
-        """Let a combiner weigh the cells that contribute.
-
-        All ranks get the same from a combiner of xffl, which calls nothing of the system's mathematical library that is
-        rounded otherwise elsewhere. Of one of the user's own all take the numbers of the first rank, collective over
-        the world.
-        """
-        context = weigh_cells(context, combiner, distances)
-        if is_built_in(combiner) or not isinstance(combiner, WeightedCombiner):
-            return context
-        place = control_device(self.round_groups.world)
-        numbers = torch.tensor([context.scale, *context.counts], dtype=torch.float64, device=place)
-        self.tell_all(numbers, context)
-        scale, *counts = numbers.tolist()
-        return replace(context, scale=scale, counts=tuple(counts))
-
-    def tell_all(self, numbers: torch.Tensor, context: RoundContext) -> None:
+    def tell_all(self, numbers: torch.Tensor) -> None:
         """Replace numbers by those of the first rank; collective over the world."""
         groups = self._exchange.round_groups
         try:
             broadcast(numbers, groups.first, groups.world)
         except RuntimeError as lost:  # ranks of the cell that have heard it still wait for this one
-            transport = self._transports[-1] if self._transports else self.transport(context)
-            transport.lose(lost)
+            if self._transports:
+                self._transports[-1].lose(lost)
+            else:
+                self._lost = lost
 
 
 class Walk:
@@ -677,7 +673,7 @@ class Way:
 
     def exchange(self, run: RoundRun, context: RoundContext) -> RoundContext:
         """Walk over the buckets; return what the cells counted for. Collective over the world."""
-        context = run.weigh(context, self.combiner)
+        context = run.weighed(weigh_cells(context, self.combiner))
         run.before_exchange(context)
         run.walk(Walk(run, run.transport(context)))
         return context

@@ -8,6 +8,8 @@ from functools import partial
 import torch.distributed as dist
 from torch import nn
 
+from xffl.aggregation.algorithms.combiners import WeightedCombiner
+from xffl.aggregation.arithmetic import is_built_in
 from xffl.aggregation.engine.buffers import Layout
 from xffl.aggregation.engine.coverage import check_gradients
 from xffl.aggregation.engine.exchange import Exchange, RoundStage, Way
@@ -23,6 +25,7 @@ from xffl.aggregation.engine.stages.masks import Masks
 from xffl.aggregation.engine.stages.norms import Norms
 from xffl.aggregation.engine.stages.order import in_order
 from xffl.aggregation.engine.stages.privacy import Protection
+from xffl.aggregation.engine.stages.told_weights import ToldWeights
 from xffl.aggregation.engine.stages.whole_models import WholeModels
 from xffl.aggregation.engine.tensors import (
     FORMAT_LINE,
@@ -170,7 +173,11 @@ def make_exchange(
         way=WholeModels(combiner, link, codecs) if combiner.needs_distances else Way(combiner),
         hand_over=HandOver(combiner, model),
     )
-    stages: list[RoundStage] = [] if codecs is None else [codecs]
+    stages: list[RoundStage] = []
+    if isinstance(combiner, WeightedCombiner) and not is_built_in(combiner):
+        stages.append(ToldWeights())
+    if codecs is not None:
+        stages.append(codecs)
     if masker is not None:
         stages.append(Masks(masker, transfers, link))
     if model is not None and options.privacy is not None:
@@ -179,9 +186,9 @@ def make_exchange(
         stages.append(Protection(options.privacy, number, model, masker))
     if model is not None and options.has_norms:
         stages.append(Norms(model, topology))
-    if model is not None and options.server is not None and options.server.clip is not None:
-        cell, cells = topology.cell_of(rank), topology.cells
-        stages.append(Clip(options.server.clip, model, exchange.staging, cell=cell, cells=cells))
+    clip = None if options.server is None else options.server.clip
+    if model is not None and clip is not None:
+        stages.append(Clip(clip, model))
     if model is not None:
         stages.append(AgreedModel(model, exchange.staging, topology, is_encoded=has_codecs))
     exchange.stages = in_order(stages)

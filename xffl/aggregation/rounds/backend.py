@@ -1,93 +1,20 @@
-"""What makes the rounds of a training loop, and what became of each."""
+"""What makes the rounds of a training loop."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from xffl.aggregation.contributions import Snapshot
-from xffl.aggregation.report import RoundReport
-from xffl.aggregation.rounds.offer import RoundOffer
+from xffl.aggregation.rounds.offer import HandedOver, Outcome, RoundOffer
 
 if TYPE_CHECKING:
     from xffl.aggregation.aggregator import Aggregator
     from xffl.aggregation.elastic import ElasticAggregator
     from xffl.aggregation.hierarchical import Levels
 
-__all__ = ["Averaged", "Empty", "HandedOver", "Outcome", "Part", "RoundBackend", "Skipped", "outcome_of"]
-
-
-class Part(Enum):
-    """What this cell did in the round of a fragment."""
-
-    GAVE = "gave"
-    """Its values are in what was agreed on."""
-    TOOK_OVER = "took over"
-    """What was agreed on has replaced its values, whatever steps it had made."""
-    NEITHER = "neither"
-    """It got what was agreed on, and had nothing to give, or was left out for values that are not finite."""
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A round that has ended, as far as this cell is concerned.
-
-    :param report: What the round did; ``None`` where there was none that all cells know of.
-    :param taken: What was taken of this rank's local steps for it; there where a report is.
-    :param parts: What this cell did in it, for each fragment that it was about.
-    """
-
-    counts: ClassVar[bool] = True
-    """Whether the round counts, and the steps that it has taken are in the model."""
-
-    report: RoundReport | None
-    taken: Snapshot | None = None
-    parts: Mapping[int, Part] = field(default_factory=dict)
-
-    @property
-    def has_taken_over(self) -> bool:
-        """Whether this cell's model was replaced, so that its steps since are gone."""
-        return Part.TOOK_OVER in self.parts.values()
-
-    @property
-    def is_last(self) -> bool:
-        """Whether all ranks have finished, so that no round follows."""
-        return self.report is None or self.report.is_last
-
-
-class Averaged(Ended):
-    """The cells' values were combined, and the result stands in the model."""
-
-
-class HandedOver(Ended):
-    """No cell had anything to give, and the model of one has replaced that of others."""
-
-
-class Empty(Ended):
-    """No cell had anything to give, so nothing moved; without a report all have finished, and there was no round."""
-
-
-class Skipped(Ended):
-    """The cells were so close to each other that nothing moved; the round does not count, and the steps wait on."""
-
-    counts = False
-
-
-Outcome = Averaged | HandedOver | Empty | Skipped
-"""What became of a round: exactly one of these."""
-
-
-def outcome_of(report: RoundReport, taken: Snapshot, cell: int, *, is_absent: bool) -> Averaged | Empty | Skipped:
-    """Return what a report says became of a round to which this cell was to give what was taken."""
-    if report.is_skipped:
-        return Skipped(report, taken, {report.fragment: Part.NEITHER})
-    if not any(report.weights):
-        return Empty(report, taken, {report.fragment: Part.NEITHER})
-    is_left_out = is_absent or cell in report.dropped
-    return Averaged(report, taken, {report.fragment: Part.NEITHER if is_left_out else Part.GAVE})
+__all__ = ["RoundBackend"]
 
 
 class RoundBackend(Protocol):

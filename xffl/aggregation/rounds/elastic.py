@@ -14,9 +14,8 @@ from xffl.aggregation.contributions import Snapshot
 from xffl.aggregation.elastic import ElasticAggregator
 from xffl.aggregation.engine.consensus import RoundBroken, RoundInput
 from xffl.aggregation.report import RoundReport
-from xffl.aggregation.rounds.backend import Empty, HandedOver, Outcome, Part, outcome_of
 from xffl.aggregation.rounds.delayed import StartedRound
-from xffl.aggregation.rounds.offer import RoundOffer
+from xffl.aggregation.rounds.offer import Empty, HandedOver, Outcome, Part, RoundOffer, outcome_of
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError, MeetingLeft, StateError, XfflError
 
@@ -40,6 +39,7 @@ class ElasticRounds:
     def __init__(self, model: nn.Module, state: DistributedState, config: RoundConfig) -> None:
         self._model = model
         self._state = state
+        self._cell = state.cell
         self._config = config
         self._aggregator: ElasticAggregator | None = None
         self._started: StartedRound | None = None
@@ -269,7 +269,7 @@ class ElasticRounds:
     def _end(self, report: RoundReport, taken: Snapshot, *, is_absent: bool) -> Outcome:
         """Return what became of a round that has ended."""
         self._weight_taken += report.weight_taken
-        outcome = outcome_of(report, taken, self._state.cell, is_absent=is_absent)
+        outcome = outcome_of(report, taken, self._cell, is_absent=is_absent)
         parts = self._parts_taken_over()
         if not parts:
             return outcome

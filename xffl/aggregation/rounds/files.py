@@ -13,8 +13,7 @@ from xffl.aggregation.config import RoundArguments, RoundConfig
 from xffl.aggregation.engine.consensus import checked_weight
 from xffl.aggregation.engine.coverage import check_lone_cell
 from xffl.aggregation.exports import RoundPlan, export_cell, load_agreed_global
-from xffl.aggregation.rounds.backend import HandedOver, Outcome
-from xffl.aggregation.rounds.offer import RoundOffer
+from xffl.aggregation.rounds.offer import HandedOver, Outcome, RoundOffer
 from xffl.cluster.environment import read_over_files
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState

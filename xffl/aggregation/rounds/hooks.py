@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["LoopHooks"]
+from xffl.errors import StateError
+
+__all__ = ["FormerAttribute", "LoopHooks"]
 
 
 @dataclass(frozen=True)
@@ -39,4 +41,20 @@ class LoopHooks:
             tell=others.tell or self.tell,
             is_stopping=others.is_stopping or self.is_stopping,
             defers_start=(lambda: any(asked() for asked in defers_start)) if defers_start else None,
+        )
+
+
+class FormerAttribute:
+    """An attribute that was set from outside once and is a hook now: who sets it is told so."""
+
+    def __init__(self, hook: str) -> None:
+        self._hook = hook
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __set__(self, instance: object, value: object) -> None:
+        raise StateError(
+            f"{type(instance).__name__}.{self._name} is not set any more; give hooks=LoopHooks({self._hook}=...), with "
+            f"a function, or call attach(LoopHooks({self._hook}=...))"
         )

@@ -11,9 +11,8 @@ from torch import nn
 from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.config import RoundConfig, aggregator_options
 from xffl.aggregation.hierarchical import Levels
-from xffl.aggregation.rounds.backend import Empty, HandedOver, Outcome, outcome_of
 from xffl.aggregation.rounds.delayed import StartedRound
-from xffl.aggregation.rounds.offer import RoundOffer
+from xffl.aggregation.rounds.offer import Empty, HandedOver, Outcome, RoundOffer, outcome_of
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, StateError, XfflError
 
@@ -39,6 +38,7 @@ class NetworkRounds:
     ) -> None:
         self._model = model
         self._state = state
+        self._cell = state.cell
         self._config = config
         self._is_own = aggregator is None
         self._aggregator = aggregator
@@ -107,7 +107,7 @@ class NetworkRounds:
         if report is None:
             return (Empty(None),)
         self._weight_taken += report.weight_taken
-        return (outcome_of(report, offer.take(report.fragment), self._state.cell, is_absent=given.is_absent),)
+        return (outcome_of(report, offer.take(report.fragment), self._cell, is_absent=given.is_absent),)
 
     def start(self, offer: RoundOffer) -> tuple[Outcome, ...]:
         """Start a delayed round; nothing ends before it."""
@@ -135,7 +135,7 @@ class NetworkRounds:
             if self.aggregator.under_way is not started.pending:
                 self._started = None
         self._weight_taken += report.weight_taken
-        return (outcome_of(report, started.taken, self._state.cell, is_absent=started.is_absent),)
+        return (outcome_of(report, started.taken, self._cell, is_absent=started.is_absent),)
 
     def discard(self) -> None:
         """Drop the round under way, if any, and put back what it had taken."""

@@ -1,8 +1,11 @@
-"""What a training loop has for a round: the local steps that wait for one, and how a round takes them."""
+"""What a training loop gives to a round, the local steps that wait for one, and what became of the round."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -11,9 +14,20 @@ from torch.optim import Optimizer
 from xffl.aggregation.config import RoundConfig
 from xffl.aggregation.contributions import ContributionTracker, NormalizedSteps, Snapshot, StepTimer
 from xffl.aggregation.engine.consensus import RoundInput, checked_weight
+from xffl.aggregation.report import RoundReport
 from xffl.aggregation.rounds.hooks import LoopHooks
 
-__all__ = ["RoundOffer", "StepLedger"]
+__all__ = [
+    "Averaged",
+    "Empty",
+    "HandedOver",
+    "Outcome",
+    "Part",
+    "RoundOffer",
+    "Skipped",
+    "StepLedger",
+    "outcome_of",
+]
 
 
 class StepLedger:
@@ -23,6 +37,8 @@ class StepLedger:
         self._model = model
         self._optimizers = optimizers
         self._weigh = weigh
+        self.is_weighed = weigh is not None
+        """Whether the caller counts samples or tokens."""
         self.clear(fragments=1)
 
     def clear(self, fragments: int) -> None:
@@ -30,11 +46,6 @@ class StepLedger:
         self.tracker = ContributionTracker(fragments)
         self.normalized_steps = NormalizedSteps(self._optimizers)
         self.timer = StepTimer(next((one.device for one in self._model.parameters()), torch.device("cpu")))
-
-    @property
-    def is_weighed(self) -> bool:
-        """Whether the caller counts samples or tokens."""
-        return self._weigh is not None
 
     def count(self, fragment: int) -> float:
         """Ask the caller for its count, and return what waits for the next round of a fragment."""
@@ -119,3 +130,73 @@ class RoundOffer:
     def put_back(self, taken: Snapshot) -> None:
         """Let what was taken wait for the next round, since this one does not count."""
         self._ledger.tracker.rollback(taken)
+
+
+class Part(Enum):
+    """What this cell did in the round of a fragment."""
+
+    GAVE = "gave"
+    """Its values are in what was agreed on."""
+    TOOK_OVER = "took over"
+    """What was agreed on has replaced its values, whatever steps it had made."""
+    NEITHER = "neither"
+    """It got what was agreed on, and had nothing to give, or was left out for values that are not finite."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A round that has ended, as far as this cell is concerned.
+
+    :param report: What the round did; ``None`` where there was none that all cells know of.
+    :param taken: What was taken of this rank's local steps for it; there where a report is.
+    :param parts: What this cell did in it, for each fragment that it was about.
+    """
+
+    counts: ClassVar[bool] = True
+    """Whether the round counts, and the steps that it has taken are in the model."""
+
+    report: RoundReport | None
+    taken: Snapshot | None = None
+    parts: Mapping[int, Part] = field(default_factory=dict)
+
+    @property
+    def has_taken_over(self) -> bool:
+        """Whether this cell's model was replaced, so that its steps since are gone."""
+        return Part.TOOK_OVER in self.parts.values()
+
+    @property
+    def is_last(self) -> bool:
+        """Whether all ranks have finished, so that no round follows."""
+        return self.report is None or self.report.is_last
+
+
+class Averaged(Ended):
+    """The cells' values were combined, and the result stands in the model."""
+
+
+class HandedOver(Ended):
+    """No cell had anything to give, and the model of one has replaced that of others."""
+
+
+class Empty(Ended):
+    """No cell had anything to give, so nothing moved; without a report all have finished, and there was no round."""
+
+
+class Skipped(Ended):
+    """The cells were so close to each other that nothing moved; the round does not count, and the steps wait on."""
+
+    counts = False
+
+
+Outcome = Averaged | HandedOver | Empty | Skipped
+"""What became of a round: exactly one of these."""
+
+
+def outcome_of(report: RoundReport, taken: Snapshot, cell: int, *, is_absent: bool) -> Averaged | Empty | Skipped:
+    """Return what a report says became of a round to which this cell was to give what was taken."""
+    if report.is_skipped:
+        return Skipped(report, taken, {report.fragment: Part.NEITHER})
+    if not any(report.weights):
+        return Empty(report, taken, {report.fragment: Part.NEITHER})
+    is_left_out = is_absent or cell in report.dropped
+    return Averaged(report, taken, {report.fragment: Part.NEITHER if is_left_out else Part.GAVE})

@@ -4,10 +4,9 @@ from xffl.training.callbacks.base import Callback, CallbackCollection
 from xffl.training.callbacks.checkpoint import CheckpointCallback
 from xffl.training.callbacks.early_stopping import EarlyStoppingCallback
 from xffl.training.callbacks.ema import EMACallback
-from xffl.training.callbacks.monitors import LearningRateMonitor, MemoryCallback, ProfilerCallback, ThroughputCallback
+from xffl.training.callbacks.monitors import MemoryCallback, ProfilerCallback, ThroughputCallback
 from xffl.training.callbacks.param_norms import DriftCallback, GradientNormCallback, UpdateNormCallback
 from xffl.training.callbacks.progress import ProgressCallback
-from xffl.training.callbacks.summary import ModelSummaryCallback
 
 __all__ = [
     "Callback",
@@ -17,9 +16,7 @@ __all__ = [
     "EMACallback",
     "EarlyStoppingCallback",
     "GradientNormCallback",
-    "LearningRateMonitor",
     "MemoryCallback",
-    "ModelSummaryCallback",
     "ProfilerCallback",
     "ProgressCallback",
     "ThroughputCallback",

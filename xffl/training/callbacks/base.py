@@ -13,9 +13,16 @@ if TYPE_CHECKING:
     from xffl.aggregation import RoundReport
     from xffl.training.trainer import BaseTrainer
 
-__all__ = ["STAGES", "Callback", "CallbackCollection"]
+__all__ = ["REMOVED", "STAGES", "Callback", "CallbackCollection"]
 
 LOG = logging.getLogger(__name__)
+
+REMOVED: Mapping[str, str] = {
+    "LearningRateMonitor": "write self.log_scalar('train/learning_rate', self.optimizer.param_groups[0]['lr']) in the "
+    "trainer's training_step",
+    "ModelSummaryCallback": "write print(self.model) in the trainer's configure_models; xffl plan counts the memory",
+}
+"""Callbacks of earlier versions, which saved configurations may name, and what to do instead."""
 
 
 class Callback:

@@ -1,4 +1,4 @@
-"""Learning rates, throughput, memory and profiles of a run while it trains."""
+"""Throughput, memory and profiles of a run while it trains."""
 
 from __future__ import annotations
 
@@ -20,49 +20,12 @@ if TYPE_CHECKING:
     from xffl.training.trainer import BaseTrainer
 
 __all__ = [
-    "LearningRateMonitor",
     "MemoryCallback",
     "ProfilerCallback",
     "ThroughputCallback",
     "TrainingClock",
     "count_tokens",
 ]
-
-
-class LearningRateMonitor(Callback):
-    """Log the learning rate of each optimizer: ``train/learning_rate``; nothing moves.
-
-    Several optimizers are told apart as ``train/learning_rate/OPTIMIZER``, groups of parameters with other rates as
-    ``.../group_1`` and so on; the first group has no number.
-
-    :param every: Optimizer steps between two records; ``None`` for ``training.log_every``.
-    :raises ConfigError: if an argument is invalid.
-    """
-
-    def __init__(self, *, every: int | None = None) -> None:
-        self.every = every
-        integer_fields(self, "every", may_be_none=True)
-        self._logged: int | None = None
-
-    def pre_train(self, trainer: BaseTrainer) -> None:
-        """Begin."""
-        self._logged = None
-
-    def pre_optimizer_step(self, trainer: BaseTrainer) -> None:
-        """Log the rates that the step takes, where it is due."""
-        step = trainer.global_step
-        if step % (self.every or trainer.config.training.log_every) or self._logged == step:
-            return
-        self._logged = step  # where a step has several optimizers, the first one logs all
-        optimizers = trainer.named_optimizers()
-        rates: dict[str, float] = {}
-        for name, optimizer in optimizers.items():
-            key = f"train/learning_rate/{name}" if len(optimizers) > 1 else "train/learning_rate"
-            for index, group in enumerate(optimizer.param_groups):
-                rate = float(group["lr"])
-                if index == 0 or rate != rates[key]:
-                    rates[f"{key}/group_{index}" if index else key] = rate
-        trainer.log_metrics(rates)
 
 
 def count_tokens(batch: Any, key: str | None) -> int:

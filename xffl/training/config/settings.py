@@ -34,7 +34,7 @@ from xffl.checks import closest, decimal, is_decimal, shown
 from xffl.distributed.sharding import dtype_of
 from xffl.errors import ConfigError
 from xffl.files import read_given
-from xffl.training.callbacks.base import Callback
+from xffl.training.callbacks.base import REMOVED, Callback
 from xffl.yaml_text import compose_yaml, parse_yaml
 
 __all__ = [
@@ -202,11 +202,20 @@ def _reason(error: Exception, value: Any, kind: Any) -> str:
         given = (value.get("init_args") or value).get(wrong[3])
         return f"{wrong[3]} of {wrong[2]} is {given!r}, but {name_of_type(made.annotation)} is expected"
     written = value.get("class_path") if isinstance(value, Mapping) else value
+    if kind is Callback and (instead := _instead_of(written)) is not None:
+        return f"there is no {written} any more; leave it out, and {instead}"
     if isinstance(kind, type) and isinstance(written, str) and "Expected a dot import path" in text:
         near = closest(written, _subclasses(kind))
         hint = f"did you mean {near!r}?" if near else "give the dotted path of a class"
         return f"there is no {kind.__name__} {written!r}; {hint}"
     return text
+
+
+def _instead_of(written: object) -> str | None:
+    """Return what to do in place of a callback that earlier versions had."""
+    if not isinstance(written, str) or ("." in written and not written.startswith("xffl.")):
+        return None
+    return REMOVED.get(written.rpartition(".")[2])
 
 
 def _subclasses(kind: type) -> set[str]:

@@ -32,35 +32,37 @@ class AgreedModel(RoundStage):
         self.global_model = global_model
         self._staging = staging
         self._topology = topology
-        self._numbers: dict[str, float] = {}
         self._is_encoded = is_encoded
+        self._numbers: dict[str, float] = {}
+        """What this rank would compute the step with; all take those of one rank."""
 
     def open(self, fragment: int, *, is_weighed: bool) -> None:
         """Raise where the global model is not known."""
         self.global_model.check()
 
     def begin(self, fragment: int, copy: ModelCopy) -> ModelCopy:
-        """Ask the rule for the numbers of its step, and make its state before the first one."""
-        self._numbers = self.global_model.numbers(fragment)
+        """Make the state of a first step, so that it does not run out of memory behind the votes."""
         self.global_model.reserve(fragment)
+        self._numbers = self.global_model.numbers(fragment)
         return copy
 
     def status(self, fragment: int) -> Mapping[str, Any]:
-        """Tell the numbers that this rank would step with."""
+        """Tell the numbers of the step, such as a learning rate."""
         return {"numbers": tuple(self._numbers.values())}
 
     def count(self, context: RoundContext, statuses: Sequence[RoundStatus]) -> RoundContext:
-        """Step with the numbers of the first rank that contributes.
+        """Take the numbers of the first rank that contributes.
 
-        They come from functions of the system's mathematical library, of which other ranks may have another version.
+        They come from functions of the system's mathematical library, which other ranks may have another version of.
         """
-        return replace(context, numbers=statuses[self._topology.offsets[context.cells[0]]].numbers)
+        lowest = next(cell for cell, weight in enumerate(context.weights) if weight)
+        return replace(context, numbers=statuses[self._topology.offsets[lowest]].numbers)
 
     def write(self, run: RoundRun, context: RoundContext) -> Iterator[tuple[GroupTransfer, Bucket, torch.Tensor]]:
         """Step, and yield the new values of all buckets that training changes."""
         if context.source is not None and self.global_model.has_optimizer:
             return  # what was agreed on last has come to all cells
-        numbers = dict(zip(self._numbers, context.numbers, strict=False))  # a vote has room for more
+        numbers = dict(zip(self._numbers, context.numbers, strict=False))  # a vote has room for more than these
         for transfer, bucket, new in self.global_model.step(run.fragment, run.results, context.scale, numbers):
             if self._is_encoded and transfer.number in run.stages:
                 self._staging.stage(transfer, bucket).copy_(new)

@@ -2,7 +2,7 @@
 
 Stages are combined freely but for what :mod:`xffl.aggregation.options` refuses. The first round's comparison looks at
 values before any other. Codecs come before masks, which they never meet; what leaves is clipped and noised once its
-masks are ready; the step is clipped before the server rule, which is last, since it writes.
+masks are ready; the step's length is limited before the server rule makes it, which is last, since it writes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,20 @@ from xffl.aggregation.engine.stages.first_round import FirstRound
 from xffl.aggregation.engine.stages.masks import Masks
 from xffl.aggregation.engine.stages.norms import Norms
 from xffl.aggregation.engine.stages.privacy import Protection
+from xffl.aggregation.engine.stages.told_weights import ToldWeights
 
 __all__ = ["ORDER", "in_order"]
 
-ORDER: tuple[type[RoundStage], ...] = (FirstRound, Codecs, Masks, Protection, Norms, Clip, AgreedModel)
+ORDER: tuple[type[RoundStage], ...] = (
+    FirstRound,
+    ToldWeights,
+    Codecs,
+    Masks,
+    Protection,
+    Norms,
+    Clip,
+    AgreedModel,
+)
 """The kinds of stages, as a round goes through them."""
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from xffl.aggregation.algorithms.combiners import Combiner
-from xffl.aggregation.engine.exchange import BucketMemory, RoundRun, Walk, Way
+from xffl.aggregation.engine.exchange import BucketMemory, RoundRun, Walk, Way, weigh_cells
 from xffl.aggregation.engine.stages.codecs import Codecs, EncodedSteps
 from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.engine.transport import CrossCellTransport, ExactValues, Link
@@ -55,7 +55,7 @@ class WholeModels(Way):
         run.walk(_GatherWalk(run, run.transport(context), self))
         with run.profile.phase("weigh"):
             distances = self._compare(run, context)
-        context = run.weigh(context, self.combiner, distances)
+        context = run.weighed(weigh_cells(context, self.combiner, distances))
         run.walk(_SpreadWalk(run, run.transport(context), self))
         return context
 
@@ -70,7 +70,7 @@ class WholeModels(Way):
         table = table.to(control_device(groups.world))
         if self._link.cell == 0 and groups.cell is not None:
             dist.all_reduce(table, group=groups.cell)
-        run.tell_all(table, context)
+        run.tell_all(table)
         distances: list[list[float]] = table.tolist()
         return distances
 
