@@ -56,8 +56,9 @@ def alike(rank: int, world_size: int) -> None:
             aggregator = xffl.Aggregator(model, state, server=Anchored(), **options)
             for number in range(4 * options.get("fragments", 1)):
                 if number in stops:
-                    saved = aggregator.state_dict()
+                    saved, last, model = aggregator.state_dict(), model, Sizes()
                     aggregator = xffl.Aggregator(model, state, server=Anchored(), **{**options, "bucket_bytes": 16})
+                    model.load_state_dict(last.state_dict())
                     aggregator.load_state_dict(saved)
                 moved(model, state, number)
                 aggregator.aggregate()

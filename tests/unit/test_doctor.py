@@ -68,8 +68,8 @@ from xffl.cluster.doctor.probe import (
     try_hosts,
     visit_folder,
 )
-from xffl.cluster.hosts import Runtime
 from xffl.cluster.network import Interface
+from xffl.cluster.runtimes import Runtime
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from xffl.cli.main import main; sys.exit(main(sys.argv[1:]))"

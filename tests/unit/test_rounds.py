@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from xffl.aggregation.algorithms.schedules import EverySteps
+from xffl.aggregation.algorithms.every_steps import EverySteps
 from xffl.aggregation.config import RoundArguments, RoundConfig
 from xffl.aggregation.contributions import Snapshot
 from xffl.aggregation.engine.consensus import RoundBroken, RoundInput

@@ -46,7 +46,7 @@ from xffl.distributed.consistency import barrier
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
 from xffl.errors import ConfigError, RoundError, StateError, TornError, XfflError
-from xffl.parallel.zero_view import Masters, find_masters
+from xffl.parallel.zero_mark import find_masters
 
 __all__ = ["Aggregator", "PendingRound"]
 
@@ -202,7 +202,7 @@ class Aggregator:
 
     def _read_masters(self) -> nn.Module:
         """Return the model that rounds move: its master weights, where an engine keeps them beside it."""
-        self._masters: Masters | None = find_masters(self.model)
+        self._masters = find_masters(self.model)
         if self._masters is None:
             return self.model
         with torch.inference_mode(False):

@@ -55,10 +55,11 @@ def build_parser() -> ArgumentParser:
 
 def run(options: Namespace) -> int:
     """Check, and print what was found; under a launcher every rank runs it, and rank 0 prints."""
-    from xffl.cluster.cells import parse_federation
     from xffl.cluster.doctor.examine import examine, examine_hosts
     from xffl.cluster.doctor.probe import Request
-    from xffl.cluster.environment import complete_federation, resolve_lighthouse
+    from xffl.cluster.environment import complete_federation
+    from xffl.cluster.lighthouse_address import resolve_lighthouse
+    from xffl.cluster.sizes import parse_federation
     from xffl.cluster.slurm.allocation import parse_hosts
 
     needs = tuple(word.strip() for word in options.need.split(",") if word.strip())

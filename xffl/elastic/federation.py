@@ -19,11 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from xffl.cluster.environment import PROOF_KEY, bind_address, prove_token, resolve_lighthouse, token_of
-from xffl.cluster.hosts import Runtime, group_by_runtime
 from xffl.cluster.launch.failure import lives_of_run
+from xffl.cluster.lighthouse_address import bind_address, resolve_lighthouse
 from xffl.cluster.network import CELL_HEARTBEAT_TIMEOUT_S, CELL_JOIN_TIMEOUT_S
-from xffl.distributed.collectives import CrossWorldGroup
+from xffl.cluster.run_token import PROOF_KEY, prove_token, token_of
+from xffl.cluster.runtimes import Runtime, group_by_runtime
 from xffl.distributed.consistency import (
     compute_device,
     control_device,
@@ -31,6 +31,7 @@ from xffl.distributed.consistency import (
     run_on_all_ranks,
     tell_runtimes,
 )
+from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.stores import serve_store
 from xffl.elastic.lighthouse import Lighthouse, Meeting

@@ -32,8 +32,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from xffl.cluster.environment import resolve_lighthouse
-from xffl.cluster.network import limit_silence, open_sockets
+from xffl.cluster.lighthouse_address import resolve_lighthouse
+from xffl.compat.sockets import limit_silence, open_sockets
 from xffl.elastic.roster import Attendance, CellRecord, name_cell
 from xffl.errors import ConfigError, LaunchError
 from xffl.extras import optional_import

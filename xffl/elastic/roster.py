@@ -31,10 +31,11 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from xffl.checks import shown
-from xffl.cluster.hosts import Runtime, format_refusal
+from xffl.cluster.runtimes import Runtime, format_refusal
 from xffl.costs import EXCHANGE_FORMAT
 from xffl.errors import ConfigError
-from xffl.reading import Fields, parse_json
+from xffl.json_text import parse_json
+from xffl.reading import Fields
 
 __all__ = [
     "LONGEST_TOLD",

@@ -15,8 +15,9 @@ from xffl.aggregation.engine.stages.hand_over import SharedValues
 from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.engine.transport import CrossCellTransport
 from xffl.aggregation.report import RoundProfile
-from xffl.distributed.collectives import CrossWorldGroup, all_reduce
+from xffl.distributed.collectives import all_reduce
 from xffl.distributed.consistency import control_device, run_on_all_ranks
+from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.distributed.faults import inject
 from xffl.errors import CheckpointError
 

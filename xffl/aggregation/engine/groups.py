@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from xffl.costs import MOST_IN_FLIGHT, STATUS_BYTES
-from xffl.distributed.collectives import CrossWorldGroup, Group, Work
+from xffl.distributed.collectives import Group
 from xffl.distributed.consistency import connect, control_device, home_device, sends_from_gpu, transfer_device
+from xffl.distributed.cross_world import CrossWorldGroup, Work
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.faults import inject, is_armed
 from xffl.distributed.groups import Groups, make_groups, make_round_groups
@@ -312,9 +313,9 @@ class VotePhase(IntEnum):
 
     PREPARE = 0  # whether the round takes place, and what each cell counts for
     COMMIT = 1  # whether all ranks have the result
-    # Before COMMIT, how long the server's step is: where it is clipped, and ranks may have to write it without having
-    # heard how COMMIT went.
-    MEASURE = 2
+    # Before COMMIT, what ranks have combined: where all have to know it before they write, and a rank may have to write
+    # without having heard how COMMIT went.
+    RESULT = 2
 
 
 class MergeMode(IntEnum):
@@ -426,7 +427,7 @@ def _pack(status: RoundStatus) -> bytes:
 
 def _unpack(values: tuple[Any, ...]) -> RoundStatus:
     """Return the status of what stands in a row."""
-    status = RoundStatus(*values[:-MOST_NUMBERS], values[-MOST_NUMBERS:])
+    status = RoundStatus._make((*values[:-MOST_NUMBERS], values[-MOST_NUMBERS:]))
     return status._replace(phase=VotePhase(status.phase), merge=MergeMode(status.merge))
 
 

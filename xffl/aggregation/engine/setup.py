@@ -137,6 +137,7 @@ def compare_processors(
     compare_arithmetic(
         places,
         combiner=options.combiner,
+        rule=None if server is None else server.rule,
         codecs=[one for one in manifest.codecs.values() if one is not None],
         cells=scope.topology.cells,
         has_fp64=any(tensor.dtype in (torch.float64, torch.complex128) for tensor in moving),
@@ -216,9 +217,9 @@ def make_exchange(
         stages.append(Protection(options.privacy, number, model, masker))
     if model is not None and options.has_norms:
         stages.append(Norms(model, topology))
-    clip = getattr(options.server, "clip", None)
-    if model is not None and clip is not None:
-        stages.append(Clip(clip, model))
+    if model is not None and options.server is not None and options.server.clip is not None:
+        cell, cells = topology.cell_of(rank), topology.cells
+        stages.append(Clip(options.server.clip, model, exchange.staging, cell=cell, cells=cells))
     if model is not None:
         stages.append(AgreedModel(model, exchange.staging, topology, is_encoded=has_codecs))
     exchange.stages = in_order(stages)

@@ -31,9 +31,9 @@ from xffl.cluster.environment import ProcessEnvironment, detect_environment
 from xffl.cluster.hosts import host_identity, interface_address
 from xffl.cluster.launch.affinity import limit_threads
 from xffl.cluster.launch.ssh import job_of_hosts, shared_environment, ssh_command
-from xffl.cluster.launchers import find_launcher
 from xffl.cluster.listening import LOOPBACK
 from xffl.cluster.network import SLURM_PORTS
+from xffl.cluster.recognition import find_launcher
 from xffl.cluster.slurm.allocation import Host
 from xffl.errors import ConfigError, LaunchError, XfflError
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from xffl.reading import parse_json
+from xffl.json_text import parse_json
 
 __all__ = ["Line", "Message", "Program"]
 

@@ -27,15 +27,15 @@ from typing import Any
 
 import xffl
 from xffl.checks import decimal
-from xffl.cluster.cells import Federation
 from xffl.cluster.doctor.lines import Line, Message, Program
 from xffl.cluster.doctor.messages import read_request
-from xffl.cluster.environment import PROOF_KEY
 from xffl.cluster.hosts import host_identity, resolve
 from xffl.cluster.launch.ssh_agent import free_port, refusal
 from xffl.cluster.lighthouse_page import visit_run
 from xffl.cluster.listening import LOOPBACK
 from xffl.cluster.network import Interface, connection_error, list_interfaces
+from xffl.cluster.run_token import PROOF_KEY
+from xffl.cluster.sizes import Federation
 from xffl.cluster.slurm.allocation import own_host
 from xffl.costs import EXCHANGE_FORMAT
 from xffl.extras import install_command
@@ -461,7 +461,10 @@ class HostChecks:
         self, request: Request, environ: Mapping[str, str], launcher: str = "none", mpi: Finding | None = None
     ) -> None:
         """Start importing torch, which takes long; ``mpi`` is what had to be checked before the ranks could meet."""
-        self._request, self._environ, self._launcher, self._mpi = request, environ, launcher, mpi
+        self._request = request
+        self._environ = environ
+        self._launcher = launcher
+        self._mpi = mpi
         self._files = resource.getrlimit(resource.RLIMIT_NOFILE)  # rank 0 raises its own later
         self._listeners: list[socket.socket] = []
         self._torch: Program | None = None
