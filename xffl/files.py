@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, Literal
 
 from xffl.errors import ConfigError, XfflError
-from xffl.reading import JSON_LIMIT, Fields, parse_json
+from xffl.json_text import JSON_LIMIT, parse_json
+from xffl.reading import Fields
 
 __all__ = [
     "create",
@@ -295,7 +296,7 @@ def read_fields(
     """Return the fields of a file that holds a JSON object, to be read with their types and limits.
 
     Whatever is wrong with the file raises ``error`` with its path: it cannot be opened, is no regular file, is longer
-    than ``limit`` bytes, or holds something else. See :func:`xffl.reading.parse_json`.
+    than ``limit`` bytes, or holds something else. See :func:`xffl.json_text.parse_json`.
     """
     try:
         value = parse_json(read_bytes(path, limit), is_finite=is_finite)

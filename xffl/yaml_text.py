@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from xffl.reading import DEPTH_LIMIT, has_surrogate, number_of_digits
+from xffl.json_text import DEPTH_LIMIT, has_surrogate, number_of_digits
 
 __all__ = ["YAML_LIMIT", "compose_yaml", "parse_yaml", "write_yaml"]
 

@@ -45,7 +45,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from xffl.cluster.launch.launch import held_port
-from xffl.cluster.launch.runner import die_with_parent
+from xffl.compat.libc import die_with_parent
 
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parents[1]

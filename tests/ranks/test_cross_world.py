@@ -16,8 +16,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.ports import free_port
 from tests.worlds import run_world
-from xffl.cluster.network import open_sockets
-from xffl.distributed.collectives import CrossWorldGroup
+from xffl.compat.sockets import open_sockets
+from xffl.distributed.cross_world import CrossWorldGroup
 
 DEAD, WAITING, POISONING = range(3)
 STAYS_S = 6.0

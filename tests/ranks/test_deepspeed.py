@@ -26,7 +26,7 @@ from xffl.errors import ConfigError, StateError
 from xffl.extras import install_command
 from xffl.parallel import DistributedConfig, DistributedStrategy, StrategyConfig, TrainingConfig
 from xffl.parallel.deepspeed import ZeroModel
-from xffl.parallel.zero_view import find_masters, mark
+from xffl.parallel.zero_mark import find_masters, mark
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed: pip install deepspeed")
 

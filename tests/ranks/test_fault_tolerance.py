@@ -801,7 +801,7 @@ def test_a_state_of_another_step_is_not_given(
 
 
 def test_the_tokens_file_is_its_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from xffl.cluster.environment import make_token_file, token_of
+    from xffl.cluster.run_token import make_token_file, token_of
 
     path = tmp_path / "deep" / "token"
     make_token_file(path)

@@ -21,7 +21,7 @@ from tests.worlds import be_launched, run_world
 from xffl.aggregation.exports import export_cell
 from xffl.aggregation.mean import weighted_mean
 from xffl.cli.main import main
-from xffl.cluster.hosts import Runtime, runtime_table
+from xffl.cluster.runtimes import Runtime, runtime_table
 from xffl.costs import EXCHANGE_FORMAT
 from xffl.distributed.consistency import holders_text, own_runtime
 from xffl.training.run_directory import RunDirectory

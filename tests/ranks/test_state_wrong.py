@@ -21,6 +21,7 @@ from tests.ranks.test_state import CPU, new_state, snapshot
 from tests.worlds import run_world
 from xffl import errors
 from xffl.distributed import DistributedState
+from xffl.distributed.distributed_state import take_off_setups
 from xffl.errors import ConfigError, StateError, TopologyError, XfflError
 
 Call = Callable[[DistributedState, int], Any]
@@ -342,7 +343,7 @@ def try_all(rank: int, world_size: int) -> list[tuple[str, str, float, bool]]:
             what = (type(error).__name__, str(error))
         told.append((*what, time.monotonic() - start, snapshot(state) == before))
         dist.barrier()
-        state._rollback_all()
+        take_off_setups(state, destroys=True)
     # After all this the world is as good as new.
     state = new_state(rank, world_size)
     state.set_federated_scaling((world_size // 2,), 1)

@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from xffl.aggregation.algorithms.combiners import GeometricMedian, MultiKrum
-from xffl.aggregation.algorithms.schedules import EveryEpochs, PerCell, Warmup, schedule_of
+from xffl.aggregation.algorithms.every_steps import schedule_of
+from xffl.aggregation.algorithms.schedules import EveryEpochs, PerCell, Warmup
 from xffl.aggregation.bench import Effort
 from xffl.aggregation.compression import Blockwise
 from xffl.aggregation.config import RoundArguments, validate_round_config

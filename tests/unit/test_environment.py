@@ -14,23 +14,21 @@ from typing import Any
 import pytest
 
 from xffl.cluster import hosts
+from xffl.cluster.claims import Claim
 from xffl.cluster.environment import (
     ProcessEnvironment,
     accept_cells,
     checks_world,
     detect_environment,
-    elastic_cell,
-    make_token_file,
-    parse_lighthouse,
     parse_sizes,
     requested_federation,
     requested_settings,
-    restarts_of,
-    token_of,
     use_interface,
 )
-from xffl.cluster.hosts import expand_counts, expand_hosts, interface_address, node_address
-from xffl.cluster.placement import Claim
+from xffl.cluster.host_lists import expand_counts, expand_hosts
+from xffl.cluster.hosts import interface_address, node_address
+from xffl.cluster.lighthouse_address import elastic_cell, parse_lighthouse, restarts_of
+from xffl.cluster.run_token import make_token_file, token_of
 from xffl.distributed.parameters import DeviceParameters
 from xffl.distributed.session import setup_distributed_process_group
 from xffl.errors import ConfigError, LaunchError, XfflError

@@ -17,7 +17,7 @@ from torch import nn
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError
 from xffl.extras import install_command
-from xffl.parallel.spread import materialize
+from xffl.parallel.meta_weights import materialize
 from xffl.training import models
 from xffl.training.models.weights import local_indices
 

@@ -20,8 +20,9 @@ import pytest
 from tests.ports import free_port
 from xffl.cli.main import main
 from xffl.cluster.doctor.compare import compare_runs
-from xffl.cluster.environment import prove_token, resolve_lighthouse, run_token
+from xffl.cluster.lighthouse_address import resolve_lighthouse
 from xffl.cluster.lighthouse_page import CellStatus, parse_page, read_lighthouse
+from xffl.cluster.run_token import prove_token, run_token
 from xffl.errors import LaunchError
 
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from xffl.cli.main import main; sys.exit(main(sys.argv[1:]))"

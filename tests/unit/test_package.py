@@ -35,6 +35,7 @@ WITHOUT_TORCH = (
     "callers",
     "naming",
     "checks",
+    "json_text",
     "reading",
     "yaml_text",
     "files",
@@ -462,3 +463,17 @@ def test_only_worlds_and_pretended_gpus_use_private_parts_of_torch() -> None:
     private = re.compile(r"^\s*(?:from|import) torch[\w.]*\._\w+", re.MULTILINE)
     users = {path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py") if private.search(path.read_text())}
     assert users <= {Path("tests/worlds.py"), Path("tests/nccl/gpus.py"), Path("tests/nccl/races.py")}
+
+
+WORKAROUND = re.compile(
+    r"\bctypes\b|\bmock\b|\b_getframe\b|\btorch\._C\b|\b_execution_engine\b|(listdir|readlink)\(f?.?/proc/self/fd\b"
+)
+"""What only xffl/compat does: calls of the C library, patches of other packages, private names of torch."""
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_workarounds_stand_in_their_room(path: Path) -> None:
+    if path.parent == PACKAGE / "compat":
+        return
+    lines = path.read_text().splitlines()
+    assert [line for line in lines if WORKAROUND.search(line)] == [], "make it a function of xffl/compat, with a test"

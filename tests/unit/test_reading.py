@@ -13,7 +13,8 @@ import pytest
 from xffl.checks import number, shown
 from xffl.errors import CheckpointError, ConfigError
 from xffl.files import read_fields, write_sealed_json
-from xffl.reading import Fields, parse_json
+from xffl.json_text import parse_json
+from xffl.reading import Fields
 from xffl.yaml_text import parse_yaml, write_yaml
 
 DIGITS = "9" * 5000

@@ -15,8 +15,9 @@ import torch
 from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.algorithms import registry
 from xffl.aggregation.algorithms.combiners import Coordinatewise, Mean
+from xffl.aggregation.algorithms.every_steps import EverySteps
 from xffl.aggregation.algorithms.registry import KINDS, AlgorithmInfo, entries, find, make, read_spec, resolve_algorithm
-from xffl.aggregation.algorithms.schedules import EverySteps, PerCell, Warmup
+from xffl.aggregation.algorithms.schedules import PerCell, Warmup
 from xffl.aggregation.algorithms.server import ServerOptimizer
 from xffl.aggregation.algorithms.server_rules import SGD, AdamW, Adaptive
 from xffl.aggregation.federated_scaling import FederatedScaling

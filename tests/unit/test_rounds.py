@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from xffl.aggregation.algorithms.schedules import EverySteps
+from xffl.aggregation.algorithms.every_steps import EverySteps
 from xffl.aggregation.config import RoundArguments, RoundConfig
 from xffl.aggregation.contributions import Snapshot
 from xffl.aggregation.engine.consensus import RoundBroken, RoundInput
@@ -258,9 +258,7 @@ def test_hooks_are_joined_and_either_may_hold_a_round() -> None:
 @pytest.mark.parametrize("name", ["before_final_rounds", "tell", "is_stopping", "defer_start"])
 def test_what_was_an_attribute_and_is_a_hook_is_refused_by_name(name: str) -> None:
     scaling = object.__new__(FederatedScaling)
-    with pytest.raises(
-        StateError, match=rf"FederatedScaling.{name} is not set any more; give hooks=LoopHooks\("
-    ):
+    with pytest.raises(StateError, match=rf"FederatedScaling.{name} is not set any more; give hooks=LoopHooks\("):
         setattr(scaling, name, lambda: True)
 
 

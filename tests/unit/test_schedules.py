@@ -9,16 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from xffl.aggregation.algorithms.every_steps import EverySteps, Schedule, schedule_of
 from xffl.aggregation.algorithms.schedules import (
     Balanced,
     Divergence,
     EveryEpochs,
     EverySeconds,
-    EverySteps,
     PerCell,
-    Schedule,
     Warmup,
-    schedule_of,
     share_out,
 )
 from xffl.aggregation.report import RoundReport

@@ -26,9 +26,10 @@ from xffl.checkpoint.format import read_pointer, read_record
 from xffl.checkpoint.opened import OpenFolder
 from xffl.checkpoint.tables import read_files, read_tensors
 from xffl.checkpoint.torch_files import load_archive
-from xffl.cluster.environment import token_of
+from xffl.cluster.run_token import token_of
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.sharding import dtype_of, from_plain
+from xffl.distributed.plain_values import from_plain
+from xffl.distributed.sharding import dtype_of
 from xffl.elastic.federation import read_vote
 from xffl.errors import CheckpointError, XfflError
 from xffl.files import read_bytes, read_sealed, read_sealed_json, read_text, sealed_json

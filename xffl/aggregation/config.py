@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.algorithms import registry
 from xffl.aggregation.algorithms.clients import Client, set_up
-from xffl.aggregation.algorithms.schedules import EverySteps, Schedule, schedule_of
+from xffl.aggregation.algorithms.every_steps import EverySteps, Schedule, schedule_of
 from xffl.aggregation.contributions import unwrap
 from xffl.aggregation.hierarchical import Levels, read_levels
 from xffl.aggregation.options import REMOVED, check_merge, refuse_removed
@@ -21,7 +21,7 @@ from xffl.checks import integer, one_of
 from xffl.distributed.sharding import sharded_parameters
 from xffl.errors import ConfigError
 from xffl.naming import Writer
-from xffl.parallel.zero_view import is_cut
+from xffl.parallel.zero_mark import is_cut
 
 __all__ = [
     "RoundArguments",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.optim import SGD, Optimizer
-from torch.optim import optimizer as torch_optimizer
 
+from xffl.compat.pytorch import is_in_backward
 from xffl.errors import CheckpointError, ConfigError
 
 __all__ = [
@@ -23,7 +22,6 @@ __all__ = [
     "StepTimer",
     "check_apart",
     "check_outside_backward",
-    "enclosing_calls",
     "unwrap",
 ]
 
@@ -181,26 +179,6 @@ INNER = {"opacus": "original_optimizer", "accelerate": "optimizer"}
 """Packages of wrappers that leave the parameters alone once the optimizer inside has stepped, and where it is held."""
 
 
-def enclosing_calls() -> list[Optimizer]:
-    """Return the optimizers in whose ``step`` the call lies that a step hook was called for; innermost first.
-
-    The hook itself must call it. torch runs hooks in the ``step`` of a class and in that of its parent, so
-    ``super().step()`` runs them once more. The stack is read, since a count of steps begun and ended would be wrong
-    after a step that raised: it has no hook at its end.
-    """
-    hook = sys._getframe(1)
-    calls: list[Optimizer] = []
-    frame = hook.f_back
-    # Whatever another hook of the same file has called (a callback that trains, say) is no part of its step.
-    while frame is not None and frame.f_code.co_filename != hook.f_code.co_filename:
-        if frame.f_code.co_filename == torch_optimizer.__file__:  # torch's wrapper(*args, **kwargs) around a step
-            args = frame.f_locals.get("args")
-            if isinstance(args, tuple) and args and isinstance(args[0], Optimizer):
-                calls.append(args[0])
-        frame = frame.f_back
-    return calls[1:]
-
-
 def check_apart(optimizer: Optimizer, outer: Sequence[Optimizer]) -> None:
     """Raise where an optimizer steps inside another one's step and both hold the same parameters: it is one step."""
     mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -215,7 +193,7 @@ def check_apart(optimizer: Optimizer, outer: Sequence[Optimizer]) -> None:
 
 def check_outside_backward(what: str) -> None:
     """Raise where a step is made during a backward pass, in which a round would change what it still reads."""
-    if torch._C._current_graph_task_id() != -1:  # torch has no public call for it
+    if is_in_backward():
         raise ConfigError(
             f"{what} inside a backward pass, where a round would change parameters that gradients are still computed "
             "from; give optimizer=None, and call scaling.step() after backward()"
@@ -310,7 +288,7 @@ class NormalizedSteps:
             return 0.0
         if factors.count(factors[0]) == len(factors):
             return factors[0]
-        numels = [sum(parameter.numel() for parameter in group["params"]) for group in groups]
+        numels: list[int] = [sum(parameter.numel() for parameter in group["params"]) for group in groups]
         return sum(factor * numel for factor, numel in zip(factors, numels, strict=True)) / sum(numels)
 
     def state_dict(self) -> dict[str, Any]:

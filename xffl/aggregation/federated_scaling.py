@@ -16,9 +16,9 @@ from torch.utils.hooks import RemovableHandle
 
 from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.algorithms.clients import Client, check_step
-from xffl.aggregation.algorithms.schedules import Schedule
+from xffl.aggregation.algorithms.every_steps import Schedule
 from xffl.aggregation.config import RoundArguments, check_stepped, parse_round_config
-from xffl.aggregation.contributions import Snapshot, check_apart, check_outside_backward, enclosing_calls
+from xffl.aggregation.contributions import Snapshot, check_apart, check_outside_backward
 from xffl.aggregation.engine.setup import check_given
 from xffl.aggregation.engine.stages.first_round import digest_of
 from xffl.aggregation.hierarchical import Levels
@@ -28,6 +28,7 @@ from xffl.aggregation.rounds.hooks import FormerAttribute, LoopHooks
 from xffl.aggregation.rounds.offer import Outcome, RoundOffer, StepLedger
 from xffl.aggregation.weight_copies import tell_copies
 from xffl.checks import integer
+from xffl.compat.pytorch import enclosing_steps
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
@@ -370,7 +371,7 @@ class FederatedScaling:
         self.join()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        outer = enclosing_calls()
+        outer = enclosing_steps()
         if optimizer in outer:
             return  # super().step(): a part of the step that has begun
         check_outside_backward(f"optimizer {type(optimizer).__name__} makes a step")
@@ -385,7 +386,7 @@ class FederatedScaling:
             self._config.client.before_step(optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer in enclosing_calls():
+        if optimizer in enclosing_steps():
             return
         factors = self._ledger.normalized_steps.after_step(optimizer)
         if self._config.client is not None:

@@ -75,12 +75,12 @@ class Options:
             one_of(switch, plain[switch], (True, False))
         one_of("nonfinite", plain["nonfinite"], NONFINITE)
         one_of("form", plain["form"], FORMS)
-        combiner = make("combine", combine, writer=Writer.USER)
+        combiner = Mean() if combine == "mean" else make("combine", combine, writer=Writer.USER)
         if not isinstance(combiner, Coordinatewise | WeightedCombiner):
             raise ConfigError(
                 f"combine must be a Combiner (derive it from Coordinatewise or WeightedCombiner), got {combine!r}"
             )
-        optimizer = server_of(server, writer=Writer.USER)
+        optimizer = None if server is None else server_of(server, writer=Writer.USER)
         private = None if privacy is None else make("privacy", privacy, writer=Writer.USER)
         if not isinstance(private, Privacy | None):
             raise ConfigError(f"privacy must be a xffl.aggregation.privacy.Privacy, got {privacy!r}")

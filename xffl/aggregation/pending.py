@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable, Collection
 from typing import Any, Generic, NoReturn, TypeVar
@@ -10,6 +9,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 import torch
 
 from xffl.aggregation.report import RoundReport
+from xffl.compat.python import end_thread
 from xffl.distributed.groups import leave_after
 from xffl.errors import StateError
 
@@ -50,7 +50,7 @@ class Background(Generic[T]):
     def stop(self, within_s: float) -> None:
         """End the thread, by itself within some seconds or else by an exception; one that waits for a message stays."""
         if not self._done.wait(within_s) and self._thread.ident is not None:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread.ident), ctypes.py_object(SystemExit))
+            end_thread(self._thread.ident)
             self._done.wait(within_s)
         if self._done.is_set():
             self._thread.join()

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
+from xffl.compat.pytorch import is_profiling
+
 __all__ = ["ElasticRoundReport", "RoundProfile", "RoundReport"]
 
 
@@ -182,7 +184,7 @@ class _Phase:
         self._from = self._profile.mark() if self._profile.is_on_gpu else None
         # Not where nobody looks, since it costs 10 us and more even then, some hundred times in a round.
         self._span: AbstractContextManager[object] | None = None
-        if profiler._is_profiler_enabled:
+        if is_profiling():
             shown: AbstractContextManager[object] = profiler.record_function(f"xffl.{self._name}")
             shown.__enter__()
             self._span = shown

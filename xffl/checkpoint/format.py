@@ -46,7 +46,7 @@ from xffl.checkpoint.torch_files import FileSlice, check_archive, load_archive
 from xffl.checks import shown
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.sharding import Plain
+from xffl.distributed.plain_values import Plain
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
 from xffl.files import (
     TEXT_FILE_LIMIT,
@@ -58,7 +58,8 @@ from xffl.files import (
     sealed_json,
     sync,
 )
-from xffl.reading import Fields, parse_json
+from xffl.json_text import parse_json
+from xffl.reading import Fields
 
 __all__ = [
     "CellIndex",
@@ -428,7 +429,10 @@ class CellWriter(FileSystemWriter):
         self, folder: Path, values: dict[str, Plain], ties: dict[str, str], files: dict[str, FileEntry]
     ) -> None:
         super().__init__(folder, sync_files=True)
-        self.folder, self.values, self.ties, self.files = folder, values, ties, files
+        self.folder = folder
+        self.values = values
+        self.ties = ties
+        self.files = files
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file and read it back for its checksum; a rank with nothing to write makes none."""

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from xffl.errors import CheckpointError, ConfigError, ReplacedError
 from xffl.files import read_limited
-from xffl.reading import JSON_LIMIT
+from xffl.json_text import JSON_LIMIT
 
 __all__ = ["TRIES", "OpenFolder", "aside", "read_again_if_replaced"]
 

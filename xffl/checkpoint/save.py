@@ -42,10 +42,12 @@ from xffl.checkpoint.contents import (
 )
 from xffl.checkpoint.format import Cell, CellWriter, Record
 from xffl.checkpoint.tables import FileEntry
-from xffl.distributed.consistency import barrier, difference_of, run_on_all_ranks
+from xffl.distributed.consistency import barrier, run_on_all_ranks
+from xffl.distributed.differences import difference_of
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group, make_host_groups
-from xffl.distributed.sharding import Plain, bytes_of, to_plain
+from xffl.distributed.plain_values import Plain, to_plain
+from xffl.distributed.sharding import bytes_of
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
 from xffl.files import make_folders
 from xffl.topology import Topology
@@ -343,7 +345,8 @@ class PendingSave:
     """A checkpoint that is being written to its ``path``, as :meth:`AsyncSaver.save` returns it."""
 
     def __init__(self, path: Path, saver: AsyncSaver) -> None:
-        self.path, self._saver = path, saver
+        self.path = path
+        self._saver = saver
 
     def then(self, call: Callable[[dist.ProcessGroup | None], None]) -> None:
         """Call something on the saver's thread when the checkpoint is whole, and nothing where it failed.

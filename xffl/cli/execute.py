@@ -19,9 +19,8 @@ from jsonargparse import ArgumentParser, Namespace
 
 from xffl.checks import integer
 from xffl.cli.main import command_parser
-from xffl.cluster import environment
+from xffl.cluster import environment, lighthouse_address, run_token
 from xffl.cluster.batch import find_job, is_here
-from xffl.cluster.cells import Federation, check_cells, parse_cell, parse_federation
 from xffl.cluster.launch.affinity import share_machine
 from xffl.cluster.launch.elastic import CellJob, SharedLighthouse, launch_cells, own_lighthouse, step_variables
 from xffl.cluster.launch.failure import ExitCode, FailureRecord, RankFailure, record_failure
@@ -32,11 +31,12 @@ from xffl.cluster.launch.runner import RankJob, be_rank, run_script, take_share
 from xffl.cluster.launch.script import CONFIGURATIONS, check_command, is_module, is_stream, read_source
 from xffl.cluster.launch.srun import launch_srun
 from xffl.cluster.launch.ssh import launch_ssh
-from xffl.cluster.launchers import find_launcher, launcher_of
+from xffl.cluster.recognition import find_launcher, launcher_of
+from xffl.cluster.sizes import Federation, check_cells, parse_cell, parse_federation
 from xffl.cluster.slurm.allocation import Allocation, Host, ask_switches, own_host, parse_hosts
 from xffl.errors import ConfigError, LaunchError
 from xffl.files import TEXT_FILE_LIMIT, read_text
-from xffl.reading import parse_json
+from xffl.json_text import parse_json
 from xffl.topology import Topology
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ def _run_configuration(options: Namespace, file: str, words: Sequence[str], over
         words = [*words, *_words_of_cell(over_files, resolved, options)]
         trainer, resolved = configuration.read_job(file, words)
         options.federated = None  # a job of one cell
-    elif (cell := environment.elastic_cell()) is not None:
+    elif (cell := lighthouse_address.elastic_cell()) is not None:
         words = [*words, *_words_of_elastic_cell(*cell, resolved, options)]
         trainer, resolved = configuration.read_job(file, words)
     if "print_config" in flags:
@@ -275,7 +275,8 @@ def _run_configuration(options: Namespace, file: str, words: Sequence[str], over
         return _start_all_cells(options, start, layout, [file, *words], federated)
     word = configuration.hand_over(file, resolved)
     code = _start(options, start, layout, [str(_RANK)], federated=federated, limit_s=launch.timeout_s, resolved=word)
-    experiment, is_lone_cell = getattr(resolved.config, "experiment", None), over_files or environment.elastic_cell()
+    experiment = getattr(resolved.config, "experiment", None)
+    is_lone_cell = over_files or lighthouse_address.elastic_cell()
     has_failed = code not in (ExitCode.OK, ExitCode.REFUSED, ExitCode.PREEMPTED)
     if has_failed and not is_lone_cell and experiment is not None and experiment.resume:
         from xffl.checkpoint.manager import find_latest_checkpoint
@@ -494,7 +495,7 @@ def _check_elastic(options: Namespace, over_files: environment.OverFiles) -> Non
     number, cells = parse_cell(over_files.cell, "--cell")
     os.environ["XFFL_CELL"] = f"{number}/{_count(cells)}"
     if options.elastic is not None:
-        os.environ["XFFL_LIGHTHOUSE"] = environment.parse_lighthouse("--elastic", options.elastic)
+        os.environ["XFFL_LIGHTHOUSE"] = lighthouse_address.parse_lighthouse("--elastic", options.elastic)
 
 
 def _start_all_cells(
@@ -512,9 +513,9 @@ def _start_all_cells(
     sizes, is_local = layout.topology.sizes, start.kind == "local"
     check_cells(len(sizes), environment.required_cells(), federated)
     environ = _environ_of_cells()
-    if not environment.has_token(environ):
+    if not run_token.has_token(environ):
         environ["XFFL_TOKEN"] = os.urandom(32).hex()
-    environment.token_of(environ)
+    run_token.token_of(environ)
     with ExitStack() as stack:
         log_dir = _follow_logs(options, stack, is_local=is_local)  # each cell by itself would tear others' lines
         lighthouse = stack.enter_context(own_lighthouse(None if is_local else layout))
@@ -537,8 +538,8 @@ def _start_all_cells(
 
 def _start_one_cell(options: Namespace, command: Sequence[str]) -> int:
     """Start this cell of a run, and start it again when it fails."""
-    environment.token_of()
-    number, cells = environment.elastic_cell() or (0, 1)
+    run_token.token_of()
+    number, cells = lighthouse_address.elastic_cell() or (0, 1)
     check_cells(cells, environment.required_cells(), None)
     words = _options_of_cell(options, "processes", "hosts", "launcher", "grace", "hsdp")
     if options.merge:
@@ -590,7 +591,7 @@ def _start(
 ) -> int:
     """Start the processes and tell how the job ended; ``limit_s`` and ``resolved`` are of a configuration."""
     timeout_s, knob = (limit_s, "launch.timeout_s") if options.timeout is None else (options.timeout, "--timeout")
-    if (cell := environment.elastic_cell()) is not None:
+    if (cell := lighthouse_address.elastic_cell()) is not None:
         layout = replace(layout, cell=cell[0])
     environ = (
         environment.federation_variables(layout.sizes, layout.replica_size) | environment.read_over_files().variables()

@@ -20,7 +20,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from xffl.checks import decimal, integer, number, one_of, shown, visible
 from xffl.cli.main import command_parser
-from xffl.cluster import environment
+from xffl.cluster import environment, lighthouse_address, run_token
 from xffl.cluster.launch.logs import Stream, list_rank_files
 from xffl.cluster.launchers import LAUNCHERS
 from xffl.errors import ConfigError, XfflError
@@ -204,11 +204,11 @@ def _lighthouse(options: Namespace) -> int:
         seconds = number(f"--{name.replace('_', '-')}", options[name], 0.1, below=1e6, hint="in seconds")
         times[f"{name}_ms"] = round(1000 * seconds)
     if options.token_file is not None:
-        environment.make_token_file(Path(options.token_file))
+        run_token.make_token_file(Path(options.token_file))
     stopped = threading.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda *_: stopped.set())
-    host, port = environment.read_address("--bind", options.bind)
+    host, port = lighthouse_address.read_address("--bind", options.bind)
     os.environ.setdefault("RUST_LOG", "error")  # read when torchft is imported
     with optional_import("elastic", "a lighthouse needs torchft, which has wheels for x86-64 Linux"):
         from torchft.coordination import LighthouseServer
@@ -353,7 +353,7 @@ def _cells(options: Namespace) -> int:
 def _read_status(address: str) -> tuple[str, LighthouseStatus]:
     from xffl.cluster.lighthouse_page import read_lighthouse
 
-    url = environment.resolve_lighthouse(address)
+    url = lighthouse_address.resolve_lighthouse(address)
     return url, read_lighthouse(url)
 
 

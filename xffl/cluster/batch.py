@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xffl.checks import shown
-from xffl.cluster.hosts import MAX_HOSTS, resolve
-from xffl.cluster.launchers import find_launcher, read_number
+from xffl.cluster.host_lists import MAX_HOSTS
+from xffl.cluster.hosts import resolve
+from xffl.cluster.launcher import read_number
+from xffl.cluster.recognition import find_launcher
 from xffl.cluster.slurm.allocation import Allocation, Host, find_allocation
 from xffl.errors import LaunchError
 from xffl.files import read_text

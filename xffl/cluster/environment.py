@@ -6,80 +6,42 @@ This package is the only reader of the environment's process variables; the laun
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import os
-import re
-import secrets
 import socket
-import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
-from xffl.checks import decimal, integer
-from xffl.cluster.cells import (
-    Federation,
-    check_cells,
-    lone_cell,
-    parse_cell,
-    parse_federation,
-    parse_sizes,
-    read_replica_size,
-)
-from xffl.cluster.hosts import interface_address, route_address
-from xffl.cluster.launchers import (
-    KNOWS_NODES,
-    Fields,
-    find_launcher,
-    honour_master,
-    launcher_of,
-    read_number,
-    refuse_half_a_place,
-    refuse_other_launchers,
-)
+from xffl.checks import integer
+from xffl.cluster.hosts import interface_address
+from xffl.cluster.launcher import Fields, honour_master, read_number
+from xffl.cluster.launchers import KNOWS_NODES
 from xffl.cluster.listening import is_loopback
 from xffl.cluster.network import LOCAL_VARIABLE, control_address
+from xffl.cluster.recognition import find_launcher, launcher_of, refuse_half_a_place, refuse_other_launchers
+from xffl.cluster.sizes import Federation, check_cells, lone_cell, parse_federation, parse_sizes, read_replica_size
 from xffl.errors import ConfigError, LaunchError, TopologyError
-from xffl.files import create, make_folders, naming_errors, open_regular, read_bytes, read_limited, read_text, sync
 
 __all__ = [
-    "ADDRESS_BYTES",
-    "PROOF_KEY",
     "OverFiles",
     "ProcessEnvironment",
     "accept_cells",
-    "bind_address",
     "checks_world",
     "complete_federation",
     "detect_environment",
-    "elastic_cell",
     "federation_variables",
-    "has_token",
-    "lighthouse_of",
-    "make_token_file",
-    "parse_lighthouse",
     "parse_sizes",
-    "prove_token",
-    "read_address",
     "read_over_files",
-    "replica_group_of",
     "request_federation",
     "requested_federation",
     "requested_settings",
     "require_cells",
     "required_cells",
-    "resolve_lighthouse",
-    "restarts_of",
-    "run_token",
     "sources_named",
-    "token_of",
     "use_interface",
-    "warn_without_token",
 ]
 
 _PARTS = (("rank", "world_size"), ("node_local_rank", "node_local_size"), ("node_rank", "node_world_size"))
@@ -407,220 +369,3 @@ def use_interface(name: str | None, environ: MutableMapping[str, str] = os.envir
         interface_address(chosen, source)
     environ.update(names)
     return chosen
-
-
-# Jobs that a lighthouse joins: this one's number among them, the lighthouse, and the run's token ----------------------
-
-
-_ADDRESS = re.compile(r"(?:http://)?(\[[0-9a-fA-F:]+\]|[^:/\s]+):([0-9]{1,5})/?")
-ADDRESS_BYTES = 4096
-"""The most bytes of a file that names a lighthouse"""
-_GROUP = re.compile(r"([0-9]{1,9})/([0-9]{1,9})")
-
-
-def lighthouse_of(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the lighthouse's address, ``http://HOST:PORT``, as ``XFFL_LIGHTHOUSE`` or torchft's own variable says."""
-    for name in ("XFFL_LIGHTHOUSE", "TORCHFT_LIGHTHOUSE"):
-        if text := environ.get(name, "").strip():
-            return _url(name, text)
-    hint = "start xffl lighthouse once for all replica groups, and give each job the address that it prints"
-    raise LaunchError(f"fault tolerance is asked for, but XFFL_LIGHTHOUSE is not set; {hint}")
-
-
-def resolve_lighthouse(text: str, what: str = "the lighthouse") -> str:
-    """Return a lighthouse's address, ``http://HOST:PORT``, from a text that holds it, or ``file:PATH`` of its file."""
-    if text.startswith("file:"):
-        try:
-            told = read_text(Path(text.removeprefix("file:")), ADDRESS_BYTES).strip()
-        except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or error
-            hint = "it is there once the lighthouse runs; see that its job has started, or give HOST:PORT"
-            raise LaunchError(f"{what} is {text!r}, a file that cannot be read ({why}); {hint}") from error
-        what, text = f"{what} in {text.removeprefix('file:')}", told
-    return _url(what, text)
-
-
-def _url(what: str, text: str) -> str:
-    return "http://{}:{}".format(*read_address(what, text))
-
-
-def read_address(what: str, text: str) -> tuple[str, int]:
-    """Return the host and port of an address."""
-    found = _ADDRESS.fullmatch(text.strip())
-    if found is None or int(found[2]) > 65535:
-        raise LaunchError(f"{what} is {text!r}; give HOST:PORT, such as 127.0.0.1:29510")
-    return found[1], int(found[2])
-
-
-def parse_lighthouse(what: str, text: str) -> str:
-    """Return where a run's lighthouse is: ``http://HOST:PORT``, or ``file:/PATH`` with a file that names it."""
-    kind, colon, path = text.strip().partition(":")
-    if kind != "file" or not colon:
-        return _url(what, text)
-    if not path:
-        raise LaunchError(f"{what} is {text!r}; give the file that holds the lighthouse's address: file:PATH")
-    return f"file:{os.path.abspath(path)}"
-
-
-def elastic_cell(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
-    """Return which cell of an elastic run this job is, and how many there are; ``None`` where it is not part of one."""
-    text = environ.get("XFFL_CELL", "").strip()  # without a lighthouse it is for rounds over files
-    if not text or not environ.get("XFFL_LIGHTHOUSE", "").strip():
-        return None
-    cell, cells = parse_cell(text, "XFFL_CELL")
-    return cell, cells if isinstance(cells, int) else len(cells)
-
-
-def restarts_of(environ: Mapping[str, str] = os.environ) -> int:
-    """Return how often this job was started before, as ``XFFL_RESTARTS`` or else ``SLURM_RESTART_COUNT`` says."""
-    for name in ("XFFL_RESTARTS", "SLURM_RESTART_COUNT"):
-        if text := environ.get(name, "").strip():
-            return integer(name, text if decimal(text) is None else decimal(text), 0, error=LaunchError)
-    return 0
-
-
-def replica_group_of(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
-    """Return this job's replica group and the most groups, as ``XFFL_ISLAND=1/4`` says; ``None`` where unset."""
-    if not (text := environ.get("XFFL_ISLAND", "").strip()):
-        return None
-    found = _GROUP.fullmatch(text)
-    if found is None or not int(found[1]) < int(found[2]):
-        raise LaunchError(
-            f"XFFL_ISLAND is {text!r}; give this replica group's number, from 0, and the most groups, such as 0/2"
-        )
-    return int(found[1]), int(found[2])
-
-
-def token_of(environ: Mapping[str, str] = os.environ) -> bytes:
-    """Return the run's token: the text of ``XFFL_TOKEN``, or of the file that ``XFFL_TOKEN_FILE`` names.
-
-    It is empty where ``XFFL_TOKEN=none`` says that the run does without; LaunchError where nothing is said.
-    """
-    if token := environ.get("XFFL_TOKEN", "").strip():
-        return b"" if token == NO_TOKEN else _check_token(token, "XFFL_TOKEN")
-    if not (name := environ.get("XFFL_TOKEN_FILE", "").strip()):
-        raise LaunchError(
-            "cells and replica groups give their weights to those that know the run's token, and there is none; set "
-            "XFFL_TOKEN, or XFFL_TOKEN_FILE to a file that xffl lighthouse --token-file has made (or, to give them to "
-            "anybody, XFFL_TOKEN=none)"
-        )
-    try:
-        with open_regular(Path(name)) as file:  # what is asked and what is read is one file, whoever renames another
-            mode = os.fstat(file.fileno()).st_mode
-            token = read_limited(file, Path(name), _TOKEN_BYTES).decode("utf-8").strip()
-    except (OSError, ValueError) as error:
-        raise LaunchError(f"XFFL_TOKEN_FILE {name!r} cannot be read ({error}); give the file of the token") from error
-    if stat.S_IMODE(mode) & 0o077:
-        raise LaunchError(f"XFFL_TOKEN_FILE {name!r} may be read by others; make a new token, and chmod 600 its file")
-    if not token:
-        raise LaunchError(f"XFFL_TOKEN_FILE {name!r} is empty; remove it, and let xffl lighthouse make another")
-    return _check_token(token, f"XFFL_TOKEN_FILE {name!r}")
-
-
-def _check_token(token: str, source: str) -> bytes:
-    """Return a token as bytes; who records one message of a run can try short ones without asking anybody."""
-    if len(token) < LEAST_TOKEN:
-        raise LaunchError(
-            f"{source} has a token of {len(token)} characters, and fewer than {LEAST_TOKEN} can be guessed; make one "
-            "with: openssl rand -hex 32"
-        )
-    try:
-        return token.encode()
-    except UnicodeEncodeError:  # its text, which the error quotes, is a secret
-        raise LaunchError(f"{source} has a token that is not UTF-8 text; make one with: openssl rand -hex 32") from None
-
-
-def has_token(environ: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether it is said what the run's token is, or that there is none."""
-    return any(environ.get(name, "").strip() for name in ("XFFL_TOKEN", "XFFL_TOKEN_FILE"))
-
-
-def run_token(environ: Mapping[str, str] = os.environ) -> bytes:
-    """Return the run's token as :func:`token_of`; nothing where neither variable is set."""
-    return token_of(environ) if has_token(environ) else b""
-
-
-def warn_without_token(token: bytes) -> None:
-    """Say on standard error what it means that a run does without a token."""
-    if not token:
-        print(
-            f"xffl: XFFL_TOKEN={NO_TOKEN}: whoever reaches the lighthouse or a host of this run can read and change "
-            "its model; see the page Security of the manual",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
-NO_TOKEN = "none"
-"""What ``XFFL_TOKEN`` says where a run is to do without a token."""
-LEAST_TOKEN = 16
-"""Characters of a token, at least."""
-_TOKEN_BYTES = 2**16
-"""The most bytes of a token's file"""
-PROOF_KEY = "xffl/token"
-"""Where a cell keeps in its store what :func:`prove_token` makes of its token."""
-
-
-def prove_token(token: bytes, life: str, nonce: str | None = None) -> str:
-    """Return a nonce, by default a new one, and what only those can tell of it and a cell's life who know the token."""
-    nonce = secrets.token_hex(16) if nonce is None else nonce
-    return f"{nonce} {hmac.new(token, f'doctor{nonce}{life}'.encode(), hashlib.sha256).hexdigest()}"
-
-
-def make_token_file(path: Path) -> None:
-    """Write a new token into a file that its owner alone may read; one that is there already stays.
-
-    An empty file, which a kill or a full disk may have left, is replaced.
-    """
-    if os.path.lexists(path) and not _is_empty(path):
-        token_of({"XFFL_TOKEN_FILE": str(path)})
-        return
-    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        make_folders(path.parent)
-        with create(new, is_secret=True) as file, naming_errors(path):
-            file.write(f"{os.urandom(32).hex()}\n".encode())
-            file.flush()
-            os.fsync(file.fileno())
-        if not _take_name(new, path):  # another process was faster
-            token_of({"XFFL_TOKEN_FILE": str(path)})
-        sync(path.parent)
-    except OSError as error:
-        raise LaunchError(f"the token's file {path} cannot be written ({error}); give another") from error
-    finally:
-        with suppress(OSError):
-            new.unlink(missing_ok=True)
-
-
-def _is_empty(path: Path) -> bool:
-    """Tell whether a file has nothing in it but white space."""
-    try:
-        return not read_bytes(path, _TOKEN_BYTES).strip()
-    except OSError:  # token_of says what is wrong with it
-        return False
-
-
-def _take_name(new: Path, path: Path) -> bool:
-    """Give a finished file its name, and tell whether that was free, or that of an empty file."""
-    try:
-        os.link(new, path)  # refused where there is one, in one step
-    except FileExistsError:
-        if not _is_empty(path):
-            return False
-        new.replace(path)
-    except OSError:  # a file system without links
-        new.replace(path)
-    return True
-
-
-def bind_address(lighthouse: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the address of this host at which other replica groups may reach it, and nobody on other interfaces."""
-    if (named := control_address(environ)) is not None:
-        return named
-    try:
-        return route_address(*read_address("the lighthouse", resolve_lighthouse(lighthouse)))
-    except OSError as error:
-        raise LaunchError(
-            f"there is no way from {socket.gethostname()} to the lighthouse {lighthouse} ({error}); set "
-            "XFFL_LIGHTHOUSE to an address that this host reaches"
-        ) from error

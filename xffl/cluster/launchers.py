@@ -2,39 +2,32 @@
 
 A row tells the place of a process where all of its variables exist; MPI stands before SLURM, since ``mpirun`` inside an
 allocation inherits SLURM's variables. Where no row does, but variables show that a launcher was at work that tells too
-little, or is only known by name, the process is refused (:func:`launcher_of`): it would train alone, as each of the
-others would.
+little, or is only known by name, the process is refused (:func:`xffl.cluster.recognition.launcher_of`): it would train
+alone, as each of the others would.
 """
 
 from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from xffl.checks import decimal, shown
-from xffl.cluster.hosts import expand_counts, expand_hosts, host_identity, node_address, reachable_address
+from xffl.cluster.claims import Claim
+from xffl.cluster.host_lists import expand_counts, expand_hosts
+from xffl.cluster.hosts import host_identity, node_address, reachable_address
+from xffl.cluster.launcher import Environ, Fields, Launcher, honour_master, read_number
 from xffl.cluster.network import control_address
-from xffl.cluster.placement import Claim, place_ranks
+from xffl.cluster.placement import place_ranks
 from xffl.errors import LaunchError
 
 __all__ = [
     "KNOWS_NODES",
     "LAUNCHERS",
-    "Fields",
-    "Launcher",
-    "find_launcher",
-    "honour_master",
-    "launcher_of",
     "launcher_variables",
     "meet",
-    "read_number",
-    "refuse_half_a_place",
-    "refuse_other_launchers",
     "torchrun_variables",
 ]
 
@@ -106,158 +99,6 @@ def _listen_at(
             probe.bind(("", 0))
             port = int(probe.getsockname()[1])
     return address, port
-
-
-class Fields(dict[str, Any]):
-    """Fields of :class:`~xffl.cluster.environment.ProcessEnvironment` found so far; :meth:`take` alone fills them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sources: dict[str, str] = {}  # field to where its value came from: "argument rank", "MASTER_PORT"
-
-    def take(self, source: str, **values: Any) -> None:
-        """Take values from a source, each unless the field is found already."""
-        for name, value in values.items():
-            if name not in self:
-                self[name], self.sources[name] = value, source
-
-
-Environ = Mapping[str, str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Launcher:
-    """One row of the table: a launcher, how it is recognized, and what it tells."""
-
-    name: str
-    title: str
-    """Who has started the processes, in messages"""
-    variables: Mapping[str, str]
-    """Field of ProcessEnvironment to the variable that holds it; all of them must exist"""
-    more: Mapping[str, str] = field(default_factory=dict)
-    """The same for variables that this launcher may leave out"""
-    also: tuple[str, ...] = ()
-    """Further variables that must exist"""
-    signs: tuple[tuple[str, ...], ...] = ()
-    """Variables that prove that it was at work; one of these sets suffices"""
-    idle: Mapping[str, str] = field(default_factory=dict)
-    """What signs hold in the script of a batch job, which is no process of the launcher"""
-    complete: Callable[[Fields, Environ], None] = lambda found, environ: None
-    """Fills in what the variables leave open"""
-    accepts: Callable[[Environ], bool] = lambda environ: True
-    """A last look, for variables that may be stale"""
-    ignores: Callable[[Environ], bool] = lambda environ: False
-    """Whether its signs are another launcher's"""
-    again: str = "mpirun -n {}"
-    """How to start so many processes"""
-    remedy: str = ""
-    """What to do where it tells too little, in place of what is to be done for all launchers"""
-
-    @property
-    def is_told(self) -> bool:
-        """Whether its variables give rank, world size and local rank; other rows only recognize it."""
-        return {"rank", "world_size", "node_local_rank"} <= self.variables.keys()
-
-    def missing(self, environ: Environ) -> tuple[str, ...]:
-        """Return the variables that keep this row from matching."""
-        return tuple(name for name in (*self.variables.values(), *self.also) if name not in environ)
-
-    def matches(self, environ: Environ) -> bool:
-        """Tell whether this launcher started the process, and tells its place."""
-        return self.is_told and not self.missing(environ) and self.accepts(environ)
-
-    def read(self, environ: Environ) -> dict[str, Any]:
-        """Read the fields that the variables hold."""
-        named = {**self.variables, **{key: name for key, name in self.more.items() if name in environ}}
-        return {
-            key: environ[name] if key == "master_addr" else read_number(name, environ[name])
-            for key, name in named.items()
-        }
-
-    def find_sign(self, environ: Environ) -> tuple[str, ...] | None:
-        """Return the variables that show one of several processes of this launcher; ``None`` without any."""
-        rank, size = (environ.get(self.variables.get(key, "")) for key in ("rank", "world_size"))
-        if self.ignores(environ) or (size == "1" and rank in ("0", None)):
-            return None
-        for names in self.signs:
-            # A variable that is empty is as good as none: templates leave such behind.
-            if all(environ.get(name) and environ[name] != self.idle.get(name) for name in names):
-                return names
-        return None
-
-
-def find_launcher(environ: Environ) -> Launcher | None:
-    """Return the row of the launcher that started this process and tells its place; ``None`` where none does."""
-    return next((row for row in LAUNCHERS if row.matches(environ)), None)
-
-
-def launcher_of(environ: Environ) -> Launcher | None:
-    """Return what :func:`find_launcher` does; raise where launchers contradict each other, or one tells too little."""
-    row = find_launcher(environ)
-    if row is None:
-        refuse_other_launchers(environ)
-    elif row.name == "variables":
-        _refuse_contradiction(row, environ)
-    return row
-
-
-def refuse_other_launchers(environ: Environ) -> None:
-    """Raise where a launcher was at work that tells this process too little: every rank would train alone."""
-    if (environ.get("RANK", "0"), environ.get("WORLD_SIZE")) == ("0", "1"):
-        return  # somebody has said that it is to be alone
-    for row in LAUNCHERS:
-        if (names := row.find_sign(environ)) is None or (row.is_told and not row.missing(environ)):
-            continue
-        told = ", ".join(f"{name}={environ[name]}" for name in names)
-        lack = "which does not tell its ranks how many there are and which they are on their host"
-        if row.is_told:
-            lack = f"but {', '.join(row.missing(environ))} is missing"
-        raise LaunchError(
-            f"{told} looks like {row.title}, {lack}; {row.remedy or _REMEDY}. For a single process unset {names[0]}, "
-            "or set RANK=0 and WORLD_SIZE=1"
-        )
-
-
-def refuse_half_a_place(environ: Environ) -> None:
-    """Raise where RANK, WORLD_SIZE or LOCAL_RANK are set without the others: each of several ranks would train alone.
-
-    A world of one process, and the first process of a host, may be said by one variable.
-    """
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    told = {name: text for name in names if (text := environ.get(name, "").strip())}
-    is_alone = told.get("WORLD_SIZE") == "1" and told.get("RANK", "0") == "0"
-    if is_alone or told in ({}, {"LOCAL_RANK": "0"}):
-        return
-    raise LaunchError(
-        f"{', '.join(f'{name}={text}' for name, text in told.items())} is set, but "
-        f"{', '.join(name for name in (*names, 'MASTER_ADDR', 'MASTER_PORT') if not environ.get(name))} is missing, so "
-        f"this process would train alone; {_REMEDY}. For a single process unset {', '.join(told)}, or set RANK=0 and "
-        "WORLD_SIZE=1"
-    )
-
-
-def _refuse_contradiction(row: Launcher, environ: Environ) -> None:
-    """Raise where variables set by hand and the launcher that started the process tell different ranks of one world.
-
-    Processes that torchrun or ``xffl exec`` has started under another launcher have more variables than these.
-    """
-    told = row.read(environ)
-    other = next((other for other in LAUNCHERS if other is not row and other.matches(environ)), None)
-    if other is None:
-        return
-    theirs = other.read(environ)
-    if theirs["world_size"] == told["world_size"] and theirs["rank"] != told["rank"]:
-        variable = other.variables["rank"]
-        raise LaunchError(
-            f"RANK={told['rank']}, but {variable}={theirs['rank']}, of {told['world_size']} processes in both; set "
-            f"RANK=${variable} in each process, or leave RANK, WORLD_SIZE and LOCAL_RANK out"
-        )
-
-
-_REMEDY = (
-    "set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each process, or start with torchrun, mpirun or "
-    "srun. Where each process is to start ranks of its own, give xffl exec --launcher local"
-)
 
 
 def _complete_mpi(found: Fields, environ: Environ) -> None:
@@ -356,22 +197,6 @@ def _complete_slurm(found: Fields, environ: Environ) -> None:
     job, step = (read_number(name, environ[name]) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     # 20000 to 31999 lies below the ports that Linux hands out by itself; 750 jobs in a row and 16 steps of each differ.
     found.take("SLURM_JOB_ID", master_port=20000 + (job * 16 + step % 16) % 12000)
-
-
-def honour_master(found: Fields, environ: Environ) -> None:
-    """Take ``MASTER_ADDR`` and ``MASTER_PORT``, each where it is set and not found already."""
-    if environ.get("MASTER_ADDR"):
-        found.take("MASTER_ADDR", master_addr=environ["MASTER_ADDR"])
-    if environ.get("MASTER_PORT") and "master_port" not in found:
-        found.take("MASTER_PORT", master_port=read_number("MASTER_PORT", environ["MASTER_PORT"]))
-
-
-def read_number(name: str, text: str) -> int:
-    """Read the integer that a variable holds."""
-    number = decimal(text.strip().removeprefix("-"))
-    if number is None:
-        raise LaunchError(f"{name} is {shown(text)}; it must be an integer")
-    return -number if text.strip().startswith("-") else number
 
 
 def _local_fields(rank: str, world_size: str, local_rank: str, local_size: str) -> dict[str, str]:

@@ -22,8 +22,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from xffl.checks import decimal, group
-from xffl.cluster.environment import prove_token, run_token
 from xffl.cluster.network import connection_error
+from xffl.cluster.run_token import prove_token, run_token
 from xffl.errors import LaunchError
 
 __all__ = ["CellStatus", "LighthouseStatus", "parse_page", "read_lighthouse", "visit_run"]

@@ -22,11 +22,8 @@ __all__ = [
     "Timeouts",
     "connection_error",
     "control_address",
-    "cut_connection",
     "ephemeral_ports",
-    "limit_silence",
     "list_interfaces",
-    "open_sockets",
 ]
 
 LOCAL_VARIABLE = "XFFL_LOCAL_IFNAME"
@@ -110,40 +107,6 @@ def connection_error(host: str, port: int | str, timeout_s: float) -> str | None
     except (OSError, ValueError, OverflowError) as error:
         return getattr(error, "strerror", None) or str(error)
     return None
-
-
-def open_sockets() -> set[int]:
-    """Return the descriptors of this process that are sockets."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # it was closed meanwhile
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                found.add(int(name))
-    return found
-
-
-def cut_connection(descriptor: int, port: int) -> None:
-    """End a TCP connection of this process, whoever waits for it, if it leads to a port."""
-    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:  # it was closed meanwhile
-        if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[1] == port:
-            connection.shutdown(socket.SHUT_RDWR)
-
-
-def limit_silence(descriptor: int, seconds: int, peer: tuple[str, int] | None = None) -> None:
-    """Let a TCP connection end where its other host is silent for so many seconds, with data under way or without.
-
-    By itself the kernel tries for a quarter of an hour, and ever less often: a link that was down for half a minute has
-    been up again for as long when the next packet is sent. Other sockets are left as they are, and where a peer is
-    given, connections to others.
-    """
-    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:  # it was closed meanwhile
-        is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM
-        if not is_tcp or (peer is not None and connection.getpeername()[:2] != peer):
-            return
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, seconds // 2))
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds)
 
 
 @dataclass(frozen=True, kw_only=True)

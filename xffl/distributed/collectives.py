@@ -1,258 +1,31 @@
 """Collectives over a group of this world, or over a group whose ranks belong to several worlds.
 
 torch.distributed's own functions know the groups of one world. Where cells are jobs of their own, the ranks that meet
-for rounds are those of several: :class:`CrossWorldGroup` joins them, and the functions here take both kinds of groups.
+for rounds are those of several: :class:`~xffl.distributed.cross_world.CrossWorldGroup` joins them, and the functions
+here take both kinds of groups.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
-import os
-import queue
-import socket
-import threading
-import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from datetime import timedelta
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from xffl.cluster.listening import gloo_beyond_this_host
-from xffl.cluster.network import limit_silence, open_sockets
+from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.errors import RoundError
-from xffl.reading import JSON_LIMIT, parse_json
+from xffl.json_text import JSON_LIMIT, parse_json
 
 __all__ = [
-    "CrossWorldGroup",
     "Group",
-    "Work",
     "all_gather_json",
     "all_reduce",
     "broadcast",
     "group_size",
     "own_rank",
 ]
-
-POISON_TAG = 7_900  # nobody sends with it
-PROOF_TAG = 7_901
-NONCE_BYTES = 32
-SILENT_S = 10  # seconds in which the host at the other end of a connection has to answer
-WATCH_S = 0.2  # how often who waits for a message looks whether a connection is lost
-# Behind so many messages that came within so many seconds each, the next one is waited for as a quick one.
-QUICK_IN_A_ROW, QUICK_S = 16, 0.05
-INTERNET = (socket.AF_INET, socket.AF_INET6)
-
-
-class Work(Protocol):
-    """What is under way, and can be waited for."""
-
-    def wait(self) -> Any:
-        """Wait until it has ended; raise RuntimeError where it failed."""
-
-
-class CrossWorldGroup:
-    """A gloo group over the ranks of several worlds, which all make it with the same name; collective over them.
-
-    They meet at the store of an address, HOST:PORT, and no other group of it is called, or was, as this one. A rank
-    counts its peers as it counts the ranks of its own world, from ``first`` on: rank ``r`` of the group is
-    ``first + r``. Raises RuntimeError where the others do not come within ``connect_s``. Every wait ends after
-    ``timeout_s``, which may be changed between messages, and that for a message where the last ones were quick after
-    ``quick_timeout_s``.
-    """
-
-    def __init__(
-        self, address: str, name: str, rank: int, size: int, *, first: int, connect_s: float, timeout_s: float
-    ) -> None:
-        host, _, port = address.rpartition(":")
-        self.name, self.first, self.timeout_s = name, first, timeout_s
-        others = open_sockets()
-        store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=connect_s))
-        self.store = PrefixStore(name, store)
-        with gloo_beyond_this_host(host):
-            self._gloo: Any = dist.ProcessGroupGloo(self.store, rank, size, timedelta(seconds=connect_s))
-        # A host that is gone resets nothing. Without this only the time that a message may take would tell, and that
-        # has to be long, since a slow link is no lost one. gloo sets no such options, and does not tell its sockets.
-        opened = open_sockets() - others
-        for descriptor in opened:
-            limit_silence(descriptor, SILENT_S)
-        self.quick_timeout_s, self._quick = timeout_s, 0
-        self._connections = _connections(opened, others, int(port), size - 1)
-        self._waits: queue.SimpleQueue[tuple[dist.Work, timedelta, queue.SimpleQueue[Any]] | None] = queue.SimpleQueue()
-        threading.Thread(target=_wait, args=[self._waits], name="xffl-messages", daemon=True).start()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_waits"):
-            self._waits.put(None)
-
-    def wait(self, work: dist.Work, *, is_received: bool) -> Any:
-        """Wait for a message that was sent or is received; RuntimeError where it does not come, or a rank is lost.
-
-        Where a connection ends in the middle of a message, gloo's wait goes on until its time is over (30.0 s of 30 s),
-        and nothing but that ends it. So where messages take long, another thread waits; where they are quick, that
-        would cost 10 % of a round on busy cores (0.5 ms a message), and the time of one is kept short.
-        """
-        begun = time.monotonic()
-        is_quick = self._quick >= QUICK_IN_A_ROW
-        quick = timedelta(seconds=self.quick_timeout_s)
-        answer = work.wait(quick) if is_quick else self._wait_apart(work, self.timeout_s)
-        if is_received:
-            self._quick = self._quick + 1 if time.monotonic() - begun < QUICK_S else 0
-        return answer
-
-    def _wait_apart(self, work: dist.Work, timeout_s: float) -> Any:
-        """Have another thread wait, and see meanwhile whether a connection is lost."""
-        result: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._waits.put((work, timedelta(seconds=timeout_s), result))
-        while True:
-            try:
-                answer = result.get(timeout=WATCH_S)
-            except queue.Empty:
-                if any(_socket_of(descriptor) != name for descriptor, name in self._connections.items()):
-                    raise RuntimeError(f"a rank of the group {self.name} was lost in the middle of a message") from None
-                continue
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
-
-    def size(self) -> int:
-        """Return the number of ranks."""
-        return int(self._gloo.size())
-
-    def rank(self) -> int:
-        """Return this rank, from 0."""
-        return int(self._gloo.rank())
-
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work:
-        """Start to send to a rank of the group."""
-        return _Message(self._gloo.send(tensors, rank, tag), self, is_received=False)
-
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work:
-        """Start to receive from a rank of the group."""
-        return _Message(self._gloo.recv(tensors, rank, tag), self, is_received=True)
-
-    def all_reduce(self, values: torch.Tensor, op: Any) -> None:
-        """Reduce values in place."""
-        options = dist.AllreduceOptions()
-        options.reduceOp, options.timeout = op, timedelta(seconds=self.timeout_s)
-        self._gloo.allreduce([values], options).wait(timedelta(seconds=self.timeout_s))
-
-    def barrier(self, messages: int) -> None:
-        """Wait until all ranks are here, of which one may first send so many messages, each as long as one may take."""
-        options, within_s = dist.AllreduceOptions(), self.timeout_s * (1 + messages)
-        options.timeout = timedelta(seconds=within_s)
-        self._wait_apart(self._gloo.allreduce([torch.zeros(1, dtype=torch.float32)], options), within_s)
-
-    def all_gather(self, rows: list[torch.Tensor], values: torch.Tensor) -> None:
-        """Gather the values of each rank."""
-        table = torch.zeros(len(rows), *values.shape, dtype=values.dtype)
-        table[self.rank()] = values
-        self.all_reduce(table, dist.ReduceOp.SUM)  # each row is zero in all tables but one
-        for row, gathered in zip(rows, table, strict=True):
-            row.copy_(gathered)
-
-    def broadcast(self, values: torch.Tensor, source: int) -> None:
-        """Replace values by those of a rank of the group."""
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout = source, 0, timedelta(seconds=self.timeout_s)
-        self._gloo.broadcast([values], options).wait(timedelta(seconds=self.timeout_s))
-
-    def unproven(self, token: bytes, timeout_s: float, agreed: bytes = b"") -> list[int]:
-        """Return the ranks that do not know a token, or have agreed on something else; collective over the group.
-
-        Neither is sent. Each two ranks send each other 32 random bytes, then an HMAC of both, of their numbers, of the
-        group's name and of what they have agreed on.
-        """
-        others = [rank for rank in range(self.size()) if rank != self.rank()]
-        mine = os.urandom(NONCE_BYTES)
-
-        def proof(sender: int, receiver: int, nonces: bytes) -> bytes:
-            asked = f"{self.name} {sender} {receiver} ".encode() + nonces + agreed
-            return hmac.new(token, asked, hashlib.sha256).digest()
-
-        theirs = self._swap(dict.fromkeys(others, mine), timeout_s)
-        proofs = {rank: proof(self.rank(), rank, theirs[rank] + mine) for rank in others}
-        expected = {rank: proof(rank, self.rank(), mine + theirs[rank]) for rank in others}
-        told = self._swap(proofs, timeout_s)
-        return [rank for rank in others if not hmac.compare_digest(told[rank], expected[rank])]
-
-    def _swap(self, texts: Mapping[int, bytes], timeout_s: float) -> dict[int, bytes]:
-        """Send 32 bytes to each of some ranks, and return what they have sent."""
-        arrived = {rank: torch.zeros(NONCE_BYTES, dtype=torch.uint8) for rank in texts}
-        sent = {rank: torch.frombuffer(bytearray(text), dtype=torch.uint8) for rank, text in texts.items()}
-        works = [self._gloo.recv([values], rank, PROOF_TAG) for rank, values in arrived.items()]
-        works += [self._gloo.send([values], rank, PROOF_TAG) for rank, values in sent.items()]
-        for work in works:
-            work.wait(timedelta(seconds=timeout_s))
-        return {rank: values.numpy().tobytes() for rank, values in arrived.items()}
-
-    def poison(self) -> None:
-        """Close this rank's connections, so that the waits of all others end at once; local.
-
-        gloo's ``abort`` and ``shutdown`` end no wait: that of another rank lasts until its timeout, 20.0 s of 20 s. A
-        receive that runs out of time closes all connections of its group (torch 2.11, 2.13, 2.15).
-        """
-        for nobody in {*range(self.size())} - {self.rank()}:
-            # From one that is dead it fails at once, and closes nothing: one of the others has to do it.
-            try:
-                values = torch.zeros(1, dtype=torch.float32)
-                self._gloo.recv([values], nobody, POISON_TAG).wait(timedelta(milliseconds=1))
-            except RuntimeError:
-                continue  # as it should
-            raise AssertionError("a receive that nobody sends to has ended well")
-
-
-class _Message:
-    """A message that is sent or received."""
-
-    def __init__(self, work: dist.Work, group: CrossWorldGroup, *, is_received: bool) -> None:
-        self._work, self._group, self._is_received = work, group, is_received
-
-    def wait(self) -> Any:
-        return self._group.wait(self._work, is_received=self._is_received)
-
-
-def _wait(waits: queue.SimpleQueue[tuple[dist.Work, timedelta, queue.SimpleQueue[Any]] | None]) -> None:
-    """Wait for the messages of a group, one after the other, until it is gone."""
-    while (asked := waits.get()) is not None:
-        work, limit, result = asked
-        try:
-            result.put(work.wait(limit))
-        except Exception as error:  # noqa: BLE001 - told to who waits
-            result.put(error)
-        del asked, work
-
-
-def _connections(opened: set[int], others: set[int], store_port: int, count: int) -> dict[int, str]:
-    """Return which of the sockets that were opened with a group are its connections, and what they are called.
-
-    None of them if they cannot be told from others that were opened at the same time.
-    """
-    listening, found = {store_port}, {}
-    for descriptor in others:
-        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
-            if one.family in INTERNET and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                listening.add(one.getsockname()[1])  # of a store, where others come and go
-    for descriptor in opened:
-        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
-            # To ask for its peer raises where it is no connection.
-            if one.family in INTERNET and not {one.getsockname()[1], one.getpeername()[1]} & listening:
-                found[descriptor] = _socket_of(descriptor)
-    return found if len(found) == count else {}
-
-
-def _socket_of(descriptor: int) -> str:
-    """Return what the kernel calls a socket: no other one has the name; empty where it was closed."""
-    try:
-        return os.readlink(f"/proc/self/fd/{descriptor}")
-    except OSError:
-        return ""
-
 
 Group: TypeAlias = "dist.ProcessGroup | CrossWorldGroup"
 """A group of this world, or one whose ranks belong to several."""

@@ -7,7 +7,7 @@ import json
 import logging
 import platform
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple
 from datetime import timedelta
@@ -18,17 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from xffl import __version__, errors
-from xffl.checks import group
-from xffl.cluster.hosts import Runtime, format_refusal, group_by_runtime, own_format, runtime_table
+from xffl import __version__
 from xffl.cluster.launch.failure import note_alike
-from xffl.distributed.collectives import (
-    CrossWorldGroup,
-    Group,
-    all_gather_json,
-    all_reduce,
-    own_rank,
-)
+from xffl.cluster.runtimes import Runtime, format_refusal, group_by_runtime, own_format, runtime_table
+from xffl.distributed.collectives import Group, all_gather_json, all_reduce, own_rank
+from xffl.distributed.cross_world import CrossWorldGroup
+from xffl.distributed.differences import Describe, describe_difference, rebuild_error
 from xffl.distributed.sharding import bytes_of
 from xffl.distributed.waits import NamedWait
 from xffl.errors import ConfigError, LaunchError, XfflError
@@ -43,7 +38,6 @@ __all__ = [
     "compute_device",
     "connect",
     "control_device",
-    "difference_of",
     "find_unequal_cells",
     "gather_objects",
     "gather_runtimes",
@@ -120,10 +114,7 @@ def connect(groups: Iterable[Group | None], device: torch.device) -> None:
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
-Describe = Callable[[dict[int, str]], XfflError] | None
 Convert = Callable[[Exception], XfflError] | None
-
-SHOWN = 4  # different errors or values that a message writes out
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -154,7 +145,7 @@ def check_consistent(
     if is_same and error is None:
         return
     if error is None or not is_same:
-        error = _difference([(what, value, wrong and tuple(wrong)) for what, value, wrong in told], describe)
+        error = describe_difference([(what, value, wrong and tuple(wrong)) for what, value, wrong in told], describe)
     note_alike(error, is_speaker=own_rank(group) == 0)
     raise error
 
@@ -272,7 +263,7 @@ def check_consistent_on_store(
     verdict: list[str] | None = json.loads(store.get("verdict").decode())
     if verdict is not None:
         _wait_for_readers(store, rank, world_size, timeout_s)
-        refused = _rebuild(*verdict)
+        refused = rebuild_error(*verdict)
         note_alike(refused, is_speaker=rank == 0)
         raise refused
 
@@ -309,7 +300,7 @@ def end_on_store(
     verdict = store.get("error").decode()
     store.set("verdict", verdict)
     _wait_for_readers(store, rank, world_size, timeout_s)
-    refused = _rebuild(*json.loads(verdict))
+    refused = rebuild_error(*json.loads(verdict))
     note_alike(refused, is_speaker=is_speaker)
     raise refused
 
@@ -390,36 +381,3 @@ def holders_text(ranks: Iterable[int], sizes: Sequence[int], first: int = 0) -> 
             left -= {*range(start, stop)}
     cells = [ranks_text(whole).replace("rank", "cell")] if whole else []
     return ", ".join(cells + ([ranks_text(left)] if left else []))
-
-
-def _difference(gathered: list[tuple[str, str, tuple[str, str] | None]], describe: Describe) -> XfflError:
-    """Make the one error that all ranks raise of what they have gathered."""
-    failures = group((failure, rank) for rank, (_, _, failure) in enumerate(gathered) if failure is not None)
-    if failures:
-        ((name, text), ranks), *others = failures.items()
-        texts = [f"{text} ({ranks_text(ranks)} of {len(gathered)})"]
-        texts += [f"{ranks_text(where)}: {other}" for (_, other), where in others[: SHOWN - 1]]
-        more = [f"and {len(others) + 1 - SHOWN} other errors"] if len(others) >= SHOWN else []
-        return _rebuild(name, "; ".join(texts + more))
-    calls = {what for what, _, _ in gathered}
-    values = {rank: value if len(calls) == 1 else f"{what}: {value}" for rank, (what, value, _) in enumerate(gathered)}
-    if describe is not None and len(calls) == 1:
-        return describe(values)
-    return difference_of(calls.pop() if len(calls) == 1 else "calls", values)
-
-
-def difference_of(what: str, values: Mapping[int, str], advice: str = "give all ranks the same") -> XfflError:
-    """Make the error that names what each rank was given; pure."""
-    by_value = group((value, rank) for rank, value in values.items())
-    shown = "; ".join(f"{ranks_text(ranks)}: {value}" for value, ranks in list(by_value.items())[:SHOWN])
-    if len(by_value) > SHOWN:
-        shown += f"; and {len(by_value) - SHOWN} other values"
-    return ConfigError(f"ranks were given different {what}: {shown}; {advice}")
-
-
-def _rebuild(name: str, text: str) -> XfflError:
-    """Make an error of xffl from its class's name; a class from elsewhere becomes its base."""
-    kind = getattr(errors, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, XfflError)):
-        return XfflError(f"{name}: {text}")
-    return kind(text)

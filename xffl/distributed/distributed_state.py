@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from xffl.checks import integer, one_of, shorten
-from xffl.cluster.cells import read_federation, read_replica_size
 from xffl.cluster.environment import checks_world
 from xffl.cluster.network import Timeouts
+from xffl.cluster.sizes import read_federation, read_replica_size
 from xffl.distributed.activity import RunActivity
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.groups import (
@@ -362,8 +362,11 @@ class DistributedState:
                 _check_link(link)
                 checked = with_host_side(checked)
             share(f"{checked}, {link}, {device}, {master_addr}, {port}, {place[1]} ranks")
-        self.backend, self.device_type, self._link_backend = checked, device, link
-        self.master_addr, self.master_port = master_addr, port
+        self.backend = checked
+        self.device_type = device
+        self._link_backend = link
+        self.master_addr = master_addr
+        self.master_port = port
         self.rank, self.world_size = place
 
     def set_node(self, node_local_rank: int, node_local_size: int, node_rank: int, node_world_size: int) -> None:
@@ -428,7 +431,8 @@ class DistributedState:
                 if device.type == "meta" and not meta_initialization:
                     raise ConfigError("init_device 'meta' needs meta_initialization=True, as it holds no values")
             share(f"meta_initialization={meta_initialization}")
-        self.init_device, self.meta_initialization = device, meta_initialization
+        self.init_device = device
+        self.meta_initialization = meta_initialization
 
     # FSDP and HSDP over the world -------------------------------------------------------------------------------------
 
@@ -513,8 +517,10 @@ class DistributedState:
         topology = _check_replicas(shard, size, replica, replica_world_size, self._place(), self._topology)
         with setup_transaction(self, "set_hsdp"):
             self._topology = topology
-            self.replica_local_rank, self.replica_local_size = shard, size
-            self.replica_rank, self.replica_world_size = replica, topology.replica_counts
+            self.replica_local_rank = shard
+            self.replica_local_size = size
+            self.replica_rank = replica
+            self.replica_world_size = topology.replica_counts
 
     def unset_hsdp(self) -> None:
         """Restore what was before :meth:`set_hsdp`, if it was called, and destroy its groups.
@@ -594,8 +600,10 @@ class DistributedState:
         rank, _ = self._initialized_place("set_federated_scaling")
         at = topology.coordinates(rank)
         self._topology = topology
-        self.federated_rank, self.federated_world_size = at.cell, topology.cells
-        self.federated_local_rank, self.federated_local_size = at.local_rank, topology.sizes
+        self.federated_rank = at.cell
+        self.federated_world_size = topology.cells
+        self.federated_local_rank = at.local_rank
+        self.federated_local_size = topology.sizes
         self._set_rank_role()
         groups = make_groups(self._create_group, topology, rank, ALL_KINDS, self.handle_count)
         (self.federation,) = groups["federation"] or (None,)
@@ -616,7 +624,8 @@ class DistributedState:
         if not self.is_federated_scaling_setup():
             raise StateError("senders are between federated groups only; call set_federated_scaling first")
         at = self.topology.coordinates(self._place()[0])
-        self.is_sender, self.receive_from = at.is_sender, at.receive_from
+        self.is_sender = at.is_sender
+        self.receive_from = at.receive_from
 
     def _get_communicating_processes(self, federated_rank: int) -> tuple[int, ...]:
         """Return the senders of a federated group, by shard."""
@@ -631,11 +640,6 @@ class DistributedState:
             share("a federation" if self.is_federated_scaling_setup() else "no federation")
         if self.is_federated_scaling_setup():
             rollback(self)
-
-    def _rollback_all(self, *, destroys: bool = True) -> None:
-        """Take all set-ups off. Nothing moves, so no other rank may be using their groups any more."""
-        while self._setups:
-            rollback(self, destroys=destroys)
 
     # Internals -------------------------------------------------------------------------------------------------------
 
@@ -867,6 +871,38 @@ def _shape_text(topology: Topology) -> str:
 def _replica_size(hsdp: object) -> int:
     hint = "give the ranks that hold one copy of the model"
     return integer("replica size (hsdp)", read_replica_size(hsdp, "hsdp"), hint=hint, error=TopologyError)
+
+
+def place_of(state: DistributedState) -> tuple[int, int]:
+    """Return the rank and the world's size of a state; StateError where it does not know them yet; local."""
+    return state._place()
+
+
+def make_state(timeouts: Timeouts) -> DistributedState:
+    """Return a state of which nothing is set yet, for a world with these timeouts; local."""
+    state = DistributedState()
+    state._timeouts = timeouts
+    return state
+
+
+def set_lone_cell(
+    state: DistributedState, cell: int, sizes: tuple[int, ...], elastic: ElasticParameters | None
+) -> None:
+    """Say that this job is one cell of several that are jobs of their own; local.
+
+    :param state: The rank's state.
+    :param cell: The number of this job's cell.
+    :param sizes: The ranks of all cells.
+    :param elastic: How rounds are made with cells that may be lost; ``None`` for rounds over files.
+    """
+    state._lone_cell = (cell, sizes)
+    state._elastic = elastic
+
+
+def take_off_setups(state: DistributedState, *, destroys: bool) -> None:
+    """Take all set-ups off a state. Nothing moves, so no other rank may be using their groups any more."""
+    while state._setups:
+        rollback(state, destroys=destroys)
 
 
 def set_data_place(state: DistributedState, place: DataPlace | None) -> None:

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,17 +25,20 @@ from torch.distributed import GradBucket, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.fsdp import FSDPModule
 
 from xffl.checks import one_of
-from xffl.cluster.environment import bind_address, lighthouse_of, replica_group_of, token_of, warn_without_token
+from xffl.cluster.lighthouse_address import bind_address, lighthouse_of, replica_group_of
 from xffl.cluster.listening import release_gloo
 from xffl.cluster.network import list_interfaces
+from xffl.cluster.run_token import token_of, warn_without_token
+from xffl.compat.torchft import managers_at
 from xffl.distributed.consistency import control_device, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState, set_data_place
 from xffl.distributed.gradients import mark_reduced
 from xffl.distributed.parameters import DeviceParameters, FaultToleranceParameters
+from xffl.distributed.plain_values import to_plain
 from xffl.distributed.replica_transport import ShardTransport, digest, give, local, prove_members, take
-from xffl.distributed.sharding import bytes_of, from_bytes, reshard, to_plain
+from xffl.distributed.sharding import bytes_of, from_bytes, reshard
 from xffl.distributed.stores import serve_store
-from xffl.distributed.world import DistributedWorld
+from xffl.distributed.world import DistributedWorld, arguments_of
 from xffl.errors import ConfigError, LaunchError, RoundError, StateError
 from xffl.extras import optional_import
 from xffl.topology import DataPlace, Topology
@@ -96,7 +98,9 @@ class FaultTolerantWorld(DistributedWorld):
         if isinstance(device_parameters, DistributedWorld):
             if device_parameters.is_set_up:
                 raise StateError("the world is set up already; make it a FaultTolerantWorld before setup()")
-            asked = device_parameters._asked | {name: value for name, value in asked.items() if value is not None}
+            asked = arguments_of(device_parameters) | {
+                name: value for name, value in asked.items() if value is not None
+            }
             device_parameters = device_parameters.device_parameters
         super().__init__(device_parameters, **asked)
         ft_params = FaultToleranceParameters() if ft_params is None else ft_params
@@ -142,7 +146,9 @@ class FaultTolerantWorld(DistributedWorld):
         self._parts.clear()
         if self.is_set_up:
             set_data_place(self.state, None)
-        self._optimizer, self._pg, self._is_in_step = None, None, False
+        self._optimizer = None
+        self._pg = None
+        self._is_in_step = False
         super().teardown(synchronize=synchronize)
         self._store = None  # other ranks of this group have left it
 
@@ -233,7 +239,8 @@ class FaultTolerantWorld(DistributedWorld):
         def take_over(saved: Any) -> None:
             self._spoiled = name
             give(name, part, saved)
-            self._spoiled, self._has_taken_over = None, True
+            self._spoiled = None
+            self._has_taken_over = True
 
         self._parts[name] = part
         self._is_checked = False
@@ -266,7 +273,9 @@ class FaultTolerantWorld(DistributedWorld):
 
     def _agree_on_step(self, manager: Manager) -> None:
         """Ask the lighthouse who lives, until it answers; take over what a group that is ahead has."""
-        self._has_taken_over, self._spoiled, self._pg.conflict = False, None, None
+        self._has_taken_over = False
+        self._spoiled = None
+        self._pg.conflict = None
         deadline = time.monotonic() + self.device_parameters.comm.train_timeout_seconds
         while True:
             try:
@@ -452,8 +461,7 @@ class FaultTolerantWorld(DistributedWorld):
         timeout = timedelta(seconds=self.device_parameters.comm.train_timeout_seconds)
         host, port, life = self._meet(address)
         self._pg = _make_group(self.device, timeout, self.replica_group, self.world_size, token)
-        server, bind = torchft.manager.ManagerServer, {"bind": f"{address}:0"}  # torchft's own choice: all interfaces
-        with mock.patch.object(torchft.manager, "ManagerServer", lambda **options: server(**options | bind)):
+        with managers_at(address):  # not on all interfaces
             self._manager = torchft.Manager(
                 pg=self._pg,
                 load_state_dict=None,

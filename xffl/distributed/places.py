@@ -11,9 +11,10 @@ from dataclasses import replace
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from xffl.cluster.claims import Claim
 from xffl.cluster.environment import ProcessEnvironment
 from xffl.cluster.hosts import host_identity
-from xffl.cluster.placement import Claim, place_ranks
+from xffl.cluster.placement import place_ranks
 from xffl.distributed.consistency import end_on_store
 from xffl.errors import LaunchError, XfflError
 
@@ -42,7 +43,8 @@ class PlaceBook:
     """The claims of all ranks at the store of a world."""
 
     def __init__(self, store: Store, place: ProcessEnvironment) -> None:
-        self._store, self._place = store, place
+        self._store = store
+        self._place = place
 
     def claim(self) -> None:
         """Leave this rank's claim; local: two small requests to the store, before this rank arrives."""

@@ -29,10 +29,11 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 
 from xffl.checks import shown
-from xffl.cluster.environment import read_address
-from xffl.distributed import sharding
+from xffl.cluster.lighthouse_address import read_address
+from xffl.distributed import plain_values, sharding
 from xffl.errors import CheckpointError, ConfigError, LaunchError, XfflError
-from xffl.reading import Fields, parse_json
+from xffl.json_text import parse_json
+from xffl.reading import Fields
 
 __all__ = ["ShardTransport", "digest", "give", "local", "prove_members", "take"]
 
@@ -115,7 +116,7 @@ class ShardTransport:
     ) -> None:
         """Let the ranks of other groups fetch this rank's state, and wait until they have it."""
         tensors: dict[str, torch.Tensor] = {}
-        plain = sharding.to_plain(state_dict, "state", tensors)
+        plain = plain_values.to_plain(state_dict, "state", tensors)
         table = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
         text = json.dumps({"step": step, "plain": plain, "tensors": table}).encode()
         offer = _Offer(step, text, list(tensors.values()), len(dst_ranks))
@@ -173,7 +174,7 @@ class ShardTransport:
         """Read a state; before memory is taken for it, its size and parts are compared with this rank's own."""
         own_tensors: dict[str, torch.Tensor] = {}
         own = self._own_state()
-        own_text = json.dumps(sharding.to_plain(own, "state", own_tensors))
+        own_text = json.dumps(plain_values.to_plain(own, "state", own_tensors))
         own_bytes = sum(tensor.nbytes for tensor in own_tensors.values())
         most_text = LEAST_TEXT + MOST_TEXT_GROWTH * len(own_text)
         (length,) = struct.unpack("!Q", _read(link, 8, deadline))
@@ -195,7 +196,7 @@ class ShardTransport:
                 "of this rank; no memory was taken"
             )
         tensors = {name: _read_tensor(link, dtype, shape, deadline) for name, dtype, shape in table}
-        state = sharding.from_plain(told.any("plain"), tensors)
+        state = plain_values.from_plain(told.any("plain"), tensors)
         if _read(link, 1, deadline) != WHOLE:
             raise ValueError("it does not end as it should")
         return _checked_state(state, own, metadata)
@@ -478,7 +479,7 @@ def digest(part: Any) -> int:
     if isinstance(part, nn.Module):
         tensors = {name: local(one) for name, one in sharding.sharded_parameters(part).items()}
     else:
-        whole.update(json.dumps(sharding.to_plain(take(part), "", tensors), sort_keys=True).encode())
+        whole.update(json.dumps(plain_values.to_plain(take(part), "", tensors), sort_keys=True).encode())
     sums = []
     for tensor in tensors.values():
         data = sharding.bytes_of(tensor)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import socket
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -18,37 +16,30 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from xffl.checks import group, number
-from xffl.cluster.cells import Federation, parse_cell, read_federation, read_replica_size, sizes_of_ranks
+from xffl.checks import number
 from xffl.cluster.environment import (
     ProcessEnvironment,
     accept_cells,
     complete_federation,
     detect_environment,
-    parse_lighthouse,
     read_over_files,
     required_cells,
-    restarts_of,
     sources_named,
-    token_of,
     use_interface,
-    warn_without_token,
 )
 from xffl.cluster.hosts import pick_gpu
 from xffl.cluster.listening import LOOPBACK, PortHeldError, await_listener, keep_gloo_local, release_gloo
 from xffl.cluster.network import Timeouts, control_address
-from xffl.cluster.slurm.allocation import Host, own_host
+from xffl.cluster.sizes import Federation, read_federation, read_replica_size
 from xffl.distributed.consistency import (
     barrier,
     check_consistent_on_store,
     gather_runtimes,
     holders_text,
-    ranks_text,
     run_on_all_ranks,
     tell_runtimes,
 )
-from xffl.distributed.distributed_state import DEFAULT_TIMEOUT_S, DistributedState
-from xffl.distributed.faults import arm as arm_fault
+from xffl.distributed.distributed_state import DEFAULT_TIMEOUT_S, DistributedState, make_state, take_off_setups
 from xffl.distributed.groups import (
     ON_GPUS,
     check_backend,
@@ -59,19 +50,20 @@ from xffl.distributed.groups import (
     wait_for_threads,
     with_host_side,
 )
+from xffl.distributed.hosts_of_ranks import check_gpus, find_sizes
+from xffl.distributed.lone_cell import read_lone_cell
 from xffl.distributed.mistakes import claimed_place, own_place, raise_at_meeting, refuse_second_rank_0
 from xffl.distributed.parameters import DeviceParameters, ElasticParameters
 from xffl.distributed.places import PlaceBook, check_world_size
 from xffl.distributed.stores import agents_store, arrive, has_agents_store, join_store, serve_store
 from xffl.distributed.uncaught import keep_store, note_end, tell_once
-from xffl.errors import ConfigError, LaunchError, StateError, TopologyError, XfflError
+from xffl.errors import ConfigError, LaunchError, StateError, XfflError
 from xffl.topology import Topology
 
 __all__ = [
     "cleanup_distributed_process_group",
     "session",
     "setup_distributed_process_group",
-    "take_cell",
 ]
 
 _check_seconds = partial(number, "timeout_s", above=0, below=1e9, hint="give seconds, such as 600")
@@ -141,12 +133,7 @@ def session(
     """
     is_process_ending = sys.is_finalizing  # this module's names may be gone when the generator is collected
     try:
-        lone_cell = _read_cell(cell, cells)
-        if lone_cell is not None and link_backend not in (None, "auto", "gloo"):
-            raise ConfigError(
-                f"cells that are jobs of their own have gloo between them; leave link_backend {link_backend!r} out"
-            )
-        parameters = _read_elastic(elastic, lone_cell)
+        lone_cell = read_lone_cell(cell, cells, elastic, link_backend)
     except XfflError as wrong:
         raise_at_meeting(wrong, own_place())
     state = setup_distributed_process_group(
@@ -163,7 +150,7 @@ def session(
     )
     try:
         if lone_cell is not None:
-            _take_cell(state, lone_cell, parameters)
+            lone_cell.take(state)
             state.activity.watch_steps()
         yield state
     except GeneratorExit:
@@ -207,7 +194,7 @@ def setup_distributed_process_group(
     ``XFFL_FEDERATED`` and ``XFFL_HSDP``); without a launcher the world is this one process, which needs no port. With
     federated sizes federated scaling is set up, else with a replica size HSDP over the world, else FSDP over the world.
     The ranks compare what they were asked for as soon as they meet, so that all raise the same error, and resolve rules
-    that find cells (:func:`xffl.cluster.cells.parse_federation`). Rank 0 lists software and processors that differ.
+    that find cells (:func:`xffl.cluster.sizes.parse_federation`). Rank 0 lists software and processors that differ.
 
     The first six arguments say where this process stands in the world, on its node, and among the nodes; rank 0 listens
     at ``master_addr`` and ``master_port`` (on loopback, if all ranks are on its host), and ranks are waited for
@@ -228,7 +215,7 @@ def setup_distributed_process_group(
         join_s = levels.session_s if join_timeout_s is None else _check_seconds(join_timeout_s)
     except XfflError as wrong:  # raised when the ranks have met, so that the others hear of it
         error, levels, join_s = wrong, Timeouts.within(DEFAULT_TIMEOUT_S), DEFAULT_TIMEOUT_S
-    told = {
+    told: dict[str, Any] = {
         "rank": rank,
         "world_size": world_size,
         "node_local_rank": group_local_rank,
@@ -260,7 +247,15 @@ def setup_distributed_process_group(
             if error is not None:
                 raise error
             request = _request(
-                place, backend, device, federated, hsdp, streams, levels, device_parameters, link_backend
+                place,
+                backend=backend,
+                device=device,
+                federated=federated,
+                hsdp=hsdp,
+                streams=streams,
+                timeouts=levels,
+                parameters=device_parameters,
+                link_backend=link_backend,
             )
         except XfflError as wrong:
             error = wrong
@@ -356,7 +351,7 @@ def cleanup_distributed_process_group(
         destroys = is_together or not waits_when_destroyed(state)
         if destroys and dist.is_initialized():
             dist.destroy_process_group()
-        state._rollback_all(destroys=destroys)
+        take_off_setups(state, destroys=destroys)
         release_gloo()
 
 
@@ -455,62 +450,6 @@ def _world_store(meeting: Store, place: ProcessEnvironment, timeouts: Timeouts) 
     return store
 
 
-def _read_cell(cell: int | None, cells: int | Sequence[int] | None) -> tuple[int, int | tuple[int, ...]] | None:
-    """Return which cell this job is asked to be, and how many there are, or the ranks of each."""
-    if (cell is None) != (cells is None):
-        raise ConfigError(f"cell is {cell} and cells is {cells}; give both, such as cell=0, cells=2")
-    if cell is None or cells is None:
-        text = read_over_files().cell
-        return None if text is None else parse_cell(text, "XFFL_CELL")
-    sizes = cells if isinstance(cells, (int, str)) else ",".join(map(str, cells))
-    return parse_cell(f"{cell}/{sizes}", "cell")
-
-
-def _read_elastic(elastic: str | ElasticParameters | None, lone_cell: object) -> ElasticParameters | None:
-    """Return what an elastic federation is asked for."""
-    if elastic is None and (lone_cell is None or not os.environ.get("XFFL_LIGHTHOUSE", "").strip()):
-        return None
-    if lone_cell is None:
-        raise ConfigError(
-            "elastic is given, but not which cell this job is; give cell and cells, such as cell=0, cells=2 (XFFL_CELL)"
-        )
-    if isinstance(elastic, ElasticParameters):
-        return elastic
-    what, text = ("XFFL_LIGHTHOUSE", os.environ["XFFL_LIGHTHOUSE"]) if elastic is None else ("elastic", elastic)
-    return ElasticParameters(lighthouse=parse_lighthouse(what, text), restarts=restarts_of())
-
-
-def take_cell(state: DistributedState) -> None:
-    """Let a world that was joined without a session be the cell of several jobs that its environment says."""
-    if (lone_cell := _read_cell(None, None)) is not None:
-        _take_cell(state, lone_cell, _read_elastic(None, lone_cell))
-
-
-def _take_cell(
-    state: DistributedState, lone_cell: tuple[int, int | tuple[int, ...]], elastic: ElasticParameters | None
-) -> None:
-    """Note which cell this job is, and how its rounds are made."""
-    state._lone_cell, state._elastic = _check_cell(*lone_cell, state), elastic
-    if elastic is not None:
-        with run_on_all_ranks("tokens"):
-            token = token_of()
-        if state.rank == 0:
-            warn_without_token(token)
-        arm_fault(lone_cell[0], state.rank or 0, elastic.restarts)
-
-
-def _check_cell(cell: int, cells: int | tuple[int, ...], state: DistributedState) -> tuple[int, tuple[int, ...]]:
-    """Return which cell this job is, and the ranks of all."""
-    topology = state.topology
-    sizes = (topology.world_size,) * cells if isinstance(cells, int) else cells
-    if topology.cells > 1 or sizes[cell] != topology.world_size:
-        raise ConfigError(
-            f"this job is to be cell {cell}, of {sizes[cell]} ranks, but it has {topology.cells} cells and "
-            f"{topology.world_size} ranks; start as many, without a federation"
-        )
-    return cell, sizes
-
-
 @dataclass(frozen=True)
 class _Request:
     """The set-up that was asked for; the same on all ranks but for the device's index."""
@@ -539,6 +478,7 @@ class _Request:
 
 def _request(
     place: ProcessEnvironment,
+    *,
     backend: str | None,
     device: torch.device | str | int | None,
     federated: Federation | None,
@@ -546,7 +486,7 @@ def _request(
     streams: int | None,
     timeouts: Timeouts,
     parameters: DeviceParameters | None,
-    link_backend: str | None = None,
+    link_backend: str | None,
 ) -> _Request:
     """Fill in what was not asked for, from the environment and the machine."""
     default = "cuda" if torch.cuda.is_available() else "cpu"
@@ -564,7 +504,17 @@ def _request(
         link = None
     elif link is not None:
         kind = with_host_side(kind)
-    request = _Request(kind, chosen, sizes, hsdp, count, timeouts, parameters, link, sources)
+    request = _Request(
+        backend=kind,
+        device=chosen,
+        federated=sizes,
+        hsdp=hsdp,
+        streams=count,
+        timeouts=timeouts,
+        parameters=parameters,
+        link_backend=link,
+        sources=sources,
+    )
     if not isinstance(sizes, str):
         with sources_named(sources):
             _resolve_mesh(request, place.world_size, sizes)  # raises what is wrong before the ranks join
@@ -610,9 +560,8 @@ def _describe(place: ProcessEnvironment, request: _Request) -> DistributedState:
     if request.device.type == "cuda":
         torch.cuda.set_device(request.device)  # the setters' first collective needs each rank on its own GPU
         if "nccl" in request.backend and request.link_backend is None:
-            _check_gpus(request.device)  # before the first call over NCCL
-    state = DistributedState()
-    state._timeouts = request.timeouts
+            check_gpus(request.device)  # before the first call over NCCL
+    state = make_state(request.timeouts)
     state.set_global(
         backend=dist.Backend(request.backend),
         device_type=torch.device(request.device.type),
@@ -626,30 +575,14 @@ def _describe(place: ProcessEnvironment, request: _Request) -> DistributedState:
     state.set_exec_device(request.device, request.streams)
     state.set_init_device(None)
     # Every rank has the same sizes from here on, and so finds the same.
-    sizes = find_sizes(request.federated, place.node_rank)
+    sizes = request.federated
+    if isinstance(sizes, str):
+        sizes = find_sizes(sizes, place.node_rank)
     if request.link_backend is not None and "nccl" in request.backend:
-        _check_gpus(request.device, Topology(place.world_size, sizes))
+        check_gpus(request.device, Topology(place.world_size, sizes))
     with sources_named(request.sources):
         set_up_cells(state, sizes, *_resolve_mesh(request, place.world_size, sizes), asked=request.federated)
     return state
-
-
-def _check_gpus(device: torch.device, cells: Topology | None = None) -> None:
-    """Raise, on all ranks alike, where two have one GPU: NCCL says so in its first call, without naming them.
-
-    Where NCCL stays inside ``cells``, those of one cell count.
-    """
-    if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
-        return
-    gpus: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
-    dist.all_gather_object(gpus, (socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)))
-    ranks_of = group(((*gpu, 0 if cells is None else cells.cell_of(rank)), rank) for rank, gpu in enumerate(gpus))
-    for (host, *_), sharing in ranks_of.items():
-        if len(sharing) > 1:
-            raise ConfigError(
-                f"{ranks_text(sharing)} have the same GPU of {host}, which NCCL refuses; give each its own "
-                "(device='cuda' counts by the rank on the node), or backend='gloo'"
-            )
 
 
 def set_up_cells(
@@ -674,28 +607,3 @@ def set_up_cells(
         state.set_hsdp(hsdp, cell_shape)
     else:
         state.set_fsdp()
-
-
-def find_sizes(federated: Federation | None, node_rank: int | None) -> int | tuple[int, ...] | None:
-    """Return the sizes of the cells; with a rule, those that it makes of the hosts on which the ranks run.
-
-    With a rule collective over the world: an all-gather of a few names. With sizes nothing moves.
-    """
-    if not isinstance(federated, str):
-        return federated
-    own = own_host()
-    places: list[tuple[Host, int | None]] = [(own, node_rank)]
-    if dist.is_initialized():
-        places *= dist.get_world_size()
-        dist.all_gather_object(places, (own, node_rank))
-    nodes: dict[str, int | None] = {}
-    with run_on_all_ranks(f"cells by {federated}") as share:  # a rule's file may differ from host to host
-        for host, node in places:
-            if nodes.setdefault(host.name, node) != node:
-                raise TopologyError(
-                    f"rule {federated!r} finds cells by hosts, but nodes {nodes[host.name]} and {node} are both called "
-                    f"{host.name}. HINT: set XFFL_HOST on each, or give sizes such as 4,4"
-                )
-        sizes = sizes_of_ranks([host for host, _ in places], federated)
-        share(sizes)
-    return sizes

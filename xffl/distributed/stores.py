@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: 
 
 from xffl.cluster.environment import ProcessEnvironment
 from xffl.cluster.listening import LOOPBACK, await_listener, open_listener
-from xffl.cluster.network import cut_connection, open_sockets
+from xffl.compat.sockets import cut_connection, open_sockets
 from xffl.errors import LaunchError
 
 __all__ = ["agents_store", "arrive", "has_agents_store", "join_store", "serve_store"]

@@ -7,17 +7,12 @@ only some ranks raise, or with which the script answers another one, keeps its t
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sys
 import threading
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
 
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
 
 from xffl.cluster.launch.failure import (
     describe_failure,
@@ -26,20 +21,14 @@ from xffl.cluster.launch.failure import (
     is_of_all,
     is_only_lost_peer,
     leave_together,
-    note_alike,
     note_failure,
-    note_first,
-    text_of,
 )
+from xffl.distributed.first_failure import JoinedWorld, tell_failure
 from xffl.errors import XfflError
 
 __all__ = ["keep_store", "note_end", "tell_once"]
 
 _ASK_S = 2.0  # how long a rank that fails asks the others' store
-_LINGER_S = 1.0  # how long the first rank that fails waits for the others, and rank 0, whose process holds the store
-_POLL_S = 0.02
-_FIRST = "xffl_first_failure"
-_SHOWN = 200  # characters of an error that other ranks show
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
@@ -74,94 +63,31 @@ def note_end(error: BaseException) -> None:
     if is_noted_alike(error) or (world := _world() or _last_world()) is None:
         return
     # A thread of its own: a store whose host has stopped would keep the caller, and so its end, waiting.
-    asking = threading.Thread(target=_ask, args=[error, world], daemon=True)
+    asking = threading.Thread(target=tell_failure, args=[error, world], daemon=True)
     asking.start()
     asking.join(_ASK_S)
 
 
-@dataclass(frozen=True)
-class _World:
-    """The store of the ranks that this process is or was one of."""
-
-    store: Store
-    rank: int
-    size: int
-
-
-def _world() -> _World | None:
+def _world() -> JoinedWorld | None:
     """Return the world that this process is in; ``None`` where there is none, or no other rank."""
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is None or world.size() == 1:
         return None
     try:
-        return _World(world.get_group_store(), world.rank(), world.size())
+        return JoinedWorld(world.get_group_store(), world.rank(), world.size())
     except RuntimeError:  # a group that was made without one
         return None
 
 
-def _last_world() -> _World | None:
+def _last_world() -> JoinedWorld | None:
     """Return the world that this process has left together with all other ranks."""
     return sys.excepthook.last_world if isinstance(sys.excepthook, _TellOnce) else None
-
-
-def _ask(error: BaseException, world: _World) -> None:
-    """Tell the other ranks of an error, and ask what they tell."""
-    try:
-        if is_only_lost_peer(error):
-            _name_first(error, world)
-        else:
-            what = " ".join(f"{type(error).__name__}: {text_of(error)}".split())[:_SHOWN]
-            world.store.compare_set(_FIRST, "", json.dumps([world.rank, what]))
-        if isinstance(error, XfflError):
-            _choose_speaker(error, world)
-    except RuntimeError:  # the store has gone with rank 0: this rank tells its error itself
-        return
-
-
-def _name_first(error: BaseException, world: _World) -> None:
-    """Note on an error, which says that another rank has gone, which rank has failed first, if one has told so."""
-    if not world.store.check([_FIRST]):
-        return
-    rank, what = json.loads(world.store.get(_FIRST).decode())
-    if rank != world.rank:
-        note_first(error, f"rank {rank} ended first, with {what}")
-
-
-def _choose_speaker(error: XfflError, world: _World) -> None:
-    """Be the one that tells an error if no other rank has come with it before."""
-    digest = hashlib.sha256(f"{type(error).__name__}: {text_of(error)}".encode(errors="replace")).hexdigest()
-    key = f"xffl_errors/{digest}"
-    is_speaker = world.store.add(key, 1) == 1
-    is_waiting = is_speaker or world.rank == 0
-    is_met = is_waiting and _await_all(key, world, is_speaker=is_speaker)
-    note_alike(error, is_speaker=is_speaker, is_of_all=is_met)
-
-
-def _await_all(key: str, world: _World, *, is_speaker: bool) -> bool:
-    """Wait a moment for all ranks to come with the same error; tell whether they have.
-
-    Rank 0 stays until the speaker knows, too: the store ends with it.
-    """
-    deadline = time.monotonic() + _LINGER_S
-    store = world.store
-    try:
-        while time.monotonic() < deadline:
-            if store.add(key, 0) == world.size:
-                if is_speaker:
-                    store.set(f"{key}/known", "")
-                    return True
-                if store.check([f"{key}/known"]):
-                    return True
-            time.sleep(_POLL_S)
-    except RuntimeError:  # rank 0 has gone, with another error or none
-        return False
-    return False
 
 
 class _TellOnce:
     """What Python calls with an uncaught exception."""
 
-    def __init__(self, otherwise: _Hook, last_world: _World | None = None) -> None:
+    def __init__(self, otherwise: _Hook, last_world: JoinedWorld | None = None) -> None:
         self.otherwise = otherwise
         self.last_world = last_world
 

@@ -11,7 +11,8 @@ from types import FrameType, TracebackType
 import torch.distributed as dist
 
 from xffl.callers import find_caller
-from xffl.distributed.collectives import CrossWorldGroup, Group
+from xffl.distributed.collectives import Group
+from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.distributed.world_store import WaitingNote, WaitingNotes
 from xffl.errors import XfflError
 from xffl.topology import ranks_text

@@ -20,21 +20,23 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, parallel
 
 from xffl.checks import one_of
-from xffl.cluster.cells import Federation, read_federation
 from xffl.cluster.environment import complete_federation, sources_named
+from xffl.cluster.sizes import Federation, read_federation
+from xffl.distributed.cell_meshes import CellMeshes, ParallelDims, make_cell_meshes
 from xffl.distributed.consistency import barrier, compute_device, message_device, run_on_all_ranks
-from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.groups import CellMeshes, ParallelDims, destroy_group, make_cell_meshes
+from xffl.distributed.distributed_state import DistributedState, place_of, take_off_setups
+from xffl.distributed.groups import destroy_group
+from xffl.distributed.hosts_of_ranks import find_sizes
+from xffl.distributed.lone_cell import read_lone_cell
+from xffl.distributed.norms import total_norm
 from xffl.distributed.parameters import AXES, DTYPES, JOINED, DeviceParameters, MeshSizes
 from xffl.distributed.session import (
     cleanup_distributed_process_group,
-    find_sizes,
     set_up_cells,
     setup_distributed_process_group,
-    take_cell,
     waits_when_destroyed,
 )
-from xffl.distributed.sharding import local_tensor, total_norm
+from xffl.distributed.sharding import local_tensor
 from xffl.distributed.uncaught import note_end
 from xffl.errors import ConfigError, StateError
 from xffl.topology import Topology
@@ -117,10 +119,11 @@ class DistributedWorld:
             }
             state = setup_distributed_process_group(**self._asked, **limits, device_parameters=self.device_parameters)
             self._is_joined_here = True
-        self._state, self._device = state, None
+        self._state = state
+        self._device = None
         try:
-            if self._is_joined_here:
-                take_cell(state)
+            if self._is_joined_here and (lone_cell := read_lone_cell()) is not None:
+                lone_cell.take(state)
             mesh = self._mesh_of(state)
             self._meshes = make_cell_meshes(self._create, mesh, state.topology, state.federation, self.device.type)
         except BaseException as error:
@@ -149,7 +152,7 @@ class DistributedWorld:
             destroy_group(group)
         if self._is_laid_here:
             self._is_laid_here = False
-            state._rollback_all(destroys=destroys)
+            take_off_setups(state, destroys=destroys)
 
     def __enter__(self: W) -> W:
         if self._state is None:
@@ -184,12 +187,12 @@ class DistributedWorld:
     @property
     def rank(self) -> int:
         """Rank of this process in the world."""
-        return self.state._place()[0]
+        return place_of(self.state)[0]
 
     @property
     def world_size(self) -> int:
         """Number of all processes, of all cells."""
-        return self.state._place()[1]
+        return place_of(self.state)[1]
 
     @property
     def local_rank(self) -> int:
@@ -557,7 +560,7 @@ class DistributedWorld:
             if asked is None and not is_set_up:
                 asked, _, sources = complete_federation(None, 0)  # replicas are the mesh's
             share(repr(asked))
-        federated = find_sizes(asked, state.node_rank)
+        federated = find_sizes(asked, state.node_rank) if isinstance(asked, str) else asked
         with run_on_all_ranks("device parameters") as share:
             share(f"{self.device_parameters}, federated={federated}")
             sizes = state.topology.sizes
@@ -597,6 +600,11 @@ class DistributedWorld:
         assert model.mesh_dim_names is not None, "made with names"
         replicas, shards, _ = model.mesh_dim_names
         return model[replicas, shards] if self.dims.size("dp_replicate") > 1 else model[shards]
+
+
+def arguments_of(world: DistributedWorld) -> dict[str, Any]:
+    """Return what a world was asked for beside its device parameters; local."""
+    return dict(world._asked)
 
 
 def _copy_to_move(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from xffl.distributed.collectives import CrossWorldGroup, Group
+from xffl.distributed.collectives import Group
+from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.errors import LaunchError
 
 __all__ = ["WaitingNote", "WaitingNotes", "clone_store"]

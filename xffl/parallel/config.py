@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
 from xffl.checks import integer, integer_fields, number, one_of
-from xffl.cluster.cells import read_federation
+from xffl.cluster.sizes import read_federation
 from xffl.distributed.parameters import CommParameters, DeviceParameters, Options
 from xffl.errors import ConfigError
 

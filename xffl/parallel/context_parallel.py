@@ -140,7 +140,9 @@ class _GatheredAttention(TorchFunctionMode):
         self.calls = 0
         self._attention: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
         self._is_attending = False
-        self._group, self._size, self._rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
+        self._group = mesh.get_group()
+        self._size = mesh.size()
+        self._rank = mesh.get_local_rank()
         self._mask: torch.Tensor | None = None
 
     @contextmanager
@@ -222,7 +224,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup, size: int) -> torch.Tensor:
-        ctx.group, ctx.size = group, size
+        ctx.group = group
+        ctx.size = size
         part = part.contiguous()
         parts = [torch.empty_like(part) for _ in range(size)]
         dist.all_gather(parts, part, group=group)

@@ -12,23 +12,25 @@ from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from xffl.compat.deepspeed import variables_for_import, without_shared_memory
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.gradients import mark_reduced
 from xffl.distributed.parameters import AXES, DeviceParameters
 from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, StateError
 from xffl.extras import optional_import
+from xffl.parallel.meta_weights import Initializer
 from xffl.parallel.pipeline import Loss
-from xffl.parallel.spread import Initializer, SpreadOptions, check_model, is_meta, named_tensors, send_weights
+from xffl.parallel.spread import SpreadOptions, check_model, is_meta, named_tensors, send_weights
 from xffl.parallel.strategy import DistributedStrategy
-from xffl.parallel.zero_view import NO_ENGINE, UNREADY, Masters, find_masters, is_cut, mark
+from xffl.parallel.zero_mark import NO_ENGINE, UNREADY, find_masters, is_cut, mark
+from xffl.parallel.zero_view import Masters
 
 __all__ = ["DeepSpeedStrategy", "EngineOptimizer", "ZeroModel"]
 
@@ -174,7 +176,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         masters = None if self._stage == 0 else Masters(engine, zero_model.module, self.world.get_mesh("dp_shard"))
         mark(zero_model.module, masters)
         mark_reduced(zero_model.module, self.world.get_group("cell"), by="DeepSpeed")
-        return super().wrap_optimizer(zero_model, _engine_optimizer(zero_model, optimizer))
+        return super().wrap_optimizer(zero_model, EngineOptimizer.around(zero_model, optimizer))
 
     def train_context(self) -> AbstractContextManager[None]:
         """Return a context that does nothing: the weights have the data type that is asked for."""
@@ -294,7 +296,8 @@ class _CellBackend:
     """
 
     def __init__(self, inner: Any, cell: dist.ProcessGroup) -> None:
-        self.inner, self._cell = inner, cell
+        self.inner = inner
+        self._cell = cell
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -345,14 +348,11 @@ class ZeroModel(nn.Module):
             get_model_parallel_rank=lambda: 0,
             get_model_parallel_world_size=lambda: 1,
         )
-        # DeepSpeed takes LOCAL_RANK for the number of its device, reads DS_ACCELERATOR when it is imported, and sets
-        # some variables of its own.
         self._local_rank = str(world.local_rank if device.index is None else device.index)
-        with mock.patch.dict(os.environ, LOCAL_RANK=self._local_rank, DS_ACCELERATOR=device.type):
+        with variables_for_import(self._local_rank, device.type):
             deepspeed = _import(device, is_fp16=config["fp16"]["enabled"])
-            # Else it would compile an operation of shared memory for the CPU, which takes a minute.
-            operations = deepspeed.ops.__compatible_ops__ if device.type == "cpu" else {}
-            with mock.patch.dict(operations, deepspeed_shm_comm=False):
+            is_cpu = device.type == "cpu"
+            with without_shared_memory(deepspeed.ops.__compatible_ops__) if is_cpu else nullcontext():
                 comm: Any = importlib.import_module("deepspeed.comm.comm")
                 if comm.cdb is None:
                     deepspeed.init_distributed(dist_init_required=False, auto_mpi_discovery=False)
@@ -369,7 +369,7 @@ class ZeroModel(nn.Module):
     def working(self) -> Iterator[None]:
         """Let DeepSpeed work in this block, with the cell as its world; local."""
         comm: Any = importlib.import_module("deepspeed.comm.comm")
-        # In every forward pass, so only what DeepSpeed reads: mock.patch would copy all variables.
+        # In every forward pass, so only what DeepSpeed reads: variables_for_import copies all variables.
         backend, variable = comm.cdb, os.environ.get("LOCAL_RANK")
         comm.cdb, os.environ["LOCAL_RANK"] = self._backend, self._local_rank
         try:
@@ -397,9 +397,22 @@ class EngineOptimizer(torch.optim.Optimizer):
     _model: ZeroModel
     _inner: torch.optim.Optimizer
 
+    @classmethod
+    def around(cls, model: ZeroModel, inner: torch.optim.Optimizer) -> EngineOptimizer:
+        """Make an optimizer of the class and with the options of the inner one that steps the model's engine."""
+        kind = type(inner)
+        subclass: Any = type(f"Engine{kind.__name__}", (cls, kind), {})
+        optimizer: EngineOptimizer = subclass.__new__(subclass)
+        torch.optim.Optimizer.__init__(optimizer, [torch.zeros(1, dtype=torch.float32)], dict(inner.defaults))
+        optimizer._model = model
+        optimizer._inner = inner
+        optimizer.look_up()
+        return optimizer
+
     def look_up(self) -> None:
         """Take options and state of the inner optimizer, which a checkpoint may have replaced; local."""
-        self.param_groups, self.state = self._inner.param_groups, self._inner.state
+        self.param_groups = self._inner.param_groups
+        self.state = self._inner.state
 
     @property
     def engine(self) -> Any:
@@ -423,17 +436,6 @@ class EngineOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Any) -> None:
         """Refuse, as :meth:`state_dict`."""
         raise StateError("ZeRO has cut the optimizer's state; load it with strategy.load_checkpoint")
-
-
-def _engine_optimizer(model: ZeroModel, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Make an optimizer of the same class as the inner one, with the same options, that steps the engine."""
-    kind = type(inner)
-    subclass: Any = type(f"Engine{kind.__name__}", (EngineOptimizer, kind), {})
-    optimizer: EngineOptimizer = subclass.__new__(subclass)
-    torch.optim.Optimizer.__init__(optimizer, [torch.zeros(1, dtype=torch.float32)], dict(inner.defaults))
-    optimizer._model, optimizer._inner = model, inner
-    optimizer.look_up()
-    return optimizer
 
 
 def _import(device: torch.device, *, is_fp16: bool) -> Any:

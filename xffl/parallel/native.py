@@ -13,13 +13,15 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.norms import alike, norms_of, values_of
 from xffl.distributed.parameters import DeviceParameters
-from xffl.distributed.sharding import alike, local_tensor, norms_of, sharded_parameters, values_of
+from xffl.distributed.sharding import local_tensor, sharded_parameters
 from xffl.errors import ConfigError, StateError
 from xffl.parallel.context_parallel import context_parallel, give_positions
 from xffl.parallel.deepspeed import DeepSpeedStrategy
+from xffl.parallel.meta_weights import Initializer
 from xffl.parallel.pipeline import Loss, PipelineModel
-from xffl.parallel.spread import Initializer, SpreadOptions, spread
+from xffl.parallel.spread import SpreadOptions, spread
 from xffl.parallel.strategy import DistributedStrategy
 
 __all__ = ["STRATEGIES", "DDPStrategy", "FSDPStrategy", "HSDPStrategy", "NativeStrategy", "SingleStrategy"]
@@ -216,7 +218,8 @@ class LossScale:
     def __init__(self, scale: float = 2.0**16, *, group: dist.ProcessGroup | None = None, device: torch.device) -> None:
         self.scale = scale
         self._steps = 0
-        self._group, self._device = group, device
+        self._group = group
+        self._device = device
         self._unscaled: set[int] = set()
         self._has_overflowed = self._is_spent = False
 
@@ -249,13 +252,16 @@ class LossScale:
     def update(self, *, is_lost: bool = False) -> None:
         """Choose the factor for the next step; local, after :meth:`unscale` and the step."""
         if not is_lost and self._has_overflowed:
-            self.scale, self._steps = max(self.scale / 2.0, 1.0), 0
+            self.scale = max(self.scale / 2.0, 1.0)
+            self._steps = 0
         elif not is_lost:
             self._steps += 1
             if self._steps == GROWTH_STEPS:
-                self.scale, self._steps = min(self.scale * 2.0, 2.0**24), 0
+                self.scale = min(self.scale * 2.0, 2.0**24)
+                self._steps = 0
         self._unscaled.clear()
-        self._has_overflowed, self._is_spent = False, True
+        self._has_overflowed = False
+        self._is_spent = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return what :meth:`load_state_dict` needs, the same on all ranks of a cell."""
@@ -265,4 +271,5 @@ class LossScale:
         """Go on where a state was taken; local."""
         if set(state) != {"scale", "steps"}:
             raise ConfigError(f"a loss scale's state has 'scale' and 'steps', not {sorted(state)}; give its own")
-        self.scale, self._steps = float(state["scale"]), int(state["steps"])
+        self.scale = float(state["scale"])
+        self._steps = int(state["steps"])

@@ -60,8 +60,11 @@ class PipelineModel(nn.Module):
         if isinstance(module, DistributedDataParallel) and module.static_graph:
             raise ConfigError("DDP(static_graph=True) does not follow micro-batches; leave it out in a pipeline")
         self.module = module
-        self.stage, self.stages = mesh.get_local_rank(), mesh.size()
-        self.micro_batches, self.schedule, self.loss = micro_batches, schedule, loss
+        self.stage = mesh.get_local_rank()
+        self.stages = mesh.size()
+        self.micro_batches = micro_batches
+        self.schedule = schedule
+        self.loss = loss
         self._group = mesh.get_group()
         self._device = torch.device(mesh.device_type)
         if self._device.type != "cpu":
@@ -161,7 +164,8 @@ class PipelineModel(nn.Module):
             schedule = order(stage, self.micro_batches, loss_fn=loss, scale_grads=False)
             self._made = (f"{mode} {key}", stage, schedule)
         _, stage, schedule = self._made
-        stage.shared, stage.sync = shared, sync
+        stage.shared = shared
+        stage.sync = sync
         self._losses.clear()
         call = schedule.step if mode in SCHEDULES else schedule.eval
         try:

@@ -7,43 +7,44 @@ model that was built on the meta device gets its weights module by module instea
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from xffl.cluster.hosts import return_large_blocks
+from xffl.compat.libc import return_large_blocks
 from xffl.distributed.consistency import (
     compute_device,
     connect,
-    control_device,
     home_device,
     run_on_all_ranks,
     transfer_device,
 )
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.parameters import DeviceParameters
 from xffl.distributed.sharding import bytes_of, from_bytes
 from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, StateError, XfflError
 from xffl.parallel.config import DDPConfig, read_ddp
+from xffl.parallel.ddp import replicate
+from xffl.parallel.meta_weights import Initializer, check_initializers, materialize
 from xffl.parallel.pipeline import split_model
 from xffl.parallel.tensor_parallel import apply_tensor_parallel
-from xffl.parallel.whole import WholeParameters, find_whole
+from xffl.parallel.whole import WholeParameters
 from xffl.planning.memory import form_of
+
+if TYPE_CHECKING:
+    from xffl.distributed.parameters import DeviceParameters
 
 __all__ = ["SpreadOptions", "check_model", "is_meta", "named_tensors", "send_weights", "shard", "spread"]
 
-Initializer = Callable[[nn.Module], object]
 aten = torch.ops.aten
 
 # What selective checkpointing keeps: what takes longest to compute again.
@@ -95,13 +96,26 @@ def shard(
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerOptions:
+    """What :class:`xffl.distributed.DeviceParameters` says of each layer, where there are none: nothing special."""
+
+    cpu_offload: bool = False
+    activation_checkpointing: str = "none"
+    compile: bool = False
+    sequence_parallel: bool = True
+    loss_parallel: bool = False
+    reshard_after_forward: bool = True
+    fsdp_forward_prefetch: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class SpreadOptions:
     """How a model is spread."""
 
     layers: tuple[type[nn.Module], ...] = ()
     mp_policy: MixedPrecisionPolicy | None = None
     offload_policy: OffloadPolicy | None = None
-    parameters: DeviceParameters = field(default_factory=DeviceParameters)
+    parameters: DeviceParameters | LayerOptions = LayerOptions()
     ddp: DDPConfig | Mapping[str, Any] | None = None
     init_weights: Initializer | None = None
     keep_whole: tuple[str, ...] = ()
@@ -154,7 +168,7 @@ def spread(
     ddp = read_ddp(options.ddp)
     if form == "plain" and world is not None and world.ft_manager is not None and ddp != DDPConfig():
         raise ConfigError("torchft's DDP between replica groups follows no ddp options; leave distributed.ddp out")
-    spread_model = _replicate(model, state, world, ddp) if form == "ddp" else model
+    spread_model = replicate(model, state, world, ddp) if form == "ddp" else model
     return spread_model if world is None else world.average_gradients(spread_model)
 
 
@@ -202,6 +216,29 @@ def _read_names(names: object) -> tuple[str, ...]:
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise ConfigError(f"keep_whole must be a list of names of parameters, got {names!r}")
     return tuple(names)
+
+
+def find_whole(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Parameter]:
+    """Return the parameters that patterns of names choose, a tied one under its first name; local.
+
+    :param model: The whole model, or what it has become.
+    :param patterns: Names, or patterns of them (:mod:`fnmatch`).
+    :return: The parameters by name.
+    :raises ConfigError: if a pattern chooses none.
+    """
+    names = dict(model.named_parameters(remove_duplicate=False))
+    chosen: set[int] = set()
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise ConfigError(f"keep_whole holds {pattern!r}; give names of parameters, or patterns such as '*.scale'")
+        found = {id(parameter) for name, parameter in names.items() if fnmatchcase(name, pattern)}
+        if not found:
+            raise ConfigError(
+                f"keep_whole names {pattern!r}, but no parameter of the model is called so; give names as "
+                "named_parameters() has them, or patterns such as '*.scale'"
+            )
+        chosen |= found
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in chosen}
 
 
 def _check_whole(model: nn.Module, options: SpreadOptions, world: DistributedWorld | None) -> None:
@@ -410,42 +447,6 @@ def _fully_shard(model: nn.Module, mesh: Any, options: SpreadOptions) -> None:
             module.set_modules_to_forward_prefetch([following])
 
 
-def _replicate(
-    model: nn.Module, state: DistributedState, world: DistributedWorld | None, config: DDPConfig
-) -> nn.Module:
-    """Wrap a whole copy, or a stage, with DDP over its replicas; the weights are the same already."""
-    device = compute_device(state)
-    with torch.no_grad():
-        for _, tensor in named_tensors(model):
-            if tensor.is_contiguous():
-                # Dimensions of size 1 may have any stride, but DDP refuses to copy between tensors of other strides.
-                tensor.as_strided_(tensor.shape, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").stride())
-    if world is not None and world.pp_enabled:
-        group: dist.ProcessGroup | None = world.get_group("dp_replicate")
-    else:
-        group = state.replica_group[0] if state.replica_group else dist.group.WORLD
-    ddp = nn.parallel.DistributedDataParallel(
-        model,
-        process_group=group,
-        device_ids=[device] if device.type == "cuda" else None,
-        init_sync=False,
-        find_unused_parameters=config.find_unused_parameters,
-        gradient_as_bucket_view=config.gradient_as_bucket_view,
-        static_graph=config.static_graph,
-        bucket_cap_mb=config.bucket_cap_mb,
-    )
-    if config.communication_hook == "fp16":
-        ddp.register_comm_hook(group, default_hooks.fp16_compress_hook)
-    elif config.communication_hook == "bf16":  # a lambda, since DDP refuses the hook by its name where NCCL is missing
-        ddp.register_comm_hook(group, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket))
-    elif config.communication_hook == "powersgd":
-        hook_state = powerSGD_hook.PowerSGDState(
-            group, config.powersgd_rank, start_powerSGD_iter=config.powersgd_start, use_error_feedback=True
-        )
-        ddp.register_comm_hook(hook_state, powerSGD_hook.powerSGD_hook)
-    return ddp
-
-
 # Models on the meta device --------------------------------------------------------------------------------------------
 
 
@@ -458,162 +459,3 @@ def is_meta(model: nn.Module) -> bool:
             f"tensor {bare[0]!r} is on the meta device and {with_values[0]!r} is not; build all there, or none"
         )
     return bool(bare)
-
-
-def check_initializers(model: nn.Module, init_weights: Initializer | None) -> None:
-    """Raise where nothing says what a module's tensors are to be; local."""
-    if init_weights is not None:
-        return
-    for name, module in model.named_modules():
-        if _tensors_of(module) and _reset_of(module) is None:
-            raise ConfigError(
-                f"module {name or 'model'!r} ({type(module).__name__}) has tensors without values and no "
-                "reset_parameters(); write one, or give init_weights"
-            )
-    if _reset_of(model) is not None and any(True for _ in model.children()):
-        raise ConfigError(
-            f"{type(model).__name__}.reset_parameters initializes all of the model at once, which would be whole on "
-            "every rank; give init_weights, which is called module by module"
-        )
-
-
-@torch.no_grad()
-def materialize(
-    model: nn.Module,
-    device: torch.device,
-    init_weights: Initializer | None = None,
-    *,
-    modules: Mapping[str, nn.Module] | None = None,
-) -> None:
-    """Give values to a model on the meta device, spread as it is; collective over the world.
-
-    Module by module every rank makes whole tensors on the CPU, initializes them, and keeps its part, so the largest
-    module is all that is ever whole; a module that initializes its children, too (torch's attention), is whole with
-    them. The weights are those of the unsharded model where modules are made in the order of ``model.modules()``.
-
-    What ``init_weights`` leaves without values begins as its module's ``reset_parameters`` makes it, before
-    ``init_weights`` is called for that module once more: as it would be in a model that was built with values.
-    """
-    # A pipeline's stage gives the modules of the whole model: those it does not hold are initialized, too, and dropped,
-    # so that random numbers are those of the whole model.
-    order = dict(model.named_modules()) if modules is None else modules
-    own_modules = set(map(id, model.modules()))
-    _make_empty(model, device)
-    done: set[int] = set()
-
-    def keep(module: nn.Module, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        # A tensor that another module has initialized before (a tied one) keeps its values.
-        if id(module) in own_modules and id(tensor) not in done and isinstance(tensor, DTensor):
-            # src_data_rank=None: cut from the values that every rank has made, without communication.
-            part = distribute_tensor(values.to(device), tensor.device_mesh, tensor.placements, src_data_rank=None)
-            tensor.to_local().copy_(part.to_local())
-        elif id(module) in own_modules and id(tensor) not in done:
-            tensor.copy_(values)
-        done.add(id(tensor))
-
-    with torch.random.fork_rng(devices=[]):
-        if dist.is_initialized():  # all go on with rank 0's random numbers (5 kB)
-            state = torch.get_rng_state().to(control_device())
-            dist.broadcast(state, src=0)
-            torch.set_rng_state(state.cpu())
-        inside: set[int] = set()
-        for name, module in order.items():
-            # reset_parameters may initialize the children, too (torch's attention does); init_weights takes one module.
-            is_alone = init_weights is not None or _reset_of(module) is None
-            covered = [module] if is_alone else [*module.modules()]
-            if id(module) in inside or not any(_tensors_of(part) for part in covered):
-                continue
-            if init_weights is not None:
-                try:
-                    with _whole_tensors(name, covered, keep):
-                        init_weights(module)
-                        if _reset_of(module) is not None and any(map(_is_empty, _values_of(module))):
-                            raise _LeftOut  # only now is it known; the children may have to be whole, too
-                except _LeftOut:
-                    covered = [*module.modules()]
-                else:
-                    inside.update(map(id, covered))
-                    continue
-            inside.update(map(id, covered))
-            with _whole_tensors(name, covered, keep):
-                _reset(module)
-                if init_weights is None:
-                    continue
-                for part in filter(_tensors_of, covered):
-                    init_weights(part)
-
-
-class _LeftOut(Exception):
-    """An initializer has left tensors of a module without values."""
-
-
-def _reset(module: nn.Module) -> None:
-    """Initialize a module and all in it by their own ``reset_parameters``."""
-    parts: list[nn.Module] = []
-    module.apply(parts.append)  # each before the module that holds it
-    for reset in filter(None, map(_reset_of, dict.fromkeys(parts))):
-        reset()
-
-
-def _values_of(module: nn.Module) -> list[torch.Tensor]:
-    return [tensor for _, _, tensor in _tensors_of(module)]
-
-
-def _is_empty(values: torch.Tensor) -> bool:
-    """Tell whether a tensor was left without some of its values."""
-    return bool(values.is_floating_point() and values.isnan().any())
-
-
-@contextmanager
-def _whole_tensors(
-    name: str, modules: Sequence[nn.Module], keep: Callable[[nn.Module, torch.Tensor, torch.Tensor], None]
-) -> Iterator[None]:
-    """Let modules have whole tensors on the CPU for the length of a block, then let this rank keep its part of them."""
-    own = [(module, *place) for module in modules for place in _tensors_of(module)]
-    for _, holder, leaf, tensor in own:
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        if whole.is_floating_point():
-            whole.fill_(torch.nan)  # to see what nobody initializes
-        is_parameter = isinstance(tensor, nn.Parameter)
-        holder[leaf] = nn.Parameter(whole, requires_grad=tensor.requires_grad) if is_parameter else whole
-    try:
-        yield
-        initialized = [holder[leaf] for _, holder, leaf, _ in own]
-    finally:
-        for _, holder, leaf, tensor in own:
-            holder[leaf] = tensor
-    for (module, _, leaf, tensor), values in zip(own, initialized, strict=True):
-        if values is None or _is_empty(values):
-            raise ConfigError(
-                f"tensor {leaf!r} of module {name or 'model'!r} ({type(module).__name__}) was left without values; "
-                "initialize all of it in reset_parameters, or in init_weights, or build the model with values and not "
-                "on the meta device (in a trainer: setup.meta_device=False)"
-            )
-        keep(module, tensor, values.detach())
-
-
-def _make_empty(model: nn.Module, device: torch.device) -> None:
-    """Give a model's tensors memory; a tensor that several modules share stays one."""
-    first: dict[int, tuple[nn.Module, str]] = {}
-    ties = []
-    for module in model.modules():
-        for leaf, tensor in module._parameters.items():
-            if tensor is not None:
-                home = first.setdefault(id(tensor), (module, leaf))
-                ties.append((module, leaf, home))
-    model.to_empty(device=device)
-    for module, leaf, (owner, name) in ties:
-        if module._parameters[leaf] is not owner._parameters[name]:
-            module._parameters[leaf] = owner._parameters[name]
-
-
-def _tensors_of(module: nn.Module) -> list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]]:
-    """Return a module's own tensors, with the dictionary and the name under which it keeps them."""
-    holders: list[Any] = [module._parameters, module._buffers]
-    return [(holder, leaf, tensor) for holder in holders for leaf, tensor in holder.items() if tensor is not None]
-
-
-def _reset_of(module: nn.Module) -> Callable[[], object] | None:
-    """Return what initializes a module; torch's attention calls it by another name."""
-    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    return reset if callable(reset) else None

@@ -26,13 +26,13 @@ from xffl.checks import one_of
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.parameters import DeviceParameters
-from xffl.distributed.sharding import from_plain
+from xffl.distributed.plain_values import from_plain
 from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, StateError
 from xffl.parallel.config import PRECISIONS, StrategyConfig, read_config
 from xffl.parallel.context_parallel import split_sequence
+from xffl.parallel.meta_weights import Initializer
 from xffl.parallel.pipeline import Loss
-from xffl.parallel.spread import Initializer
 
 __all__ = ["DistributedStrategy", "to_device"]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -18,34 +17,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from xffl.compat.pytorch import call_at_end_of_backward
 from xffl.distributed.consistency import message_device
 from xffl.distributed.gradients import mark_reduced
 from xffl.errors import ConfigError
 
-__all__ = ["WholeParameters", "find_whole"]
-
-
-def find_whole(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Parameter]:
-    """Return the parameters that patterns of names choose, a tied one under its first name; local.
-
-    :param model: The whole model, or what it has become.
-    :param patterns: Names, or patterns of them (:mod:`fnmatch`).
-    :return: The parameters by name.
-    :raises ConfigError: if a pattern chooses none.
-    """
-    names = dict(model.named_parameters(remove_duplicate=False))
-    chosen: set[int] = set()
-    for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise ConfigError(f"keep_whole holds {pattern!r}; give names of parameters, or patterns such as '*.scale'")
-        found = {id(parameter) for name, parameter in names.items() if fnmatchcase(name, pattern)}
-        if not found:
-            raise ConfigError(
-                f"keep_whole names {pattern!r}, but no parameter of the model is called so; give names as "
-                "named_parameters() has them, or patterns such as '*.scale'"
-            )
-        chosen |= found
-    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in chosen}
+__all__ = ["WholeParameters"]
 
 
 def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
@@ -61,11 +38,6 @@ def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
     elif is_dataclass(output) and not isinstance(output, type):
         for field in fields(output):
             yield from _tensors_in(getattr(output, field.name))
-
-
-def _call_at_end_of_backward(function: Callable[[], None]) -> None:
-    """Call a function where the backward pass that runs now ends, as FSDP2 does: torch has no public way."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def _refuse_factor(factor: float) -> None:
@@ -137,7 +109,7 @@ class WholeParameters:
         if self._is_end_awaited or not (self._is_reducing and self._is_reducing_all):
             return
         self._is_end_awaited = True
-        _call_at_end_of_backward(self._reduce_left)
+        call_at_end_of_backward(self._reduce_left)
 
     def _reduce_left(self) -> None:
         """Reduce what earlier passes have left and this one did not use; collective over the mesh where there is any.

@@ -8,7 +8,6 @@ anew.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,16 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from xffl.distributed.sharding import local_tensor
-from xffl.errors import ConfigError, StateError
+from xffl.errors import ConfigError
+from xffl.parallel.zero_mark import MARK
 
-__all__ = ["Masters", "find_masters", "is_cut", "mark"]
-
-MARK = "_xffl_zero"
-UNREADY = "unready"  # the mark of a model that ZeRO is to cut, so that nobody uses it before
-NO_ENGINE = (
-    "DeepSpeed has no optimizer yet; call optimizer = strategy.wrap_optimizer(model, optimizer) before the model is "
-    "used"
-)
+__all__ = ["Masters"]
 
 
 @dataclass(frozen=True)
@@ -57,10 +50,13 @@ class Masters:
     """
 
     def __init__(self, engine: Any, model: nn.Module, mesh: DeviceMesh) -> None:
-        self._engine, self._model, self._mesh = engine, model, mesh
+        self._engine = engine
+        self._model = model
+        self._mesh = mesh
         self._stage = int(engine.zero_optimization_stage())
         self._device = torch.device(engine.device)
-        self._place, self._size = mesh.get_local_rank(), mesh.size()
+        self._place = mesh.get_local_rank()
+        self._size = mesh.size()
         self._steps = -1
         zero = engine.optimizer
         groups = zero.fp16_groups if self._stage == 3 else zero.bit16_groups
@@ -261,38 +257,6 @@ class Masters:
             row.grad = grad
         for group, members in zip(inner.param_groups, params, strict=True):
             group["params"] = members
-
-
-# What rounds call -----------------------------------------------------------------------------------------------------
-
-
-def mark(model: nn.Module, masters: Masters | str | None) -> None:
-    """Mark a model with what ZeRO has cut it into, or as :data:`UNREADY`; local."""
-    object.__setattr__(model, MARK, masters)
-
-
-def is_cut(model: nn.Module) -> bool:
-    """Tell whether an engine has cut a model, or a part of it; local."""
-    is_marked = any(isinstance(module.__dict__.get(MARK), Masters) for module in model.modules())
-    return is_marked or any(hasattr(parameter, "ds_id") for parameter in model.parameters())
-
-
-def find_masters(model: nn.Module) -> Masters | None:
-    """Return the masters of a model; local."""
-    for module in model.modules():
-        masters = module.__dict__.get(MARK)
-        if masters == UNREADY:
-            raise StateError(NO_ENGINE)
-        if isinstance(masters, Masters):
-            return masters
-    if "deepspeed" not in sys.modules:
-        return None
-    # Called in each round, so names are put together only for the message.
-    for parameter in (parameter for module in model.modules() for parameter in module._parameters.values()):
-        if parameter is not None and "ds_tensor" in parameter.__dict__:
-            name = next(name for name, other in model.named_parameters() if other is parameter)
-            raise ConfigError(f"parameter {name!r} is cut by a DeepSpeed engine of others; use DeepSpeedStrategy")
-    return None
 
 
 def _is_row(value: object, row: torch.Tensor) -> bool:

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from xffl.checks import flattened, shorten
 from xffl.errors import ConfigError, TopologyError
 from xffl.files import TEXT_FILE_LIMIT, open_regular, read_bytes
+from xffl.json_text import parse_json
 from xffl.planning.text import counted
-from xffl.reading import COUNT_LIMIT, parse_json
+from xffl.reading import COUNT_LIMIT
 from xffl.topology import Topology
 from xffl.yaml_text import parse_yaml
 

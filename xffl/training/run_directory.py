@@ -47,7 +47,8 @@ from xffl.distributed.consistency import gather_objects, gather_runtimes, holder
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError, XfflError
 from xffl.files import TEXT_FILE_LIMIT, make_folders, read_text, write_whole
-from xffl.reading import Fields, parse_json
+from xffl.json_text import parse_json
+from xffl.reading import Fields
 from xffl.training.config.settings import to_plain
 from xffl.training.loggers import HEADER, cut_lines
 from xffl.training.run_lock import run_lock

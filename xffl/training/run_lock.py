@@ -25,7 +25,8 @@ from xffl.checks import decimal
 from xffl.cluster.hosts import host_identity
 from xffl.errors import ConfigError
 from xffl.files import ENOTSUPP, create, naming_errors, open_regular, read_text, remove_file
-from xffl.reading import Fields, parse_json
+from xffl.json_text import parse_json
+from xffl.reading import Fields
 
 __all__ = ["run_lock"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import signal
@@ -13,6 +12,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+from xffl.compat.libc import reset_handler
 from xffl.errors import ConfigError
 
 __all__ = ["DEFAULT_SIGNALS", "SignalInbox", "check_signals"]
@@ -126,7 +126,7 @@ class SignalInbox:
         for number in heard:
             if self._before.get(number) == signal.SIG_DFL:
                 # Python lets the main thread alone change handlers, and it may be waiting for a rank that has gone.
-                ctypes.CDLL(None).signal(int(number), None)
+                reset_handler(number)
                 os.kill(os.getpid(), number)
             elif number in again and self._before.get(number) != signal.SIG_IGN:
                 os.kill(os.getpid(), number)

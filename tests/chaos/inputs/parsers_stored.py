@@ -30,8 +30,9 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.elastic.federation import read_vote
 from xffl.errors import CheckpointError
 from xffl.files import read_sealed, sealed_json, write_sealed
+from xffl.json_text import parse_json
 from xffl.naming import Writer
-from xffl.reading import Fields, parse_json
+from xffl.reading import Fields
 from xffl.training.mixins.state import COUNTERS, read_place_file
 
 ALONE = DistributedState(rank=0, world_size=1)

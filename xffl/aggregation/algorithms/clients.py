@@ -15,7 +15,7 @@ from xffl.checks import number
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.sharding import local_tensor
 from xffl.errors import CheckpointError, ConfigError, XfflError
-from xffl.parallel.zero_view import find_masters
+from xffl.parallel.zero_mark import find_masters
 
 __all__ = ["Client", "FedProx", "Scaffold", "add_to_gradient", "check_step", "local", "restore", "set_up"]
 

@@ -47,7 +47,7 @@ KINDS: Mapping[str, str] = {
     "server": "xffl.aggregation.algorithms.server_rules.ServerRule",
     "combine": "xffl.aggregation.algorithms.combiners.Combiner",
     "client": "xffl.aggregation.algorithms.clients.Client",
-    "schedule": "xffl.aggregation.algorithms.schedules.Schedule",
+    "schedule": "xffl.aggregation.algorithms.every_steps.Schedule",
     "privacy": "",
     "partition": "",
 }

@@ -7,77 +7,16 @@ to ask another one when to meet, and cells may make different numbers of steps b
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-from xffl.aggregation.algorithms import registry
+from xffl.aggregation.algorithms.every_steps import EverySteps, Schedule, schedule_of
 from xffl.aggregation.report import RoundReport
 from xffl.checks import integer, integer_fields, number
 from xffl.errors import ConfigError
-from xffl.naming import Writer
 
 __all__ = ["Balanced", "Divergence", "EveryEpochs", "EverySeconds", "EverySteps", "PerCell", "Schedule", "Warmup"]
-
-
-class Schedule(ABC):
-    """Number of local steps that a cell makes until the next round.
-
-    Schedules hold options only, no state: the ranks compare them as text, which is made of the attributes.
-    ``has_threshold`` says that a round may be skipped, where the cells' models lie close together.
-    """
-
-    has_threshold: ClassVar[bool] = False
-
-    def check(self, cells: int) -> None:  # noqa: B027 - most schedules fit any federation
-        """Raise a ``ConfigError`` where the schedule is for another number of cells; local."""
-
-    @abstractmethod
-    def steps(self, rounds: int, cell: int, report: RoundReport | None) -> int:
-        """Return the local steps of a cell until the next round, at least 1; local, the same on all ranks of the cell.
-
-        ``rounds`` have taken place, and the last one, or the last check that skipped one, gave the report: ``None``
-        before the first. Use only what is the same on all ranks.
-        """
-
-    def least_divergence(self, rounds: int) -> float | None:
-        """Return how far apart the cells' models have to be for the next round, ``None`` where it takes place anyway.
-
-        That is the least L2 distance from the last agreed model, as a root mean square with the cells' weights; the
-        same on all ranks.
-        """
-        return None
-
-    def __repr__(self) -> str:
-        options = ", ".join(f"{name}={value!r}" for name, value in sorted(vars(self).items()))
-        return f"{type(self).__qualname__}({options})"
-
-
-def schedule_of(every: object) -> Schedule:
-    """Return a schedule for what ``every`` may be: local steps, a schedule, or a spec of one; local."""
-    if isinstance(every, Schedule):
-        return every
-    if isinstance(every, (str, Mapping)):
-        schedule: Schedule = registry.make("schedule", every, writer=Writer.USER)
-        return schedule
-    return EverySteps(every)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True)
-class EverySteps(Schedule):
-    """Meet after a fixed number of local steps, the same in all cells.
-
-    :param every: Local steps, at least 1.
-    """
-
-    every: int
-
-    def __post_init__(self) -> None:
-        integer_fields(self, "every", hint="give the local steps between two rounds")
-
-    def steps(self, rounds: int, cell: int, report: RoundReport | None) -> int:  # noqa: D102
-        return self.every
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import ctypes
 import itertools
 import math
 import operator
@@ -21,6 +20,7 @@ from xffl.aggregation.engine.plan import Item
 from xffl.aggregation.engine.tensors import ModelTensor, canonical_axis
 from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, Piece
 from xffl.aggregation.mean import piece_length, wide_type
+from xffl.compat.pytorch import memory_of
 from xffl.distributed.sharding import local_tensor
 from xffl.errors import ConfigError
 from xffl.topology import Coordinates
@@ -204,7 +204,7 @@ class Layout:
         """Return a buffer's bytes view by view; kept, since a bucket is often packed into the same buffer."""
         kept = self._cuts.get(id(bucket))
         if kept is None or kept[0].data_ptr() != buffer.data_ptr():
-            whole, ends = _bytes_of(buffer), itertools.accumulate(part.nbytes for part in like)
+            whole, ends = memory_of(buffer), itertools.accumulate(part.nbytes for part in like)
             parts = [whole[end - part.nbytes : end] for part, end in zip(like, ends, strict=True)]
             kept = self._cuts[id(bucket)] = (buffer, parts)
         return kept[1]
@@ -220,7 +220,7 @@ class Layout:
             run, memory = None, []
             if device is not None and all(view.is_contiguous() for view in views):
                 run = views[0] if len(views) == 1 else None
-                memory = [*map(_bytes_of, views)] if len(views) > 1 and device.type == "cpu" else []
+                memory = [*map(memory_of, views)] if len(views) > 1 and device.type == "cpu" else []
             kept = self._of_bucket[id(bucket)] = Places(views, device, run, memory)
         return kept
 
@@ -284,14 +284,6 @@ def _flat(view: torch.Tensor) -> torch.Tensor:
     """Return the elements of a contiguous tensor in one dimension, of step 1 even where there is one and no step."""
     flat = view.view(-1)
     return flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))
-
-
-def _bytes_of(values: torch.Tensor) -> memoryview:
-    """Return the bytes of a flat tensor on the CPU, to be read and written while somebody keeps the tensor.
-
-    Not by way of numpy, after which nobody could resize the tensor's storage any more.
-    """
-    return memoryview((ctypes.c_char * values.nbytes).from_address(values.data_ptr())).cast("B")
 
 
 def _copy(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:

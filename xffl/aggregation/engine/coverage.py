@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from xffl.aggregation.engine.tensors import tensors_of
 from xffl.checks import shorten
+from xffl.compat.ddp import delayed_parameters, find_in_reducer, parameters_at_start
 from xffl.distributed.consistency import gather_objects, ranks_text, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.gradients import find_reduction
@@ -125,14 +126,14 @@ def _ranks_of(group: dist.ProcessGroup) -> frozenset[int] | None:
 def _reduced_parameters(prefix: str, module: nn.parallel.DistributedDataParallel) -> list[nn.Parameter]:
     """Return the parameters whose gradients a DDP module reduces, as far as torch tells."""
     ignored = set(module.parameters_to_ignore)
-    made_with: list[nn.Parameter] | None = getattr(module, "_module_parameters", None)
+    made_with = parameters_at_start(module)
     known = None if made_with is None else set(map(id, made_with))
     training = [
         (name, one)
         for name, one in module.module.named_parameters()
         if one.requires_grad and name not in ignored and (known is None or id(one) in known)
     ]
-    in_reducer = _find_in_reducer(module, len(training))
+    in_reducer = find_in_reducer(module, len(training))
     if in_reducer is not None:
         unfrozen = [repr(name) for name, one in training if id(one) not in in_reducer]
         if unfrozen:
@@ -141,29 +142,8 @@ def _reduced_parameters(prefix: str, module: nn.parallel.DistributedDataParallel
                 "unfrozen after it was made, and it reduces the gradients of those that trained then; call "
                 "requires_grad_() before DistributedDataParallel or xffl.shard"
             )
-    # DDP leaves these to a hook of its own, and counts them among those that it ignores.
-    delayed = [one for one in getattr(module, "_delay_all_reduce_params", ()) if one.requires_grad]
+    delayed = [one for one in delayed_parameters(module) if one.requires_grad]
     return [one for _, one in training] + delayed
-
-
-def _find_in_reducer(module: nn.parallel.DistributedDataParallel, training: int) -> set[int] | None:
-    """Return the ids of the parameters that DDP's reducer has, where they may be others than those that train.
-
-    ``None`` where all parameters train, as many as the reducer has, or torch does not tell: the API is private, and
-    fails where a gradient is sparse. For a moment it takes as much memory as the gradients.
-    """
-    tell = getattr(module, "_get_ddp_logging_data", None)
-    show = getattr(getattr(module, "reducer", None), "_get_zeros_like_grad_buckets", None)
-    if tell is None or show is None:
-        return None
-    are_all_training = all(one.requires_grad for one in module.module.parameters())
-    if are_all_training and tell().get("num_parameter_tensors") == training:
-        return None
-    try:
-        buckets = show()
-    except RuntimeError:
-        return None
-    return {id(one) for bucket in buckets for one in bucket.parameters()}
 
 
 def _check_inside(name: str, reduction: Reduction, cell: frozenset[int], state: DistributedState) -> None:

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from xffl.costs import MOST_IN_FLIGHT, STATUS_BYTES
-from xffl.distributed.collectives import CrossWorldGroup, Group, Work
+from xffl.distributed.collectives import Group
 from xffl.distributed.consistency import connect, control_device, home_device, sends_from_gpu, transfer_device
+from xffl.distributed.cross_world import CrossWorldGroup, Work
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.faults import inject, is_armed
 from xffl.distributed.groups import Groups, make_groups, make_round_groups
@@ -426,7 +427,7 @@ def _pack(status: RoundStatus) -> bytes:
 
 def _unpack(values: tuple[Any, ...]) -> RoundStatus:
     """Return the status of what stands in a row."""
-    status = RoundStatus(*values[:-MOST_NUMBERS], values[-MOST_NUMBERS:])
+    status = RoundStatus._make((*values[:-MOST_NUMBERS], values[-MOST_NUMBERS:]))
     return status._replace(phase=VotePhase(status.phase), merge=MergeMode(status.merge))
 
 

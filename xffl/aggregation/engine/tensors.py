@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from xffl.aggregation.compression import Codec, codec_of
 from xffl.aggregation.engine.plan import Cut, Item, MeshCut, Part
 from xffl.checks import one_of, shorten
+from xffl.compat.ddp import parameters_at_start
 from xffl.distributed.collectives import Group, all_gather_json
 from xffl.distributed.consistency import control_device
 from xffl.distributed.sharding import local_tensor, reshard
@@ -190,9 +191,10 @@ def check_reduced(model: nn.Module) -> None:
     """Raise where DDP adds up the gradients of parameters that are no longer the model's."""
     for prefix, module in model.named_modules():
         # Where torch does not tell which parameters DDP was made with, or DDP ignores some, nothing can be compared.
-        made_with = getattr(module, "_module_parameters", None)
-        is_ddp = isinstance(module, nn.parallel.DistributedDataParallel)
-        if not is_ddp or made_with is None or module.parameters_to_ignore:
+        if not isinstance(module, nn.parallel.DistributedDataParallel) or module.parameters_to_ignore:
+            continue
+        made_with = parameters_at_start(module)
+        if made_with is None:
             continue
         known = set(map(id, made_with))
         for name, parameter in module.module.named_parameters():
@@ -484,7 +486,7 @@ class Manifest:
         self.codecs: dict[str, Codec | None] = {}
         codecs: dict[Pattern, str] = {}
         for pattern, chosen in codec.items() if isinstance(codec, Mapping) else [("", codec)]:
-            made = codec_of(chosen)
+            made = None if chosen == "none" else codec_of(chosen)
             codecs[pattern] = "none" if made is None else str(made)
             self.codecs[codecs[pattern]] = made
         for key, policy in policies.items():

@@ -13,7 +13,7 @@ from xffl.aggregation.engine.groups import Progress, RoundGroups, RoundScope, st
 from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.mean import combined, weighted_mean
 from xffl.aggregation.report import RoundProfile
-from xffl.distributed.collectives import CrossWorldGroup, Work
+from xffl.distributed.cross_world import CrossWorldGroup, Work
 from xffl.distributed.faults import inject
 
 __all__ = ["CrossCellTransport", "ExactValues", "Link"]

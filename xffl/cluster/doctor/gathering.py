@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from xffl.cluster.doctor.lines import Line, Message
 from xffl.cluster.doctor.messages import read_hello
 from xffl.cluster.listening import open_listener
-from xffl.reading import parse_json
+from xffl.json_text import parse_json
 
 __all__ = ["HELLO_S", "Arrival", "gather"]
 

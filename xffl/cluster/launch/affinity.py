@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from xffl.cluster.hosts import expand_counts
-from xffl.cluster.launchers import find_launcher
+from xffl.cluster.host_lists import expand_counts
+from xffl.cluster.recognition import find_launcher
 from xffl.errors import ConfigError
 
 __all__ = ["Share", "bind_if_asked", "limit_threads", "share_machine", "take_turns_if_crowded"]

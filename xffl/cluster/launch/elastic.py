@@ -19,16 +19,17 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from xffl.cluster.environment import ADDRESS_BYTES, bind_address, read_address, restarts_of
 from xffl.cluster.hosts import node_address, reachable_address
 from xffl.cluster.launch.affinity import Share
 from xffl.cluster.launch.child import child_command
 from xffl.cluster.launch.failure import CellLives, ExitCode, caught_signals, code_of_signal, read_failure
 from xffl.cluster.launch.job_layout import JobLayout
 from xffl.cluster.launch.launch import held_port
-from xffl.cluster.launch.runner import RankJob, die_with_parent
+from xffl.cluster.launch.runner import RankJob
+from xffl.cluster.lighthouse_address import ADDRESS_BYTES, bind_address, read_address, restarts_of
 from xffl.cluster.network import CELL_HEARTBEAT_TIMEOUT_S, CELL_JOIN_TIMEOUT_S, connection_error, control_address
 from xffl.cluster.slurm.allocation import Host, own_host
+from xffl.compat.libc import die_with_parent
 from xffl.errors import ConfigError, LaunchError
 from xffl.extras import optional_import
 from xffl.files import read_bytes, write_whole
@@ -119,8 +120,12 @@ class _Cell:
     def __init__(self, job: CellJob, restarts: int, folder: str, lives: CellLives | None) -> None:
         self.code: int | None = None  # how it has ended for good
         self.ended_at = 0.0
-        self._job, self._restarts, self._folder, self._lives = job, restarts, folder, lives
-        self._first, self._restarted = restarts_of(), 0
+        self._job = job
+        self._restarts = restarts
+        self._folder = folder
+        self._lives = lives
+        self._first = restarts_of()
+        self._restarted = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._due = 0.0
         self._failures = ""  # where its launcher tells how the ranks have failed
@@ -186,7 +191,8 @@ class _Cell:
         )
 
     def _end(self, code: int) -> None:
-        self.code, self.ended_at = code, time.monotonic()
+        self.code = code
+        self.ended_at = time.monotonic()
         if self._lives is not None:
             self._lives.end_cell(self._job.number, code)
 

@@ -27,7 +27,8 @@ from xffl.callers import find_place, is_of_package, is_of_python
 from xffl.checks import visible
 from xffl.errors import ConfigError, TopologyError, XfflError
 from xffl.files import create, read_bytes, write_whole
-from xffl.reading import Fields, parse_json
+from xffl.json_text import parse_json
+from xffl.reading import Fields
 
 __all__ = [
     "CellLives",

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from xffl.cluster.batch import BATCH_SYSTEMS, BatchSystem
-from xffl.cluster.cells import Federation, arrange
-from xffl.cluster.launchers import Launcher
+from xffl.cluster.cells import arrange
+from xffl.cluster.launcher import Launcher
+from xffl.cluster.sizes import Federation
 from xffl.cluster.slurm.allocation import Allocation, Host
 from xffl.errors import ConfigError, LaunchError
 from xffl.topology import Topology

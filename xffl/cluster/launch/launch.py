@@ -75,7 +75,8 @@ class _Ranks:
     """The ranks of a job, each in a session of its own: a terminal's Ctrl-C is for the launcher alone."""
 
     def __init__(self, watch: JobWatch, failures: str) -> None:
-        self._watch, self._failures = watch, failures
+        self._watch = watch
+        self._failures = failures
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._orphans: list[subprocess.Popen[bytes]] = []  # ended since all were told to; may have left something
         self._ending_since: float | None = None

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from xffl.errors import ConfigError
 from xffl.files import create
-from xffl.reading import parse_json
+from xffl.json_text import parse_json
 
 __all__ = [
     "LineBuffer",
@@ -201,7 +201,9 @@ class Stream:
     def __init__(
         self, folder: Path, out: BinaryIO, ranks: Collection[int] | None = None, begin: dict[Path, int] | None = None
     ) -> None:
-        self.folder, self.out, self.ranks = folder, out, ranks
+        self.folder = folder
+        self.out = out
+        self.ranks = ranks
         self._read_to = dict(begin or {})
         self._buffers: defaultdict[Path, LineBuffer] = defaultdict(LineBuffer)
         self._looked_at = 0

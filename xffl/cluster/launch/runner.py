@@ -7,7 +7,6 @@ to the launcher, which shows the first one, instead of being printed by every ra
 from __future__ import annotations
 
 import atexit
-import ctypes
 import io
 import json
 import os
@@ -20,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from xffl.cluster.environment import elastic_cell, requested_federation
+from xffl.cluster.environment import requested_federation
 from xffl.cluster.launch.affinity import bind_if_asked, limit_threads, take_turns_if_crowded
 from xffl.cluster.launch.failure import (
     ExitCode,
@@ -34,14 +33,15 @@ from xffl.cluster.launch.failure import (
 )
 from xffl.cluster.launch.logs import RankFile, mark, redirect
 from xffl.cluster.launch.script import OWN_FILES, run_command
-from xffl.cluster.launchers import find_launcher
+from xffl.cluster.lighthouse_address import elastic_cell
+from xffl.cluster.recognition import find_launcher
+from xffl.compat.libc import die_with_parent
 from xffl.errors import XfflError
 from xffl.topology import Topology
 
 __all__ = ["LINGER_S", "RankJob", "be_rank", "die_with_parent", "main", "run_script", "take_share"]
 
 _VARIABLE = "XFFL_RUNNER"
-_PR_SET_PDEATHSIG = 1
 _EXIT_DEADLINE_S = 10.0
 DELIVERY_S = 0.5  # for a failed rank's story to arrive: srun drops what is under way when an exit ends the step
 LINGER_S = 1.5
@@ -164,12 +164,6 @@ def _report(error: BaseException, job: RankJob, rank: int, tell: int, *, has_log
 def _tell(where: int, rank: int, content: Mapping[str, Any]) -> None:
     for line in mark(rank, content):
         os.write(where, line)
-
-
-def die_with_parent(number: int) -> None:
-    """Ask Linux to send this process a signal when its parent dies, even by SIGKILL; elsewhere this is left out."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 # Ranks that mpirun or srun has started, which nobody watches ----------------------------------------------------------

@@ -278,7 +278,8 @@ def _run_text(text: bytes, name: str, *, is_file: bool = False) -> None:
     """
     main = ModuleType("__main__")
     if is_file:
-        main.__file__, main.__loader__ = name, SourceFileLoader("__main__", name)
+        main.__file__ = name
+        main.__loader__ = SourceFileLoader("__main__", name)
         main.__dict__["__cached__"] = None
     else:
         lines = text.decode(errors="replace").splitlines(keepends=True)

@@ -17,14 +17,16 @@ from functools import partial
 from pathlib import Path
 from typing import IO, BinaryIO
 
-from xffl.cluster.hosts import expand_hosts, node_address
+from xffl.cluster.host_lists import expand_hosts
+from xffl.cluster.hosts import node_address
 from xffl.cluster.launch.affinity import limit_threads
 from xffl.cluster.launch.child import child_command
 from xffl.cluster.launch.failure import ExitCode, JobWatch, RankFailure, caught_signals, parse_failure
 from xffl.cluster.launch.job_layout import JobLayout, LaunchOptions
 from xffl.cluster.launch.logs import LineBuffer, MarkedLines, Message, line_prefix
-from xffl.cluster.launch.runner import RankJob, die_with_parent
+from xffl.cluster.launch.runner import RankJob
 from xffl.cluster.launch.script import check_command
+from xffl.compat.libc import die_with_parent
 from xffl.errors import LaunchError
 
 __all__ = ["launch_srun", "read_task_ends", "srun_command"]
@@ -113,7 +115,9 @@ class _Step:
     """One srun, with the threads that read from it."""
 
     def __init__(self, layout: JobLayout, watch: JobWatch, is_labelled: bool) -> None:
-        self._layout, self._watch, self._is_labelled = layout, watch, is_labelled
+        self._layout = layout
+        self._watch = watch
+        self._is_labelled = is_labelled
         self._marked = MarkedLines()
         self._id: str | None = None
         self._has_ranks = False  # whether a rank has told or shown that it was started

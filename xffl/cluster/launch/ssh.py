@@ -40,7 +40,8 @@ from xffl.cluster.launch.runner import RankJob
 from xffl.cluster.launchers import launcher_variables
 from xffl.cluster.slurm.allocation import Host
 from xffl.errors import LaunchError
-from xffl.reading import Fields, parse_json
+from xffl.json_text import parse_json
+from xffl.reading import Fields
 
 __all__ = ["job_of_hosts", "launch_ssh", "read_event", "shared_environment", "ssh_command"]
 
@@ -263,7 +264,9 @@ class _Job:
     def __init__(
         self, layout: JobLayout, watch: JobWatch, is_labelled: bool, take_signals: Callable[[], list[tuple[int, bool]]]
     ) -> None:
-        self._layout, self._watch, self._is_labelled = layout, watch, is_labelled
+        self._layout = layout
+        self._watch = watch
+        self._is_labelled = is_labelled
         self._take_signals = take_signals
         self._events: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
         self._connections: list[HostConnection] = []

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from xffl.checks import decimal, shorten, shown
-from xffl.cluster.hosts import MAX_HOSTS, expand_counts, expand_hosts
-from xffl.cluster.launchers import find_launcher, read_number
+from xffl.cluster.host_lists import MAX_HOSTS, expand_counts, expand_hosts
+from xffl.cluster.launcher import read_number
+from xffl.cluster.recognition import find_launcher
 from xffl.errors import ConfigError, LaunchError
 from xffl.files import read_given
 

@@ -15,11 +15,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from xffl.aggregation.contributions import enclosing_calls, unwrap
+from xffl.aggregation.contributions import unwrap
 from xffl.aggregation.engine.tensors import tensors_of
 from xffl.checks import integer
+from xffl.compat.pytorch import enclosing_steps
 from xffl.distributed.consistency import gather_objects
-from xffl.distributed.sharding import local_tensor, reshard, sharded_parameters, spread_as, total_norm
+from xffl.distributed.norms import total_norm
+from xffl.distributed.sharding import local_tensor, reshard, sharded_parameters, spread_as
 from xffl.errors import ConfigError
 from xffl.training.callbacks.base import Callback
 
@@ -309,7 +311,7 @@ class DriftCallback(_StepCallback):
             self._keep_global(trainer)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if any(one is optimizer for one in enclosing_calls()):
+        if any(one is optimizer for one in enclosing_steps()):
             return  # super().step()
         self._steps += 1
         if self._every is None or self._steps >= self._every:

@@ -21,7 +21,6 @@ from types import SimpleNamespace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from xffl.checks import closest
-from xffl.cluster.cells import Federation
 from xffl.cluster.environment import (
     detect_environment,
     request_federation,
@@ -30,6 +29,7 @@ from xffl.cluster.environment import (
     sources_named,
 )
 from xffl.cluster.launch.failure import ExitCode
+from xffl.cluster.sizes import Federation
 from xffl.cluster.slurm.submit import SlurmConfig
 from xffl.errors import ConfigError, XfflError
 from xffl.topology import Topology

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field, replace
 
 from xffl.checks import integer_fields, number, one_of
-from xffl.cluster.cells import read_federation, read_replica_size
+from xffl.cluster.sizes import read_federation, read_replica_size
 from xffl.distributed.parameters import DeviceParameters, FaultToleranceParameters
 from xffl.errors import ConfigError
 from xffl.parallel.config import DistributedConfig, TrainingConfig

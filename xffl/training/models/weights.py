@@ -43,8 +43,9 @@ from xffl.distributed.sharding import local_tensor, reshard
 from xffl.errors import CheckpointError, ConfigError
 from xffl.extras import optional_import
 from xffl.files import naming_errors, write_whole
+from xffl.json_text import JSON_LIMIT, parse_json
 from xffl.parallel.pipeline import PipelineModel
-from xffl.reading import JSON_LIMIT, Fields, parse_json
+from xffl.reading import Fields
 
 __all__ = [
     "INDEX",

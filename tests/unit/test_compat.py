@@ -1,0 +1,241 @@
+"""Workarounds of other projects: each does its work, and the test fails when the project offers the same to all."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.autograd import graph, profiler
+
+import xffl.compat
+from xffl.compat.ddp import delayed_parameters, find_in_reducer, parameters_at_start
+from xffl.compat.deepspeed import variables_for_import, without_shared_memory
+from xffl.compat.libc import return_large_blocks
+from xffl.compat.python import end_thread
+from xffl.compat.pytorch import call_at_end_of_backward, enclosing_steps, is_in_backward, is_profiling, memory_of
+from xffl.compat.sockets import find_connections, limit_silence, name_of_socket, open_sockets
+
+FILES = sorted(path for path in Path(xffl.compat.__file__).parent.glob("*.py") if path.stem != "__init__")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_each_workaround_says_which_version_needs_it_and_where_to_look(path: Path) -> None:
+    module = importlib.import_module(f"xffl.compat.{path.stem}")
+    for name in module.__all__:
+        text = f"{module.__doc__} {getattr(module, name).__doc__}"
+        assert re.search(r"\b\d\.\d+\b", text) and "https://" in text, name
+
+
+# PyTorch --------------------------------------------------------------------------------------------------------------
+
+
+def test_torch_has_no_public_way_to_know_of_a_backward_pass() -> None:
+    seen: list[object] = []
+    values = torch.ones(2, requires_grad=True)
+
+    def hook(gradient: torch.Tensor) -> None:
+        seen.append(is_in_backward())
+        call_at_end_of_backward(lambda: seen.append("end"))
+
+    values.register_hook(hook)
+    values.sum().backward()
+    assert seen == [True, "end"] and not is_in_backward()
+    assert not hasattr(graph, "is_backward_executing"), "use it in place of is_in_backward"
+    assert not hasattr(graph, "queue_callback"), "use it in place of call_at_end_of_backward"
+
+
+def test_torch_has_no_public_way_to_know_of_a_profiler() -> None:
+    assert not is_profiling()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert is_profiling()
+    public = {name for name in (*dir(profiler), *dir(torch.profiler)) if not name.startswith("_")}
+    assert not {name for name in public if re.search("is_.*(enabled|profiling)|enabled$", name)}
+
+
+def test_torch_does_not_tell_a_step_hook_in_which_step_it_is() -> None:
+    text = "class Twice(SGD):\n    def step(self, closure=None):\n        return super().step(closure)\n"
+    names: dict[str, Any] = {"SGD": torch.optim.SGD}
+    exec(compile(text, "another_file.py", "exec"), names)
+    calls: list[list[torch.optim.Optimizer]] = []
+    torch.optim.SGD(
+        [torch.nn.Parameter(torch.ones(1))], lr=0.1
+    )  # torch wraps the step of a class with its first object
+    optimizer = names["Twice"]([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: calls.append(enclosing_steps()))
+    optimizer.step()
+    assert calls == [[optimizer], []]  # torch calls the hook once in the parent's step, and once in its own
+
+
+def test_tensors_have_no_buffer_protocol() -> None:
+    values = torch.arange(4, dtype=torch.int32)
+    memory_of(values)[:4] = (7).to_bytes(4, sys.byteorder)
+    assert values.tolist() == [7, 1, 2, 3]
+    values.untyped_storage().resize_(32)  # nobody holds it
+    with pytest.raises(TypeError):
+        memoryview(values)  # type: ignore[arg-type]
+    shared = torch.arange(4)
+    view = shared.numpy()
+    with pytest.raises(RuntimeError, match="resiz"):
+        shared.untyped_storage().resize_(64)
+    del view
+
+
+def test_ddp_does_not_tell_whose_gradients_it_reduces(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = torch.nn.Linear(2, 2)
+        module = torch.nn.parallel.DistributedDataParallel(model)
+        made_with = parameters_at_start(module)
+        assert made_with is not None and set(map(id, made_with)) == set(map(id, model.parameters()))
+        assert delayed_parameters(module) == []
+        assert find_in_reducer(module, 2) is None  # all of them train
+        model.bias.requires_grad_(False)
+        assert find_in_reducer(module, 1) == set(map(id, model.parameters()))
+        lists = {name for name, value in vars(module).items() if isinstance(value, (list, tuple, set)) and value}
+        assert not {name for name in lists if not name.startswith("_")}, "one of them may tell what DDP was made with"
+    finally:
+        dist.destroy_process_group()
+
+
+# Sockets --------------------------------------------------------------------------------------------------------------
+
+
+def test_sockets_of_libraries_are_found_among_those_of_the_process() -> None:
+    before = open_sockets()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        here = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", here)) as one, server.accept()[0] as other:
+            opened = open_sockets() - before
+            assert opened == {server.fileno(), one.fileno(), other.fileno()}
+            limit_silence(one.fileno(), 10)
+            assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000
+            # Both ends are of a connection to somebody who listens here: those of others may come and go.
+            assert find_connections(opened, {server.fileno()}, 1, 2) == {}
+            name = name_of_socket(one.fileno())
+            assert name.startswith("socket:")
+    assert name_of_socket(one.fileno()) == ""
+
+
+def test_gloo_has_no_option_by_which_a_silent_connection_ends() -> None:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    names = {name for name in dir(options) if not name.startswith("_")}
+    assert not {name for name in names if re.search("alive|silen|user_timeout|socket|descriptor", name)}, names
+
+
+# Python and the C library ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_python_has_no_way_to_end_a_thread() -> None:
+    begun = threading.Event()
+
+    def run() -> None:
+        begun.set()
+        while True:
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert begun.wait(10) and thread.ident is not None
+    end_thread(thread.ident)
+    thread.join(10)
+    assert not thread.is_alive()
+    public = {name for name in dir(thread) if not name.startswith("_")}
+    assert not {name for name in public if re.search("stop|kill|cancel|end$|interrupt", name)}
+
+
+def test_python_has_no_call_for_the_allocator_or_the_death_of_a_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1")
+    assert not return_large_blocks()  # the user has decided
+    names = (*dir(os), *dir(sys), *dir(gc), *dir(signal))
+    assert not {name for name in names if re.search("mallopt|prctl|pdeathsig|death", name, re.IGNORECASE)}
+
+
+def test_a_signal_gets_its_default_from_any_thread() -> None:
+    code = (
+        "import os, signal, threading, time\n"
+        "from xffl.compat.libc import reset_handler\n"
+        "signal.signal(signal.SIGTERM, lambda *_: None)\n"
+        "try:\n"
+        "    raise SystemExit(0)\n"
+        "except SystemExit:\n"
+        "    threading.Thread(target=reset_handler, args=[signal.SIGTERM]).start()\n"
+        "time.sleep(0.2)\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "time.sleep(10)\n"
+    )
+    root = Path(xffl.compat.__file__).parents[2]
+    ran = subprocess.run([sys.executable, "-c", code], cwd=root, timeout=60)
+    assert ran.returncode == -signal.SIGTERM
+    with pytest.raises(ValueError, match="main thread"):
+        raise _error_of_a_thread()
+
+
+def _error_of_a_thread() -> Exception:
+    """Return why Python lets a thread set no handler."""
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        except ValueError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return errors[0]
+
+
+# torchft and DeepSpeed ------------------------------------------------------------------------------------------------
+
+
+def test_managers_of_torchft_take_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = pytest.importorskip("torchft.manager")
+    from xffl.compat.torchft import managers_at
+
+    assert not {name for name in inspect.signature(manager.Manager).parameters if "bind" in name}, "use the argument"
+    told: dict[str, object] = {}
+    monkeypatch.setattr(manager, "ManagerServer", lambda **options: told.update(options))
+    server = manager.ManagerServer
+    with managers_at("10.0.0.1"):
+        manager.ManagerServer(bind="[::]:0", hostname="a")
+    assert told == {"bind": "10.0.0.1:0", "hostname": "a"} and manager.ManagerServer is server
+
+
+def test_deepspeed_is_told_by_variables_and_compiles_what_its_table_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    with variables_for_import("1", "cpu"):
+        assert (os.environ["LOCAL_RANK"], os.environ["DS_ACCELERATOR"]) == ("1", "cpu")
+        os.environ["CROSS_SIZE"] = "1"  # as DeepSpeed sets some
+    assert os.environ["LOCAL_RANK"] == "3" and not {"DS_ACCELERATOR", "CROSS_SIZE"} & os.environ.keys()
+    for operations in ({"deepspeed_shm_comm": True, "other": True}, {"other": True}):
+        kept: dict[str, object] = dict(operations)
+        with without_shared_memory(operations):
+            assert operations == {**kept, "deepspeed_shm_comm": False}
+        assert operations == kept
+
+
+def test_deepspeed_still_compiles_its_operation_wherever_its_table_has_it() -> None:
+    found = importlib.util.find_spec("deepspeed")
+    if found is None or found.origin is None:
+        pytest.skip("deepspeed is not installed")
+    # As text: importing DeepSpeed sets variables, and starts processes.
+    text = (Path(found.origin).parent / "comm" / "torch.py").read_text(encoding="utf-8")
+    assert "ShareMemCommBuilder" in text or "shm_comm" in text, "nothing is compiled any more"

@@ -1,0 +1,122 @@
+"""Jobs that a lighthouse joins: where it listens, and the number of this job among them."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from xffl.checks import decimal, integer
+from xffl.cluster.hosts import route_address
+from xffl.cluster.network import control_address
+from xffl.cluster.sizes import parse_cell
+from xffl.errors import LaunchError
+from xffl.files import read_text
+
+__all__ = [
+    "ADDRESS_BYTES",
+    "bind_address",
+    "elastic_cell",
+    "lighthouse_of",
+    "parse_lighthouse",
+    "read_address",
+    "replica_group_of",
+    "resolve_lighthouse",
+    "restarts_of",
+]
+
+
+_ADDRESS = re.compile(r"(?:http://)?(\[[0-9a-fA-F:]+\]|[^:/\s]+):([0-9]{1,5})/?")
+
+ADDRESS_BYTES = 4096
+"""The most bytes of a file that names a lighthouse"""
+
+_GROUP = re.compile(r"([0-9]{1,9})/([0-9]{1,9})")
+
+
+def lighthouse_of(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the lighthouse's address, ``http://HOST:PORT``, as ``XFFL_LIGHTHOUSE`` or torchft's own variable says."""
+    for name in ("XFFL_LIGHTHOUSE", "TORCHFT_LIGHTHOUSE"):
+        if text := environ.get(name, "").strip():
+            return _url(name, text)
+    hint = "start xffl lighthouse once for all replica groups, and give each job the address that it prints"
+    raise LaunchError(f"fault tolerance is asked for, but XFFL_LIGHTHOUSE is not set; {hint}")
+
+
+def resolve_lighthouse(text: str, what: str = "the lighthouse") -> str:
+    """Return a lighthouse's address, ``http://HOST:PORT``, from a text that holds it, or ``file:PATH`` of its file."""
+    if text.startswith("file:"):
+        try:
+            told = read_text(Path(text.removeprefix("file:")), ADDRESS_BYTES).strip()
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            hint = "it is there once the lighthouse runs; see that its job has started, or give HOST:PORT"
+            raise LaunchError(f"{what} is {text!r}, a file that cannot be read ({why}); {hint}") from error
+        what, text = f"{what} in {text.removeprefix('file:')}", told
+    return _url(what, text)
+
+
+def _url(what: str, text: str) -> str:
+    return "http://{}:{}".format(*read_address(what, text))
+
+
+def read_address(what: str, text: str) -> tuple[str, int]:
+    """Return the host and port of an address."""
+    found = _ADDRESS.fullmatch(text.strip())
+    if found is None or int(found[2]) > 65535:
+        raise LaunchError(f"{what} is {text!r}; give HOST:PORT, such as 127.0.0.1:29510")
+    return found[1], int(found[2])
+
+
+def parse_lighthouse(what: str, text: str) -> str:
+    """Return where a run's lighthouse is: ``http://HOST:PORT``, or ``file:/PATH`` with a file that names it."""
+    kind, colon, path = text.strip().partition(":")
+    if kind != "file" or not colon:
+        return _url(what, text)
+    if not path:
+        raise LaunchError(f"{what} is {text!r}; give the file that holds the lighthouse's address: file:PATH")
+    return f"file:{os.path.abspath(path)}"
+
+
+def elastic_cell(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+    """Return which cell of an elastic run this job is, and how many there are; ``None`` where it is not part of one."""
+    text = environ.get("XFFL_CELL", "").strip()  # without a lighthouse it is for rounds over files
+    if not text or not environ.get("XFFL_LIGHTHOUSE", "").strip():
+        return None
+    cell, cells = parse_cell(text, "XFFL_CELL")
+    return cell, cells if isinstance(cells, int) else len(cells)
+
+
+def restarts_of(environ: Mapping[str, str] = os.environ) -> int:
+    """Return how often this job was started before, as ``XFFL_RESTARTS`` or else ``SLURM_RESTART_COUNT`` says."""
+    for name in ("XFFL_RESTARTS", "SLURM_RESTART_COUNT"):
+        if text := environ.get(name, "").strip():
+            return integer(name, text if decimal(text) is None else decimal(text), 0, error=LaunchError)
+    return 0
+
+
+def replica_group_of(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+    """Return this job's replica group and the most groups, as ``XFFL_ISLAND=1/4`` says; ``None`` where unset."""
+    if not (text := environ.get("XFFL_ISLAND", "").strip()):
+        return None
+    found = _GROUP.fullmatch(text)
+    if found is None or not int(found[1]) < int(found[2]):
+        raise LaunchError(
+            f"XFFL_ISLAND is {text!r}; give this replica group's number, from 0, and the most groups, such as 0/2"
+        )
+    return int(found[1]), int(found[2])
+
+
+def bind_address(lighthouse: str, environ: Mapping[str, str] = os.environ) -> str:
+    """Return the address of this host at which other replica groups may reach it, and nobody on other interfaces."""
+    if (named := control_address(environ)) is not None:
+        return named
+    try:
+        return route_address(*read_address("the lighthouse", resolve_lighthouse(lighthouse)))
+    except OSError as error:
+        raise LaunchError(
+            f"there is no way from {socket.gethostname()} to the lighthouse {lighthouse} ({error}); set "
+            "XFFL_LIGHTHOUSE to an address that this host reaches"
+        ) from error

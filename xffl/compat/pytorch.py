@@ -1,0 +1,69 @@
+"""Workarounds of PyTorch 2.11 to 2.13."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+
+import torch
+from torch.autograd import profiler
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+__all__ = ["call_at_end_of_backward", "enclosing_steps", "is_in_backward", "is_profiling", "memory_of"]
+
+
+def is_in_backward() -> bool:
+    """Tell whether this thread runs a backward pass.
+
+    torch 2.13 has no public call for it: https://github.com/pytorch/pytorch/pull/141276.
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+def call_at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call a function where the backward pass that runs now ends, as FSDP2 does with its own.
+
+    torch 2.13 has no public call for it: https://github.com/pytorch/pytorch/issues/66199.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def is_profiling() -> bool:
+    """Tell whether a profiler of torch records.
+
+    torch 2.13 has no public call for it, and ``record_function`` costs 10 us and more also where nobody records:
+    https://github.com/pytorch/pytorch/blob/v2.11.0/torch/autograd/profiler.py.
+    """
+    return profiler._is_profiler_enabled
+
+
+def enclosing_steps() -> list[Optimizer]:
+    """Return the optimizers in whose ``step`` the call lies that a step hook was called for; innermost first.
+
+    The hook itself must call it. torch runs hooks in the ``step`` of a class and in that of its parent, so
+    ``super().step()`` runs them once more, and torch 2.13 does not tell a hook which of them it is:
+    https://github.com/pytorch/pytorch/blob/v2.11.0/torch/optim/optimizer.py (``profile_hook_step``). So the stack is
+    read: a count of steps begun and ended would be wrong after a step that raised, which has no hook at its end.
+    """
+    hook = sys._getframe(1)
+    steps: list[Optimizer] = []
+    frame = hook.f_back
+    # Whatever another hook of the same file has called (a callback that trains, say) is no part of its step.
+    while frame is not None and frame.f_code.co_filename != hook.f_code.co_filename:
+        if frame.f_code.co_filename == torch_optimizer.__file__:  # torch's wrapper(*args, **kwargs) around a step
+            args = frame.f_locals.get("args")
+            if isinstance(args, tuple) and args and isinstance(args[0], Optimizer):
+                steps.append(args[0])
+        frame = frame.f_back
+    return steps[1:]
+
+
+def memory_of(values: torch.Tensor) -> memoryview:
+    """Return the bytes of a flat tensor on the CPU, to be read and written while somebody keeps the tensor.
+
+    torch 2.13 has no buffer protocol (https://github.com/pytorch/pytorch/issues/19143), and after ``numpy()`` nobody
+    can resize the tensor's storage any more, which FSDP does.
+    """
+    return memoryview((ctypes.c_char * values.nbytes).from_address(values.data_ptr())).cast("B")

@@ -1,0 +1,78 @@
+"""Sockets of this process that a library has opened and does not show: those of gloo, of TCPStore, of torchft's client.
+
+gloo, TCPStore (torch 2.13) and torchft 0.2 set no options by which a connection ends whose other host is silent, and
+tell neither descriptors nor which connection a message uses:
+https://github.com/pytorch/gloo/blob/main/gloo/transport/tcp/pair.cc,
+https://github.com/pytorch/pytorch/blob/v2.11.0/torch/csrc/distributed/c10d/socket.cpp. So the descriptors in
+``/proc/self/fd`` are compared before and after.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+
+__all__ = ["cut_connection", "find_connections", "limit_silence", "name_of_socket", "open_sockets"]
+
+INTERNET = (socket.AF_INET, socket.AF_INET6)
+
+
+def open_sockets() -> set[int]:
+    """Return the descriptors of this process that are sockets."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # it was closed meanwhile
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                found.add(int(name))
+    return found
+
+
+def cut_connection(descriptor: int, port: int) -> None:
+    """End a TCP connection of this process, whoever waits for it, if it leads to a port."""
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:  # it was closed meanwhile
+        if connection.family in INTERNET and connection.getpeername()[1] == port:
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def limit_silence(descriptor: int, seconds: int, peer: tuple[str, int] | None = None) -> None:
+    """Let a TCP connection end where its other host is silent for so many seconds, with data under way or without.
+
+    By itself the kernel tries for a quarter of an hour, and ever less often: a link that was down for half a minute has
+    been up again for as long when the next packet is sent. Other sockets are left as they are, and where a peer is
+    given, connections to others.
+    """
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:  # it was closed meanwhile
+        is_tcp = connection.family in INTERNET and connection.type == socket.SOCK_STREAM
+        if not is_tcp or (peer is not None and connection.getpeername()[:2] != peer):
+            return
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, seconds // 2))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds)
+
+
+def find_connections(opened: set[int], others: set[int], store_port: int, count: int) -> dict[int, str]:
+    """Return which of the sockets that were opened with a group are its connections, and what they are called.
+
+    None of them if they cannot be told from others that were opened at the same time.
+    """
+    listening, found = {store_port}, {}
+    for descriptor in others:
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
+            if one.family in INTERNET and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                listening.add(one.getsockname()[1])  # of a store, where others come and go
+    for descriptor in opened:
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
+            # To ask for its peer raises where it is no connection.
+            if one.family in INTERNET and not {one.getsockname()[1], one.getpeername()[1]} & listening:
+                found[descriptor] = name_of_socket(descriptor)
+    return found if len(found) == count else {}
+
+
+def name_of_socket(descriptor: int) -> str:
+    """Return what the kernel calls a socket: no other one has the name; empty where it was closed."""
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return ""

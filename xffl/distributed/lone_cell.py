@@ -1,0 +1,93 @@
+"""A job that is one cell of several, each of them a job of its own: rounds go over files, or over a lighthouse."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xffl.cluster.environment import read_over_files
+from xffl.cluster.lighthouse_address import parse_lighthouse, restarts_of
+from xffl.cluster.run_token import token_of, warn_without_token
+from xffl.cluster.sizes import parse_cell
+from xffl.distributed.consistency import run_on_all_ranks
+from xffl.distributed.distributed_state import DistributedState, set_lone_cell
+from xffl.distributed.faults import arm as arm_fault
+from xffl.distributed.parameters import ElasticParameters
+from xffl.errors import ConfigError
+
+__all__ = ["LoneCell", "read_lone_cell"]
+
+
+@dataclass(frozen=True)
+class LoneCell:
+    """Which cell a job is asked to be."""
+
+    cell: int
+    cells: int | tuple[int, ...]
+    """How many there are, or the ranks of each"""
+    elastic: ElasticParameters | None
+    """How it makes rounds with cells that may be lost; ``None`` for rounds over files"""
+
+    def take(self, state: DistributedState) -> None:
+        """Let a job be this cell; collective over its ranks.
+
+        :param state: The state of the job's world.
+        :raises ConfigError: if the job has other ranks than that cell, or cells of its own; on all ranks.
+        """
+        topology = state.topology
+        sizes = (topology.world_size,) * self.cells if isinstance(self.cells, int) else self.cells
+        if topology.cells > 1 or sizes[self.cell] != topology.world_size:
+            raise ConfigError(
+                f"this job is to be cell {self.cell}, of {sizes[self.cell]} ranks, but it has {topology.cells} cells "
+                f"and {topology.world_size} ranks; start as many, without a federation"
+            )
+        set_lone_cell(state, self.cell, sizes, self.elastic)
+        if self.elastic is not None:
+            with run_on_all_ranks("tokens"):
+                token = token_of()
+            if state.rank == 0:
+                warn_without_token(token)
+            arm_fault(self.cell, state.rank or 0, self.elastic.restarts)
+
+
+def read_lone_cell(
+    cell: int | None = None,
+    cells: int | Sequence[int] | None = None,
+    elastic: str | ElasticParameters | None = None,
+    link_backend: str | None = None,
+) -> LoneCell | None:
+    """Return which cell this job is asked to be, by arguments or else by the environment; local.
+
+    The arguments are those of :func:`xffl.session`. ``None`` where the job is not one cell of several jobs.
+    """
+    named = _read_cell(cell, cells)
+    if named is not None and link_backend not in (None, "auto", "gloo"):
+        raise ConfigError(
+            f"cells that are jobs of their own have gloo between them; leave link_backend {link_backend!r} out"
+        )
+    parameters = _read_elastic(elastic, named)
+    return None if named is None else LoneCell(*named, parameters)
+
+
+def _read_cell(cell: int | None, cells: int | Sequence[int] | None) -> tuple[int, int | tuple[int, ...]] | None:
+    if (cell is None) != (cells is None):
+        raise ConfigError(f"cell is {cell} and cells is {cells}; give both, such as cell=0, cells=2")
+    if cell is None or cells is None:
+        text = read_over_files().cell
+        return None if text is None else parse_cell(text, "XFFL_CELL")
+    sizes = cells if isinstance(cells, (int, str)) else ",".join(map(str, cells))
+    return parse_cell(f"{cell}/{sizes}", "cell")
+
+
+def _read_elastic(elastic: str | ElasticParameters | None, named: object) -> ElasticParameters | None:
+    if elastic is None and (named is None or not os.environ.get("XFFL_LIGHTHOUSE", "").strip()):
+        return None
+    if named is None:
+        raise ConfigError(
+            "elastic is given, but not which cell this job is; give cell and cells, such as cell=0, cells=2 (XFFL_CELL)"
+        )
+    if isinstance(elastic, ElasticParameters):
+        return elastic
+    what, text = ("XFFL_LIGHTHOUSE", os.environ["XFFL_LIGHTHOUSE"]) if elastic is None else ("elastic", elastic)
+    return ElasticParameters(lighthouse=parse_lighthouse(what, text), restarts=restarts_of())
