@@ -350,7 +350,7 @@ def server(rank: int, world_size: int, sizes: tuple[int, ...], shape: Shape) -> 
     skipped = ("running", "count", "scratch", "odd.narrow", "odd.wave")
     dense = {name: nn.Parameter(value) for name, value in full(model).items() if name not in skipped}
     rule = Adaptive(lr=0.03)
-    states = {name: rule.init(parameter.detach()) for name, parameter in dense.items()}
+    states = {name: rule.init(parameter.detach().view(-1)) for name, parameter in dense.items()}
     aggregator = aggregator_of(model, state, server="fedadam:lr=0.03")
     for turn in range(3):
         train(model, mesh.cell, turn)
@@ -359,8 +359,8 @@ def server(rank: int, world_size: int, sizes: tuple[int, ...], shape: Shape) -> 
         for name, parameter in dense.items():
             own = [next(one[name] for one in told[start:] if name in one) for start in (0, sizes[0])]
             mean = (own[0].double() * sizes[0] + own[1].double() * 2 * sizes[1]) / (sizes[0] + 2 * sizes[1])
-            values = parameter.detach()
-            rule.step(values, values - mean.float(), states[name], rule.numbers(turn))
+            values = parameter.detach().view(-1)
+            rule.step(values, values - mean.float().view(-1), states[name], rule.numbers(turn))
         after = full(model)
         check_alike(after)
         for name, parameter in dense.items():

@@ -141,8 +141,8 @@ class ServerOptimizer:
             raise
         except Exception as wrong:
             raise ConfigError(f"{what} fails at step {step}: {type(wrong).__name__}: {wrong}; {hint}") from wrong
-        rate = number(f"what {what} returns at step {step}", rate, 0.0, hint=hint)
-        return rate if isinstance(schedule, NamedSchedule) else lr * rate
+        checked = number(f"what {what} returns at step {step}", rate, 0.0, hint=hint)
+        return checked if isinstance(schedule, NamedSchedule) else lr * checked
 
     @property
     def asked(self) -> dict[str, str]:
@@ -404,7 +404,7 @@ def _step_before_rules(fields: Fields, has_stepped: bool) -> int:
     if schedule is not None and "last_epoch" in schedule:
         counts.append(schedule.any("last_epoch"))
     for count in counts:
-        value = count.get("value") if isinstance(count, Mapping) else count
+        value: Any = count.get("value") if isinstance(count, Mapping) else count
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             value = value.item()
         if type(value) not in (int, float) or not 0 <= value < 2**53 or value != int(value):

@@ -67,7 +67,8 @@ def multi_step(step: int, lr: float, milestones: Sequence[int], gamma: float = 0
 def polynomial(step: int, lr: float, total_iters: int = 5, power: float = 1.0) -> float:
     """Go down to 0 in ``total_iters`` steps along a power of the steps that are left."""
     total = integer("total_iters", total_iters)
-    return lr * (1.0 - min(step, total) / total) ** number("power", power, 0.0)
+    left = 1.0 - min(step, total) / total
+    return lr * float(left ** number("power", power, 0.0))
 
 
 def step_decay(step: int, lr: float, step_size: int, gamma: float = 0.1) -> float:
