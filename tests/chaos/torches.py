@@ -9,6 +9,8 @@ With ``--elastic`` each cell is a world of its own, and both need torchft. In tu
 fedavg         the mean
 diloco         Nesterov momentum
 fedadam        Adam
+fedyogi        Yogi
+cosine         AdamW with a learning rate on a cosine, of pseudo-gradients cut to a greatest norm
 fednova        normalized steps
 norm_clipping  updates cut to a greatest norm
 
@@ -40,6 +42,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "fedavg": {},
     "diloco": {"algorithm": "diloco"},
     "fedadam": {"algorithm": "fedadam"},
+    "fedyogi": {"algorithm": "fedyogi"},
+    "cosine": {"aggregator": {"server": {"name": "adamw", "lr": 0.01, "clip": 0.3, "schedule": "cosine:T_max=20"}}},
     "fednova": {"algorithm": "fednova"},
     "norm_clipping": {"algorithm": {"name": "norm_clipping", "clip": 0.05}},
 }

@@ -49,11 +49,12 @@ class WrongProduct(TorchDispatchMode):
 
 WAYS: dict[str, dict[str, Any]] = {
     "mean": {},
-    "mean of bf16 codes": {"codec": "bf16"},
-    "mean of int4 codes": {"codec": "int4"},
-    "fednova": {"combine": "fednova"},
+    "diloco, clipped": {"server": "diloco:clip=0.2"},
+    "adamw, cosine": {"server": {"name": "adamw", "lr": 0.05, "schedule": "cosine:T_max=9"}},
+    "fedyogi": {"server": "fedyogi"},
+    "adagrad of medians": {"server": "adagrad", "combine": "median", "codec": "int4"},
+    "fednova": {"combine": "fednova", "server": "fedadam:is_bias_corrected=true"},
     "norm clipping": {"combine": "norm_clipping:clip=0.3"},
-    "median": {"combine": "median"},
     "trimmed mean": {"combine": "trimmed_mean:share=0.34"},
     "geometric median": {"combine": "geometric_median"},
     "secure": {"secure": True},

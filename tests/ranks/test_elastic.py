@@ -299,7 +299,7 @@ def test_a_cell_that_is_silent_is_given_up(lighthouse: str) -> None:
 
 
 SERVERS = {
-    "fedadam": "fedadam:lr=0.02",
+    "fedadam": "fedadam:lr=0.02,clip=0.3",
     "fedyogi": "fedyogi:lr=0.02",
     "momentum": "fedavgm:lr=0.1",
     "schedule": {"name": "AdamW", "lr": 0.02, "schedule": "StepLR:step_size=2,gamma=0.9"},

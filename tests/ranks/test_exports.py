@@ -569,6 +569,40 @@ def test_a_server_optimizer_goes_on_from_round_to_round(
             assert all(rank[name] == digest for rank in expected), name
 
 
+def length_of_step(rank: int, world_size: int, port: int, before: str, after: str) -> float:
+    be_launched(rank, world_size, port)
+    with xffl.session() as state:
+        models = [xffl.shard(Mixed(torch.float32), state, wrap=[nn.Linear]) for _ in range(2)]
+        for model, path in zip(models, (before, after), strict=True):
+            fill(model, 0, 0)
+            load_global(path, model, state)
+        pairs = zip(*(model.parameters() for model in models), strict=True)
+        steps = [(_plain(new) - _plain(old)).detach() for old, new in pairs if old.requires_grad]
+        return float(torch.sqrt(sum((step.abs() ** 2).sum() for step in steps)))  # type: ignore[arg-type]
+
+
+def test_a_server_clips_the_pseudo_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xffl.aggregation.offline.PIECE_BYTES", 1000)
+    globals_ = [tmp_path / f"global_{number}" for number in range(2)]
+    for number in range(2):
+        exports = [str(tmp_path / f"{cell}_{number}") for cell in range(2)]
+        for cell in range(2):
+            run_world(
+                1, one_round, free_port(), cell, 2, torch.float32, number, str(globals_[0]), exports[cell], init=False
+            )
+        if number == 0:
+            aggregate_exports(exports, globals_[0])
+    found = []
+    for place, clip in enumerate((",clip=0.004", "", ",clip=9e9")):
+        out = tmp_path / f"clipped_{place}"
+        aggregate_exports(
+            exports, out, server=f"sgd:lr=1.0{clip}", state=tmp_path / f"state_{place}", start=globals_[0]
+        )
+        found += run_world(1, length_of_step, free_port(), str(globals_[0]), str(out), init=False)
+    assert found[0] == pytest.approx(0.004, rel=1e-3)
+    assert found[1] == found[2] > 0.01, found
+
+
 def large(rank: int, world_size: int, port: int, path: str) -> int:
     be_launched(rank, world_size, port)
     with xffl.session() as state:

@@ -59,6 +59,7 @@ def square_root(values: torch.Tensor, out: torch.Tensor | None = None) -> torch.
 
     :param values: A flat tensor, fp32 or fp64.
     :param out: Where to write, of the same shape and type; may be ``values``. ``None`` for a new tensor.
+    :return: ``out``, or the new tensor.
     """
     result = torch.empty_like(values) if out is None else out
     if values.dtype == torch.float64:
@@ -77,6 +78,7 @@ def divide(values: torch.Tensor, divisor: float, out: torch.Tensor | None = None
     :param values: A tensor, fp32 or fp64.
     :param divisor: The number, which is rounded to the values' type first.
     :param out: Where to write, of the same shape and type; may be ``values``. ``None`` for a new tensor.
+    :return: ``out``, or the new tensor.
     """
     divisors = torch.full((1,), divisor, dtype=values.dtype, device=values.device)
     return torch.div(values, divisors, out=out)
@@ -141,7 +143,7 @@ _INSTEAD = {
 """What to write in place of operators that one thinks of first."""
 
 
-class ElementaryOnly(TorchDispatchMode):
+class ElementaryOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuse, while it is entered, every operator of torch whose bits may differ between processors; local.
 
     ``with ElementaryOnly("server rule Mine"): ...`` lets pass: ``add``, ``sub``, ``mul`` and ``div`` of fp32 or fp64,
@@ -155,7 +157,7 @@ class ElementaryOnly(TorchDispatchMode):
     """
 
     def __init__(self, who: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._who = who
 
     def __torch_dispatch__(

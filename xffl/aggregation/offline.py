@@ -11,7 +11,7 @@ import math
 import mmap
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from xffl.aggregation.algorithms.combiners import Combiner, Coordinatewise
+from xffl.aggregation.algorithms.combiners import Combiner, Coordinatewise, total_of
 from xffl.aggregation.algorithms.registry import make
 from xffl.aggregation.algorithms.server import (
     SavedServer,
@@ -305,6 +305,34 @@ class OfflineServer:
         self._old.check_data()
         self._check_old(Fields(values, "the exports", error=CheckpointError))
         self._numbers = server.numbers(self._saved.step)
+        self._scale = 1.0
+
+    @property
+    def is_clipped(self) -> bool:
+        """Whether the pseudo-gradient has to be measured before the first step."""
+        return self._server.clip is not None
+
+    @torch.no_grad()
+    def squared_distance(self, name: str, box: Box, mean: torch.Tensor) -> float:
+        """Return the squared L2 norm of a piece of the pseudo-gradient, in fp64."""
+        step = torch.sub(self._old_weights(name, box, mean).to(mean.dtype).double(), mean.double()).reshape(-1)
+        return float(step.dot(step))
+
+    def clip(self, squares: Iterable[float]) -> None:
+        """Scale the step down so that the pseudo-gradient is no longer than the server's limit."""
+        limit = self._server.clip
+        norm = math.sqrt(total_of([*squares]))
+        self._scale = 1.0 if limit is None or norm <= limit else limit / norm
+
+    def _old_box(self, box: Box, mean: torch.Tensor) -> Box:
+        """Return where a piece stands in what the state, or the model to start from, has of the tensor."""
+        # The state is of real numbers; those of a complex tensor are pairs of them.
+        is_pairs = mean.numel() != math.prod(box[1])
+        return ((*box[0], 0), (*box[1], 2)) if is_pairs and self._prefix else box
+
+    def _old_weights(self, name: str, box: Box, mean: torch.Tensor) -> torch.Tensor:
+        """Return the global values of a piece before the step."""
+        return self._old.read(f"{self._prefix}{name}", self._old_box(box, mean)).to(wide_type(mean.dtype))
 
     def _take_up(self, before: Path) -> None:
         """Go on from the state after the round before, whose values somebody else may have written."""
@@ -341,13 +369,13 @@ class OfflineServer:
         # The state is of real numbers; those of a complex tensor are pairs of them.
         is_pairs = mean.numel() != math.prod(box[1])
         real_shape, real_box = ((*shape, 2), ((*box[0], 0), (*box[1], 2))) if is_pairs else (shape, box)
-        old_box = real_box if self._prefix else box
-        weights = self._old.read(f"{self._prefix}{name}", old_box).to(wide_type(mean.dtype))
+        old_box = self._old_box(box, mean)
+        weights = self._old_weights(name, box, mean)
         rule = self._server.rule
         state = rule.init(weights)
         for key, old_key in self._saved.elements.items():
             state[key] = self._old.read(f"{old_key}/{name}", old_box)
-        take_step(rule, weights, mean, state, self._numbers)
+        take_step(rule, weights, mean, state, self._numbers, self._scale)
         writer.write(f"{STATE}/model/{name}", real_box, weights, real_shape)
         for key, values in state.items():
             writer.write(f"{STATE}/{key}/{name}", real_box, values, real_shape)
@@ -582,6 +610,8 @@ def _write(
             PieceWriter(target) as writer,
             nullcontext() if outer is None else PieceWriter(outer.target) as state_writer,
         ):
+            if outer is not None and outer.is_clipped:
+                outer.clip(_squares_of_step(exports, context, combiner, outer))
             for name, (policy, is_stepped, *_) in values["tensors"].items():
                 dtype, shape = exports[0].kind(name)
                 for box in boxes(dtype, shape):
@@ -597,6 +627,15 @@ def _write(
             writer.publish(PART, exports[0].index.values, {"global": result})
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error}; see that there is space") from error
+
+
+def _squares_of_step(
+    exports: Sequence[_Export], context: RoundContext, combiner: Combiner, outer: OfflineServer
+) -> Iterator[float]:
+    """Yield the squared norms of all pieces of the pseudo-gradient."""
+    for name, (policy, is_stepped, *_) in exports[0].values["tensors"].items():
+        for box in boxes(*exports[0].kind(name)) if is_stepped else ():
+            yield outer.squared_distance(name, box, _combine(exports, context, combiner, name, policy, box))
 
 
 def _combine(

@@ -117,7 +117,7 @@ def digest_arithmetic(
 ) -> ArithmeticDigest:
     """Run what a round computes on the patterns, on these devices; local, about a millisecond.
 
-    :raises ConfigError: if two threads or two devices of this rank compute otherwise.
+    Raises ConfigError if two threads or two devices of this rank compute otherwise.
     """
     digests: dict[str, str] = {}
     foreign: dict[str, str] = {}
