@@ -153,13 +153,12 @@ def test_a_step_in_cells_of_the_network(slurm: dict[str, str]) -> None:
     assert told.exit_code == 0, told.report
     assert told.report["hosts"] == ["a1", "b1"] and told.report["ranks"] == 3
     assert [finding["text"] for finding in told.find("cells")] == ["2 cells of 2, 1"]
-    assert told.statuses("all-reduce") == {"ok"} and "controller answers" in told.find("slurm")[0]["text"]
+    assert told.statuses("all-reduce") == {"ok"}
 
 
 def test_ranks_of_mpirun(openmpi: Mpi) -> None:
     told = ask([*openmpi.command(3), *QUICK], openmpi.environ)
     assert told.exit_code == 0 and told.report["ranks"] == 3 and len(told.report["hosts"]) == 1
-    assert "started by its own launcher" in told.find("mpi")[0]["text"]
 
 
 def test_hosts_of_a_list(two_hosts: Hosts, tmp_path: Path) -> None:
@@ -240,21 +239,9 @@ def test_a_closed_store(two_hosts: Hosts) -> None:
 def test_no_mpi_runtime(openmpi: Mpi) -> None:
     environ = {name: text for name, text in openmpi.environ.items() if name != "MPI4PY_MPIABI"}
     environ["MPI4PY_LIBMPI"] = "/nowhere/libmpi.so"
-    alone = ask([*QUICK, "--need", "mpi"], environ)
-    assert alone.exit_code == 1 and alone.wrong() == {"mpi"}
-    assert "cannot load MPI library" in alone.find("mpi")[0]["text"] and "module" in alone.find("mpi")[0]["advice"]
-    unneeded = ask(QUICK, environ)
-    assert unneeded.exit_code == 0 and unneeded.statuses("mpi") == {"warning"}
     started = ask([*openmpi.command(2), *QUICK], environ)
-    assert started.exit_code == 1 and {"mpi", "launcher"} <= started.wrong() and started.seconds < 30
-
-
-def test_an_mpirun_of_another_mpi(openmpi: Mpi, tmp_path: Path) -> None:
-    other = tmp_path / "mpirun"
-    other.write_text('#!/bin/sh\necho "HYDRA build details:"\n')
-    other.chmod(0o755)
-    told = ask([*QUICK, "--need", "mpi"], {**openmpi.environ, "PATH": f"{tmp_path}:{openmpi.environ['PATH']}"})
-    assert told.wrong() == {"mpi"} and str(other) in told.find("mpi")[0]["text"]
+    assert started.exit_code == 1 and "launcher" in started.wrong() and started.seconds < 30
+    assert "mpi4py cannot be loaded" in started.find("launcher")[0]["text"]
 
 
 def test_a_closed_port(two_hosts: Hosts) -> None:

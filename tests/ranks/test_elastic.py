@@ -934,8 +934,8 @@ def come_back(rank: int, world: int, plan: Plan, names: list[str]) -> dict[str, 
 @pytest.mark.parametrize(
     ("sizes", "hsdp", "names"),
     [
-        ((1, 1), None, ["plain", "nothing trained"]),  # they swap
-        ((2, 2, 2), 1, ["owners", "momentum"]),
+        ((1, 1), None, ["plain", "nothing trained"]),
+        ((2, 2, 2), 1, ["server", "momentum"]),
         ((2, 2, 1), None, ["fragments", "codec"]),
         ((2, 2, 1), None, ["finished", "privacy"]),
     ],

@@ -80,7 +80,7 @@ def as_on_gpus() -> ExitStack:
     """Let results be handed round inside cells from memory of their own, as on GPUs."""
     stack = ExitStack()
     stack.enter_context(mock.patch.object(RoundScope, "home_device", CPU))
-    stack.enter_context(mock.patch("xffl.aggregation.aggregator._stream_of", return_value=None))
+    stack.enter_context(mock.patch("xffl.aggregation.aggregator.stream_of", return_value=None))
     stack.enter_context(mock.patch("xffl.aggregation.engine.plan.sends_from_gpu", return_value=True))
     return stack
 

@@ -22,7 +22,7 @@ from xffl.cluster.doctor.compare import Examination, Peer, Report
 from xffl.cluster.doctor.gathering import gather
 from xffl.cluster.doctor.lines import Line
 from xffl.cluster.doctor.messages import read_answer, read_hello, read_probe, read_request
-from xffl.cluster.doctor.probe import ERROR, Finding, HostChecks, Request, rank_facts, take_part
+from xffl.cluster.doctor.probe import ERROR, HostChecks, Request, rank_facts, take_part
 from xffl.cluster.environment import ProcessEnvironment
 from xffl.errors import ConfigError
 
@@ -166,7 +166,7 @@ def test_a_rank_does_not_take_a_stranger_for_rank_0(
     with socket.create_server(("127.0.0.1", 0)) as stranger, ThreadPoolExecutor() as pool:
         port = stranger.getsockname()[1]
         place = ProcessEnvironment(1, 2, 0, 1, 1, 2, "127.0.0.1", port, "torchrun")
-        checks = HostChecks(request, {}, mpi=Finding("mpi", "ok", ""))
+        checks = HostChecks(request, {})
         following = pool.submit(examine._follow, request, place, port, {**FACTS, "rank": 1}, checks, told.append)
         connection, _ = stranger.accept()
         connection.sendall(answer)
@@ -245,7 +245,7 @@ def test_a_request_of_a_stranger_deletes_nothing(tmp_path: Path) -> None:
     (kept / "inside").mkdir(parents=True)
     (tmp_path / ".xffl-doctor-x").mkdir()
     (tmp_path / ".xffl-doctor-0123abcd").mkdir()  # there before
-    checks = HostChecks(Request(with_torch=False), {}, mpi=Finding("mpi", "ok", ""))
+    checks = HostChecks(Request(with_torch=False), {})
     for token in ("x/../kept", "0123abcd"):
         folder = {"path": str(tmp_path), "token": token, "host": 0, "hosts": 1, "patience_s": 0.1}
         answer = checks.answer({"folder": folder, "hosts": {}, "pairs": []})
@@ -273,7 +273,7 @@ def test_a_host_that_answers_nonsense_is_named_and_the_others_go_on(
     kind: str, answer: dict[str, Any], tmp_path: Path
 ) -> None:
     request = Request(shared=str(tmp_path), with_torch=False, timeout_s=2.0)
-    checks = [HostChecks(request, {}, mpi=Finding("mpi", "ok", "")) for _ in range(2)]
+    checks = [HostChecks(request, {}) for _ in range(2)]
     peers = []
     for number, name in enumerate("ab"):
         own, other = map(Line, socket.socketpair())
@@ -295,7 +295,7 @@ def test_a_host_that_answers_nonsense_is_named_and_the_others_go_on(
 
 def test_the_doctor_of_one_host_listens_on_loopback_alone(tmp_path: Path) -> None:
     """Its ports that others try, and the store and the gloo of its process with torch."""
-    checks = HostChecks(Request(shared=str(tmp_path)), {}, mpi=Finding("mpi", "ok", ""))
+    checks = HostChecks(Request(shared=str(tmp_path)), {})
     try:
         told = checks.answer({"machines": 1, "ranks": 2})
         assert "failed" not in told, told

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,31 +15,30 @@ from torch.profiler import record_function
 
 from xffl.aggregation.algorithms.combiners import Combiner
 from xffl.aggregation.algorithms.server import ServerOptimizer
+from xffl.aggregation.algorithms.server_rules import ServerRule
 from xffl.aggregation.arithmetic import flushes_subnormals
 from xffl.aggregation.compression import Codec
-from xffl.aggregation.engine.arithmetic_check import compare_arithmetic, processor_number
 from xffl.aggregation.engine.buffers import ModelCopy, TensorWatch
 from xffl.aggregation.engine.consensus import (
     AgreedRound,
     PreparedRound,
     RoundCoordinator,
     RoundInput,
-    checked_number,
-    checked_weight,
+    RoundNumbers,
     count_inconsistent,
     find_inconsistent,
     mark_inconsistent,
 )
-from xffl.aggregation.engine.exchange import RoundRun, RoundStage
+from xffl.aggregation.engine.exchange import RoundRun
 from xffl.aggregation.engine.global_model import GlobalModel
-from xffl.aggregation.engine.global_state import load_memory, share_global_model
-from xffl.aggregation.engine.groups import MergeMode, RoundScope, RoundStatus
-from xffl.aggregation.engine.setup import compare_models, make_exchange
+from xffl.aggregation.engine.global_state import load_memory, save_memory, share_global_model
+from xffl.aggregation.engine.groups import MergeMode, RoundStatus
+from xffl.aggregation.engine.setup import compare_models, compare_processors, make_exchange, stream_of
 from xffl.aggregation.engine.stages.agreed import AgreedModel
 from xffl.aggregation.engine.stages.first_round import FirstRound
 from xffl.aggregation.engine.stages.order import in_order
 from xffl.aggregation.engine.stages.privacy import Protection
-from xffl.aggregation.engine.tensors import Manifest, Pattern, TensorInfo
+from xffl.aggregation.engine.tensors import Manifest, Pattern
 from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, Options, check_merge, refuse_removed
 from xffl.aggregation.pending import Background, PendingRound
 from xffl.aggregation.privacy import Accountant, Privacy, SecureSum
@@ -47,14 +46,14 @@ from xffl.aggregation.report import RoundProfile, RoundReport
 from xffl.distributed.consistency import barrier
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
-from xffl.errors import CheckpointError, ConfigError, RoundError, StateError, TornError, XfflError
+from xffl.errors import ConfigError, RoundError, StateError, TornError, XfflError
 from xffl.parallel.zero_mark import find_masters
 
 __all__ = ["Aggregator", "PendingRound"]
 
 
 class Aggregator:
-    """Average a model over the cells of a federation, shard by shard.
+    r"""Average a model over the cells of a federation, shard by shard.
 
     Making one is collective over the world: the ranks compare the model's manifest and plan the exchange once. A round
     moves each shard once from its sender to each peer in the other cells, and from there to the replicas of its cell;
@@ -99,10 +98,11 @@ class Aggregator:
         :class:`~xffl.aggregation.algorithms.combiners.Combiner`. One that compares whole models (Krum, geometric
         median) keeps all cells' shards on each sender, ``C`` copies.
     :param server: The server (outer) optimizer, which gets ``global - mean`` (the pseudo-gradient) as its gradient: a
-        name (``fedadam:lr=0.03``, ``torch.optim.AdamW:lr=0.1``), a mapping, or a
-        :class:`~xffl.aggregation.algorithms.server.ServerOptimizer`. With it, each rank keeps the last agreed values of
-        what it holds in fp32, and the optimizer's state. The model must be the same in all cells when the Aggregator is
-        made.
+        name (``fedadam:lr=0.03``, ``adamw:lr=0.1``), a mapping, a
+        :class:`~xffl.aggregation.algorithms.server.ServerOptimizer`, or a
+        :class:`~xffl.aggregation.algorithms.server_rules.ServerRule` of your own. With it, each rank keeps the last
+        agreed values of what it holds in fp32, and the rule's state. The model must be the same in all cells when the
+        Aggregator is made.
     :param privacy: Clip each cell's update and add noise to it before it leaves (DP-FedAvg): a
         :class:`~xffl.aggregation.privacy.Privacy`, or a mapping of its options with ``name: dp_fedavg``.
     :param secure: Let cells see only the sum of what they send, by pairwise masks: True, or a
@@ -112,16 +112,10 @@ class Aggregator:
     :param gradients_reduced_by_caller: Take a model of which nothing tells that its gradients are reduced over the
         ranks of a cell, since the training loop does so itself. Without it each parameter that trains is refused that
         neither FSDP2 nor DistributedDataParallel over the cell, nor a strategy, has (:doc:`/strategies`).
+    :param \**removed: Options of earlier versions, which are refused by name.
     :raises StateError: if torch.distributed is not initialized.
     :raises ConfigError: if an argument or a tensor is invalid, or the ranks' models differ; on all ranks alike.
     """
-
-    rounds = 0
-    """Number of rounds that have taken place."""
-    under_way: PendingRound | None = None
-    """The round that :meth:`aggregate_async` has started and nobody has merged yet."""
-    is_closed = False
-    """Whether :meth:`close` has given process groups back."""
 
     def __init__(
         self,
@@ -138,7 +132,7 @@ class Aggregator:
         fragments: int = 1,
         overlap: bool = False,
         combine: str | Mapping[str, Any] | Combiner = "mean",
-        server: str | Mapping[str, Any] | ServerOptimizer | None = None,
+        server: str | Mapping[str, Any] | ServerOptimizer | ServerRule | None = None,
         privacy: Privacy | Mapping[str, Any] | None = None,
         secure: bool | SecureSum = False,
         norms: bool = False,
@@ -148,7 +142,15 @@ class Aggregator:
     ) -> None:
         if not dist.is_initialized():
             raise StateError("torch.distributed is not initialized; open xffl.session(), or call init_process_group")
-        self.model, self.fragments, self.overlaps = model, fragments, overlap
+        self.model = model
+        self.fragments = fragments
+        self.overlaps = overlap
+        self.rounds = 0
+        """Number of rounds that have taken place."""
+        self.under_way: PendingRound | None = None
+        """The round that :meth:`aggregate_async` has started and nobody has merged yet."""
+        self.is_closed = False
+        """Whether :meth:`close` has given process groups back."""
         self._inconsistent_count = count_inconsistent(model)
 
         def read() -> tuple[Options, Manifest]:
@@ -168,25 +170,16 @@ class Aggregator:
                 overlap=overlap,
                 norms=norms,
             )
-            _check_extra(extra, fragments)
+            if extra is not None and fragments > 1:
+                raise ConfigError("extra tensors go with every round, so they need fragments=1")
             return options, Manifest(self._read_masters(), policies, codec, extra)
 
         scope, options, self._manifest, axes, replica_tensors = compare_models(
             model, state, read, is_reduced_by_caller=gradients_reduced_by_caller
         )
-        server = options.server
-        places = [scope.device, *([] if server is None or server.device is None else [torch.device(server.device)])]
+        processor = compare_processors(scope, options, self._manifest, replica_tensors)
         self._device = scope.device
         self._options = options
-        moving: Sequence[TensorInfo] = self._manifest.moving if replica_tensors is None else replica_tensors.moving
-        compare_arithmetic(
-            places,
-            combiner=options.combiner,
-            codecs=[one for one in self._manifest.codecs.values() if one is not None],
-            cells=scope.topology.cells,
-            has_fp64=any(tensor.dtype in (torch.float64, torch.complex128) for tensor in moving),
-            group=scope.world,
-        )
         self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         # The global model, what servers keep and buffers outlive this call: a later round writes them outside of an
         # inference mode in which this is called.
@@ -201,13 +194,13 @@ class Aggregator:
             round_groups=self._round_groups,
             axes=axes[scope.topology.cell_of(scope.rank)],
             replica_tensors=replica_tensors,
-            processor=processor_number(*places),
+            processor=processor,
             is_private=options.privacy is not None or options.secure is not None,
         )
         self._exchange.stages = in_order([self._first_round, *self._exchange.stages])
         self._activity = scope.state.activity
         self._marks: list[torch.cuda.Event] = []  # for all rounds' profiles
-        self._stream = _stream_of(scope)  # that rounds work on
+        self._stream = stream_of(scope)  # that rounds work on
 
     def _read_masters(self) -> nn.Module:
         """Return the model that rounds move: its master weights, where an engine keeps them beside it."""
@@ -291,29 +284,11 @@ class Aggregator:
         fragment = self.next_fragment
         copy = {MergeMode.BLEND: ModelCopy.STAGED, MergeMode.KEEP_STEPS: ModelCopy.KEPT}.get(merge, ModelCopy.NONE)
         profile = RoundProfile(self._device, self._marks)
+        numbers = RoundNumbers()
         run: RoundRun | None = None
         error: XfflError | None = None
-        count = steps = seconds = 0.0
         try:
-            for module in self._fsdp_modules:  # so that no stale gathered copy outlives a round
-                module.reshard()
-            if self._masters is not None:
-                self._masters.read()
-                self._masters.check()  # after what is collective
-            self._watch.check()
-            for stage in self._exchange.stages:
-                stage.open(fragment, is_weighed=given.weight is not None)
-            if given.prepare is not None:
-                given.prepare()
-            if alpha is not None:
-                check_merge(alpha)
-            steps = checked_number("steps", given.steps, "give the effective number of local steps")
-            seconds = checked_number("seconds", given.seconds, "give those of a local step, or 0")
-            if not given.is_absent:
-                weight = given.weight
-                count = 1.0 if weight is None else checked_weight(weight)
-            for stage in self._exchange.stages:
-                stage.read(has_steps=not given.is_absent and steps > 0)
+            numbers = self._read(given, fragment, alpha)
             run = RoundRun(self._exchange, fragment, profile, copy)
         except XfflError as wrong:
             error = wrong
@@ -323,7 +298,7 @@ class Aggregator:
         findings = None if run is None else run.findings
         status = RoundStatus(
             round=self.rounds + 1,
-            weight=count,
+            weight=numbers.weight,
             is_flushing=self._device.type == "cpu" and flushes_subnormals(),
             is_uniform=given.weight is None,
             is_absent=given.is_absent,
@@ -332,8 +307,8 @@ class Aggregator:
             is_failed=error is not None,
             merge=merge,
             alpha=alpha if error is None and alpha is not None else 0.0,
-            steps=steps,
-            seconds=seconds,
+            steps=numbers.steps,
+            seconds=numbers.seconds,
             **told,
         )
         return PreparedRound(
@@ -343,6 +318,25 @@ class Aggregator:
             error=error,
             source=given.source,
         )
+
+    def _read(self, given: RoundInput, fragment: int, alpha: float | None) -> RoundNumbers:
+        """Bring the model and all that has a part in the round up to date, and read what this rank says of itself."""
+        for module in self._fsdp_modules:  # so that no stale gathered copy outlives a round
+            module.reshard()
+        if self._masters is not None:
+            self._masters.read()
+            self._masters.check()  # after what is collective
+        self._watch.check()
+        for stage in self._exchange.stages:
+            stage.open(fragment, is_weighed=given.weight is not None)
+        if given.prepare is not None:
+            given.prepare()
+        if alpha is not None:
+            check_merge(alpha)
+        numbers = given.numbers()
+        for stage in self._exchange.stages:
+            stage.read(has_steps=not given.is_absent and numbers.steps > 0)
+        return numbers
 
     def aggregate_async(
         self,
@@ -464,8 +458,7 @@ class Aggregator:
         if self.under_way is not None:
             raise StateError("a round of this aggregator is under way; merge it before saving")
         self._forget_if_inconsistent()
-        memory = {key: part.state_dict() for key, part in self._memory.items()}
-        return {"rounds": self.rounds, "fragments": self.fragments, **memory}
+        return {"rounds": self.rounds, "fragments": self.fragments, **save_memory(self._exchange)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned, after the model was loaded; collective over the world.
@@ -477,7 +470,7 @@ class Aggregator:
         """
         self.discard()
         self._coordinator.reconnect()
-        load_memory(self._exchange, state, self._memory, self._check_saved)
+        load_memory(self._exchange, state, fragments=self.fragments)
         self.rounds = int(state["rounds"])
         self._inconsistent_count = count_inconsistent(self.model)
         self._first_round.note_start()
@@ -491,37 +484,6 @@ class Aggregator:
     def share_global_model(self, state: Mapping[str, Any], source: int, targets: Collection[int]) -> None:
         """Bring the global model of a cell, of which all know the plain state, to others; collective over all cells."""
         share_global_model(self._exchange, state, source, targets)
-
-    @property
-    def _memory(self) -> dict[str, RoundStage]:
-        """What rounds remember beside the model, by its key in a state dict."""
-        return {stage.key: stage for stage in self._exchange.stages if stage.key is not None}
-
-    def _check_saved(self, state: Mapping[str, Any]) -> None:
-        """Raise where an aggregator's state has parts that this one would lose without a word, or lacks some; local."""
-        if not isinstance(state, Mapping) or "rounds" not in state:
-            raise CheckpointError(
-                f"an aggregator's state must be what its state_dict returned, got {type(state).__name__}"
-            )
-        fragments = state.get("fragments", self.fragments)
-        if fragments != self.fragments:
-            raise CheckpointError(
-                f"the state is that of {fragments} fragments, and this aggregator has {self.fragments}; resume "
-                "with the same"
-            )
-        for part, what in (
-            ("codecs", "what lossy codecs remember"),
-            ("privacy", "what privacy has cost"),
-            ("agreed", "the last agreed model of server, norms or privacy"),
-            ("above", "levels above the lowest"),
-        ):
-            is_here = part in self._memory
-            if part in state and not is_here:
-                raise CheckpointError(
-                    f"the state holds {what}, which this aggregator was made without; resume with the same options"
-                )
-            if is_here and part not in state:
-                raise CheckpointError(f"the state lacks {what}; it was saved without, so resume with the same options")
 
     @contextmanager
     def _mark_inconsistent(self) -> Iterator[None]:
@@ -610,15 +572,3 @@ def work_on(stream: torch.cuda.Stream | None) -> Iterator[None]:
     with torch.cuda.stream(stream):
         yield
     current.wait_stream(stream)
-
-
-def _check_extra(extra: nn.Module | None, fragments: int) -> None:
-    if extra is not None and fragments > 1:
-        raise ConfigError("extra tensors go with every round, so they need fragments=1")
-
-
-def _stream_of(scope: RoundScope) -> torch.cuda.Stream | None:
-    if scope.gpu is None:
-        return None
-    streams = scope.state.streams
-    return streams[0] if streams else torch.cuda.Stream(scope.gpu)  # type: ignore[no-untyped-call]

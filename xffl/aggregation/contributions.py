@@ -288,7 +288,7 @@ class NormalizedSteps:
             return 0.0
         if factors.count(factors[0]) == len(factors):
             return factors[0]
-        numels = [sum(parameter.numel() for parameter in group["params"]) for group in groups]
+        numels: list[int] = [sum(parameter.numel() for parameter in group["params"]) for group in groups]
         return sum(factor * numel for factor, numel in zip(factors, numels, strict=True)) / sum(numels)
 
     def state_dict(self) -> dict[str, Any]:

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 __all__ = ["build_parser", "run"]
 
-_NEEDS = ("mpi", "slurm", "gpu")
+_NEEDS = ("gpu",)
 
 _EXAMPLES = """\
 examples:
   xffl doctor                                  this host
-  xffl doctor --need mpi,gpu                   the same; a missing MPI or GPU is an error
+  xffl doctor --need gpu                       the same; a missing GPU is an error
   srun -N 2 -n 8 xffl doctor --federated auto  the hosts of a job step, and every pair of cells
   mpirun -n 8 xffl doctor --shared /scratch/me the hosts of an MPI job, and the folder for runs
   xffl doctor --hosts a:4,b:4                  hosts that ssh reaches
@@ -35,12 +35,12 @@ Each line is ok, warning or error, with advice. The exit code is 1 if there is a
 def build_parser() -> ArgumentParser:
     """Return the parser of the command's options."""
     parser = command_parser(
-        "Check the machines of a job before it waits in the queue: packages, MPI, SLURM, GPUs, network, "
+        "Check the machines of a job before it waits in the queue: packages, GPUs, network, "
         "file system, clocks, limits, threads, and an all-reduce of every pair of cells.",
         _EXAMPLES,
     )
     parser.add_argument("--shared", type=str, metavar="DIR", help="folder for runs, which all hosts should share")
-    need = "report as errors if missing: mpi,slurm,gpu"
+    need = "report as errors if missing: gpu"
     parser.add_argument("--need", type=str, default="", metavar="LIST", help=need)
     hosts = "hosts for ssh and their processes: a:4,b:4, or @FILE"
     parser.add_argument("--hosts", type=str, metavar="LIST", help=hosts)
@@ -64,7 +64,7 @@ def run(options: Namespace) -> int:
 
     needs = tuple(word.strip() for word in options.need.split(",") if word.strip())
     for need in needs:
-        one_of("--need", need, _NEEDS)
+        one_of("--need", need, _NEEDS, hint="srun and mpirun report by themselves what they lack")
     number("--timeout", options.timeout, above=0, below=1e6)
     asked = None if options.federated is None else parse_federation(options.federated, "--federated")
     federated, _, variables = complete_federation(asked, 0)  # replicas are not checked

@@ -1,4 +1,9 @@
-"""Federation of a cell that is a world of its own: its meetings with other cells, and the group of all their ranks."""
+"""Elastic federation, as a rank of one cell sees it: meetings with the other cells, and the group of all their ranks.
+
+Each cell is a job, and so a world, of its own. Before a round the first rank of the cell (its leader) meets the leaders
+of the other cells at the lighthouse (:meth:`ElasticFederation.meet`); then all ranks of the cells that met join one
+group (:meth:`ElasticFederation.enter`), make the round, and agree on its end (:meth:`ElasticFederation.agree_on_end`).
+"""
 
 from __future__ import annotations
 
@@ -58,119 +63,134 @@ __all__ = ["ElasticFederation", "RoundEnd"]
 LOG = logging.getLogger(__name__)
 
 SLICE_S = 10.0
-"""How often the leader tells the ranks of its cell that it still waits, so that none of them runs out of time."""
+"""How often a waiting leader sends a message to the ranks of its cell, so that their collective does not time out."""
 FILE_S = 0.5
-"""Seconds between two looks for the file that names the lighthouse."""
+"""Seconds between two reads of the file that names the lighthouse."""
 CONNECT_S = 10.0
-"""How long the ranks of an epoch wait for each other to connect: all of them have just met."""
+"""Timeout of the ranks of an epoch for connecting to each other; short, because all have just met."""
 DOUBLE_S = 30.0
-"""How long a job waits for another one with the same cell to end: one that was just stopped may need its grace time."""
+"""How long a job waits for another job of the same cell to end, which may still be in its grace time."""
 MOST_TRIES = 5
-"""Rounds that break, one behind the other, with the same members: they cannot reach each other then."""
+"""After so many broken rounds in a row with the same members, the cells count as unable to reach each other."""
 
 
 class RoundEnd(IntEnum):
-    """How a round ended on one rank; what the ranks of a cell make of it together is :meth:`agree_on_end`'s."""
+    """How a round ended on one rank. :meth:`ElasticFederation.agree_on_end` combines the ends of a cell's ranks."""
 
-    REFUSED = 0  # by a reason that all have been told; it is not repeated
-    BROKEN = 1  # a rank was lost before this one had said yes, or another one said no since it had lost one
-    IN_DOUBT = 2  # after its yes
-    TAKEN = 3
+    REFUSED = 0  # rolled back for a reason that all ranks know; not repeated
+    BROKEN = 1  # rolled back because this rank, or one that voted no, lost contact to another
+    IN_DOUBT = 2  # this rank voted to commit and lost contact before it saw the result
+    TAKEN = 3  # committed
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands among those of an epoch."""
+    """Position of this cell's ranks among those of an epoch."""
 
-    topology: Topology
-    first: int  # what adds up with a rank of the epoch to one of this world
+    topology: Topology  # of the epoch: all ranks of all members
+    first: int  # offset from a rank of the epoch to a rank of this world
     group: CrossWorldGroup
-    is_new: bool  # the group was made for this epoch
+    is_new: bool  # whether the group was made for this epoch
 
 
 class ElasticFederation:
-    """What one rank of a cell knows of the other cells. All methods but :meth:`poison` are collective over the cell.
+    """The federation of one cell with others that come and go.
+
+    All methods are collective over the cell, except those that say "local".
 
     :param state: The state of this cell's world, which was joined with ``elastic``.
     :raises ConfigError: if torchft is not installed; on all ranks.
     """
 
     def __init__(self, state: DistributedState) -> None:
-        asked, lone = state.elastic, state.lone_cell
-        if asked is None or lone is None:
+        parameters, lone = state.elastic, state.lone_cell
+        if parameters is None or lone is None:
             raise StateError("this world is no cell of an elastic federation; join it with xffl.session(elastic=...)")
         self.cell, sizes = lone
         self.cells = len(sizes)
         self.standing = Standing()
-        self._state, self._asked = state, asked
+        self._state = state
+        self._parameters = parameters
         self._group: CrossWorldGroup | None = None
         self._group_name = ""
         self._members: tuple[str, ...] = ()
-        self._addresses: dict[int, str] = {}  # of the stores of the cells that met last
+        """Lives of the members of the last epoch"""
+        self._addresses: dict[int, str] = {}
+        """By cell, the stores of the members of the last epoch"""
         self._vote: Path | None = None
-        self._inherited: tuple[str, tuple[str, ...]] = ("", ())  # a lineage, and earlier lives that ended with it
-        self._may_have_agreed = False  # this life has entered a round of which it does not know the end
-        self._message_s = asked.message_timeout_s
+        """File that bequeaths this life's vote to the next one"""
+        self._inherited: tuple[str, tuple[str, ...]] = ("", ())
+        """A lineage, and the earlier lives that ended with it and bequeathed their votes"""
+        self._may_have_agreed = False
+        """Whether this life has entered a round whose end it does not know"""
+        self._message_s = parameters.message_timeout_s
         self._failures = 0
         self._said = ""
         self._warned: set[str] = set()
         self._doubled_since: float | None = None
         self._unlike_since: float | None = None
-        """Since when all other cells are known by another token."""
+        """Since when all other cells have another token"""
         self._spoofed_since: float | None = None
-        """Since when somebody else speaks at the lighthouse in the name of a cell of the last round."""
+        """Since when somebody else sends requests in the name of a cell of the last round"""
         self._lighthouse: Lighthouse | None = None
         self._lives = lives_of_run()
-        if asked.lighthouse.startswith("file:"):
+        if parameters.lighthouse.startswith("file:"):
             self._await_lighthouse()
         self._runtime = own_runtime(compute_device(state))
-        self._known: dict[int, Runtime] = {}  # what the cells run that this one has met
+        self._known: dict[int, Runtime] = {}
+        """By cell, the runtimes of the cells that this one has met"""
         life = [f"{self.cell}.{secrets.token_hex(6)}"]
         with run_on_all_ranks("tokens and lighthouses"):
             self._token = token_of()
             if state.rank == 0:
-                host = bind_address(asked.lighthouse)
-                self._store = serve_store(host, 0, None, timedelta(seconds=CONNECT_S), is_local=False)
+                host = bind_address(parameters.lighthouse)
+                self._store = serve_store(
+                    host=host,
+                    port=0,
+                    world_size=None,
+                    timeout=timedelta(seconds=CONNECT_S),
+                    is_local=False,
+                )
                 self._store.set(PROOF_KEY, prove_token(self._token, life[0]))  # for xffl doctor
                 self._address = f"{host}:{self._store.port}"
-                self._lighthouse = Lighthouse(asked.lighthouse, life[0], self._address, self._token)
+                self._lighthouse = Lighthouse(parameters.lighthouse, life[0], self._address, self._token)
         dist.broadcast_object_list(life, src=0)
         self.life = life[0]
 
     def _await_lighthouse(self) -> None:
-        """Wait for the file that names the lighthouse; the leader tells the ranks of its cell that it waits."""
-        deadline = time.monotonic() + self._asked.meeting_timeout_s
+        """Wait for the file that names the lighthouse; the leader's broadcasts keep the other ranks from timing out."""
+        deadline = time.monotonic() + self._parameters.meeting_timeout_s
         while True:
-            told: list[bool | LaunchError] = [False]
+            answer: list[bool | LaunchError] = [False]
             if self._state.rank == 0:
                 try:
-                    told[0] = bool(resolve_lighthouse(self._asked.lighthouse))
+                    answer[0] = bool(resolve_lighthouse(self._parameters.lighthouse))
                 except LaunchError as error:
                     self._say(str(error))
                     time.sleep(FILE_S)
                     if time.monotonic() > deadline:
-                        told[0] = error
-            dist.broadcast_object_list(told, src=0)
-            if isinstance(told[0], LaunchError):
-                raise told[0]
-            if told[0]:
+                        answer[0] = error
+            dist.broadcast_object_list(answer, src=0)
+            if isinstance(answer[0], LaunchError):
+                raise answer[0]
+            if answer[0]:
                 return
 
     def meet(
         self, *, is_finished: bool = False, told: str = "", is_stopping: Callable[[], bool] | None = None
     ) -> Epoch:
-        """Wait until cells have met that may make a round, and end this cell's doubt by what they have told.
+        """Meet other cells until those present may make a round.
 
         :param is_finished: Whether this cell leaves after the round.
-        :param told: What all others learn of this cell, as JSON.
-        :param is_stopping: Asked on the cell's first rank whether the cell is to stop; it waits for nobody then, unless
+        :param told: JSON text for the other cells.
+        :param is_stopping: Called on the cell's first rank: whether the cell is to stop. It then stops waiting, unless
             it is in doubt.
-        :return: The epoch.
-        :raises RoundError: if no round came about in time.
+        :return: The epoch, whose records end this cell's doubt.
+        :raises RoundError: if no such meeting came about in time.
         :raises MeetingLeft: if the cell is to stop.
         """
         begun = time.monotonic()
-        deadline = begun + self._asked.meeting_timeout_s
+        deadline = begun + self._parameters.meeting_timeout_s
         looks = 0
         while True:
             epoch = self._ask(looks, deadline, is_stopping, is_finished=is_finished, told=told)
@@ -179,9 +199,9 @@ class ElasticFederation:
             if epoch is not None and epoch.looks_again:
                 looks += not self._is_late(epoch.missing) or time.monotonic() > begun + CELL_JOIN_TIMEOUT_S
 
-    def _ask(self, looks: int, deadline: float, is_stopping: Callable[[], bool] | None, **own: Any) -> Epoch | None:
-        """Have the leader ask, and tell its answer to all ranks of the cell; ``None`` where there is none yet."""
-        told: list[Epoch | RoundError | ConfigError | MeetingLeft | None] = [None]
+    def _ask(self, looks: int, deadline: float, is_stopping: Callable[[], bool] | None, **fields: Any) -> Epoch | None:
+        """Let the leader request a meeting, and broadcast its result; ``None`` if there is none yet."""
+        result: list[Epoch | RoundError | ConfigError | MeetingLeft | None] = [None]
 
         def is_left() -> bool:
             return is_stopping is not None and self.standing.doubt is None and is_stopping()
@@ -189,7 +209,8 @@ class ElasticFederation:
         if self._lighthouse is not None:
             try:
                 within_s = max(0.1, min(SLICE_S, deadline - time.monotonic()))
-                told[0] = epoch = self._ask_lighthouse(self._lighthouse, looks, within_s, is_left, **own)
+                epoch = self._ask_lighthouse(self._lighthouse, looks, within_s, is_left, **fields)
+                result[0] = epoch
                 if epoch is not None and epoch.refusal:
                     self._say(epoch.refusal)
                     is_new_lighthouse = epoch.looks_again and not epoch.has_same_lighthouse
@@ -197,37 +218,42 @@ class ElasticFederation:
             except LaunchError as error:
                 self._say(str(error))
             except ConfigError as error:
-                told[0] = error
-            is_waiting = told[0] is None or (isinstance(told[0], Epoch) and bool(told[0].refusal))
+                result[0] = error
+            is_waiting = result[0] is None or (isinstance(result[0], Epoch) and bool(result[0].refusal))
             if is_waiting and is_left():
-                told[0] = MeetingLeft()
+                result[0] = MeetingLeft()
             elif is_waiting and time.monotonic() > deadline:
-                told[0] = RoundError(
-                    f"cell {self.cell} found no cells for a round within {self._asked.meeting_timeout_s:g} s: "
+                result[0] = RoundError(
+                    f"cell {self.cell} found no cells for a round within {self._parameters.meeting_timeout_s:g} s: "
                     f"{self._said or 'cells that live have not come to it'}"
                 )
-        dist.broadcast_object_list(told, src=0)
-        [answer] = told
+        dist.broadcast_object_list(result, src=0)
+        [answer] = result
         if isinstance(answer, Exception):
             raise answer
         return answer
 
     def _ask_lighthouse(
-        self, lighthouse: Lighthouse, looks: int, within_s: float, is_left: Callable[[], bool], **own: Any
+        self, lighthouse: Lighthouse, looks: int, within_s: float, is_left: Callable[[], bool], **fields: Any
     ) -> Epoch | None:
         is_agreed = self.standing.version.is_agreed
         ended = {} if self._lives is None else self._lives.ended_cells()
-        meeting = lighthouse.meet(replace(self._record(looks, ended), **own), within_s, is_left)
+        meeting = lighthouse.meet(replace(self._record(looks, ended), **fields), within_s, is_left)
         if meeting is None:
             return None
-        # Those that make rounds already go on; what comes to them, or would begin a run with others, ends.
+        # A cell that has made rounds continues without those of another version of xffl; one that has not ends here.
         if meeting.unread and not is_agreed:
             raise meeting.unread[0]
         self._check_token(meeting)
         self._warn_of_strangers(meeting)
         if self._awaits_member(meeting):
             return None
-        epoch = form_epoch(meeting.records, meeting.created, meeting.number, least=self._asked.least_cells)
+        epoch = form_epoch(
+            meeting.records,
+            created=meeting.created,
+            number=meeting.number,
+            least=self._parameters.least_cells,
+        )
         if self.life not in epoch.lives:
             check_alike((*epoch.members, *epoch.strangers))
         self._check_double(epoch)
@@ -241,9 +267,9 @@ class ElasticFederation:
         return epoch
 
     def _check_token(self, meeting: Meeting) -> None:
-        """Raise ConfigError where a cell that holds nothing yet has met all others for a while, by another token each.
+        """Raise ConfigError if all other cells have had another token for a while, and this one holds no version yet.
 
-        Where others may still come, who has another token than they is not known yet. Who just looks in ends no run.
+        While cells are missing it is not known which token is the run's. A stranger's single request ends no run.
         """
         others = [life for life in meeting.unproven if is_life(life, self.cells)]
         if len(meeting.records) > 1 or self.standing.version.is_agreed:
@@ -258,9 +284,13 @@ class ElasticFederation:
                 )
 
     def _check_double(self, epoch: Epoch) -> None:
-        """Raise ConfigError where another job has been the same cell for a while, and is the one that goes on."""
-        own = [member for member in epoch.members if member.cell == self.cell]
-        stays = max(own, key=lambda one: (one.life in epoch.base.voters, one.restarts, one.life), default=None)
+        """Raise ConfigError if another job has been the same cell for a while, and takes precedence over this one."""
+        same = [member for member in epoch.members if member.cell == self.cell]
+        stays = max(
+            same,
+            key=lambda member: (member.life in epoch.base.voters, member.restarts, member.life),
+            default=None,
+        )
         if stays is None or stays.life == self.life:
             self._doubled_since = None
             return
@@ -273,13 +303,13 @@ class ElasticFederation:
             )
 
     def _record(self, looks: int, ended: Collection[int]) -> CellRecord:
-        """Return what this cell tells the others; ``ended`` are the cells that are known not to start again."""
+        """Return this cell's record; ``ended`` are the cells that are known not to start again."""
         standing, topology = self.standing, self._state.topology
         return CellRecord(
             cell=self.cell,
             cells=self.cells,
             life=self.life,
-            restarts=self._asked.restarts,
+            restarts=self._parameters.restarts,
             ranks=topology.world_size,
             replica_size=topology.replica_size,
             address=self._address,
@@ -299,9 +329,9 @@ class ElasticFederation:
         return lives if lineage == self.standing.version.lineage else ()
 
     def _awaits_member(self, meeting: Meeting) -> bool:
-        """Return whether a cell of the last round is to ask again: somebody else has just spoken in its name.
+        """Return whether to meet again because a member of the last round was displaced by a request in its name.
 
-        It does so at once when it sees that. For as long as a cell that is late is waited for, the others do, too.
+        The displaced cell requests again as soon as it sees that. The others wait for it as long as for a late cell.
         """
         if self._members and {*self._members} & {*meeting.unproven, *meeting.refused}:
             if self._spoofed_since is None:
@@ -328,7 +358,7 @@ class ElasticFederation:
             self._tell_runtimes(epoch)
 
     def _tell_runtimes(self, epoch: Epoch) -> None:
-        """Write what the cells run where that differs, once, and again where one comes with what nobody ran before."""
+        """Print the cells' runtimes if they differ, and again when a cell comes with a new one."""
         before = {*self._known.values()}
         self._known |= {member.cell: member.runtime for member in epoch.members}
         if self.cell == epoch.cells[0] and not before.issuperset(self._known.values()):
@@ -336,29 +366,30 @@ class ElasticFederation:
             tell_runtimes([(cells_text(cells), runtime) for runtime, cells in groups.items()])
 
     def _warn(self, text: str) -> None:
-        """Write once what this cell has found."""
+        """Print a warning, once."""
         if text not in self._warned:
             self._warned.add(text)
             print(f"xffl: {text}", file=sys.stderr, flush=True)
 
     def _say(self, text: str) -> None:
-        """Write once why this cell waits."""
+        """Print why this cell waits, unless it is the reason printed last."""
         if text != self._said:
             self._said = text
             print(f"xffl: cell {self.cell} waits: {text}", file=sys.stderr, flush=True)
 
     def enter(self, epoch: Epoch) -> Place:
-        """Join the ranks of an epoch, in the group that they have or a new one; RuntimeError where one is lost."""
+        """Join the ranks of an epoch, in the group of the last one or a new one; RuntimeError if a rank is lost."""
         sizes = tuple(member.ranks for member in epoch.members)
         topology = Topology(sum(sizes), sizes, self._state.topology.replica_size, self._state.topology.cell_shape)
         first = -topology.offsets[epoch.index_of(self.cell)]
         self._said = ""
         self._addresses = {member.cell: member.address for member in epoch.members}
         if epoch.lives != self._members:
-            self._members, self._failures = epoch.lives, 0
+            self._members = epoch.lives
+            self._failures = 0
         self._may_have_agreed = True
         if epoch.keeps_group and self._group is not None:
-            return Place(topology, first, self._group, False)
+            return Place(topology, first, self._group, is_new=False)
         self.drop()
         if self._lives is not None and self._lighthouse is not None:
             self._lives.begin(self.life)
@@ -367,15 +398,15 @@ class ElasticFederation:
         if lost[0]:
             raise RuntimeError(lost[0])
         self._group = CrossWorldGroup(
-            epoch.members[epoch.index_of(epoch.first)].address,
-            epoch.group,
-            dist.get_rank() - first,
-            topology.world_size,
+            address=epoch.members[epoch.index_of(epoch.first)].address,
+            name=epoch.group,
+            rank=dist.get_rank() - first,
+            size=topology.world_size,
             first=first,
             connect_s=CONNECT_S,
             timeout_s=self._message_s,
         )
-        # A record may have been read at the lighthouse, and told again by somebody else, in place of a newer one.
+        # Somebody may have copied a record at the lighthouse and sent it again in place of a newer one.
         if unproven := self._group.unproven(self._token, CONNECT_S, epoch.digest):
             cells = sorted({epoch.cells[topology.cell_of(rank)] for rank in unproven})
             raise RuntimeError(
@@ -383,30 +414,30 @@ class ElasticFederation:
                 "meeting"
             )
         self._group_name = epoch.group
-        return Place(topology, first, self._group, True)
+        return Place(topology, first, self._group, is_new=True)
 
     def _lost_member(self, epoch: Epoch) -> str:
-        """Knock at the stores of the other cells, and return what is lost.
+        """Connect to the stores of all members, and return in words which one is lost.
 
-        A cell that is lost while it waits for a meeting is still a member of it, if its last heartbeat was within two
-        seconds. Without this the others would wait :data:`CONNECT_S` for it.
+        A cell that dies while it waits for a meeting is still a member if its last heartbeat was within two seconds.
+        Without this check the others would wait :data:`CONNECT_S` for it.
         """
         for member in epoch.members:
-            # What else fails: ranks may reach each other on other ways, or find out that they do not.
+            # Other errors do not count: the ranks may reach each other by another route, or notice that they do not.
             if isinstance(_knock(member.address), ConnectionRefusedError):
                 return f"cell {member.cell} was lost after it had met: nothing listens at {member.address}"
         return ""
 
     def _is_late(self, missing: Collection[int]) -> bool:
-        """Return whether one of the cells that are missing still answers as in the last round; on the leader."""
+        """Return whether the store of a missing cell still answers where it was in the last round; on the leader."""
         places = [address for cell, address in self._addresses.items() if cell in missing]
         return self._lighthouse is not None and any(_knock(place) is None for place in places)
 
     def agree_on_end(self, end: RoundEnd, epoch: Epoch) -> RoundEnd:
-        """Draw the cell's conclusion of how a round ended on its ranks, and note it in the standing.
+        """Agree in the cell on how a round ended, and update the standing.
 
-        A rank that took the round knows that all ranks had said yes; of one that had not said yes all know that nobody
-        took it. Where all are in doubt the next meeting tells.
+        A rank that committed the round knows that all ranks had voted for it. If a rank had not voted to commit, then
+        nobody committed. If all ranks of the cell are in doubt, the next meeting decides.
         """
         ends = torch.tensor([end, -end], dtype=torch.int64, device=control_device())
         dist.all_reduce(ends, op=dist.ReduceOp.MAX)
@@ -439,19 +470,21 @@ class ElasticFederation:
         return most
 
     def limit_messages(self, seconds: float, quick_s: float) -> None:
-        """Let messages of this epoch and later ones take so many seconds at most, and where they are quick; local."""
+        """Set the timeouts of messages, and of short ones such as votes, in this epoch and later ones; local."""
         self._message_s = seconds
         if self._group is not None:
-            self._group.timeout_s, self._group.quick_timeout_s = seconds, quick_s
+            self._group.timeout_s = seconds
+            self._group.quick_timeout_s = quick_s
 
     def poison(self) -> None:
-        """Let all others of the epoch know at once that this rank goes no further in it; local."""
+        """Close this rank's connections in the epoch's group, so that all others notice at once; local."""
         if self._group is not None:
             self._group.poison()
 
     def drop(self) -> None:
-        """Let go of the group; no other rank is waited for."""
-        self._group, self._group_name = None, ""
+        """Release the group without waiting for other ranks; local."""
+        self._group = None
+        self._group_name = ""
 
     def leave(self) -> None:
         """Leave the other cells; local."""
@@ -461,10 +494,12 @@ class ElasticFederation:
             self._leave_vote()
 
     def inherit_vote(self, file: Path) -> None:
-        """Take what the life of this cell before has left in a file, and leave it there for the next one; local.
+        """Read the vote that the previous life of this cell has bequeathed, and use the file for this life's; local.
 
-        Where a life ends between rounds it has agreed on nothing behind its version, and the next life of its cell may
-        vote in its place: else the others would wait for who may have gone on with it. A vote is read once.
+        A life that ends between rounds has agreed on nothing after its version, so the next life of the cell may vote
+        in its place. Otherwise the other cells would have to wait for the ended life. A vote is read once.
+
+        :param file: The file of the vote.
         """
         if self._lighthouse is None:
             return
@@ -474,32 +509,32 @@ class ElasticFederation:
         try:
             self._inherited = read_vote(file)
             remove_file(file)
-        except (OSError, ValueError, StateError) as error:  # without a vote the others are waited for
+        except (OSError, ValueError, StateError) as error:  # without the vote more cells may have to be waited for
             LOG.warning("%s cannot be used (%s): this cell votes for itself alone", file, error)
 
     def _leave_vote(self) -> None:
-        """Write this life's vote, and those that it has inherited and not used, for the next life of its cell."""
+        """Write this life's vote, and inherited ones that still count, for the next life of its cell."""
         version, latest = self.standing.version, self.standing.latest
         if self._vote is None or not version.is_agreed or self._may_have_agreed or latest not in (None, version):
             return
         lives = [life for life in (self.life, *self._inherited_votes()) if life in version.voters]
         if not lives:
             return
-        with suppress(OSError):  # then the others wait for who may hold a later model
+        with suppress(OSError):  # without it the others wait for this cell, which may hold a later version
             write_sealed_json(self._vote, {"lineage": version.lineage, "lives": lives})
 
 
 def read_vote(file: Path) -> tuple[str, tuple[str, ...]]:
-    """Return the lineage and the lives that a vote is of, as :meth:`ElasticFederation.leave` writes it; local.
+    """Return the lineage and the lives of a vote that :meth:`ElasticFederation.leave` has written; local.
 
-    Raises what :func:`~xffl.files.read_sealed_json` does, and StateError for what is no vote.
+    Raises what :func:`~xffl.files.read_sealed_json` does, and StateError if the file holds no vote.
     """
-    told = Fields(read_sealed_json(file), str(file), error=StateError)
-    return told.text("lineage", 200), tuple(told.list_of("lives", MOST_LIVES, read_life))
+    fields = Fields(read_sealed_json(file), str(file), error=StateError)
+    return fields.text("lineage", 200), tuple(fields.list_of("lives", MOST_LIVES, read_life))
 
 
 def _knock(place: str) -> OSError | None:
-    """Return what keeps this host from the store at HOST:PORT, if anything does."""
+    """Try to connect to HOST:PORT; return the error, ``None`` if it succeeds."""
     host, _, port = place.rpartition(":")
     try:
         socket.create_connection((host, int(port)), CELL_HEARTBEAT_TIMEOUT_S).close()

@@ -1,18 +1,20 @@
-"""Lighthouse of an elastic federation, as one cell uses it: heartbeats, meetings, and the way out.
+"""Client of an elastic federation's lighthouse in one cell: heartbeats, meetings, and leaving.
 
-What stands behind it is torchft's lighthouse, by its ``torchft.coordination`` alone. It tells a cell which others ask
-for a round at the same time; it knows no models, keeps nothing, and may be started again at any time. What it leaves
-out is made up for here and in :mod:`xffl.elastic.roster`: a request never runs out of time by itself, since the
-lighthouse would count its sender as present for ever; a restarted lighthouse tells whoever asks first that nobody else
-is there, so cells look again for those that they miss. They need not where they know that it was not restarted: a
-connection on which nothing is ever sent ends with the process behind it.
+The server is torchft's lighthouse, used through ``torchft.coordination`` only. It tells a cell which other cells
+request a round at the same time. It knows nothing of models, stores nothing on disk, and may be restarted at any time.
+Two of its properties are compensated for here and in :mod:`xffl.elastic.roster`:
 
-Where a file names the lighthouse, another one may take its place at any time: the file is read again once a second, so
-that heartbeats and a request that waits go to the one that it names.
+- It counts the sender of a request that has timed out as present for ever. So requests here never time out.
+- After a restart it answers the first request as if no other cell existed. So cells repeat the request while a cell is
+  missing, unless they know that the lighthouse was not restarted: they keep an idle connection to it (the *witness*),
+  which breaks when its process ends.
 
-Anybody who reaches the lighthouse may ask it in any name, and reads what the cells tell. So a record counts only if it
-is signed with the run's token, if the lighthouse has it from who it is about, and if it is none that was told before:
-:class:`Register`. A cell that finds another record than its own under its name asks again.
+If a file names the lighthouse, another one may replace it at any time. The file is read once a second, and heartbeats
+and the pending request move to the lighthouse that it names.
+
+Anybody who reaches the lighthouse can send requests in any cell's name and read all records. A record therefore counts
+only if it is signed with the run's token, was sent under the life that it describes, and is newer than that life's
+last one (:class:`Register`). A cell that finds a foreign record under its own name requests again.
 """
 
 from __future__ import annotations
@@ -46,57 +48,57 @@ if TYPE_CHECKING:
 __all__ = ["Lighthouse", "Meeting", "NotOwnRecord", "Register", "coordination"]
 
 HEARTBEAT_S = 0.1
-"""Seconds between two heartbeats; the lighthouse gives a cell up after two seconds without one."""
+"""Seconds between two heartbeats; the lighthouse drops a cell after two seconds without one."""
 BEAT_LIMIT_S = 1.0
-"""A heartbeat that takes longer is lost, and the next one goes over a new connection."""
+"""Timeout of a heartbeat; after it the next one uses a new connection."""
 CONNECT_S = 5.0
 REQUEST_S = 7 * 24 * 3600.0
-"""A request that runs out of time leaves a ghost in the lighthouse, so none does while a job lasts."""
+"""Timeout of a request, longer than any job: a request that times out stays in the lighthouse for ever."""
 AGAIN_S = 0.2
-"""Seconds between two requests where the lighthouse does not answer."""
+"""Seconds between two requests while the lighthouse does not answer."""
 FOLLOW_S = 1.0
-"""Seconds between two looks into the file that names the lighthouse."""
+"""Seconds between two reads of the file that names the lighthouse."""
 LONGEST_RECORD = 1 << 20
-"""Bytes of a record as JSON, at most; torchft takes 4 MiB for all of a meeting."""
+"""The most bytes of a record as JSON; torchft accepts 4 MiB for all records of a meeting."""
 SILENT_S = 4
-"""A connection to the lighthouse ends where its host has been silent for so many seconds, and is made anew."""
+"""Seconds without a packet from the lighthouse's host after which a connection is closed and made again."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Who has asked for a round at the same time."""
+    """The cells that requested a round at the same time."""
 
-    records: tuple[CellRecord, ...]
+    records: tuple[CellRecord, ...]  # the valid records
     created: int  # in nanoseconds, by the lighthouse's clock
-    number: int  # the same as that of the last meeting where that was of the same lives, else the next one
-    unread: tuple[ConfigError, ...] = ()  # of cells that run another version of xffl
-    unproven: tuple[str, ...] = ()  # the lives whose records were not made with the run's token
-    refused: Mapping[str, str] = field(default_factory=dict)  # other lives whose records do not count, and why
+    number: int  # unchanged if the same lives met just before, else the next number
+    unread: tuple[ConfigError, ...] = ()  # one for each record of another version of xffl
+    unproven: tuple[str, ...] = ()  # lives whose records are not signed with the run's token
+    refused: Mapping[str, str] = field(default_factory=dict)  # lives whose records are foreign or old, with the reason
 
 
 class Register:
-    """The signatures of a run's records, and which of them have been told already.
+    """Signs the records of a run, verifies those of others, and rejects replayed ones.
 
-    Each request of a life has a number, its ``serial``, above those of its earlier ones. Who has met a life therefore
-    knows an older record of it that somebody tells again.
+    Each request of a life has a higher number (``serial``) than its earlier ones, so a cell that has met a life
+    recognizes an older record of it.
 
-    :param token: The run's; empty where it does without.
+    :param token: The run's token; empty if the run has none.
     """
 
     def __init__(self, token: bytes) -> None:
         self._token = token
         self._serials: dict[str, int] = {}
-        """The numbers of the records that lives have told last"""
+        """By life, the number of its latest record"""
 
     def sign(self, plain: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the plain values of a record with their signature."""
+        """Return the plain values of a record with their signature added."""
         return {**plain, "proof": self._proof(plain)}
 
     def read(self, life: str, data: object) -> CellRecord | None:
-        """Return the record that the lighthouse has from a life; ``None`` where the run's token has not signed it.
+        """Return the record that was sent under the name of a life; ``None`` if the run's token has not signed it.
 
-        Strangers may have written anything. Raises :class:`NotOwnRecord` where it is signed, and that of another life
-        or an older one; ConfigError where another version of xffl has made it.
+        The data may come from anybody. Raises :class:`NotOwnRecord` if a signed record is another life's, or older than
+        the life's last one, and ConfigError if another version of xffl wrote it.
         """
         plain = dict(data) if isinstance(data, Mapping) else {}
         proof = plain.pop("proof", None)
@@ -104,7 +106,7 @@ class Register:
             return None
         try:
             is_signed = hmac.compare_digest(proof.encode(), self._proof(plain).encode())
-        except (ValueError, TypeError, RecursionError):  # what no cell writes, and JSON cannot have or not so deep
+        except (ValueError, TypeError, RecursionError):  # no cell writes it: not JSON, or nested too deep
             return None
         if not is_signed:
             return None
@@ -117,11 +119,11 @@ class Register:
         return record
 
     def note(self, records: Iterable[CellRecord]) -> None:
-        """Note the records of a meeting."""
+        """Note the serial numbers of a meeting's records."""
         self._serials |= {record.life: record.serial for record in records}
 
     def _proof(self, plain: Mapping[str, Any]) -> str:
-        """Return what only those can tell of a record that know the run's token."""
+        """Return the HMAC of a record under the run's token."""
         text = json.dumps(plain, sort_keys=True).encode()
         if len(text) > LONGEST_RECORD:
             raise ValueError(f"a record of {len(text)} bytes")
@@ -129,29 +131,33 @@ class Register:
 
 
 class NotOwnRecord(Exception):
-    """A signed record that is told by who has not written it, or once more."""
+    """A signed record was sent by another process than the one that wrote it, or a second time."""
 
 
 class Lighthouse:
-    """One cell's line to the lighthouse; its leader alone has one. Heartbeats begin with the first meeting.
+    """Connection of a cell to the lighthouse; only the first rank of the cell has one.
 
-    :param place: Where it listens, ``http://HOST:PORT``, or ``file:PATH`` with a file that names it.
-    :param life: What this start of the cell's job is called.
+    Heartbeats begin with the first request.
+
+    :param place: Address of the lighthouse, ``http://HOST:PORT``, or ``file:PATH`` of a file that holds it.
+    :param life: Name of this start of the cell's job.
     :param store: HOST:PORT of the cell's own store.
-    :param token: The run's; empty where it does without.
+    :param token: The run's token; empty if the run has none.
     :raises ConfigError: if torchft is not installed.
     """
 
     def __init__(self, place: str, life: str, store: str, token: bytes) -> None:
         self._torchft = coordination()
-        self._place, self._life, self._store = place, life, store
+        self._place = place
+        self._life = life
+        self._store = store
         self._register = Register(token)
         self._serial = 0
-        """The number of this life's last record"""
+        """Number of this life's last record"""
         self._url = ""
-        """The address to which heartbeats go, and at which client and witness are."""
+        """Current address of the lighthouse: of the heartbeats, the client and the witness"""
         self._asked_at: str | None = None
-        """The address to which the request has gone that is waited for."""
+        """Address to which the pending request was sent"""
         self._connecting = threading.Lock()
         self._has_left = threading.Event()
         self._trouble: str | None = None
@@ -161,27 +167,25 @@ class Lighthouse:
         self._witness: socket.socket | None = None
         self._attendance = Attendance()
         self._witnessed: set[int] = set()
-        """When the meetings were that the lighthouse has formed since the witness is connected to it."""
+        """Creation times of the meetings since the witness was connected"""
         if place.startswith("file:"):
             threading.Thread(target=self._follow, name="xffl-lighthouse", daemon=True).start()
 
     def meet(self, record: CellRecord, within_s: float, is_left: Callable[[], bool] = lambda: False) -> Meeting | None:
-        """Ask who else wants a round, and wait for the answer; ``None`` where there is none yet, or ``is_left``.
+        """Request a round and wait for the other cells; ``None`` if they have not come in time, or if ``is_left()``.
 
-        The next call goes on waiting for it; it may have another record only where this one has returned a meeting.
-        Raises LaunchError where the lighthouse does not answer.
+        The request stays pending, and the next call continues to wait for it. A call may pass another record only if
+        the one before has returned a meeting. Raises LaunchError if the lighthouse does not answer.
         """
         deadline = time.monotonic() + within_s
         while True:
-            if self._answers is None:
-                self._ask(record)
-            assert self._answers is not None
+            answers = self._ask(record) if self._answers is None else self._answers
             try:
-                # In slices, so that signals are heard meanwhile.
-                answer = self._answers.get(timeout=max(0.0, min(0.2, deadline - time.monotonic())))
+                # In slices, so that Python can run signal handlers in between.
+                answer = answers.get(timeout=max(0.0, min(0.2, deadline - time.monotonic())))
             except queue.Empty:
                 if self._asked_at not in (None, self._url):
-                    self._answers = None  # another lighthouse has taken the place of the one that was asked
+                    self._answers = None  # another lighthouse has replaced the one that has the request
                 if is_left():
                     return None
                 if time.monotonic() < deadline:
@@ -194,22 +198,23 @@ class Lighthouse:
             self._answers = None
             if not isinstance(answer, Exception):
                 meeting = self._read(answer)
-                if any(one.life == self._life and one.serial == self._serial for one in meeting.records):
+                if any(other.life == self._life and other.serial == self._serial for other in meeting.records):
                     self._trouble = None
                     self._register.note(meeting.records)
                     if _is_open(self._witness):
                         self._witnessed.add(meeting.created)
                     self._attendance.note(meeting.number, meeting.created)
                     return meeting
-                # To the others this cell was not there, though the meeting has the number of one with it.
+                # The others have not seen this cell's record, although the lighthouse counted this cell as present.
                 self._attendance.note_absence()
                 self._trouble = f"somebody else asks there in the name of {name_cell(self._life)}"
             else:
-                self._client, self._trouble = None, _text(answer)  # it may have been started again
+                self._client = None  # the lighthouse may have been restarted
+                self._trouble = _text(answer)
             time.sleep(AGAIN_S)
 
     def _read(self, answer: Quorum) -> Meeting:
-        """Return which records of a meeting count, and who has told others."""
+        """Return the meeting of an answer, with its valid records and with the lives whose records are not."""
         records: list[CellRecord] = []
         unread: list[ConfigError] = []
         unproven: list[str] = []
@@ -238,7 +243,7 @@ class Lighthouse:
         )
 
     def leave(self) -> None:
-        """End the heartbeats, so that nobody waits for this cell."""
+        """Stop the heartbeats, so that the others do not wait for this cell."""
         self._has_left.set()
         heart, self._heart = self._heart, None
         if heart is not None:
@@ -246,29 +251,30 @@ class Lighthouse:
         self._drop_witness()
 
     def _follow(self) -> None:
-        """Send the heartbeats to the lighthouse that the file names, also while this cell trains."""
+        """Move the heartbeats to the lighthouse that the file names, also while this cell trains."""
         while not self._has_left.wait(FOLLOW_S):
-            with self._connecting, suppress(LaunchError, OSError):  # the next request will tell
+            with self._connecting, suppress(LaunchError, OSError):  # the next request will report it
                 if self._heart is not None:
                     self._find()
 
     def _find(self) -> None:
-        """Find the lighthouse, and begin the heartbeats."""
+        """Read the lighthouse's address, and start the heartbeats."""
         url = resolve_lighthouse(self._place)
         if url != self._url:
             self._url = url
             self._client = None
             self._drop_witness()
         if self._heart is None:
-            # It ends with the main thread. One that is cut off inside of torchft while Python ends aborts the process.
+            # No daemon: if the interpreter ended while it was inside torchft, the process would abort. It ends
+            # by itself with the main thread.
             self._heart = threading.Thread(target=self._beat, name="xffl-heartbeats", daemon=False)
             self._heart.start()
 
     def _beat(self) -> None:
         """Send heartbeats until this cell leaves.
 
-        Not by torchft's ManagerServer, which needs no turn of Python's, but offers whoever connects to it to end this
-        process. A process that holds Python's lock for two seconds counts as lost for as long.
+        torchft's ManagerServer would do it without the GIL, but lets anybody who connects to it end this process. So a
+        cell whose main thread holds the GIL for two seconds counts as lost in the meantime.
         """
         client: LighthouseClient | None = None
         url = ""
@@ -279,17 +285,22 @@ class Lighthouse:
                     url = self._url
                     client = self._torchft.LighthouseClient(addr=url, connect_timeout=limit)
                 client.heartbeat(self._life, timeout=limit)
-            except (RuntimeError, OSError):  # it is away, or another one is there; requests tell who waits for it
+            except (RuntimeError, OSError):  # unreachable or replaced; a pending request reports it
                 client = None
 
     def _drop_witness(self) -> None:
         if self._witness is not None:
             self._witness.close()
-        self._witness, self._witnessed = None, set()
+        self._witness = None
+        self._witnessed = set()
 
-    def _ask(self, record: CellRecord) -> None:
-        """Send a request, in a thread of its own: it lasts until all cells have asked."""
-        answers = self._answers = queue.SimpleQueue()
+    def _ask(self, record: CellRecord) -> queue.SimpleQueue[Quorum | Exception]:
+        """Send a request in a new thread, since the call blocks until all cells have sent theirs.
+
+        :return: The queue that will hold the answer.
+        """
+        answers: queue.SimpleQueue[Quorum | Exception] = queue.SimpleQueue()
+        self._answers = answers
         self._asked_at = None
 
         def ask() -> None:
@@ -302,7 +313,7 @@ class Lighthouse:
                     client = self._client
                     self._attendance.forget_before(record.version.created)
                     self._serial += 1
-                    told = replace(
+                    signed = replace(
                         record,
                         serial=self._serial,
                         same_lighthouse=self._is_same(record),
@@ -319,30 +330,33 @@ class Lighthouse:
                         store_address=self._store,
                         step=record.version.round,
                         world_size=record.ranks,
-                        data=self._register.sign(told),
+                        data=self._register.sign(signed),
                     )
                 )
-            except Exception as error:  # noqa: BLE001 - told to who waits
+            except Exception as error:  # noqa: BLE001 - raised or reported by the thread that waits
                 answers.put(error)
 
         threading.Thread(target=ask, name="xffl-meeting", daemon=True).start()
+        return answers
 
     def _is_same(self, record: CellRecord) -> bool:
-        """Tell whether the lighthouse is that of the meetings from which the cell has its version, and its doubt."""
+        """Tell whether this lighthouse process formed the meetings of the cell's version and of its doubt."""
         if _is_open(self._witness):
             self._witnessed = {created for created in self._witnessed if created >= record.version.created}
-            return {one.created for one in (record.version, record.doubt) if one is not None} <= self._witnessed
+            versions = (record.version, record.doubt)
+            return {version.created for version in versions if version is not None} <= self._witnessed
         self._drop_witness()
         place = urlsplit(self._url)
-        with suppress(OSError):  # the request will tell
+        with suppress(OSError):  # the request will report it
             self._witness = socket.create_connection((place.hostname, place.port), CONNECT_S)
             self._witness.setblocking(False)
         return False
 
     def _limit_silence(self) -> None:
-        """Let this process's connections to the lighthouse end where its host is silent.
+        """Let this process's connections to the lighthouse fail if its host is silent.
 
-        Else a request waits for the kernel's next try when the network is whole again, for as long as it was broken.
+        Otherwise a pending request would continue only at the kernel's next retransmission, which after a network
+        failure may come as late again as the failure has lasted.
         """
         if self._witness is not None:
             for descriptor in open_sockets():
@@ -350,7 +364,7 @@ class Lighthouse:
 
 
 def _is_open(connection: socket.socket | None) -> bool:
-    """Tell whether the process at the other end of a connection is still there; what it has sent is dropped."""
+    """Tell whether the process at the other end of a connection still exists; received data is dropped."""
     if connection is None:
         return False
     try:
@@ -360,11 +374,11 @@ def _is_open(connection: socket.socket | None) -> bool:
     except BlockingIOError:
         return True  # nothing to read
     except OSError:
-        return False  # reset, or its host does not answer
+        return False  # reset, or the host does not answer
 
 
 def coordination() -> ModuleType:
-    """Return torchft's module for it; raise ConfigError, which names the extra, where that is not installed."""
+    """Import ``torchft.coordination``; raise ConfigError, which names the extra, if torchft is not installed."""
     os.environ.setdefault("RUST_LOG", "error")  # read when torchft is imported
     with optional_import("elastic", "an elastic federation needs torchft, which has wheels for x86-64 Linux"):
         import torchft.coordination
@@ -373,7 +387,7 @@ def coordination() -> ModuleType:
 
 
 def _text(error: Exception) -> str:
-    if isinstance(error, LaunchError):  # there is no file that names it
+    if isinstance(error, LaunchError):  # the file that names the lighthouse cannot be used
         return str(error)
-    # What comes after a semicolon is torchft's advice.
+    # torchft's advice follows a semicolon.
     return str(error).splitlines()[0].partition(";")[0][:120] if str(error) else type(error).__name__

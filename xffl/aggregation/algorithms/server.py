@@ -73,15 +73,21 @@ class ServerOptimizer:
         or a function of the step, from 0, which returns a factor. One rank calls it. ``None``: it stays.
     :param device: Where the state lives and the step is computed (``cpu`` saves GPU memory); ``None``: where rounds
         communicate from, the parameters' device, or the host's memory where that is gloo's.
+    :param clip: Longest pseudo-gradient, L2 over the part of the model that a round exchanges, above 0: a longer one is
+        multiplied by ``clip / norm`` before the rule sees it. ``None``: it may have any length.
     :raises ConfigError: if the rule is none, does not step element by element, or the schedule gives no rate.
     """
 
     rule: ServerRule
     schedule: NamedSchedule | Schedule | None = None
     device: str | torch.device | None = None
+    clip: float | None = None
 
     def __post_init__(self) -> None:
         _check_rule(self.rule)
+        if self.clip is not None:
+            limit = number("clip of the server", self.clip, above=0.0, hint="give the longest pseudo-gradient, L2")
+            object.__setattr__(self, "clip", limit)
         if self.device is not None:
             try:
                 torch.empty(0, dtype=torch.float32, device=self.device)
@@ -103,6 +109,8 @@ class ServerOptimizer:
         elif self.schedule is not None:  # nothing tells what it holds; its first rates tell something
             rates = [self.numbers(step)["lr"] for step in range(_RATES_SHOWN)]
             text += f", {_title(self.schedule)}, first rates {_plain(rates)}"
+        if self.clip is not None:
+            text += f", clip={self.clip!r}"
         return text if self.device is None else f"{text}, on {torch.device(self.device).type}"
 
     def numbers(self, step: int) -> Numbers:
@@ -146,6 +154,7 @@ class ServerOptimizer:
             told |= {f"schedule's {name}": _plain(value) for name, value in self.schedule.options.items()}
         elif self.schedule is not None:
             told["schedule"] = _title(self.schedule)
+        told["clip"] = "none" if self.clip is None else _plain(self.clip)
         return told
 
     def check_saved(self, saved: SavedServer, what: str) -> None:
@@ -220,8 +229,8 @@ def server_of(spec: object, *, writer: Writer) -> ServerOptimizer | None:
     """Return the server optimizer that a spec of ``writer`` asks for, ``None`` for the plain mean; local.
 
     A spec of the registry: an entry of kind ``server``, one of torch's names (``AdamW``, ``torch.optim.SGD``) or a
-    dotted path of a rule of one's own, with its options, and ``device`` and ``schedule`` among them. ``None``, ``none``
-    and ``fedavg`` are the plain mean. A rule or a :class:`ServerOptimizer` is taken as it is.
+    dotted path of a rule of one's own, with its options, and ``device``, ``schedule`` and ``clip`` among them.
+    ``None``, ``none`` and ``fedavg`` are the plain mean. A rule or a :class:`ServerOptimizer` is taken as it is.
     """
     if spec is None or isinstance(spec, ServerOptimizer):
         return spec
@@ -232,7 +241,7 @@ def server_of(spec: object, *, writer: Writer) -> ServerOptimizer | None:
         if options:
             raise ConfigError(f"server {name!r} is the plain mean, which has no options such as {', '.join(options)}")
         return None
-    device, schedule = options.pop("device", None), options.pop("schedule", None)
+    device, schedule, clip = (options.pop(name, None) for name in ("device", "schedule", "clip"))
     if writer is not Writer.USER and device is not None and not _DEVICE.fullmatch(str(device)):
         raise ConfigError(f"device {str(device)[:40]!r} of the server comes from a file; there it is cpu or cuda")
     target, preset = locate("server", name, writer=writer)
@@ -241,7 +250,15 @@ def server_of(spec: object, *, writer: Writer) -> ServerOptimizer | None:
         rule = target(**{**preset, **checked})
     except TypeError as wrong:
         raise ConfigError(f"server {name!r} cannot be made with {options}: {wrong}") from wrong
-    return ServerOptimizer(rule, _schedule_of(schedule, writer), device)
+    return ServerOptimizer(rule, _schedule_of(schedule, writer), device, _number_of(clip))
+
+
+def _number_of(text: Any) -> Any:
+    """Return what a text such as ``1.0`` stands for, and anything else as it is."""
+    try:
+        return float(text) if isinstance(text, str) else text
+    except ValueError:
+        return text
 
 
 def _schedule_of(spec: object, writer: Writer) -> NamedSchedule | Schedule | None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from xffl.aggregation.algorithms.combiners import Combiner, Coordinatewise
+from xffl.aggregation.algorithms.server_rules import ServerRule
 from xffl.aggregation.arithmetic import ElementaryOnly, divide, flushes_subnormals, is_built_in, square_root
 from xffl.aggregation.compression import Codec
 from xffl.aggregation.mean import combined, weighted_mean
@@ -68,6 +69,7 @@ def compare_arithmetic(
     devices: Collection[torch.device],
     *,
     combiner: Combiner,
+    rule: ServerRule | None,
     codecs: Collection[Codec],
     cells: int,
     has_fp64: bool,
@@ -79,17 +81,18 @@ def compare_arithmetic(
 
     :param devices: Where this rank takes means and steps; all must give the same bits.
     :param combiner: What makes one value of the cells'.
+    :param rule: What the server steps with; ``None`` without a server.
     :param codecs: What values cross in.
     :param cells: How many cells there are.
     :param has_fp64: Whether the model has parameters in fp64.
     :param group: The ranks to compare.
-    :raises ConfigError: if two ranks, or two threads or devices of a rank, compute otherwise; if a combiner or codec of
-        the user's own is not made of elementary operations, and ranks have unlike processors.
+    :raises ConfigError: if two ranks, or two threads or devices of a rank, compute otherwise; if a combiner, rule or
+        codec of the user's own is not made of elementary operations, and ranks have unlike processors.
     """
     error: XfflError | None = None
     text = ""
     try:
-        own = digest_arithmetic(devices, combiner=combiner, codecs=codecs, cells=cells, has_fp64=has_fp64)
+        own = digest_arithmetic(devices, combiner=combiner, rule=rule, codecs=codecs, cells=cells, has_fp64=has_fp64)
         text = json.dumps(asdict(own))
     except XfflError as wrong:
         error = wrong
@@ -107,6 +110,7 @@ def digest_arithmetic(
     devices: Collection[torch.device],
     *,
     combiner: Combiner,
+    rule: ServerRule | None = None,
     codecs: Collection[Codec] = (),
     cells: int = 2,
     has_fp64: bool = False,
@@ -128,6 +132,15 @@ def digest_arithmetic(
                 foreign[name] = why
             else:
                 results[name] = out
+        types = [torch.float32, *([torch.float64] if has_fp64 else [])]
+        for dtype in types if rule is not None else ():
+            assert rule is not None, "there is one"
+            name = f"server {type(rule).__name__} in {dtype}"
+            stepped: list[torch.Tensor] = []
+            if why := _run(name, rule, _prepare_rule(rule, dtype, device, stepped)):
+                foreign[f"server {type(rule).__name__}"] = why
+            else:
+                results[name] = torch.cat(stepped)
         for codec in codecs:
             if not is_built_in(codec) and (why := _run(f"codec {codec}", codec, _prepare_codec(codec, device))):
                 foreign[f"codec {codec}"] = why
@@ -161,6 +174,27 @@ def _run(name: str, part: object, prepare: Callable[[], Callable[[], None]]) -> 
 def _prepare_combiner(combiner: Coordinatewise, cells: int, out: torch.Tensor) -> Callable[[], Callable[[], None]]:
     rows = [_patterns(out.device)[row % 3].roll(row) for row in range(cells)]
     return lambda: lambda: combined(combiner.combine, rows, out)
+
+
+def _prepare_rule(
+    rule: ServerRule, dtype: torch.dtype, device: torch.device, stepped: list[torch.Tensor]
+) -> Callable[[], Callable[[], None]]:
+    """Return what makes two steps, and leaves the values and the state after them in ``stepped``."""
+
+    def prepare() -> Callable[[], None]:
+        values, *gradients = (row.to(dtype, copy=True) for row in _patterns(device))
+        state = rule.init(values)
+        # Their own come from functions that differ between systems, and are told by one rank.
+        numbers = {name: 0.3 + 0.07 * place for place, name in enumerate(rule.numbers(0))}
+
+        def step() -> None:
+            for gradient in gradients:
+                rule.step(values, gradient, state, numbers)
+            stepped.extend([values, *(state[name] for name in sorted(state))])
+
+        return step
+
+    return prepare
 
 
 def _prepare_codec(codec: Codec, device: torch.device) -> Callable[[], Callable[[], None]]:

@@ -44,6 +44,7 @@ __all__ = [
     "RoundCoordinator",
     "RoundInDoubt",
     "RoundInput",
+    "RoundNumbers",
     "checked_number",
     "checked_weight",
     "count_inconsistent",
@@ -141,6 +142,15 @@ AFRESH = "start the processes anew, or end the process group on all ranks and jo
 
 
 @dataclass(frozen=True)
+class RoundNumbers:
+    """What a rank says of itself in the first vote, checked; zeros of a rank that cannot take part."""
+
+    weight: float = 0.0
+    steps: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class RoundInput:
     """What a rank gives to a round, and what it says of itself."""
 
@@ -152,6 +162,15 @@ class RoundInput:
     seconds: float = 0.0  # seconds of a local step here, told to all in the report; 0 where nobody has measured
     prepare: Callable[[], None] | None = None  # called before the model is read; what it raises is told to all ranks
     source: int | None = None  # the same on all ranks: the cell whose model all take over if nobody contributes
+
+    def numbers(self) -> RoundNumbers:
+        """Ask for the numbers, and check them; raise ConfigError unless they are finite and not negative."""
+        steps = checked_number("steps", self.steps, "give the effective number of local steps")
+        seconds = checked_number("seconds", self.seconds, "give those of a local step, or 0")
+        if self.is_absent:
+            return RoundNumbers(0.0, steps, seconds)
+        weight = 1.0 if self.weight is None else checked_weight(self.weight)
+        return RoundNumbers(weight, steps, seconds)
 
 
 @dataclass(frozen=True)
@@ -480,13 +499,15 @@ class RoundCoordinator:
                 raise TornError(f"round {number} was interrupted by {type(stop).__name__}") from stop
             self._interrupt()
             raise
-        is_step = run.measures_step and context.source is None
-        square = run.measure_step() if is_step and failure is None else 0.0
-        failure = failure or run.profile.failure
-        if is_step and self._can_wait:
-            # A round in doubt is written without having heard the vote on it, so all hear of its length before.
-            context, lost = self._measure(run, context, square, is_failed=failure is not None)
-            failure = failure or lost
+        told: Mapping[str, Any] = {}
+        if failure is None and context.source is None:
+            told = run.result()
+            failure = run.profile.failure
+        is_open = context.source is None and self._exchange.weighs_result
+        if is_open and self._can_wait:
+            # A round in doubt is written without having heard the second vote, so all hear of the result before.
+            context, lost = self._conclude_early(run, context, told, is_failed=failure is not None)
+            is_open, failure = False, failure or lost
         # 2. Vote. Nobody writes without this rank's yes: whatever stops it before has left the old weights everywhere.
         others_may_write = failure is None
         inject("close")
@@ -496,7 +517,7 @@ class RoundCoordinator:
                 phase=VotePhase.COMMIT,
                 is_failed=failure is not None,
                 is_cut_off=run.is_cut_off or isinstance(failure, RoundBroken),
-                square=square,
+                **told,
             )
             statuses = self._gather_status(status, run.profile, self._closes_within_s)
             is_agreed = not any(other.is_failed for other in statuses)
@@ -519,9 +540,7 @@ class RoundCoordinator:
             raise self._unknown_outcome(context, why, can_wait=isinstance(error, Exception)) from why
         # 3. All ranks know the same now.
         if is_agreed:
-            if is_step and not self._can_wait:
-                context = run.resize_step(context, [other.square for other in statuses])
-            return context
+            return self._exchange.conclude(context, statuses) if is_open else context
         self._abort()
         shown = "; ".join(
             f"rank {rank} (cell {self._topology.cell_of(rank)}): {why}" for rank, why in enumerate(reasons) if why
@@ -531,19 +550,19 @@ class RoundCoordinator:
         kind = RoundBroken if any(status.is_cut_off for status in statuses) else RoundError
         raise kind(f"round {number} was not taken, all ranks keep their weights of before: {shown}") from failure
 
-    def _measure(
-        self, run: RoundRun, context: RoundContext, square: float, *, is_failed: bool
+    def _conclude_early(
+        self, run: RoundRun, context: RoundContext, told: Mapping[str, Any], *, is_failed: bool
     ) -> tuple[RoundContext, RoundBroken | None]:
-        """Clip a round's step by what all ranks tell of it, or return what this rank votes no for."""
-        status = RoundStatus(context.number, phase=VotePhase.MEASURE, is_failed=is_failed, square=square)
+        """Tell all ranks of this one's result and hear of theirs, or return what this rank votes no for."""
+        status = RoundStatus(context.number, phase=VotePhase.RESULT, is_failed=is_failed, **told)
         try:
             statuses = self._gather_status(status, run.profile, self._closes_within_s)
             check_rounds(statuses, self._topology)
         except (RoundError, RuntimeError) as broken:
-            return context, RoundBroken(f"the length of the server's step could not be learned: {broken}")
+            return context, RoundBroken(f"what other ranks have combined could not be learned: {broken}")
         if any(other.is_failed for other in statuses):  # who has failed says why after the vote
             return context, None
-        return run.resize_step(context, [other.square for other in statuses]), None
+        return self._exchange.conclude(context, statuses), None
 
     def _unknown_outcome(self, context: RoundContext, why: BaseException, *, can_wait: bool) -> Exception:
         """Return what is raised where others may have taken the round, and this rank cannot learn it."""

@@ -167,6 +167,17 @@ class Exchange:
                 for piece, part in zip(bucket.pieces, torch.split(values, sizes), strict=True):
                     yield piece.item, piece.start, part
 
+    @property
+    def weighs_result(self) -> bool:
+        """Whether all ranks have to know something of the result before they write."""
+        return any(stage.weighs_result for stage in self.stages)
+
+    def conclude(self, context: RoundContext, statuses: Sequence[RoundStatus]) -> RoundContext:
+        """Return the context with what follows from what all ranks tell of the result; pure."""
+        for stage in self.stages:
+            context = stage.conclude(context, statuses)
+        return context
+
     def end_round(self) -> None:
         """Conclude a round; stages that rounds no longer need are left out of the next one."""
         for stage in self.stages:
@@ -189,6 +200,9 @@ class RoundStage:
 
     key: str | None = None
     """The name, in an aggregator's state dict, of what the stage remembers from round to round."""
+
+    weighs_result = False
+    """Whether :meth:`result` tells something that all ranks have to know before they write."""
 
     inspects = False
     """Whether :meth:`inspect` looks at values, which have to be with the host then."""
@@ -247,20 +261,17 @@ class RoundStage:
     def written(self, transfer: GroupTransfer, bucket: Bucket, new: torch.Tensor) -> None:
         """Note what a bucket has become, where it is written during the exchange (``atomic=False``)."""
 
-    measures_step = False
-    """Whether :meth:`measure_step` is called, and what all ranks have returned comes to :meth:`resize_step`."""
-
-    def measure_step(self, run: RoundRun) -> float:
-        """Return the squared L2 norm of this rank's part of the round's step, which the second vote tells to all."""
-        return 0.0
-
-    def resize_step(self, context: RoundContext, squares: Sequence[float]) -> RoundContext:
-        """Scale the step by what all ranks have measured; pure, the same on all ranks."""
-        return context
-
     def write(self, run: RoundRun, context: RoundContext) -> Iterator[tuple[GroupTransfer, Bucket, torch.Tensor]]:
         """Yield what is written in place of the collected values, behind the second vote."""
         return iter(())
+
+    def result(self, run: RoundRun) -> Mapping[str, Any]:
+        """Return fields of this rank's status that tell of the combined values, for the second vote; local."""
+        return {}
+
+    def conclude(self, context: RoundContext, statuses: Sequence[RoundStatus]) -> RoundContext:
+        """Return the context with what follows from everybody's :meth:`result`; pure, the same on all ranks."""
+        return context
 
     def commit(self, run: RoundRun) -> None:
         """Conclude a round that was taken and written."""
@@ -469,24 +480,14 @@ class RoundRun:
         else:
             self._buffers.write_behind(bucket, new)
 
-    @property
-    def measures_step(self) -> bool:
-        """Whether all ranks learn how long the step is that this round makes, before it is written."""
-        return any(stage.measures_step for stage in self._exchange.stages)
-
-    def measure_step(self) -> float:
-        """Return the squared L2 norm of this rank's part of the way to the combined values, in fp64; local."""
-        square = 0.0
-        with self.profile.capture_failure("weigh"):
+    @torch.no_grad()
+    def result(self) -> dict[str, Any]:
+        """Return what this rank tells all others of the combined values, in its status; local."""
+        told: dict[str, Any] = {}
+        with self.profile.capture_failure("combine"):
             for stage in self._exchange.stages:
-                square += stage.measure_step(self)
-        return square
-
-    def resize_step(self, context: RoundContext, squares: Sequence[float]) -> RoundContext:
-        """Return what the step is scaled by, now that all ranks' :meth:`measure_step` is known; pure."""
-        for stage in self._exchange.stages:
-            context = stage.resize_step(context, squares)
-        return context
+                told |= stage.result(self)
+        return told
 
     @property
     def is_cut_off(self) -> bool:

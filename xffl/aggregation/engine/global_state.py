@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from xffl.aggregation.engine.exchange import BucketPipeline, Exchange, share_in_cell
+from xffl.aggregation.engine.exchange import BucketPipeline, Exchange, RoundStage, share_in_cell
 from xffl.aggregation.engine.stages.agreed import AgreedModel
 from xffl.aggregation.engine.stages.hand_over import SharedValues
 from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, RoundContext
@@ -21,7 +21,7 @@ from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.distributed.faults import inject
 from xffl.errors import CheckpointError
 
-__all__ = ["load_memory", "share_global_model"]
+__all__ = ["load_memory", "save_memory", "share_global_model"]
 
 
 @torch.no_grad()
@@ -68,39 +68,72 @@ def share_global_model(exchange: Exchange, state: Mapping[str, Any], source: int
         world.barrier(messages * link.sizes[link.cell])
 
 
+SAVED = (
+    ("codecs", "what lossy codecs remember"),
+    ("privacy", "what privacy has cost"),
+    ("agreed", "the last agreed model of server, norms or privacy"),
+    ("above", "levels above the lowest"),
+)
+"""What an aggregator's state may hold beside numbers, by its key."""
+
+
+def save_memory(exchange: Exchange) -> dict[str, Any]:
+    """Return what rounds remember beside the model, by its key in a state dict; local."""
+    return {key: stage.state_dict() for key, stage in _memory_of(exchange).items()}
+
+
+def _memory_of(exchange: Exchange) -> dict[str, RoundStage]:
+    return {stage.key: stage for stage in exchange.stages if stage.key is not None}
+
+
 @torch.no_grad()
-def load_memory(
-    exchange: Exchange,
-    state: Mapping[str, Any],
-    memory: Mapping[str, Any],
-    check: Callable[[Mapping[str, Any]], None],
-) -> None:
-    """Load an aggregator's state into the parts of its memory, by their keys.
+def load_memory(exchange: Exchange, state: Mapping[str, Any], *, fragments: int) -> None:
+    """Load an aggregator's state into what rounds remember.
 
-    Collective over the scope where there is a global model. Raises what ``check`` and the parts raise, on all ranks
-    where it is collective.
+    Collective over the scope where there is a global model. Raises CheckpointError for a state of another set-up, and
+    what the parts raise, on all ranks where it is collective.
     """
+    memory = _memory_of(exchange)
 
-    def load(given: Mapping[str, Any]) -> None:
+    def load() -> None:
         for key, part in memory.items():
-            part.load_state_dict(given[key])
+            part.load_state_dict(state[key])
 
     world = exchange.round_groups.world
     agreed = exchange.find(AgreedModel)
     if agreed is None:
-        check(state)
-        load(state)
+        _check_saved(state, memory, fragments)
+        load()
         return
     with run_on_all_ranks("what the ranks have saved", describe=_describe_difference, group=world) as share:
-        check(state)
+        _check_saved(state, memory, fragments)
         share(f"after round {state['rounds']}")
     with run_on_all_ranks("what the ranks have saved", group=world):
-        load(state)
+        load()
     steps = agreed.global_model.steps
     if steps:  # older states tell them on ranks alone that hold some of a fragment
         counts = torch.tensor(list(steps.values()), dtype=torch.int64, device=control_device(world))
         all_reduce(counts, dist.ReduceOp.MAX, world)
         agreed.global_model.count_steps(dict(zip(steps, counts.tolist(), strict=True)))
+
+
+def _check_saved(state: Mapping[str, Any], memory: Collection[str], here: int) -> None:
+    """Raise where an aggregator's state has parts that would be lost without a word, or lacks some; local."""
+    if not isinstance(state, Mapping) or "rounds" not in state:
+        raise CheckpointError(f"an aggregator's state must be what its state_dict returned, got {type(state).__name__}")
+    fragments = state.get("fragments", here)
+    if fragments != here:
+        raise CheckpointError(
+            f"the state is that of {fragments} fragments, and this aggregator has {here}; resume with the same"
+        )
+    for part, what in SAVED:
+        is_here = part in memory
+        if part in state and not is_here:
+            raise CheckpointError(
+                f"the state holds {what}, which this aggregator was made without; resume with the same options"
+            )
+        if is_here and part not in state:
+            raise CheckpointError(f"the state lacks {what}; it was saved without, so resume with the same options")
 
 
 def _describe_difference(told: Mapping[int, str]) -> CheckpointError:

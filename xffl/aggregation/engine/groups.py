@@ -427,7 +427,7 @@ def _pack(status: RoundStatus) -> bytes:
 
 def _unpack(values: tuple[Any, ...]) -> RoundStatus:
     """Return the status of what stands in a row."""
-    status = RoundStatus(*values[:-MOST_NUMBERS], values[-MOST_NUMBERS:])
+    status = RoundStatus._make((*values[:-MOST_NUMBERS], values[-MOST_NUMBERS:]))
     return status._replace(phase=VotePhase(status.phase), merge=MergeMode(status.merge))
 
 

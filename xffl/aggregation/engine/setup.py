@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from xffl.aggregation.algorithms.combiners import WeightedCombiner
 from xffl.aggregation.arithmetic import is_built_in
+from xffl.aggregation.engine.arithmetic_check import compare_arithmetic, processor_number
 from xffl.aggregation.engine.buffers import Layout
 from xffl.aggregation.engine.coverage import check_gradients
 from xffl.aggregation.engine.exchange import Exchange, RoundStage, Way
@@ -48,7 +50,7 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError
 from xffl.topology import Topology
 
-__all__ = ["check_given", "compare_models", "make_exchange"]
+__all__ = ["check_given", "compare_models", "compare_processors", "make_exchange", "stream_of"]
 
 
 def compare_models(
@@ -123,6 +125,35 @@ def check_given(model: object, state: object) -> None:
         )
 
 
+def compare_processors(
+    scope: RoundScope, options: Options, manifest: Manifest, replica_tensors: ReplicaTensors | None
+) -> float:
+    """Compare how the ranks compute, and return the number of this rank's kind of processor; collective."""
+    server = options.server
+    places = [scope.device]
+    if server is not None and server.device is not None:
+        places.append(torch.device(server.device))
+    moving: Sequence[TensorInfo] = manifest.moving if replica_tensors is None else replica_tensors.moving
+    compare_arithmetic(
+        places,
+        combiner=options.combiner,
+        rule=None if server is None else server.rule,
+        codecs=[one for one in manifest.codecs.values() if one is not None],
+        cells=scope.topology.cells,
+        has_fp64=any(tensor.dtype in (torch.float64, torch.complex128) for tensor in moving),
+        group=scope.world,
+    )
+    return processor_number(*places)
+
+
+def stream_of(scope: RoundScope) -> torch.cuda.Stream | None:
+    """Return the stream that rounds work on, on a GPU."""
+    if scope.gpu is None:
+        return None
+    streams = scope.state.streams
+    return streams[0] if streams else torch.cuda.Stream(scope.gpu)  # type: ignore[no-untyped-call]
+
+
 def make_exchange(
     scope: RoundScope,
     options: Options,
@@ -186,9 +217,9 @@ def make_exchange(
         stages.append(Protection(options.privacy, number, model, masker))
     if model is not None and options.has_norms:
         stages.append(Norms(model, topology))
-    clip = getattr(options.server, "clip", None)
-    if model is not None and clip is not None:
-        stages.append(Clip(clip, model))
+    if model is not None and options.server is not None and options.server.clip is not None:
+        cell, cells = topology.cell_of(rank), topology.cells
+        stages.append(Clip(options.server.clip, model, exchange.staging, cell=cell, cells=cells))
     if model is not None:
         stages.append(AgreedModel(model, exchange.staging, topology, is_encoded=has_codecs))
     exchange.stages = in_order(stages)

@@ -20,13 +20,13 @@ __all__ = ["RoundBackend"]
 class RoundBackend(Protocol):
     """Makes the rounds of one :class:`xffl.FederatedScaling`. Collective over the ranks that make them, if not local.
 
-    The caller goes through the outcomes of a call, all of them, and accounts for each before it asks for the next: they
-    may be made as it asks. So the end of a round that was in doubt was told of before another one is tried.
+    Methods that return outcomes may be generators: the caller iterates to the end, and accounts for each outcome before
+    it asks for the next. So the report of a round that was in doubt is passed on while the model still is that round's.
     """
 
     @property
     def meets_others(self) -> bool:
-        """Whether rounds take place between local steps, with cells that are there at the same time."""
+        """Whether rounds take place between local steps, with cells that run at the same time."""
 
     @property
     def may_average(self) -> bool:
@@ -62,7 +62,7 @@ class RoundBackend(Protocol):
 
     @property
     def doubted(self) -> Snapshot | None:
-        """What a round has taken of this rank's steps that is in doubt."""
+        """The steps of this rank in a round that is in doubt."""
 
     @property
     def is_under_way(self) -> bool:
@@ -73,19 +73,22 @@ class RoundBackend(Protocol):
         """Whether another round may follow a rejected one."""
 
     def open(self) -> None:
-        """Make what is needed for rounds, in the set-up that the model is in now; drop a round that is under way."""
+        """Prepare for rounds of the model as it is set up now, and drop a round that is still under way."""
 
     def join(self, offer: RoundOffer) -> HandedOver:
         """Take over the model of the cells that are there already, or give them this one's."""
 
     def round(self, offer: RoundOffer) -> Iterable[Outcome]:
-        """Make a round: what became of a doubt before it, and of itself; nothing of it where this cell has left it."""
+        """Make a round. First comes what became of an earlier one that was in doubt, then what became of this one.
+
+        Nothing comes of this one if the cell was asked to stop while it waited for other cells.
+        """
 
     def start(self, offer: RoundOffer) -> Iterable[Outcome]:
-        """Start a round that goes on while local steps are made: what ended before it, or takes its place."""
+        """Start a delayed round. What comes has ended before it, or took its place, because this cell was behind."""
 
     def settle(self) -> Iterable[Outcome]:
-        """Merge the round that is under way, if any: what became of it; nothing where it was lost."""
+        """Merge the delayed round, if one is under way. Nothing comes of one that was lost and is to be repeated."""
 
     def discard(self) -> None:
         """Drop the round under way, if any, and put back what it had taken."""

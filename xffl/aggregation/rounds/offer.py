@@ -31,7 +31,7 @@ __all__ = [
 
 
 class StepLedger:
-    """What the local steps of this rank have made that no round has taken in yet, and how long a step takes; local."""
+    """The local steps of this rank that wait for a round, what the caller counted, and how long a step takes; local."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], weigh: Callable[[], float] | None) -> None:
         self._model = model
@@ -69,11 +69,11 @@ class StepLedger:
 
 
 class RoundOffer:
-    """What this rank gives to a round. Whoever makes the round claims it for each try; local.
+    """What this rank offers to a round: the steps that wait for one, and their weight; local.
 
-    A claim is read when the model is, so a try that raises has taken nothing. After the try :meth:`take` says that the
-    round has it, or :meth:`set_aside` that nobody knows yet. What was taken so is committed, or put back, when it is
-    known what became of the round.
+    A backend calls :meth:`claim` before each try. Nothing leaves the ledger by that, so a try that fails needs no
+    undoing. When the round has ended, :meth:`take` removes its steps from the ledger; while it is in doubt,
+    :meth:`set_aside` does. What was removed is committed if the round counts, and put back if it does not.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class RoundOffer:
         self._gives_up = gives_up
 
     def claim(self, fragment: int) -> RoundInput:
-        """Return what this rank gives to a try to make the round of a fragment."""
+        """Return what this rank gives to the next try of a fragment's round; the weight is a function to ask."""
         tracker, client = self._ledger.tracker, self._config.client
         return RoundInput(
             weight=(lambda: self._ledger.count(fragment)) if self._ledger.is_weighed else None,
@@ -111,24 +111,24 @@ class RoundOffer:
         return self._config.schedule.least_divergence(rounds)
 
     def is_waiting(self, fragment: int) -> bool:
-        """Tell whether steps that were made since wait for a round of a fragment."""
+        """Tell whether newer steps wait for a round of a fragment."""
         return self._ledger.tracker.is_waiting(fragment)
 
     def take(self, fragment: int) -> Snapshot:
-        """Take what the last try was given, which has ended the round, and measure the steps' time anew."""
+        """Remove the steps that the last try was given, because the round has ended; their time is measured anew."""
         self._ledger.timer.clear()
         return self.set_aside(fragment)
 
     def set_aside(self, fragment: int) -> Snapshot:
-        """Take what the last try was given, of which it is not known yet whether it counts."""
+        """Remove the steps that the last try was given, while it is unknown whether the round counts."""
         return self._ledger.tracker.snapshot(fragment)
 
     def commit(self, taken: Snapshot) -> None:
-        """Note that what was taken counts."""
+        """Note that the round with these steps counts."""
         self._ledger.tracker.commit(taken)
 
     def put_back(self, taken: Snapshot) -> None:
-        """Let what was taken wait for the next round, since this one does not count."""
+        """Let these steps wait for the next round, because this one does not count."""
         self._ledger.tracker.rollback(taken)
 
 

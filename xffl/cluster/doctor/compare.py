@@ -19,6 +19,7 @@ from xffl.cluster.doctor.probe import ERROR, OK, WARNING, Finding, Request
 from xffl.cluster.lighthouse_page import CellStatus
 from xffl.cluster.network import SLURM_PORTS, ephemeral_ports
 from xffl.cluster.runtimes import Runtime, group_by_runtime, runtime_table
+from xffl.cluster.sizes import Federation
 from xffl.cluster.slurm.allocation import Host
 from xffl.errors import ConfigError, XfflError
 from xffl.topology import Topology
@@ -478,7 +479,7 @@ class Examination:
             text = f"not checked, since {self.world_size - len(ranks)} of {self.world_size} ranks are missing"
             return units, [Finding("cells", WARNING, text, "see the lines on meeting and ssh")]
         hosts_of_ranks = [Host(**{**rank["host"], "switches": tuple(rank["host"]["switches"])}) for rank, _ in ranks]
-        topology, finding = check_cells(self.request, hosts_of_ranks)
+        topology, finding = check_cells(self.request.federated, self.request.federated_by, hosts_of_ranks)
         if topology is None:
             return units, [finding]
         for rank, (_, name) in enumerate(ranks):
@@ -526,12 +527,10 @@ class Examination:
         self._failures[name] = Finding("host", ERROR, text, advice, name)
 
 
-def check_cells(request: Request, ranks: Sequence[Host]) -> tuple[Topology | None, Finding]:
-    """Check that the cells that are asked for fit ranks on these hosts."""
-    federated = request.federated
-    assert federated is not None
+def check_cells(federated: Federation, by: str, ranks: Sequence[Host]) -> tuple[Topology | None, Finding]:
+    """Check that the cells that are asked for, by an option or variable, fit ranks on these hosts."""
     try:
         topology = Topology(len(ranks), sizes_of_ranks(ranks, federated) if isinstance(federated, str) else federated)
     except XfflError as error:
-        return None, Finding("cells", ERROR, str(error), f"correct {request.federated_by}")
+        return None, Finding("cells", ERROR, str(error), f"correct {by}")
     return topology, Finding("cells", OK, f"{topology.cells} cells of {shorten(topology.sizes, 8)}")

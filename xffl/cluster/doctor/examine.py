@@ -34,6 +34,7 @@ from xffl.cluster.launch.ssh import job_of_hosts, shared_environment, ssh_comman
 from xffl.cluster.listening import LOOPBACK
 from xffl.cluster.network import SLURM_PORTS
 from xffl.cluster.recognition import find_launcher
+from xffl.cluster.sizes import Federation
 from xffl.cluster.slurm.allocation import Host
 from xffl.errors import ConfigError, LaunchError, XfflError
 
@@ -53,28 +54,23 @@ def examine(request: Request, tell: _Tell, environ: Mapping[str, str] = os.envir
     """
     environ = dict(environ)
     row = find_launcher(environ)
-    launcher = "none" if row is None else row.name
     is_head = row is None or environ.get(row.variables["node_local_rank"], "0") == "0"
-    # MPI_Init of a wrong library may end the whole job, so each rank checks it before. Elsewhere it can wait.
-    is_mpi = launcher in probe.MPI_LAUNCHERS
-    mpi = probe.check_mpi(launcher, "mpi" in request.needs, environ) if is_mpi else None
-    place, known = _find_place(mpi, tell if is_head else None, environ)
+    place, known = _find_place(tell if is_head else None, environ)
     if place.world_size > 1:
         is_head = place.node_local_rank == 0 or place.rank == 0
     elif not is_head:
         return 0
-    checks = HostChecks(request, environ, launcher, mpi) if is_head else None
+    checks = HostChecks(request, environ) if is_head else None
     facts = {**probe.rank_facts(environ), "rank": place.rank, "world_size": place.world_size}
     facts["node"] = _number_of_host() if place.node_rank is None else place.node_rank
     facts["is_head"] = place.node_local_rank == 0
     try:
         if place.world_size == 1 and request.federated is not None:
-            known.append(_check_cells_of_job(request, environ))
+            known.append(_check_cells_of_job(request.federated, request.federated_by, environ))
             request = replace(request, federated=None)
         port = _meeting_port(place, environ)
-        if place.rank > 0:
+        if checks is None or place.rank > 0:
             return _follow(request, place, port, facts, checks, tell)
-        assert checks is not None
         report = _lead(request, place, port, facts, checks, known)
     finally:
         if checks is not None:
@@ -125,27 +121,20 @@ def _reach(host: Host, first: int, job: Message, environ: Mapping[str, str]) -> 
     return Finding("ssh", ERROR, f"cannot be {why}", advice, host.name)
 
 
-def _find_place(
-    mpi: Finding | None, tell: _Tell | None, environ: Mapping[str, str]
-) -> tuple[ProcessEnvironment, list[Finding]]:
+def _find_place(tell: _Tell | None, environ: Mapping[str, str]) -> tuple[ProcessEnvironment, list[Finding]]:
     """Find out where this rank stands; where that is not possible it stands alone, and a finding says why."""
     advice = "see the lines above; xffl env shows what the launcher has set"
-    if mpi is not None and mpi.status == ERROR:
-        # MPI_Init of a wrong library may abort, or make each rank a world of its own.
-        text = "the other ranks are not looked for without a working MPI"
-        return ProcessEnvironment(), [Finding("launcher", ERROR, text, advice)]
 
     def give_up() -> None:
         text = f"the ranks could not communicate over MPI within {_MPI_LIMIT_S:g} s"
         hint = "name the network for MPI (OMPI_MCA_btl_tcp_if_include, UCX_NET_DEVICES, or -iface with MPICH)"
-        if tell is not None and mpi is not None:
-            tell(Report((mpi, Finding("launcher", ERROR, text, hint))))
+        if tell is not None:
+            tell(Report((Finding("launcher", ERROR, text, hint),)))
         os._exit(1)
 
     watch = threading.Timer(_MPI_LIMIT_S, give_up)
     watch.daemon = True
-    if mpi is not None:
-        watch.start()
+    watch.start()  # those of an MPI launcher agree on where to meet over MPI
     try:
         return detect_environment(_without_bad_interfaces(environ)), []
     except XfflError as error:
@@ -256,9 +245,8 @@ def _meeting_port(place: ProcessEnvironment, environ: Mapping[str, str]) -> int:
     return first + place.master_port * 7919 % (last - first + 1)
 
 
-def _check_cells_of_job(request: Request, environ: Mapping[str, str]) -> Finding:
+def _check_cells_of_job(federated: Federation, by: str, environ: Mapping[str, str]) -> Finding:
     """Check the cells with the hosts of the job in whose batch script this process runs."""
-    federated = request.federated
     try:
         allocation = find_job(environ, needs_switches=str(federated).startswith("auto"))
         if allocation is None:
@@ -266,5 +254,5 @@ def _check_cells_of_job(request: Request, environ: Mapping[str, str]) -> Finding
             return Finding("cells", WARNING, "not checked: the hosts of the job are not known here", advice)
         hosts = arrange(allocation.hosts, federated).hosts if isinstance(federated, str) else allocation.hosts
     except XfflError as error:
-        return Finding("cells", ERROR, str(error), f"correct {request.federated_by}")
-    return check_cells(request, [host for host in hosts for _ in range(host.slots)])[1]
+        return Finding("cells", ERROR, str(error), f"correct {by}")
+    return check_cells(federated, by, [host for host in hosts for _ in range(host.slots)])[1]

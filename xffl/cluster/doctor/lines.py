@@ -53,7 +53,10 @@ class Line:
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            line = sys.stdin.buffer.readline(_LARGEST) if self._connection is None else self._next_line(deadline)
+            if self._connection is None:
+                line = sys.stdin.buffer.readline(_LARGEST)
+            else:
+                line = self._next_line(self._connection, deadline)
             if not line:
                 raise ConnectionResetError("it closed the connection")
             with suppress(ValueError):  # a login script may print something, a stranger may connect
@@ -62,16 +65,15 @@ class Line:
             if time.monotonic() > deadline:
                 raise TimeoutError("it did not answer in time")
 
-    def _next_line(self, deadline: float) -> bytes:
+    def _next_line(self, connection: socket.socket, deadline: float) -> bytes:
         """Return the next line of the connection, and nothing at its end."""
-        assert self._connection is not None
         while (end := self._received.find(b"\n")) < 0:
             if len(self._received) > _LARGEST:
                 raise ConnectionAbortedError(f"it sent a line of more than {_LARGEST} bytes")
             # What has arrived is taken, however late it is asked for.
-            self._connection.settimeout(max(deadline - time.monotonic(), 0.01))
+            connection.settimeout(max(deadline - time.monotonic(), 0.01))
             try:
-                piece = self._connection.recv(_CHUNK_BYTES)
+                piece = connection.recv(_CHUNK_BYTES)
             except TimeoutError:
                 raise TimeoutError("it did not answer in time") from None
             if not piece:

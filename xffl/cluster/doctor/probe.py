@@ -21,6 +21,7 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,6 @@ from xffl.cluster.run_token import PROOF_KEY
 from xffl.cluster.sizes import Federation
 from xffl.cluster.slurm.allocation import own_host
 from xffl.costs import EXCHANGE_FORMAT
-from xffl.extras import install_command
 from xffl.files import write_whole
 
 __all__ = [
@@ -77,23 +77,6 @@ _INFINIBAND = Path("/sys/class/infiniband")
 _NAMES = ("XFFL_IFNAME", "XFFL_CONTROL_IFNAME", "GLOO_SOCKET_IFNAME")
 
 _LIMIT_S = 20.0
-_ASK_MPI = """\
-import sys
-sys.path[0] or sys.path.pop(0)
-import mpi4py
-mpi4py.rc.initialize = mpi4py.rc.finalize = False
-from mpi4py import MPI
-print(" ".join(MPI.Get_library_version().strip("\\0 ").splitlines()[0].split()))
-"""
-"""Only asks for the name: MPI_Init in a child of a rank would act for the rank. The working folder, where Python would
-look first, is left out."""
-MPI_LAUNCHERS = ("openmpi", "mpich", "pals", "mvapich")  # rows of the table of launchers that are an mpirun
-_FAMILIES = {
-    "openmpi": r"open ?mpi|openrte|prrte|prte",
-    "intel": r"intel\(r\) mpi",
-    "mpich": r"mpich|hydra|mvapich|cray",
-}
-"""MPIs by the version texts of their libraries and launchers; those of a family can start each other's ranks."""
 
 _SLOW_IMPORT_S = 30.0
 _SHARED_BY_NCCL = (2, 30)  # the first NCCL that supports several ranks on one GPU
@@ -129,7 +112,7 @@ class Request:
     """The options of ``xffl doctor``."""
 
     shared: str | None = None  # folder that all hosts must share; None for the current one
-    needs: tuple[str, ...] = ()  # what is an error if it is missing: mpi, slurm, gpu
+    needs: tuple[str, ...] = ()  # what is an error if it is missing: gpu
     federated: Federation | None = None  # cells or a rule for them, of which pairs are tested; None: pairs of hosts
     federated_by: str = "--federated"  # option or variable that gives them
     with_torch: bool = True
@@ -307,68 +290,7 @@ def check_threads(ranks: Sequence[Mapping[str, Any]]) -> Finding:
     return Finding("threads", WARNING if wrong else OK, text, advice)
 
 
-# Programs: MPI, SLURM, GPUs -------------------------------------------------------------------------------------------
-
-
-def check_mpi(launcher: str, needed: bool, environ: Mapping[str, str]) -> Finding:
-    """Look at the MPI that mpi4py loads, whether ``mpirun`` belongs to it, and whether it started this process."""
-    started = launcher in MPI_LAUNCHERS
-    bad = ERROR if started or needed else WARNING
-    advice = (
-        f"load the site's MPI module and run pip install mpi4py ({install_command('mpich')} where there is no MPI); "
-        "MPI4PY_MPIABI=openmpi or mpich chooses among several"
-    )
-    code, output = _run([sys.executable, "-c", _ASK_MPI], environ)
-    if code != 0:
-        rest = "" if started or needed else "; only jobs that mpirun starts need it"
-        return Finding("mpi", bad, f"mpi4py finds no MPI runtime ({_reason(output)}){rest}", advice)
-    library = (output.strip().splitlines() or ["no name"])[0]
-    library = re.split(r", package|, ident", library)[0][:80]
-    family = find_family(library)
-    if started:
-        fitting = ("openmpi",) if launcher == "openmpi" else ("mpich", "intel")
-        if family not in (None, *fitting):
-            text = f"mpi4py loads {library}, but an mpirun of {launcher} started this process"
-            return Finding("mpi", ERROR, text, advice)
-        return Finding("mpi", OK, f"{library}, started by its own launcher")
-    program = shutil.which("mpirun", path=environ.get("PATH")) or shutil.which("mpiexec", path=environ.get("PATH"))
-    if program is None:
-        text = f"mpi4py loads {library}, but there is no mpirun on PATH"
-        return Finding("mpi", bad, text, "load the module of that MPI")
-    other = find_family(_run([program, "--version"], environ)[1])
-    if other is None:
-        return Finding("mpi", WARNING, f"mpi4py loads {library}; {program} does not tell whose it is", advice)
-    if family is not None and {family, other} not in ({family}, {"intel", "mpich"}):
-        return Finding("mpi", bad, f"mpi4py loads {library}, but {program} is of {other}: each rank is alone", advice)
-    return Finding("mpi", OK, f"{library}; {program} belongs to it")
-
-
-def find_family(text: str) -> str | None:
-    """Tell whose MPI a library's or launcher's version text is of."""
-    return next((name for name, words in _FAMILIES.items() if re.search(words, text.lower())), None)
-
-
-def check_slurm(launcher: str, needed: bool, environ: Mapping[str, str]) -> Finding:
-    """Look whether SLURM's commands are there, and its controller answers."""
-    inside = launcher == "slurm" or "SLURM_JOB_ID" in environ
-    names = ("srun", "sbatch", "squeue", "scontrol")
-    missing = [name for name in names if shutil.which(name, path=environ.get("PATH")) is None]
-    bad = ERROR if needed else WARNING
-    advice = "load the site's slurm module, or run it on a login node"
-    if len(missing) == len(names) and not inside and not needed:
-        return Finding("slurm", OK, "no SLURM on this machine; none is needed here")
-    if missing:
-        text = "none of SLURM's commands is" if len(missing) == 4 else f"SLURM's commands {', '.join(missing)} are not"
-        return Finding("slurm", bad, f"{text} on PATH", advice)
-    code, version = _run(["srun", "--version"], environ)
-    named = version.strip() if code == 0 else "SLURM"
-    code, answer = _run(["scontrol", "ping"], environ)
-    # Commands that are installed without a cluster behind them harm nobody who starts with ssh or mpirun.
-    if code != 0 or "UP" not in answer:
-        status = bad if inside or needed or "SLURM_CONF" in environ else OK
-        text = f"{named} is installed, but no controller answers ({_reason(answer)})"
-        return Finding("slurm", status, text, "ask the site, or set SLURM_CONF")
-    return Finding("slurm", OK, f"{named}, the controller answers")
+# Programs: GPUs, torch -------------------------------------------------------------------------------------------
 
 
 def check_gpus(needed: bool, environ: Mapping[str, str]) -> tuple[Finding, int]:
@@ -457,14 +379,10 @@ def nccl_of(told: Mapping[str, Any]) -> str | None:
 class HostChecks:
     """The checks of one host: first of itself, then of what it finds of the others."""
 
-    def __init__(
-        self, request: Request, environ: Mapping[str, str], launcher: str = "none", mpi: Finding | None = None
-    ) -> None:
-        """Start importing torch, which takes long; ``mpi`` is what had to be checked before the ranks could meet."""
+    def __init__(self, request: Request, environ: Mapping[str, str]) -> None:
+        """Start importing torch, which takes long."""
         self._request = request
         self._environ = environ
-        self._launcher = launcher
-        self._mpi = mpi
         self._files = resource.getrlimit(resource.RLIMIT_NOFILE)  # rank 0 raises its own later
         self._listeners: list[socket.socket] = []
         self._torch: Program | None = None
@@ -485,16 +403,13 @@ class HostChecks:
 
     def probe(self, machines: int, ranks: int) -> Message:
         """Check this host, for a job of so many machines and ranks; return findings and what others must know of it."""
-        needs = self._request.needs
         versions, interfaces = find_versions(), list_interfaces()
         network, address = check_interfaces(self._environ, machines, interfaces)
         if machines == 1 and not any(self._environ.get(name) for name in _NAMES):
             address = LOOPBACK  # as stores and gloo in a job of one host
-        gpus, count = check_gpus("gpu" in needs, self._environ)
+        gpus, count = check_gpus("gpu" in self._request.needs, self._environ)
         findings = [
             *check_packages(versions),
-            self._mpi or check_mpi(self._launcher, "mpi" in needs, self._environ),
-            check_slurm(self._launcher, "slurm" in needs, self._environ),
             gpus,
             *network,
             *check_limits(ranks, self._files),
@@ -504,7 +419,7 @@ class HostChecks:
             loopback = next((i.name for i in interfaces if i.address == LOOPBACK), None)
             with suppress(OSError):  # it has ended, and tells why
                 self._torch.send({"address": address or "", "loopback": loopback if address == LOOPBACK else None})
-            told = self._hear(import_limit_s(self._request.timeout_s))
+            told = _hear(self._torch, import_limit_s(self._request.timeout_s))
             findings.append(check_torch(told, count, self._environ))
         if ranks > 1:
             # Linux completes connections to a port with a listener, up to the backlog: nobody needs to accept them.
@@ -520,29 +435,27 @@ class HostChecks:
             "ports": [int(listener.getsockname()[1]) for listener in self._listeners],
             "store": told.get("port"),
             "nccl": nccl_of(told),
-            "run": None if self._request.elastic is None else self._visit_run(self._request.elastic, "port" in told),
+            "run": self._visit_run(self._torch if "port" in told else None),
         }
 
-    def _visit_run(self, url: str, has_torch: bool) -> Message:
-        def read_proofs(stores: Message) -> Message:
-            assert self._torch is not None
-            self._torch.send({"stores": list(stores.values()), "key": PROOF_KEY})
-            told = self._hear(self._request.timeout_s * (1 + len(stores) // THREADS) + _SLACK_S)
-            results = told.get("results") or [{"error": told["error"]}] * len(stores)
-            return dict(zip(stores, results, strict=True))
-
-        return visit_run(url, self._request.timeout_s, self._environ, read_proofs if has_torch else None)
+    def _visit_run(self, program: Program | None) -> Message | None:
+        """Look at the elastic run that is asked for, and with torch into the stores of its cells."""
+        if self._request.elastic is None:
+            return None
+        timeout_s = self._request.timeout_s
+        read_proofs = None if program is None else partial(_read_proofs, program, timeout_s)
+        return visit_run(self._request.elastic, timeout_s, self._environ, read_proofs)
 
     def meet(self, table: Message) -> Message:
         """Check what this host finds of the other ``hosts``, in the ``folder``, and by all-reduces in its ``pairs``."""
         pairs: list[list[Any]] = table["pairs"]
         results: list[Message] = []
-        if pairs:
-            assert self._torch is not None
-            self._torch.send({"pairs": pairs})  # beside the other checks
+        program = self._torch if pairs else None  # pairs are only given to hosts whose torch has answered
+        if program is not None:
+            program.send({"pairs": pairs})  # beside the other checks
         found = {"folder": visit_folder(**table["folder"]), **try_hosts(table["hosts"], self._request.timeout_s)}
-        if pairs:
-            told = self._hear(self._request.timeout_s * (1 + len(pairs) // THREADS) + _SLACK_S)
+        if program is not None:
+            told = _hear(program, self._request.timeout_s * (1 + len(pairs) // THREADS) + _SLACK_S)
             results = told.get("results") or [{"error": told["error"], "is_silent": True}] * len(pairs)
         return {**found, "pairs": results}
 
@@ -552,13 +465,21 @@ class HostChecks:
             if owned is not None:
                 owned.close()
 
-    def _hear(self, timeout_s: float) -> Message:
-        """Return the next message of the process with torch, or its ``error``."""
-        assert self._torch is not None
-        try:
-            return self._torch.receive(timeout_s)
-        except OSError as error:
-            return {"error": str(error)}
+
+def _hear(program: Program, timeout_s: float) -> Message:
+    """Return the next message of the process with torch, or its ``error``."""
+    try:
+        return program.receive(timeout_s)
+    except OSError as error:
+        return {"error": str(error)}
+
+
+def _read_proofs(program: Program, timeout_s: float, stores: Message) -> Message:
+    """Return by cell what the process with torch reads from the stores of an elastic run's cells, or its error."""
+    program.send({"stores": list(stores.values()), "key": PROOF_KEY})
+    told = _hear(program, timeout_s * (1 + len(stores) // THREADS) + _SLACK_S)
+    results = told.get("results") or [{"error": told["error"]}] * len(stores)
+    return dict(zip(stores, results, strict=True))
 
 
 def import_limit_s(timeout_s: float) -> float:

@@ -1,49 +1,58 @@
-"""A longest length of the server's step, which all ranks measure together."""
+"""The server's clip: the mean pseudo-gradient is made no longer than a limit, before the server rule sees it.
+
+Its L2 norm is that of the part of the model that the round exchanges. Every rank measures a part of it, such that all
+parts have each element once, in fp64, and tells the square of its norm in the second vote. All ranks add the squares up
+in the same order, so all scale the step by the same number. Where cells are worlds of their own, the squares are told
+before the second vote: a rank that loses the others during it may have to write the round without having heard it.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from xffl.aggregation.algorithms.combiners import total_of
+from xffl.aggregation.engine.buffers import StagingBuffers
 from xffl.aggregation.engine.exchange import RoundRun, RoundStage
 from xffl.aggregation.engine.global_model import GlobalModel
+from xffl.aggregation.engine.groups import RoundStatus
 from xffl.aggregation.engine.transfers import RoundContext
 
 __all__ = ["Clip"]
 
 
 class Clip(RoundStage):
-    """Scales the mean pseudo-gradient so that its L2 norm is ``limit`` at most.
+    """Scales the server's step down where the pseudo-gradient is longer than ``limit``."""
 
-    Each rank adds up the squares of its own part in fp64; the sums travel with the second vote, and all ranks add them
-    in the order of ranks, so that all have the same norm to the bit.
-    """
+    weighs_result = True
 
-    measures_step = True
-
-    def __init__(self, limit: float, global_model: GlobalModel) -> None:
+    def __init__(
+        self, limit: float, global_model: GlobalModel, staging: StagingBuffers, *, cell: int, cells: int
+    ) -> None:
         self._limit = limit
         self._global_model = global_model
+        self._staging = staging
+        self._cell = cell
+        self._cells = cells
 
-    @torch.no_grad()
-    def measure_step(self, run: RoundRun) -> float:
-        """Return the squared norm of this rank's part of the way to the combined values.
+    def result(self, run: RoundRun) -> Mapping[str, Any]:
+        """Tell the squared norm of this rank's part of the way to the combined values.
 
-        All ranks' parts have each element once: a bucket is cut over the cells, and one rank of each cell sends it.
+        A bucket is cut over the cells, and one rank of each cell sends it, so it is counted once.
         """
         squares: list[torch.Tensor] = []
         for transfer, bucket in run.sent():
-            part = bucket.part(run.link.cell, run.link.cells)
+            part = bucket.part(self._cell, self._cells)
             own = bucket._replace(start=bucket.start + part.start, stop=bucket.start + part.stop)
-            squares.append(self._global_model.squared_distance(transfer, own, run.staging.stage(transfer, own)))
-        return total_of(torch.stack(squares).tolist() if squares else ())
+            squares.append(self._global_model.squared_distance(transfer, own, self._staging.stage(transfer, own)))
+        return {"square": total_of(torch.stack(squares).tolist() if squares else ())}
 
-    def resize_step(self, context: RoundContext, squares: Sequence[float]) -> RoundContext:
-        """Scale the step down to the limit, if it is longer."""
-        norm = abs(context.scale) * math.sqrt(total_of(squares))
+    def conclude(self, context: RoundContext, statuses: Sequence[RoundStatus]) -> RoundContext:
+        """Multiply the step by ``limit / norm``, where the norm is above the limit."""
+        norm = abs(context.scale) * math.sqrt(total_of([status.square for status in statuses]))
         scale = context.scale * (self._limit / norm) if norm > self._limit else context.scale
         return replace(context, scale=scale, step_norm=norm)

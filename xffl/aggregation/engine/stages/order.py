@@ -2,7 +2,7 @@
 
 Stages are combined freely but for what :mod:`xffl.aggregation.options` refuses. The first round's comparison looks at
 values before any other. Codecs come before masks, which they never meet; what leaves is clipped and noised once its
-masks are ready; the step's length is limited before the server rule makes it, which is last, since it writes.
+masks are ready; the step is clipped before the server rule, which is last, since it writes.
 """
 
 from __future__ import annotations
