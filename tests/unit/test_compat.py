@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor
 from torch.autograd import graph, profiler
 
 import xffl.compat
@@ -110,6 +111,13 @@ def test_ddp_does_not_tell_whose_gradients_it_reduces(tmp_path: Path) -> None:
         assert not {name for name in lists if not name.startswith("_")}, "one of them may tell what DDP was made with"
     finally:
         dist.destroy_process_group()
+
+
+def test_dtensors_have_no_public_way_to_keep_a_ranks_random_state() -> None:
+    public = {name for name in dir(torch.distributed.tensor) if not name.startswith("_")}
+    assert not {name for name in public if re.search("rng|random_state|seed|tracker", name, re.IGNORECASE)}, public
+    tracker = importlib.import_module("torch.distributed.tensor._random").OffsetBasedRNGTracker
+    assert "run_state_sync" in inspect.signature(tracker).parameters
 
 
 # Sockets --------------------------------------------------------------------------------------------------------------

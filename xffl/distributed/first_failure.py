@@ -9,12 +9,7 @@ from dataclasses import dataclass
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from xffl.cluster.launch.failure import (
-    is_only_lost_peer,
-    note_alike,
-    note_first,
-    text_of,
-)
+from xffl.cluster.launch.failure import is_only_lost_peer, note_alike, note_first, text_of
 from xffl.errors import XfflError
 
 __all__ = ["JoinedWorld", "tell_failure"]

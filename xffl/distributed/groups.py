@@ -18,9 +18,9 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import _random
 
 from xffl.checks import index_of, integer
+from xffl.compat.dtensor import keep_random_state
 from xffl.errors import ConfigError, StateError
 from xffl.topology import Topology
 
@@ -177,10 +177,7 @@ def cell_mesh(topology: Topology, rank: int, groups: Groups, device_type: str) -
         mesh = DeviceMesh.from_group(handles, device_type, mesh=ranks, mesh_dim_names=names)
     else:
         mesh = DeviceMesh.from_group(handles[0], device_type, mesh_dim_names=(name("shard"),))
-    # Else torch gives all ranks of the world rank 0's random state at the first draw for a DTensor on a GPU. Cells come
-    # to that draw at different times, or never, and the seeds that were asked for would be lost.
-    if mesh.device_type == "cuda" and torch.cuda.is_available() and _random._rng_tracker is None:
-        _random._rng_tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
+    keep_random_state(mesh)
     return mesh
 
 
