@@ -15,6 +15,7 @@ from torch.profiler import record_function
 
 from xffl.aggregation.algorithms.combiners import Combiner
 from xffl.aggregation.algorithms.server import ServerOptimizer
+from xffl.aggregation.algorithms.server_rules import ServerRule
 from xffl.aggregation.arithmetic import flushes_subnormals
 from xffl.aggregation.compression import Codec
 from xffl.aggregation.engine.buffers import ModelCopy, TensorWatch
@@ -97,10 +98,11 @@ class Aggregator:
         :class:`~xffl.aggregation.algorithms.combiners.Combiner`. One that compares whole models (Krum, geometric
         median) keeps all cells' shards on each sender, ``C`` copies.
     :param server: The server (outer) optimizer, which gets ``global - mean`` (the pseudo-gradient) as its gradient: a
-        name (``fedadam:lr=0.03``, ``torch.optim.AdamW:lr=0.1``), a mapping, or a
-        :class:`~xffl.aggregation.algorithms.server.ServerOptimizer`. With it, each rank keeps the last agreed values of
-        what it holds in fp32, and the optimizer's state. The model must be the same in all cells when the Aggregator is
-        made.
+        name (``fedadam:lr=0.03``, ``adamw:lr=0.1``), a mapping, a
+        :class:`~xffl.aggregation.algorithms.server.ServerOptimizer`, or a
+        :class:`~xffl.aggregation.algorithms.server_rules.ServerRule` of your own. With it, each rank keeps the last
+        agreed values of what it holds in fp32, and the rule's state. The model must be the same in all cells when the
+        Aggregator is made.
     :param privacy: Clip each cell's update and add noise to it before it leaves (DP-FedAvg): a
         :class:`~xffl.aggregation.privacy.Privacy`, or a mapping of its options with ``name: dp_fedavg``.
     :param secure: Let cells see only the sum of what they send, by pairwise masks: True, or a
@@ -130,7 +132,7 @@ class Aggregator:
         fragments: int = 1,
         overlap: bool = False,
         combine: str | Mapping[str, Any] | Combiner = "mean",
-        server: str | Mapping[str, Any] | ServerOptimizer | None = None,
+        server: str | Mapping[str, Any] | ServerOptimizer | ServerRule | None = None,
         privacy: Privacy | Mapping[str, Any] | None = None,
         secure: bool | SecureSum = False,
         norms: bool = False,

@@ -10,7 +10,6 @@ from xffl.checks import decimal, shown
 from xffl.errors import LaunchError
 
 __all__ = [
-    "Environ",
     "Fields",
     "Launcher",
     "honour_master",

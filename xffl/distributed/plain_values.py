@@ -14,13 +14,11 @@ from xffl.distributed.sharding import dtype_of
 from xffl.errors import ConfigError
 
 __all__ = [
-    "TAGS",
     "Plain",
     "from_plain",
     "tensors_named",
     "to_plain",
 ]
-
 
 Plain = None | bool | int | float | str | list[Any] | dict[str, Any]
 """What JSON can hold."""

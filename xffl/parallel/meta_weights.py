@@ -16,7 +16,7 @@ from xffl.distributed.consistency import (
 )
 from xffl.errors import ConfigError
 
-__all__ = ["Initializer", "check_initializers", "materialize"]
+__all__ = ["check_initializers", "materialize"]
 
 Initializer = Callable[[nn.Module], object]
 """What gives one module's own tensors their values"""

@@ -313,9 +313,9 @@ class VotePhase(IntEnum):
 
     PREPARE = 0  # whether the round takes place, and what each cell counts for
     COMMIT = 1  # whether all ranks have the result
-    # Before COMMIT, what ranks have combined: where all have to know it before they write, and a rank may have to write
-    # without having heard how COMMIT went.
-    RESULT = 2
+    # Before COMMIT, how long the server's step is: where it is clipped, and ranks may have to write it without having
+    # heard how COMMIT went.
+    MEASURE = 2
 
 
 class MergeMode(IntEnum):

@@ -95,7 +95,7 @@ class RoundOffer:
         self._gives_up = gives_up
 
     def claim(self, fragment: int) -> RoundInput:
-        """Return what this rank gives to the next try of a fragment's round; its weight is asked for then."""
+        """Return what this rank gives to the next try of a fragment's round; the weight is a function to ask."""
         tracker, client = self._ledger.tracker, self._config.client
         return RoundInput(
             weight=(lambda: self._ledger.count(fragment)) if self._ledger.is_weighed else None,
