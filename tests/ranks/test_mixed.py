@@ -32,7 +32,7 @@ ADVICE = "run versions of xffl that have one exchange format in all cells"
 
 def of_another_format(rank: int, world_size: int, port: int) -> str:
     if rank == 2:
-        sys.modules["xffl.cluster.hosts"].EXCHANGE_FORMAT = 9
+        sys.modules["xffl.cluster.runtimes"].EXCHANGE_FORMAT = 9
     be_launched(rank, world_size, port)
     with pytest.raises(xffl.ConfigError) as raised, xffl.session(federated=2):
         raise AssertionError("the ranks have met")
