@@ -52,7 +52,7 @@ def test_another_exchange_format_is_refused_on_all_ranks_before_they_join() -> N
 
 def of_another_patch(rank: int, world_size: int, port: int) -> str:
     if rank == 1:
-        for module in ("xffl.cluster.hosts", "xffl.distributed.consistency"):
+        for module in ("xffl.cluster.runtimes", "xffl.distributed.consistency"):
             sys.modules[module].__version__ = "0.1.99"
     be_launched(rank, world_size, port)
     err = io.StringIO()
