@@ -71,7 +71,7 @@ def test_another_patch_level_of_the_same_format_is_not_refused() -> None:
 
 def by_hand(rank: int, world_size: int) -> str:
     if rank == 1:
-        sys.modules["xffl.aggregation.aggregator"].EXCHANGE_FORMAT = 9
+        sys.modules["xffl.aggregation.engine.setup"].EXCHANGE_FORMAT = 9
     state = xffl.DistributedState()
     state.set_global("gloo", torch.device("cpu"), "127.0.0.1", 1, rank, world_size)
     state.set_federated_scaling(1)
