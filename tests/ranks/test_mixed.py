@@ -32,7 +32,7 @@ ADVICE = "run versions of xffl that have one exchange format in all cells"
 
 def of_another_format(rank: int, world_size: int, port: int) -> str:
     if rank == 2:
-        sys.modules["xffl.cluster.hosts"].EXCHANGE_FORMAT = 9
+        sys.modules["xffl.cluster.runtimes"].EXCHANGE_FORMAT = 9
     be_launched(rank, world_size, port)
     with pytest.raises(xffl.ConfigError) as raised, xffl.session(federated=2):
         raise AssertionError("the ranks have met")
@@ -52,7 +52,7 @@ def test_another_exchange_format_is_refused_on_all_ranks_before_they_join() -> N
 
 def of_another_patch(rank: int, world_size: int, port: int) -> str:
     if rank == 1:
-        for module in ("xffl.cluster.hosts", "xffl.distributed.consistency"):
+        for module in ("xffl.cluster.runtimes", "xffl.distributed.consistency"):
             sys.modules[module].__version__ = "0.1.99"
     be_launched(rank, world_size, port)
     err = io.StringIO()
@@ -71,7 +71,7 @@ def test_another_patch_level_of_the_same_format_is_not_refused() -> None:
 
 def by_hand(rank: int, world_size: int) -> str:
     if rank == 1:
-        sys.modules["xffl.aggregation.aggregator"].EXCHANGE_FORMAT = 9
+        sys.modules["xffl.aggregation.engine.setup"].EXCHANGE_FORMAT = 9
     state = xffl.DistributedState()
     state.set_global("gloo", torch.device("cpu"), "127.0.0.1", 1, rank, world_size)
     state.set_federated_scaling(1)

@@ -43,7 +43,7 @@ def tell_failure(error: BaseException, world: JoinedWorld) -> None:
             world.store.compare_set(_FIRST, "", json.dumps([world.rank, what]))
         if isinstance(error, XfflError):
             _choose_speaker(error, world)
-    except RuntimeError:  # the store has gone with rank 0: this rank tells its error itself
+    except (RuntimeError, ValueError):  # it has gone with rank 0, or keeps nothing: this rank tells its error itself
         return
 
 
