@@ -116,7 +116,7 @@ class ServerOptimizer:
     def numbers(self, step: int) -> Numbers:
         """Return what one rank computes for a step and all use, with the schedule's learning rate; local.
 
-        :raises ConfigError: if the rule or the schedule does not give finite numbers.
+        Raises ConfigError where the rule or the schedule does not give finite numbers.
         """
         found = self.rule.numbers(step)
         if not isinstance(found, dict) or len(found) > MOST_NUMBERS:

@@ -126,12 +126,8 @@ class GlobalModel:
         """Go on from the agreed model to the next, and yield each bucket with its new values, as they are written.
 
         Local, the same on all ranks that hold the same elements. It uses the means' memory, and counts once all buckets
-        were taken; what stops it before leaves a state that has to be loaded anew.
-
-        :param fragment: Which part of the model.
-        :param means: What the cells have made of it, by transfer.
-        :param scale: What the way to the means is multiplied by.
-        :param numbers: What :meth:`numbers` returned on the rank whose numbers all use.
+        were taken; what stops it before leaves a state that has to be loaded anew. ``numbers``
+        are those that :meth:`numbers` returned on the rank whose numbers all use.
         """
         for transfer in self._of(fragment):
             for bucket in transfer.buckets:
