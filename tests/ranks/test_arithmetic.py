@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import xffl
 from tests.ranks.test_protected import build, moved, same_bits
@@ -19,9 +18,10 @@ from xffl.aggregation.algorithms.combiners import Coordinatewise
 from xffl.aggregation.arithmetic import divide
 from xffl.aggregation.compression import Codec
 from xffl.aggregation.engine import arithmetic_check
+from xffl.compat.pytorch import DispatchMode
 
 
-class OtherProcessor(TorchDispatchMode):
+class OtherProcessor(DispatchMode):
     """A processor that rounds fused operations, powers and fp32 roots otherwise, by a unit in each value."""
 
     FUSED = ("addcmul", "addcdiv", "lerp", "pow", "rsqrt", "_foreach_addcmul", "_foreach_addcdiv", "_foreach_lerp")
@@ -37,7 +37,7 @@ class OtherProcessor(TorchDispatchMode):
         return result
 
 
-class WrongProduct(TorchDispatchMode):
+class WrongProduct(DispatchMode):
     """A processor that rounds products of subnormal numbers otherwise."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -141,8 +141,8 @@ def test_operations_on_the_patterns_are_those_of_numpy() -> None:
             "cast": (a.astype(np.float64) * b.astype(np.float64)).astype(np.float32),
             "fp64 div": a.astype(np.float64) / 3.0,
         }
-    for name, values in right.items():
-        assert digests[name] == arithmetic_check._digest_of(torch.from_numpy(values)), name
+    expected = arithmetic_check._digests_of({name: torch.from_numpy(values) for name, values in right.items()})
+    assert {name: digests[name] for name in right} == expected
     assert "mean of 3 cells in torch.float32" in digests and "combine CoordinateMedian" in digests
     assert digests == digest_arithmetic([CPU], combiner=CoordinateMedian(), cells=5, has_fp64=True).digests
 

@@ -28,7 +28,14 @@ from xffl.compat.ddp import delayed_parameters, find_in_reducer, parameters_at_s
 from xffl.compat.deepspeed import variables_for_import, without_shared_memory
 from xffl.compat.libc import return_large_blocks
 from xffl.compat.python import end_thread
-from xffl.compat.pytorch import call_at_end_of_backward, enclosing_steps, is_in_backward, is_profiling, memory_of
+from xffl.compat.pytorch import (
+    DispatchMode,
+    call_at_end_of_backward,
+    enclosing_steps,
+    is_in_backward,
+    is_profiling,
+    memory_of,
+)
 from xffl.compat.sockets import find_connections, limit_silence, name_of_socket, open_sockets
 
 FILES = sorted(path for path in Path(xffl.compat.__file__).parent.glob("*.py") if path.stem != "__init__")
@@ -111,6 +118,20 @@ def test_ddp_does_not_tell_whose_gradients_it_reduces(tmp_path: Path) -> None:
         assert not {name for name in lists if not name.startswith("_")}, "one of them may tell what DDP was made with"
     finally:
         dist.destroy_process_group()
+
+
+def test_torch_has_no_public_mode_that_sees_each_operator() -> None:
+    seen: list[str] = []
+
+    class Seen(DispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Seen():
+        torch.ones(2) + 1
+    assert seen == ["ones", "add"]
+    assert not {name for name in (*dir(torch), *dir(torch.utils)) if re.search("dispatch_?mode", name, re.IGNORECASE)}
 
 
 def test_dtensors_have_no_public_way_to_keep_a_ranks_random_state() -> None:

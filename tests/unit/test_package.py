@@ -225,7 +225,7 @@ def test_hints_install_what_an_extra_asks_for(
         pip, install, *packages = shlex.split(install_command(extra))
         assert (pip, install) == ("pip", "install")
         assert [Requirement(package) for package in packages] == [Requirement(line) for line in listed(text)]
-    assert named_extras() <= set(extras) and {"deepspeed", "hf", "mpich", "privacy", "report"} <= named_extras()
+    assert named_extras() <= set(extras) and {"deepspeed", "hf", "privacy", "report"} <= named_extras()
 
     def from_the_checkout(extra: str) -> None:
         assert shlex.split(install_command(extra)) == ["pip", "install", "-e", f"{ROOT}[{extra}]"]

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from xffl.compat.pytorch import DispatchMode
 from xffl.errors import ConfigError
 
 __all__ = [
@@ -143,7 +143,7 @@ _INSTEAD = {
 """What to write in place of operators that one thinks of first."""
 
 
-class ElementaryOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class ElementaryOnly(DispatchMode):  # type: ignore[no-untyped-call]
     """Refuse, while it is entered, every operator of torch whose bits may differ between processors; local.
 
     ``with ElementaryOnly("server rule Mine"): ...`` lets pass: ``add``, ``sub``, ``mul`` and ``div`` of fp32 or fp64,

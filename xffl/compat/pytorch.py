@@ -10,8 +10,23 @@ import torch
 from torch.autograd import profiler
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["call_at_end_of_backward", "enclosing_steps", "is_in_backward", "is_profiling", "memory_of"]
+__all__ = [
+    "DispatchMode",
+    "call_at_end_of_backward",
+    "enclosing_steps",
+    "is_in_backward",
+    "is_profiling",
+    "memory_of",
+]
+
+
+class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """See, and replace, every operator of torch that runs while it is entered.
+
+    torch 2.13 has its only form in a module with a private name: https://pytorch.org/docs/2.13/torch.html.
+    """
 
 
 def is_in_backward() -> bool:

@@ -144,7 +144,7 @@ def digest_arithmetic(
         for codec in codecs:
             if not is_built_in(codec) and (why := _run(f"codec {codec}", codec, _prepare_codec(codec, device))):
                 foreign[f"codec {codec}"] = why
-        found = {name: _digest_of(values) for name, values in results.items()}
+        found = _digests_of(results)
         if others := [name for name in digests.keys() & found.keys() if found[name] != digests[name]]:
             raise ConfigError(
                 f"the devices {', '.join(map(str, devices))} of a rank compute other bits of {PATTERNS} fixed patterns "
@@ -270,9 +270,14 @@ def _canonical(values: torch.Tensor) -> torch.Tensor:
     return torch.where(values.isnan(), 0, values.view(integers))
 
 
-def _digest_of(values: torch.Tensor) -> str:
-    data = bytes(_canonical(values).cpu().contiguous().view(torch.uint8).numpy())
-    return hashlib.blake2b(data, digest_size=6).hexdigest()
+def _digests_of(results: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return a digest of each result's bits; what lies on a GPU is read at once."""
+    rows = [_canonical(values).contiguous().view(torch.uint8) for values in results.values()]
+    parts = torch.split(torch.cat(rows).cpu(), [len(row) for row in rows])
+    return {
+        name: hashlib.blake2b(bytes(part.numpy()), digest_size=6).hexdigest()
+        for name, part in zip(results, parts, strict=True)
+    }
 
 
 def _describe(told: Mapping[int, Mapping[str, Any]], processors: Sequence[str]) -> str:
