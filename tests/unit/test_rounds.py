@@ -258,8 +258,10 @@ def test_hooks_are_joined_and_either_may_hold_a_round() -> None:
 @pytest.mark.parametrize("name", ["before_final_rounds", "tell", "is_stopping", "defer_start"])
 def test_what_was_an_attribute_and_is_a_hook_is_refused_by_name(name: str) -> None:
     scaling = object.__new__(FederatedScaling)
-    with pytest.raises(StateError, match=rf"FederatedScaling.{name} is not set any more; give hooks=LoopHooks\("):
+    with pytest.raises(StateError, match=rf"FederatedScaling.{name} is no attribute any more; give hooks=LoopHooks\("):
         setattr(scaling, name, lambda: True)
+    with pytest.raises(StateError, match=rf"FederatedScaling.{name} is no attribute any more"):
+        getattr(scaling, name)
 
 
 def test_an_elastic_federation_makes_its_own_aggregator() -> None:

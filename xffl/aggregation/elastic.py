@@ -22,6 +22,7 @@ from xffl.aggregation.engine.buffers import Arena
 from xffl.aggregation.engine.consensus import RoundBroken, RoundInDoubt, RoundInput
 from xffl.aggregation.engine.coverage import check_lone_cell
 from xffl.aggregation.engine.global_model import GlobalModel
+from xffl.aggregation.engine.global_state import agree_on_steps
 from xffl.aggregation.engine.gpu_memory import make_copies
 from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.hand_over import read_hand_over, write_hand_over
@@ -420,7 +421,7 @@ class ElasticAggregator:
                 accountant.cover(counted)
 
     def _take_up_agreed(self, model: GlobalModel, epoch: Epoch) -> None:
-        """Fill a global model from the last aggregator, or from a loaded state; local."""
+        """Fill a global model from the last aggregator, or from a loaded state; collective over the cell."""
         if isinstance(self._last, Aggregator) and self._last.global_model is not None:
             model.take_over(self._last.global_model)
             return
@@ -429,6 +430,7 @@ class ElasticAggregator:
             model.load_model(state["model"])
         else:
             model.load_state_dict(state)
+            agree_on_steps(model, None)
 
     def _share_agreed(
         self, aggregator: Aggregator, model: GlobalModel, scope: RoundScope, epoch: Epoch

@@ -420,6 +420,12 @@ def _asked_before_rules(fields: Fields) -> dict[str, str]:
     asked = fields.mapping_of("asked", MOST_ASKED, Fields.text, MOST_ASKED)
     if "initial_lr" in asked:  # a schedule may have changed the other one already
         asked["lr"] = asked["initial_lr"]
+    is_decoupled = asked.get("decoupled_weight_decay") == "True" and asked.get("class") == "Adam"
+    if asked.get("maximize") == "True" or is_decoupled:
+        fields.fail(
+            f"{fields.what} is of {asked.get('class')} with {'decoupled_weight_decay' if is_decoupled else 'maximize'}"
+            "=True, which no server has any more"
+        )
     schedule = asked.get("schedule", "none")
     if schedule != "none":
         path = known_path("schedule of the server", schedule)

@@ -488,10 +488,19 @@ class RoundCoordinator:
         """Exchange and vote on the outcome; return what cells counted for."""
         number = context.number
         failure: Exception | None = None
+        told: Mapping[str, Any] = {}
+        is_open = context.source is None and self._exchange.weighs_result
         # 1. Exchange. A local failure waits for the vote, so that no other rank waits for this one.
         try:
             context = run.exchange(context)
             failure = run.profile.failure
+            if failure is None and context.source is None:
+                told = run.result()
+                failure = run.profile.failure
+            if is_open and self._can_wait:
+                # A round in doubt is written without having heard the second vote, so all hear of the result before.
+                context, lost = self._conclude_early(run, context, told, is_failed=failure is not None)
+                is_open, failure = False, failure or lost
         except Exception as error:  # noqa: BLE001 - told to all ranks by the vote
             failure = error
         except BaseException as stop:
@@ -499,15 +508,6 @@ class RoundCoordinator:
                 raise TornError(f"round {number} was interrupted by {type(stop).__name__}") from stop
             self._interrupt()
             raise
-        told: Mapping[str, Any] = {}
-        if failure is None and context.source is None:
-            told = run.result()
-            failure = run.profile.failure
-        is_open = context.source is None and self._exchange.weighs_result
-        if is_open and self._can_wait:
-            # A round in doubt is written without having heard the second vote, so all hear of the result before.
-            context, lost = self._conclude_early(run, context, told, is_failed=failure is not None)
-            is_open, failure = False, failure or lost
         # 2. Vote. Nobody writes without this rank's yes: whatever stops it before has left the old weights everywhere.
         others_may_write = failure is None
         inject("close")
@@ -520,7 +520,10 @@ class RoundCoordinator:
                 **told,
             )
             statuses = self._gather_status(status, run.profile, self._closes_within_s)
-            is_agreed = not any(other.is_failed for other in statuses)
+            # All ranks see the same statuses. One of another vote is no yes: that rank was interrupted, and went on.
+            is_agreed = all(
+                other.round == number and other.phase is VotePhase.COMMIT and not other.is_failed for other in statuses
+            )
             others_may_write = is_agreed
             check_rounds(statuses, self._topology)
             inject("agreed")

@@ -233,9 +233,8 @@ class GlobalModel:
             assert self._server is not None, "without one there are no fragments of it"
             self._server.check_saved(one, "the state")
         self.forget()  # what follows may end halfway
-        # Before all ranks counted all fragments, one that held nothing of some had no count of these.
-        most = max((one.step for one in saved.values()), default=0)
-        self._steps = {fragment: saved[fragment].step if fragment in saved else most for fragment in self._steps}
+        # Older states tell the steps of a fragment only on ranks that hold some of it: see agree_on_steps.
+        self._steps = {fragment: saved[fragment].step if fragment in saved else 0 for fragment in self._steps}
         self._states = {
             transfer.number: {
                 name: torch.empty_like(self._values[transfer.number])

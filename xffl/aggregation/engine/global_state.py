@@ -11,18 +11,19 @@ import torch.distributed as dist
 
 from xffl.aggregation.engine.buffers import BucketMemory
 from xffl.aggregation.engine.exchange import BucketPipeline, Exchange, RoundStage, Walk
+from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.stages.agreed import AgreedModel
 from xffl.aggregation.engine.stages.hand_over import SharedValues
 from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.engine.transport import CrossCellTransport
 from xffl.aggregation.report import RoundProfile
-from xffl.distributed.collectives import all_reduce
+from xffl.distributed.collectives import Group, all_reduce
 from xffl.distributed.consistency import control_device, run_on_all_ranks
 from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.distributed.faults import inject
 from xffl.errors import CheckpointError
 
-__all__ = ["load_memory", "save_memory", "share_global_model"]
+__all__ = ["agree_on_steps", "load_memory", "save_memory", "share_global_model"]
 
 
 @torch.no_grad()
@@ -132,11 +133,21 @@ def load_memory(exchange: Exchange, state: Mapping[str, Any], *, fragments: int)
         share(f"after round {state['rounds']}")
     with run_on_all_ranks("what the ranks have saved", group=world):
         load()
-    steps = agreed.global_model.steps
-    if steps:  # older states tell them on ranks alone that hold some of a fragment
-        counts = torch.tensor(list(steps.values()), dtype=torch.int64, device=control_device(world))
-        all_reduce(counts, dist.ReduceOp.MAX, world)
-        agreed.global_model.count_steps(dict(zip(steps, counts.tolist(), strict=True)))
+    agree_on_steps(agreed.global_model, world)
+
+
+def agree_on_steps(model: GlobalModel, group: Group | None) -> None:
+    """Take the steps of fragments that a loaded state does not tell of from ranks whose state does.
+
+    Collective over the group: 8 bytes a fragment. Before all ranks counted all fragments, the state of a rank that held
+    nothing of one had no count of it.
+    """
+    steps = model.steps
+    if not steps:
+        return
+    counts = torch.tensor(list(steps.values()), dtype=torch.int64, device=control_device(group))
+    all_reduce(counts, dist.ReduceOp.MAX, group)
+    model.count_steps(dict(zip(steps, counts.tolist(), strict=True)))
 
 
 def _check_saved(state: Mapping[str, Any], memory: Collection[str], here: int) -> None:

@@ -121,11 +121,6 @@ class RoundGroups:
     make: Callable[[], RoundGroups] | None = None
     is_aborted: bool = False
 
-    @property
-    def is_cross_world(self) -> bool:
-        """Whether cells are worlds of their own."""
-        return isinstance(self.world, CrossWorldGroup)
-
     def abort(self) -> None:
         """End what was given to the groups that were made for this, so that nothing waits for it; local."""
         for group in self.own:

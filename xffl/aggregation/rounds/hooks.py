@@ -53,8 +53,16 @@ class FormerAttribute:
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
+    def __get__(self, instance: object | None, owner: type) -> FormerAttribute:
+        if instance is None:
+            return self
+        raise self._refusal(instance)
+
     def __set__(self, instance: object, value: object) -> None:
-        raise StateError(
-            f"{type(instance).__name__}.{self._name} is not set any more; give hooks=LoopHooks({self._hook}=...), with "
-            f"a function, or call attach(LoopHooks({self._hook}=...))"
+        raise self._refusal(instance)
+
+    def _refusal(self, instance: object) -> StateError:
+        return StateError(
+            f"{type(instance).__name__}.{self._name} is no attribute any more; give hooks=LoopHooks({self._hook}=...), "
+            f"with a function, or call attach(LoopHooks({self._hook}=...))"
         )
