@@ -22,7 +22,7 @@ from torch import nn
 
 import xffl
 from xffl.aggregation.compression import ErrorFeedback
-from xffl.aggregation.engine import transport
+from xffl.aggregation.engine.stages import codecs
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples" / "01_digits"))
 import digits
@@ -84,7 +84,7 @@ class Forgetful(ErrorFeedback):
 @contextmanager
 def without_feedback() -> Iterator[None]:
     """Let aggregators that are made in the block forget what their codecs leave out."""
-    with mock.patch.object(transport, "ErrorFeedback", Forgetful):
+    with mock.patch.object(codecs, "ErrorFeedback", Forgetful):
         yield
 
 

@@ -38,9 +38,10 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 import xffl
-from xffl.aggregation.engine.buffers import _bytes_of, _copy
+from xffl.aggregation.engine.buffers import _copy
 from xffl.aggregation.engine.groups import start_moves
 from xffl.cluster.hosts import resident_bytes
+from xffl.compat.pytorch import memory_of
 
 KINDS = {"atomic": True, "in-place": False}
 MIB = 2**20
@@ -138,9 +139,9 @@ class Packed:
         self.group, self.peer = group, dist.get_global_rank(group, 1 - dist.get_rank(group))
         self.parts = [part.view(-1) for part in parts]
         self.own, self.other, self.mean = (torch.zeros(sum(map(len, parts))) for _ in range(3))
-        self.memory = [*map(_bytes_of, self.parts)]
+        self.memory = [*map(memory_of, self.parts)]
         sizes = [len(part) for part in parts]
-        self.packed, self.written = ([*map(_bytes_of, one.split(sizes))] for one in (self.own, self.mean))
+        self.packed, self.written = ([*map(memory_of, one.split(sizes))] for one in (self.own, self.mean))
 
     def __call__(self) -> None:
         _copy(self.memory, self.packed)

@@ -525,6 +525,7 @@ def check_records(run: Path) -> None:
             "nonfinite",
             "shares",
             "scale",
+            "step_norm",
         ),
         *("is_skipped", "is_last"),
     }

@@ -221,7 +221,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"combine": "fednova", "privacy": Privacy(1.0, 1.0, where="sum"), "secure": True}, "where='cell'"),
     ({"combine": "no_such"}, "no_such"),
     ({"combine": Neither()}, "derive it from Coordinatewise or WeightedCombiner"),
-    ({"server": "LBFGS"}, "elementwise"),
+    ({"server": "LBFGS"}, "'LBFGS' of torch is not supported"),
 ]
 
 

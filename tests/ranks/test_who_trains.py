@@ -506,7 +506,7 @@ def on_unlike_processors(rank: int, world_size: int, apart: float) -> str:
     """Small differences between kinds of processors are told, large ones refused."""
     state = make_state(rank, federated_group_size=(2, 2), hsdp=1)
     text = io.StringIO()
-    kinds = mock.patch("xffl.aggregation.aggregator.processor_number", return_value=1.0 + rank % 2)
+    kinds = mock.patch("xffl.aggregation.engine.setup.processor_number", return_value=1.0 + rank % 2)
     with contextlib.redirect_stderr(text), kinds:
         model = net()
         aggregator = aggregator_of(model, state, overlap=True)

@@ -14,7 +14,16 @@ from torch import nn
 from tests.rounds import options_of
 from xffl.aggregation.compression import codec_of
 from xffl.aggregation.contributions import ContributionTracker, Snapshot
-from xffl.aggregation.engine.buffers import Arena, Layout, ModelCopy, Pool, RoundBuffers, StagingBuffers, aligned
+from xffl.aggregation.engine.buffers import (
+    Arena,
+    Copies,
+    Layout,
+    ModelCopy,
+    Pool,
+    RoundBuffers,
+    StagingBuffers,
+    aligned,
+)
 from xffl.aggregation.engine.groups import RoundGroups
 from xffl.aggregation.engine.plan import plan_groups, plan_transfers
 from xffl.aggregation.engine.tensors import Manifest
@@ -182,7 +191,7 @@ def test_what_was_packed_is_kept_for_its_flight_and_not_for_the_next_round() -> 
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     layout, (transfer,) = prepare(model, 10**6)
     (bucket,) = transfer.buckets
-    staging = StagingBuffers(layout, CPU, atomic=False)
+    staging = StagingBuffers(layout, CPU, atomic=False, moving=Copies())
     buffers: RoundBuffers
 
     def look() -> torch.Tensor:
@@ -308,7 +317,7 @@ def test_what_changes_after_a_local_step_waits_and_counts_as_one_where_its_sampl
 
 
 def test_aggregators_behind_each_other_use_the_same_memory() -> None:
-    arena = Arena()
+    arena = Arena(Copies())
     arena.restart(1000)
     first = [arena.take(3, torch.float32), arena.take(100, torch.float64)]
     assert [one.data_ptr() % 8 for one in first] == [0, 0]

@@ -173,6 +173,7 @@ def test_ranks_of_a_node_get_a_gpu_each(asked: Any, four_gpus: list[torch.device
                 streams=None,
                 timeouts=Timeouts.within(60.0),
                 parameters=None,
+                link_backend=None,
             )
         )
     assert [request.device for request in requests] == [torch.device("cuda", rank) for rank in range(4)]

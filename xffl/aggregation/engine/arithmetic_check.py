@@ -127,7 +127,7 @@ def digest_arithmetic(
         results = _elementary(device, has_fp64=has_fp64) | _means(device, has_fp64=has_fp64)
         if isinstance(combiner, Coordinatewise):
             name = f"combine {type(combiner).__name__}"
-            out = torch.zeros(PATTERNS, device=device)
+            out = torch.zeros(PATTERNS, dtype=torch.float32, device=device)
             if why := _run(name, combiner, _prepare_combiner(combiner, cells, out)):
                 foreign[name] = why
             else:
