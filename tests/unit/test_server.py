@@ -379,7 +379,10 @@ def test_schedules_are_functions_of_the_step(schedule: object, rates: list[float
     [
         (f"{__name__}.Normed", "cannot step flat pieces"),
         (f"{__name__}.Noisy", "cannot step flat pieces"),
-        (f"{__name__}.Counting:lr=0.5", "Counting changes its attribute calls in its steps, .* without counts of its own"),
+        (
+            f"{__name__}.Counting:lr=0.5",
+            "Counting changes its attribute calls in its steps, .* without counts of its own",
+        ),
         (f"{__name__}.Narrow", r"state 'sum' of server .*Narrow must be like the values, which are \(7,\) of"),
         (f"{__name__}.Many", r"numbers\(\) of .*Many must be a dict of at most 8"),
         ({"name": f"{__name__}.Nameless", "schedule": falling}, "changes the number lr, and .*Nameless has rate;"),
