@@ -533,9 +533,15 @@ def closed(rank: int, world_size: int) -> None:
         aggregator = xffl.Aggregator(linear(seed=0), state, overlap=overlap)
         assert aggregator.aggregate().round == 1
         aggregator.close()
-        for call in (aggregator.aggregate, aggregator.close):
+        for call in (aggregator.aggregate, aggregator.aggregate_async):
             with pytest.raises(xffl.StateError, match="closed; make another one"):
                 call()
+        aggregator.close()  # once more is nothing
+        assert not aggregator.can_go_on
+        model = aggregator.model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(xffl.ConfigError, match="the aggregator is closed; make another one"):
+            xffl.FederatedScaling(model, optimizer, state, every=1, aggregator=aggregator)
         assert aggregator.is_closed and aggregator.state_dict()["rounds"] == 1
 
 

@@ -14,13 +14,22 @@ from xffl.aggregation.options import refuse_removed
 from xffl.training.mixins.federated import FederationConfig
 
 
-def test_a_configuration_of_before_is_read_without_who_steps() -> None:
-    with pytest.warns(UserWarning, match="^federation.aggregator: server_step is ignored: each rank [^\n]*$"):
-        config = FederationConfig(every=4, aggregator={"server_step": "owner", "codec": "int8"})
-    assert config.aggregator == {"codec": "int8"}
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_configuration_of_before_is_read_without_who_steps(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        config = FederationConfig(every=4, aggregator={"server_step": "owner", "codec": "int8"})
+        assert config.aggregator == {"codec": "int8"}
+        told = capsys.readouterr().err
         assert FederationConfig(every=4, aggregator={"codec": "int8"}).aggregator == {"codec": "int8"}
+        assert capsys.readouterr().err == ""
+    line = "xffl: federation.aggregator: server_step is ignored: each rank "
+    assert told.startswith(line) and told.count("\n") == 1 if rank == 0 else told == ""
 
 
 def test_an_argument_for_who_steps_is_refused_by_name() -> None:

@@ -30,7 +30,7 @@ from xffl.aggregation.algorithms.combiners import (
 )
 from xffl.aggregation.engine.exchange import weigh_cells
 from xffl.aggregation.engine.transfers import RoundContext
-from xffl.errors import ConfigError
+from xffl.errors import ConfigError, RoundError
 
 Floats = npt.NDArray[np.float64]
 
@@ -536,6 +536,15 @@ def test_enough_cells_are_accepted(combiner: Combiner, cells: int) -> None:
 def test_options_that_cannot_be_meant_are_refused(make: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make(**options)
+
+
+def test_a_combiner_that_returns_too_many_weights_is_told_so() -> None:
+    class Bad(WeightedCombiner):
+        def weigh(self, given: CellStats) -> AggregationWeights:
+            return AggregationWeights((1.0,) * 5)
+
+    with pytest.raises(RoundError, match=r"Bad.weigh returned 5 weights for 2 cells; return one for each$"):
+        weigh_cells(RoundContext((1.0, 0.0, 2.0), 0, steps=(5.0, 6.0, 7.0)), Bad())
 
 
 def test_cells_that_give_nothing_are_not_weighed() -> None:

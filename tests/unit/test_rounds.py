@@ -20,7 +20,7 @@ from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.aggregation.rounds import elastic
 from xffl.aggregation.rounds.choose import choose_rounds
 from xffl.aggregation.rounds.elastic import ElasticRounds
-from xffl.aggregation.rounds.hooks import LoopHooks
+from xffl.aggregation.rounds.hooks import LoopHooks, check_hooks
 from xffl.aggregation.rounds.offer import (
     Averaged,
     Empty,
@@ -242,6 +242,15 @@ def test_outcomes_say_what_this_cell_did() -> None:
     assert parts(report_of(1, is_skipped=True)) == (Skipped, Part.NEITHER, False)
     assert outcome_of(report_of(1, is_last=True), taken, 0, is_absent=False).is_last
     assert isinstance(ElasticRoundReport(**vars(report_of(1))), RoundReport)
+
+
+def test_hooks_that_cannot_be_called_and_what_are_no_hooks_are_refused_by_name() -> None:
+    wrong: Any = 5
+    with pytest.raises(ConfigError, match="^hook tell must be a function or None, got int; give LoopHooks"):
+        LoopHooks(tell=wrong)
+    for hooks, told in ((wrong, "got int"), ({"tell": dict}, "got dict"), (LoopHooks, "got the class LoopHooks")):
+        with pytest.raises(ConfigError, match=f"^hooks must be LoopHooks or None, {told}; give "):
+            check_hooks(hooks)
 
 
 def test_hooks_are_joined_and_either_may_hold_a_round() -> None:

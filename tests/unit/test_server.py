@@ -9,16 +9,21 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.optim import SGD
+from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
 from xffl.aggregation.algorithms import server_rules
+from xffl.aggregation.algorithms.combiners import Mean
 from xffl.aggregation.algorithms.server import SavedServer, ServerOptimizer, read_saved_server, server_of, take_step
 from xffl.aggregation.algorithms.server_rules import Adaptive
+from xffl.aggregation.options import Options
 from xffl.errors import CheckpointError, ConfigError
 from xffl.naming import Writer
 from xffl.reading import Fields
@@ -374,7 +379,10 @@ def test_schedules_are_functions_of_the_step(schedule: object, rates: list[float
     [
         (f"{__name__}.Normed", "cannot step flat pieces"),
         (f"{__name__}.Noisy", "cannot step flat pieces"),
-        (f"{__name__}.Counting:lr=0.5", "counts of its own"),
+        (
+            f"{__name__}.Counting:lr=0.5",
+            "Counting changes its attribute calls in its steps, .* without counts of its own",
+        ),
         (f"{__name__}.Narrow", r"state 'sum' of server .*Narrow must be like the values, which are \(7,\) of"),
         (f"{__name__}.Many", r"numbers\(\) of .*Many must be a dict of at most 8"),
         ({"name": f"{__name__}.Nameless", "schedule": falling}, "changes the number lr, and .*Nameless has rate;"),
@@ -405,15 +413,133 @@ def test_schedules_are_functions_of_the_step(schedule: object, rates: list[float
         ({"name": "sgd", "schedule": lambda optimizer: optimizer.lr}, "fails at step 0: AttributeError: .*; give a fu"),
         ({"name": "sgd", "schedule": lambda step: None}, "returns at step 0 must be a number >= 0, got None"),
         ({"name": "sgd", "schedule": lambda step: -step}, "returns at step 1 must be a number >= 0, got -1"),
+        ({"name": "sgd", "schedule": CosineAnnealingLR}, "CosineAnnealingLR of .*; give schedule='cosine:T_max=100'"),
+        ({"name": "sgd", "schedule": partial(StepLR, step_size=2)}, "StepLR of .*; give schedule='cosine:T_max=100'"),
+        ({"name": "sgd", "schedule": CosineAnnealingLR(SGD([torch.zeros(1)], lr=0.1), 3)}, "give schedule='cosine:T_"),
         ({"name": "sgd", "schedule": 3}, "schedule of the server must be .* got 3"),
-        (lambda tensors: tensors, "server .*lambda> is a function; call it, and give a name, a mapping, or an object"),
-        (Sign, "server must be a name, a mapping, or an object .* got <class"),
+        (
+            lambda tensors: tensors,
+            "server .*lambda>: a server is no factory of an optimizer; give a name such as 'sgd:lr=0.7', or",
+        ),
+        (
+            partial(Sign, 0.1),
+            "a server is no factory of an optimizer; give a name such as 'sgd:lr=0.7', or an object of",
+        ),
+        (Sign, r"server .*Sign is a class; give an object of it: write Sign\(\)$"),
         (3, "server must be .* got 3"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(spec: object, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         server_of(spec, writer=Writer.USER)
+
+
+class Kept(Sign):
+    """One with a state, whose step does what it is told to with it."""
+
+    def __init__(self, does: Callable[[Any, torch.Tensor, Any], Any]) -> None:
+        super().__init__()
+        self.does = does
+
+    def init(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"m": torch.zeros_like(values)}
+
+    def step(self, values: torch.Tensor, pseudo_gradient: torch.Tensor, state: Any, numbers: Any) -> Any:
+        return self.does(self, values, state)
+
+
+class NoNumbers:
+    def init(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {}
+
+    def step(self, values: torch.Tensor, pseudo_gradient: torch.Tensor, state: Any, numbers: Any) -> None:
+        pass
+
+
+def rebinds_data(rule: Any, values: torch.Tensor, state: Any) -> None:
+    values.data = values * 2
+
+
+def rebinds_state_data(rule: Any, values: torch.Tensor, state: Any) -> None:
+    state["m"].data = values * 2
+
+
+@pytest.mark.parametrize(
+    ("does", "told"),
+    [
+        (lambda rule, values, state: state.update(m=state["m"] * 0.9), r"Kept puts another object in .* state 'm'"),
+        (lambda rule, values, state: state.update(n=values), "Kept adds a state 'n'"),
+        (lambda rule, values, state: state.clear(), "Kept removes the state 'm'"),
+        (lambda rule, values, state: values * 0.9, "Kept returns a Tensor, which is not read"),
+        (rebinds_data, "Kept moves values to other memory"),
+        (rebinds_state_data, "Kept moves state 'm' to other memory"),
+        (lambda rule, values, state: setattr(rule, "t", 1), "Kept changes its attribute t in its steps"),
+        (lambda rule, values, state: setattr(rule, "lr", rule.lr * 2), "Kept changes its attribute lr in its steps"),
+    ],
+)
+def test_a_rule_that_does_not_write_in_place_is_refused(does: Any, told: str) -> None:
+    rule = Kept(does)
+    with pytest.raises(ConfigError, match=f"server {__name__}.{told}|of server {__name__}.{told}"):
+        ServerOptimizer(rule)
+    assert rule.lr == 0.1 and not hasattr(rule, "t")
+
+
+class Caching(Sign):
+    """One that keeps a list, an array and an object that cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = [torch.ones(2), np.ones(3), math.nan]
+        self.lines = (line for line in "ab")
+
+
+class Growing(Sign):
+    """One that counts in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def direction(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.seen.append(0.0)
+        return gradient.sign()
+
+
+def test_attributes_that_stay_are_taken_and_those_that_grow_are_refused() -> None:
+    ServerOptimizer(Caching())
+    with pytest.raises(ConfigError, match="Growing changes its attribute seen in its steps"):
+        ServerOptimizer(Growing())
+
+
+def test_a_rule_without_a_method_is_refused_by_the_methods_name() -> None:
+    rule: Any = NoNumbers()
+    with pytest.raises(ConfigError, match=f"^{__name__}.NoNumbers has no method numbers; ") as refused:
+        server_of(rule, writer=Writer.USER)
+    assert "0x" not in str(refused.value)
+
+
+def test_a_scheduler_of_torch_is_refused_beside_an_object_of_a_rule() -> None:
+    scheduler: Any = CosineAnnealingLR(SGD([torch.zeros(1)], lr=0.1), 3)
+    with pytest.raises(ConfigError, match="^schedule torch.* of torch, .* give schedule='cosine:T_max=100'"):
+        ServerOptimizer(Adaptive(), scheduler)
+
+
+def test_a_class_in_the_place_of_a_combiner_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^combine .*Mean is a class; give an object of it: write Mean\(\)$"):
+        Options.of(combine=Mean, server=None, privacy=None, secure=False, **PLAIN)
+
+
+PLAIN: dict[str, Any] = {
+    "bucket_bytes": 1024,
+    "atomic": True,
+    "nonfinite": "reject",
+    "form": "auto",
+    "rails": False,
+    "fragments": 1,
+    "overlap": False,
+    "norms": False,
+}
+"""Options of an aggregator"""
 
 
 # Saved states ---------------------------------------------------------------------------------------------------------

@@ -219,8 +219,9 @@ class Aggregator:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether another round may follow a rejected one: the model is whole, and the others are still there."""
-        return not (self.is_torn or self._coordinator.all_finished or self._coordinator.is_out_of_step)
+        """Whether another round may follow a rejected one: it is open, the model is whole, and the others are there."""
+        coordinator = self._coordinator
+        return not (self.is_closed or self.is_torn or coordinator.all_finished or coordinator.is_out_of_step)
 
     @property
     def next_fragment(self) -> int:
@@ -361,6 +362,7 @@ class Aggregator:
         :return: The round under way. An invalid argument raises when it is merged, on all ranks.
         :raises StateError: if the aggregator was made without ``overlap``, or a round of it is under way.
         """
+        self._check_open()
         if not self.overlaps:
             raise StateError("the aggregator was made without overlap=True, which makes the groups that this needs")
         self.check_free()
@@ -409,8 +411,11 @@ class Aggregator:
         """Give the process groups back that were made for this aggregator; it cannot be used afterwards.
 
         Collective over the world, with no round under way. Nothing moves where there is nothing to give back: between
-        CPUs without ``overlap``, and without parts of the model that several but not all ranks of a replica hold.
+        CPUs without ``overlap``, and without parts of the model that several but not all ranks of a replica hold. A
+        second call does nothing.
         """
+        if self.is_closed:
+            return
         self.check_free()
         self.retire()
         self.give_back_groups()
@@ -432,11 +437,14 @@ class Aggregator:
         """Raise unless a round may start here; local."""
         self.check()
         self._forget_if_inconsistent()
-        if self.is_closed:
-            raise StateError("this aggregator is closed; make another one")
+        self._check_open()
         if self.under_way is not None:
             raise StateError("a round of this aggregator is under way; merge or discard it first")
         self._coordinator.check()
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise StateError("this aggregator is closed; make another one")
 
     def check(self) -> None:
         """Raise while the model is inconsistent; local.

@@ -79,6 +79,8 @@ def parse_round_config(
     if isinstance(aggregator, Aggregator | Levels):
         if aggregator.model is not model:
             raise ConfigError("the aggregator was made for another model; give FederatedScaling the same one")
+        if aggregator.is_closed:
+            raise ConfigError("the aggregator is closed; make another one, or give a mapping of its options")
         for what, value in (("algorithm", asked.algorithm), ("client", asked.client)):
             if value is not None:
                 raise ConfigError(

@@ -24,7 +24,7 @@ from xffl.aggregation.engine.stages.first_round import digest_of
 from xffl.aggregation.hierarchical import Levels
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.aggregation.rounds.choose import choose_rounds
-from xffl.aggregation.rounds.hooks import FormerAttribute, LoopHooks
+from xffl.aggregation.rounds.hooks import FormerAttribute, LoopHooks, check_hooks
 from xffl.aggregation.rounds.offer import Outcome, RoundOffer, StepLedger
 from xffl.aggregation.weight_copies import tell_copies
 from xffl.checks import integer
@@ -123,6 +123,8 @@ class FederatedScaling:
             convert=lambda error: ConfigError(f"the arguments cannot be read: {type(error).__name__}: {error}"),
         ) as tell:
             check_given(model, state)
+            if hooks is not None:
+                check_hooks(hooks)
             asked = RoundArguments(every, aggregator, delay, alpha, client, algorithm)
             cell, cells = state.cell, state.cells
             config = parse_round_config(model, optimizers, asked, cells=cells, weight=weight)
@@ -169,6 +171,7 @@ class FederatedScaling:
 
         :param hooks: What the loop wants to be asked.
         """
+        check_hooks(hooks)
         self._hooks = self._hooks.joined_with(hooks)
 
     @property

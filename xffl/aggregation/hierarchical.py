@@ -149,7 +149,7 @@ class Levels:
     def can_go_on(self) -> bool:
         """Whether another round may follow a rejected one: the model is whole, and somebody is still there."""
         is_out_of_step = any(stage.aggregator.is_out_of_step for stage in self._stages)
-        return not (self.is_torn or self._has_ended or is_out_of_step)
+        return not (self.is_closed or self.is_torn or self._has_ended or is_out_of_step)
 
     def check(self) -> None:
         """Raise RoundError while the model is inconsistent, as :meth:`xffl.Aggregator.check`; local."""
@@ -250,7 +250,12 @@ class Levels:
         """Leave all as it is: no round is ever under way."""
 
     def close(self) -> None:
-        """Give the process groups back; the levels cannot be used afterwards. Collective over the world."""
+        """Give the process groups back; the levels cannot be used afterwards. Collective over the world.
+
+        A second call does nothing.
+        """
+        if self.is_closed:
+            return
         self._lowest.check_free()
         self._lowest.retire()
         barrier()  # nobody still listens to a group that another one destroys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -75,6 +76,11 @@ class Options:
             one_of(switch, plain[switch], (True, False))
         one_of("nonfinite", plain["nonfinite"], NONFINITE)
         one_of("form", plain["form"], FORMS)
+        if inspect.isclass(combine):
+            raise ConfigError(
+                f"combine {combine.__module__}.{combine.__qualname__} is a class; give an object of it: write "
+                f"{combine.__name__}()"
+            )
         combiner = Mean() if combine == "mean" else make("combine", combine, writer=Writer.USER)
         if not isinstance(combiner, Coordinatewise | WeightedCombiner):
             raise ConfigError(

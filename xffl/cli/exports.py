@@ -22,7 +22,7 @@ examples:
   xffl aggregate cell_0/round_3 cell_1/round_3 --out global/round_3
   xffl aggregate cell_*/round_3 --out global/round_3 --weights 3,1
   xffl aggregate cell_*/round_3 --out global/round_3 --server diloco --state server
-  xffl aggregate cell_*/round_3 --out global/round_3 --combine trimmed_mean:trim=1 --dry-run
+  xffl aggregate cell_*/round_3 --out global/round_3 --combine trimmed_mean:share=0.2 --dry-run
 """
 
 _CONSOLIDATE_EXAMPLES = """\

@@ -5,6 +5,7 @@ See :mod:`xffl.aggregation.algorithms.server_rules` for what a rule computes.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -12,11 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from xffl.aggregation.algorithms.registry import check_options, describe_options, known_path, locate, read_spec
 from xffl.aggregation.algorithms.server_rules import Numbers, ServerRule
-from xffl.aggregation.arithmetic import piece_length
+from xffl.aggregation.arithmetic import is_built_in, piece_length
 from xffl.checks import number
 from xffl.errors import CheckpointError, ConfigError, XfflError
 from xffl.naming import Writer
@@ -97,10 +100,14 @@ class ServerOptimizer:
                     f"device {self.device!r} of the server is not here ({reason}); give cpu or another"
                 ) from wrong
             object.__setattr__(self, "device", torch.device(self.device))  # without a number: each rank's current one
+        _check_schedule(self.schedule)
+        is_own = not is_built_in(self.rule)
+        rule = _copy_of(self.rule) if is_own else self.rule
         for step in range(_RATES_SHOWN):
-            self.numbers(step)
-        if not type(self.rule).__module__.startswith(_BUILT_IN):
-            _try_out(self.rule)
+            self._numbers_of(rule, step)
+        if is_own:
+            _probe(rule)
+            _try_out(rule)
 
     def __str__(self) -> str:
         text = f"{_title(self.rule)}({_plain(_attributes(self.rule))})"
@@ -118,9 +125,11 @@ class ServerOptimizer:
 
         Raises ConfigError where the rule or the schedule does not give finite numbers.
         """
-        found = self.rule.numbers(step)
-        if not isinstance(found, dict) or len(found) > MOST_NUMBERS:
-            raise ConfigError(f"numbers() of {_title(self.rule)} must be a dict of at most {MOST_NUMBERS}: {found!r}")
+        return self._numbers_of(self.rule, step)
+
+    def _numbers_of(self, rule: ServerRule, step: int) -> Numbers:
+        """Return the numbers of this rule, or of a copy of it, with the schedule's learning rate."""
+        found = _numbers_of(rule, step)
         if self.schedule is not None:
             if "lr" not in found:
                 raise ConfigError(
@@ -266,6 +275,7 @@ def _schedule_of(spec: object, writer: Writer) -> NamedSchedule | Schedule | Non
     if spec is None or isinstance(spec, NamedSchedule):
         return spec
     if not isinstance(spec, (str, Mapping)):
+        _check_schedule(spec)
         if not callable(spec):
             raise ConfigError(f"schedule of the server must be a name, a mapping or a function, got {spec!r}")
         return spec
@@ -289,9 +299,25 @@ def _factor(step: int, lr: float, function: Schedule) -> float:
     return lr * function(step)
 
 
+def _check_schedule(schedule: object) -> None:
+    """Refuse a schedule of torch, as a class, an object or a function that makes one, with what to write instead."""
+    made = schedule
+    while isinstance(made, partial):
+        made = made.func
+    kind = made if inspect.isclass(made) else type(made)
+    if issubclass(kind, LRScheduler):
+        raise ConfigError(
+            f"schedule {kind.__module__}.{kind.__qualname__} of the server is a scheduler of torch, which changes the "
+            "learning rate of an optimizer, and a server has none; give schedule='cosine:T_max=100', another name, or "
+            "a function of the step"
+        )
+
+
 def _check_rule(rule: object) -> None:
-    """Refuse what is no rule, with what to write in place of an optimizer of torch."""
-    if isinstance(rule, ServerRule) and not inspect.isclass(rule):
+    """Refuse what is no rule, with what to write in its place."""
+    missing = [name for name in ("init", "numbers", "step") if not callable(getattr(rule, name, None))]
+    is_class = inspect.isclass(rule)
+    if not missing and not is_class:
         return
     hint = "a name, a mapping, or an object with the methods of xffl.aggregation.algorithms.server_rules.ServerRule"
     kind = rule if inspect.isclass(rule) else type(rule)
@@ -300,9 +326,123 @@ def _check_rule(rule: object) -> None:
             f"server {_title(kind)} is an optimizer of torch, whose steps differ between processors; give {hint}, such "
             "as 'adamw:lr=0.01' (sgd, adam, adamw and adagrad step as torch's do)"
         )
-    if callable(rule) and not inspect.isclass(rule):
-        raise ConfigError(f"server {_title(rule)} is a function; call it, and give {hint}")
-    raise ConfigError(f"server must be {hint}, got {rule!r}")
+    if is_class:
+        raise ConfigError(f"server {_title(kind)} is a class; give an object of it: write {kind.__name__}()")
+    if len(missing) < 3:
+        plural = "s" if len(missing) > 1 else ""
+        raise ConfigError(f"{_title(kind)} has no method{plural} {' and '.join(missing)}; server must be {hint}")
+    if callable(rule):
+        raise ConfigError(
+            f"server {_title(rule)}: a server is no factory of an optimizer; give a name such as 'sgd:lr=0.7', or an "
+            "object of a rule (ServerRule)"
+        )
+    raise ConfigError(f"server must be {hint}, got {_plain(rule)}")
+
+
+def _numbers_of(rule: ServerRule, step: int) -> Numbers:
+    """Return the numbers of a rule for a step, without a schedule."""
+    found = rule.numbers(step)
+    if not isinstance(found, dict) or len(found) > MOST_NUMBERS:
+        raise ConfigError(f"numbers() of {_title(rule)} must be a dict of at most {MOST_NUMBERS}, got {_plain(found)}")
+    return found
+
+
+def _copy_of(rule: ServerRule) -> ServerRule:
+    """Return a copy of a rule to try out, or the rule itself where it cannot be copied."""
+    try:
+        return copy.deepcopy(rule)
+    except Exception:  # noqa: BLE001 - a rule may hold what nobody can copy
+        return rule
+
+
+def _probe(rule: ServerRule) -> None:
+    """Refuse a rule of somebody's own whose steps do not write into values and state in place; changes the rule.
+
+    What such a rule keeps elsewhere is lost after each piece, and no checkpoint has it.
+    """
+    title = _title(rule)
+    values = torch.tensor([3.0, -0.5, 0.02, 7.0, -1.0, 0.3, 40.0], dtype=torch.float32, device="cpu")
+    before = {name: _frozen(value) for name, value in _attributes(rule).items()}
+    try:
+        with torch.no_grad():
+            state = rule.init(values)
+            if not isinstance(state, dict) or not all(isinstance(one, torch.Tensor) for one in state.values()):
+                raise ConfigError(f"init of server {title} must return a dict of tensors, got {_plain(state)}")
+            numbers, places = _numbers_of(rule, 0), {name: _place(one) for name, one in state.items()}
+            place = _place(values)
+            for _ in range(2):
+                given = dict(state)
+                returned: Any = _any(rule).step(values, values * 0.3 + 0.1, given, dict(numbers))
+                if returned is not None:
+                    raise ConfigError(
+                        f"step of server {title} returns a {type(returned).__name__}, which is not read; write into "
+                        "values and state in place (values.sub_(...)), and return nothing"
+                    )
+                _check_kept(title, state, given)
+                moved = [f"state {name!r}" for name, one in state.items() if _place(one) != places[name]]
+                if _place(values) != place:
+                    moved.append("values")
+                if moved:
+                    raise ConfigError(
+                        f"step of server {title} moves {', '.join(moved)} to other memory, which is lost; write into "
+                        "the same tensor in place, as values.sub_(...) does"
+                    )
+    except XfflError:
+        raise
+    except Exception as wrong:
+        raise ConfigError(f"server {title} cannot step: {type(wrong).__name__}: {wrong}") from wrong
+    after = {name: _frozen(value) for name, value in _attributes(rule).items()}
+    if changed := sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name)):
+        raise ConfigError(
+            f"server {title} changes its attribute{'s' if len(changed) > 1 else ''} {', '.join(changed)} in its steps, "
+            "and attributes are options, which stay as they are; count steps by the argument of numbers(step), and "
+            "keep what belongs to elements in the state of init, without counts of its own"
+        )
+
+
+def _check_kept(title: str, state: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a step after which the state that it was given has other entries than before."""
+    for name in sorted(state.keys() ^ given.keys(), key=str):
+        what = "removes the" if name in state else "adds a"
+        raise ConfigError(
+            f"step of server {title} {what} state {name!r}; its names are those that init returns, in every step"
+        )
+    for name, one in state.items():
+        if given[name] is not one:
+            raise ConfigError(
+                f"step of server {title} puts another object in the place of state {name!r}, which is lost; write "
+                f"into the tensor in place, as state[{name!r}].copy_(...) does"
+            )
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return where a tensor lies and how."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _any(value: Any) -> Any:
+    """Return a value whose methods may return something else than they promise."""
+    return value
+
+
+def _frozen(value: object, within: tuple[int, ...] = ()) -> object:
+    """Return what tells whether an attribute has changed: its text, or for unknown objects which one it is."""
+    if id(value) in within:
+        return "itself"
+    within = (*within, id(value))
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return [(repr(key), _frozen(one, within)) for key, one in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [_frozen(one, within) for one in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(repr(one) for one in value)
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return id(type(value)), str(value.dtype), repr(value.tolist())
+    if inspect.isclass(value) or inspect.isroutine(value) or inspect.ismodule(value):
+        return id(value)
+    return id(value), _frozen(dict(getattr(value, "__dict__", {})), within)
 
 
 def _try_out(rule: ServerRule) -> None:

@@ -47,6 +47,7 @@ from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, RoundContex
 from xffl.aggregation.engine.transport import CrossCellTransport, ExactValues, Link
 from xffl.aggregation.report import RoundProfile
 from xffl.distributed.collectives import broadcast
+from xffl.errors import RoundError
 
 __all__ = [
     "HOME_LAG",
@@ -720,6 +721,11 @@ def weigh_cells(
         distances=None if distances is None else tuple(tuple(distances[c][d] for d in cells) for c in cells),
     )
     result = combiner.weigh(seen)
+    if len(result.weights) != len(cells):
+        raise RoundError(
+            f"{type(combiner).__name__}.weigh returned {len(result.weights)} weights for {len(cells)} cells; return "
+            "one for each"
+        )
     counts = dict(zip(cells, result.weights, strict=True))
     return replace(
         context, counts=tuple(counts.get(cell, 0.0) for cell in range(len(context.weights))), scale=result.scale

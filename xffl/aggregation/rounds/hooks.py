@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-from xffl.errors import StateError
+from xffl.errors import ConfigError, StateError
 
-__all__ = ["FormerAttribute", "LoopHooks"]
+__all__ = ["FormerAttribute", "LoopHooks", "check_hooks"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,14 @@ class LoopHooks:
     is_stopping: Callable[[], bool] | None = None
     defers_start: Callable[[], bool] | None = None
 
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            if (hook := getattr(self, one.name)) is not None and not callable(hook):
+                raise ConfigError(
+                    f"hook {one.name} must be a function or None, got {type(hook).__name__}; give "
+                    f"LoopHooks({one.name}=...), with a function"
+                )
+
     def joined_with(self, others: LoopHooks) -> LoopHooks:
         """Return these hooks, with those of ``others`` in their place where it has some.
 
@@ -42,6 +50,13 @@ class LoopHooks:
             is_stopping=others.is_stopping or self.is_stopping,
             defers_start=(lambda: any(asked() for asked in defers_start)) if defers_start else None,
         )
+
+
+def check_hooks(hooks: object) -> None:
+    """Raise ConfigError unless something is LoopHooks; local."""
+    if not isinstance(hooks, LoopHooks):
+        what = f"the class {hooks.__name__}" if isinstance(hooks, type) else type(hooks).__name__
+        raise ConfigError(f"hooks must be LoopHooks or None, got {what}; give hooks=LoopHooks(tell=...)")
 
 
 class FormerAttribute:

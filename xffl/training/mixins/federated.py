@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -11,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -22,10 +25,11 @@ from xffl.aggregation.options import REMOVED
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.aggregation.rounds.hooks import LoopHooks
 from xffl.checks import index_of, integer_fields, one_of
+from xffl.cluster.recognition import find_launcher
 from xffl.cluster.sizes import parse_cell
 from xffl.distributed.distributed_state import set_data_place
 from xffl.distributed.sharding import sharded_parameters
-from xffl.errors import ConfigError, StateError
+from xffl.errors import ConfigError, StateError, XfflError
 from xffl.files import make_folders, write_whole
 from xffl.topology import DataPlace, Topology
 from xffl.training.mixins.base import StatePart
@@ -34,6 +38,17 @@ from xffl.training.mixins.validation import ValidationMixin
 __all__ = ["FederatedConfigMixin", "FederatedMixin", "FederationConfig"]
 
 WEIGHTS = ("samples", "equal")
+
+
+def _is_first_rank() -> bool:
+    """Tell whether this is rank 0, as far as is known where a configuration is read; local."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() == 0
+    row = find_launcher(os.environ)
+    try:
+        return row is None or int(row.read(os.environ)["rank"]) == 0
+    except XfflError:  # told where the process group is made
+        return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +123,10 @@ class FederationConfig:
         if removed := sorted(self.aggregator.keys() & REMOVED.keys()):
             kept = {name: value for name, value in self.aggregator.items() if name not in REMOVED}
             object.__setattr__(self, "aggregator", kept)
-            for name in removed:
-                warnings.warn(f"federation.aggregator: {name} is ignored: {REMOVED[name]}", stacklevel=2)
+            if _is_first_rank():
+                for name in removed:
+                    text = f"xffl: federation.aggregator: {name} is ignored: {REMOVED[name]}"
+                    print(text, file=sys.stderr, flush=True)
 
     def _check_max_samples(self, is_asked: bool) -> None:
         """Refuse a limit on the samples of all cells where nobody counts them."""
