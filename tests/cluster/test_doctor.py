@@ -17,6 +17,7 @@ import pytest
 from tests.cluster.conftest import DEADLINE_S, ROOT, require
 from tests.cluster.exec_jobs import finish, start
 from tests.cluster.hosts import ADDRESSES, RSH, Hosts
+from xffl.costs import EXCHANGE_FORMAT
 
 if TYPE_CHECKING:
     from tests.cluster.conftest import Mpi
@@ -327,4 +328,4 @@ def test_another_exchange_format_on_one_host(slurm: dict[str, str], on_one_node:
     told = ask([*EXECUTE, *on_one_node, *QUICK], {**slurm, "PLANTED": path})
     assert told.exit_code == 1 and told.wrong() == {"versions"}
     (finding,) = told.find("versions")
-    assert finding["text"] == "exchange format differs: 1 on a1; 2 on b1"
+    assert finding["text"] == f"exchange format differs: {EXCHANGE_FORMAT} on a1; {EXCHANGE_FORMAT + 1} on b1"
