@@ -467,6 +467,7 @@ WRONG_FILES = [
     ("slurm: {node: 3}", "slurm.node @1 is unknown; did you mean slurm.nodes?"),
     ("a: *nothing", "file config.yaml is not valid YAML: line 1, column 4: found undefined alias 'nothing'"),
     ("trainer: 3", "trainer is 3 (file config.yaml); give the dotted path of a class"),
+    ("trainer: ../.train", "trainer is '../.train' (file config.yaml); give the dotted path of a class"),
 ]
 WRONG_WORDS = [
     ("--training.epoch 3", "training.epoch @ is unknown; did you mean training.epochs?"),

@@ -240,7 +240,7 @@ def take_over(word: str) -> tuple[type, Resolved[Any]]:
 
 def _find_trainer(name: Any, origin: str, folder: str) -> type:
     module, _, attribute = name.rpartition(".") if isinstance(name, str) else ("", "", "")
-    if not module or not attribute:
+    if not module or not all(part.isidentifier() for part in name.split(".")):
         raise ConfigError(
             f"trainer is {name!r} ({origin}); give the dotted path of a class, such as train.DigitsTrainer"
         )
