@@ -660,3 +660,16 @@ def test_the_text_is_the_same_in_other_processes_and_tells_options_apart() -> No
     assert ran.stdout.splitlines() == found
     assert len(set(found)) == len(SPECS) + 4 and not any(" 0x" in text for text in found)
     assert "lr=0.2" in found[1] and "T_max=9" in found[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [("AdamW", {"maximize": "True"}), ("SGD", {"maximize": "True"}), ("Adam", {"decoupled_weight_decay": "True"})],
+)
+def test_states_of_torchs_optimizers_with_options_that_are_gone_are_refused(name: str, asked: dict[str, str]) -> None:
+    (option,) = asked
+    given = of_before(asked={**of_before()["asked"], "class": name, **asked})
+    with pytest.raises(CheckpointError, match=f"is of {name} with {option}=True, which no server has any more"):
+        read_saved_server(Fields(given, "a state", error=CheckpointError))
+    given["asked"][option] = "False"
+    assert read_saved_server(Fields(given, "a state", error=CheckpointError)).step == 4
