@@ -176,8 +176,8 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
-def beside_torch(name: str, options: dict[str, Any], schedule: str | None = None) -> None:
-    """Ten rounds in fp32, by the name and by torch's own optimizer, whose fused kernels round otherwise."""
+def beside_torch(name: str, options: dict[str, Any], schedule: str | None = None) -> float:
+    """Return how far ten fp32 rounds are from those of torch's own optimizer, whose fused kernels round otherwise."""
     spec = {"name": name, **options}
     if schedule is not None:
         spec["schedule"] = {"name": schedule, **SCHEDULES[schedule]}
@@ -191,6 +191,7 @@ def beside_torch(name: str, options: dict[str, Any], schedule: str | None = None
     if schedule is not None:
         rates = getattr(torch.optim.lr_scheduler, schedule)(optimizer, **SCHEDULES[schedule])
     state = server.rule.init(values)
+    apart = 0.0
     for step in range(ROUNDS):
         gradient = torch.randn(1000, generator=draws)
         twin.grad = gradient.clone()
@@ -198,18 +199,19 @@ def beside_torch(name: str, options: dict[str, Any], schedule: str | None = None
         if rates is not None:
             rates.step()
         server.rule.step(values, gradient, state, server.numbers(step))
-        torch.testing.assert_close(values, twin, rtol=1e-6, atol=1e-6)
+        apart = max(apart, float(((values - twin).abs() / (1.0 + twin.abs())).max()))
+    return apart
 
 
 @pytest.mark.parametrize(("name", "options"), TORCHS, ids=str)
 def test_ten_rounds_equal_torch(name: str, options: dict[str, Any]) -> None:
-    beside_torch(name, options)
-    beside_torch(name, {**options, "lr": 0.3}, "StepLR")
+    assert beside_torch(name, options) <= 1e-6
+    assert beside_torch(name, {**options, "lr": 0.3}, "StepLR") <= 1e-6
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedules_equal_torchs(schedule: str) -> None:
-    beside_torch("SGD", {"lr": 0.7, "momentum": 0.9}, schedule)
+    assert beside_torch("SGD", {"lr": 0.7, "momentum": 0.9}, schedule) <= 1e-6
 
 
 def test_a_warm_up_goes_on_with_another_schedule() -> None:
