@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from xffl.cluster.launchers import launcher_variables
+from xffl.cluster.recognition.launchers import launcher_variables
 
 HERE = Path(__file__).parent
 NVIDIA = Path("/dev/nvidiactl")

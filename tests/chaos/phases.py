@@ -3,10 +3,10 @@
     python -m tests.chaos.phases [--runs kills stops lighthouse] [--round 6] [--out FILE]
 
 Three cells of two, two and one ranks, started by ``xffl exec --elastic``; a round every four steps. For each phase of
-:mod:`xffl.distributed.faults` three runs: the first rank of a cell is killed, its other rank, and a whole cell (that of
-one rank). In two more the cell of one rank is stopped for a while, as if its host did not answer: in its steps, and in
-the exchange. Phases that only the first rank of a cell comes to have no run for the other rank. Last, the lighthouse is
-killed while a cell is at each of the phases, and away for ``--lighthouse-s`` seconds.
+:mod:`xffl.distributed.failures.faults` three runs: the first rank of a cell is killed, its other rank, and a whole cell
+(that of one rank). In two more the cell of one rank is stopped for a while, as if its host did not answer: in its
+steps, and in the exchange. Phases that only the first rank of a cell comes to have no run for the other rank. Last,
+the lighthouse is killed while a cell is at each of the phases, and away for ``--lighthouse-s`` seconds.
 
 Printed is a line for each run: the gap and the return of ``storm.py``, where the return of a cell that was stopped is
 that after it goes on, and the gap of a lighthouse that after it may start again. The exit code is 1 if a gap or a
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.storm import LATEST_S, Job, Kill, Xffl, measure, wait_for_all, watch
-from xffl.distributed.faults import PHASES
+from xffl.distributed.failures.faults import PHASES
 
 SIZES = (2, 2, 1)
 LEADER, OTHER, WHOLE = (0, 0), (0, 1), (2, 0)

@@ -19,12 +19,12 @@ import pytest
 from tests.cluster.exec_jobs import finish, start
 from tests.cluster.hosts import Hosts, slurm_over, two_hosts_up
 from tests.ports import WORKER, WORKERS, free_ports
-from xffl.cluster.launchers import launcher_variables
+from xffl.cluster.recognition.launchers import launcher_variables
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 DEADLINE_S = 120
-JOBS = 750  # with ports of their own, see xffl.cluster.launchers
+JOBS = 750  # with ports of their own, see xffl.cluster.recognition.launchers
 MINISLURM = HERE / "slurm" / "minislurm.sh"
 TUN = Path("/dev/net/tun")
 

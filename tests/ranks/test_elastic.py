@@ -36,8 +36,9 @@ from xffl.aggregation.engine.consensus import RoundInput
 from xffl.aggregation.engine.stages.hand_over import SharedValues
 from xffl.cluster.lighthouse_page import read_lighthouse
 from xffl.costs import EXCHANGE_FORMAT
-from xffl.distributed import ElasticParameters, faults
-from xffl.distributed.faults import PHASES, Fault
+from xffl.distributed import ElasticParameters
+from xffl.distributed.failures import faults
+from xffl.distributed.failures.faults import PHASES, Fault
 from xffl.elastic import federation
 from xffl.elastic.federation import ElasticFederation
 from xffl.elastic.lighthouse import Lighthouse, coordination

@@ -47,8 +47,8 @@ from xffl.distributed import (
     FaultToleranceParameters,
     FaultTolerantWorld,
 )
-from xffl.distributed.fault_tolerance import CommittedOptimizer, _make_group
-from xffl.distributed.replica_transport import (
+from xffl.distributed.replicas.fault_tolerance import CommittedOptimizer, _make_group
+from xffl.distributed.replicas.replica_transport import (
     MOST_SILENT,
     NONCE_BYTES,
     START_S,
@@ -236,7 +236,7 @@ def test_kills_at_random_and_a_lighthouse_that_is_gone_for_a_while() -> None:
 
 def test_a_store_that_went_with_its_group_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A group that dies after the agreement and before all have connected takes the store along."""
-    monkeypatch.setattr("xffl.distributed.fault_tolerance.CONNECT_S", 1.0)
+    monkeypatch.setattr("xffl.distributed.replicas.fault_tolerance.CONNECT_S", 1.0)
     group = _make_group(torch.device("cpu"), timedelta(seconds=600), None, 1, b"token")
     begun = time.monotonic()
     with pytest.raises(RuntimeError, match="client socket has timed out|Connection refused"):
@@ -791,7 +791,7 @@ def test_groups_that_meet_prove_that_they_know_the_token() -> None:
 def test_a_state_of_another_step_is_not_given(
     transports: list[ShardTransport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("xffl.distributed.replica_transport.START_S", 0.3)
+    monkeypatch.setattr("xffl.distributed.replicas.replica_transport.START_S", 0.3)
     giver, taker, _ = transports
     with ThreadPoolExecutor() as pool:
         sent = pool.submit(giver.send_checkpoint, [1], 7, STATE, timedelta(seconds=20))

@@ -33,7 +33,8 @@ from tests.ranks.test_state import new_state
 from tests.worlds import be_launched, run_world
 from xffl.callers import find_caller
 from xffl.cluster.launch import failure
-from xffl.distributed import DistributedState, waits
+from xffl.distributed import DistributedState
+from xffl.distributed.failures import waits
 
 ROOT = Path(__file__).parents[2]
 

@@ -35,7 +35,7 @@ from xffl.checkpoint import (
 )
 from xffl.checkpoint.format import CellIndex, read_record, record_text
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.plain_values import from_plain, tensors_named, to_plain
+from xffl.distributed.replicas.plain_values import from_plain, tensors_named, to_plain
 from xffl.errors import ReplacedError
 from xffl.training.models.weights import new_folder
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from xffl.cluster import hosts
-from xffl.cluster.claims import Claim
 from xffl.cluster.environment import (
     ProcessEnvironment,
     accept_cells,
@@ -28,6 +27,7 @@ from xffl.cluster.environment import (
 from xffl.cluster.host_lists import expand_counts, expand_hosts
 from xffl.cluster.hosts import interface_address, node_address
 from xffl.cluster.lighthouse_address import elastic_cell, parse_lighthouse, restarts_of
+from xffl.cluster.recognition.claims import Claim
 from xffl.cluster.run_token import make_token_file, token_of
 from xffl.distributed.parameters import DeviceParameters
 from xffl.distributed.session import setup_distributed_process_group
@@ -100,7 +100,7 @@ SLURM_STEPS = {
 
 @pytest.mark.parametrize("name", SLURM_STEPS)
 def test_slurm_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xffl.cluster.launchers.node_address", lambda node: f"addr-of-{node}")
+    monkeypatch.setattr("xffl.cluster.recognition.launchers.node_address", lambda node: f"addr-of-{node}")
     found = [detect_environment(environ) for environ in recording(name)]
     assert places(found) == SLURM_STEPS[name]
     assert {e.launcher for e in found} == {"slurm"}
@@ -110,7 +110,7 @@ def test_slurm_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_steps_and_jobs_have_their_own_ports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xffl.cluster.launchers.node_address", lambda node: node)
+    monkeypatch.setattr("xffl.cluster.recognition.launchers.node_address", lambda node: node)
     environ = recording("srun_even")[0]
     ports = {
         detect_environment({**environ, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).master_port

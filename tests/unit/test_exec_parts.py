@@ -23,7 +23,7 @@ from xffl.cluster.launch.logs import MarkedLines, Message, RankFile, Stream, fol
 from xffl.cluster.launch.runner import RankJob
 from xffl.cluster.launch.srun import launch_srun, read_task_ends, srun_command
 from xffl.cluster.launch.ssh import shared_environment, ssh_command
-from xffl.cluster.launchers import LAUNCHERS
+from xffl.cluster.recognition.launchers import LAUNCHERS
 from xffl.cluster.slurm.allocation import Allocation, Host, find_allocation
 from xffl.errors import ConfigError, LaunchError, TopologyError
 

@@ -27,8 +27,8 @@ from xffl.cluster.listening import (
     release_gloo,
 )
 from xffl.cluster.network import LOCAL_VARIABLE, Interface, control_address, list_interfaces
-from xffl.distributed import stores
-from xffl.distributed.stores import join_store, serve_store
+from xffl.distributed.startup import stores
+from xffl.distributed.startup.stores import join_store, serve_store
 from xffl.errors import LaunchError
 
 OWN = [one.address for one in list_interfaces() if one.address and not one.is_loopback]

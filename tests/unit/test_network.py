@@ -12,8 +12,7 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.unit.test_environment import FakeWorld, fake_mpi
-from xffl.cluster import hosts, launchers, network
-from xffl.cluster.claims import Claim
+from xffl.cluster import hosts, network
 from xffl.cluster.environment import ProcessEnvironment, requested_settings, use_interface
 from xffl.cluster.hosts import resolve
 from xffl.cluster.network import (
@@ -23,6 +22,8 @@ from xffl.cluster.network import (
     ephemeral_ports,
     list_interfaces,
 )
+from xffl.cluster.recognition import launchers
+from xffl.cluster.recognition.claims import Claim
 from xffl.distributed.session import _world_store
 from xffl.errors import ConfigError, LaunchError
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from xffl.distributed import world_store as stores
+from xffl.distributed.failures import world_store as stores
 from xffl.errors import ConfigError, LaunchError
 from xffl.training import preemption
 from xffl.training.config.dataclasses import ExperimentConfig

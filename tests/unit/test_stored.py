@@ -28,7 +28,7 @@ from xffl.checkpoint.tables import read_files, read_tensors
 from xffl.checkpoint.torch_files import load_archive
 from xffl.cluster.run_token import token_of
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.plain_values import from_plain
+from xffl.distributed.replicas.plain_values import from_plain
 from xffl.distributed.sharding import dtype_of
 from xffl.elastic.federation import read_vote
 from xffl.errors import CheckpointError, XfflError

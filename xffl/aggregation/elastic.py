@@ -30,7 +30,7 @@ from xffl.aggregation.pending import PendingRound
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.distributed.collectives import all_gather_json
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.faults import inject, start_round
+from xffl.distributed.failures.faults import inject, start_round
 from xffl.distributed.groups import Groups, make_round_groups
 from xffl.elastic.federation import ElasticFederation, RoundEnd
 from xffl.elastic.roster import Epoch, Version

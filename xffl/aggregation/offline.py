@@ -61,7 +61,7 @@ from xffl.checkpoint.format import (
 )
 from xffl.checkpoint.tables import StoredTensor
 from xffl.costs import EXPORT_FORMAT
-from xffl.distributed.plain_values import Plain, from_plain, to_plain
+from xffl.distributed.replicas.plain_values import Plain, from_plain, to_plain
 from xffl.errors import CheckpointError, ConfigError
 from xffl.files import create, naming_errors, sync
 from xffl.naming import Writer

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from xffl.checkpoint.tables import read_counts
 from xffl.checks import shown
-from xffl.distributed.plain_values import Plain, from_plain, tensors_named, to_plain
+from xffl.distributed.replicas.plain_values import Plain, from_plain, tensors_named, to_plain
 from xffl.distributed.sharding import bytes_of, dtype_of, spread_as, spread_whole
 from xffl.errors import CheckpointError, ConfigError
 

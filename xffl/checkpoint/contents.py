@@ -27,7 +27,7 @@ from xffl.checkpoint.format import INDEX_LIMIT, VALUES_DEPTH, CellIndex, Record,
 from xffl.checkpoint.tables import FileEntry
 from xffl.checkpoint.torch_files import load_archive
 from xffl.checks import shown
-from xffl.distributed.plain_values import Plain, from_plain, tensors_named, to_plain
+from xffl.distributed.replicas.plain_values import Plain, from_plain, tensors_named, to_plain
 from xffl.distributed.sharding import local_tensor, sharded_parameters
 from xffl.errors import CheckpointError, ConfigError
 from xffl.files import create, naming_errors, sync

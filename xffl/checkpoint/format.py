@@ -46,7 +46,7 @@ from xffl.checkpoint.torch_files import FileSlice, check_archive, load_archive
 from xffl.checks import shown
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.plain_values import Plain
+from xffl.distributed.replicas.plain_values import Plain
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
 from xffl.files import (
     TEXT_FILE_LIMIT,

@@ -46,7 +46,7 @@ from xffl.distributed.consistency import barrier, run_on_all_ranks
 from xffl.distributed.differences import difference_of
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group, make_host_groups
-from xffl.distributed.plain_values import Plain, to_plain
+from xffl.distributed.replicas.plain_values import Plain, to_plain
 from xffl.distributed.sharding import bytes_of
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
 from xffl.files import make_folders

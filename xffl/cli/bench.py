@@ -15,7 +15,7 @@ from xffl.cli import execute
 from xffl.cli.main import command_parser
 from xffl.cli.numbers import size_in
 from xffl.cluster.environment import detect_environment, parse_sizes
-from xffl.cluster.recognition import launcher_of
+from xffl.cluster.recognition.find import launcher_of
 from xffl.errors import ConfigError
 from xffl.files import write_whole
 

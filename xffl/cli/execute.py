@@ -31,7 +31,7 @@ from xffl.cluster.launch.runner import RankJob, be_rank, run_script, take_share
 from xffl.cluster.launch.script import CONFIGURATIONS, check_command, is_module, is_stream, read_source
 from xffl.cluster.launch.srun import launch_srun
 from xffl.cluster.launch.ssh import launch_ssh
-from xffl.cluster.recognition import find_launcher, launcher_of
+from xffl.cluster.recognition.find import find_launcher, launcher_of
 from xffl.cluster.sizes import Federation, check_cells, parse_cell, parse_federation
 from xffl.cluster.slurm.allocation import Allocation, Host, ask_switches, own_host, parse_hosts
 from xffl.errors import ConfigError, LaunchError

@@ -22,7 +22,7 @@ from xffl.checks import decimal, integer, number, one_of, shown, visible
 from xffl.cli.main import command_parser
 from xffl.cluster import environment, lighthouse_address, run_token
 from xffl.cluster.launch.logs import Stream, list_rank_files
-from xffl.cluster.launchers import LAUNCHERS
+from xffl.cluster.recognition.launchers import LAUNCHERS
 from xffl.errors import ConfigError, XfflError
 from xffl.extras import install_command, optional_import
 from xffl.topology import MAX_RANKS

@@ -13,8 +13,8 @@ from pathlib import Path
 from xffl.checks import shown
 from xffl.cluster.host_lists import MAX_HOSTS
 from xffl.cluster.hosts import resolve
-from xffl.cluster.launcher import read_number
-from xffl.cluster.recognition import find_launcher
+from xffl.cluster.recognition.find import find_launcher
+from xffl.cluster.recognition.launcher import read_number
 from xffl.cluster.slurm.allocation import Allocation, Host, find_allocation
 from xffl.errors import LaunchError
 from xffl.files import read_text

@@ -1,7 +1,7 @@
 """The place of this process among all: told by explicit arguments, by the launcher that started it, or by nobody.
 
 This package is the only reader of the environment's process variables; the launchers it knows are a table in
-:mod:`xffl.cluster.launchers`.
+:mod:`xffl.cluster.recognition.launchers`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 
 from xffl.checks import integer
 from xffl.cluster.hosts import interface_address
-from xffl.cluster.launcher import Fields, honour_master, read_number
-from xffl.cluster.launchers import KNOWS_NODES
 from xffl.cluster.listening import is_loopback
 from xffl.cluster.network import LOCAL_VARIABLE, control_address
-from xffl.cluster.recognition import find_launcher, launcher_of, refuse_half_a_place, refuse_other_launchers
+from xffl.cluster.recognition.find import find_launcher, launcher_of, refuse_half_a_place, refuse_other_launchers
+from xffl.cluster.recognition.launcher import Fields, honour_master, read_number
+from xffl.cluster.recognition.launchers import KNOWS_NODES
 from xffl.cluster.sizes import Federation, check_cells, lone_cell, parse_federation, parse_sizes, read_replica_size
 from xffl.errors import ConfigError, LaunchError, TopologyError
 
@@ -57,7 +57,7 @@ class ProcessEnvironment:
 
     The rendezvous is ``None`` where the world is this one process and no address was given. Nodes may hold different
     numbers of ranks; ``node_local_size`` is that of this rank's node. What the launcher does not tell of the nodes is
-    ``None``: the ranks find it out together when they meet (:mod:`xffl.distributed.places`).
+    ``None``: the ranks find it out together when they meet (:mod:`xffl.distributed.startup.places`).
     """
 
     rank: int = 0

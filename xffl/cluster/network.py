@@ -31,7 +31,7 @@ LOCAL_VARIABLE = "XFFL_LOCAL_IFNAME"
 environment beside ``GLOO_SOCKET_IFNAME``, so that jobs which the script starts do not take it for the user's choice."""
 
 SLURM_PORTS = (20000, 31999)
-"""Where the rendezvous of a SLURM step lies, see :mod:`xffl.cluster.launchers`."""
+"""Where the rendezvous of a SLURM step lies, see :mod:`xffl.cluster.recognition.launchers`."""
 
 CELL_HEARTBEAT_TIMEOUT_S = 2
 """Seconds without a heartbeat after which a cell of an elastic federation counts as lost; cells look again for one that

@@ -12,13 +12,13 @@ from xffl.extras import lazy_names
 
 if TYPE_CHECKING:
     from xffl.distributed.distributed_state import DistributedState
-    from xffl.distributed.fault_tolerance import FaultTolerantWorld
     from xffl.distributed.parameters import (
         CommParameters,
         DeviceParameters,
         ElasticParameters,
         FaultToleranceParameters,
     )
+    from xffl.distributed.replicas.fault_tolerance import FaultTolerantWorld
     from xffl.distributed.session import cleanup_distributed_process_group, setup_distributed_process_group
     from xffl.distributed.world import DistributedWorld
 

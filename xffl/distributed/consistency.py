@@ -24,8 +24,8 @@ from xffl.cluster.runtimes import Runtime, format_refusal, group_by_runtime, own
 from xffl.distributed.collectives import Group, all_gather_json, all_reduce, own_rank
 from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.distributed.differences import Describe, describe_difference, rebuild_error
+from xffl.distributed.failures.waits import NamedWait
 from xffl.distributed.sharding import bytes_of
-from xffl.distributed.waits import NamedWait
 from xffl.errors import ConfigError, LaunchError, XfflError
 from xffl.topology import ranks_text
 

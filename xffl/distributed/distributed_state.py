@@ -26,6 +26,7 @@ from xffl.cluster.network import Timeouts
 from xffl.cluster.sizes import read_federation, read_replica_size
 from xffl.distributed.activity import RunActivity
 from xffl.distributed.consistency import run_on_all_ranks
+from xffl.distributed.failures.world_check import WorldCheck
 from xffl.distributed.groups import (
     ALL_KINDS,
     cell_mesh,
@@ -39,7 +40,6 @@ from xffl.distributed.groups import (
     with_host_side,
 )
 from xffl.distributed.parameters import ElasticParameters
-from xffl.distributed.world_check import WorldCheck
 from xffl.errors import ConfigError, StateError, TopologyError
 from xffl.topology import REPLICATE_AXIS, DataPlace, Topology
 

@@ -40,6 +40,7 @@ from xffl.distributed.consistency import (
     tell_runtimes,
 )
 from xffl.distributed.distributed_state import DEFAULT_TIMEOUT_S, DistributedState, make_state, take_off_setups
+from xffl.distributed.failures.uncaught import keep_store, note_end, tell_once
 from xffl.distributed.groups import (
     ON_GPUS,
     check_backend,
@@ -50,13 +51,12 @@ from xffl.distributed.groups import (
     wait_for_threads,
     with_host_side,
 )
-from xffl.distributed.hosts_of_ranks import check_gpus, find_sizes
-from xffl.distributed.lone_cell import read_lone_cell
-from xffl.distributed.mistakes import claimed_place, own_place, raise_at_meeting, refuse_second_rank_0
 from xffl.distributed.parameters import DeviceParameters, ElasticParameters
-from xffl.distributed.places import PlaceBook, check_world_size
-from xffl.distributed.stores import agents_store, arrive, has_agents_store, join_store, serve_store
-from xffl.distributed.uncaught import keep_store, note_end, tell_once
+from xffl.distributed.startup.hosts_of_ranks import check_gpus, find_sizes
+from xffl.distributed.startup.lone_cell import read_lone_cell
+from xffl.distributed.startup.mistakes import claimed_place, own_place, raise_at_meeting, refuse_second_rank_0
+from xffl.distributed.startup.places import PlaceBook, check_world_size
+from xffl.distributed.startup.stores import agents_store, arrive, has_agents_store, join_store, serve_store
 from xffl.errors import ConfigError, LaunchError, StateError, XfflError
 from xffl.topology import Topology
 

@@ -25,9 +25,8 @@ from xffl.cluster.sizes import Federation, read_federation
 from xffl.distributed.cell_meshes import CellMeshes, ParallelDims, make_cell_meshes
 from xffl.distributed.consistency import barrier, compute_device, message_device, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState, place_of, take_off_setups
+from xffl.distributed.failures.uncaught import note_end
 from xffl.distributed.groups import destroy_group
-from xffl.distributed.hosts_of_ranks import find_sizes
-from xffl.distributed.lone_cell import read_lone_cell
 from xffl.distributed.norms import total_norm
 from xffl.distributed.parameters import AXES, DTYPES, JOINED, DeviceParameters, MeshSizes
 from xffl.distributed.session import (
@@ -37,7 +36,8 @@ from xffl.distributed.session import (
     waits_when_destroyed,
 )
 from xffl.distributed.sharding import local_tensor
-from xffl.distributed.uncaught import note_end
+from xffl.distributed.startup.hosts_of_ranks import find_sizes
+from xffl.distributed.startup.lone_cell import read_lone_cell
 from xffl.errors import ConfigError, StateError
 from xffl.topology import Topology
 

@@ -38,7 +38,7 @@ from xffl.distributed.consistency import (
 )
 from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.stores import serve_store
+from xffl.distributed.startup.stores import serve_store
 from xffl.elastic.lighthouse import Lighthouse, Meeting
 from xffl.elastic.roster import (
     MOST_LIVES,

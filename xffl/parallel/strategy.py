@@ -26,7 +26,7 @@ from xffl.checks import one_of
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.parameters import DeviceParameters
-from xffl.distributed.plain_values import from_plain
+from xffl.distributed.replicas.plain_values import from_plain
 from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, StateError
 from xffl.parallel.config import PRECISIONS, StrategyConfig, read_config

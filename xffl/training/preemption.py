@@ -29,7 +29,7 @@ from xffl.checkpoint.manager import CheckpointManager
 from xffl.cluster.launch.failure import ExitCode, note_failure
 from xffl.distributed.consistency import barrier, check_consistent, gather_objects, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.world_store import clone_store
+from xffl.distributed.failures.world_store import clone_store
 from xffl.errors import MeetingLeft, StateError
 from xffl.training.callbacks.checkpoint import CheckpointCallback
 from xffl.training.callbacks.progress import ProgressCallback, ending_line, name_of

@@ -21,7 +21,7 @@ from xffl.aggregation.report import RoundReport
 from xffl.checkpoint.manager import auto_resume, find_latest_checkpoint
 from xffl.distributed.consistency import check_consistent
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.fault_tolerance import FaultTolerantWorld
+from xffl.distributed.replicas.fault_tolerance import FaultTolerantWorld
 from xffl.errors import ConfigError, LaunchError, StateError
 from xffl.parallel.strategy import DistributedStrategy
 from xffl.training.callbacks.base import Callback, CallbackCollection

@@ -8,11 +8,11 @@ from tests.chaos.inputs.parser import Parser
 from tests.chaos.inputs.parsers_launch import environment_of
 from tests.unit.test_launchers import MEETING, RECORDED
 from xffl.cluster.batch import find_job
-from xffl.cluster.claims import Claim
 from xffl.cluster.environment import detect_environment
 from xffl.cluster.launch.job_layout import fit_hosts
-from xffl.cluster.launchers import LAUNCHERS
-from xffl.cluster.placement import place_ranks
+from xffl.cluster.recognition.claims import Claim
+from xffl.cluster.recognition.launchers import LAUNCHERS
+from xffl.cluster.recognition.placement import place_ranks
 
 LISTS = (
     b"LSB_JOBID=7\nLSB_MCPU_HOSTS=a 4 b 4\n",

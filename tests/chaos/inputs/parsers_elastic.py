@@ -18,8 +18,8 @@ import torch
 
 from tests.chaos.inputs.parser import Parser
 from xffl.aggregation.hand_over import read_hand_over, write_hand_over
-from xffl.distributed.plain_values import to_plain
-from xffl.distributed.replica_transport import NONCE_BYTES, ShardTransport
+from xffl.distributed.replicas.plain_values import to_plain
+from xffl.distributed.replicas.replica_transport import NONCE_BYTES, ShardTransport
 from xffl.elastic.lighthouse import NotOwnRecord, Register
 from xffl.elastic.roster import CellRecord, Version, form_epoch
 from xffl.errors import ConfigError

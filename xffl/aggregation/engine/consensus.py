@@ -31,8 +31,8 @@ from xffl.aggregation.report import RoundProfile, RoundReport
 from xffl.checks import number
 from xffl.distributed.collectives import Group, all_gather_json, all_reduce
 from xffl.distributed.consistency import check_consistent, control_device, ranks_text
-from xffl.distributed.faults import inject
-from xffl.distributed.waits import NamedWait
+from xffl.distributed.failures.faults import inject
+from xffl.distributed.failures.waits import NamedWait
 from xffl.errors import ConfigError, RoundError, StateError, TornError, XfflError
 from xffl.topology import Topology
 

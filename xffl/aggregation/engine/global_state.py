@@ -20,7 +20,7 @@ from xffl.aggregation.report import RoundProfile
 from xffl.distributed.collectives import Group, all_reduce
 from xffl.distributed.consistency import control_device, run_on_all_ranks
 from xffl.distributed.cross_world import CrossWorldGroup
-from xffl.distributed.faults import inject
+from xffl.distributed.failures.faults import inject
 from xffl.errors import CheckpointError
 
 __all__ = ["agree_on_steps", "load_memory", "save_memory", "share_global_model"]

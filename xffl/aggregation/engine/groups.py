@@ -21,7 +21,7 @@ from xffl.distributed.collectives import Group
 from xffl.distributed.consistency import connect, control_device, home_device, sends_from_gpu, transfer_device
 from xffl.distributed.cross_world import CrossWorldGroup, Work
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.faults import inject, is_armed
+from xffl.distributed.failures.faults import inject, is_armed
 from xffl.distributed.groups import Groups, make_groups, make_round_groups
 from xffl.topology import Topology
 

@@ -14,7 +14,7 @@ from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, RoundContex
 from xffl.aggregation.mean import combined, weighted_mean
 from xffl.aggregation.report import RoundProfile
 from xffl.distributed.cross_world import CrossWorldGroup, Work
-from xffl.distributed.faults import inject
+from xffl.distributed.failures.faults import inject
 
 __all__ = ["CrossCellTransport", "ExactValues", "Link"]
 

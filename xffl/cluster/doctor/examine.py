@@ -33,7 +33,7 @@ from xffl.cluster.launch.affinity import limit_threads
 from xffl.cluster.launch.ssh import job_of_hosts, shared_environment, ssh_command
 from xffl.cluster.listening import LOOPBACK
 from xffl.cluster.network import SLURM_PORTS
-from xffl.cluster.recognition import find_launcher
+from xffl.cluster.recognition.find import find_launcher
 from xffl.cluster.sizes import Federation
 from xffl.cluster.slurm.allocation import Host
 from xffl.errors import ConfigError, LaunchError, XfflError

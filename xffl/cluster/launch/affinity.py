@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from xffl.cluster.host_lists import expand_counts
-from xffl.cluster.recognition import find_launcher
+from xffl.cluster.recognition.find import find_launcher
 from xffl.errors import ConfigError
 
 __all__ = ["Share", "bind_if_asked", "limit_threads", "share_machine", "take_turns_if_crowded"]

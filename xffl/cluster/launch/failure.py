@@ -156,7 +156,7 @@ def note_first(error: BaseException, first: str) -> None:
 def note_end(error: BaseException) -> None:
     """Let the hook that a session has set for uncaught exceptions ask the other ranks about an error, if there is one.
 
-    Rooms that do not import torch call this; see :mod:`xffl.distributed.uncaught`.
+    Rooms that do not import torch call this; see :mod:`xffl.distributed.failures.uncaught`.
     """
     ask = getattr(sys.excepthook, "note_end", None)
     if ask is not None:

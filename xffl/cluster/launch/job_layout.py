@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from xffl.cluster.batch import BATCH_SYSTEMS, BatchSystem
 from xffl.cluster.cells import arrange
-from xffl.cluster.launcher import Launcher
+from xffl.cluster.recognition.launcher import Launcher
 from xffl.cluster.sizes import Federation
 from xffl.cluster.slurm.allocation import Allocation, Host
 from xffl.errors import ConfigError, LaunchError

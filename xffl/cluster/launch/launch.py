@@ -18,7 +18,7 @@ from xffl.cluster.launch.failure import ExitCode, FailureRecord, JobWatch, RankF
 from xffl.cluster.launch.job_layout import LaunchOptions
 from xffl.cluster.launch.runner import LINGER_S, RankJob
 from xffl.cluster.launch.script import check_command, check_script
-from xffl.cluster.launchers import torchrun_variables
+from xffl.cluster.recognition.launchers import torchrun_variables
 from xffl.errors import LaunchError
 
 __all__ = ["held_port", "launch_distributed", "launch_local"]

@@ -37,7 +37,7 @@ from xffl.cluster.launch.failure import (
 from xffl.cluster.launch.job_layout import JobLayout, LaunchOptions
 from xffl.cluster.launch.logs import MarkedLines, line_prefix
 from xffl.cluster.launch.runner import RankJob
-from xffl.cluster.launchers import launcher_variables
+from xffl.cluster.recognition.launchers import launcher_variables
 from xffl.cluster.slurm.allocation import Host
 from xffl.errors import LaunchError
 from xffl.json_text import parse_json

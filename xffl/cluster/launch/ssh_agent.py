@@ -150,7 +150,7 @@ class _Ranks:
 
     def _start(self, rendezvous: Mapping[str, str]) -> None:
         from xffl.cluster.launch.child import child_command
-        from xffl.cluster.launchers import torchrun_variables
+        from xffl.cluster.recognition.launchers import torchrun_variables
 
         job = self._job
         for local in range(job["slots"]):

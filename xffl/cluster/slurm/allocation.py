@@ -14,8 +14,8 @@ from pathlib import Path
 
 from xffl.checks import decimal, shorten, shown
 from xffl.cluster.host_lists import MAX_HOSTS, expand_counts, expand_hosts
-from xffl.cluster.launcher import read_number
-from xffl.cluster.recognition import find_launcher
+from xffl.cluster.recognition.find import find_launcher
+from xffl.cluster.recognition.launcher import read_number
 from xffl.errors import ConfigError, LaunchError
 from xffl.files import read_given
 

@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from xffl.checks import group, shorten
 from xffl.distributed.consistency import ranks_text
-from xffl.distributed.world_store import clone_store
+from xffl.distributed.failures.world_store import clone_store
 from xffl.errors import ConfigError
 from xffl.topology import DataPlace
 from xffl.training.data.place import Placed, place_of

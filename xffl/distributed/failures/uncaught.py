@@ -23,7 +23,7 @@ from xffl.cluster.launch.failure import (
     leave_together,
     note_failure,
 )
-from xffl.distributed.first_failure import JoinedWorld, tell_failure
+from xffl.distributed.failures.first_failure import JoinedWorld, tell_failure
 from xffl.errors import XfflError
 
 __all__ = ["keep_store", "note_end", "tell_once"]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from xffl.callers import find_caller
 from xffl.distributed.collectives import Group
 from xffl.distributed.cross_world import CrossWorldGroup
-from xffl.distributed.world_store import WaitingNote, WaitingNotes
+from xffl.distributed.failures.world_store import WaitingNote, WaitingNotes
 from xffl.errors import XfflError
 from xffl.topology import ranks_text
 

@@ -2,7 +2,8 @@
 
 Launchers tell a rank its number on its host, but often not how many ranks are there, or which of the nodes it is; and
 what wrappers of sites set by hand may contradict itself. So each rank leaves its claim at the store before it arrives;
-the rank that arrives last looks at all of them and gives the verdict (:func:`xffl.cluster.placement.place_ranks`).
+the rank that arrives last looks at all of them and gives the verdict
+(:func:`xffl.cluster.recognition.placement.place_ranks`).
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from dataclasses import replace
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from xffl.cluster.claims import Claim
 from xffl.cluster.environment import ProcessEnvironment
 from xffl.cluster.hosts import host_identity
-from xffl.cluster.placement import place_ranks
+from xffl.cluster.recognition.claims import Claim
+from xffl.cluster.recognition.placement import place_ranks
 from xffl.distributed.consistency import end_on_store
 from xffl.errors import LaunchError, XfflError
 

@@ -2,7 +2,7 @@
 
 torchft's manager agrees with the other groups, step by step, who takes part; it averages gradients over them, and lets
 a group that has come back take the state of one that lives. What is sent for that is
-:mod:`xffl.distributed.replica_transport`.
+:mod:`xffl.distributed.replicas.replica_transport`.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from xffl.distributed.consistency import control_device, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState, set_data_place
 from xffl.distributed.gradients import mark_reduced
 from xffl.distributed.parameters import DeviceParameters, FaultToleranceParameters
-from xffl.distributed.plain_values import to_plain
-from xffl.distributed.replica_transport import ShardTransport, digest, give, local, prove_members, take
+from xffl.distributed.replicas.plain_values import to_plain
+from xffl.distributed.replicas.replica_transport import ShardTransport, digest, give, local, prove_members, take
 from xffl.distributed.sharding import bytes_of, from_bytes, reshard
-from xffl.distributed.stores import serve_store
+from xffl.distributed.startup.stores import serve_store
 from xffl.distributed.world import DistributedWorld, arguments_of
 from xffl.errors import ConfigError, LaunchError, RoundError, StateError
 from xffl.extras import optional_import

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from xffl.cluster.launcher import Environ, Launcher
-from xffl.cluster.launchers import LAUNCHERS
+from xffl.cluster.recognition.launcher import Environ, Launcher
+from xffl.cluster.recognition.launchers import LAUNCHERS
 from xffl.errors import LaunchError
 
 __all__ = [

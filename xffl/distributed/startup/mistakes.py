@@ -16,11 +16,11 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from xffl.checks import decimal, index_of
 from xffl.cluster.environment import ProcessEnvironment, detect_environment
-from xffl.cluster.launchers import LAUNCHERS
 from xffl.cluster.listening import LOOPBACK, PortHeldError, find_listener
+from xffl.cluster.recognition.launchers import LAUNCHERS
 from xffl.distributed.consistency import end_on_store
-from xffl.distributed.stores import agents_store, has_agents_store, join_store, serve_store
-from xffl.distributed.uncaught import tell_once
+from xffl.distributed.failures.uncaught import tell_once
+from xffl.distributed.startup.stores import agents_store, has_agents_store, join_store, serve_store
 from xffl.errors import LaunchError, XfflError
 
 __all__ = ["ClaimedPlace", "claimed_place", "own_place", "raise_at_meeting", "refuse_second_rank_0"]

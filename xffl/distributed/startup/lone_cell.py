@@ -12,7 +12,7 @@ from xffl.cluster.run_token import token_of, warn_without_token
 from xffl.cluster.sizes import parse_cell
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState, set_lone_cell
-from xffl.distributed.faults import arm as arm_fault
+from xffl.distributed.failures.faults import arm as arm_fault
 from xffl.distributed.parameters import ElasticParameters
 from xffl.errors import ConfigError
 

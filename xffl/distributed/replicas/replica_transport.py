@@ -30,7 +30,8 @@ from torch.distributed.tensor import DTensor
 
 from xffl.checks import shown
 from xffl.cluster.lighthouse_address import read_address
-from xffl.distributed import plain_values, sharding
+from xffl.distributed import sharding
+from xffl.distributed.replicas import plain_values
 from xffl.errors import CheckpointError, ConfigError, LaunchError, XfflError
 from xffl.json_text import parse_json
 from xffl.reading import Fields

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from xffl.checks import group
-from xffl.cluster.claims import Claim
+from xffl.cluster.recognition.claims import Claim
 from xffl.errors import LaunchError
 
 __all__ = ["Place", "place_ranks"]
