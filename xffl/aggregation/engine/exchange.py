@@ -44,7 +44,7 @@ from xffl.aggregation.engine.buffers import (
 from xffl.aggregation.engine.cell import mean_in_cell, reserve_cell_rows
 from xffl.aggregation.engine.groups import RoundGroups, RoundStatus
 from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, RoundContext
-from xffl.aggregation.engine.transport import CrossCellTransport, ExactValues, Link
+from xffl.aggregation.engine.transport import CrossCellTransport, Crossing, ExactValues, Link
 from xffl.aggregation.report import RoundProfile
 from xffl.distributed.collectives import broadcast
 from xffl.errors import RoundError
@@ -222,14 +222,7 @@ class RoundStage:
     def before_exchange(self, run: RoundRun, context: RoundContext) -> None:
         """Change what is sent, once it is known who contributes; may communicate within the cell."""
 
-    def payload(
-        self,
-        transport: CrossCellTransport,
-        transfer: GroupTransfer,
-        bucket: Bucket,
-        values: torch.Tensor,
-        out: torch.Tensor,
-    ) -> ExactValues | None:
+    def payload(self, crossing: Crossing) -> ExactValues | None:
         """Return what crosses in place of the values as they are."""
         return None
 
@@ -532,20 +525,13 @@ class RoundRun:
             context = stage.weighed(self, context)
         return context
 
-    def payload(
-        self,
-        transport: CrossCellTransport,
-        transfer: GroupTransfer,
-        bucket: Bucket,
-        values: torch.Tensor,
-        out: torch.Tensor,
-    ) -> ExactValues:
+    def payload(self, crossing: Crossing) -> ExactValues:
         """Return what this rank exchanges of a bucket."""
         for stage in self._exchange.stages:
-            payload = stage.payload(transport, transfer, bucket, values, out)
+            payload = stage.payload(crossing)
             if payload is not None:
                 return payload
-        return ExactValues(transport, transfer, bucket, values, out)
+        return ExactValues(crossing)
 
     def buckets(self) -> Iterator[tuple[GroupTransfer, Bucket]]:
         """Yield all buckets of the round, by their groups."""
@@ -624,6 +610,10 @@ class Walk(ABC):
     def read(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
         """Return where a bucket lies, with its values."""
 
+    def crossing(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> Crossing:
+        """Return a bucket that was read, as a payload takes it to the other cells."""
+        return Crossing(self.transport, transfer, bucket, values=memory.values, out=memory.out)
+
     @abstractmethod
     def payload(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> ExactValues | None:
         """Return what this rank exchanges of a bucket with other cells, if it does."""
@@ -652,7 +642,7 @@ class ExchangeWalk(Walk):
         """Send what the first stage makes of a bucket that has a payload of its own, or the values as they are."""
         if not transfer.is_sent_here(bucket):
             return None
-        return self.run.payload(self.transport, transfer, bucket, memory.values, memory.out)
+        return self.run.payload(self.crossing(transfer, bucket, memory))
 
     def end(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> None:
         """Write the result into the model, or leave it where it waits for the commit."""

@@ -77,7 +77,7 @@ class _TableWalk(Walk):
     def payload(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> SharedValues | None:
         if not transfer.is_sent_here(bucket):
             return None
-        return SharedValues(self.transport, transfer, bucket, memory.values, memory.out, self._targets)
+        return SharedValues(self.crossing(transfer, bucket, memory), self._targets)
 
     def pause(self, transfer: GroupTransfer) -> int:
         return self.link.pause(transfer) if self.reaches_cell else 0

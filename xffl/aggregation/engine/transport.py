@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -16,7 +17,7 @@ from xffl.aggregation.report import RoundProfile
 from xffl.distributed.cross_world import CrossWorldGroup, Work
 from xffl.distributed.failures.faults import inject
 
-__all__ = ["CrossCellTransport", "ExactValues", "Link"]
+__all__ = ["CrossCellTransport", "Crossing", "ExactValues", "Link"]
 
 
 TAG = 7_100
@@ -187,6 +188,16 @@ class CrossCellTransport:
             self.link.progress.note()
 
 
+class Crossing(NamedTuple):
+    """A bucket that this rank exchanges with its senders in the other cells."""
+
+    transport: CrossCellTransport
+    transfer: GroupTransfer
+    bucket: Bucket
+    values: torch.Tensor  # what this rank sends, as the model has it
+    out: torch.Tensor  # where the result goes; may be the same memory
+
+
 class ExactValues:
     """A bucket's values on their way, as they are.
 
@@ -197,18 +208,16 @@ class ExactValues:
     send: Mapping[int, torch.Tensor]
     receive: Mapping[int, torch.Tensor]
 
-    def __init__(
-        self,
-        transport: CrossCellTransport,
-        transfer: GroupTransfer,
-        bucket: Bucket,
-        values: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
-        self.transport, self.link = transport, transport.link
-        self.transfer, self.bucket, self.values, self.out = transfer, bucket, values, out
-        self.here, self.others = self.link.cell, self.link.others
-        self.sources = transport.context.source_cells(transfer.group)
+    def __init__(self, crossing: Crossing) -> None:
+        self.transport = crossing.transport
+        self.link = crossing.transport.link
+        self.transfer = crossing.transfer
+        self.bucket = crossing.bucket
+        self.values = crossing.values
+        self.out = crossing.out
+        self.here = self.link.cell
+        self.others = self.link.others
+        self.sources = self.transport.context.source_cells(self.transfer.group)
         self.is_source = self.here in self.sources
         self.arriving = [cell for cell in self.others if cell in self.sources]
         self.slot: torch.Tensor | None = None

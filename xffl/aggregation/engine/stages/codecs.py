@@ -13,7 +13,7 @@ from xffl.aggregation.compression import ErrorFeedback
 from xffl.aggregation.engine.buffers import Layout, ModelCopy, aligned
 from xffl.aggregation.engine.exchange import RoundRun, RoundStage
 from xffl.aggregation.engine.transfers import Bucket, GroupTransfer
-from xffl.aggregation.engine.transport import CrossCellTransport, ExactValues, Link
+from xffl.aggregation.engine.transport import Crossing, ExactValues, Link
 from xffl.errors import CheckpointError
 
 __all__ = ["Codecs", "EncodedSteps"]
@@ -67,16 +67,9 @@ class Codecs(RoundStage):
         """Return whether a group's values cross encoded: whether a round has made the agreed state to start from."""
         return transfer.codec is not None and transfer.group.fragment in self._seeded
 
-    def payload(
-        self,
-        transport: CrossCellTransport,
-        transfer: GroupTransfer,
-        bucket: Bucket,
-        values: torch.Tensor,
-        out: torch.Tensor,
-    ) -> ExactValues | None:
+    def payload(self, crossing: Crossing) -> ExactValues | None:
         """Encode the step since the last agreed state."""
-        return EncodedSteps(transport, transfer, bucket, values, out, self) if self.is_encoding(transfer) else None
+        return EncodedSteps(crossing, self) if self.is_encoding(crossing.transfer) else None
 
     def seed_of(self, round_number: int, transfer: GroupTransfer, bucket: Bucket, part: int) -> int:
         """Return a seed for stochastic rounding that no other code of the run has."""
@@ -150,17 +143,9 @@ class EncodedSteps(ExactValues):
     Everybody, the sender too, goes on with what the codes say, so that all ranks stay the same to the bit.
     """
 
-    def __init__(
-        self,
-        transport: CrossCellTransport,
-        transfer: GroupTransfer,
-        bucket: Bucket,
-        values: torch.Tensor,
-        out: torch.Tensor,
-        codecs: Codecs,
-    ) -> None:
+    def __init__(self, crossing: Crossing, codecs: Codecs) -> None:
         self._codecs = codecs
-        super().__init__(transport, transfer, bucket, values, out)
+        super().__init__(crossing)
 
     def prepare(self) -> None:
         """Make room for the codes of both hops."""

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-import torch
-
 from xffl.aggregation.algorithms.combiners import Combiner
 from xffl.aggregation.engine.buffers import BucketMemory
 from xffl.aggregation.engine.exchange import ExchangeWalk, RoundRun, Way
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, RoundContext
-from xffl.aggregation.engine.transport import CrossCellTransport, ExactValues
+from xffl.aggregation.engine.transport import CrossCellTransport, Crossing, ExactValues
 
 __all__ = ["HandOver", "SharedValues"]
 
@@ -56,7 +54,7 @@ class _HandOverWalk(ExchangeWalk):
     def payload(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> ExactValues | None:
         if not transfer.is_sent_here(bucket):
             return None
-        return SharedValues(self.transport, _plain(transfer), bucket, memory.values, memory.out, self._targets)
+        return SharedValues(self.crossing(_plain(transfer), bucket, memory), self._targets)
 
     def pause(self, transfer: GroupTransfer) -> int:
         return super().pause(_plain(transfer))
@@ -70,17 +68,9 @@ def _plain(transfer: GroupTransfer) -> GroupTransfer:
 class SharedValues(ExactValues):
     """Values that one cell has and the targets take over as they are."""
 
-    def __init__(
-        self,
-        transport: CrossCellTransport,
-        transfer: GroupTransfer,
-        bucket: Bucket,
-        values: torch.Tensor,
-        out: torch.Tensor,
-        targets: Collection[int],
-    ) -> None:
+    def __init__(self, crossing: Crossing, targets: Collection[int]) -> None:
         self._targets = targets
-        super().__init__(transport, transfer, bucket, values, out)
+        super().__init__(crossing)
 
     def prepare(self) -> None:
         """Send to the targets; receive in place of the result."""

@@ -11,8 +11,8 @@ import torch
 from xffl.aggregation.engine.buffers import aligned
 from xffl.aggregation.engine.exchange import RoundRun, RoundStage
 from xffl.aggregation.engine.groups import RoundStatus
-from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, RoundContext
-from xffl.aggregation.engine.transport import CrossCellTransport, ExactValues, Link
+from xffl.aggregation.engine.transfers import GroupTransfer, RoundContext
+from xffl.aggregation.engine.transport import Crossing, ExactValues, Link
 from xffl.aggregation.privacy import Masker
 
 __all__ = ["Masks"]
@@ -46,16 +46,9 @@ class Masks(RoundStage):
         """Get ready to mask the rows of this try."""
         self.masker.start_attempt(context.attempt, context.cells)
 
-    def payload(
-        self,
-        transport: CrossCellTransport,
-        transfer: GroupTransfer,
-        bucket: Bucket,
-        values: torch.Tensor,
-        out: torch.Tensor,
-    ) -> ExactValues | None:
+    def payload(self, crossing: Crossing) -> ExactValues | None:
         """Mask what is averaged."""
-        return MaskedValues(transport, transfer, bucket, values, out, self.masker) if _is_masked(transfer) else None
+        return MaskedValues(crossing, self.masker) if _is_masked(crossing.transfer) else None
 
 
 def _is_masked(transfer: GroupTransfer) -> bool:
@@ -65,17 +58,9 @@ def _is_masked(transfer: GroupTransfer) -> bool:
 class MaskedValues(ExactValues):
     """A bucket's values as fixed-point numbers under masks, of which the cells learn only the sum."""
 
-    def __init__(
-        self,
-        transport: CrossCellTransport,
-        transfer: GroupTransfer,
-        bucket: Bucket,
-        values: torch.Tensor,
-        out: torch.Tensor,
-        masker: Masker,
-    ) -> None:
+    def __init__(self, crossing: Crossing, masker: Masker) -> None:
         self._masker = masker
-        super().__init__(transport, transfer, bucket, values, out)
+        super().__init__(crossing)
 
     def prepare(self) -> None:
         """Make room for rows of fixed-point numbers."""

@@ -91,10 +91,11 @@ class _GatherWalk(ExchangeWalk):
         with self.profile.capture_failure("pack"):
             self.link.copies.settle(bucket)  # read as soon as the payload is made
         rows = self._models.rows_of(transfer, bucket)
+        crossing = self.crossing(transfer, bucket, memory)._replace(out=rows)
         codecs = self._models.codecs
         if codecs is not None and codecs.is_encoding(transfer):
-            return _GatheredSteps(self.transport, transfer, bucket, memory.values, rows, codecs)
-        return _GatheredValues(self.transport, transfer, bucket, memory.values, rows)
+            return _GatheredSteps(crossing, codecs)
+        return _GatheredValues(crossing)
 
     def pause(self, transfer: GroupTransfer) -> int:
         return 0  # nobody waits for a result
