@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 
 from xffl.aggregation.engine.buffers import Pool, aligned
 from xffl.aggregation.engine.transfers import GroupTransfer
-from xffl.aggregation.engine.transport import Link
 from xffl.aggregation.mean import weighted_mean
 from xffl.aggregation.report import RoundProfile
 
-__all__ = ["mean_in_cell", "reserve_cell_rows"]
+__all__ = ["cell_rows_nbytes", "mean_in_cell"]
 
 
-def reserve_cell_rows(link: Link, pools: Mapping[torch.device, Pool], transfers: Sequence[GroupTransfer]) -> None:
-    """Make room for a bucket's values of all ranks of a cell, where their mean is taken; local."""
-    needed: dict[torch.device, int] = {}
-    for transfer in transfers:
-        if transfer.group.is_mean_in_cell and transfer.cell_group is not None:
-            device = (link.home_device if transfer.is_shared_on_gpu else None) or link.device
-            largest = max((bucket.stop - bucket.start for bucket in transfer.buckets), default=0)
-            nbytes = aligned(largest * transfer.dtype.itemsize) * transfer.cell_group.size()
-            needed[device] = max(needed.get(device, 0), nbytes)
-    for device, nbytes in needed.items():
-        pools[device].reserve(1, nbytes)
+def cell_rows_nbytes(transfer: GroupTransfer) -> int:
+    """Return what a bucket's values of all ranks of a cell take up where their mean is taken; 0 where it is not."""
+    if not transfer.group.is_mean_in_cell or transfer.cell_group is None:
+        return 0
+    largest = max((bucket.stop - bucket.start for bucket in transfer.buckets), default=0)
+    return aligned(largest * transfer.dtype.itemsize) * transfer.cell_group.size()
 
 
 def mean_in_cell(

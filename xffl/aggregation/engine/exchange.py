@@ -24,7 +24,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ from xffl.aggregation.engine.buffers import (
     StagingBuffers,
     aligned,
 )
-from xffl.aggregation.engine.cell import mean_in_cell, reserve_cell_rows
+from xffl.aggregation.engine.cell import cell_rows_nbytes, mean_in_cell
 from xffl.aggregation.engine.groups import RoundGroups, RoundStatus
 from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.engine.transport import CrossCellTransport, Crossing, ExactValues, Link
@@ -54,6 +54,7 @@ __all__ = [
     "BucketPipeline",
     "Exchange",
     "ExchangeWalk",
+    "Inspection",
     "Memory",
     "RoundMemory",
     "RoundRun",
@@ -270,6 +271,13 @@ class RoundStage:
         """Take over what :meth:`state_dict` returned."""
 
 
+class Inspection(NamedTuple):
+    """What looks at this rank's values before the first vote."""
+
+    finite_check: FiniteCheck
+    stages: Sequence[RoundStage]
+
+
 class Memory:
     """The memory that rounds of a rank use again: made in the first round and kept, since fresh memory is slow.
 
@@ -280,7 +288,8 @@ class Memory:
     def __init__(self, layout: Layout, transfers: Sequence[GroupTransfer], link: Link, *, atomic: bool) -> None:
         self.layout = layout
         self.link = link
-        self.cell_rows = {device: Pool(0, device) for device in {link.device, link.home_device or link.device}}
+        self.cell_rows = {link.device: Pool(0, link.device)}
+        """Buffers for the values of all ranks of a cell whose mean is taken, by the device where it is."""
         if link.arena is not None:
             link.arena.restart(sum(aligned(one.group.numel * one.dtype.itemsize) for one in transfers))
         self.staging = StagingBuffers(layout, link.device, atomic=atomic, moving=link.copies, arena=link.arena)
@@ -290,15 +299,24 @@ class Memory:
         """Where new values wait, by the number of the transfer."""
         return self.staging.stages
 
-    def of_round(
-        self,
-        transfers: Sequence[GroupTransfer],
-        pauses: Mapping[int, int],
-        copy: ModelCopy,
-        profile: RoundProfile,
-    ) -> RoundMemory:
+    def of_round(self, transfers: Sequence[GroupTransfer], copy: ModelCopy, profile: RoundProfile) -> RoundMemory:
         """Make what a round needs, so that it does not run out of memory on its way."""
-        return RoundMemory(self, RoundBuffers(self.staging, transfers, pauses, copy), profile)
+        return RoundMemory(self, RoundBuffers(self.staging, transfers, self.pauses(transfers), copy), profile)
+
+    def pauses(self, transfers: Sequence[GroupTransfer]) -> dict[int, int]:
+        """Return, by the number of the transfer, how many buckets are started while one of them is under way."""
+        return {transfer.number: self.link.pause(transfer) + HOME_LAG for transfer in transfers}
+
+    def home_device_of(self, transfer: GroupTransfer) -> torch.device:
+        """Return where the ranks of this cell get a group's result."""
+        return self.link.device
+
+    def reserve_cell_rows(self, transfers: Sequence[GroupTransfer]) -> None:
+        """Make room for the buckets whose mean over the cell is taken; local."""
+        for device, pool in self.cell_rows.items():
+            nbytes = [cell_rows_nbytes(transfer) for transfer in transfers if self.home_device_of(transfer) == device]
+            if any(nbytes):
+                pool.reserve(1, max(nbytes))
 
 
 class RoundMemory:
@@ -313,22 +331,16 @@ class RoundMemory:
         """Return the buffers between the model and the result of a group."""
         return self.buffers
 
-    def inspect(
-        self,
-        transfer: GroupTransfer,
-        bucket: Bucket,
-        finite_check: FiniteCheck,
-        inspecting: Sequence[RoundStage],
-    ) -> None:
+    def inspect(self, transfer: GroupTransfer, bucket: Bucket, inspection: Inspection) -> None:
         """Pack a bucket where it has to be copied; check what this rank sends for NaN and infinity."""
         is_sender = transfer.is_sent_here(bucket)
         if not (self.buffers.copy is ModelCopy.KEPT or transfer.group.is_mean_in_cell or is_sender):
             return
         values, lent = self.buffers.pack(transfer, bucket)
         if transfer.group.rule == "average":
-            finite_check.add(bucket, values)
+            inspection.finite_check.add(bucket, values)
         if is_sender and transfer.group.is_stepped:
-            for stage in inspecting:
+            for stage in inspection.stages:
                 stage.inspect(transfer, bucket, values)
         self.buffers.keep(bucket, lent)
 
@@ -433,26 +445,23 @@ class RoundRun:
 
     def _make_memory(self, copy: ModelCopy) -> RoundMemory:
         """Make what a round needs, so that it does not run out of memory on its way."""
-        transfers, link, memory = self._transfers, self._link, self._exchange.memory
-        pauses = {transfer.number: link.pause(transfer) + HOME_LAG for transfer in transfers}
-        made = memory.of_round(transfers, pauses, copy, self.profile)
-        self.way.reserve(transfers)
-        link.reserve(transfers)
-        buffers_of_cell = [transfer for transfer in transfers if transfer.group.is_mean_in_cell]
-        if buffers_of_cell:
-            reserve_cell_rows(link, memory.cell_rows, buffers_of_cell)
+        memory = self._exchange.memory
+        made = memory.of_round(self._transfers, copy, self.profile)
+        self.way.reserve(self._transfers)
+        self._link.reserve(self._transfers)
+        memory.reserve_cell_rows(self._transfers)
         return made
 
     def _inspect(self) -> FiniteReport:
         """Pack what has to be copied, and check what this rank sends for NaN and infinity."""
-        finite_check = FiniteCheck(self._layout)
         inspecting = [stage for stage in self._exchange.stages if stage.inspects]
+        inspection = Inspection(FiniteCheck(self._layout), inspecting)
         for transfer, bucket in self.buckets():
-            self.memory.inspect(transfer, bucket, finite_check, inspecting)
+            self.memory.inspect(transfer, bucket, inspection)
         self._link.copies.hold_writes()
         for stage in inspecting:
             stage.end_inspection()
-        return finite_check.report()
+        return inspection.finite_check.report()
 
     @torch.no_grad()
     def exchange(self, context: RoundContext) -> RoundContext:

@@ -9,7 +9,7 @@ through memory as follows, each arrow behind the one before on streams of their 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -19,11 +19,12 @@ from xffl.aggregation.engine.buffers import (
     FiniteCheck,
     Layout,
     ModelCopy,
+    Pool,
     RoundBuffers,
     StagingBuffers,
 )
 from xffl.aggregation.engine.cell import mean_in_cell
-from xffl.aggregation.engine.exchange import Memory, RoundMemory, RoundStage
+from xffl.aggregation.engine.exchange import Inspection, Memory, RoundMemory
 from xffl.aggregation.engine.transfers import Bucket, GroupTransfer
 from xffl.aggregation.engine.transport import Link
 from xffl.aggregation.report import RoundProfile
@@ -135,20 +136,21 @@ class GpuMemory(Memory):
         self.gpu_staging: StagingBuffers | None = None
         if link.home_device is not None:
             self.gpu_staging = StagingBuffers(layout, link.home_device, atomic=atomic, moving=link.copies)
+            self.cell_rows.setdefault(link.home_device, Pool(0, link.home_device))
 
     @property
     def results(self) -> dict[int, torch.Tensor]:
         """Where new values wait, on the GPU where the cell gets them there."""
         return self.staging.stages if self.gpu_staging is None else self.staging.stages | self.gpu_staging.stages
 
-    def of_round(
-        self,
-        transfers: Sequence[GroupTransfer],
-        pauses: Mapping[int, int],
-        copy: ModelCopy,
-        profile: RoundProfile,
-    ) -> RoundMemory:
+    def home_device_of(self, transfer: GroupTransfer) -> torch.device:
+        """Return where the ranks of this cell get a group's result, on the GPU for some."""
+        home = self.link.home_device
+        return home if home is not None and transfer.is_shared_on_gpu else self.link.device
+
+    def of_round(self, transfers: Sequence[GroupTransfer], copy: ModelCopy, profile: RoundProfile) -> RoundMemory:
         """Make what a round needs on both sides."""
+        pauses = self.pauses(transfers)
         crossing = [transfer for transfer in transfers if transfer.is_sender or not transfer.is_shared_on_gpu]
         buffers = RoundBuffers(self.staging, crossing, pauses, copy)
         gpu_buffers = buffers
@@ -172,15 +174,11 @@ class _GpuRoundMemory(RoundMemory):
     def buffers_of(self, transfer: GroupTransfer) -> RoundBuffers:
         return self._gpu_buffers if transfer.is_shared_on_gpu else self.buffers
 
-    def inspect(
-        self,
-        transfer: GroupTransfer,
-        bucket: Bucket,
-        finite_check: FiniteCheck,
-        inspecting: Sequence[RoundStage],
-    ) -> None:
+    def inspect(self, transfer: GroupTransfer, bucket: Bucket, inspection: Inspection) -> None:
         """Check what lies on a GPU there; copy it to the host while others cross, unless it may change before."""
-        buffers, is_average = self.buffers, transfer.group.rule == "average"
+        buffers = self.buffers
+        finite_check = inspection.finite_check
+        is_average = transfer.group.rule == "average"
         is_sender = transfer.is_sent_here(bucket)
         is_read = buffers.copy is ModelCopy.KEPT or transfer.group.is_mean_in_cell or is_sender
         if transfer.is_shared_on_gpu:
@@ -188,7 +186,7 @@ class _GpuRoundMemory(RoundMemory):
             self._pack_on_gpu(transfer, bucket, finite_check)
         if not is_read:
             return
-        is_inspected = is_sender and transfer.group.is_stepped and bool(inspecting)
+        is_inspected = is_sender and transfer.group.is_stepped and bool(inspection.stages)
         checked = self._find_on_gpu(bucket)
         if checked is not None and buffers.copy is ModelCopy.NONE and not is_inspected:
             buffers.postpone(bucket)
@@ -200,7 +198,7 @@ class _GpuRoundMemory(RoundMemory):
             finite_check.add(bucket, values if checked is None else checked)
         if is_inspected:
             buffers.settle(bucket)
-            for stage in inspecting:
+            for stage in inspection.stages:
                 stage.inspect(transfer, bucket, values)
         buffers.keep(bucket, lent)
 
