@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from xffl.aggregation.algorithms.combiners import GeometricMedian, MultiKrum
 from xffl.aggregation.algorithms.every_steps import schedule_of
+from xffl.aggregation.algorithms.robust import GeometricMedian, MultiKrum
 from xffl.aggregation.algorithms.schedules import EveryEpochs, PerCell, Warmup
 from xffl.aggregation.bench import Effort
 from xffl.aggregation.compression import Blockwise

@@ -10,8 +10,9 @@ from typing import ClassVar
 
 import pytest
 
-from xffl.aggregation.algorithms.combiners import Coordinatewise, TrimmedMean
+from xffl.aggregation.algorithms.combiners import Coordinatewise
 from xffl.aggregation.algorithms.registry import make, resolve_algorithm
+from xffl.aggregation.algorithms.robust import TrimmedMean
 from xffl.aggregation.exports import RoundPlan
 from xffl.errors import CheckpointError, ConfigError
 from xffl.naming import Writer, check_maker, import_named

@@ -17,17 +17,12 @@ from xffl.aggregation.algorithms.combiners import (
     AggregationWeights,
     CellStats,
     Combiner,
-    CoordinateMedian,
     Coordinatewise,
-    GeometricMedian,
-    Krum,
     Mean,
-    MultiKrum,
-    NormalizedMean,
-    NormClipping,
-    TrimmedMean,
     WeightedCombiner,
 )
+from xffl.aggregation.algorithms.robust import CoordinateMedian, GeometricMedian, Krum, MultiKrum, TrimmedMean
+from xffl.aggregation.algorithms.scaled_means import NormalizedMean, NormClipping
 from xffl.aggregation.engine.exchange import weigh_cells
 from xffl.aggregation.engine.transfers import RoundContext
 from xffl.errors import ConfigError, RoundError

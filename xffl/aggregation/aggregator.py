@@ -25,14 +25,12 @@ from xffl.aggregation.engine.consensus import (
     RoundCoordinator,
     RoundInput,
     RoundNumbers,
-    count_inconsistent,
-    find_inconsistent,
-    mark_inconsistent,
 )
 from xffl.aggregation.engine.exchange import RoundRun
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.global_state import load_memory, save_memory, share_global_model
 from xffl.aggregation.engine.groups import MergeMode, RoundStatus
+from xffl.aggregation.engine.inconsistent import count_inconsistent, find_inconsistent, mark_inconsistent
 from xffl.aggregation.engine.setup import compare_models, compare_processors, make_exchange, stream_of
 from xffl.aggregation.engine.stages.agreed import AgreedModel
 from xffl.aggregation.engine.stages.first_round import FirstRound

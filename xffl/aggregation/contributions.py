@@ -20,9 +20,7 @@ __all__ = [
     "NormalizedSteps",
     "Snapshot",
     "StepTimer",
-    "check_apart",
     "check_outside_backward",
-    "unwrap",
 ]
 
 
@@ -175,22 +173,6 @@ class StepTimer:
             self._since = time.perf_counter()
 
 
-INNER = {"opacus": "original_optimizer", "accelerate": "optimizer"}
-"""Packages of wrappers that leave the parameters alone once the optimizer inside has stepped, and where it is held."""
-
-
-def check_apart(optimizer: Optimizer, outer: Sequence[Optimizer]) -> None:
-    """Raise where an optimizer steps inside another one's step and both hold the same parameters: it is one step."""
-    mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for other in outer:
-        if any(id(parameter) in mine for group in other.param_groups for parameter in group["params"]):
-            raise ConfigError(
-                f"optimizer {type(optimizer).__name__} steps inside the step of {type(other).__name__}, and both are "
-                "given for the same parameters, so their step would count twice; give "
-                f"{type(other).__name__} only"
-            )
-
-
 def check_outside_backward(what: str) -> None:
     """Raise where a step is made during a backward pass, in which a round would change what it still reads."""
     if is_in_backward():
@@ -198,43 +180,6 @@ def check_outside_backward(what: str) -> None:
             f"{what} inside a backward pass, where a round would change parameters that gradients are still computed "
             "from; give optimizer=None, and call scaling.step() after backward()"
         )
-
-
-def unwrap(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    """Return the optimizers whose step hooks are called: those given, or those in wrappers that are known.
-
-    Wrappers that never initialized themselves as optimizers have no hooks. Of others it is not known whether they
-    change the parameters after the inner step (Lookahead does), where a round would have been too early.
-    """
-    unwrapped: list[Optimizer] = []
-    for optimizer in optimizers:
-        while not _has_hooks(optimizer):
-            packages = {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
-            inner = [getattr(optimizer, name, None) for package, name in INNER.items() if package in packages]
-            if len(inner) != 1 or not isinstance(inner[0], Optimizer):
-                raise ConfigError(
-                    f"optimizer {type(optimizer).__name__} does not call torch.optim.Optimizer.__init__, so its steps "
-                    "cannot be counted; let it do so. Or give the optimizer inside it, if nothing changes the "
-                    "parameters after that one's step; else optimizer=None, and call scaling.step() after each local "
-                    "step"
-                )
-            optimizer = inner[0]
-        if any(optimizer is other for other in unwrapped):
-            raise ConfigError(
-                f"optimizer {type(optimizer).__name__} is given twice, as it is or in a wrapper, so its steps would "
-                "count twice; give each optimizer once"
-            )
-        unwrapped.append(optimizer)
-    return unwrapped
-
-
-def _has_hooks(optimizer: Optimizer) -> bool:
-    """Tell whether step hooks can be registered, and are called."""
-    try:
-        optimizer.register_step_pre_hook(lambda *_: None).remove()
-    except AttributeError:
-        return False
-    return bool(getattr(type(optimizer).step, "hooked", False))
 
 
 class NormalizedSteps:

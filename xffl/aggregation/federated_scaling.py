@@ -18,15 +18,16 @@ from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.algorithms.clients import Client, check_step
 from xffl.aggregation.algorithms.every_steps import Schedule
 from xffl.aggregation.config import RoundArguments, check_stepped, parse_round_config
-from xffl.aggregation.contributions import Snapshot, check_apart, check_outside_backward
+from xffl.aggregation.contributions import Snapshot, check_outside_backward
 from xffl.aggregation.engine.setup import check_given
-from xffl.aggregation.engine.stages.first_round import digest_of
 from xffl.aggregation.hierarchical import Levels
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.aggregation.rounds.choose import choose_rounds
 from xffl.aggregation.rounds.hooks import FormerAttribute, LoopHooks, check_hooks
 from xffl.aggregation.rounds.offer import Outcome, RoundOffer, StepLedger
+from xffl.aggregation.rounds.uncounted import CountingCheck
 from xffl.aggregation.weight_copies import tell_copies
+from xffl.aggregation.wrapped_optimizers import check_apart
 from xffl.checks import integer
 from xffl.compat.pytorch import enclosing_steps
 from xffl.distributed.consistency import run_on_all_ranks
@@ -548,39 +549,3 @@ class Countdown:
         report = state["report"]
         kind = ElasticRoundReport if report is not None and "membership" in report else RoundReport
         self.report = None if report is None else kind(**report)
-
-
-class CountingCheck:
-    """Finds a loop that trains the model and counts no step, so that each cell is left with a model of its own."""
-
-    def __init__(self, model: nn.Module, *, has_optimizers: bool) -> None:
-        self._model = model
-        self._has_optimizers = has_optimizers
-        self._first_rounds = 0
-        self._first_digest: list[int] = []
-
-    def note_start(self, rounds: int) -> None:
-        """Note what the model is before the first step; local."""
-        self._first_rounds = rounds
-        self._first_digest = digest_of(self._model)
-
-    def check(self, rounds: int) -> None:
-        """Raise StateError where the model was trained and no rank has counted a step; collective over the world.
-
-        A step that a rank has counted has led to a round by now, which all ranks know of.
-        """
-        if rounds > self._first_rounds:
-            return
-        advice = "With optimizer=None call scaling.step() after each local step"
-        if self._has_optimizers:
-            advice = (
-                "The step() of the optimizers that were given was never called; give those whose step() trains the "
-                "model, or, where none is called (as in SAM, or in fused backward passes), give optimizer=None and "
-                "call scaling.step() after each local step"
-            )
-        with run_on_all_ranks("parameters that no step has changed"):
-            if digest_of(self._model) != self._first_digest:
-                raise StateError(
-                    "parameters have changed in the block, but no local step was counted, so there was no round "
-                    f"and each cell has a model of its own. {advice}"
-                )

@@ -494,7 +494,7 @@ def _adaptive(rule: str, beta1: float) -> dict[str, Any]:
 
 _ROOMS = {
     "server": "",
-    "combine": "xffl.aggregation.algorithms.combiners.",
+    "combine": "xffl.aggregation.algorithms.",
     "client": "xffl.aggregation.algorithms.clients.",
     "schedule": "xffl.aggregation.algorithms.schedules.",
     "privacy": "xffl.aggregation.privacy.",
@@ -514,14 +514,14 @@ _ROWS: dict[str, tuple[tuple[Any, ...], ...]] = {
         ("diloco", _SGD, "Nesterov momentum on rare rounds, for language models", _DILOCO, _NESTEROV),
     ),
     "combine": (
-        ("mean", "Mean", "the weighted mean", _MCMAHAN),
-        ("fednova", "NormalizedMean", "the mean of updates divided by each cell's local steps", _WANG),
-        ("median", "CoordinateMedian", "the median of each coordinate", _YIN),
-        ("trimmed_mean", "TrimmedMean", "each coordinate's mean without its extremes", _YIN),
-        ("krum", "Krum", "the cell that is closest to its neighbours", _BLANCHARD),
-        ("multi_krum", "MultiKrum", "the mean of several cells that Krum prefers", _BLANCHARD),
-        ("geometric_median", "GeometricMedian", "the point of least summed distance to all cells", _PILLUTLA),
-        ("norm_clipping", "NormClipping", "the mean of updates cut to a greatest norm", _SUN),
+        ("mean", "combiners.Mean", "the weighted mean", _MCMAHAN),
+        ("fednova", "scaled_means.NormalizedMean", "the mean of updates divided by each cell's local steps", _WANG),
+        ("median", "robust.CoordinateMedian", "the median of each coordinate", _YIN),
+        ("trimmed_mean", "robust.TrimmedMean", "each coordinate's mean without its extremes", _YIN),
+        ("krum", "robust.Krum", "the cell that is closest to its neighbours", _BLANCHARD),
+        ("multi_krum", "robust.MultiKrum", "the mean of several cells that Krum prefers", _BLANCHARD),
+        ("geometric_median", "robust.GeometricMedian", "the point of least summed distance to all cells", _PILLUTLA),
+        ("norm_clipping", "scaled_means.NormClipping", "the mean of updates cut to a greatest norm", _SUN),
     ),
     "client": (
         ("fedprox", "FedProx", "pull local steps to the global weights", _PROX),

@@ -15,8 +15,8 @@ In each round:
 - ``buffers``: views of the model bucket by bucket, staging buffers, pools of buffers.
 - ``exchange``: the walk over all buckets: check, send, combine, broadcast, write; its docstring has the timeline.
 - ``transport``: how one bucket gets from cell to cell, in one hop or two.
-- ``consensus``: whether a round takes place and whether its result counts, on all ranks alike; where one cannot know,
-  the mark of a model whose weights may differ between ranks.
+- ``consensus``: whether a round takes place and whether its result counts, on all ranks alike.
+- ``inconsistent``: the mark of a model whose weights may differ between ranks, because one could not know.
 
 A ``RoundRun`` reads and checks the model; ``RoundCoordinator.run`` votes, has it exchange the buckets, and votes again;
 ``RoundRun.commit`` writes the model. What a feature does to this is a stage (``exchange.RoundStage``) in the list of

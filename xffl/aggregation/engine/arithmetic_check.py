@@ -19,8 +19,9 @@ import torch
 
 from xffl.aggregation.algorithms.combiners import Combiner, Coordinatewise
 from xffl.aggregation.algorithms.server_rules import ServerRule
-from xffl.aggregation.arithmetic import ElementaryOnly, divide, flushes_subnormals, is_built_in, square_root
+from xffl.aggregation.arithmetic import divide, flushes_subnormals, is_built_in, square_root
 from xffl.aggregation.compression import Codec
+from xffl.aggregation.elementary import ElementaryOnly
 from xffl.aggregation.mean import combined, weighted_mean
 from xffl.checks import group as group_pairs
 from xffl.distributed.collectives import Group, all_gather_json

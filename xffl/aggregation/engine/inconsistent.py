@@ -1,0 +1,117 @@
+"""The mark of a model whose ranks could not commit alike: it makes the model unusable until a state dict is loaded."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from xffl.errors import RoundError, TornError
+
+__all__ = ["InconsistentModel", "count_inconsistent", "find_inconsistent", "mark_inconsistent"]
+
+_MARK = "_xffl_tear"
+_COUNT = "_xffl_tears"
+
+
+class InconsistentModel:
+    """The mark of an inconsistent model: each forward pass of it and its parts raises until a state dict is loaded.
+
+    Local. The mark stands on the model itself, without wrappers, so it holds for whoever uses the model, and for copies
+    of it. ``reason`` says why the ranks may no longer agree.
+    """
+
+    def __init__(self, model: nn.Module, reason: str) -> None:
+        self.reason = reason
+        self.is_repaired = False
+        """Whether a whole state dict has been loaded."""
+        self._model = _without_wrappers(model)
+        self._errors: Sequence[str] = ()
+        self._uses = [
+            module.register_forward_pre_hook(self._refuse) for module in {*model.modules(), *self._model.modules()}
+        ]
+        self._loads: list[RemovableHandle] = [
+            self._model.register_load_state_dict_pre_hook(self._begin_load),  # type: ignore[no-untyped-call]
+            self._model.register_load_state_dict_post_hook(self._repair),  # type: ignore[no-untyped-call]
+        ]
+        object.__setattr__(self._model, _MARK, self)
+        _forget_compiled()
+
+    def check(self) -> None:
+        """Raise RoundError."""
+        raise RoundError(f"the model is torn: {self.reason}; load a checkpoint on all ranks before going on")
+
+    def remove(self) -> None:
+        """Remove the mark of a repaired model; not from within a hook of loading, since torch iterates over these."""
+        object.__delattr__(self._model, _MARK)
+        for handle in self._loads:
+            handle.remove()
+
+    def _refuse(self, module: nn.Module, args: Any) -> None:
+        self.check()
+
+    def _begin_load(self, module: nn.Module, *args: Any) -> None:
+        self._errors = args[-1]  # torch adds to them as it goes, and raises after the hooks
+
+    def _repair(self, module: nn.Module, keys: Any) -> None:
+        if self.is_repaired or self._errors or keys.missing_keys or keys.unexpected_keys:
+            return
+        self.is_repaired = True
+        while self._uses:
+            self._uses.pop().remove()
+        _forget_compiled()
+
+
+@contextmanager
+def mark_inconsistent(model: nn.Module) -> Iterator[None]:
+    """Mark a model, wrapped or not, where a :class:`TornError` says that the ranks may hold different weights.
+
+    A RoundError is raised in its place; an interrupt that caused it goes on as it is.
+    """
+    try:
+        yield
+    except TornError as torn:
+        cause = torn.__cause__
+        object.__setattr__(_without_wrappers(model), _COUNT, count_inconsistent(model) + 1)
+        if find_inconsistent(model) is None:
+            InconsistentModel(model, str(torn))
+        if cause is not None and not isinstance(cause, Exception):
+            raise cause from None
+        raise RoundError(
+            f"{torn}; the model is torn: load a checkpoint of the model and of the aggregator on all ranks"
+        ) from cause
+
+
+def find_inconsistent(model: nn.Module) -> InconsistentModel | None:
+    """Return the mark of an inconsistent model, wrapped or not; ``None`` where it is whole."""
+    mark: InconsistentModel | None = getattr(_without_wrappers(model), _MARK, None)
+    if mark is not None and mark.is_repaired:
+        mark.remove()
+        return None
+    return mark
+
+
+def count_inconsistent(model: nn.Module) -> int:
+    """Return how often a model became inconsistent, even if it is repaired: what was remembered of it is void then."""
+    return int(getattr(_without_wrappers(model), _COUNT, 0))
+
+
+def _forget_compiled() -> None:
+    """Have functions compiled anew that use the model: torch.compile does not look whether a module's hooks changed."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
+def _without_wrappers(model: nn.Module) -> nn.Module:
+    """Take DDP and torch.compile off a model."""
+    while True:
+        inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        inner = getattr(inner, "_orig_mod", inner)
+        if inner is model or not isinstance(inner, nn.Module):
+            return model
+        model = inner
