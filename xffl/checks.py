@@ -15,6 +15,7 @@ from xffl.errors import ConfigError, XfflError
 __all__ = [
     "closest",
     "decimal",
+    "did_you_mean",
     "flattened",
     "group",
     "index_of",
@@ -112,8 +113,7 @@ def one_of(
     if any(kind is type(choice) and value == choice for choice in known):
         return
     names = [choice for choice in known if isinstance(choice, str)]
-    near = closest(value[:100], names, 0.5) if isinstance(value, str) else None
-    meant = f" (did you mean {near!r}?)" if near is not None else ""
+    meant = did_you_mean(value, names, 0.5) if isinstance(value, str) else ""
     listed = ", ".join(repr(choice) for choice in known)
     raise error(f"{what} must be one of {listed}, got {shown(value)}{meant}" + (f"; {hint}" if hint else ""))
 
@@ -121,6 +121,12 @@ def one_of(
 def closest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return which of the names is nearest to a misspelled one, ``None`` where none is near."""
     return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)), None)
+
+
+def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the question that follows a misspelled name in a message, empty where none of the names is near."""
+    near = closest(name[:100], names, cutoff)
+    return "" if near is None else f" (did you mean {near!r}?)"
 
 
 def shorten(items: Iterable[Any], most: int = 5, separator: str = ", ") -> str:

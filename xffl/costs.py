@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from xffl.checks import decimal, integer, one_of, real
+from xffl.checks import decimal, did_you_mean, integer, one_of, real
 from xffl.errors import ConfigError
 
 __all__ = [
@@ -154,7 +154,7 @@ def read_codec(name: object) -> CodecSpec:
         raise ConfigError(f"codec {name!r} is neither a name nor a Codec; give one of {NAMES}")
     kind, colon, text = name.partition(":")
     if kind not in CODECS:
-        raise ConfigError(f"codec {name!r} is unknown; give one of {NAMES}")
+        raise ConfigError(f"codec {name!r} is unknown{did_you_mean(kind, CODECS)}; give one of {NAMES}")
     parts = text.split(",") if colon else []
     options: dict[str, Any] = {}
     if kind == "topk":
@@ -170,7 +170,8 @@ def read_codec(name: object) -> CodecSpec:
         key, equals, value = part.partition("=")
         if key not in known or not equals or key in options:
             knob = "give " + " or ".join(f"{key}=..." for key in known) if known else "give the codec without options"
-            raise ConfigError(f"codec {name!r}: option {part!r} is unknown or given twice; {knob}")
+            meant = did_you_mean(key, known)
+            raise ConfigError(f"codec {name!r}: option {part!r} is unknown or given twice{meant}; {knob}")
         options[key] = value
         if key == "block":
             number = value if decimal(value) is None else decimal(value)

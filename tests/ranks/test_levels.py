@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -679,6 +680,7 @@ def wrong(rank: int, world_size: int) -> None:
         ([Level(), Level(groups=(2, 0, 1))], {}, r"groups=\(2, 0, 1\) of level 1"),
         ([Level(), Level(groups=(2, 2))], {}, "do not hold the 3 units"),
         ([Level(), top], {"overlap": True}, "levels take no overlap"),
+        ([Level(), replace(top, options={"server": "fedadm:lr=1"})], {}, r"^level 1: server 'fedadm' is .* your own$"),
         ([Level(options={"fragments": 2}), top], {}, "levels take no fragments"),
         ([Level(), top if rank else Level(3, groups=(2, 1))], {}, "different levels"),
         ([Level(), Level(codec="int9", groups=(2, 1))], {}, "int9.*level 1"),

@@ -255,9 +255,11 @@ def test_list_tells_name_line_and_paper_without_torch() -> None:
 
 def test_list_as_json_and_by_kind_without_torch() -> None:
     every = json.loads(xffl("list", "algorithms", "--json").stdout)
-    servers = json.loads(xffl("list", "algorithms", "--kind", "server", "--json").stdout)
-    assert servers == [entry for entry in every if entry["kind"] == "server"] and len(servers) < len(every)
-    assert {"name", "line", "paper", "options"} <= servers[0].keys()
+    algorithms = json.loads(xffl("list", "algorithms", "--kind", "algorithm", "--json").stdout)
+    kept = [{key: value for key, value in entry.items() if key != "takes"} for entry in algorithms]
+    assert kept == [entry for entry in every if entry["kind"] == "algorithm"] and len(kept) < len(every)
+    assert {"name", "line", "paper", "options"} <= every[0].keys()
+    assert "step_decay" in [entry["name"] for entry in every if entry["kind"] == "server_schedule"]
     ran = xffl("list", "algorithms", "--kind", "algorithm")
     assert re.search(r"streaming_diloco .*fragments = 3, overlap = True, delay = 1, alpha = 0.5", ran.stdout)
 
@@ -267,6 +269,24 @@ def test_list_of_a_kind_tells_types_and_values_of_options(capsys: pytest.Capture
     told = " ".join(capsys.readouterr().out.split())
     assert "betas: tuple[float, float] = (0.9, 0.99)" in told and "rule: str = yogi" in told
     assert "lr: float = 0.7, momentum: float = 0.9" in told
+    # A narrow table may break the line of an option anywhere.
+    assert told.count("schedule: ") == told.count("device: ") == told.count("clip: ") == told.count("lr: ")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "takes"),
+    [
+        ("server", "sgd", "lr: float = 1.0, .*, schedule: .*, device: .*, clip: float | None = None"),
+        ("server_schedule", "step_decay", "step_size: int, gamma: float = 0.1"),
+        ("algorithm", "streaming_diloco", ".*fragments = 3, overlap = True, delay = 1, alpha = 0.5"),
+    ],
+)
+def test_list_of_a_kind_as_json_has_the_options(
+    kind: str, name: str, takes: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["list", "algorithms", "--kind", kind, "--json"]) == 0
+    listed = {entry["name"]: entry["takes"] for entry in json.loads(capsys.readouterr().out)}
+    assert re.fullmatch(takes.replace("|", r"\|"), listed[name])
 
 
 ALL_CELLS = ["--elastic", "--federated", "1,1"]
@@ -327,6 +347,7 @@ BAD = [
     ([*SIMULATE.split(), "--link-ms=-1"], "ConfigError: --link-ms must be a number >= 0, got -1.0"),
     ([*SIMULATE.split(), "--bucket-mib", "0"], "ConfigError: --bucket-mib must be a number > 0, got 0.0"),
     ([*SIMULATE.split(), "--codec", "zip"], "ConfigError: codec 'zip' is unknown; give one of none"),
+    ([*SIMULATE.split(), "--codec", "itn8"], "ConfigError: codec 'itn8' is unknown (did you mean 'int8'?); give one"),
     ([*SIMULATE.split(), "--codec", ""], "ConfigError: codec '' is unknown; give one of none"),
     (
         [*SIMULATE.split(), "--codec", "bf16:x"],

@@ -430,7 +430,11 @@ WRONG_FILES = [
         "callbacks: [{class_path: xffl.training.callbacks.ModelSummaryCallback, init_args: {depth: 3}}]",
         "there is no xffl.training.callbacks.ModelSummaryCallback any more; leave it out, and write print",
     ),
-    ("callbacks: [Countin]", "callbacks.0 @1 is 'Countin', but Callback is expected; there is no Callback 'Countin';"),
+    (
+        "callbacks: [Countin]",
+        "callbacks.0 @1 is 'Countin', but Callback is expected; there is no Callback 'Countin' (did you "
+        "mean 'Counting'?); choose one of ",
+    ),
     ("callbacks: [{class_path: Counting, init_args: {evry: 3}}]", "Counting has no argument evry; did you mean eve"),
     (
         "callbacks:\n  - class_path: Counting\n    init_args: {every: x}",
@@ -496,9 +500,15 @@ WRONG_WORDS = [
     ("--federation.aggregator.codec int8", "federation.aggregator {'codec': 'int8'} is for rounds, and there are non"),
     ("--training.validate_every_rounds 2", "training.validate_every_rounds 2 is for rounds, and there are none; give"),
     ("--federation.every 0", "federation: every must be a positive integer, got 0; give the local steps between two"),
-    ("--federation.every balanced:evry=3", "federation: schedule 'balanced' has no option evry; there are: every"),
+    (
+        "--federation.every balanced:evry=3",
+        "federation: schedule 'balanced' has no option evry (did you mean 'every'?); there are: every",
+    ),
     ("--federation.algorithm diloco --federation.every -1", "federation: every must be a positive integer, got -1"),
-    ("--federation.algorithm fedadm", "federation: algorithm 'fedadm' is unknown; choose one of fedavg,"),
+    (
+        "--federation.algorithm fedadm",
+        "federation: algorithm 'fedadm' is unknown (did you mean 'fedadam'?); choose one of fedavg,",
+    ),
     ("--federation.every 9 --federation.delay 9", "federation: delay must be an integer from 0 to 8, got 9"),
     ("--federation.every 9 --federation.delay -1", "federation: delay must be an integer from 0 to 8, got -1"),
     ("--federation.algorithm fedavg", "federation: every must be a positive integer, got None; give the local steps"),
@@ -511,7 +521,10 @@ WRONG_WORDS = [
         "--federation.algorithm fedavg --federation.every 3 --federation.alpha 2",
         "federation: alpha must be a number >= 0 and < 1, got 2.0",
     ),
-    ("--federation.every 9 --federation.client fedprix", "federation: client 'fedprix' is unknown; choose one of"),
+    (
+        "--federation.every 9 --federation.client fedprix",
+        "federation: client 'fedprix' is unknown (did you mean 'fedprox'?); choose one of",
+    ),
     ("--federation.algorithm fedavg --federation.every 9 --federation.client fedprix", "client 'fedprix' is unknown"),
     ("--federation.every 9 --federation.aggregator.codek int8", "aggregator option must be one of 'policies', 'bucke"),
     (

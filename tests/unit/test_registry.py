@@ -18,7 +18,7 @@ from xffl.aggregation.algorithms.combiners import Coordinatewise, Mean
 from xffl.aggregation.algorithms.every_steps import EverySteps
 from xffl.aggregation.algorithms.registry import KINDS, AlgorithmInfo, entries, find, make, read_spec, resolve_algorithm
 from xffl.aggregation.algorithms.schedules import PerCell, Warmup
-from xffl.aggregation.algorithms.server import ServerOptimizer
+from xffl.aggregation.algorithms.server import NamedSchedule, ServerOptimizer
 from xffl.aggregation.algorithms.server_rules import SGD, AdamW, Adaptive
 from xffl.aggregation.federated_scaling import FederatedScaling
 from xffl.errors import ConfigError
@@ -156,9 +156,44 @@ def test_what_is_made_already_is_returned_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("kind", "spec", "told"),
     [
-        ("combine", "krumm", "combine 'krumm' is unknown; choose one of mean, fednova, median"),
+        (
+            "combine",
+            "krumm",
+            r"combine 'krumm' is unknown \(did you mean 'krum'\?\); choose one of mean, fednova, median",
+        ),
         ("combine", "mean:power=2", "combine 'mean' has no option power; there are: none"),
-        ("combine", f"{OWN}:pow=2,power=2", "has no option pow; there are: power, keep, label"),
+        (
+            "combine",
+            f"{OWN}:pow=2,power=2",
+            r"has no option pow \(did you mean 'power'\?\); there are: power, keep, label",
+        ),
+        (
+            "server",
+            "fedadm:lr=0.1",
+            r"server 'fedadm' is unknown \(did you mean 'fedadam'\?\); choose one of sgd",
+        ),
+        (
+            "server",
+            "sgd:clp=0.1",
+            r"no option clp \(did you mean 'clip'\?\); there are: lr, .*, schedule, device, clip",
+        ),
+        ("server", "torch.optim.SGDD", "of torch is not supported: choose one of sgd"),
+        (
+            "server_schedule",
+            "cosin:T_max=3",
+            r"schedule of the server 'cosin' is unknown \(did you mean 'cosine'\?\); ch",
+        ),
+        ("server_schedule", "cosine:T_mx=3", r"'cosine' of the server has no option T_mx \(did you mean 'T_max'\?\); "),
+        ("server", {"name": "sgd", "schedule": "cosin:T_max=3"}, r"'cosin' is unknown \(did you mean 'cosine'\?\)"),
+        (
+            "client",
+            "fedprocs:mu=0.1",
+            r"client 'fedprocs' is unknown \(did you mean 'fedprox'\?\); choose",
+        ),
+        ("schedule", "secondss:every=3", r"schedule 'secondss' is unknown \(did you mean 'seconds'\?\); choose one of"),
+        ("server", "sgd:lr=nan", r"^lr of server 'sgd' must be a finite number, got nan; it takes lr: float"),
+        ("client", "fedprox:mu=-inf", r"^mu of client 'fedprox' must be a finite number, got -inf; it takes mu: float"),
+        ("combine", f"{OWN}:power=nan", "must be a finite number, got nan; it takes power: float = 1.0"),
         ("combine", f"{OWN}:power=high", "power='high'.*it takes power: float = 1.0"),
         ("combine", f"{OWN}:keep=(1,2,3)", "keep="),
         ("combine", {"name": OWN, "power": "2", "label": 3}, "label=3"),
@@ -259,7 +294,7 @@ def test_resolving_leaves_the_presets_alone() -> None:
 @pytest.mark.parametrize(
     ("spec", "told"),
     [
-        ("fedsgd", "algorithm 'fedsgd' is unknown; choose one of fedavg, fedavgm"),
+        ("fedsgd", "algorithm 'fedsgd' is unknown .*; choose one of fedavg, fedavgm"),
         ("fedadam:mu=1", "no option mu; there are: server, combine, privacy, client, lr .server., betas .server."),
         ("fedavg:lr=1", "no option lr; there are: server"),
         ("fedadam:lr=x", "lr='x'"),
@@ -295,6 +330,12 @@ NEEDED = {
     ("schedule", "per_cell"): {"counts": [5, 10]},
     ("schedule", "divergence"): {"every": 5, "threshold": 0.1},
     ("schedule", "warmup"): {"rounds": 3, "every": 1, "then": 10},
+    ("server_schedule", "cosine"): {"T_max": 10},
+    ("server_schedule", "cosine_restarts"): {"T_0": 10},
+    ("server_schedule", "exponential"): {"gamma": 0.9},
+    ("server_schedule", "multi_step"): {"milestones": [5, 10]},
+    ("server_schedule", "step_decay"): {"step_size": 10},
+    ("server_schedule", "warmup"): {"steps": 5, "then": "cosine:T_max=10"},
 }
 """What cannot be left out."""
 
@@ -304,6 +345,8 @@ def test_every_entry_can_be_made(entry: AlgorithmInfo) -> None:
     made = make(entry.kind, {"name": entry.name, **NEEDED.get((entry.kind, entry.name), {})}, writer=Writer.USER)
     if entry.kind == "server":
         assert isinstance(made, ServerOptimizer)
+    elif entry.kind == "server_schedule":
+        assert isinstance(made, NamedSchedule) and made(0, 1.0) >= 0.0
     elif entry.kind == "partition":
         assert callable(made)
     elif entry.kind != "algorithm":

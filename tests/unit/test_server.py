@@ -408,7 +408,7 @@ def test_schedules_are_functions_of_the_step(schedule: object, rates: list[float
             "needs the option step_size; it takes step_size: int, gamma: float = 0.1",
         ),
         ({"name": "sgd", "schedule": "StepLR:step_size=0"}, "step_size must be a positive integer, got 0"),
-        ({"name": "sgd", "schedule": "Steps"}, "choose one of constant, cosine, .*, warmup, ConstantLR"),
+        ({"name": "sgd", "schedule": "Steps"}, "choose one of constant, cosine, .*, warmup, step, ConstantLR"),
         ({"name": "sgd", "schedule": "ReduceLROnPlateau"}, "give a function of the step that returns the factor"),
         ({"name": "sgd", "schedule": lambda optimizer: optimizer.lr}, "fails at step 0: AttributeError: .*; give a fu"),
         ({"name": "sgd", "schedule": lambda step: None}, "returns at step 0 must be a number >= 0, got None"),

@@ -18,16 +18,18 @@ import torch.distributed as dist
 from torch import nn
 
 from xffl.aggregation.aggregator import Aggregator
+from xffl.aggregation.algorithms.registry import make
 from xffl.aggregation.compression import Codec
 from xffl.aggregation.engine.consensus import RoundInput, checked_weight
 from xffl.aggregation.engine.groups import RoundScope, make_scope
 from xffl.aggregation.pending import PendingRound
 from xffl.aggregation.report import RoundReport
-from xffl.checks import integer
+from xffl.checks import did_you_mean, integer
 from xffl.distributed.consistency import barrier, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
+from xffl.naming import Writer
 from xffl.topology import REPLICATE_AXIS, Topology
 
 __all__ = ["Level", "Levels", "read_levels", "worlds_of"]
@@ -101,6 +103,7 @@ class Levels:
             base = state.topology
             given = read_levels(levels, options)
             worlds = worlds_of(base, [level.groups for level in given[1:]], dist.get_rank())
+            given = tuple(_with_parts(number, level, options) for number, level in enumerate(given))
             share([(level.every, level.groups) for level in given])
         self.model = model
         self._scopes = [make_scope(state, topology, first) for topology, first in worlds]
@@ -304,6 +307,23 @@ class Levels:
         self._taken, self._steps_taken = map(float, state["taken"])
 
 
+def _with_parts(number: int, level: Level, options: Mapping[str, Any]) -> Level:
+    """Return a level with its server and combiner made of what they were given as; local.
+
+    What is wrong with them has nothing to do with the ranks of the level, so the message says only which level it is.
+    """
+    parts = {kind: part for kind, part in {**options, **level.options}.items() if kind in ("server", "combine")}
+    try:
+        made = {kind: make(kind, part, writer=Writer.USER) for kind, part in parts.items() if _is_spec(part)}
+    except ConfigError as wrong:
+        raise ConfigError(f"level {number}: {wrong}") from wrong
+    return replace(level, options={**level.options, **made})
+
+
+def _is_spec(part: object) -> bool:
+    return isinstance(part, (str, Mapping))
+
+
 def _make_stage(number: int, model: nn.Module, level: Level, scope: RoundScope, options: Mapping[str, Any]) -> _Stage:
     """Make the aggregator of one level; collective over the world."""
     keywords = {**options, **level.options}
@@ -417,7 +437,8 @@ def _read_level(number: int, level: Level | Mapping[str, Any], options: Mapping[
     if isinstance(level, Mapping):
         names = [one.name for one in fields(Level)]
         if unknown := sorted(level.keys() - set(names)):
-            raise ConfigError(f"a level has no {', '.join(map(str, unknown))}; choose from {', '.join(names)}")
+            misspelled = ", ".join(f"{name}{did_you_mean(str(name), names)}" for name in unknown)
+            raise ConfigError(f"a level has no {misspelled}; choose from {', '.join(names)}")
         sizes = level.get("groups")
         level = Level(**{**level, "groups": tuple(sizes) if isinstance(sizes, Sequence) else sizes})
     if not isinstance(level, Level):

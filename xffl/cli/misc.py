@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from rich.console import Group, RenderableType
     from rich.table import Table
 
-    from xffl.aggregation.algorithms.registry import AlgorithmInfo
     from xffl.cluster.lighthouse_page import CellStatus, LighthouseStatus
 
 __all__ = ["COMMANDS"]
@@ -229,40 +228,32 @@ def _parse_list() -> ArgumentParser:
         _LIST_EXAMPLES,
     )
     parser.add_argument("what", choices=("algorithms",), help="what to list")
-    parser.add_argument("--kind", type=str, help="one kind only, with options: algorithm, server, combine, client, ...")
+    parser.add_argument("--kind", type=str, help="one kind only, with options: server, server_schedule, combine, ...")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
 def _list(options: Namespace) -> int:
     """Print the entries of the registry."""
-    from xffl.aggregation.algorithms.registry import entries
+    from xffl.aggregation.algorithms.registry import describe_entry, entries
 
-    found = entries(options.kind)
+    listed = entries(options.kind)
     if options.json:
-        print(json.dumps([asdict(entry) for entry in found], indent=2))
+        rows = [asdict(entry) for entry in listed]
+        if options.kind is not None:  # to describe an entry imports what it names
+            rows = [{**row, "takes": describe_entry(entry)} for row, entry in zip(rows, listed, strict=True)]
+        print(json.dumps(rows, indent=2))
         return 0
     table = _new_table()
     for column in ("kind", "name", "what it does", "paper"):
         table.add_column(column, no_wrap=column in ("kind", "name"))
     if options.kind is not None:
         table.add_column("options")
-    for entry in found:
-        told = [_describe_options(entry)] if options.kind is not None else []
-        table.add_row(entry.kind, entry.name, entry.line, entry.paper or "-", *told)
+    for entry in listed:
+        takes = [describe_entry(entry)] if options.kind is not None else []
+        table.add_row(entry.kind, entry.name, entry.line, entry.paper or "-", *takes)
     _print_table(table)
     return 0
-
-
-def _describe_options(entry: AlgorithmInfo) -> str:
-    """Tell an entry's options; for all but algorithms this imports what it names, and torch with it."""
-    from xffl.aggregation.algorithms.registry import describe_options, load
-
-    if not entry.target:
-        words = {**entry.aggregator, **entry.scaling}
-        return ", ".join(f"{key} = {value}" for key, value in words.items()) or "none"
-    target = load(entry, f"{entry.kind} {entry.name!r}")
-    return describe_options(target, preset=entry.options)
 
 
 def _parse_logs() -> ArgumentParser:

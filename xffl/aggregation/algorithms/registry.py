@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import re
 from argparse import ArgumentError
 from collections.abc import Collection, Mapping
@@ -24,7 +25,7 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser
 
-from xffl.checks import one_of
+from xffl.checks import did_you_mean, number, one_of, real
 from xffl.errors import ConfigError
 from xffl.naming import Writer, check_maker, import_named
 
@@ -32,11 +33,13 @@ __all__ = [
     "ENTRIES",
     "KINDS",
     "AlgorithmInfo",
+    "describe_entry",
     "entries",
     "find",
     "is_builtin",
     "known_path",
     "make",
+    "options_beside",
     "parts_of_algorithm",
     "read_spec",
     "resolve_algorithm",
@@ -48,6 +51,7 @@ KINDS: Mapping[str, str] = {
     "combine": "xffl.aggregation.algorithms.combiners.Combiner",
     "client": "xffl.aggregation.algorithms.clients.Client",
     "schedule": "xffl.aggregation.algorithms.every_steps.Schedule",
+    "server_schedule": "",
     "privacy": "",
     "partition": "",
 }
@@ -59,8 +63,17 @@ _BASES: Mapping[str, tuple[str, ...]] = {
 }
 """The classes of which one is derived, or returned, by what a name of a kind stands for."""
 
-_OF_TORCH = {"server": "torch.optim.", "schedule of the server": "torch.optim.lr_scheduler."}
-"""Where torch has what it calls by these names, by what is looked for."""
+_TITLES = {"server_schedule": "schedule of the server"}
+"""What messages call a kind, where that is not its name"""
+
+_BESIDE = {"server": "xffl.aggregation.algorithms.server.ServerOptimizer"}
+"""Classes that hold what is made, by kind: a spec may have their options, too, behind the first"""
+
+_LEADING = {"server_schedule": 2}
+"""How many parameters of what an entry stands for are no options, by kind"""
+
+_OF_TORCH = {"server": "torch.optim.", "server_schedule": "torch.optim.lr_scheduler."}
+"""The modules of torch that have the names in :data:`_ALSO`, by kind"""
 _SCHEDULES_OF_TORCH = {
     "ConstantLR": "constant",
     "CosineAnnealingLR": "cosine",
@@ -71,35 +84,30 @@ _SCHEDULES_OF_TORCH = {
     "PolynomialLR": "polynomial",
     "StepLR": "step_decay",
 }
-_SCHEDULES = {
-    **{name: name for name in sorted(_SCHEDULES_OF_TORCH.values())},
-    "step": "step_decay",
-    "warmup": "warmup",
-    **_SCHEDULES_OF_TORCH,
-}
 _ALSO: Mapping[str, Mapping[str, str]] = {
     "server": {
         name: f"xffl.aggregation.algorithms.server_rules.{name}" for name in ("SGD", "Adam", "AdamW", "Adagrad")
     },
-    "schedule of the server": {
-        name: f"xffl.aggregation.algorithms.server_schedules.{one}" for name, one in _SCHEDULES.items()
+    "server_schedule": {
+        name: f"xffl.aggregation.algorithms.server_schedules.{function}"
+        for name, function in {"step": "step_decay", **_SCHEDULES_OF_TORCH}.items()
     },
 }
-"""Names that are no entries, and what they stand for, by what is looked for; torch's also with its module."""
+"""Names beside those of entries, and what they stand for, by kind; those of torch also with its module."""
 _ONLY_OF_TORCH = {
     "server": (
         *("ASGD", "Adadelta", "Adafactor", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop"),
         "SparseAdam",
     ),
-    "schedule of the server": (
+    "server_schedule": (
         *("ChainedScheduler", "CyclicLR", "LambdaLR", "MultiplicativeLR", "OneCycleLR", "ReduceLROnPlateau"),
         "SequentialLR",
     ),
 }
-"""Torch's names for which there is nothing here, by what is looked for."""
+"""Torch's names for which there is nothing here, by kind"""
 _INSTEAD = {
     "server": "write it as a ServerRule of your own (the manual's page of algorithms) and give its dotted path",
-    "schedule of the server": "give a function of the step that returns the factor of the rate, or its dotted path",
+    "server_schedule": "give a function of the step that returns the factor of the rate, or its dotted path",
 }
 """What to use in their place."""
 
@@ -133,11 +141,14 @@ def make(kind: str, spec: object, *, writer: Writer) -> Any:
         # The server's module needs torch, and reads this one.
         server_of = import_named("xffl.aggregation.algorithms.server.server_of", kind, writer=Writer.USER)
         return server_of(spec, writer=writer)
+    if kind == "server_schedule":
+        schedule_of = import_named("xffl.aggregation.algorithms.server.schedule_of", kind, writer=Writer.USER)
+        return schedule_of(spec, writer)
     if not isinstance(spec, (str, Mapping)):
         return _checked_instance(kind, spec)
-    name, own = read_spec(kind, spec)
+    name, given = read_spec(kind, spec)
     target, preset = locate(kind, name, writer=writer)
-    options = {**preset, **check_options(f"{kind} {name!r}", target, own, bound=preset, writer=writer)}
+    options = {**preset, **check_options(f"{kind} {name!r}", target, given, bound=preset, writer=writer)}
     if kind == "partition":
         return partial(target, **options)
     try:
@@ -149,22 +160,23 @@ def make(kind: str, spec: object, *, writer: Writer) -> Any:
 
 def read_spec(kind: str, spec: object) -> tuple[str, dict[str, Any]]:
     """Split a spec into a name and options; local."""
+    what = title_of(kind)
     if isinstance(spec, Mapping):
         options = dict(spec)
         name = options.pop("name", None)
         if not isinstance(name, str) or not all(isinstance(key, str) for key in options):
-            raise ConfigError(f'{kind} {spec!r} has no name; give {{"name": ..., option: value}}')
+            raise ConfigError(f'{what} {spec!r} has no name; give {{"name": ..., option: value}}')
         return name, options
     if not isinstance(spec, str) or not spec.strip():
-        raise ConfigError(f"{kind} {spec!r} is neither a name nor a mapping; give name, or name:option=value")
+        raise ConfigError(f"{what} {spec!r} is neither a name nor a mapping; give name, or name:option=value")
     if len(spec) > LONGEST_SPEC:
-        raise ConfigError(f"{kind} {_cut(spec)!r} has {len(spec)} characters; give {LONGEST_SPEC} at most")
+        raise ConfigError(f"{what} {_cut(spec)!r} has {len(spec)} characters; give {LONGEST_SPEC} at most")
     name, _, rest = spec.partition(":")
     options = {}
     for piece in re.split(r",(?![^(\[]*[)\]])", rest) if rest.strip() else ():  # at commas outside brackets
         key, is_pair, value = (part.strip() for part in piece.partition("="))
         if not key or not is_pair or key in options:
-            raise ConfigError(f"{kind} {spec!r} has no option=value in {piece!r}; write name:option=value,option=value")
+            raise ConfigError(f"{what} {spec!r} has no option=value in {piece!r}; write name:option=value,option=value")
         if value[:1] in ("(", "["):  # which the types' parser does not read
             try:
                 options[key] = list(ast.literal_eval(value))
@@ -177,7 +189,7 @@ def read_spec(kind: str, spec: object) -> tuple[str, dict[str, Any]]:
 
 def is_builtin(kind: str, name: str) -> bool:
     """Tell whether a name needs no import of a user's: that of an entry, or one of torch's that is known; local."""
-    return (kind in KINDS and find(kind, name) is not None) or known_path(kind, name) is not None
+    return find(kind, name) is not None or known_path(kind, name) is not None
 
 
 def locate(kind: str, name: str, *, writer: Writer) -> tuple[Any, Mapping[str, Any]]:
@@ -185,14 +197,15 @@ def locate(kind: str, name: str, *, writer: Writer) -> tuple[Any, Mapping[str, A
 
     What ``writer`` may name is said in the module.
     """
-    what = f"{kind} {name!r}"
-    entry = find(kind, name) if kind in KINDS else None
+    what = f"{title_of(kind)} {name!r}"
+    entry = find(kind, name)
     if entry is not None:
         return load(entry, what), entry.options
     if (path := known_path(kind, name)) is not None:
         return import_named(path, what, writer=Writer.USER), {}
+    known = dict.fromkeys([*(entry.name for entry in entries(kind)), *_ALSO.get(kind, ())])
+    choices = ", ".join(known)
     if kind in _OF_TORCH and (name.startswith(_OF_TORCH[kind]) or name in _ONLY_OF_TORCH[kind]):
-        choices = ", ".join(dict.fromkeys([*(one.name for one in _entries_of(kind)), *_ALSO[kind]]))
         raise ConfigError(f"{what} of torch is not supported: choose one of {choices}, or {_INSTEAD[kind]}")
     if "." in name and len(name) <= LONGEST_NAME:
         target = import_named(name, what, writer=writer)
@@ -200,12 +213,27 @@ def locate(kind: str, name: str, *, writer: Writer) -> tuple[Any, Mapping[str, A
             bases = [import_named(base, what, writer=Writer.USER) for base in _BASES[kind]]
             check_maker(target, bases, what)
         return target, {}
-    choices = ", ".join(dict.fromkeys([*(one.name for one in _entries_of(kind)), *_ALSO.get(kind, ())]))
-    raise ConfigError(f"{kind} {_cut(name)!r} is unknown; choose one of {choices}, or give the dotted path of your own")
+    raise ConfigError(
+        f"{title_of(kind)} {_cut(name)!r} is unknown{did_you_mean(name, known)}; choose one of {choices}, or give the "
+        "dotted path of your own"
+    )
 
 
-def _entries_of(kind: str) -> tuple[AlgorithmInfo, ...]:
-    return entries(kind) if kind in KINDS else ()
+def title_of(kind: str) -> str:
+    """Return what messages call a kind; pure."""
+    return _TITLES.get(kind, kind)
+
+
+def options_beside(kind: str) -> tuple[str, ...]:
+    """Return the options that a spec of a kind may have beside those of what it names; local, imports their class."""
+    return tuple(option.name for option in _beside(kind))
+
+
+def _beside(kind: str) -> list[inspect.Parameter]:
+    if kind not in _BESIDE:
+        return []
+    holder = import_named(_BESIDE[kind], kind, writer=Writer.USER)
+    return _options_of(holder, 1)
 
 
 def known_path(kind: str, name: str) -> str | None:
@@ -229,35 +257,53 @@ def check_options(
     writer: Writer,
     bound: Mapping[str, Any] | None = None,
     leading: int = 0,
+    beside: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Check options against the types that a class or function asks for; local."""
+    """Check options against the types that a class or function asks for; local.
+
+    Messages name the options ``beside``, too, which are read elsewhere.
+    """
     if writer is not Writer.USER:
         _check_plain(what, options)
     with suppress(TypeError, ValueError):  # what has no signature is the parser's to refuse
-        asked = [one for one in _options_of(target, leading) if one.default is one.empty]
+        asked = [option for option in _options_of(target, leading) if option.default is option.empty]
         if not options and not asked:
             return {}  # as most aggregators are made; a parser takes tens of milliseconds
     _, names = _parser(what, target, set(), leading)
     unknown = [key for key in options if key not in names]
     if unknown:
-        raise ConfigError(f"{what} has no option {', '.join(unknown)}; there are: {', '.join(names) or 'none'}")
+        known = [*names, *beside]
+        misspelled = ", ".join(f"{_cut(key)}{did_you_mean(key, known)}" for key in unknown)
+        raise ConfigError(f"{what} has no option {misspelled}; there are: {', '.join(known) or 'none'}")
     left_out = {name for name in names if name not in options}
     if inspect.isclass(target):
         # What is not given keeps its default, which may be of any type; a class must get what has none.
         parameters = inspect.signature(target).parameters.values()
-        left_out -= {one.name for one in parameters if one.default is inspect.Parameter.empty}
+        left_out -= {option.name for option in parameters if option.default is inspect.Parameter.empty}
     # Another parser, of the options that are there: jsonargparse would check defaults, too.
     parser, _ = _parser(what, target, {*left_out, *(bound or {}).keys() - options.keys()}, leading)
     try:
         parsed = parser.parse_object(dict(options))
     except (ArgumentError, TypeError, ValueError, OverflowError) as wrong:
-        known, reason = describe_options(target, leading=leading), " ".join(str(wrong).split())
+        takes = describe_options(target, leading=leading)
+        _refuse_nonfinite(what, options, takes)
+        reason = " ".join(str(wrong).split())
         raise ConfigError(
-            f"{what} cannot be made with {_shown(options) or 'no options'}: {reason}; it takes {known}"
+            f"{what} cannot be made with {_shown(options) or 'no options'}: {reason}; it takes {takes}"
         ) from wrong
     if writer is not Writer.USER:
         _check_plain(what, {name: parsed[name] for name in options})  # no class or function that a word stands for
     return {name: parsed[name] for name in options}
+
+
+def _refuse_nonfinite(what: str, options: Mapping[str, Any], takes: str) -> None:
+    """Raise ConfigError where an option that was refused is NaN or infinite; pure."""
+    # The parser takes the word for a text, and says that no number was given.
+    for key, value in options.items():
+        for item in value if isinstance(value, (list, tuple)) else [value]:
+            numeral = real(item) if isinstance(item, str) else item
+            if isinstance(numeral, float) and not math.isfinite(numeral):
+                number(f"{key} of {what}", numeral, hint=f"it takes {takes}")
 
 
 LONGEST_SPEC = 4096
@@ -275,7 +321,7 @@ def _check_plain(what: str, options: Mapping[str, Any]) -> None:
     # Whatever parses them by their types would import the classes that a dotted path or a mapping names.
     for key, value in options.items():
         items = value if isinstance(value, (list, tuple)) else [value]
-        is_plain = all(one is None or isinstance(one, (bool, float)) or _is_word(one) for one in items)
+        is_plain = all(item is None or isinstance(item, (bool, float)) or _is_word(item) for item in items)
         if not is_plain or not _WORD.fullmatch(key) or max(len(options), len(items)) > MOST_OPTIONS:
             raise ConfigError(
                 f"{what} has the option {_cut(key)}={_cut(repr(value))} in a file or message; options there are "
@@ -295,14 +341,28 @@ def _cut(text: str) -> str:
 
 def describe_options(target: Any, *, leading: int = 0, preset: Mapping[str, Any] | None = None) -> str:
     """Write the options of a class or function, with types and defaults; local."""
-    known = [one.replace(default=(preset or {}).get(one.name, one.default)) for one in _options_of(target, leading)]
-    return ", ".join(str(one).replace("'", "") for one in known) or "none"
+    return _written(_options_of(target, leading), preset or {}) or "none"
+
+
+def describe_entry(entry: AlgorithmInfo) -> str:
+    """Write the options of an entry, as a spec may have them; local, imports what it names, and torch with it."""
+    if not entry.target:
+        words = {**entry.aggregator, **entry.scaling}
+        return ", ".join(f"{key} = {value}" for key, value in words.items()) or "none"
+    target = load(entry, f"{entry.kind} {entry.name!r}")
+    known = [*_options_of(target, _LEADING.get(entry.kind, 0)), *_beside(entry.kind)]
+    return _written(known, entry.options) or "none"
+
+
+def _written(options: Collection[inspect.Parameter], preset: Mapping[str, Any]) -> str:
+    known = [option.replace(default=preset.get(option.name, option.default)) for option in options]
+    return ", ".join(str(option).replace("'", "") for option in known)
 
 
 def _options_of(target: Any, leading: int) -> list[inspect.Parameter]:
     """Return the named parameters of a class or function behind the first ones; local."""
     parameters = [*inspect.signature(target).parameters.values()][leading:]
-    return [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    return [option for option in parameters if option.kind not in (option.VAR_POSITIONAL, option.VAR_KEYWORD)]
 
 
 def find_algorithm(spec: object) -> tuple[AlgorithmInfo, dict[str, Any]]:
@@ -310,8 +370,10 @@ def find_algorithm(spec: object) -> tuple[AlgorithmInfo, dict[str, Any]]:
     name, options = read_spec("algorithm", spec)
     entry = find("algorithm", name)
     if entry is None:
-        known = ", ".join(one.name for one in entries("algorithm"))
-        raise ConfigError(f"algorithm {_cut(name)!r} is unknown; choose one of {known}")
+        known = [entry.name for entry in entries("algorithm")]
+        raise ConfigError(
+            f"algorithm {_cut(name)!r} is unknown{did_you_mean(name, known)}; choose one of {', '.join(known)}"
+        )
     return entry, options
 
 
@@ -341,7 +403,7 @@ def parts_of_algorithm(
     entry, options = find_algorithm(spec)
     name = entry.name
     if writer is not Writer.USER:
-        _check_plain(f"algorithm {name!r}", {key: one for key, one in options.items() if key not in _SIDES})
+        _check_plain(f"algorithm {name!r}", {key: value for key, value in options.items() if key not in _SIDES})
     keywords = {"aggregator": dict(entry.aggregator), "scaling": dict(entry.scaling)}
     parts = {kind: keywords[side].pop(kind) for kind, side in _SIDES.items() if kind in keywords[side]}
     for kind in _SIDES.keys() & options.keys():
@@ -377,7 +439,7 @@ def _owner(
         if isinstance(part, (str, Mapping)):
             title, _ = read_spec(kind, part)
             target, _ = locate(kind, title, writer=writer)
-            takes[kind] = _parser(f"{kind} {title!r}", target, set(), 0)[1]
+            takes[kind] = [*_parser(f"{kind} {title!r}", target, set(), 0)[1], *options_beside(kind)]
     owners = [kind for kind, options in takes.items() if key in options]
     if len(owners) == 1:
         return owners[0]
@@ -386,9 +448,10 @@ def _owner(
         raise ConfigError(f"algorithm {name!r} has several options {key}; say which is meant: {choice}")
     if not is_required:
         return None
-    there = [*(word for words in keywords.values() for word in words), *_SIDES]
-    there += [f"{option} ({kind})" for kind, options in takes.items() for option in options]
-    raise ConfigError(f"algorithm {name!r} has no option {_cut(key)}; there are: {', '.join(there)}")
+    known = [*(word for words in keywords.values() for word in words), *_SIDES]
+    there = [*known, *(f"{option} ({kind})" for kind, options in takes.items() for option in options)]
+    meant = did_you_mean(key, [*known, *(option for options in takes.values() for option in options)])
+    raise ConfigError(f"algorithm {name!r} has no option {_cut(key)}{meant}; there are: {', '.join(there)}")
 
 
 def _plain(text: str) -> object:
@@ -480,6 +543,7 @@ _KINGMA = "Kingma and Ba, 2015, arXiv 1412.6980"
 _LOSHCHILOV = "Loshchilov and Hutter, 2019, arXiv 1711.05101"
 _KAMP = "Kamp et al., 2018, arXiv 1807.03210"
 _LIN = "Lin et al., 2020, arXiv 1808.07217"
+_SGDR = "Loshchilov and Hutter, 2017, arXiv 1608.03983"
 
 _RULES = "xffl.aggregation.algorithms.server_rules."
 _SGD = f"{_RULES}SGD"
@@ -497,6 +561,7 @@ _ROOMS = {
     "combine": "xffl.aggregation.algorithms.",
     "client": "xffl.aggregation.algorithms.clients.",
     "schedule": "xffl.aggregation.algorithms.schedules.",
+    "server_schedule": "xffl.aggregation.algorithms.server_schedules.",
     "privacy": "xffl.aggregation.privacy.",
     "partition": "xffl.training.data.partition.",
 }
@@ -535,6 +600,17 @@ _ROWS: dict[str, tuple[tuple[Any, ...], ...]] = {
         ("per_cell", "PerCell", "a fixed number of local steps for each cell", _WANG),
         ("divergence", "Divergence", "rounds only where cells have moved apart", _KAMP),
         ("warmup", "Warmup", "frequent rounds first, then another schedule", _LIN),
+    ),
+    "server_schedule": (
+        ("constant", "constant", "a part of the learning rate in the first steps, then all of it", ""),
+        ("cosine", "cosine", "down to eta_min along half a cosine", _SGDR),
+        ("cosine_restarts", "cosine_restarts", "down along half a cosine again and again", _SGDR),
+        ("exponential", "exponential", "times gamma after each step", ""),
+        ("linear", "linear", "from one part of the learning rate to another in a line", ""),
+        ("multi_step", "multi_step", "times gamma at each milestone", ""),
+        ("polynomial", "polynomial", "down to 0 along a power of the steps that are left", ""),
+        ("step_decay", "step_decay", "times gamma after every step_size steps; also called step", ""),
+        ("warmup", "warmup", "up from 0 in a number of steps, then another schedule", ""),
     ),
     "privacy": (
         ("dp_fedavg", "Privacy", "clip each cell's update and add noise", _PRIVATE),

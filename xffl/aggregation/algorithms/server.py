@@ -17,7 +17,14 @@ import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from xffl.aggregation.algorithms.registry import check_options, describe_options, known_path, locate, read_spec
+from xffl.aggregation.algorithms.registry import (
+    check_options,
+    describe_options,
+    known_path,
+    locate,
+    options_beside,
+    read_spec,
+)
 from xffl.aggregation.algorithms.server_rules import Numbers, ServerRule
 from xffl.aggregation.arithmetic import is_built_in, piece_length
 from xffl.checks import number
@@ -31,6 +38,7 @@ __all__ = [
     "SavedServer",
     "ServerOptimizer",
     "read_saved_server",
+    "schedule_of",
     "server_of",
     "take_step",
 ]
@@ -250,16 +258,20 @@ def server_of(spec: object, *, writer: Writer) -> ServerOptimizer | None:
         if options:
             raise ConfigError(f"server {name!r} is the plain mean, which has no options such as {', '.join(options)}")
         return None
-    device, schedule, clip = (options.pop(name, None) for name in ("device", "schedule", "clip"))
+    beside = {name: options.pop(name, None) for name in options_beside("server")}
+    device = beside["device"]
     if writer is not Writer.USER and device is not None and not _DEVICE.fullmatch(str(device)):
         raise ConfigError(f"device {str(device)[:40]!r} of the server comes from a file; there it is cpu or cuda")
     target, preset = locate("server", name, writer=writer)
-    checked = check_options(f"server {name!r}", target, options, bound=preset, writer=writer)
+    checked = check_options(
+        f"server {name!r}", target, options, bound=preset, writer=writer, beside=options_beside("server")
+    )
     try:
         rule = target(**{**preset, **checked})
     except TypeError as wrong:
         raise ConfigError(f"server {name!r} cannot be made with {options}: {wrong}") from wrong
-    return ServerOptimizer(rule, _schedule_of(schedule, writer), device, _number_of(clip))
+    schedule = schedule_of(beside["schedule"], writer)
+    return ServerOptimizer(rule, schedule=schedule, device=device, clip=_number_of(beside["clip"]))
 
 
 def _number_of(text: Any) -> Any:
@@ -270,8 +282,8 @@ def _number_of(text: Any) -> Any:
         return text
 
 
-def _schedule_of(spec: object, writer: Writer) -> NamedSchedule | Schedule | None:
-    """Return the schedule that a spec asks for: a name with options, the dotted path of a function, or a function."""
+def schedule_of(spec: object, writer: Writer) -> NamedSchedule | Schedule | None:
+    """Return the schedule that a spec of ``writer`` asks for: a name, the dotted path of a function, or a function."""
     if spec is None or isinstance(spec, NamedSchedule):
         return spec
     if not isinstance(spec, (str, Mapping)):
@@ -279,12 +291,12 @@ def _schedule_of(spec: object, writer: Writer) -> NamedSchedule | Schedule | Non
         if not callable(spec):
             raise ConfigError(f"schedule of the server must be a name, a mapping or a function, got {spec!r}")
         return spec
-    name, options = read_spec("schedule of the server", spec)
+    name, options = read_spec("server_schedule", spec)
     what = f"schedule {name!r} of the server"
-    function, _ = locate("schedule of the server", name, writer=writer)
+    function, _ = locate("server_schedule", name, writer=writer)
     if not getattr(function, "__module__", "").startswith(_BUILT_IN):
         return partial(function, **check_options(what, function, options, leading=1, writer=writer))
-    then = _schedule_of(options.pop("then", None), writer)
+    then = schedule_of(options.pop("then", None), writer)
     checked = check_options(what, function, options, leading=2, writer=writer)
     for one in [*inspect.signature(function).parameters.values()][2:]:
         if one.default is one.empty and one.name not in checked:
@@ -568,7 +580,7 @@ def _asked_before_rules(fields: Fields) -> dict[str, str]:
         )
     schedule = asked.get("schedule", "none")
     if schedule != "none":
-        path = known_path("schedule of the server", schedule)
+        path = known_path("server_schedule", schedule)
         asked["schedule"] = schedule if path is None else path.rpartition(".")[2]
     asked.pop("schedule's milestones", None)  # were written with how often each is one
     return asked

@@ -30,7 +30,7 @@ import yaml
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import register_type
 
-from xffl.checks import closest, decimal, is_decimal, shown
+from xffl.checks import closest, decimal, did_you_mean, is_decimal, shown
 from xffl.distributed.sharding import dtype_of
 from xffl.errors import ConfigError
 from xffl.files import read_given
@@ -205,9 +205,11 @@ def _reason(error: Exception, value: Any, kind: Any) -> str:
     if kind is Callback and (instead := _instead_of(written)) is not None:
         return f"there is no {written} any more; leave it out, and {instead}"
     if isinstance(kind, type) and isinstance(written, str) and "Expected a dot import path" in text:
-        near = closest(written, _subclasses(kind))
-        hint = f"did you mean {near!r}?" if near else "give the dotted path of a class"
-        return f"there is no {kind.__name__} {written!r}; {hint}"
+        # Of plain types, classes of any kind may be meant.
+        names = [] if kind is type else sorted(name for name in _subclasses(kind) if not name.startswith("_"))
+        choice = f"choose one of {', '.join(names)}, or give" if names else "give"
+        meant = did_you_mean(written, names)
+        return f"there is no {kind.__name__} {written!r}{meant}; {choice} the dotted path of a class"
     return text
 
 
