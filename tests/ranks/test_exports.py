@@ -30,7 +30,7 @@ from xffl.aggregation.exports import RoundPlan, export_cell, load_global, read_t
 from xffl.aggregation.offline import aggregate_exports
 from xffl.checkpoint.format import OpenCheckpoint, check_data, read_index, read_record
 from xffl.cli.main import main
-from xffl.cluster.environment import read_over_files
+from xffl.cluster.over_files import read_over_files
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
 from xffl.naming import Writer
 from xffl.parallel import DistributedConfig

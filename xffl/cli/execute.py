@@ -31,6 +31,7 @@ from xffl.cluster.launch.runner import RankJob, be_rank, run_script, take_share
 from xffl.cluster.launch.script import CONFIGURATIONS, check_command, is_module, is_stream, read_source
 from xffl.cluster.launch.srun import launch_srun
 from xffl.cluster.launch.ssh import launch_ssh
+from xffl.cluster.over_files import OverFiles, read_over_files
 from xffl.cluster.recognition.find import find_launcher, launcher_of
 from xffl.cluster.sizes import Federation, check_cells, parse_cell, parse_federation
 from xffl.cluster.slurm.allocation import Allocation, Host, ask_switches, own_host, parse_hosts
@@ -155,7 +156,7 @@ def run(options: Namespace, command: Sequence[str]) -> int:
         environment.require_cells(options.require_cells)
     if options.launcher == "auto":
         take_share()  # a configuration's trainer imports torch
-    over_files = environment.read_over_files({name: options[name] for name in ("cell", "from", "export", "measure")})
+    over_files = read_over_files({name: options[name] for name in ("cell", "from", "export", "measure")})
     of_cell = RankJob.pop(os.environ)  # where this command has started this one for a cell
     options.failures, options.source = of_cell.failures, of_cell.source
     if not command[0].endswith(CONFIGURATIONS):
@@ -164,7 +165,7 @@ def run(options: Namespace, command: Sequence[str]) -> int:
         _check_elastic(options, over_files)
         if options.elastic and _started(options) is None:
             return _start_one_cell(options, command)
-        over_files = environment.OverFiles()
+        over_files = OverFiles()
     if options.restarts is not None and options.elastic is None:
         raise ConfigError(f"--restarts {options.restarts} is for cells that xffl exec --elastic starts; leave it out")
     if command[0].endswith(CONFIGURATIONS):
@@ -228,7 +229,7 @@ def _hint_at_options(command: Sequence[str]) -> None:
         )
 
 
-def _run_configuration(options: Namespace, file: str, words: Sequence[str], over_files: environment.OverFiles) -> int:
+def _run_configuration(options: Namespace, file: str, words: Sequence[str], over_files: OverFiles) -> int:
     """Train as a configuration says: in processes started here, or in this one where a launcher has started it."""
     from xffl.training.config import configuration
 
@@ -294,7 +295,7 @@ def print_help(file: str, words: Sequence[str], usage: str) -> int:
     return ExitCode.OK
 
 
-def _words_over_files(over_files: environment.OverFiles) -> list[str]:
+def _words_over_files(over_files: OverFiles) -> list[str]:
     """Return the settings with which a configuration's job trains one cell, or measures a model."""
     export = over_files.export if over_files.measure is None else None
     asked = {"cell": over_files.cell, "start_from": over_files.start, "export_to": export}
@@ -307,7 +308,7 @@ def _words_over_files(over_files: environment.OverFiles) -> list[str]:
     return [*words, *(word for key, one in own.items() for word in (f"--{key}", one))]
 
 
-def _words_of_cell(over_files: environment.OverFiles, resolved: Any, options: Namespace) -> list[str]:
+def _words_of_cell(over_files: OverFiles, resolved: Any, options: Namespace) -> list[str]:
     """Return the settings with which a job that was meant for all cells is one of them, with the ranks of that one."""
     own = getattr(getattr(resolved.config, "distributed", None), "federated", None)
     words = ["--launch.federated", "null", *(() if own is None else ("--distributed.federated", "null"))]
@@ -371,7 +372,7 @@ def _what_is_done(config: Any) -> str | None:
     return _exported(asked.export_to, asked.cell, number, start, asked.plan)
 
 
-def _what_script_has_done(over_files: environment.OverFiles) -> str | None:
+def _what_script_has_done(over_files: OverFiles) -> str | None:
     """Tell where a script's job of one cell has been made before; ``None`` where it is to be made."""
     if over_files.cell is None or over_files.export is None or not os.path.isdir(over_files.export):
         return None
@@ -462,7 +463,7 @@ _NO_CELLS = (
 )
 
 
-def _check_elastic(options: Namespace, over_files: environment.OverFiles) -> None:
+def _check_elastic(options: Namespace, over_files: OverFiles) -> None:
     """Refuse what does not go with an elastic run, and make this job the cell that it is to be, if it is one."""
     given = {"from": over_files.start, "export": over_files.export, "measure": over_files.measure}
     for name, value in given.items():
@@ -593,9 +594,7 @@ def _start(
     timeout_s, knob = (limit_s, "launch.timeout_s") if options.timeout is None else (options.timeout, "--timeout")
     if (cell := lighthouse_address.elastic_cell()) is not None:
         layout = replace(layout, cell=cell[0])
-    environ = (
-        environment.federation_variables(layout.sizes, layout.replica_size) | environment.read_over_files().variables()
-    )
+    environ = environment.federation_variables(layout.sizes, layout.replica_size) | read_over_files().variables()
     if layout.sizes is not None:  # else the script says what its cells are, and its session checks them
         cells = layout.topology.cells
         environment.accept_cells(federated, cells, layout.topology.world_size, environment.required_cells())

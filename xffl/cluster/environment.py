@@ -26,15 +26,14 @@ from xffl.cluster.sizes import Federation, check_cells, lone_cell, parse_federat
 from xffl.errors import ConfigError, LaunchError, TopologyError
 
 __all__ = [
-    "OverFiles",
     "ProcessEnvironment",
     "accept_cells",
     "checks_world",
     "complete_federation",
     "detect_environment",
     "federation_variables",
+    "is_lone_cell_requested",
     "parse_sizes",
-    "read_over_files",
     "request_federation",
     "requested_federation",
     "requested_settings",
@@ -238,40 +237,9 @@ def request_federation(
     environ.update(federation_variables(federated, hsdp))
 
 
-@dataclass(frozen=True)
-class OverFiles:
-    """What a job is asked for that trains one cell by itself, in rounds over files; falsy where it is none."""
-
-    cell: str | None = None  # which cell it is, such as "0/2"
-    start: str | None = None  # the global model to start from
-    export: str | None = None  # where to write what a round would average
-    measure: str | None = None  # where to write what the global model is worth, in place of training
-
-    def __bool__(self) -> bool:
-        return self.cell is not None or self.measure is not None
-
-    def variables(self) -> dict[str, str]:
-        """Return the variables from which ranks read it."""
-        told = {"XFFL_CELL": self.cell, "XFFL_FROM": self.start, "XFFL_EXPORT": self.export}
-        return {name: text for name, text in told.items() if text is not None}
-
-
-def read_over_files(
-    options: Mapping[str, str | None] | None = None, environ: Mapping[str, str] = os.environ
-) -> OverFiles:
-    """Return what a job of one cell is asked for."""
-    given = options or {}
-    cell, start, export = (
-        given.get(name) or environ.get(f"XFFL_{name.upper()}", "").strip() or None
-        for name in ("cell", "from", "export")
-    )
-    asked = OverFiles(cell, start, export, given.get("measure"))
-    for name, value in (("from", asked.start), ("export", asked.export)):
-        if value is not None and not asked:
-            raise ConfigError(
-                f"--{name} {value} is for a cell that is a job of its own; give --cell, such as 0/2 (XFFL_CELL)"
-            )
-    return asked
+def is_lone_cell_requested(environ: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether variables say that this job is one cell of several jobs, or only what such a cell needs."""
+    return any(environ.get(name, "").strip() for name in ("XFFL_CELL", "XFFL_FROM", "XFFL_EXPORT"))
 
 
 def require_cells(number: int) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,6 @@ from xffl.cluster.network import Timeouts
 from xffl.cluster.sizes import read_federation, read_replica_size
 from xffl.distributed.activity import RunActivity
 from xffl.distributed.consistency import run_on_all_ranks
-from xffl.distributed.failures.world_check import WorldCheck
 from xffl.distributed.groups import (
     ALL_KINDS,
     cell_mesh,
@@ -42,6 +41,9 @@ from xffl.distributed.groups import (
 from xffl.distributed.parameters import ElasticParameters
 from xffl.errors import ConfigError, StateError, TopologyError
 from xffl.topology import REPLICATE_AXIS, DataPlace, Topology
+
+if TYPE_CHECKING:
+    from xffl.distributed.failures.world_check import WorldCheck
 
 __all__ = ["DEFAULT_TIMEOUT_S", "DistributedState", "create_device_mesh", "logger"]
 
@@ -585,6 +587,8 @@ class DistributedState:
             else:
                 self._set_asymmetric_federated_scaling(topology.sizes)
         if is_checked:
+            from xffl.distributed.failures.world_check import WorldCheck
+
             setup.world_check = WorldCheck(topology.cells, is_speaker=self.rank == 0)
 
     def _set_symmetric_federated_scaling(self, federated_group_size: tuple[int, ...] | int) -> None:

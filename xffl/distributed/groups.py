@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from xffl.checks import index_of, integer
-from xffl.compat.dtensor import keep_random_state
 from xffl.errors import ConfigError, StateError
 from xffl.topology import Topology
 
@@ -177,7 +176,10 @@ def cell_mesh(topology: Topology, rank: int, groups: Groups, device_type: str) -
         mesh = DeviceMesh.from_group(handles, device_type, mesh=ranks, mesh_dim_names=names)
     else:
         mesh = DeviceMesh.from_group(handles[0], device_type, mesh_dim_names=(name("shard"),))
-    keep_random_state(mesh)
+    if device_type == "cuda":
+        from xffl.compat.dtensor import keep_random_state
+
+        keep_random_state(mesh)
     return mesh
 
 

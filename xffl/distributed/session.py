@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from xffl.cluster.environment import (
     accept_cells,
     complete_federation,
     detect_environment,
-    read_over_files,
+    is_lone_cell_requested,
     required_cells,
     sources_named,
     use_interface,
@@ -52,13 +52,13 @@ from xffl.distributed.groups import (
     with_host_side,
 )
 from xffl.distributed.parameters import DeviceParameters, ElasticParameters
-from xffl.distributed.startup.hosts_of_ranks import check_gpus, find_sizes
-from xffl.distributed.startup.lone_cell import read_lone_cell
-from xffl.distributed.startup.mistakes import claimed_place, own_place, raise_at_meeting, refuse_second_rank_0
 from xffl.distributed.startup.places import PlaceBook, check_world_size
 from xffl.distributed.startup.stores import agents_store, arrive, has_agents_store, join_store, serve_store
 from xffl.errors import ConfigError, LaunchError, StateError, XfflError
 from xffl.topology import Topology
+
+if TYPE_CHECKING:
+    from xffl.distributed.startup.lone_cell import LoneCell
 
 __all__ = [
     "cleanup_distributed_process_group",
@@ -132,10 +132,9 @@ def session(
     :raises ConfigError: if this job is not like that cell; on all ranks.
     """
     is_process_ending = sys.is_finalizing  # this module's names may be gone when the generator is collected
-    try:
-        lone_cell = read_lone_cell(cell, cells, elastic, link_backend)
-    except XfflError as wrong:
-        raise_at_meeting(wrong, own_place())
+    lone_cell: LoneCell | None = None
+    if is_lone_cell_requested() or any(given is not None for given in (cell, cells, elastic)):
+        lone_cell = _lone_cell(cell, cells, elastic, link_backend)
     state = setup_distributed_process_group(
         backend=backend,
         device=device,
@@ -164,6 +163,22 @@ def session(
         cleanup_distributed_process_group(state, synchronize=False)
         raise
     cleanup_distributed_process_group(state)
+
+
+def _lone_cell(
+    cell: int | None,
+    cells: int | Sequence[int] | None,
+    elastic: str | ElasticParameters | None,
+    link_backend: str | None,
+) -> LoneCell | None:
+    """Return which cell of several jobs this one is asked to be; the ranks hear of a mistake where they meet."""
+    from xffl.distributed.startup.lone_cell import read_lone_cell
+    from xffl.distributed.startup.mistakes import own_place, raise_at_meeting
+
+    try:
+        return read_lone_cell(cell, cells, elastic, link_backend)
+    except XfflError as wrong:
+        raise_at_meeting(wrong, own_place())
 
 
 def setup_distributed_process_group(
@@ -228,6 +243,8 @@ def setup_distributed_process_group(
     try:
         place = detect_environment(names=_ARGUMENTS, **told)
     except LaunchError as wrong:
+        from xffl.distributed.startup.mistakes import claimed_place, raise_at_meeting
+
         raise_at_meeting(wrong, claimed_place(told))
     if place.is_on_one_host:
         keep_gloo_local()
@@ -294,7 +311,7 @@ def _begin(place: ProcessEnvironment, request: _Request) -> DistributedState:
 def _compare_runtimes(state: DistributedState) -> None:
     """Let rank 0 write what the cells run, where something differs; collective over the world."""
     runtimes = gather_runtimes(state)
-    if state.rank == 0:
+    if state.rank == 0 and len(runtimes) > 1:
         tell_runtimes([(holders_text(ranks, state.topology.sizes), one) for one, ranks in runtimes.items()])
 
 
@@ -366,11 +383,14 @@ def _lesson_of(state: DistributedState) -> str | None:
         return f"xffl: the session of {state.topology.cells} cells ends without a round, {made}: each {own}; {remedy}"
     if state.elastic is not None:
         return f"xffl: the session of an elastic cell ends without a round, {made}: this cell {own}; {remedy}"
-    if state.lone_cell is not None and (export := read_over_files().export) is not None:
-        return (
-            f"xffl: the session of a cell ends without an export to {export}, {made}; put the training loop into a "
-            "block of xffl.FederatedScaling, or call xffl.aggregation.exports.export_cell"
-        )
+    if state.lone_cell is not None:
+        from xffl.cluster.over_files import read_over_files
+
+        if (export := read_over_files().export) is not None:
+            return (
+                f"xffl: the session of a cell ends without an export to {export}, {made}; put the training loop into a "
+                "block of xffl.FederatedScaling, or call xffl.aggregation.exports.export_cell"
+            )
     return None
 
 
@@ -408,6 +428,8 @@ def _own_store(address: str, port: int, place: ProcessEnvironment, timeout_s: fl
             try:
                 store = serve_store(address, port, place.world_size, timeout, is_local=is_local)
             except PortHeldError as held:
+                from xffl.distributed.startup.mistakes import refuse_second_rank_0
+
                 refuse_second_rank_0(held, place, address, port)
         else:
             store = join_store(
@@ -560,6 +582,8 @@ def _describe(place: ProcessEnvironment, request: _Request) -> DistributedState:
     if request.device.type == "cuda":
         torch.cuda.set_device(request.device)  # the setters' first collective needs each rank on its own GPU
         if "nccl" in request.backend and request.link_backend is None:
+            from xffl.distributed.startup.hosts_of_ranks import check_gpus
+
             check_gpus(request.device)  # before the first call over NCCL
     state = make_state(request.timeouts)
     state.set_global(
@@ -577,8 +601,12 @@ def _describe(place: ProcessEnvironment, request: _Request) -> DistributedState:
     # Every rank has the same sizes from here on, and so finds the same.
     sizes = request.federated
     if isinstance(sizes, str):
+        from xffl.distributed.startup.hosts_of_ranks import find_sizes
+
         sizes = find_sizes(sizes, place.node_rank)
     if request.link_backend is not None and "nccl" in request.backend:
+        from xffl.distributed.startup.hosts_of_ranks import check_gpus
+
         check_gpus(request.device, Topology(place.world_size, sizes))
     with sources_named(request.sources):
         set_up_cells(state, sizes, *_resolve_mesh(request, place.world_size, sizes), asked=request.federated)

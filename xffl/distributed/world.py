@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, parallel
 
 from xffl.checks import one_of
-from xffl.cluster.environment import complete_federation, sources_named
+from xffl.cluster.environment import complete_federation, is_lone_cell_requested, sources_named
 from xffl.cluster.sizes import Federation, read_federation
 from xffl.distributed.cell_meshes import CellMeshes, ParallelDims, make_cell_meshes
 from xffl.distributed.consistency import barrier, compute_device, message_device, run_on_all_ranks
@@ -37,7 +37,6 @@ from xffl.distributed.session import (
 )
 from xffl.distributed.sharding import local_tensor
 from xffl.distributed.startup.hosts_of_ranks import find_sizes
-from xffl.distributed.startup.lone_cell import read_lone_cell
 from xffl.errors import ConfigError, StateError
 from xffl.topology import Topology
 
@@ -122,8 +121,11 @@ class DistributedWorld:
         self._state = state
         self._device = None
         try:
-            if self._is_joined_here and (lone_cell := read_lone_cell()) is not None:
-                lone_cell.take(state)
+            if self._is_joined_here and is_lone_cell_requested():
+                from xffl.distributed.startup.lone_cell import read_lone_cell
+
+                if (lone_cell := read_lone_cell()) is not None:
+                    lone_cell.take(state)
             mesh = self._mesh_of(state)
             self._meshes = make_cell_meshes(self._create, mesh, state.topology, state.federation, self.device.type)
         except BaseException as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,15 +14,19 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from xffl.distributed.consistency import compute_device
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.world import DistributedWorld
-from xffl.parallel.config import DDPConfig
+from xffl.parallel.config import DDPConfig, read_ddp
 
 __all__ = ["replicate"]
 
 
 def replicate(
-    model: nn.Module, state: DistributedState, world: DistributedWorld | None, config: DDPConfig
+    model: nn.Module,
+    state: DistributedState,
+    world: DistributedWorld | None,
+    options: DDPConfig | Mapping[str, Any] | None,
 ) -> nn.Module:
     """Wrap a whole copy, or a stage, with DDP over its replicas; the weights are the same already."""
+    config = read_ddp(options)
     device = compute_device(state)
     with torch.no_grad():
         for tensor in itertools.chain(model.parameters(), model.buffers()):

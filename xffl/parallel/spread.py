@@ -9,8 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from xffl.compat.libc import return_large_blocks
 from xffl.distributed.consistency import (
@@ -30,29 +27,16 @@ from xffl.distributed.consistency import (
 )
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import bytes_of, from_bytes
-from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, StateError, XfflError
-from xffl.parallel.config import DDPConfig, read_ddp
-from xffl.parallel.ddp import replicate
-from xffl.parallel.meta_weights import Initializer, check_initializers, materialize
-from xffl.parallel.pipeline import split_model
-from xffl.parallel.tensor_parallel import apply_tensor_parallel
-from xffl.parallel.whole import WholeParameters
-from xffl.planning.memory import form_of
 
 if TYPE_CHECKING:
     from xffl.distributed.parameters import DeviceParameters
+    from xffl.distributed.world import DistributedWorld
+    from xffl.parallel.config import DDPConfig
+    from xffl.parallel.meta_weights import Initializer
 
 __all__ = ["SpreadOptions", "check_model", "is_meta", "named_tensors", "send_weights", "shard", "spread"]
 
-aten = torch.ops.aten
-
-# What selective checkpointing keeps: what takes longest to compute again.
-SAVED_OPERATORS = [
-    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_dot_product_cudnn_attention.default),
-    *(aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_flash_attention.default),
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-]
 BROADCAST_BYTES = 32 * 2**20  # how much of a model is sent at a time
 
 
@@ -142,8 +126,12 @@ def spread(
     # From the outermost cut inwards: stages drop layers, tensor parallelism cuts what is left of them, and FSDP2 or
     # DDP come last, since they take over the parameters as they are then.
     if world is not None and world.pp_enabled:
+        from xffl.parallel.pipeline import split_model
+
         model = split_model(model, world.pp_rank, world.pp_size)
     if world is not None and world.tp_enabled:
+        from xffl.parallel.tensor_parallel import apply_tensor_parallel
+
         sequence, loss = options.parameters.sequence_parallel, options.parameters.loss_parallel
         model = apply_tensor_parallel(model, world.get_mesh("tp"), sequence_parallel=sequence, loss_parallel=loss)
     form = _form(state, world, state.topology.cell_of(dist.get_rank()))
@@ -151,24 +139,39 @@ def spread(
         # SyncBatchNorm would compare batches of the world, across the slow link in every step; here those of a cell.
         if isinstance(module, nn.SyncBatchNorm) and module.process_group is None:
             module.process_group = state.federation if world is None else world.get_group("dp_cp")
-    _prepare_layers(model, options)
+    if options.parameters.activation_checkpointing != "none" or options.parameters.compile:
+        from xffl.parallel.layers import prepare_layers
+
+        prepare_layers(
+            model,
+            options.layers,
+            checkpointing=options.parameters.activation_checkpointing,
+            is_compiled=options.parameters.compile,
+        )
     if form == "fsdp":
         mesh = state.hsdp_mesh if state.is_hsdp_setup() else state.fsdp_mesh
         _fully_shard(model, mesh if world is None else world.get_mesh("fsdp"), options)
     if is_bare:  # only now, so that no rank ever holds more of the weights than its part
+        from xffl.parallel.meta_weights import materialize
+
         is_offloaded = form == "fsdp" and isinstance(options.offload_policy, CPUOffloadPolicy)
         target = torch.device("cpu") if is_offloaded else device
         materialize(model, target, options.init_weights, modules=modules)
     if form == "fsdp" and options.keep_whole:
+        from xffl.parallel.whole import WholeParameters
+
         assert isinstance(model, FSDPModule), "made by _fully_shard"
-        whole = find_whole(model, options.keep_whole).values()  # only now: values on a device make new parameters
+        whole = _whole_parameters(model, options).values()  # only now: values on a device make new parameters
         cut_over = mesh if world is None else world.get_mesh("fsdp")
         assert cut_over is not None, "a state that is set up has a mesh"
         WholeParameters(model, whole, cut_over)
-    ddp = read_ddp(options.ddp)
-    if form == "plain" and world is not None and world.ft_manager is not None and ddp != DDPConfig():
+    if form == "plain" and world is not None and world.ft_manager is not None and options.ddp is not None:
         raise ConfigError("torchft's DDP between replica groups follows no ddp options; leave distributed.ddp out")
-    spread_model = replicate(model, state, world, ddp) if form == "ddp" else model
+    spread_model = model
+    if form == "ddp":
+        from xffl.parallel.ddp import replicate
+
+        spread_model = replicate(model, state, world, options.ddp)
     return spread_model if world is None else world.average_gradients(spread_model)
 
 
@@ -185,17 +188,15 @@ def _check_on_all_ranks(
 
     with run_on_all_ranks("models given to xffl.shard", convert=unreadable) as share:
         is_ddp_requested = options.ddp is not None
-        options = replace(
-            options,
-            layers=tuple(options.layers),
-            ddp=read_ddp(options.ddp),
-            keep_whole=_read_names(options.keep_whole),
-        )
-        _check_whole(model, options, world)
+        options = replace(options, layers=tuple(options.layers), ddp=_read_ddp(options.ddp))
+        if options.keep_whole != ():
+            options = _choose_whole(model, options, world)
         if not state.is_fsdp_setup() and not state.is_hsdp_setup():
             raise StateError("the state has no sharding; call set_fsdp(), set_hsdp(n) or set_federated_scaling(...)")
         is_bare = is_meta(model)
         if is_bare:
+            from xffl.parallel.meta_weights import check_initializers
+
             check_initializers(model, options.init_weights)
         forms = [_form(state, world, cell) for cell in range(state.topology.cells)]
         # Without a world only: a strategy's configuration has DDP options for whatever its cells become.
@@ -212,46 +213,23 @@ def _check_on_all_ranks(
     return options, is_bare
 
 
-def _read_names(names: object) -> tuple[str, ...]:
-    if isinstance(names, str) or not isinstance(names, Iterable):
-        raise ConfigError(f"keep_whole must be a list of names of parameters, got {names!r}")
-    return tuple(names)
+def _read_ddp(given: DDPConfig | Mapping[str, Any] | None) -> DDPConfig | None:
+    """Return the options of DDP, ``None`` where they are its defaults; local."""
+    if given is None:
+        return None
+    from xffl.parallel.config import DDPConfig, read_ddp
+
+    options = read_ddp(given)
+    return None if options == DDPConfig() else options
 
 
-def find_whole(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Parameter]:
-    """Return the parameters that patterns of names choose, a tied one under its first name; local.
+def _choose_whole(model: nn.Module, options: SpreadOptions, world: DistributedWorld | None) -> SpreadOptions:
+    """Read and check the names of parameters that are left whole; local."""
+    from xffl.parallel.keep_whole import check_whole, read_names
 
-    :param model: The whole model, or what it has become.
-    :param patterns: Names, or patterns of them (:mod:`fnmatch`).
-    :return: The parameters by name.
-    :raises ConfigError: if a pattern chooses none.
-    """
-    names = dict(model.named_parameters(remove_duplicate=False))
-    chosen: set[int] = set()
-    for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise ConfigError(f"keep_whole holds {pattern!r}; give names of parameters, or patterns such as '*.scale'")
-        found = {id(parameter) for name, parameter in names.items() if fnmatchcase(name, pattern)}
-        if not found:
-            raise ConfigError(
-                f"keep_whole names {pattern!r}, but no parameter of the model is called so; give names as "
-                "named_parameters() has them, or patterns such as '*.scale'"
-            )
-        chosen |= found
-    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in chosen}
-
-
-def _check_whole(model: nn.Module, options: SpreadOptions, world: DistributedWorld | None) -> None:
-    """Raise where parameters cannot be left whole; local."""
-    if not find_whole(model, options.keep_whole) or world is None:
-        return
-    what = f"keep_whole {list(options.keep_whole)}"
-    if world.tp_enabled or world.pp_enabled:
-        raise ConfigError(f"{what} is for FSDP and HSDP, not for tensor or pipeline parallelism; leave it out")
-    if world.ft_manager is not None:
-        raise ConfigError(f"{what} is not known to torchft, which averages gradients of replica groups; leave it out")
-    if options.parameters.cpu_offload:
-        raise ConfigError(f"{what} does not go with cpu_offload, which keeps gradients on the host; leave one out")
+    names = read_names(options.keep_whole)
+    check_whole(model, names, world, is_offloaded=options.parameters.cpu_offload)
+    return replace(options, keep_whole=names)
 
 
 def check_model(
@@ -284,7 +262,7 @@ def check_model(
             raise ConfigError(f"{other!r} and {name!r} are one tied parameter, which wrap parts; wrap both or neither")
     if "fsdp" in forms:
         known_units = {name: unit for name, unit in units.items() if unit or not is_staged}
-        whole = find_whole(model, options.keep_whole)
+        whole = _whole_parameters(model, options)
         _check_for_fsdp(model, wrap, known_units, is_meta=is_meta, whole=whole)
     for cell, form in enumerate(forms) if options.mp_policy is not None else ():
         if form != "fsdp":
@@ -403,34 +381,31 @@ def _batches(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield batch
 
 
+def _whole_parameters(model: nn.Module, options: SpreadOptions) -> dict[str, nn.Parameter]:
+    """Return the parameters that FSDP leaves whole, by name; local."""
+    if not options.keep_whole:
+        return {}
+    from xffl.parallel.keep_whole import find_whole
+
+    return find_whole(model, options.keep_whole)
+
+
 def _form(state: DistributedState, world: DistributedWorld | None, cell: int) -> str:
     """Return how a cell holds its model, or a pipeline's stage its layers: ``plain``, ``ddp`` or ``fsdp``."""
     if world is None:
         if state.topology.sizes[cell] == 1:
             return "plain"
         return "ddp" if state.topology.replica_size == 1 else "fsdp"
+    from xffl.planning.memory import form_of
+
     return form_of(world.dims_of_cell(cell).sizes)
-
-
-def _prepare_layers(model: nn.Module, options: SpreadOptions) -> None:
-    """Let layers be computed again in the backward pass, and compile them; names stay as they are."""
-    for module in model.modules():
-        if not isinstance(module, options.layers):
-            continue
-        if options.parameters.activation_checkpointing != "none":
-            selected = partial(create_selective_checkpoint_contexts, SAVED_OPERATORS)
-            is_full = options.parameters.activation_checkpointing == "full"
-            contexts: dict[str, Any] = {} if is_full else {"context_fn": selected}
-            module.forward = partial(checkpoint, module.forward, use_reentrant=False, **contexts)
-        if options.parameters.compile:
-            module.compile()
 
 
 def _fully_shard(model: nn.Module, mesh: Any, options: SpreadOptions) -> None:
     """Shard a model with FSDP2, inner layers first: a module shards what its children have not claimed."""
     if mesh.device_type == "cpu":
         return_large_blocks()
-    whole = set(find_whole(model, options.keep_whole).values())
+    whole = set(_whole_parameters(model, options).values())
     for module in reversed(list(model.modules())):
         if module is model or (options.layers and isinstance(module, options.layers)):
             fully_shard(

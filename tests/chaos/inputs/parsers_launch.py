@@ -15,7 +15,6 @@ from tests.unit.test_lighthouse_page import FULL
 from xffl.cluster.environment import (
     detect_environment,
     parse_federation,
-    read_over_files,
     requested_federation,
     required_cells,
 )
@@ -24,6 +23,7 @@ from xffl.cluster.launch.failure import FailureRecord, first_failure, read_failu
 from xffl.cluster.launch.logs import MarkedLines, mark
 from xffl.cluster.lighthouse_address import elastic_cell, resolve_lighthouse, restarts_of
 from xffl.cluster.lighthouse_page import parse_page
+from xffl.cluster.over_files import read_over_files
 from xffl.cluster.slurm.allocation import find_allocation, own_host, parse_hosts, read_topology
 from xffl.cluster.slurm.submit import earlier_jobs
 

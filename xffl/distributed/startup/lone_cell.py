@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from xffl.cluster.environment import read_over_files
 from xffl.cluster.lighthouse_address import parse_lighthouse, restarts_of
+from xffl.cluster.over_files import read_over_files
 from xffl.cluster.run_token import token_of, warn_without_token
 from xffl.cluster.sizes import parse_cell
 from xffl.distributed.consistency import run_on_all_ranks
