@@ -202,6 +202,25 @@ def an_opening_is_no_end(rank: int, world_size: int) -> None:
     assert torch.equal(model.weight, before) and aggregator.rounds == 0
 
 
+def interrupted_over_the_result(rank: int, world_size: int) -> None:
+    """A rank that was interrupted between exchange and second vote, and goes on, tears no other rank's model."""
+    state = make_state(rank, (1, 1, 1), None)
+    model = linear(seed=rank)
+    aggregator = xffl.Aggregator(model, state)
+    before = model.weight.detach().clone()
+    if rank == 1:
+        with mock.patch.object(RoundRun, "result", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            aggregator.aggregate()
+        with pytest.raises(xffl.RoundError, match="different rounds"):
+            aggregator.aggregate()
+    else:
+        with pytest.raises(protocol.RoundBroken, match="was not taken, this rank keeps its weights"):
+            aggregator.aggregate()
+    assert torch.equal(model.weight, before) and aggregator.rounds == 0
+    assert not aggregator.is_torn and not aggregator.can_go_on
+    model(torch.ones(8))
+
+
 def interrupted_in_the_vote(rank: int, world_size: int) -> None:
     """An answer that is still to come would be taken for one to the next ballot."""
     state = make_state(rank, (1, 1), None)
@@ -704,3 +723,7 @@ def stopped_in_a_refusal(rank: int, world_size: int, stop: type[BaseException], 
 )
 def test_edges(ranks: int, case: Callable[..., None], args: tuple[Any, ...]) -> None:
     run_world(ranks, case, *args, timeout_s=60.0)
+
+
+def test_an_interrupt_between_exchange_and_second_vote_tears_no_model() -> None:
+    run_world(3, interrupted_over_the_result)

@@ -14,15 +14,16 @@ from xffl.aggregation.contributions import Snapshot
 from xffl.aggregation.elastic import ElasticAggregator
 from xffl.aggregation.engine.consensus import RoundBroken, RoundInput
 from xffl.aggregation.report import RoundReport
+from xffl.aggregation.rounds.averaging import AveragingRounds
 from xffl.aggregation.rounds.delayed import StartedRound
 from xffl.aggregation.rounds.offer import Empty, HandedOver, Outcome, Part, RoundOffer, outcome_of
 from xffl.distributed.distributed_state import DistributedState
-from xffl.errors import CheckpointError, ConfigError, MeetingLeft, StateError, XfflError
+from xffl.errors import ConfigError, MeetingLeft, StateError, XfflError
 
 __all__ = ["ElasticRounds"]
 
 
-class ElasticRounds:
+class ElasticRounds(AveragingRounds[ElasticAggregator]):
     """Rounds of an :class:`~xffl.aggregation.elastic.ElasticAggregator`: met for, and tried until one is taken.
 
     A round that broke while this cell had voted for it is in doubt until the next meeting. What it took of the local
@@ -37,27 +38,13 @@ class ElasticRounds:
     may_average = True
 
     def __init__(self, model: nn.Module, state: DistributedState, config: RoundConfig) -> None:
+        super().__init__(None)
         self._model = model
         self._state = state
         self._cell = state.cell
         self._config = config
-        self._aggregator: ElasticAggregator | None = None
-        self._started: StartedRound | None = None
-        self._weight_taken = 0.0  # over all fragments, in the rounds that this cell has seen
         self.needs_join = False
         self.doubted: Snapshot | None = None
-
-    @property
-    def aggregator(self) -> ElasticAggregator:
-        """The aggregator; StateError before :meth:`open`."""
-        if self._aggregator is None:
-            raise StateError("the aggregator is made on entering the with block; enter it first")
-        return self._aggregator
-
-    @property
-    def rounds(self) -> int:
-        """Number of rounds that this cell's model has behind it."""
-        return 0 if self._aggregator is None else self._aggregator.rounds
 
     @property
     def lineage(self) -> str:
@@ -65,29 +52,9 @@ class ElasticRounds:
         return self.aggregator.lineage
 
     @property
-    def fragments(self) -> int:
-        """Parts of the model that rounds move in turn."""
-        return 1 if self._aggregator is None else self._aggregator.fragments
-
-    @property
-    def next_fragment(self) -> int:
-        """The part that the next round moves, if this cell is not behind."""
-        return self.aggregator.next_fragment
-
-    @property
     def total_weight(self) -> float:
         """Sum of the weights of all cells in the rounds behind this cell's model, also those that it was not in."""
         return self._weight_taken if self._aggregator is None else float(self._aggregator.total_weight)
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a delayed round was started and is not merged."""
-        return self._started is not None
-
-    @property
-    def can_go_on(self) -> bool:
-        """Whether another round may follow a rejected one: the model is whole, and there are cells for it."""
-        return self.aggregator.can_go_on
 
     def open(self) -> None:
         """Make the aggregator, where there is none or it was closed; the other cells are met later, by :meth:`join`."""
@@ -173,16 +140,12 @@ class ElasticRounds:
             return
         report: RoundReport | None = None
         try:
-            report = started.merge()
+            report = self._merge(started)
         except RoundBroken:
             self._keep_or_put_back(started.offer, started.taken)
         except XfflError:
             started.put_back()
             raise
-        finally:
-            # Else the wait was interrupted, and another call takes it up again.
-            if self.aggregator.under_way is not started.pending:
-                self._started = None
         if report is not None:
             yield self._end(report, started.taken, is_absent=started.is_absent)
 
@@ -196,11 +159,6 @@ class ElasticRounds:
             self._started = None
         self.doubted = None
 
-    def check(self) -> None:
-        """Raise RoundError while the model is inconsistent; local."""
-        if self._aggregator is not None:
-            self._aggregator.check()
-
     def close(self, error: BaseException | None) -> None:
         """Leave the other cells, which are not to wait for this one; local."""
         if self._aggregator is not None:
@@ -210,25 +168,11 @@ class ElasticRounds:
         """Take over what the life of this cell before this one has left; local, before joining."""
         self.aggregator.inherit_vote(file)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs; local, each rank saves its own."""
-        return {"aggregator": self.aggregator.state_dict(), "start": None, "total_weight": self._weight_taken}
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned; the cell joins the others anew."""
-        if state["aggregator"] is None:
-            raise CheckpointError(
-                "the state was saved in a job of other rounds (over files, or over a network); resume with the same"
-            )
-        self.aggregator.load_state_dict(state["aggregator"])  # drops a round under way, and a doubt
-        self._started = None
+        super().load_state_dict(state)
         self.doubted = None
         self.needs_join = True
-        self._weight_taken = float(state.get("total_weight", 0.0))  # older checkpoints do not tell
-
-    def continues(self, state: Mapping[str, Any]) -> bool:
-        """Tell that steps that waited still wait."""
-        return True
 
     def _meet(self, offer: RoundOffer, *, is_finished: bool) -> Iterator[Outcome]:
         """Meet the other cells for a round, and end a doubt: the round before was taken, or there was none."""

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.config import RoundConfig, aggregator_options
 from xffl.aggregation.hierarchical import Levels
+from xffl.aggregation.rounds.averaging import AveragingRounds
 from xffl.aggregation.rounds.delayed import StartedRound
 from xffl.aggregation.rounds.offer import Empty, HandedOver, Outcome, RoundOffer, outcome_of
 from xffl.distributed.distributed_state import DistributedState
-from xffl.errors import CheckpointError, StateError, XfflError
+from xffl.errors import XfflError
 
 __all__ = ["NetworkRounds"]
 
 
-class NetworkRounds:
+class NetworkRounds(AveragingRounds[Aggregator | Levels]):
     """Rounds of an :class:`~xffl.Aggregator`, or of :class:`~xffl.aggregation.Levels`, which is given or made here.
 
     :param model: The model that trains.
@@ -36,52 +35,18 @@ class NetworkRounds:
     def __init__(
         self, model: nn.Module, state: DistributedState, config: RoundConfig, aggregator: Aggregator | Levels | None
     ) -> None:
+        super().__init__(aggregator)
         self._model = model
         self._state = state
         self._cell = state.cell
         self._config = config
         self._is_own = aggregator is None
-        self._aggregator = aggregator
-        self._started: StartedRound | None = None
-        self._weight_taken = 0.0  # over all fragments
         self.may_average = state.cells > 1
-
-    @property
-    def aggregator(self) -> Aggregator | Levels:
-        """The aggregator; StateError before :meth:`open` where none was given."""
-        if self._aggregator is None:
-            raise StateError("the aggregator is made on entering the with block; enter it first")
-        return self._aggregator
-
-    @property
-    def rounds(self) -> int:
-        """Number of rounds of the aggregator."""
-        return 0 if self._aggregator is None else self._aggregator.rounds
-
-    @property
-    def fragments(self) -> int:
-        """Parts of the model that rounds move in turn."""
-        return 1 if self._aggregator is None else self._aggregator.fragments
-
-    @property
-    def next_fragment(self) -> int:
-        """The part that the next round moves."""
-        return self.aggregator.next_fragment
 
     @property
     def total_weight(self) -> float:
         """Sum of the weights of all cells, of which a round of a fragment counts for its part of the model."""
         return self._weight_taken / self.fragments
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a delayed round was started and is not merged."""
-        return self._started is not None
-
-    @property
-    def can_go_on(self) -> bool:
-        """Whether another round may follow a rejected one: the model is whole, and the others are still there."""
-        return self.aggregator.can_go_on
 
     def open(self) -> None:
         """Make the aggregator where it belongs to the block, and drop a round that an error has left under way."""
@@ -126,14 +91,10 @@ class NetworkRounds:
         if started is None:
             return ()
         try:
-            report = started.merge()
+            report = self._merge(started)
         except XfflError:
             started.put_back()
             raise
-        finally:
-            # Else the wait was interrupted, and another call takes it up again.
-            if self.aggregator.under_way is not started.pending:
-                self._started = None
         self._weight_taken += report.weight_taken
         return (outcome_of(report, started.taken, self._cell, is_absent=started.is_absent),)
 
@@ -145,11 +106,6 @@ class NetworkRounds:
             started.put_back()
             self._started = None
 
-    def check(self) -> None:
-        """Raise RoundError while the model is inconsistent; local."""
-        if self._aggregator is not None:
-            self._aggregator.check()
-
     def close(self, error: BaseException | None) -> None:
         """Close the aggregator that was made here; nothing where an error has ended the loop, in which nobody waits."""
         if error is None and self._is_own:
@@ -157,21 +113,3 @@ class NetworkRounds:
 
     def inherit_vote(self, file: Path) -> None:
         """Do nothing: the cells of one job start and end together."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs; local, each rank saves its own."""
-        return {"aggregator": self.aggregator.state_dict(), "start": None, "total_weight": self._weight_taken}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned."""
-        if state["aggregator"] is None:
-            raise CheckpointError(
-                "the state was saved in a job of other rounds (over files, or over a network); resume with the same"
-            )
-        self.aggregator.load_state_dict(state["aggregator"])  # drops a round under way
-        self._started = None
-        self._weight_taken = float(state.get("total_weight", 0.0))  # older checkpoints do not tell
-
-    def continues(self, state: Mapping[str, Any]) -> bool:
-        """Tell that steps that waited still wait."""
-        return True
