@@ -63,6 +63,11 @@ def parts(seeds: int) -> tuple[Part, ...]:
             environment=(("NCCL_ALL", "1"),),
         ),
         Part(
+            name="draws",
+            what="rounds of random options against numpy",
+            commands=((python, "-m", "tests.chaos.draws", "--draws", "2000"),),
+        ),
+        Part(
             name="phases",
             what="an elastic federation that loses a process at each point of a round",
             commands=((python, "-m", "tests.chaos.phases"),),
