@@ -1,8 +1,8 @@
 """The check that the ranks of a cell train one model: who reduces each parameter's gradient, over which ranks.
 
-A round takes each shard from one rank of a cell and gives the result to all of them. Where ranks of a cell train apart,
-its result is a patchwork of their models, and where gradients are reduced over ranks of several cells, the cells are
-one. Neither shows in a loss curve, so both are refused where the model is read.
+A round takes each shard from one rank of a cell and gives the result to all ranks that hold it. If ranks of a cell
+trained independently, the result would be a patchwork of their models; if gradients were reduced across cells, there
+would be only one cell. Neither is visible in a loss curve, so both are refused when the model is read.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ REMEDY = (
 
 
 class Reduction(NamedTuple):
-    """Ranks that get the same gradient of a parameter, or gradients of other parts of it, and what sees to it."""
+    """The ranks over which a parameter's gradient is reduced, and what reduces it."""
 
     ranks: frozenset[int]
     by: str
@@ -53,11 +53,11 @@ def check_gradients(
     is_reduced_by_caller: bool,
     holders_of: Callable[[str], Collection[int]] | None = None,
 ) -> None:
-    """Raise unless the gradients of all parameters that train are reduced over this rank's cell, and no further.
+    """Raise unless the gradients of all trainable parameters are reduced over this rank's cell, and no further.
 
-    Local. What is known of a parameter comes from the mesh of a DTensor, from a DistributedDataParallel module around
-    it, and from :func:`xffl.distributed.gradients.mark_reduced`. ``holders_of`` tells which ranks of the cell hold a
-    tensor, where not all do (stages of a pipeline).
+    Local. The ranks come from the mesh of a DTensor, from the DistributedDataParallel module that wraps the parameter,
+    and from :func:`xffl.distributed.gradients.mark_reduced`. ``holders_of`` returns the ranks of the cell that hold a
+    tensor, if not all of them do (pipeline stages).
     """
     topology, rank = state.topology, dist.get_rank()
     cell = frozenset(topology.federation(topology.cell_of(rank)))
@@ -83,9 +83,9 @@ def check_gradients(
 
 
 def check_lone_cell(model: nn.Module, state: DistributedState, *, is_reduced_by_caller: bool) -> None:
-    """Check a model as :func:`check_gradients` does, in a job that is one cell; collective over the world.
+    """Check a model as :func:`check_gradients` does, in a job with a single cell; collective over the world.
 
-    It gathers the names of each rank's tensors, once.
+    Gathers the tensor names of all ranks once.
     """
     with run_on_all_ranks("models"):
         reshard(model)
@@ -113,9 +113,9 @@ def _ddp_reductions(model: nn.Module) -> Mapping[int, list[Reduction]]:
 
 
 def _ranks_of(group: dist.ProcessGroup) -> frozenset[int] | None:
-    """Return a group's ranks of the world; ``None`` where torch does not know it, as torchft's stand-in for a group.
+    """Return a group's global ranks; ``None`` if torch does not know the group (torchft's managed process group).
 
-    Who gives such a group to DDP reduces gradients by a hook, and marks the parameters.
+    Code that passes such a group to DDP reduces gradients in a communication hook, and marks the parameters.
     """
     try:
         return frozenset(dist.get_process_group_ranks(group))
@@ -129,25 +129,25 @@ def _reduced_parameters(prefix: str, module: nn.parallel.DistributedDataParallel
     made_with = parameters_at_start(module)
     known = None if made_with is None else set(map(id, made_with))
     training = [
-        (name, one)
-        for name, one in module.module.named_parameters()
-        if one.requires_grad and name not in ignored and (known is None or id(one) in known)
+        (name, parameter)
+        for name, parameter in module.module.named_parameters()
+        if parameter.requires_grad and name not in ignored and (known is None or id(parameter) in known)
     ]
     in_reducer = find_in_reducer(module, len(training))
     if in_reducer is not None:
-        unfrozen = [repr(name) for name, one in training if id(one) not in in_reducer]
+        unfrozen = [repr(name) for name, parameter in training if id(parameter) not in in_reducer]
         if unfrozen:
             raise ConfigError(
                 f"parameters {shorten(unfrozen)} in the DistributedDataParallel module {prefix or 'model'!r} were "
                 "unfrozen after it was made, and it reduces the gradients of those that trained then; call "
                 "requires_grad_() before DistributedDataParallel or xffl.shard"
             )
-    delayed = [one for one in delayed_parameters(module) if one.requires_grad]
-    return [one for _, one in training] + delayed
+    delayed = [parameter for parameter in delayed_parameters(module) if parameter.requires_grad]
+    return [parameter for _, parameter in training] + delayed
 
 
 def _check_inside(name: str, reduction: Reduction, cell: frozenset[int], state: DistributedState) -> None:
-    """Raise where gradients would cross between cells in every step."""
+    """Raise if gradients would be reduced across cells in every step."""
     if reduction.ranks <= cell:
         return
     cells = sorted({state.topology.cell_of(rank) for rank in reduction.ranks})
@@ -160,15 +160,15 @@ def _check_inside(name: str, reduction: Reduction, cell: frozenset[int], state: 
 
 
 def _count_reached(reductions: Collection[Reduction], needed: frozenset[int]) -> int:
-    """Return on how many of the ranks a step is the same, or is made to another part of the parameter.
+    """Return how many of the needed ranks the reductions connect with this one.
 
-    Groups that have this rank alone in common are axes of a grid, whose sizes multiply: a group of b ranks, each of
-    which is in a group of a ranks with none of the others, links at least a * b ranks.
+    Groups that share only this rank are the axes of a grid, whose sizes multiply: if each of b ranks is also in a group
+    of a ranks that contains none of the others, at least a * b ranks are connected.
     """
     axes: list[frozenset[int]] = []
     for reduction in reductions:
         axis = reduction.ranks & needed
-        for other in [one for one in axes if len(one & axis) > 1]:
+        for other in [known for known in axes if len(known & axis) > 1]:
             axes.remove(other)
             axis |= other
         axes.append(axis)
@@ -178,7 +178,7 @@ def _count_reached(reductions: Collection[Reduction], needed: frozenset[int]) ->
 def _uncovered(name: str, tensor: torch.Tensor, reductions: Collection[Reduction], reached: int, needed: int) -> str:
     what = "a DTensor" if isinstance(tensor, DTensor) else "a plain tensor"
     if reductions:
-        known = ", ".join(f"over {len(one.ranks)} ranks by {one.by}" for one in reductions)
+        known = ", ".join(f"over {len(reduction.ranks)} ranks by {reduction.by}" for reduction in reductions)
         why = f"its gradient is reduced {known}, which reaches {reached} of the {needed} ranks of a cell"
     else:
         why = f"nothing reduces its gradient over the {needed} ranks of a cell (neither DDP nor FSDP2 has it)"

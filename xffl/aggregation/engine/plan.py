@@ -1,12 +1,12 @@
-"""The plan of a round, what moves between whom: pure arithmetic, computed once, the same on all ranks.
+"""The plan of a round, which elements move between which ranks: pure arithmetic, computed once, equal on all ranks.
 
-A tensor's elements stand in one canonical order (row-major, the axis it is cut along first). Every cell cuts that order
-into parts of equal length, one for each shard; the *common refinement* of all cells' cuts is a list of intervals, each
+A tensor's elements have a canonical order (row-major, with the sharded axis first). Every cell cuts that order into
+parts of equal length, one for each shard; the *common refinement* of all cells' cuts is a list of intervals, each
 with exactly one owner in each cell. Intervals with the same owners form a *group*; a group is walked in *buckets* of
-bounded size. Equal cuts give one interval for each shard, unequal cuts more and shorter ones; there is no other path.
+bounded size. Equal cuts give one interval for each shard, unequal cuts more and shorter ones; both take the same path.
 
-Where a mesh inside the cells cuts a tensor along several dimensions, or a pipeline gives it to some shards only, the
-order is that of the parts that shards hold, one after the other; all cells cut it alike then.
+If a mesh inside the cells shards a tensor along several dimensions, or only some pipeline stages hold it, the order is
+that of the parts that shards hold, one after the other; all cells must then cut it alike.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ __all__ = [
 class Cut(NamedTuple):
     """How one cell cuts one tensor: consecutive parts of ``chunk`` elements, the last ones shorter or empty.
 
-    ``is_held_by_part`` tells a sharded tensor (a rank holds its part only) from a replicated one (every rank of the
-    cell holds all of it, and each part is sent by another one).
+    ``is_held_by_part`` distinguishes a sharded tensor (a rank holds only its part) from a replicated tensor (every rank
+    of the cell holds all of it, and the ranks share the sending part by part).
     """
 
     numel: int
@@ -60,11 +60,11 @@ class Cut(NamedTuple):
         return element // self.chunk
 
     def held(self, shard: int) -> tuple[int, int]:
-        """Return the first element that the ranks of a shard hold, and the first one after these."""
+        """Return the range of elements that the ranks of a shard hold."""
         return self.bounds(shard) if self.is_held_by_part else (0, self.numel)
 
     def holders(self, element: int) -> tuple[int, ...]:
-        """Return the shards that hold an element, where these are neither one nor all of the cell."""
+        """Return the shards that hold an element, if there are several but not all of the cell; else nothing."""
         return ()
 
     @classmethod
@@ -74,21 +74,21 @@ class Cut(NamedTuple):
 
     @classmethod
     def of_copy(cls, numel: int, parts: int, least: int = 1) -> Cut:
-        """Share out a tensor that every rank holds over the senders of its cell, ``least`` elements or more to each."""
+        """Divide a tensor that every rank holds between the cell's senders, at least ``least`` elements each."""
         return cls(numel, max(1, least, -(-numel // parts)), False)
 
 
 class Part(NamedTuple):
-    """Elements of a tensor that some shards hold, each all of them."""
+    """A part of a tensor, and the shards that each hold all of it."""
 
     numel: int
     holders: tuple[int, ...]
 
 
 class MeshCut(NamedTuple):
-    """How every cell cuts a tensor of which shards hold parts of any size: an order of the parts, one after the other.
+    """How every cell cuts a tensor whose shards hold parts of any size; the parts follow each other.
 
-    Where several shards hold the same part, each sends some of it, ``least`` elements or more.
+    If several shards hold the same part, they divide the sending, at least ``least`` elements each.
     """
 
     parts: tuple[Part, ...]
@@ -97,7 +97,7 @@ class MeshCut(NamedTuple):
 
     @classmethod
     def of_parts(cls, parts: Sequence[Part], least: int) -> MeshCut:
-        """Put parts that are not empty one after the other."""
+        """Make the cut from non-empty parts, in their order."""
         return cls(tuple(parts), tuple(accumulate(part.numel for part in parts)), least)
 
     @property
@@ -111,7 +111,7 @@ class MeshCut(NamedTuple):
         return True
 
     def bounds(self, part: int) -> tuple[int, int]:
-        """Return the first element that a shard sends, and the first one after these."""
+        """Return the range of elements that a shard sends."""
         for (numel, holders), end in zip(self.parts, self.ends, strict=True):
             if part in holders:
                 chunk = self._chunk(numel, holders)
@@ -126,14 +126,14 @@ class MeshCut(NamedTuple):
         return holders[(element - self.ends[index] + numel) // self._chunk(numel, holders)]
 
     def held(self, shard: int) -> tuple[int, int]:
-        """Return the first element that the ranks of a shard hold, and the first one after these."""
+        """Return the range of elements that the ranks of a shard hold."""
         for (numel, holders), end in zip(self.parts, self.ends, strict=True):
             if shard in holders:
                 return end - numel, end
         return 0, 0
 
     def holders(self, element: int) -> tuple[int, ...]:
-        """Return the shards that hold an element, where they are several."""
+        """Return the shards that hold an element, if there are several; else nothing."""
         holders = self.parts[bisect_right(self.ends, element)].holders
         return holders if len(holders) > 1 else ()
 
@@ -142,10 +142,10 @@ class MeshCut(NamedTuple):
 
 
 class Item(NamedTuple):
-    """One tensor of the manifest: its place there, data type, rule, and one cut for each cell.
+    """A tensor of the manifest: its position there, data type, rule, and a cut for each cell.
 
-    ``is_mean_in_cell`` asks for the mean over the cell's ranks before anything crosses (buffers); ``codec`` names how
-    its values are written between cells, ``fragment`` says in which rounds it takes part, ``is_stepped`` whether
+    With ``is_mean_in_cell`` the cell's ranks are averaged before the exchange (buffers). ``codec`` encodes the values
+    between cells, ``fragment`` selects the rounds that the tensor takes part in, and ``is_stepped`` tells whether
     training changes it.
     """
 
@@ -160,7 +160,7 @@ class Item(NamedTuple):
 
 
 def plan_groups(items: Sequence[Item], topology: Topology, rank: int) -> tuple[BucketGroup, ...]:
-    """List the groups that a rank sends or receives within its cell, in the order in which all ranks walk them."""
+    """Return the groups that a rank sends or receives within its cell, in the order in which all ranks walk them."""
     at = topology.coordinates(rank)
     groups: dict[BucketGroup, list[Piece]] = {}  # without their pieces
     for item in items:
@@ -191,12 +191,12 @@ def _refine(item: Item, start: int, end: int) -> Iterator[tuple[tuple[int, ...],
 
 
 MOST_UNLIKE = 1.25
-"""Ratio of the sizes of two buckets up to which two cells take turns in combining them."""
+"""Two cells combine whole buckets in turn as long as the sizes of two buckets differ by no more than this ratio."""
 
 
 def _depth_of(buckets: Sequence[Bucket], dtype: torch.dtype, turns: int, cells: int, form: str) -> int:
     """Return how many of its own buckets a sender has under way."""
-    # Small tensors are packed, and each bucket of them under way takes a buffer more.
+    # Small tensors are packed, and each such bucket under way needs another buffer.
     if sum(len(bucket.pieces) > 1 for bucket in buckets) > IN_FLIGHT:
         return IN_FLIGHT
     largest = max((bucket.stop - bucket.start for bucket in buckets), default=0) * dtype.itemsize
