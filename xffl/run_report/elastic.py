@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xffl.errors import ConfigError, TopologyError
-from xffl.run_report.reader import FEDERATION, Attendance, Metrics, RoundRecord, Run, elastic_place, is_run, read_run
+from xffl.run_report.reader import Attendance, Metrics, RoundRecord, Run, elastic_place, is_run, read_run
 from xffl.topology import Topology
 
 __all__ = ["CellTotals", "History", "Presence", "find_runs", "read_runs"]
@@ -285,13 +285,13 @@ def _join_cells(place: RunPlace, name: str) -> Run:
     return run
 
 
-def _joined_metrics(parts: Mapping[int, Run]) -> dict[int, Metrics]:
+def _joined_metrics(parts: Mapping[int, Run]) -> dict[int | None, Metrics]:
     """Return the metrics of each cell; what it has measured at rounds, over all cells of its world, is its own, too."""
     own = {cell: metrics for cell, part in parts.items() for metrics in part.cell_metrics.values()}
     taken = {name for metrics in own.values() for name in metrics.series}
-    joined = {}
+    joined: dict[int | None, Metrics] = {}
     for cell, metrics in own.items():
-        at_rounds = parts[cell].metrics[FEDERATION].series if FEDERATION in parts[cell].metrics else {}
+        at_rounds = parts[cell].metrics[None].series if None in parts[cell].metrics else {}
         more = {f"{name} at rounds" if name in taken else name: series for name, series in at_rounds.items()}
         joined[cell] = replace(metrics, series={**metrics.series, **more})
     return joined

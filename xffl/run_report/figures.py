@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from xffl.planning.figures import FRAME, INK, MUTED, PALETTE, new_figure, plain_axes
 from xffl.run_report.elastic import History, Presence
-from xffl.run_report.reader import FEDERATION, RoundRecord, Run, Series
+from xffl.run_report.reader import RoundRecord, Run, Series
 from xffl.run_report.summary import cell_name, label_text, mean_phases, number_text, seconds_text
 
 if TYPE_CHECKING:
@@ -92,17 +92,18 @@ def run_style(index: int) -> tuple[str, str]:
     return PALETTE[index % len(PALETTE)], list(STYLES)[index // len(PALETTE) % len(STYLES)]
 
 
-def _looks_of(runs: Sequence[Run], index: int, cells: Sequence[int], *, has_all: bool) -> dict[int, Look]:
+def _looks_of(runs: Sequence[Run], index: int, cells: Sequence[int], *, has_all: bool) -> dict[int | None, Look]:
     """Return how cells are drawn: of one run in a colour each, of several in their run's; all together stand out."""
     if len(runs) > 1:
         colour, style = run_style(index)
         cell_look = Look(runs[index].name, colour, style, 0.8 if has_all else 1.3, 0.4 if has_all else 0.9)
-        return {**dict.fromkeys(cells, cell_look), FEDERATION: Look(runs[index].name, colour, style, 2.0)}
+        return {**dict.fromkeys(cells, cell_look), None: Look(runs[index].name, colour, style, 2.0)}
+    looks: dict[int | None, Look]
     if len(cells) <= len(PALETTE):
         looks = {cell: Look(cell_name(cell), colour) for cell, colour in zip(cells, PALETTE, strict=False)}
     else:
         looks = dict.fromkeys(cells, Look("single cells", MUTED, width=0.8, alpha=0.5))
-    return {**looks, FEDERATION: Look(cell_name(FEDERATION), INK, "--" if cells else "-", 2.0)}
+    return {**looks, None: Look(cell_name(None), INK, "--" if cells else "-", 2.0)}
 
 
 def value_figure(runs: Sequence[Run], name: str) -> tuple[Figure, str]:
@@ -117,15 +118,16 @@ def value_figure(runs: Sequence[Run], name: str) -> tuple[Figure, str]:
         if by_cell is None or run.started is None:
             notes.append(f"{run.name} has not recorded it.")
             continue
-        cells = [cell for cell in sorted(by_cell) if cell != FEDERATION]
-        together = [FEDERATION] if FEDERATION in by_cell else []
+        cells = sorted(cell for cell in by_cell if cell is not None)
+        together = [None] if None in by_cell else []
         has_all, has_cells = has_all or bool(together), has_cells or bool(cells)
         every = -(-len(cells) // MAX_CELLS) or 1
         looks = _looks_of(runs, index, cells[::every], has_all=bool(together))
         for cell in [*cells[::every], *together]:
             series = by_cell[cell]
             if run.history is not None:
-                series = _broken(series, run.history.spans(cell, run.started, run.started))
+                spans = [] if cell is None else run.history.spans(cell, run.started, run.started)
+                series = _broken(series, spans)
                 begun = min((metrics.first_time for metrics in run.metrics.values()), default=run.started)
                 placed = series._replace(steps=run.history.place(series.times, begun))
                 by_round.append((looks[cell], placed, run.started))
@@ -202,10 +204,11 @@ def traffic_figure(runs: Sequence[Run]) -> tuple[Figure, str]:
         for index, run in enumerate(runs):
             if not run.rounds or run.started is None:
                 continue
-            by_cell = {cell: run.rounds[cell] for cell in sorted(run.rounds)} if len(runs) == 1 else {}
-            looks = _looks_of(runs, index, list(by_cell), has_all=True)
+            cells = sorted(run.rounds) if len(runs) == 1 else []
+            by_cell: dict[int | None, list[RoundRecord]] = {cell: run.rounds[cell] for cell in cells}
+            looks = _looks_of(runs, index, cells, has_all=True)
             if len(by_cell) != 1:
-                by_cell[FEDERATION] = [record for records in run.rounds.values() for record in records]
+                by_cell[None] = [record for records in run.rounds.values() for record in records]
             for cell, records in by_cell.items():
                 ordered = sorted(records, key=lambda record: record.time)
                 steps = [0.0, *(float(record.step) for record in ordered)]

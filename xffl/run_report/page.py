@@ -31,7 +31,7 @@ from xffl.run_report.figures import (
     value_figure,
 )
 from xffl.run_report.pace import find_slowest_cells
-from xffl.run_report.reader import FEDERATION, Run
+from xffl.run_report.reader import Run
 from xffl.run_report.summary import (
     SECTIONS,
     cell_name,
@@ -264,7 +264,7 @@ def _describe(name: str, runs: Sequence[Run]) -> str:
     ends = []
     for run in runs:
         values = sum_up_values(run, name)
-        together = [value for value in values if value.cell == FEDERATION] or values
+        together = [value for value in values if value.cell is None] or values
         at = f"{run.name}, " if len(runs) > 1 else ""
         ends += [f"{at}{cell_name(value.cell)}: {value_text(name, value.last)}" for value in together]
     more = f"; and {len(ends) - MAX_DESCRIBED} more" if len(ends) > MAX_DESCRIBED else ""

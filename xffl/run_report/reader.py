@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from xffl.run_report.elastic import History
 
 __all__ = [
-    "FEDERATION",
     "Attendance",
     "Metrics",
     "Partition",
@@ -41,8 +40,6 @@ __all__ = [
     "read_run",
 ]
 
-FEDERATION = -1
-"""Stands for all cells together in the place of a cell's number."""
 FILES = ("environment", "origins", "topology", "partition")
 MARKS = (*(f"{name}.json" for name in FILES), "metrics", "rounds")
 """A folder with one of these is a run. A configuration alone is no mark: projects have one, too."""
@@ -150,14 +147,15 @@ class Partition:
 class Run:
     """A run folder; ``topology`` and ``partition`` are ``None`` where they are unknown, dicts and texts are empty.
 
-    ``metrics`` and ``rounds`` are by cell; ``is_federated`` says whether a federation was asked for; ``configuration``
-    and ``origins`` are by dotted name; ``notes`` list what is missing and what could not be read. Of an elastic run,
-    whose cells have folders of their own (``parts``, by cell), ``history`` tells who took part.
+    ``metrics`` and ``rounds`` are by cell; of all cells together the key is ``None``. ``is_federated`` says whether a
+    federation was asked for; ``configuration`` and ``origins`` are by dotted name; ``notes`` list what is
+    missing and what could not be read. Of an elastic run, whose cells have folders of their own (``parts``, by cell),
+    ``history`` tells who took part.
     """
 
     folder: Path
     name: str
-    metrics: dict[int, Metrics]
+    metrics: dict[int | None, Metrics]
     rounds: dict[int, list[RoundRecord]]
     topology: Topology | None
     is_federated: bool
@@ -182,7 +180,8 @@ class Run:
     @property
     def cell_metrics(self) -> dict[int, Metrics]:
         """The metrics of single cells, in their order."""
-        return {cell: metrics for cell, metrics in sorted(self.metrics.items()) if cell != FEDERATION}
+        cells = sorted(cell for cell in self.metrics if cell is not None)
+        return {cell: self.metrics[cell] for cell in cells}
 
     @property
     def gone_cells(self) -> tuple[int, ...]:
@@ -192,11 +191,12 @@ class Run:
         return tuple(cell for cell in self.cell_metrics if cell >= self.topology.cells)
 
     @cached_property
-    def series(self) -> dict[str, dict[int, Series]]:
+    def series(self) -> dict[str, dict[int | None, Series]]:
         """Each value's series by cell; rounds give norms, errors of codecs, divergences, and cells that were there."""
-        series: dict[str, dict[int, Series]] = {}
-        for cell, metrics in sorted(self.metrics.items()):
-            for name, values in metrics.series.items():
+        series: dict[str, dict[int | None, Series]] = {}
+        cells = sorted(self.metrics, key=lambda cell: (cell is not None, cell or 0))  # all cells together first
+        for cell in cells:
+            for name, values in self.metrics[cell].series.items():
                 series.setdefault(name, {})[cell] = values
         for name, by_cell in _series_of_rounds(self).items():
             series.setdefault(name, {}).update(by_cell)
@@ -229,7 +229,7 @@ def read_run(folder: str | os.PathLike[str], name: str | None = None) -> Run:
     _check_is_run(path)
     notes: list[str] = []
     metrics = {cell: read_metrics(file, notes) for cell, file in _cell_files(path / "metrics")}
-    rounds = {cell: read_rounds(file, notes) for cell, file in _cell_files(path / "rounds")}
+    rounds = {cell: read_rounds(file, notes) for cell, file in _cell_files(path / "rounds") if cell is not None}
     files = {name: _load(path / f"{name}.json", parse_json, notes) for name in FILES}
     topology, partition = files["topology"], files["partition"]
     checkpoints = path / "checkpoints"
@@ -289,13 +289,17 @@ def _check_is_run(path: Path) -> None:
     raise ConfigError(f"folder {str(path)!r} is not a run; {rule}")
 
 
-def _cell_files(folder: Path) -> list[tuple[int, Path]]:
-    """Return the JSON lines of cells with their numbers, all cells together first."""
-    files = []
+def _cell_files(folder: Path) -> list[tuple[int | None, Path]]:
+    """Return the JSON lines of cells with their numbers; ``None``, all cells together, is first."""
+    together: list[tuple[int | None, Path]] = []
+    cells: list[tuple[int, Path]] = []
     for file in folder.iterdir() if folder.is_dir() else ():
         if (match := re.fullmatch(r"(?:cell_([0-9]{1,9})|federation)\.jsonl", file.name)) and file.is_file():
-            files.append((FEDERATION if match[1] is None else int(match[1]), file))
-    return sorted(files)
+            if match[1] is None:
+                together.append((None, file))
+            else:
+                cells.append((int(match[1]), file))
+    return [*together, *sorted(cells)]
 
 
 def read_metrics(path: Path, notes: list[str]) -> Metrics | None:
@@ -445,7 +449,8 @@ class _Names:
     """The names of values of a file, of which there are at most ``NAMES_LIMIT``; the first one beyond is noted."""
 
     def __init__(self, path: Path, notes: list[str]) -> None:
-        self._path, self._notes = path, notes
+        self._path = path
+        self._notes = notes
         self._names: set[str] = set()
         self._is_told = False
 
@@ -569,14 +574,14 @@ def _timestamp(text: object) -> float | None:
     return None if when is None or when.tzinfo is None else when.timestamp()
 
 
-def _series_of_rounds(run: Run) -> dict[str, dict[int, Series]]:
+def _series_of_rounds(run: Run) -> dict[str, dict[int | None, Series]]:
     """Return the series that rounds hold: what all ranks record alike from one cell, else each cell's own."""
-    points: dict[str, dict[int, list[tuple[float, float, float]]]] = {}
+    points: dict[str, dict[int | None, list[tuple[float, float, float]]]] = {}
     together: Sequence[RoundRecord] = next((records for _, records in sorted(run.rounds.items())), [])
     if run.history is not None:
         together = run.history.rounds
 
-    def add(name: str, cell: int, record: RoundRecord, value: float) -> None:
+    def add(name: str, cell: int | None, record: RoundRecord, value: float) -> None:
         by_cell = points.setdefault(f"rounds/{name}", {})
         by_cell.setdefault(cell, []).append((record.step, record.time, value))
 
@@ -584,7 +589,7 @@ def _series_of_rounds(run: Run) -> dict[str, dict[int, Series]]:
         there = record.attendance
         for name, value in record.extras.items():
             if name.startswith("divergence/"):
-                add(name, FEDERATION, record, value)
+                add(name, None, record, value)
         for cell, norm in enumerate(record.update_norms):
             if there is None or cell in there.cells:
                 add("update_norm", cell, record, norm)

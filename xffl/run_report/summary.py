@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from xffl.planning.text import bytes_text, counted
 from xffl.run_report.pace import find_slowest_cells
-from xffl.run_report.reader import FEDERATION, RoundRecord, Run, Series
+from xffl.run_report.reader import RoundRecord, Run, Series
 
 __all__ = [
     "SECTIONS",
@@ -164,9 +164,9 @@ def is_better_high(name: str) -> bool | None:
     return True if any(HIGH.fullmatch(word) for word in words) else None
 
 
-def cell_name(cell: int) -> str:
+def cell_name(cell: int | None) -> str:
     """Name a cell, or all cells together."""
-    return "all cells" if cell == FEDERATION else f"cell {cell}"
+    return "all cells" if cell is None else f"cell {cell}"
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class ValueSummary:
     """
 
     name: str
-    cell: int
+    cell: int | None  # None: all cells together
     records: int
     nonfinite: int
     last: float
@@ -195,7 +195,7 @@ def sum_up_values(run: Run, name: str | None = None) -> list[ValueSummary]:
     return [_sum_up_series(one, cell, series) for one in names for cell, series in run.series[one].items()]
 
 
-def _sum_up_series(name: str, cell: int, series: Series) -> ValueSummary:
+def _sum_up_series(name: str, cell: int | None, series: Series) -> ValueSummary:
     values = series.values
     places = np.flatnonzero(np.isfinite(values))
     wants_high = is_better_high(name)
@@ -268,7 +268,7 @@ def summary_rows(run: Run) -> list[tuple[str, str]]:
     return [*rows, ("checkpoints", f"{len(run.checkpoints)}{final}{latest}" if run.checkpoints else "none")]
 
 
-def _of_living(run: Run, by_cell: dict[int, Series]) -> dict[int, Series]:
+def _of_living(run: Run, by_cell: dict[int | None, Series]) -> dict[int | None, Series]:
     """Leave out cells that are no more, unless there are no others."""
     return {cell: series for cell, series in by_cell.items() if cell not in run.gone_cells} or by_cell
 
@@ -301,7 +301,7 @@ def _rate_rows(run: Run) -> list[tuple[str, str]]:
     for name, by_cell in run.series.items():
         shown = name.partition("/")[2].replace("_", " ")
         if name.startswith("throughput/"):
-            own = [series for cell, series in _of_living(run, by_cell).items() if cell != FEDERATION]
+            own = [series for cell, series in _of_living(run, by_cell).items() if cell is not None]
             if medians := [float(np.median(values)) for values in _finite(own or by_cell.values())]:
                 is_additive = "samples" in name or "tokens" in name
                 rate = math.fsum(medians) if is_additive else statistics.fmean(medians)
@@ -361,9 +361,9 @@ def cell_table(run: Run) -> tuple[list[str], list[list[str]]]:
     return [*heads, *names], rows
 
 
-def _last_text(name: str, by_cell: dict[int, Series]) -> str:
+def _last_text(name: str, by_cell: dict[int | None, Series]) -> str:
     """Write the last and the best value: over all cells where that was recorded, else of each cell."""
-    cells = [FEDERATION] if FEDERATION in by_cell else sorted(by_cell)
+    cells = [None] if None in by_cell else sorted(cell for cell in by_cell if cell is not None)
     texts = []
     for cell in cells[:MAX_CELLS]:
         value = _sum_up_series(name, cell, by_cell[cell])
