@@ -159,7 +159,8 @@ class StepTimer:
 
     def clear(self) -> None:
         """Forget the steps so far: a round has reported how long they took."""
-        self._seconds, self._steps = 0.0, 0
+        self._seconds = 0.0
+        self._steps = 0
 
     @contextmanager
     def paused(self) -> Iterator[None]:

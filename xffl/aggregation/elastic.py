@@ -234,7 +234,8 @@ class ElasticAggregator:
         self._has_others = True
         self._is_leaving = is_finished
         self.has_taken_over = False
-        doubted, self._doubted = self._doubted, None
+        doubted = self._doubted
+        self._doubted = None
         if not self._federation.standing.settle(self._epoch, self._federation.cell):
             return None
         assert doubted is not None, "kept while the round is in doubt"
@@ -299,7 +300,8 @@ class ElasticAggregator:
         return self.under_way
 
     def _opened(self) -> Epoch:
-        epoch, self._epoch = self._epoch, None
+        epoch = self._epoch
+        self._epoch = None
         if epoch is None:
             raise StateError("a round of an elastic federation has to be opened first, each time")
         return epoch
@@ -350,7 +352,8 @@ class ElasticAggregator:
                 write = partial(aggregator.resolve, **{**merge, **later})
                 self._doubted = Doubt(epoch, aggregator, write)
             raise RoundBroken(f"the round is tried again: {error or 'another rank of the cell has lost one'}")
-        tries, self._tries = self._tries, 0
+        tries = self._tries
+        self._tries = 0
         if agreed is RoundEnd.REFUSED and error is not None:
             if aggregator is None:  # the models differ: the next epoch gets a new group, and compares them again
                 federation.drop()

@@ -234,7 +234,8 @@ class Levels:
         self._reports[number] = report
         if report is None:
             return None
-        stage.since, stage.count = 0, 0.0
+        stage.since = 0
+        stage.count = 0.0
         for below in self._stages[:number]:
             below.is_apart = False
             below.aggregator.restart()
@@ -301,7 +302,8 @@ class Levels:
         self._lowest.load_state_dict({part: value for part, value in state.items() if part != "above"})
         for stage, saved in zip(self._stages[1:], above, strict=True):
             stage.aggregator.load_state_dict(saved["aggregator"])
-            stage.since, stage.count = int(saved["since"]), float(saved["count"])
+            stage.since = int(saved["since"])
+            stage.count = float(saved["count"])
         for stage in self._stages:
             stage.is_over = stage.is_apart = False
         self._taken, self._steps_taken = map(float, state["taken"])

@@ -83,7 +83,8 @@ class PieceReader:
     """
 
     def __init__(self, path: Path, part: str, opened: ExitStack) -> None:
-        self.path, self._part = path, part
+        self.path = path
+        self._part = part
         self._source, self.record, self.index = read_again_if_replaced(lambda: _open_to_read(path))
         opened.callback(self._source.close)
         self._files: dict[str, Bytes] = {}
@@ -194,7 +195,8 @@ class PieceWriter:
         self._home = self._cleanup.enter_context(partial_folder(target)) / CELL_FOLDER
         self._home.mkdir()
         self._file = self._cleanup.enter_context(create(self._home / DATA))
-        self._sum, self._size = hashlib.sha256(), 0
+        self._sum = hashlib.sha256()
+        self._size = 0
         self._tensors: dict[str, dict[str, Any]] = {}
 
     def __enter__(self) -> PieceWriter:
@@ -285,16 +287,19 @@ class OfflineServer:
         start: Path | None,
         opened: ExitStack,
     ) -> None:
-        self._server, self._tensors = server, values["tensors"]
+        self._server = server
+        self._tensors = values["tensors"]
         self.target = folder / f"round_{values['round']}"
         self._saved = SavedServer(0, {}, server.asked)
         before = folder / f"round_{values['round'] - 1}"
         record = find_record(before)
         if record is not None and record.parts == (STATE,):
-            self._old, self._prefix = PieceReader(before, STATE, opened), "model/"
+            self._old = PieceReader(before, STATE, opened)
+            self._prefix = "model/"
             self._take_up(before)
         elif start is not None:
-            self._old, self._prefix = PieceReader(start, PART, opened), ""
+            self._old = PieceReader(start, PART, opened)
+            self._prefix = ""
             check_kind(start, self._old.record, "global")
             compare(self._old.record.values["global"]["tensors"], self._tensors, str(start), "the exports")
         else:
@@ -531,7 +536,9 @@ class _StageProgress:
     """Reports how far a stage has come."""
 
     def __init__(self, report: Callable[[str, int, int], None] | None, size: int) -> None:
-        self._report, self._size, self._done = report, size, Counter[str]()
+        self._report = report
+        self._size = size
+        self._done = Counter[str]()
 
     def __call__(self, stage: str, count: int) -> None:
         self._done[stage] += count

@@ -95,7 +95,8 @@ class _Watch:
         names = frozenset(map(str, state))
         if names <= self._seen:
             return
-        known, self._seen = self._seen, self._seen | names
+        known = self._seen
+        self._seen = self._seen | names
         if copies := [repr(name) for name in find_copies(optimizer) if name not in known]:
             self._say(
                 f"xffl: optimizer {type(optimizer).__name__} keeps a copy of the weights in its state "

@@ -430,7 +430,8 @@ class AsyncSaver:
             raise StateError("this saver is closed; make another one")
         self._jobs.join()
         if self._error is not None:
-            error, self._error = self._error, None
+            error = self._error
+            self._error = None
             raise error
 
     def close(self) -> None:

@@ -158,7 +158,8 @@ def run(options: Namespace, command: Sequence[str]) -> int:
         take_share()  # a configuration's trainer imports torch
     over_files = read_over_files({name: options[name] for name in ("cell", "from", "export", "measure")})
     of_cell = RankJob.pop(os.environ)  # where this command has started this one for a cell
-    options.failures, options.source = of_cell.failures, of_cell.source
+    options.failures = of_cell.failures
+    options.source = of_cell.source
     if not command[0].endswith(CONFIGURATIONS):
         _look_at_script(options, command, is_first=of_cell == RankJob())
     if options.elastic is not None or (over_files.cell is not None and os.environ.get("XFFL_LIGHTHOUSE", "").strip()):

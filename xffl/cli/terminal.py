@@ -48,7 +48,8 @@ def visible_output() -> Iterator[None]:
     Names, notes and errors in files and from peers end in what commands print. Here none is forgotten.
     """
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = _VisibleStream(sys.stdout), _VisibleStream(sys.stderr)
+    sys.stdout = _VisibleStream(sys.stdout)
+    sys.stderr = _VisibleStream(sys.stderr)
     try:
         yield
     finally:

@@ -139,8 +139,11 @@ class DistributedWorld:
 
         Collective over the world with ``synchronize``; after an exception give ``synchronize=False``: nothing moves.
         """
-        state, self._state, self._meshes = self._state, None, None
-        groups, self._groups = self._groups, []
+        state = self._state
+        self._state = None
+        self._meshes = None
+        groups = self._groups
+        self._groups = []
         if state is None:
             return
         if self._is_joined_here:

@@ -245,7 +245,8 @@ class Lighthouse:
     def leave(self) -> None:
         """Stop the heartbeats, so that the others do not wait for this cell."""
         self._has_left.set()
-        heart, self._heart = self._heart, None
+        heart = self._heart
+        self._heart = None
         if heart is not None:
             heart.join()
         self._drop_witness()

@@ -371,7 +371,8 @@ class ZeroModel(nn.Module):
         comm: Any = importlib.import_module("deepspeed.comm.comm")
         # In every forward pass, so only what DeepSpeed reads: variables_for_import copies all variables.
         backend, variable = comm.cdb, os.environ.get("LOCAL_RANK")
-        comm.cdb, os.environ["LOCAL_RANK"] = self._backend, self._local_rank
+        comm.cdb = self._backend
+        os.environ["LOCAL_RANK"] = self._local_rank
         try:
             yield
         finally:

@@ -143,7 +143,8 @@ class LineFile:
     """
 
     def __init__(self, path: Path, header: str = "") -> None:
-        self.path, self._header = path, header
+        self.path = path
+        self._header = header
         self._handle: int | None = None
         self._lines = 0
 
@@ -329,7 +330,8 @@ class MLflowLogger(Logger):
             from mlflow.entities import Metric, Param
             from mlflow.exceptions import MlflowException
             from mlflow.tracking import MlflowClient
-        self._metric, self._parameter = Metric, Param
+        self._metric = Metric
+        self._parameter = Param
         home = (folder / "mlflow").absolute()
         make_folders(home)
         self._client = MlflowClient(tracking_uri=uri or f"sqlite:///{home / scope}.db")

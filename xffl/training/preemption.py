@@ -112,8 +112,11 @@ class StopConsensus:
     """
 
     def __init__(self, inbox: SignalInbox, store: Store, rank: int, world_size: int, cell: int) -> None:
-        self._inbox, self._store = inbox, store
-        self._rank, self._world_size, self._cell = rank, world_size, cell
+        self._inbox = inbox
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._cell = cell
         self._interval_s = max(INTERVAL_S, world_size / REQUESTS_PER_S)
         # The thread alone moves the phase, and the training's side what follows; both read under the lock.
         self._changed = threading.Condition()
@@ -184,7 +187,8 @@ class StopConsensus:
 
     def _move_to(self, phase: _Phase, stop_point: StopPoint | None = None) -> None:
         with self._changed:
-            self._phase, self._stop_point = phase, stop_point or self._stop_point
+            self._phase = phase
+            self._stop_point = stop_point or self._stop_point
             self._changed.notify_all()
 
     def _listen(self, signals: list[signal.Signals]) -> bool:
@@ -338,8 +342,10 @@ class Preemption:
         :param save: Called, on all ranks of a cell, where the cell has made its last step, answers the others' rounds,
             and all stop; :class:`PreemptedExit` is raised after it.
         """
-        self._rounds, self._save = rounds, save
-        self._local_steps, self._rounds_foreseen = rounds.local_steps, rounds.meetings + 1
+        self._rounds = rounds
+        self._save = save
+        self._local_steps = rounds.local_steps
+        self._rounds_foreseen = rounds.meetings + 1
         if self.signals:
             rounds.attach(
                 LoopHooks(
@@ -419,7 +425,8 @@ class Preemption:
         if not self.signals:
             return self
         topology, rank = self._state.topology, self._state.rank or 0
-        self._cell, self._cells = topology.cell_of(rank), topology.cells
+        self._cell = topology.cell_of(rank)
+        self._cells = topology.cells
         self._own_inbox.__enter__()
         try:
             with run_on_all_ranks("connections of a preemption"):
@@ -437,7 +444,8 @@ class Preemption:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        consensus, self._consensus = self._consensus, None
+        consensus = self._consensus
+        self._consensus = None
         if consensus is None:
             return
         is_forgotten = self._reached is None and not self._has_asked_at_end

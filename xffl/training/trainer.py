@@ -255,7 +255,9 @@ class BaseTrainer(PreemptionMixin, LoggerMixin):
     def _fit(self) -> None:
         self._take_own_folder()
         experiment = self.config.experiment
-        self._began_s, self._bytes_across, self.last_validation = time.monotonic(), 0, None
+        self._began_s = time.monotonic()
+        self._bytes_across = 0
+        self.last_validation = None
         has_place = self.read_place()
         is_resumed = has_place or (experiment.resume and find_latest_checkpoint(experiment.output_dir) is not None)
         self.run_directory = RunDirectory.open(
@@ -396,7 +398,9 @@ class BaseTrainer(PreemptionMixin, LoggerMixin):
 
     def _train_on(self, batch: Any, batch_idx: int) -> None:
         """Train on a micro-batch, and do what follows an optimizer step."""
-        self._is_in_batch, self._has_backward, self._has_stepped = True, False, False
+        self._is_in_batch = True
+        self._has_backward = False
+        self._has_stepped = False
         self.callbacks.pre_train_batch(self, batch, batch_idx)
         sampler = getattr(self.train_dataloader, "sampler", None)
         count = sampler.samples_of(batch_idx) if isinstance(sampler, CellBatchSampler) else self.count_samples(batch)
@@ -483,12 +487,14 @@ class BaseTrainer(PreemptionMixin, LoggerMixin):
     def _take_rounds(self) -> list[RoundReport]:
         """Record the rounds that nobody has heard of, and validate what they made; all ranks of all cells come here."""
         every = self.config.training.validate_every_rounds
-        reports, self._reports = self._reports, []
+        reports = self._reports
+        self._reports = []
         for report in reports:
             self.last_round = report
             self._bytes_across += report.bytes_across
             if not report.is_skipped:
-                self.rounds, self.steps_since_round = report.round, 0
+                self.rounds = report.round
+                self.steps_since_round = 0
             self.log_round(report, divergence=_divergence_of(report))
             is_due = every is not None and report.round % every == 0 and not report.is_skipped
             if is_due and self.val_dataloader is not None:

@@ -137,7 +137,8 @@ class Layout:
         self._of_bucket.clear()
         self._cuts.clear()
         # Last: an interrupt before this has the next round look once more.
-        self._tensors, self._found = tensors, _places(self._moving)
+        self._tensors = tensors
+        self._found = _places(self._moving)
 
     def _find_shared(self, views: Sequence[torch.Tensor]) -> tuple[int, int] | None:
         """Return two tensors whose memory overlaps, by their places in the plan, if there are any."""
@@ -410,7 +411,10 @@ class StagingBuffers:
         moving: Copies,
         arena: Arena | None = None,
     ) -> None:
-        self.layout, self.device, self.atomic, self._arena = layout, device, atomic, arena
+        self.layout = layout
+        self.device = device
+        self.atomic = atomic
+        self._arena = arena
         self.moving = moving
         self.stages: dict[int, torch.Tensor] = {}
         self.copies: dict[int, torch.Tensor] = {}
@@ -454,7 +458,9 @@ class RoundBuffers:
     def __init__(
         self, staging: StagingBuffers, transfers: Sequence[GroupTransfer], pause_of: Mapping[int, int], copy: ModelCopy
     ) -> None:
-        self._staging, self._layout, self._device = staging, staging.layout, staging.device
+        self._staging = staging
+        self._layout = staging.layout
+        self._device = staging.device
         self.copy = copy
         self._reads_stages = False
         self._copies = staging.moving

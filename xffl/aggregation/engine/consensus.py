@@ -251,7 +251,8 @@ class RoundCoordinator:
     def __init__(self, exchange: Exchange, scope: RoundScope, options: Options) -> None:
         self._exchange = exchange
         self._topology = scope.topology
-        self._has_gpu, self._round_groups = scope.gpu is not None, exchange.round_groups
+        self._has_gpu = scope.gpu is not None
+        self._round_groups = exchange.round_groups
         self._control_device = control_device(self._group)
         self._atomic = options.atomic
         self._is_cross_world = scope.cross_world is not None
@@ -259,7 +260,8 @@ class RoundCoordinator:
         self._doubted: AgreedRound | None = None
         self._drops_cells = options.nonfinite == "drop_cell"
         limits = scope.state.timeouts
-        self._opens_within_s, self._closes_within_s = limits.session_s, limits.across_s
+        self._opens_within_s = limits.session_s
+        self._closes_within_s = limits.across_s
         self._phase = RoundPhase.READY
         self.all_finished = False
         """Whether all ranks had finished when they last opened a round."""
@@ -353,7 +355,8 @@ class RoundCoordinator:
 
     def resolve(self) -> AgreedRound:
         """Return the round that is in doubt, now that it is known to be taken; local."""
-        outcome, self._doubted = self._doubted, None
+        outcome = self._doubted
+        self._doubted = None
         if outcome is None:
             raise StateError("no round of this aggregator is in doubt")
         return outcome

@@ -110,7 +110,9 @@ class Exchange:
         way: Way,
         hand_over: Way,
     ) -> None:
-        self.layout, self.transfers, self.link = layout, tuple(transfers), link
+        self.layout = layout
+        self.transfers = tuple(transfers)
+        self.link = link
         self.device = link.device
         self.atomic = atomic
         self.way = way
@@ -382,8 +384,11 @@ class RoundRun:
     def __init__(
         self, exchange: Exchange, fragment: int, profile: RoundProfile, copy: ModelCopy = ModelCopy.NONE
     ) -> None:
-        self._exchange, self._link, self._layout = exchange, exchange.link, exchange.layout
-        self.fragment, self.profile = fragment, profile
+        self._exchange = exchange
+        self._link = exchange.link
+        self._layout = exchange.layout
+        self.fragment = fragment
+        self.profile = profile
         self._transfers = [transfer for transfer in exchange.transfers if transfer.group.fragment == fragment]
         self.way = exchange.way
         self._transports: list[CrossCellTransport] = []
@@ -522,7 +527,8 @@ class RoundRun:
     def transport(self, context: RoundContext) -> CrossCellTransport:
         """Make what takes buckets to the other cells from now on."""
         transport = CrossCellTransport(self._link, context, self.profile)
-        lost, self._lost = self._lost, None
+        lost = self._lost
+        self._lost = None
         if lost is not None:
             transport.lose(lost)
         self._transports.append(transport)

@@ -265,7 +265,8 @@ class GlobalModel:
         if last.has_optimizer:  # else it is that of the first round, which is no step of a server
             self._steps = dict(last._steps)
         if mine_at == theirs_at:
-            self._values, self._states = dict(last._values), dict(last._states)
+            self._values = dict(last._values)
+            self._states = dict(last._states)
             return
         if last.has_optimizer:
             self.load_plain_state(state)

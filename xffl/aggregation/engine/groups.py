@@ -269,7 +269,8 @@ class Progress:
     """
 
     def __init__(self, device: torch.device, within_s: float) -> None:
-        self._device, self._within_s = device, HASTE * within_s
+        self._device = device
+        self._within_s = HASTE * within_s
         self._marks: deque[tuple[torch.cuda.Event, float]] = deque()
 
     def note(self) -> None:

@@ -551,7 +551,8 @@ class Manifest:
         now = self._of_roots(_places)
         if now == self._places:
             self._check_replaced(tensors)
-            self._tensors, self._trains = tensors, trains
+            self._tensors = tensors
+            self._trains = trains
             return
         names = self._module_names | self._look_up_names()
         other = set(now) ^ set(self._places)

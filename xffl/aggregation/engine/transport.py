@@ -35,14 +35,18 @@ class Link:
         combiner: Combiner,
         copies: Copies,
     ) -> None:
-        self.sizes, self.cells = scope.topology.sizes, scope.topology.cells
-        self.rank, self.cell = scope.rank, scope.topology.cell_of(scope.rank)
+        self.sizes = scope.topology.sizes
+        self.cells = scope.topology.cells
+        self.rank = scope.rank
+        self.cell = scope.topology.cell_of(scope.rank)
         self.others = [cell for cell in range(self.cells) if cell != self.cell]
-        self.round_groups, self.arena = round_groups, scope.arena
+        self.round_groups = round_groups
+        self.arena = scope.arena
         self.copies = copies if scope.arena is None else scope.arena.copies
         self.combiner = combiner
         self.device = device = scope.device
-        self.home_device, timeouts = scope.home_device, scope.state.timeouts
+        self.home_device = scope.home_device
+        timeouts = scope.state.timeouts
         self.progress = self.home_progress = Progress(device, timeouts.across_s)
         if self.home_device is not None:  # as the groups that hand results on, which outlast the exchange
             self.home_progress = Progress(self.home_device, (timeouts.across_s + timeouts.session_s) / 2)
@@ -103,7 +107,9 @@ class CrossCellTransport:
     """
 
     def __init__(self, link: Link, context: RoundContext, profile: RoundProfile) -> None:
-        self.link, self.context, self.profile = link, context, profile
+        self.link = link
+        self.context = context
+        self.profile = profile
         self.is_cut_off = False
         """Whether another cell was lost. This rank goes on inside its cell, so that no replica waits, and votes no."""
 

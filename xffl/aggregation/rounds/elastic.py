@@ -182,7 +182,8 @@ class ElasticRounds(AveragingRounds[ElasticAggregator]):
             told=None if hooks.tell is None else hooks.tell(),
             is_stopping=hooks.is_stopping,
         )
-        taken, self.doubted = self.doubted, None
+        taken = self.doubted
+        self.doubted = None
         if report is not None:
             if taken is None:
                 raise StateError("a round of which nothing is kept was in doubt; load a checkpoint before going on")

@@ -56,7 +56,8 @@ class LineBuffer:
 
     def flush(self) -> bytes:
         """Return what has no end yet, and forget it."""
-        rest, self._rest = self._rest, b""
+        rest = self._rest
+        self._rest = b""
         return rest
 
 

@@ -140,7 +140,8 @@ class FaultTolerantWorld(DistributedWorld):
 
     def teardown(self, *, synchronize: bool = True) -> None:
         """Leave the other groups, which go on, and the ranks of this one, as :meth:`DistributedWorld.teardown`."""
-        manager, self._manager = self._manager, None
+        manager = self._manager
+        self._manager = None
         if manager is not None:
             manager.shutdown(wait=False)
         self._parts.clear()
@@ -444,7 +445,9 @@ class FaultTolerantWorld(DistributedWorld):
                     f"this job has {cells} federated groups, but it is one of several replica groups of one model; "
                     "leave federated and XFFL_FEDERATED out"
                 )
-            lighthouse, token, self.replica_group = lighthouse_of(), token_of(), replica_group_of()
+            lighthouse = lighthouse_of()
+            token = token_of()
+            self.replica_group = replica_group_of()
             share(f"{lighthouse} {self.replica_group}")
             if self.replica_group is not None:
                 set_data_place(self.state, self._place_in(*self.replica_group))
@@ -504,7 +507,8 @@ class CommittedOptimizer(torch.optim.Optimizer):
     """An optimizer that steps only where all replica groups that take part have each other's gradients."""
 
     def __init__(self, world: FaultTolerantWorld, wrapped: torch.optim.Optimizer) -> None:
-        self._world, self.wrapped = world, wrapped  # all else, such as param_groups and state, is the wrapped one's
+        self._world = world
+        self.wrapped = wrapped  # all else, such as param_groups and state, is the wrapped one's
         for name in ("add_param_group", "state_dict", "load_state_dict"):  # which the base class has, too
             setattr(self, name, getattr(wrapped, name))
 

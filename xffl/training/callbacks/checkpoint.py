@@ -64,10 +64,15 @@ class CheckpointCallback(Callback):
         mode: str = "min",
     ) -> None:
         self.checkpoint_dir = None if checkpoint_dir is None else Path(checkpoint_dir)
-        self.save_frequency, self.every_epochs, self.every_rounds = save_frequency, every_epochs, every_rounds
+        self.save_frequency = save_frequency
+        self.every_epochs = every_epochs
+        self.every_rounds = every_rounds
         integer_fields(self, "save_frequency", "every_epochs", "every_rounds", may_be_none=True)
-        self.save_final, self.is_async = save_final, is_async
-        self.keep_last_n, self.best, self.mode = integer("keep_last_n", keep_last_n), best, mode
+        self.save_final = save_final
+        self.is_async = is_async
+        self.keep_last_n = integer("keep_last_n", keep_last_n)
+        self.best = best
+        self.mode = mode
         self.monitored = None if best is None else MonitoredMetric(best, mode)
         self._manager = CheckpointManager("", keep_last=self.keep_last_n)
         self._saver: AsyncSaver | None = None

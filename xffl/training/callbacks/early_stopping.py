@@ -31,7 +31,9 @@ class MonitoredMetric:
 
     def __init__(self, name: str, mode: str = "min", min_delta: float = 0.0) -> None:
         one_of("mode", mode, ("min", "max"))
-        self.name, self.mode, self.min_delta = name, mode, number("min_delta", min_delta, 0.0)
+        self.name = name
+        self.mode = mode
+        self.min_delta = number("min_delta", min_delta, 0.0)
         self.newest: float | None = None
         self.best: float | None = None
 
@@ -46,7 +48,8 @@ class MonitoredMetric:
 
     def take(self) -> float | None:
         """Return the value of the validation since the last call, if there was one; local."""
-        newest, self.newest = self.newest, None
+        newest = self.newest
+        self.newest = None
         return newest
 
     def take_mean(self, trainer: BaseTrainer) -> float | None:
@@ -91,7 +94,8 @@ class MonitoredMetric:
                 "the checkpoint has the best value of %s (%s); that of %s (%s) is determined anew", *saved, *asked
             )
             return False
-        self.newest, self.best = state["newest"], state["best"]
+        self.newest = state["newest"]
+        self.best = state["best"]
         return True
 
 
@@ -131,7 +135,9 @@ class EarlyStoppingCallback(Callback):
         stops_at_nonfinite: bool = True,
     ) -> None:
         one_of("over", over, ("federation", "cell"))
-        self.metric, self.mode, self.min_delta = metric, mode, min_delta
+        self.metric = metric
+        self.mode = mode
+        self.min_delta = min_delta
         self.monitored = MonitoredMetric(metric, mode, min_delta)
         self.patience = integer("patience", patience)
         self.over = over

@@ -147,7 +147,8 @@ class EMACallback(Callback):
     @torch.no_grad()
     def swap_out(self) -> None:
         """Put the weights back, bit for bit, if the averages stand in the models; local."""
-        weights, self._weights = self._weights, None
+        weights = self._weights
+        self._weights = None
         for name, values in (weights or {}).items():
             local(self._parameters[name]).copy_(values)
         if weights is not None:

@@ -192,10 +192,15 @@ class ProfilerCallback(Callback):
         with_shapes: bool = False,
         with_stack: bool = False,
     ) -> None:
-        self.wait, self.warmup, self.active, self.repeat = wait, warmup, active, repeat
+        self.wait = wait
+        self.warmup = warmup
+        self.active = active
+        self.repeat = repeat
         integer_fields(self, "wait", "warmup", "repeat", minimum=0)
         integer_fields(self, "active")
-        self.with_memory, self.with_shapes, self.with_stack = with_memory, with_shapes, with_stack
+        self.with_memory = with_memory
+        self.with_shapes = with_shapes
+        self.with_stack = with_stack
         self._profile: profile | None = None
         self._cycles = 0
 
@@ -242,7 +247,8 @@ class ProfilerCallback(Callback):
 
     def _stop(self, *_: Any, **__: Any) -> None:
         """Write what there is."""
-        running, self._profile = self._profile, None
+        running = self._profile
+        self._profile = None
         if running is not None:
             running.stop()
 

@@ -214,8 +214,11 @@ class UpdateNormCallback(_StepCallback):
 
     def post_optimizer_step(self, trainer: BaseTrainer) -> None:
         """Log, where the optimizer has stepped; float16 may have skipped it."""
-        changes, self._changes, self._before = self._changes, {}, {}
-        has_stepped, self._has_stepped = self._has_stepped, False
+        changes = self._changes
+        self._changes = {}
+        self._before = {}
+        has_stepped = self._has_stepped
+        self._has_stepped = False
         if not has_stepped:
             return
         norm = norm_of(trainer.world, [spread_like(values, self._parameters[name]) for name, values in changes.items()])
@@ -301,8 +304,10 @@ class DriftCallback(_StepCallback):
 
     def post_round(self, trainer: BaseTrainer, report: RoundReport) -> None:
         """Measure and log; collective over the cell."""
-        steps, self._steps = self._steps, 0
-        before, self._local = self._local, {}
+        steps = self._steps
+        self._steps = 0
+        before = self._local
+        self._local = {}
         if steps and not math.isnan(self._global_norm):
             values = self._measure(trainer, before) if self.copies else self._read(trainer, report)
             if values:

@@ -236,7 +236,8 @@ class ProgressCallback(Callback):
             self._draw(trainer, run)
 
     def _close(self, trainer: BaseTrainer, ending: str) -> None:
-        run, self._run = self._run, None
+        run = self._run
+        self._run = None
         if run is not None:
             run.doing = run.ending = ending
             self._draw(trainer, run)

@@ -319,7 +319,8 @@ class _Mismatch(ConfigError):
 
     def __init__(self, text: str, path: Path, reason: str) -> None:
         super().__init__(text)
-        self.path, self.reason = path, reason
+        self.path = path
+        self.reason = reason
 
 
 class Settings:

@@ -135,13 +135,16 @@ class Meeting:
         kind: str = "",
         length: int | None = None,
     ) -> None:
-        self._what, self._advice = what, advice
+        self._what = what
+        self._advice = advice
         self._rank = self._cell = 0
         self._offsets: tuple[int, ...] = (0, 1)
         # A world that only looks like one (torch's fake group) has no store.
         if not isinstance(state, DataPlace) and dist.is_initialized() and dist.get_backend() != "fake":
             at = place_of(state).in_job
-            self._rank, self._cell, self._offsets = at.rank, at.cell, at.topology.offsets
+            self._rank = at.rank
+            self._cell = at.cell
+            self._offsets = at.topology.offsets
         self._cells = range(len(self._offsets) - 1) if over_cells else range(self._cell, self._cell + 1)
         timeouts = getattr(state, "timeouts", None)
         self._timeout_s = float("inf") if timeouts is None else timeouts.session_s

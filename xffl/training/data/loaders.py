@@ -154,7 +154,9 @@ class CellLoader(Iterable[Any]):
             is_compared=is_compared,
         )
         """Which samples come, and where the loop stands."""
-        self.cell, self.batch_size, self.samples = self.sampler.cell, self.sampler.batch_size, self.sampler.samples
+        self.cell = self.sampler.cell
+        self.batch_size = self.sampler.batch_size
+        self.samples = self.sampler.samples
         """The rank's cell, samples of each rank in a step, at most, and those of the whole cell in an epoch."""
         place, _ = share_of(place_of(state))
         self.batches = open_loader(
@@ -203,7 +205,9 @@ class CellLoader(Iterable[Any]):
 
     def _compared(self) -> Iterator[Any]:
         """Yield the batches, once the ranks have compared samples; they are read where the batches are."""
-        meeting, self._meeting, self._is_probing = self._meeting, None, True
+        meeting = self._meeting
+        self._meeting = None
+        self._is_probing = True
         assert meeting is not None, "only called with one"
         try:
             batches = iter(self.batches)  # with workers it asks for the keys twice
@@ -435,7 +439,8 @@ class ValidationLoader(Iterable[Any]):
         """Samples of all ranks that share them out."""
         if not self.samples:
             raise ConfigError("the dataset for validation has no samples; give it some, or do not validate")
-        self._place, self._places = place, places
+        self._place = place
+        self._places = places
         self.steps = -(-self.samples // (self.batch_size * places))
         """Batches of a pass: the same number on all ranks that share the samples out."""
         self.batch_samples = 0
@@ -526,7 +531,8 @@ class _Keys(Iterable[Key | Probe]):
     """The keys of the batches to come, drawn anew whenever torch's loader is iterated over."""
 
     def __init__(self, draw: Callable[[], Iterator[Key | Probe]], count: Callable[[], int]) -> None:
-        self._draw, self._count = draw, count
+        self._draw = draw
+        self._count = count
 
     def __iter__(self) -> Iterator[Key | Probe]:
         return self._draw()
@@ -576,8 +582,10 @@ class _Batches(Dataset[Any]):
     def __init__(
         self, dataset: Any, collate: Callable[[list[Any]], Any] | None, randomness: Randomness, place: int
     ) -> None:
-        self._dataset, self._collate = dataset, collate or default_collate
-        self._randomness, self._place = randomness, place
+        self._dataset = dataset
+        self._collate = collate or default_collate
+        self._randomness = randomness
+        self._place = place
         self._probing = Randomness(0)  # the same on all ranks, of whatever cell
         self._rows = tensor_rows(dataset) if self._collate is default_collate else None
         inner = dataset

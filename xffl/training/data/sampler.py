@@ -91,7 +91,8 @@ class CellOrder(Sampler[Drawn]):
                 raise ConfigError(f"{what} must be True or False, got {switch!r}")
         if drop_last and is_padded:
             raise ConfigError("drop_last and is_padded are both True; choose to leave samples out or to repeat some")
-        self._is_shuffled, self._tail = is_shuffled, "drop" if drop_last else "pad" if is_padded else "keep"
+        self._is_shuffled = is_shuffled
+        self._tail = "drop" if drop_last else "pad" if is_padded else "keep"
         count, per_step = len(self._indices), self.batch_size * self._places
         self.steps = count // per_step if drop_last else -(-count // per_step)
         """Batches of an epoch: the same number on all ranks of the cell."""
@@ -138,7 +139,8 @@ class CellOrder(Sampler[Drawn]):
         """
         number = integer("epoch", epoch, 0)
         if number != self._epoch:
-            self._epoch, self._position = number, 0
+            self._epoch = number
+            self._position = 0
         self._is_drawn = False
 
     def follow(self, loader: Iterable[Batch]) -> Iterator[Batch]:
@@ -154,7 +156,8 @@ class CellOrder(Sampler[Drawn]):
         :raises StateError: if the loader yields another number of batches than the epoch has left, as one does that
             does not draw from this sampler.
         """
-        self._is_followed, self._is_drawn = True, False
+        self._is_followed = True
+        self._is_drawn = False
         knob = self._knob.format(self.batch_size)
         try:
             for batch in loader:

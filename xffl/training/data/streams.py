@@ -123,7 +123,8 @@ class CellStream(Iterable[Any]):
     ) -> None:
         _check(dataset, part, workers, resume)
         at = place_of(state)
-        self.dataset, self.cell = dataset, at.cell
+        self.dataset = dataset
+        self.cell = at.cell
         self.batch_size = integer("batch_size", batch_size, 1)
         place, ranks = share_of(at)
         counts = cell_shares(at.topology)
@@ -206,7 +207,8 @@ class CellStream(Iterable[Any]):
 
     def _read(self) -> Iterator[Step]:
         """Yield the steps that are left of the epoch; at the first time, compare the first samples before."""
-        meeting, self._meeting = self._meeting, None
+        meeting = self._meeting
+        self._meeting = None
         self._steps.tells_first = meeting is not None
         if meeting is None:
             yield from self.batches
@@ -226,7 +228,9 @@ class CellStream(Iterable[Any]):
         """Choose the epoch; the current one keeps its position, another starts at its first batch. Local."""
         number = integer("epoch", epoch, 0)
         if number != self._epoch:
-            self._epoch, self._position, self._state = number, 0, None
+            self._epoch = number
+            self._position = 0
+            self._state = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loop stands; local, and the same on all ranks of the cell."""
@@ -242,7 +246,9 @@ class CellStream(Iterable[Any]):
         check_identity("stream", state, self._identity, "epoch", "position", "samples", "stream")
         position, samples = (integer(name, state[name], 0) for name in ("position", "samples"))
         self.set_epoch(state["epoch"])
-        self._position, self._state, self.samples_seen = position, state["stream"], samples
+        self._position = position
+        self._state = state["stream"]
+        self.samples_seen = samples
 
 
 class CellSums:

@@ -342,7 +342,8 @@ class TokenDataset(Dataset[Any]):
             ends = _places_of(self._tokens[start:stop], self.end) + start + 1
             borders = np.unique(np.concatenate(([start], ends, [stop])))
             counts = np.maximum(0, (np.diff(borders) - self._window) // self.stride + 1)
-            self._starts, counts = borders[:-1][counts > 0], counts[counts > 0]
+            self._starts = borders[:-1][counts > 0]
+            counts = counts[counts > 0]
             self._windows_before = np.cumsum(counts) - counts
             self._count = int(counts.sum())
         if not self._count:

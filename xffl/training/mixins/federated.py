@@ -290,7 +290,8 @@ class FederatedMixin(ValidationMixin):
             )
         model = self.federated_model()
         load_agreed_global(path, model, self.state, policies=self._policies(), only=(number, digest))
-        self._global_round, self._global_digest = number, digest
+        self._global_round = number
+        self._global_digest = digest
         self._fresh = self.steps_since_round = 0
 
     def _measure(self, path: Path) -> None:
@@ -470,7 +471,8 @@ class FederatedMixin(ValidationMixin):
 
     def take_samples(self) -> float:
         """Return the samples that this rank has seen since the last call: its weight in the next round."""
-        count, self._fresh = self._fresh, 0
+        count = self._fresh
+        self._fresh = 0
         return float(count)
 
     def find_rounds(self) -> FederatedScaling | None:
@@ -513,7 +515,8 @@ class FederatedMixin(ValidationMixin):
                 f"this job is cell {cell}, but the run in {self.config.experiment.output_dir} is that of cell "
                 f"{state['cell']}; give another experiment.output_dir"
             )
-        self._fresh, self._global_round = int(state["samples"]), int(state["round"])
+        self._fresh = int(state["samples"])
+        self._global_round = int(state["round"])
         self._global_digest = state["start"]
 
     def _load_rounds(self, state: Mapping[str, Any]) -> None:

@@ -142,7 +142,8 @@ class DataLoaderSetupMixin(TrainerMixin):
             train = self._adopt(train)
         if isinstance(validation, DataLoader):
             validation = self.validation_loader(validation.dataset, **options_of(validation))
-        self.train_dataloader, self.val_dataloader = train, validation
+        self.train_dataloader = train
+        self.val_dataloader = validation
         super().setup()
 
     def _adopt(self, train: DataLoader[Any]) -> Any:

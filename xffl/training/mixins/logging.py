@@ -260,7 +260,8 @@ class LoggerMixin(TrainerMixin):
 
     def on_resumed(self) -> None:
         """Cut later records off; collective over the world: one small all-reduce."""
-        lines, self._saved_lines = self._saved_lines, None
+        lines = self._saved_lines
+        self._saved_lines = None
         step = self.global_step
         if self.place_step > step:  # records that a cell of an elastic run may go on from; it tells when it has joined
             step, lines = self.place_step, None

@@ -170,7 +170,8 @@ class _Reader(HuggingFaceStorageReader):
 
     def __init__(self, source: OpenFolder) -> None:
         super().__init__(str(source.descriptor_path))
-        self.source, self.folder = source, source.name
+        self.source = source
+        self.folder = source.name
         folder = self.folder
         self.tensors: dict[str, TensorStorageMetadata] = {}
         storage: dict[MetadataIndex, Any] = {}
