@@ -127,9 +127,11 @@ class Options:
             if self.fragments > 1:
                 raise ConfigError("privacy clips whole updates, so it needs fragments=1")
         if self.has_norms and (self.privacy is not None or self.secure is not None):
+            hint = "leave out norms=True, and rounds that need it"
+            if self.combiner.needs_norms:
+                hint = f"{_text(self.combiner)} needs it, so give another combiner"
             raise ConfigError(
-                "all cells learn the norm of a cell's update, which privacy and secure=True are to prevent; leave "
-                f"out norms=True, rounds that need it, and combiners such as {_text(self.combiner)} that ask for it"
+                f"all cells learn the norm of a cell's update, which privacy and secure=True are to prevent; {hint}"
             )
         if self.secure is not None and (compares or not isinstance(self.combiner, WeightedCombiner)):
             raise ConfigError(
