@@ -434,6 +434,55 @@ def test_what_cannot_be_meant_is_refused(spec: object, told: str) -> None:
         server_of(spec, writer=Writer.USER)
 
 
+class Rebinding(Sign):
+    """A rule whose step ends with a tensor that nobody sees."""
+
+    def step(self, values: torch.Tensor, pseudo_gradient: torch.Tensor, state: Any, numbers: Any) -> None:
+        values = values - pseudo_gradient  # the mistake
+
+
+class Slotted:
+    """A rule whose one attribute is in a slot."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self, calls: int | None = None) -> None:
+        self.calls = calls
+
+    def init(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {}
+
+    def numbers(self, step: int) -> dict[str, float]:
+        return {"lr": 0.5}
+
+    def step(self, values: torch.Tensor, pseudo_gradient: torch.Tensor, state: Any, numbers: Any) -> None:
+        if self.calls is not None:
+            self.calls += 1
+        values.sub_(pseudo_gradient.mul_(numbers["lr"]))
+
+
+def test_a_rule_that_steps_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Rebinding leaves values as they are, .*; write into values in place: val"):
+        ServerOptimizer(Rebinding())
+    ServerOptimizer(Rebinding(0.0))  # which asks for no step
+
+
+def test_slots_are_options_like_other_attributes() -> None:
+    with pytest.raises(ConfigError, match="Slotted changes its attribute calls in its steps"):
+        ServerOptimizer(Slotted(0))
+    assert ServerOptimizer(Slotted()).asked["calls"] == "None"
+
+
+def test_an_object_has_clip_and_a_schedule_by_name_from_the_server_optimizer() -> None:
+    made = ServerOptimizer(Sign(0.5), schedule="linear:start_factor=0.5,total_iters=2", clip=2.0)
+    named = server_of(
+        {"name": f"{__name__}.Sign", "lr": 0.5, "schedule": "linear:start_factor=0.5,total_iters=2", "clip": 2.0},
+        writer=Writer.USER,
+    )
+    assert named is not None and str(made) == str(named) and "clip=2.0" in str(made)
+    assert [made.numbers(step)["lr"] for step in range(3)] == [0.25, 0.375, 0.5]
+
+
 class Kept(Sign):
     """One with a state, whose step does what it is told to with it."""
 
@@ -577,7 +626,7 @@ def test_states_of_torchs_optimizers_are_read() -> None:
     assert server is not None
     saved = read_saved_server(Fields(of_before(), "a state", error=CheckpointError))
     assert saved.step == 4 and {*saved.elements} == {"m", "v"}
-    server.check_saved(saved, "it")
+    server.check_saved(saved, "it", "begin anew")
     again = read_saved_server(Fields(saved.plain, "a state", error=CheckpointError))
     assert again == saved
     counted = (  # by the optimizer, by the schedule, or by nobody, where nothing depends on it
@@ -592,7 +641,7 @@ def test_states_of_torchs_optimizers_are_read() -> None:
     other = server_of("adamw:lr=0.2", writer=Writer.USER)
     assert other is not None
     with pytest.raises(CheckpointError, match=r"lr=0.1, schedule=step_decay, and this one has lr=0.2, schedule=none;"):
-        other.check_saved(saved, "it")
+        other.check_saved(saved, "it", "begin anew")
 
 
 @pytest.mark.parametrize(
@@ -622,7 +671,7 @@ def test_a_state_without_what_the_rule_keeps_is_refused() -> None:
     assert server is not None
     saved = SavedServer(3, {"m": {}}, server.asked)
     with pytest.raises(CheckpointError, match="it has m for each element after 3 steps, and the server keeps m, v;"):
-        server.check_saved(saved, "it")
+        server.check_saved(saved, "it", "begin anew")
 
 
 # What is asked for, on all ranks --------------------------------------------------------------------------------------

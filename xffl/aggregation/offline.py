@@ -350,7 +350,11 @@ class OfflineServer:
         read_tensor_kinds(saved)
         compare(saved.any("tensors"), self._tensors, str(before), "the exports")
         self._saved = read_saved_server(saved)
-        self._server.check_saved(self._saved, f"{before}")
+        self._server.check_saved(
+            self._saved,
+            f"{before}",
+            "begin a new state: give an empty folder as --state, and the last global model as --start",
+        )
 
     def _check_old(self, values: Fields) -> None:
         """Refuse a state, or a model to start from, whose tensors are not those that are stepped."""

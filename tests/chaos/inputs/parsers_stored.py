@@ -291,7 +291,7 @@ def saved_server(content: bytes, folder: Path) -> None:
     saved = read_saved_server(Fields(state, "a saved server", error=CheckpointError))
     server = server_of("SGD:momentum=0.9", writer=Writer.USER)
     assert server is not None
-    server.check_saved(saved, "it")
+    server.check_saved(saved, "it", "begin anew")
 
 
 def weight_examples(folder: Path) -> list[bytes]:

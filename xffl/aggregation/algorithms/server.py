@@ -80,8 +80,9 @@ class ServerOptimizer:
     Local. ``str()`` tells the rule, its options and the schedule, alike on all ranks that were given the same.
 
     :param rule: What is computed; an object of :mod:`xffl.aggregation.algorithms.server_rules`, or one of your own.
-    :param schedule: What the learning rate (the number ``lr`` of the rule) is in each step: a :class:`NamedSchedule`,
-        or a function of the step, from 0, which returns a factor. One rank calls it. ``None``: it stays.
+    :param schedule: What the learning rate (the number ``lr`` of the rule) is in each step: a name with options, such
+        as ``cosine:T_max=100``, or a mapping, which become a :class:`NamedSchedule`; or a function of the step, from 0,
+        which returns a factor. One rank calls it. ``None``: it stays.
     :param device: Where the state lives and the step is computed (``cpu`` saves GPU memory); ``None``: where rounds
         communicate from, the parameters' device, or the host's memory where that is gloo's.
     :param clip: Longest pseudo-gradient, L2 over the part of the model that a round exchanges, above 0: a longer one is
@@ -90,7 +91,7 @@ class ServerOptimizer:
     """
 
     rule: ServerRule
-    schedule: NamedSchedule | Schedule | None = None
+    schedule: NamedSchedule | Schedule | str | Mapping[str, Any] | None = None
     device: str | torch.device | None = None
     clip: float | None = None
 
@@ -108,7 +109,7 @@ class ServerOptimizer:
                     f"device {self.device!r} of the server is not here ({reason}); give cpu or another"
                 ) from wrong
             object.__setattr__(self, "device", torch.device(self.device))  # without a number: each rank's current one
-        _check_schedule(self.schedule)
+        object.__setattr__(self, "schedule", schedule_of(self.schedule, Writer.USER))
         is_own = not is_built_in(self.rule)
         rule = _copy_of(self.rule) if is_own else self.rule
         for step in range(_RATES_SHOWN):
@@ -151,7 +152,7 @@ class ServerOptimizer:
         """Return the learning rate that the schedule gives a step."""
         schedule, what = self.schedule, f"the schedule of the server's learning rate, {_title(self.schedule)},"
         hint = "give a function of the step, from 0, that returns a factor of the rate, or a schedule by name"
-        assert schedule is not None, "asked where there is one"
+        assert schedule is not None and not isinstance(schedule, (str, Mapping)), "one that was made with the object"
         try:
             rate: Any = schedule(step, lr) if isinstance(schedule, NamedSchedule) else schedule(step)
         except XfflError:
@@ -174,11 +175,12 @@ class ServerOptimizer:
         told["clip"] = "none" if self.clip is None else _plain(self.clip)
         return told
 
-    def check_saved(self, saved: SavedServer, what: str) -> None:
+    def check_saved(self, saved: SavedServer, what: str, hint: str) -> None:
         """Raise CheckpointError where a state is that of a server that was asked for otherwise; local.
 
         :param saved: The state.
         :param what: Where it stands, to begin the message with.
+        :param hint: How to begin without the state, to end the message with.
         """
         asked = self.asked
         others = sorted(key for key in asked.keys() & saved.asked.keys() if not _alike(asked[key], saved.asked[key]))
@@ -186,13 +188,13 @@ class ServerOptimizer:
             there, here = (", ".join(f"{key}={one[key]}" for key in others) for one in (saved.asked, asked))
             raise CheckpointError(
                 f"{what} is that of a server optimizer with {there}, and this one has {here}; resume with the same "
-                "server, options and schedule, or leave the state out (a checkpoint's reset)"
+                f"server, options and schedule, or {hint}"
             )
         names = self.state_names if saved.step else ()
         if {*saved.elements} != {*names}:
             raise CheckpointError(
                 f"{what} has {', '.join(sorted(saved.elements)) or 'nothing'} for each element after {saved.step} "
-                f"steps, and the server keeps {', '.join(sorted(names)) or 'nothing'}; load another one"
+                f"steps, and the server keeps {', '.join(sorted(names)) or 'nothing'}; load another one, or {hint}"
             )
 
     @property
@@ -486,6 +488,12 @@ def _try_out(rule: ServerRule) -> None:
         raise
     except Exception as wrong:
         raise ConfigError(f"server {title} cannot step: {type(wrong).__name__}: {wrong}") from wrong
+    rates = [rule.numbers(step).get("lr") for step in range(_RATES_SHOWN)]
+    if torch.equal(whole, start) and any(rate != 0.0 for rate in rates):
+        raise ConfigError(
+            f"step of server {title} leaves values as they are, for pseudo-gradients that are not 0; write into values "
+            "in place: values.sub_(g) instead of values = values - g, which only binds the name to another tensor"
+        )
     if not torch.allclose(whole, pieces, rtol=1e-9, atol=0.0, equal_nan=True):
         raise ConfigError(
             f"server {title} cannot step flat pieces of shards: the same numbers, cut in two, went elsewhere; let it "
@@ -600,8 +608,14 @@ def _alike(one: str, other: str) -> bool:
 
 
 def _attributes(rule: ServerRule) -> dict[str, Any]:
-    """Return the options of a rule."""
-    return dict(vars(rule)) if hasattr(rule, "__dict__") else {}
+    """Return the options of a rule: its attributes, also those that its classes keep in slots."""
+    slots = {
+        name
+        for kind in type(rule).__mro__
+        for name, member in vars(kind).items()
+        if inspect.ismemberdescriptor(member) and hasattr(rule, name)
+    }
+    return {**getattr(rule, "__dict__", {}), **{name: getattr(rule, name) for name in sorted(slots)}}
 
 
 def _title(made: object) -> str:

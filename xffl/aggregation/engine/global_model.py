@@ -231,7 +231,7 @@ class GlobalModel:
         }
         for one in saved.values():
             assert self._server is not None, "without one there are no fragments of it"
-            self._server.check_saved(one, "the state")
+            self._server.check_saved(one, "the state", "leave the state out (a checkpoint's reset)")
         self.forget()  # what follows may end halfway
         # Older states tell the steps of a fragment only on ranks that hold some of it: see agree_on_steps.
         self._steps = {fragment: saved[fragment].step if fragment in saved else 0 for fragment in self._steps}
