@@ -533,7 +533,7 @@ WRONG_WORDS = [
     ),
     (
         "--federation.every 9 --federation.aggregator.levels '[{evry: 2}]'",
-        "federation: a level has no evry; choose from",
+        "federation: a level has no evry (did you mean 'every'?); choose from",
     ),
     ("--data.workers -1", "data.workers must be an integer of 0 or more, got -1 (data.workers: command line)"),
     ("--data.prefetch_factor 0", "data.prefetch_factor must be a positive integer, got 0"),
