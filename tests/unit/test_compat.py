@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor
 from torch.autograd import graph, profiler
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 import xffl.compat
 from xffl.compat.ddp import delayed_parameters, find_in_reducer, parameters_at_start
 from xffl.compat.deepspeed import variables_for_import, without_shared_memory
 from xffl.compat.libc import return_large_blocks
+from xffl.compat.mesh_names import fresh_names
 from xffl.compat.python import end_thread
 from xffl.compat.pytorch import (
     DispatchMode,
@@ -139,6 +143,31 @@ def test_dtensors_have_no_public_way_to_keep_a_ranks_random_state() -> None:
     assert not {name for name in public if re.search("rng|random_state|seed|tracker", name, re.IGNORECASE)}, public
     tracker = importlib.import_module("torch.distributed.tensor._random").OffsetBasedRNGTracker
     assert "run_state_sync" in inspect.signature(tracker).parameters
+
+
+def test_torch_takes_equal_meshes_of_two_worlds_for_one(tmp_path: Path) -> None:
+    # The mesh that an operator's cached result has; without fresh names, that of the world before.
+    def mesh_of_result(world: str, name_of: Callable[[str], str]) -> tuple[DeviceMesh, DeviceMesh]:
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/{world}", rank=0, world_size=1)
+        try:
+            group = dist.group.WORLD
+            assert group is not None
+            mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name_of("compat"),))
+            values = DTensor.from_local(torch.ones(3), mesh, [Replicate()])
+            result = values + values
+            assert isinstance(result, DTensor)
+            return mesh, result.device_mesh
+        finally:
+            dist.destroy_process_group()
+
+    first, of_first = mesh_of_result("first", str)
+    again, of_again = mesh_of_result("again", str)
+    assert of_first is first and first == again
+    assert of_again is first  # fails when torch tells them apart: then fresh_names is not needed any more
+    assert fresh_names("compat")("compat") == "compat"
+    third, of_third = mesh_of_result("third", fresh_names("compat"))
+    assert third not in (first, again) and of_third is third
+    assert third.mesh_dim_names is not None and str(third.mesh_dim_names[0]) == "compat"
 
 
 # Sockets --------------------------------------------------------------------------------------------------------------

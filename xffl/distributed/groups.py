@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from typing import Protocol
 from weakref import WeakSet
 
@@ -20,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from xffl.checks import index_of, integer
+from xffl.compat.mesh_names import fresh_names
 from xffl.errors import ConfigError, StateError
 from xffl.topology import Topology
 
@@ -50,48 +49,6 @@ STREAMED = frozenset({"replica", "federated"})
 """Kinds that carry a round: one handle for each CUDA stream, for buckets to overlap; a round uses the first so far."""
 MODEL_AXES = ("dp_replicate", "dp_shard_cp", "tp")
 """Axes of the mesh that FSDP and tensor parallelism share; torch wants both to be parts of one mesh."""
-
-_meshes_made: Counter[tuple[object, ...]] = Counter()
-"""How many meshes this process made of each kind of device and ranks: state of the process, not of a world.
-
-torch compares meshes by ranks, shape and dimension names, and its operator caches (which live as long as the process)
-hand out the first of two equal ones, whose groups may be destroyed by then. Names that are unequal to those of before
-are the only public cure (:class:`AxisName`), so this count must live as long as those caches do.
-"""
-
-
-class AxisName(str):
-    """The name of a mesh's dimension from the second generation of meshes on: ``dp_shard``, equal to ``dp_shard_2``.
-
-    Users see the documented name. torch compares names, so that two meshes of the same ranks are not the same mesh; a
-    copy, also one from a file, is a plain text with the number of the generation, and equals the name it was made of.
-    """
-
-    generation: int
-
-    def __new__(cls, text: str, generation: int) -> AxisName:
-        """Make the name of a dimension of one generation of meshes."""
-        name = super().__new__(cls, text)
-        name.generation = generation
-        return name
-
-    def __eq__(self, other: object) -> bool:
-        return self._numbered() == (other._numbered() if isinstance(other, AxisName) else other)
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __hash__(self) -> int:
-        return hash(self._numbered())
-
-    def __str__(self) -> str:
-        return "".join(self)  # a plain text
-
-    def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        return str, (self._numbered(),)
-
-    def _numbered(self) -> str:
-        return f"{self!s}_{self.generation}"
 
 
 def make_groups(
@@ -181,13 +138,6 @@ def cell_mesh(topology: Topology, rank: int, groups: Groups, device_type: str) -
 
         keep_random_state(mesh)
     return mesh
-
-
-def fresh_names(*key: object) -> Callable[[str], str]:
-    r"""Return what makes the names of a mesh's dimensions, unequal to those that this process has used before."""
-    _meshes_made[key] += 1
-    generation = _meshes_made[key]
-    return str if generation == 1 else partial(AxisName, generation=generation)
 
 
 def destroy_group(group: dist.ProcessGroup) -> None:
