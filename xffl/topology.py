@@ -142,7 +142,15 @@ class Topology:
         replica, inner = divmod(rest, run)
         shard = outer * run + inner
         sender = self.sender(cell, shard)
-        return Coordinates(rank, cell, local, replica, shard, rank == sender, None if rank == sender else sender)
+        return Coordinates(
+            rank,
+            cell=cell,
+            local_rank=local,
+            replica=replica,
+            shard=shard,
+            is_sender=rank == sender,
+            receive_from=None if rank == sender else sender,
+        )
 
     def rank_of(self, cell: int, replica: int, shard: int) -> int:
         """Return the rank that holds a shard in a replica of a cell, all from 0; the inverse of :meth:`coordinates`."""

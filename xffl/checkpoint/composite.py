@@ -122,7 +122,9 @@ def _read_box(value: dict[str, Any]) -> tuple[str, Box]:
         raise ValueError(f"it leaves its tensor: {counts}")
     _check_inner(inner)
     dtype = dtype_of(value.get("dtype"))
-    return path, Box(counts["offsets"], counts["sizes"], torch.Size(counts["shape"]), dtype, inner)
+    return path, Box(
+        counts["offsets"], sizes=counts["sizes"], shape=torch.Size(counts["shape"]), dtype=dtype, inner=inner
+    )
 
 
 def _check_inner(inner: Any) -> None:
@@ -324,7 +326,7 @@ def _describe(path: str, tensor: torch.Tensor, name: str, tensors: dict[str, tor
         "size": list(tensor.shape),
         "stride": list(tensor.stride()),
     }
-    _check_made_again(path, tensor, context, inner, tensors)
+    _check_made_again(path, tensor=tensor, context=context, inner=inner, tensors=tensors)
     return inner
 
 

@@ -132,7 +132,9 @@ def collect(parts: Mapping[str, Part], skip: Collection[str] = ()) -> Contents:
         if isinstance(part, nn.Module):
             _collect_model(name, part, skip, contents)
         elif isinstance(part, torch.optim.Optimizer):
-            _collect_optimizer(name, part, parameter_names(name, part, parts), skip, contents)
+            _collect_optimizer(
+                name, optimizer=part, names=parameter_names(name, part, parts), skip=skip, contents=contents
+            )
         else:
             contents.values[name] = to_plain(part.state_dict(), name, contents.tensors)
     if unknown := sorted(set(skip) - contents.left_out.keys()):

@@ -137,7 +137,7 @@ def _consolidate(
     ties = {tied.removeprefix(f"{part}/"): first.removeprefix(f"{part}/") for tied, first in own_ties}
     try:
         with folders.partial_folder(target) as partial:
-            files = _write_shards(partial, index, shards, part, ties)
+            files = _write_shards(partial, index=index, shards=shards, part=part, ties=ties)
             for file in configuration:
                 shutil.copyfile(file, partial / file.name)
             folders.sync_all(partial)
@@ -151,7 +151,9 @@ def _consolidate(
         ) from error
     lone = record.values.get("cell") if len(record.cells) == 1 else None
     shown = cell if is_of_cell and cell is not None else number if lone is None else int(lone)
-    return Consolidated(target, shown, len(names), _bytes(index, names), tuple(files), ties)
+    return Consolidated(
+        target, cell=shown, tensors=len(names), size_bytes=_bytes(index, names), files=tuple(files), ties=ties
+    )
 
 
 def _find(path: Path) -> Path:

@@ -460,7 +460,7 @@ class CellWriter(FileSystemWriter):
                 chunks.append([list(box.offsets), list(box.sizes), place.relative_path, place.offset, place.length])
             dtype = str(tensor.properties.dtype).removeprefix("torch.")
             tensors[name] = {"dtype": dtype, "shape": list(tensor.size), "chunks": chunks}
-        write_index(self.folder, files, tensors, self.ties, self.values)
+        write_index(self.folder, files=files, tensors=tensors, ties=self.ties, values=self.values)
 
 
 class _OpenFiles(FileSystem):
@@ -616,7 +616,7 @@ def this_cell(
             "the state of this process, inside its session"
         )
     world, group = groups or (None, state.federation)
-    return Cell(state.topology.cell_of(rank), state.topology.sizes, rank, group or world, world)
+    return Cell(state.topology.cell_of(rank), sizes=state.topology.sizes, rank=rank, group=group or world, world=world)
 
 
 def check_path(path: str | os.PathLike[str]) -> Path:

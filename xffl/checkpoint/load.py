@@ -139,13 +139,22 @@ def load_with_record(
         names = f"own={sorted(kept)} reset={sorted(set(reset))} local={sorted(set(local))}"
         return f"path={target} parts={sorted(parts)} {names}"
 
-    target, cell, kept = folders.run_collectively("arguments", check_arguments, Path(str(path)), NOTHING_LOADED, show)
+    target, cell, kept = folders.run_collectively(
+        "arguments", act=check_arguments, path=Path(str(path)), advice=NOTHING_LOADED, show=show
+    )
 
     has_begun: list[bool] = []
 
     def load_one_save() -> Record:
         with _outside_inference(parts), ExitStack() as stack:
-            return _load(stack, target, parts, kept, _Request(cell, state.topology, reset, local, check), has_begun)
+            return _load(
+                stack,
+                target=target,
+                parts=parts,
+                kept=kept,
+                asked=_Request(cell, topology=state.topology, reset=reset, local=local, check=check),
+                has_begun=has_begun,
+            )
 
     try:
         return read_again_if_replaced(load_one_save)
@@ -199,7 +208,7 @@ def _load(
         opened = stack.enter_context(OpenCheckpoint(target))
         record = opened.read_record()
         asked.check(record)
-        return opened, record, _check_record(opened.path, record, parts, kept, asked)
+        return opened, record, _check_record(opened.path, record=record, parts=parts, own=kept, asked=asked)
 
     source, record, wanted = on_all_ranks("record", open_and_check)
     _check_same_save(target, source.path, record)
@@ -216,8 +225,10 @@ def _load(
     current = on_all_ranks("contents", lambda: contents.collect(parts))
     if len(record.cells) != len(cell.sizes):
         names = on_all_ranks("contents", lambda: contents.trained_names(parts))
-        reading("comparing cells", lambda: compare_cells(source, record, names, asked.local, cell))
-    plan = reading("comparing", lambda: _plan(source, record, parts, cell, current))
+        reading(
+            "comparing cells", lambda: compare_cells(source, record=record, names=names, local=asked.local, cell=cell)
+        )
+    plan = reading("comparing", lambda: _plan(source, record=record, parts=parts, cell=cell, current=current))
     on_all_ranks("comparing", lambda: _check_unused(plan, cell))
     is_same = contents.is_same_layout(record, asked.topology)
     rank_state, buffers = reading(
@@ -276,7 +287,9 @@ def _check_record(
         raise CheckpointError(
             f"checkpoint {folder} has the parts {sorted(record.parts)}: {difference}; give the parts that were saved"
         )
-    return sorted(contents.select_rank_state(folder, record, own, asked.reset, asked.topology))
+    return sorted(
+        contents.select_rank_state(folder, record=record, own=own, reset=asked.reset, topology=asked.topology)
+    )
 
 
 def _plan(
@@ -290,7 +303,9 @@ def _plan(
         if isinstance(part, nn.Module):
             _want_model(name, current, plan)
         elif isinstance(part, torch.optim.Optimizer):
-            _want_optimizer(name, part, contents.parameter_names(name, part, parts), current, plan)
+            _want_optimizer(
+                name, optimizer=part, names=contents.parameter_names(name, part, parts), current=current, plan=plan
+            )
         elif name in index.values:
             for key in tensors_named(index.values[name]):
                 _want_tensor(plan, key, current.tensors.get(key), None)
@@ -433,7 +448,7 @@ def _read_values(plan: _LoadPlan, buffers: Mapping[str, torch.Tensor], current: 
         return folders.read_tensor(plan.index, name)
 
     for name, (now, parameter) in plan.likes.items():
-        plan.made[name] = _make_composite(name, plan.boxes[name], now, parameter, read)
+        plan.made[name] = _make_composite(name, boxes=plan.boxes[name], now=now, parameter=parameter, read=read)
         is_filled = now is not None and any(name in keys for keys in plan.models.values())
         if is_filled and now is not None and (wrong := composite.difference(now, plan.made[name])):
             raise CheckpointError(f"{name!r} is {wrong}; {NOTHING_LOADED}")
@@ -442,7 +457,7 @@ def _read_values(plan: _LoadPlan, buffers: Mapping[str, torch.Tensor], current: 
     for name, device in plan.devices.items():
         if name in plan.boxes:
             tensors[name] = composite.restore(
-                name, plan.boxes[name], None, read, device, replaced=current.tensors.get(name)
+                name, boxes=plan.boxes[name], like=None, read=read, device=device, replaced=current.tensors.get(name)
             )
         else:
             tensors[name] = (buffers[name] if name in buffers else read(name)).to(device)
@@ -477,7 +492,7 @@ def _make_composite(
             return composite.restore(name, boxes, like, read, replaced=now)
     if not isinstance(parameter, DTensor):
         return composite.restore(name, boxes, None, read, replaced=now)
-    whole = composite.restore(name, boxes, None, read, parameter.device, replaced=now)
+    whole = composite.restore(name, boxes=boxes, like=None, read=read, device=parameter.device, replaced=now)
     return composite.spread_everywhere(whole, parameter)
 
 

@@ -68,7 +68,9 @@ class CheckpointManager:
         :raises CheckpointError: if the checkpoint could not be saved.
         """
         advice = "give all ranks the same step"
-        path = folders.run_collectively("step", lambda: self.path_of(step), self.output_dir, advice, str)
+        path = folders.run_collectively(
+            "step", act=lambda: self.path_of(step), path=self.output_dir, advice=advice, show=str
+        )
         self.rotate(path, strategy.save_checkpoint(path, **kwargs))
 
     def save_final(self, strategy: Any, **kwargs: Any) -> None:
@@ -205,7 +207,7 @@ def auto_resume(config: Any, trainer: Any) -> bool:
         check_checkpoints(output_dir)
         return find_latest_checkpoint(output_dir)
 
-    latest = folders.run_collectively("latest one", find, output_dir, advice, str)
+    latest = folders.run_collectively("latest one", act=find, path=output_dir, advice=advice, show=str)
     if latest is None:
         return False
     warn_of_lost(output_dir / FOLDER, latest)

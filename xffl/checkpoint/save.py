@@ -165,7 +165,7 @@ def prepare_save(
 
     shown = Path(str(path))
     target, plain, cell, kept = folders.run_collectively(
-        "arguments", check, shown, PREVIOUS_STAYS, show, world=world, describe=_describe_arguments
+        "arguments", act=check, path=shown, advice=PREVIOUS_STAYS, show=show, world=world, describe=_describe_arguments
     )
 
     def take() -> tuple[Contents, RankState, dict[str, torch.Tensor], dict[str, str]]:
@@ -193,7 +193,16 @@ def prepare_save(
 
     contents, rank_state = folders.run_collectively("buffers", set_apart, target, PREVIOUS_STAYS, world=world)
     names = tuple(sorted(parts))
-    return PreparedSave(target, state.topology, cell, names, plain, after_round, contents, rank_state)
+    return PreparedSave(
+        target,
+        topology=state.topology,
+        cell=cell,
+        parts=names,
+        values=plain,
+        after_round=after_round,
+        contents=contents,
+        rank_state=rank_state,
+    )
 
 
 def _describe_arguments(shown: dict[int, str]) -> XfflError:

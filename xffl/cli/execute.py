@@ -193,7 +193,7 @@ def run(options: Namespace, command: Sequence[str]) -> int:
     with environment.sources_named(sources):
         layout = lay_out(start.hosts, federated, replica_size)
     if options.elastic is not None:
-        return _start_all_cells(options, start, layout, command, federated)
+        return _start_all_cells(options, start=start, layout=layout, command=command, federated=federated)
     return _start(options, start, layout, command, federated=federated)
 
 
@@ -274,7 +274,7 @@ def _run_configuration(options: Namespace, file: str, words: Sequence[str], over
     federated, replica_size = configuration.choose_federation(resolved, start.slots, federated=asked, hsdp=options.hsdp)
     layout = lay_out(start.hosts, federated, replica_size)
     if options.elastic is not None:
-        return _start_all_cells(options, start, layout, [file, *words], federated)
+        return _start_all_cells(options, start=start, layout=layout, command=[file, *words], federated=federated)
     word = configuration.hand_over(file, resolved)
     code = _start(options, start, layout, [str(_RANK)], federated=federated, limit_s=launch.timeout_s, resolved=word)
     experiment = getattr(resolved.config, "experiment", None)
@@ -370,7 +370,7 @@ def _what_is_done(config: Any) -> str | None:
     if asked.export_to is None or (asked.round is None and start is None):
         return None
     number = round_before + 1 if asked.round is None else asked.round
-    return _exported(asked.export_to, asked.cell, number, start, asked.plan)
+    return _exported(asked.export_to, cell=asked.cell, number=number, start=start, plan=asked.plan)
 
 
 def _what_script_has_done(over_files: OverFiles) -> str | None:
@@ -380,7 +380,7 @@ def _what_script_has_done(over_files: OverFiles) -> str | None:
     from xffl.aggregation.exports import read_global
 
     before, start = (0, None) if over_files.start is None else read_global(over_files.start)
-    return _exported(over_files.export, over_files.cell, before + 1, start, None)
+    return _exported(over_files.export, cell=over_files.cell, number=before + 1, start=start, plan=None)
 
 
 def _exported(export: str, cell: str, number: int, start: str | None, plan: RoundPlan | None) -> str | None:
@@ -532,7 +532,17 @@ def _start_all_cells(
         for number, (size, share, step) in enumerate(zip(sizes, shares, steps, strict=True)):
             where = [f"--launcher={'local' if is_local else 'srun'}", f"--processes={size}"]
             own = {**environ, **step, **(share.environ if share else {}), "XFFL_CELL": f"{number}/{len(sizes)}"}
-            jobs.append(CellJob(number, [*where, *more], command, own, share, log_dir, options.source))
+            jobs.append(
+                CellJob(
+                    number,
+                    options=[*where, *more],
+                    command=command,
+                    environ=own,
+                    share=share,
+                    log_dir=log_dir,
+                    source=options.source,
+                )
+            )
         return launch_cells(
             jobs, restarts=_restarts(options), timeout_s=options.timeout, lighthouse=lighthouse, are_all_here=is_local
         )
@@ -618,7 +628,9 @@ def _start(
             ended = (launch_srun if start.kind == "slurm" else launch_ssh)(layout, command, asked)
     if isinstance(ended, RankFailure):
         if options.failures is not None:
-            record = ended.record or FailureRecord(time.time(), ended.exit_code, "", "", False, False)
+            record = ended.record or FailureRecord(
+                time.time(), exit_code=ended.exit_code, headline="", traceback="", is_xffl=False, lost_peer=False
+            )
             record_failure(record, options.failures, 0)
         _tell(ended, layout, with_traceback=options.traceback)
         return ended.exit_code

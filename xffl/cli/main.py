@@ -148,7 +148,9 @@ def _open_standard_streams() -> None:
         if getattr(sys, name) is None:
             mode = "w" if number else "r"
             # On the number itself: a rank's log file takes its place.
-            stream = open(place, mode, 1, "utf-8", "backslashreplace", closefd=place != number)  # noqa: SIM115
+            stream = open(  # noqa: SIM115
+                place, mode, buffering=1, encoding="utf-8", errors="backslashreplace", closefd=place != number
+            )
             setattr(sys, name, stream)
 
 

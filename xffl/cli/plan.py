@@ -221,7 +221,7 @@ def run(options: Namespace) -> int:
     for lines, assumptions in sections:
         print("\n".join([*lines, *(assumption_lines(assumptions) if options.assumptions else ())]))
     memory = None if options.params is None else _cell_memory(options, topology, inside)
-    summary = _summarize(options, topology, traffic, memory, forecaster)
+    summary = _summarize(options, topology=topology, traffic=traffic, memory=memory, forecaster=forecaster)
     print("\n".join(["", *summary_lines(summary)]))
     return 0
 
@@ -616,7 +616,7 @@ def _counted(options: Namespace, topology: Topology, axes: dict[str, int]) -> di
         "memory": [part._asdict() for part in memory],
         "total_bytes": total_bytes(memory),
         "traffic": [part._asdict() for part in step_traffic(axes, model, training, zero=zero)],
-        "strategies": _compare(axes, zero, model, training, rounds),
+        "strategies": _compare(axes, zero=zero, model=model, training=training, rounds=rounds),
         "assumptions": [*MEMORY_ASSUMPTIONS, *TRAFFIC_ASSUMPTIONS],
     }
 

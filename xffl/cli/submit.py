@@ -233,7 +233,15 @@ def _plan_configuration(file: str, words: Sequence[str], options: Namespace) -> 
         folders.append(getattr(getattr(one.config, "experiment", None), "output_dir", str(number)))
     if (twice := next((folder for folder in folders if folders.count(folder) > 1), None)) is not None:
         raise ConfigError(f"several tasks of slurm.array write to {twice}; give each an experiment.output_dir")
-    job = _job(name, run_folder, [file, *passed], slurm, layout, tuple(tasks), options)
+    job = _job(
+        name,
+        run_folder=run_folder,
+        words=[file, *passed],
+        slurm=slurm,
+        tasks_per_node=layout,
+        tasks=tuple(tasks),
+        options=options,
+    )
     return [(dataclasses.replace(job, is_exclusive=experiment is not None), slurm)]
 
 
@@ -256,7 +264,20 @@ def _plan_script(file: str, words: Sequence[str], options: Namespace) -> list[tu
         elastic = _Elastic(name, run_folder, [file, *words], options, is_exclusive=not options.elastic)
         return elastic.plan(slurm, None, None)
     tasks = tuple(tuple(starmap(word_of, changes.items())) for changes in tasks_of_sweep(slurm.array))
-    return [(_job(name, run_folder, [file, *words], slurm, tasks_of_node(slurm, None), tasks, options), slurm)]
+    return [
+        (
+            _job(
+                name,
+                run_folder=run_folder,
+                words=[file, *words],
+                slurm=slurm,
+                tasks_per_node=tasks_of_node(slurm, None),
+                tasks=tasks,
+                options=options,
+            ),
+            slurm,
+        )
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,7 +315,15 @@ class _Elastic:
             own = [f"--elastic={place}", f"--cell={cell}/{cells}"]
             own += [] if sizes is None else [f"--processes={sizes[cell]}"]
             folder = os.path.join(self.run_folder, f"cell_{cell}")
-            job = _job(f"{self.name}_cell_{cell}", folder, [*own, *self.words], shape, tasks, (), self.options)
+            job = _job(
+                f"{self.name}_cell_{cell}",
+                run_folder=folder,
+                words=[*own, *self.words],
+                slurm=shape,
+                tasks_per_node=tasks,
+                tasks=(),
+                options=self.options,
+            )
             lives = environ
             if number is not None and (before := len(submit.earlier_jobs(folder))):
                 # Submitted again, it may have lost what the run has made of the model, as a requeued one.

@@ -95,7 +95,7 @@ class PipelineModel(nn.Module):
         if not torch.is_grad_enabled():
             raise StateError("step() makes gradients, but they are disabled; call evaluate(), or leave torch.no_grad()")
         self._scale = scale_loss
-        self._run(self.schedule, inputs, target, named, dict(shared or {}), sync)
+        self._run(self.schedule, inputs=inputs, target=target, named=named, shared=dict(shared or {}), sync=sync)
         return self._mean_loss()
 
     @torch.no_grad()
@@ -107,7 +107,7 @@ class PipelineModel(nn.Module):
         Collective over the mesh's group. ``train()`` and ``eval()`` are the caller's.
         """
         self._scale = None
-        self._run("evaluate", inputs, target, named, dict(shared or {}))
+        self._run("evaluate", inputs=inputs, target=target, named=named, shared=dict(shared or {}))
         return self._mean_loss()
 
     @torch.no_grad()
@@ -116,7 +116,7 @@ class PipelineModel(nn.Module):
 
         Collective over the mesh's group.
         """
-        return self._run("forward", inputs, None, named, dict(shared or {}))
+        return self._run("forward", inputs=inputs, target=None, named=named, shared=dict(shared or {}))
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True

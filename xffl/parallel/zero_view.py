@@ -111,11 +111,14 @@ class Masters:
                 numel = self._numel(parameter)
                 if self._stage == 3:
                     start, last = self._chunk(numel)
-                    yield parameter, Fragment(row, offset, start, last - start, numel)
+                    yield parameter, Fragment(row, offset=offset, start=start, numel=last - start, total=numel)
                     offset += -(-numel // self._size)
                     continue
                 start, last = (min(max(edge - offset, 0), numel) for edge in (first, first + length))
-                yield parameter, Fragment(row, max(offset + start - first, 0), start, last - start, numel)
+                yield (
+                    parameter,
+                    Fragment(row, offset=max(offset + start - first, 0), start=start, numel=last - start, total=numel),
+                )
                 offset += numel
 
     def _numel(self, parameter: nn.Parameter) -> int:

@@ -204,7 +204,7 @@ def topology_figure(topology: Topology, path: str | os.PathLike[str]) -> None:
     axes.set_axis_off()
     draw_text(axes, 0.0, 0.35, describe_world(topology), size=12, weight="bold")
     if rail_rows:
-        draw_rectangle(axes, 0.0, rails, span, rail_rows * RAIL, "#E9EDF1", rounding=0.2)
+        draw_rectangle(axes, x=0.0, y=rails, width=span, height=rail_rows * RAIL, fill="#E9EDF1", rounding=0.2)
         draw_text(axes, 0.15, rails - 0.3, "slow link between cells", color=MUTED)
     for panel in panels:
         _draw_panel(axes, panel, pieces, bottom)
@@ -214,7 +214,7 @@ def topology_figure(topology: Topology, path: str | os.PathLike[str]) -> None:
     for index, piece in enumerate(pieces if rail_rows else ()):
         level = rails + (index + 0.5) * RAIL
         draw_text(axes, 0.25, level, piece_name(topology, index, piece))
-        last = _draw_rail(axes, panels, pieces, index, level)
+        last = _draw_rail(axes, panels=panels, pieces=pieces, index=index, level=level)
         if hidden_cells:
             _line(axes, [last, span - 0.3], [level, level], colour_of(index), dotted=True)
     if rail_rows and hidden_pieces:
@@ -228,7 +228,16 @@ def _draw_panel(axes: Axes, panel: _Panel, pieces: list[Piece], bottom: float) -
     """Draw a cell: its frame, headings, ranks, and what is left out of it."""
     topology, cell, left = panel.topology, panel.cell, panel.left + 0.3
     height = bottom - TITLE + 0.2
-    draw_rectangle(axes, panel.left, TITLE - 0.2, panel.width, height, "#F7F8FA", edgecolor=FRAME, rounding=0.2)
+    draw_rectangle(
+        axes,
+        x=panel.left,
+        y=TITLE - 0.2,
+        width=panel.width,
+        height=height,
+        fill="#F7F8FA",
+        edgecolor=FRAME,
+        rounding=0.2,
+    )
     draw_text(axes, left, TITLE + 0.25, f"cell {cell}", size=11, weight="bold")
     shape = f"{describe_ranks(topology, cell)}: {describe_cell(topology, cell)}"
     draw_text(axes, left, TITLE + 0.85, shape, color=MUTED)
@@ -237,7 +246,7 @@ def _draw_panel(axes: Axes, panel: _Panel, pieces: list[Piece], bottom: float) -
     for row in range(panel.rows):
         draw_text(axes, left, panel.y(row) + 0.5, f"replica {row}", size=8)
         for column in range(panel.columns):
-            _draw_rank(axes, panel, row, column, pieces)
+            _draw_rank(axes, panel=panel, row=row, column=column, pieces=pieces)
     if panel.hidden_rows:
         note = f"… {counted(panel.hidden_rows, 'more replica')}"
         draw_text(axes, left, panel.y(panel.rows) + 0.1, note, color=MUTED)
@@ -254,12 +263,19 @@ def _draw_rank(axes: Axes, panel: _Panel, row: int, column: int, pieces: list[Pi
     sender_row = topology.coordinates(topology.sender(cell, column)).replica
     is_sender = topology.cells > 1 and row == sender_row
     x, y, shards = panel.x(column), panel.y(row), topology.shards(cell)
-    draw_rectangle(axes, x, y, 1.0, 1.0, "#D9DEE3")
+    draw_rectangle(axes, x=x, y=y, width=1.0, height=1.0, fill="#D9DEE3")
     for index, piece in enumerate(pieces):
         if piece.shard(topology, cell) == column:
             start, stop = (float(edge * shards) - column for edge in (piece.start, piece.stop))
-            draw_rectangle(axes, x + start, y, stop - start, 1.0, tint(colour_of(index), 0.7 if is_sender else 0.3))
-    draw_rectangle(axes, x, y, 1.0, 1.0, "none", **(SENDER if is_sender else RANK))
+            draw_rectangle(
+                axes,
+                x=x + start,
+                y=y,
+                width=stop - start,
+                height=1.0,
+                fill=tint(colour_of(index), 0.7 if is_sender else 0.3),
+            )
+    draw_rectangle(axes, x=x, y=y, width=1.0, height=1.0, fill="none", **(SENDER if is_sender else RANK))
     draw_text(axes, x + 0.5, y + 0.5, str(rank), size=10, weight="bold" if is_sender else "normal", ha="center")
     if topology.cells > 1 and row < sender_row:
         _arrow(axes, x + 0.5, y + 1 + GAP - 0.06, y + 1 + 0.06)
@@ -312,7 +328,7 @@ def _draw_legend(axes: Axes, topology: Topology, top: float) -> None:
         y = top + index * LEGEND_LINE
         if mark in ("rank", "sender"):
             strength, style = (0.3, RANK) if mark == "rank" else (0.7, SENDER)
-            draw_rectangle(axes, 0.1, y - 0.22, 0.44, 0.44, tint(colour_of(0), strength), **style)
+            draw_rectangle(axes, x=0.1, y=y - 0.22, width=0.44, height=0.44, fill=tint(colour_of(0), strength), **style)
         elif mark == "rail":
             ends = [0.05, 0.6]
             _line(axes, ends, [y, y], colour_of(0), line=2.4)

@@ -193,17 +193,17 @@ def forecast_round(
     form = form_of(smallest, cells, form, is_exact=codec_ratio is None)
     route = _Route(
         form,
-        cells,
-        link,
-        home,
-        memory,
-        rails,
-        own_links,
-        codec_ratio,
-        bucket_bytes,
-        atomic,
-        is_asked,
-        pcie,
+        cells=cells,
+        link=link,
+        home=home,
+        memory=memory,
+        rails=rails,
+        own_links=own_links,
+        codec_ratio=codec_ratio,
+        bucket_bytes=bucket_bytes,
+        atomic=atomic,
+        is_asked=is_asked,
+        pcie=pcie,
         is_copied=delay > 0,
     )
     return _forecast(route, topology, model, hidden_s=delay * step_s, computing_s=every * step_s)
@@ -213,7 +213,8 @@ def _forecast(route: _Route, topology: Topology, model: float, *, hidden_s: floa
     """Forecast a round of so many bytes of the model, of which local steps hide some seconds."""
     most, kinds = max(topology.replica_counts), [topology.sizes.index(size) for size in {*topology.sizes}]
     exchanges = [
-        _exchange(route, topology.shards(cell), topology.replicas(cell), model, most) for cell in sorted(kinds)
+        _exchange(route, shards=topology.shards(cell), replicas=topology.replicas(cell), model=model, most=most)
+        for cell in sorted(kinds)
     ]
     longest = max(exchanges, key=lambda exchange: exchange.seconds)
     votes = 2 * _vote_seconds(topology, route.link, route.home, is_asked=route.is_asked)

@@ -151,7 +151,7 @@ def mesh_figure(
     area.set_xlim(-MARGIN, width + MARGIN)
     area.set_ylim(height + MARGIN, -MARGIN)
     area.set_axis_off()
-    figures.draw_rectangle(area, 0.0, 0.0, right, bottom, "#F7F8FA", edgecolor=figures.FRAME)
+    figures.draw_rectangle(area, x=0.0, y=0.0, width=right, height=bottom, fill="#F7F8FA", edgecolor=figures.FRAME)
     figures.draw_text(area, 0.3, 0.55, f"cell {cell}", size=11, weight="bold")
     figures.draw_text(area, 0.3, 1.15, describe_mesh(axes), color=figures.MUTED)
     _draw_ranks(area, grid, x, y)
@@ -193,14 +193,14 @@ def _draw_ranks(area: Axes, grid: Grid, x: list[float], y: list[float]) -> None:
             figures.draw_text(area, 0.3 + 1.35 * line, top + 0.5, str(at[axis]), size=8)
         for column, left in enumerate(x):
             colour = figures.tint(figures.colour_of(at.get("pp", 0)), 0.35)
-            figures.draw_rectangle(area, left, top, 1.0, 1.0, colour, edgecolor="#8A949E")
+            figures.draw_rectangle(area, x=left, y=top, width=1.0, height=1.0, fill=colour, edgecolor="#8A949E")
             figures.draw_text(area, left + 0.5, top + 0.5, str(grid.rank(row, column)), ha="center")
 
 
 def _draw_other_cells(area: Axes, right: float, bottom: float, cells: int) -> None:
     """Draw a frame for the other cells, and the slow link to them."""
     left, middle = right + 1.4, bottom / 2
-    figures.draw_rectangle(area, left, 0.0, STUB, bottom, "#F7F8FA", edgecolor=figures.FRAME)
+    figures.draw_rectangle(area, x=left, y=0.0, width=STUB, height=bottom, fill="#F7F8FA", edgecolor=figures.FRAME)
     others = "the\nother\ncell" if cells == 2 else f"{cells - 1}\nother\ncells"
     figures.draw_text(area, left + STUB / 2, middle, others, ha="center", color=figures.MUTED)
     style = {"arrowstyle": "<|-|>", "color": figures.PALETTE[3], "linewidth": 1.8, "shrinkA": 0, "shrinkB": 0}

@@ -191,7 +191,7 @@ def partition_figure(
     bottom, tall = foot / whole_height, height / whole_height
     axes = figure.add_axes((left / whole_width, bottom, width / whole_width, tall))
     bars = figure.add_axes(((left + width + GAP) / whole_width, bottom, BARS / whole_width, tall))
-    _draw_map(axes, rows, names, (width / len(names), height / len(rows)), is_upright)
+    _draw_map(axes, rows=rows, names=names, field=(width / len(names), height / len(rows)), is_upright=is_upright)
     _draw_bars(bars, has, height / len(rows))
     x, y = EDGE / whole_width, [1 - down / whole_height for down in (0.28, 0.57)]
     figure.text(x, y[0], headings[0], fontsize=11, fontweight="bold", color=INK, va="center")

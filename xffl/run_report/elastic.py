@@ -128,12 +128,12 @@ class History:
                 steps[one.fragment] += sum(_there(one).steps[cell : cell + 1])
         return CellTotals(
             states.count(Presence.CONTRIBUTED),
-            states.count(Presence.IDLE),
-            states.count(Presence.MISSED),
-            max((one.number for one in self.rounds if cell in _there(one).cells), default=None),
-            restarts if len(known) > 1 else None,
-            max(steps.values(), default=0.0),
-            max(weights.values(), default=0.0),
+            idle=states.count(Presence.IDLE),
+            missed=states.count(Presence.MISSED),
+            last=max((one.number for one in self.rounds if cell in _there(one).cells), default=None),
+            restarts=restarts if len(known) > 1 else None,
+            steps=max(steps.values(), default=0.0),
+            weight=max(weights.values(), default=0.0),
         )
 
     def place(self, times: NDArray[np.float64], start: float) -> NDArray[np.float64]:

@@ -96,7 +96,9 @@ def _looks_of(runs: Sequence[Run], index: int, cells: Sequence[int], *, has_all:
     """Return how cells are drawn: of one run in a colour each, of several in their run's; all together stand out."""
     if len(runs) > 1:
         colour, style = run_style(index)
-        cell_look = Look(runs[index].name, colour, style, 0.8 if has_all else 1.3, 0.4 if has_all else 0.9)
+        cell_look = Look(
+            runs[index].name, colour=colour, style=style, width=0.8 if has_all else 1.3, alpha=0.4 if has_all else 0.9
+        )
         return {**dict.fromkeys(cells, cell_look), None: Look(runs[index].name, colour, style, 2.0)}
     looks: dict[int | None, Look]
     if len(cells) <= len(PALETTE):
@@ -144,10 +146,10 @@ def value_figure(runs: Sequence[Run], name: str) -> tuple[Figure, str]:
     label, is_bytes = name.rpartition("/")[2].replace("_", " "), name.endswith("bytes")
     bands, told = _epoch_bands(runs)
     if all(run.history is not None for run in runs):
-        panels = [Panel(by_round, "round", label, is_bytes, bands["round"])]
+        panels = [Panel(by_round, x="round", label=label, is_bytes=is_bytes, bands=bands["round"])]
     else:
         panels = [Panel(lines, "step", label, is_bytes)]
-    panels.append(Panel(lines, "time", label, is_bytes, bands["time"]))
+    panels.append(Panel(lines, x="time", label=label, is_bytes=is_bytes, bands=bands["time"]))
     figure, thinning = draw_panels(name, panels)
     if len(runs) == 1:
         what = "each cell" * has_cells + " and " * (has_all and has_cells) + "all cells together" * has_all
@@ -328,11 +330,11 @@ def thin(x: NDArray[np.float64], values: NDArray[np.float64], limit: int, *, sta
     if stairs:
         step = max(1, -(-len(values) // limit))
         kept = np.unique(np.append(np.arange(0, len(values), step), len(values) - 1))
-        return Stretches(x[kept], values[kept], values[kept], values[kept], step)
+        return Stretches(x[kept], mean=values[kept], low=values[kept], high=values[kept], length=step)
     finite = is_drawable(values)
     if len(values) <= limit:
         kept = np.where(finite, values, np.nan)
-        return Stretches(x, kept, kept, kept, 1)
+        return Stretches(x, mean=kept, low=kept, high=kept, length=1)
     edges = np.linspace(0, len(values), limit + 1).astype(np.int64)
     starts, lengths = edges[:-1], np.diff(edges)
     numbers = np.add.reduceat(finite.astype(np.float64), starts)
@@ -341,7 +343,7 @@ def thin(x: NDArray[np.float64], values: NDArray[np.float64], limit: int, *, sta
     low = np.minimum.reduceat(np.where(finite, values, np.inf), starts)
     high = np.maximum.reduceat(np.where(finite, values, -np.inf), starts)
     low[np.isnan(numbers)] = high[np.isnan(numbers)] = np.nan
-    return Stretches(np.add.reduceat(x, starts) / lengths, mean, low, high, int(lengths.max()))
+    return Stretches(np.add.reduceat(x, starts) / lengths, mean=mean, low=low, high=high, length=int(lengths.max()))
 
 
 def _time_unit(seconds: float) -> tuple[str, float]:
@@ -383,7 +385,9 @@ def _lanes(runs: Sequence[Run]) -> tuple[list[_Lane], list[str]]:
             if run.history is not None:
                 last = run.metrics[cell].last_time if cell in run.metrics else run.started
                 spans = run.history.spans(cell, run.started, last)
-            lanes.append(_Lane(label_text(name), run.rounds[cell], run.started, run.ended, spans))
+            lanes.append(
+                _Lane(label_text(name), rounds=run.rounds[cell], start=run.started, end=run.ended, spans=spans)
+            )
         if len(run.rounds) > each:
             notes.append(f"The first {each} of the {len(run.rounds)} cells of {run.name} are drawn.")
     return lanes, notes + [f"{run.name} has no rounds." for run in runs if not run.rounds]
@@ -423,7 +427,14 @@ def rounds_figure(runs: Sequence[Run]) -> tuple[Figure, str]:
         unit, scale = _time_unit(span[1] - (span[0] if index else 0.0))
         title = "rounds, some of them closely" if index else "rounds"
         names = [lane.name for lane in lanes]
-        axes = _lane_axes(figure, names, height - index * panel - HEAD, EDGE, title, f"time since the start ({unit})")
+        axes = _lane_axes(
+            figure,
+            names=names,
+            top=height - index * panel - HEAD,
+            right=EDGE,
+            title=title,
+            x_label=f"time since the start ({unit})",
+        )
         _draw_bands(axes, bands["time"], scale)
         notes += _draw_lanes(axes, lanes, span, scale, is_close=index > 0)
     kinds = ((STEPS, "local steps"), (EXPOSED, "training stands still"), (BEHIND, "round behind local steps"))
@@ -464,7 +475,7 @@ def _draw_lanes(
             if span[0] <= record.time - lane.start and record.time - record.seconds - lane.start <= span[1]
         ]
         if len(inside) > MAX_BLOCKS:
-            _draw_shares(axes, lane, inside, row, scale)
+            _draw_shares(axes, lane=lane, rounds=inside, row=row, scale=scale)
             notes.append(
                 f"Where a row has more than {MAX_BLOCKS} rounds, it shows the shares of time in {BINS} stretches "
                 "instead of single rounds."
@@ -533,7 +544,9 @@ def participation_figure(history: History, title: str) -> tuple[Figure, str]:
     height = head + LANE * len(cells) + FOOT + LEGEND
     figure = new_figure(WIDTH, height)
     names = [cell_name(cell) for cell in cells]
-    axes = _lane_axes(figure, names, height - head, EDGE, label_text(title), "round", pad=18.0)
+    axes = _lane_axes(
+        figure, names=names, top=height - head, right=EDGE, title=label_text(title), x_label="round", pad=18.0
+    )
     first, last = numbers[0] - 0.5, numbers[-1] + 0.5
     shown = history.epochs if len(history.epochs) <= MAX_EPOCHS else []
     for index, (begin, end) in enumerate(shown):
@@ -591,7 +604,7 @@ def phases_figure(runs: Sequence[Run]) -> tuple[Figure, str]:
     figure = new_figure(WIDTH, height)
     unit, scale = ("s", 1.0) if max(sum(mean.values()) for mean in means) >= 1 else ("ms", 1e-3)
     x_label, rows = f"mean time of a round ({unit})", [lane.name for lane in lanes]
-    axes = _lane_axes(figure, rows, height - HEAD, 1.6, "phases of a round", x_label)
+    axes = _lane_axes(figure, names=rows, top=height - HEAD, right=1.6, title="phases of a round", x_label=x_label)
     ends = np.zeros(len(lanes))
     for name in names:
         widths = np.array([mean.get(name, 0.0) for mean in means]) / scale

@@ -198,7 +198,9 @@ class _Album:
         svg = re.sub(r"<!DOCTYPE[^>]*>", "", vector.read_text(encoding="utf-8"), count=1)
         svg = re.sub(r"<metadata>.*?</metadata>", "", svg, count=1, flags=re.DOTALL)
         source = "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
-        self.pictures.append(Picture(section, title, caption, description, f"{stem}.png", source))
+        self.pictures.append(
+            Picture(section, title=title, caption=caption, description=description, file=f"{stem}.png", source=source)
+        )
 
 
 def draw_pictures(runs: Sequence[Run], folder: Path) -> tuple[list[Picture], list[str]]:
@@ -209,7 +211,13 @@ def draw_pictures(runs: Sequence[Run], folder: Path) -> tuple[list[Picture], lis
         names = sort_names(name for run in runs for name in run.series)
         for name in names[:MAX_VALUES]:
             figure, caption = value_figure(runs, name)
-            album.add(section_of(name), name, caption, _describe(name, runs), partial(save, figure))
+            album.add(
+                section_of(name),
+                title=name,
+                caption=caption,
+                description=_describe(name, runs),
+                paint=partial(save, figure),
+            )
         if left_out := names[MAX_VALUES:]:
             notes.append(f"{len(left_out)} more values have no figure: {', '.join(left_out[:MAX_LISTED])}")
         for run in runs:
@@ -217,7 +225,9 @@ def draw_pictures(runs: Sequence[Run], folder: Path) -> tuple[list[Picture], lis
                 of_run = f" of {run.name}" if len(runs) > 1 else ""
                 figure, caption = participation_figure(run.history, f"who took part in the rounds{of_run}")
                 described = "A row for each cell, with a block where it contributed to a round. The table has the sums."
-                album.add("Cells", f"cells{of_run}", caption, described, partial(save, figure))
+                album.add(
+                    "Cells", title=f"cells{of_run}", caption=caption, description=described, paint=partial(save, figure)
+                )
         if any(run.rounds for run in runs):
             described = "Bars on a time axis: when each cell trained and when it stood still for a round."
             figure, caption = rounds_figure(runs)
@@ -233,7 +243,13 @@ def draw_pictures(runs: Sequence[Run], folder: Path) -> tuple[list[Picture], lis
             described = "Line charts of the bytes sent so far between and within cells. The summary has the sums."
             figures.append(("traffic", described, traffic_figure(runs)))
             for title, described, (figure, caption) in figures:
-                album.add("Rounds and traffic", title, caption, described, partial(save, figure))
+                album.add(
+                    "Rounds and traffic",
+                    title=title,
+                    caption=caption,
+                    description=described,
+                    paint=partial(save, figure),
+                )
         for partition, of in _group(runs, lambda run: run.partition):
             caption = f"Samples of each class in each cell{of}; the darker a field, the more samples."
             samples, classes, cells = sum(map(sum, partition.counts)), len(partition.labels), len(partition.counts)
@@ -244,11 +260,13 @@ def draw_pictures(runs: Sequence[Run], folder: Path) -> tuple[list[Picture], lis
                 classes=[label_text(label) for label in partition.labels],
                 title=label_text("Samples of each class" + of.replace(" of ", ": ", 1)),
             )
-            album.add("Data", f"partition{of}", caption, described, paint)
+            album.add("Data", title=f"partition{of}", caption=caption, description=described, paint=paint)
         for topology, of in _group(runs, lambda run: run.topology):
             caption = f"Cells, replicas and shards{of}; outlined ranks send over the slow link."
             paint = partial(topology_figure, topology)
-            album.add("Topology", f"topology{of}", caption, describe_world(topology), paint)
+            album.add(
+                "Topology", title=f"topology{of}", caption=caption, description=describe_world(topology), paint=paint
+            )
     order = list(SECTIONS)
     return sorted(album.pictures, key=lambda picture: order.index(picture.section)), notes
 

@@ -382,12 +382,12 @@ def _attendance(record: dict[str, Any]) -> Attendance | None:
         return None
     return Attendance(
         str(record.get("membership", "")),
-        cells,
-        tuple(_list(record.get("weights"))),
-        tuple(_list(record.get("steps"))),
-        _indices(record.get("restarts")),
-        _indices(record.get("left")),
-        max(1, _integer(record.get("tries"))),
+        cells=cells,
+        weights=tuple(_list(record.get("weights"))),
+        steps=tuple(_list(record.get("steps"))),
+        restarts=_indices(record.get("restarts")),
+        left=_indices(record.get("left")),
+        tries=max(1, _integer(record.get("tries"))),
     )
 
 

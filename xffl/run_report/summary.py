@@ -208,7 +208,18 @@ def _sum_up_series(name: str, cell: int | None, series: Series) -> ValueSummary:
             place = places[int(finite.argmax() if wants_high else finite.argmin())]
             best, best_step = float(values[place]), int(series.steps[place])
     last, last_step = float(values[-1]), int(series.steps[-1])
-    return ValueSummary(name, cell, len(values), len(values) - len(places), last, last_step, low, high, best, best_step)
+    return ValueSummary(
+        name,
+        cell=cell,
+        records=len(values),
+        nonfinite=len(values) - len(places),
+        last=last,
+        last_step=last_step,
+        low=low,
+        high=high,
+        best=best,
+        best_step=best_step,
+    )
 
 
 def _finite(several: Iterable[Series]) -> list[NDArray[np.float64]]:

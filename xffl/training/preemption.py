@@ -438,7 +438,9 @@ class Preemption:
         except BaseException:
             self._own_inbox.__exit__(None, None, None)
             raise
-        self._consensus = StopConsensus(self._inbox, store, rank, topology.world_size, self._cell)
+        self._consensus = StopConsensus(
+            self._inbox, store=store, rank=rank, world_size=topology.world_size, cell=self._cell
+        )
         return self
 
     def __exit__(

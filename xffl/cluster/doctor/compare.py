@@ -159,7 +159,11 @@ def compare_clocks(clocks: Mapping[str, tuple[float, float]]) -> list[Finding]:
         if sure > _CLOCK_WARNING_S:
             text = f"{abs(ahead):.3f} s {'ahead of' if ahead > 0 else 'behind'} rank 0's host (+/- {doubt:.3f} s)"
             status = ERROR if sure > _CLOCK_ERROR_S else WARNING
-            findings.append(Finding("clock", status, text, "let chrony or ntpd set the clock of this host", host))
+            findings.append(
+                Finding(
+                    "clock", status=status, text=text, advice="let chrony or ntpd set the clock of this host", host=host
+                )
+            )
     return findings or [Finding("clock", OK, f"{len(clocks)} hosts differ by {1000 * most:.1f} ms at most")]
 
 
@@ -180,7 +184,7 @@ def compare_names(hosts: Mapping[str, Mapping[str, Any]], answers: Mapping[str, 
         if texts:
             advice = "add the hosts to /etc/hosts or DNS; until then set XFFL_IFNAME, and MASTER_ADDR (or "
             advice += "XFFL_CONTROL_IFNAME under mpirun) to an address"
-            findings.append(Finding("names", WARNING, "; ".join(texts), advice, name))
+            findings.append(Finding("names", status=WARNING, text="; ".join(texts), advice=advice, host=name))
     return findings or [Finding("names", OK, f"the names of {len(hosts)} hosts resolve on each other")]
 
 
@@ -196,7 +200,7 @@ def compare_ports(hosts: Mapping[str, Mapping[str, Any]], answers: Mapping[str, 
         ]
         for reason, peers in group(failures).items():
             text = f"cannot connect to {shorten(peers, 4)}: {reason}"
-            findings.append(Finding("ports", ERROR, text, advice, name))
+            findings.append(Finding("ports", status=ERROR, text=text, advice=advice, host=name))
     tried = sum(answer["tried"] for answer in answers.values())
     return findings or [Finding("ports", OK, f"{tried} connections between {len(hosts)} hosts, in {ranges}")]
 
@@ -208,7 +212,7 @@ def compare_folders(path: str, answers: Mapping[str, Mapping[str, Any]], *, is_n
     if names and answers[names[0]]["seen_s"] is None:  # the others cannot see it either
         text = f"{path}: {answers[names[0]]['error']}"
         hint = "name a folder for runs that all nodes can write (--shared)"
-        return [Finding("shared folder", ERROR if is_named else WARNING, text, hint, names[0])]
+        return [Finding("shared folder", status=ERROR if is_named else WARNING, text=text, advice=hint, host=names[0])]
     advice = "give a folder of a file system that all nodes mount (--shared DIR), and keep runs there"
     for name, answer in answers.items():
         status, hint = ERROR, advice
@@ -225,7 +229,7 @@ def compare_folders(path: str, answers: Mapping[str, Mapping[str, Any]], *, is_n
             hint = "make room; a checkpoint may not fit"
         else:
             continue
-        findings.append(Finding("shared folder", status, f"{path}: {text}", hint, name))
+        findings.append(Finding("shared folder", status=status, text=f"{path}: {text}", advice=hint, host=name))
     unseen = [name for answer in answers.values() for name in answer["unseen"]]
     if unseen and not findings:
         text = f"{path}: rank 0's host does not see what {shorten(unseen)} wrote"
@@ -303,7 +307,11 @@ def compare_links(units: Sequence[tuple[str, str]], nccl: Mapping[str, str | Non
 def compare_runs(url: str, views: Mapping[str, Message]) -> list[Finding]:
     """Judge what the hosts see of an elastic run."""
     advice = "start it (xffl lighthouse), correct --elastic, or open its port to this host"
-    found = [Finding("lighthouse", ERROR, one["error"], advice, host) for host, one in views.items() if "error" in one]
+    found = [
+        Finding("lighthouse", status=ERROR, text=one["error"], advice=advice, host=host)
+        for host, one in views.items()
+        if "error" in one
+    ]
     views = {host: view for host, view in views.items() if "error" not in view}
     if not views:
         return found
@@ -338,7 +346,7 @@ def _judge_stores(views: Mapping[str, Message]) -> list[Finding]:
         for life, reason in view["stores"].items():
             if reason is not None:
                 text = f"that of {_cells([life])} at {addresses[life]} cannot be used: {reason}"
-                found.append(Finding("stores", ERROR, text, advice, host))
+                found.append(Finding("stores", status=ERROR, text=text, advice=advice, host=host))
     lives = dict.fromkeys(life for view in views.values() for life in view["stores"])
     return found or ([Finding("stores", OK, f"those of {_cells(lives)} answer")] if lives else [])
 
@@ -348,11 +356,13 @@ def _judge_tokens(views: Mapping[str, Message]) -> list[Finding]:
     found = []
     for host, view in views.items():
         if "token_error" in view:
-            found.append(Finding("token", ERROR, view["token_error"], _TOKEN_ADVICE, host))
+            found.append(Finding("token", status=ERROR, text=view["token_error"], advice=_TOKEN_ADVICE, host=host))
         for verdict, lives in group((verdict, life) for life, verdict in view.get("tokens", {}).items()).items():
             status, text = _VERDICTS[verdict]
             where = "" if status == OK else host
-            found.append(Finding("token", status, f"{_cells(lives)}: {text}", _TOKEN_ADVICE, where))
+            found.append(
+                Finding("token", status=status, text=f"{_cells(lives)}: {text}", advice=_TOKEN_ADVICE, host=where)
+            )
     return list(dict.fromkeys(found))
 
 
@@ -524,7 +534,7 @@ class Examination:
 
     def _fail(self, name: str, text: str) -> None:
         advice = "repair what is named here on that host, and run the doctor again"
-        self._failures[name] = Finding("host", ERROR, text, advice, name)
+        self._failures[name] = Finding("host", status=ERROR, text=text, advice=advice, host=name)
 
 
 def check_cells(federated: Federation, by: str, ranks: Sequence[Host]) -> tuple[Topology | None, Finding]:

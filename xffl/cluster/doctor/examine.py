@@ -70,8 +70,8 @@ def examine(request: Request, tell: _Tell, environ: Mapping[str, str] = os.envir
             request = replace(request, federated=None)
         port = _meeting_port(place, environ)
         if checks is None or place.rank > 0:
-            return _follow(request, place, port, facts, checks, tell)
-        report = _lead(request, place, port, facts, checks, known)
+            return _follow(request, place=place, port=port, facts=facts, checks=checks, tell=tell)
+        report = _lead(request, place=place, port=port, facts=facts, checks=checks, known=known)
     finally:
         if checks is not None:
             checks.close()
@@ -118,7 +118,7 @@ def _reach(host: Host, first: int, job: Message, environ: Mapping[str, str]) -> 
         advice += "name others"
     if line is not None:
         line.close()
-    return Finding("ssh", ERROR, f"cannot be {why}", advice, host.name)
+    return Finding("ssh", status=ERROR, text=f"cannot be {why}", advice=advice, host=host.name)
 
 
 def _find_place(tell: _Tell | None, environ: Mapping[str, str]) -> tuple[ProcessEnvironment, list[Finding]]:

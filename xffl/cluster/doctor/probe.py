@@ -164,7 +164,10 @@ def check_interfaces(
     physical = find_physical() if physical is None else physical
     usable = [i.name for i in known.values() if i.is_up and i.address and (nodes == 1 or not i.is_loopback)]
     offer = f"to one of: {', '.join(usable) or 'none is up here'}"
-    findings = [_judge(known, variable, name, nodes, physical, offer) for variable, name in asked.items()]
+    findings = [
+        _judge(known, variable=variable, name=name, nodes=nodes, physical=physical, offer=offer)
+        for variable, name in asked.items()
+    ]
     chosen = asked.get("XFFL_IFNAME") or asked.get("GLOO_SOCKET_IFNAME")
     if chosen:
         return findings, known[chosen].address if chosen in known else None

@@ -75,7 +75,7 @@ def meet(
     told: tuple[str, int] | str | None = None
     if claim.rank == 0:
         try:
-            told = _listen_at(root, rows, environ, address, port)
+            told = _listen_at(root, rows=rows, environ=environ, address=address, port=port)
         except LaunchError as error:
             told = str(error)
         except Exception as error:  # noqa: BLE001 - the others wait for whatever it is

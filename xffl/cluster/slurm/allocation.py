@@ -317,4 +317,6 @@ def _hosts(words: list[str], where: str) -> list[Host]:
     if address is not None and len(expanded) > 1:
         raise ConfigError(f"hosts: {shown(where)} gives one address to {len(expanded)} hosts; give each its own")
     switches = tuple(told["switches"].split(".")) if "switches" in told else ()
-    return [Host(name, slots_given, address, switches, counts.get("gpus")) for name in expanded]
+    return [
+        Host(name, slots=slots_given, address=address, switches=switches, gpus=counts.get("gpus")) for name in expanded
+    ]

@@ -88,7 +88,7 @@ def spread_like(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 def norm_of(world: DistributedWorld, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the L2 norm of this rank's tensors, which are sharded like parameters; collective over the cell."""
-    return total_norm(tensors, 2.0, world.dims, world.get_group("cell"), world.device)
+    return total_norm(tensors, order=2.0, dims=world.dims, cell=world.get_group("cell"), device=world.device)
 
 
 class _StepCallback(Callback):

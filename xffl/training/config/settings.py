@@ -360,7 +360,12 @@ class Settings:
             old = self._plain(path, key)
             if isinstance(old, list) and old and not is_decimal(rest[0]):
                 rest = (str(len(old) - 1), *rest)  # the last item, which was added just before
-            self._set(path, _with_part(old, rest, value, ".".join(path), source.place(path)), source, rest)
+            self._set(
+                path,
+                _with_part(old, rest=rest, value=value, name=".".join(path), place=source.place(path)),
+                source,
+                rest,
+            )
         else:
             self._set(path, self._read_text(value, key.hint, path) if is_text else value, source)
 
@@ -621,7 +626,11 @@ def _with_part(old: Any, rest: Path, value: Any, name: str, place: str) -> Any:
         at = len(old) if number is None else number
         if at >= len(old):
             raise ConfigError(f"{name}.{word} {place} is unknown; there are {len(old)} items, counted from 0")
-        return [*old[:at], _with_part(old[at], rest[1:], value, f"{name}.{at}", place), *old[at + 1 :]]
+        return [
+            *old[:at],
+            _with_part(old[at], rest=rest[1:], value=value, name=f"{name}.{at}", place=place),
+            *old[at + 1 :],
+        ]
     if isinstance(old, str) and old[:1].isidentifier():
         old = {"class_path": old}
     if not isinstance(old, Mapping | None):
@@ -632,7 +641,7 @@ def _with_part(old: Any, rest: Path, value: Any, name: str, place: str) -> Any:
     if "class_path" in old and len(rest) == 2 and word == "init_args":
         # jsonargparse reads texts for the types of arguments.
         return {**old, word: {**(old.get(word) or {}), rest[1]: value}}
-    return {**old, word: _with_part(old.get(word), rest[1:], value, f"{name}.{word}", place)}
+    return {**old, word: _with_part(old.get(word), rest=rest[1:], value=value, name=f"{name}.{word}", place=place)}
 
 
 def _arguments(instance: Any) -> dict[str, Any]:

@@ -343,7 +343,13 @@ def shards(
     lengths[: len(codes) % total] += 1
     owners = np.empty(len(codes), dtype=np.int64)
     owners[_by_class(codes, seed)] = np.repeat(holders, lengths)
-    _check_minimum(owners, cells, minimum, f"{total} shards of {len(codes)} samples", "fewer shards_per_cell")
+    _check_minimum(
+        owners,
+        cells=cells,
+        minimum=minimum,
+        what=f"{total} shards of {len(codes)} samples",
+        advice="fewer shards_per_cell",
+    )
     return _of_owners(owners, cells, _call("shards", cells, seed, minimum, shards_per_cell=shards_per_cell))
 
 
@@ -380,7 +386,13 @@ def by_key(
         loads[cell] += int(counts[key])
         heapq.heapreplace(queue, (loads[cell] / -share, share, cell))
     owners = holders[codes]
-    _check_minimum(owners, cells, minimum, f"{count} keys of {len(codes)} samples", "more or smaller keys, fewer cells")
+    _check_minimum(
+        owners,
+        cells=cells,
+        minimum=minimum,
+        what=f"{count} keys of {len(codes)} samples",
+        advice="more or smaller keys, fewer cells",
+    )
     return _of_owners(owners, cells, _call("by_key", cells, seed, minimum, shares=shares))
 
 

@@ -122,7 +122,9 @@ def save_adapters(model: nn.Module, folder: str | os.PathLike[str], state: Distr
         _adapted(model)
         return check_path(folder), this_cell(state).number
 
-    path, number = run_collectively("comparing adapters", check, Path(str(folder)), ADVICE, lambda found: str(found[0]))
+    path, number = run_collectively(
+        "comparing adapters", act=check, path=Path(str(folder)), advice=ADVICE, show=lambda found: str(found[0])
+    )
 
     def write() -> None:
         tensors = adapter_state(model) if number == 0 else {}

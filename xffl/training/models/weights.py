@@ -123,7 +123,7 @@ def load_weights(model: nn.Module, folder: str | os.PathLike[str], state: Distri
                     raise ConfigError(f"folder must be the path of the model's files, got {folder!r}")
                 return _open(model, Path(folder), stack)
 
-            reader = run_collectively("comparing weights", check, path, "nothing was loaded", str)
+            reader = run_collectively("comparing weights", act=check, path=path, advice="nothing was loaded", show=str)
             run_collectively("reading weights", lambda: _fill(model, reader), path, advice)
 
     read_again_if_replaced(load_one_save)
@@ -313,7 +313,9 @@ def save_pretrained(
         names = {file: list(tensors) for file, tensors in made[3].items()}
         return f"{made[0]}: {names}"
 
-    path, number, base, files = run_collectively("comparing the model", check, Path(str(folder)), ADVICE, show)
+    path, number, base, files = run_collectively(
+        "comparing the model", act=check, path=Path(str(folder)), advice=ADVICE, show=show
+    )
 
     def write() -> None:
         if number == 0:
@@ -503,7 +505,7 @@ def file_tensors(model: nn.Module) -> Iterator[FileTensor]:
         if leaf in module._non_persistent_buffers_set or is_adapter(name):
             continue
         names = tuple(other.removeprefix(PREFIX).replace(".base_layer.", ".") for other in ties[id(tensor)])
-        yield FileTensor(names[0], names, module, leaf, tensor)
+        yield FileTensor(names[0], names=names, module=module, leaf=leaf, tensor=tensor)
 
 
 def adapted_layers(model: nn.Module) -> dict[int, Any]:
