@@ -55,7 +55,7 @@ IN_FLIGHT_BYTES = 2**25
 """Bytes that are under way towards a rank, where that takes more buckets than :data:`IN_FLIGHT`."""
 
 STATUS_BYTES = 192
-"""What each rank tells all others in a vote, see :class:`xffl.aggregation.engine.groups.RoundStatus`."""
+"""What each rank tells all others in a vote, see :class:`xffl.aggregation.engine.votes.RoundStatus`."""
 
 EXCHANGE_FORMAT = 2
 """Number of the format of all that cells of a network give each other: votes, values, records of elastic cells.

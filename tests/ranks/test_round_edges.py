@@ -116,7 +116,7 @@ def interrupted_at_the_end(rank: int, world_size: int) -> None:
     state = make_state(rank, (1, 1), None)
     model = linear(seed=rank)
     aggregator = xffl.Aggregator(model, state)
-    cast, calls = protocol.all_gather_status, 0
+    cast, calls = protocol.VoteTree.gather, 0
     store: Any = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
 
     def interrupt() -> None:
@@ -134,7 +134,7 @@ def interrupted_at_the_end(rank: int, world_size: int) -> None:
                 threading.Timer(0.5, interrupt).start()
         return cast(*args)
 
-    protocol.all_gather_status = slow  # type: ignore[assignment]
+    protocol.VoteTree.gather = slow  # type: ignore[assignment]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if rank == 0:
         assert aggregator.aggregate().round == 1 and not aggregator.is_torn
@@ -148,7 +148,7 @@ def interrupted_at_the_end(rank: int, world_size: int) -> None:
 
 def before_closing(act: Callable[[], object]) -> Callable[..., Any]:
     """Return a vote that does something before the second one, on the outcome of the first round."""
-    cast, calls = protocol.all_gather_status, itertools.count(1)
+    cast, calls = protocol.VoteTree.gather, itertools.count(1)
 
     def acting(*args: Any) -> Any:
         if next(calls) == 2:
@@ -164,7 +164,7 @@ def interrupted_while_it_waits(rank: int, world_size: int) -> None:
     model = linear(seed=rank)
     aggregator = xffl.Aggregator(model, state, overlap=True)
     if rank == 0:
-        protocol.all_gather_status = before_closing(lambda: time.sleep(2.0))
+        protocol.VoteTree.gather = before_closing(lambda: time.sleep(2.0))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     pending = aggregator.aggregate_async()
     if rank == 1:
@@ -229,7 +229,7 @@ def interrupted_in_the_vote(rank: int, world_size: int) -> None:
     def interrupted(*args: Any) -> Any:
         raise KeyboardInterrupt
 
-    with mock.patch.object(protocol, "all_gather_status", interrupted), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(protocol.VoteTree, "gather", interrupted), pytest.raises(KeyboardInterrupt):
         aggregator.aggregate()
     assert not aggregator.can_go_on and not aggregator.is_torn
     with pytest.raises(xffl.StateError, match="a vote of this aggregator was cut off"):
@@ -253,7 +253,7 @@ def alone_in_the_exchange(rank: int, world_size: int, is_back: bool) -> None:
     model = linear(seed=rank)
     aggregator = xffl.Aggregator(model, state)
     before = model.weight.detach().clone()
-    cast, calls = protocol.all_gather_status, 0
+    cast, calls = protocol.VoteTree.gather, 0
     stops = [KeyboardInterrupt() if rank else RuntimeError("timed out")]
 
     def stopped(exchange: Callable[[], RoundContext]) -> RoundContext:
@@ -269,7 +269,7 @@ def alone_in_the_exchange(rank: int, world_size: int, is_back: bool) -> None:
         return cast(*args)
 
     replace_exchange(aggregator, stopped)
-    with mock.patch.object(protocol, "all_gather_status", unanswered):
+    with mock.patch.object(protocol.VoteTree, "gather", unanswered):
         if rank == 1:
             with pytest.raises(KeyboardInterrupt):
                 aggregator.aggregate()
@@ -311,7 +311,7 @@ def alone_in_place(rank: int, world_size: int) -> None:
     failing = mock.patch.object(transport, "weighted_mean", side_effect=MemoryError("planted"))
     with (
         failing,
-        mock.patch.object(protocol, "all_gather_status", unanswered),
+        mock.patch.object(protocol.VoteTree, "gather", unanswered),
         pytest.raises(xffl.RoundError, match="torn"),
     ):
         aggregator.aggregate()
@@ -406,7 +406,7 @@ def torn_on_one_rank(rank: int, world_size: int) -> None:
     model = linear(seed=rank)
     aggregator = xffl.Aggregator(model, state)
     good, saved = copy.deepcopy(model.state_dict()), copy.deepcopy(aggregator.state_dict())
-    cast, calls = protocol.all_gather_status, 0
+    cast, calls = protocol.VoteTree.gather, 0
 
     def breaks(*args: Any) -> Any:
         nonlocal calls
@@ -416,7 +416,7 @@ def torn_on_one_rank(rank: int, world_size: int) -> None:
             raise RuntimeError("the link is down")
         return ballots
 
-    protocol.all_gather_status = breaks  # type: ignore[assignment]
+    protocol.VoteTree.gather = breaks  # type: ignore[assignment]
     if rank == 1:
         with pytest.raises(xffl.RoundError, match="model and of the aggregator"):
             aggregator.aggregate()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -19,7 +20,7 @@ from tests.rounds import aggregator_of
 from tests.worlds import WorldError, run_world
 from xffl.aggregation.engine import buffers as looks
 from xffl.aggregation.engine import cell, transport
-from xffl.aggregation.engine.groups import MOST_NUMBERS, MergeMode, RoundStatus, VotePhase, all_gather_status
+from xffl.aggregation.engine.votes import MOST_NUMBERS, MergeMode, RoundStatus, VotePhase, VoteTree
 from xffl.cluster.network import Timeouts
 from xffl.distributed.distributed_state import DistributedState
 from xffl.topology import Topology
@@ -333,7 +334,8 @@ def everybody(rank: int, world_size: int) -> None:
                 )
                 for r in range(7)
             ]
-            assert all_gather_status(statuses[rank], topology) == statuses
+            votes = VoteTree(topology, rank, 0, torch.device("cpu"))
+            assert votes.gather(statuses[rank], None, math.inf) == statuses
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,6 @@ from xffl.aggregation.engine.consensus import (
 from xffl.aggregation.engine.exchange import RoundRun
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.global_state import load_memory, save_memory, share_global_model
-from xffl.aggregation.engine.groups import MergeMode, RoundStatus
 from xffl.aggregation.engine.inconsistent import count_inconsistent, find_inconsistent, mark_inconsistent
 from xffl.aggregation.engine.setup import compare_models, compare_processors, make_exchange, stream_of
 from xffl.aggregation.engine.stages.agreed import AgreedModel
@@ -37,6 +36,7 @@ from xffl.aggregation.engine.stages.first_round import FirstRound
 from xffl.aggregation.engine.stages.order import in_order
 from xffl.aggregation.engine.stages.privacy import Protection
 from xffl.aggregation.engine.tensors import Manifest, Pattern
+from xffl.aggregation.engine.votes import MergeMode, RoundStatus
 from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, Options, check_merge, refuse_removed
 from xffl.aggregation.pending import Background, PendingRound
 from xffl.aggregation.privacy import Accountant, Privacy, SecureSum

@@ -19,7 +19,10 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from xffl.cluster.listening import gloo_beyond_this_host
 from xffl.compat.sockets import find_connections, limit_silence, name_of_socket, open_sockets
 
-__all__ = ["CrossWorldGroup", "Work"]
+__all__ = ["WEIGHTS_TAG", "CrossWorldGroup", "Work"]
+
+WEIGHTS_TAG = 7_100
+"""Lowest tag of a round's messages with weights: the caller may send its own over the same group."""
 
 POISON_TAG = 7_900  # nobody sends with it
 PROOF_TAG = 7_901

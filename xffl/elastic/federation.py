@@ -38,6 +38,8 @@ from xffl.distributed.consistency import (
 )
 from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.failures.faults import is_planned
+from xffl.distributed.failures.faulty_group import FaultyGroup
 from xffl.distributed.startup.stores import serve_store
 from xffl.elastic.lighthouse import Lighthouse, Meeting
 from xffl.elastic.roster import (
@@ -397,7 +399,8 @@ class ElasticFederation:
         dist.broadcast_object_list(lost, src=0)
         if lost[0]:
             raise RuntimeError(lost[0])
-        self._group = CrossWorldGroup(
+        kind = FaultyGroup if is_planned() else CrossWorldGroup
+        self._group = kind(
             address=epoch.members[epoch.index_of(epoch.first)].address,
             name=epoch.group,
             rank=dist.get_rank() - first,

@@ -11,10 +11,11 @@ Once, when an aggregator is made:
 In each round:
 
 - ``transfers``: the groups and buckets of the plan as one rank walks them, and whose values count.
-- ``groups``: the process groups of a round, and the messages on them: values, and each rank's status in a vote.
+- ``groups``: the process groups of a round, and the messages on them.
 - ``buffers``: views of the model bucket by bucket, staging buffers, pools of buffers.
 - ``exchange``: the walk over all buckets: check, send, combine, broadcast, write; its docstring has the timeline.
 - ``transport``: how one bucket gets from cell to cell, in one hop or two.
+- ``votes``: what each rank says in a vote, and how all ranks learn it.
 - ``consensus``: whether a round takes place and whether its result counts, on all ranks alike.
 - ``inconsistent``: the mark of a model whose weights may differ between ranks, because one could not know.
 
@@ -25,6 +26,8 @@ round has neither, and goes through none of these files:
 
 - ``stages``: the first round's comparison, codecs, masks, privacy, norms, the step of the global model; combiners that
   compare whole models; the model of one cell handed over to all.
+- ``unlike_votes``: what is wrong where ranks are in different rounds.
+- ``faulty_votes``: votes in which this process ends, for tests of what the others do then.
 - ``cell``: the mean of buffers over the ranks of a cell.
 - ``gpu_memory``: buffers on both sides, where values cross in the host's memory beside a GPU.
 - ``global_model``: the last agreed model, and the server rule that goes on from it.

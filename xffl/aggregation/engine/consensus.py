@@ -8,11 +8,11 @@ Where a rank cannot learn what the others have written, it raises TornError, and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -20,14 +20,17 @@ import torch.distributed as dist
 
 from xffl.aggregation.algorithms.combiners import total_of
 from xffl.aggregation.engine.exchange import Exchange, RoundRun
-from xffl.aggregation.engine.groups import MergeMode, RoundScope, RoundStatus, VotePhase, all_gather_status, by_cell
+from xffl.aggregation.engine.faulty_votes import FaultyVoteTree
+from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.engine.transfers import RoundContext
+from xffl.aggregation.engine.unlike_votes import check_rounds
+from xffl.aggregation.engine.votes import RoundStatus, VotePhase, VoteTree, by_cell
 from xffl.aggregation.options import Options
 from xffl.aggregation.report import RoundProfile, RoundReport
 from xffl.checks import number
-from xffl.distributed.collectives import Group, all_gather_json, all_reduce
-from xffl.distributed.consistency import check_consistent, control_device, ranks_text
-from xffl.distributed.failures.faults import inject
+from xffl.distributed.collectives import all_gather_json, all_reduce
+from xffl.distributed.consistency import check_consistent, control_device
+from xffl.distributed.failures.faults import is_planned
 from xffl.distributed.failures.waits import NamedWait
 from xffl.errors import ConfigError, RoundError, StateError, TornError, XfflError
 from xffl.topology import Topology
@@ -45,53 +48,6 @@ __all__ = [
 ]
 
 
-def check_rounds(statuses: Sequence[RoundStatus], topology: Topology) -> None:
-    """Raise RoundError, on all ranks alike, where they are not at the same point of the same round."""
-    called = {status.aggregator: rank for rank, status in reversed(list(enumerate(statuses)))}
-    if len(called) > 1:
-        shown = ", ".join(f"rank {rank} of number {number}" for number, rank in sorted(called.items()))
-        raise RoundError(
-            f"the ranks are in rounds of different aggregators, counted as they were made ({shown}); call those of "
-            "several models in the same order on every rank"
-        )
-    points = {(status.round, status.phase): rank for rank, status in reversed(list(enumerate(statuses)))}
-    if len(points) > 1:
-        shown = ", ".join(
-            f"rank {rank} {'at the end of' if phase is VotePhase.COMMIT else 'in'} round {number}"
-            for (number, phase), rank in sorted(points.items())
-        )
-        raise RoundError(f"the ranks are in different rounds ({shown}); call aggregate equally often on every rank")
-    if len({status.is_encoding for status in statuses}) > 1:
-        without = [rank for rank, status in enumerate(statuses) if not status.is_encoding]
-        raise RoundError(
-            f"ranks {without} do not know the state that the codec starts from and others do; load the aggregator's "
-            "state dict on every rank or on none"
-        )
-    # All computed alike when the aggregator was made.
-    flushing = [rank for rank, status in enumerate(statuses) if status.is_flushing]
-    if flushing and len(flushing) < len(statuses):
-        raise RoundError(
-            f"subnormal numbers are flushed to zero on {ranks_text(flushing)} and nowhere else, so models would drift "
-            "apart; call torch.set_flush_denormal with the same value on all ranks, before the Aggregator is made, or "
-            "nowhere"
-        )
-    for cell, (start, stop) in enumerate(pairwise(topology.offsets)):
-        # Ignore failed ranks here; their reasons are gathered after the vote.
-        modes = {status.merge_text for status in statuses[start:stop] if not status.is_failed}
-        if len(modes) > 1:
-            raise RoundError(
-                f"the ranks of cell {cell} merge in different ways ({', '.join(sorted(modes))}); call the same on all "
-                "of them"
-            )
-    # A cell that has finished takes the result at once, while others go on.
-    going_on = (one for one in statuses if not one.is_failed and one.merge is not MergeMode.REPLACE)
-    alphas = {status.merge_text for status in going_on}
-    if len(alphas) > 1:
-        raise RoundError(
-            f"the cells merge with different alphas ({', '.join(sorted(alphas))}); give the same in all of them"
-        )
-
-
 def checked_weight(weight: object) -> float:
     """Return a rank's count, or what a function returns for it, as a float; see :func:`checked_number`."""
     count = weight() if callable(weight) else weight
@@ -100,6 +56,8 @@ def checked_weight(weight: object) -> float:
 
 def checked_number(what: str, value: object, hint: str) -> float:
     """Return a real number or a tensor of one element as a float; raise ConfigError unless it is finite and >= 0."""
+    if type(value) is float and 0.0 <= value < math.inf:
+        return value
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     return number(what, value, 0.0, hint=hint)
@@ -107,14 +65,21 @@ def checked_number(what: str, value: object, hint: str) -> float:
 
 def cell_weights(statuses: Sequence[RoundStatus], topology: Topology) -> tuple[float, ...]:
     """Add the ranks' counts up to one weight for each cell; where no rank gave one, 1, or 0 once a cell is absent."""
-    present = [(rank, status) for rank, status in enumerate(statuses) if not status.is_absent]
-    uniform = [rank for rank, status in present if status.is_uniform]
-    if uniform and len(uniform) < len(present):
+    kinds = {status.is_uniform for status in statuses if not status.is_absent}
+    if len(kinds) > 1:
+        uniform = [rank for rank, status in enumerate(statuses) if status.is_uniform and not status.is_absent]
         raise ConfigError(f"ranks {uniform} gave no weight and others gave one; give a weight on every rank or on none")
-    weights = by_cell([status.weight for status in statuses], topology, max if uniform else sum)
+    weights = by_cell([status.weight for status in statuses], topology, max if True in kinds else sum)
     if not math.isfinite(sum(weights)):
         raise ConfigError(f"the weights of the cells {weights} have no finite sum; give smaller counts")
     return weights
+
+
+def divergence_of(context: RoundContext) -> float:
+    """Return the root mean square of the norms of the cells' updates, by the cells' weights; pure."""
+    assert context.norms is not None, "checked by who asks for it"
+    squares = [context.weights[cell] * context.norms[cell] * context.norms[cell] for cell in context.cells]
+    return math.sqrt(total_of(squares) / math.fsum(context.weights))
 
 
 class RoundBroken(RoundError):
@@ -253,7 +218,9 @@ class RoundCoordinator:
         self._topology = scope.topology
         self._has_gpu = scope.gpu is not None
         self._round_groups = exchange.round_groups
-        self._control_device = control_device(self._group)
+        self._control_device = control_device(self._round_groups.world)
+        kind = FaultyVoteTree if is_planned() else VoteTree
+        self._votes = kind(self._topology, scope.rank, self._round_groups.first, self._control_device)
         self._atomic = options.atomic
         self._is_cross_world = scope.cross_world is not None
         self._can_wait = self._is_cross_world and options.atomic
@@ -270,12 +237,8 @@ class RoundCoordinator:
     def _agree_on_number(self, number: int) -> int:
         """Return what tells this aggregator from all others that these ranks have: the highest number of any rank."""
         highest = torch.tensor(number, dtype=torch.int64, device=self._control_device)
-        all_reduce(highest, dist.ReduceOp.MAX, self._group)
+        all_reduce(highest, dist.ReduceOp.MAX, self._round_groups.world)
         return int(highest)
-
-    @property
-    def _group(self) -> Group | None:
-        return self._round_groups.world
 
     def check(self) -> None:
         """Raise StateError where a vote was cut off; local."""
@@ -307,47 +270,12 @@ class RoundCoordinator:
         not take place; all keep their weights then. TornError: ranks may hold different weights now.
         """
         self.release()
-        statuses = self._prepare(prepared)
-        run = prepared.run
-        assert run is not None, "a rank without one has failed, which its status says"
-        weights = cell_weights(statuses, self._topology)
-        is_over, is_empty = self.all_finished and not any(weights), all(other.is_absent for other in statuses)
-        if prepared.source is not None and (is_over or is_empty):
-            context = RoundContext(weights, prepared.source, prepared.status.round, source=prepared.source)
-            run.way = self._exchange.hand_over
-            return self._agree(AgreedRound(run, context, is_last=self.all_finished))
-        if is_over:
-            return None
-        if is_empty:
-            return AgreedRound(run, RoundContext(weights, 0, prepared.status.round), is_empty=True)
-        if not any(weights):
-            raise ConfigError(f"the weights of all cells are 0 {weights}; a round needs at least one positive weight")
-        bad = {self._topology.cell_of(rank) for rank, other in enumerate(statuses) if other.is_nonfinite}
-        dropped = tuple(sorted(cell for cell in bad if weights[cell]))
-        if dropped and not self._drops_cells:
-            self._refuse_nonfinite(dropped, run.findings.nonfinite)
-        context = self._count(statuses, weights, dropped)
-        outcome = AgreedRound(
-            run,
-            context,
-            dropped,
-            self.all_finished,
-            nonfinite=self._share_nonfinite(dropped, run.findings.nonfinite) if dropped else {},
-            unfit=frozenset(bad),
-            step_seconds=by_cell([other.seconds for other in statuses], self._topology, max),
-        )
-        if least_divergence is not None and not self.all_finished:
-            assert context.norms is not None, "checked by who asks for it"
-            squares = [context.weights[cell] * context.norms[cell] * context.norms[cell] for cell in context.cells]
-            if math.sqrt(total_of(squares) / math.fsum(context.weights)) < least_divergence:
-                return replace(outcome, is_skipped=True)
-        self._check_possible(context)
-        return self._agree(outcome)
-
-    def _agree(self, outcome: AgreedRound) -> AgreedRound:
-        """Exchange, and vote on it; keep the round where it is in doubt."""
+        statuses = self._open(prepared)
+        outcome = self._decide(prepared, statuses, least_divergence)
+        if outcome is None or outcome.is_empty or outcome.is_skipped:
+            return outcome
         try:
-            context = self._commit(outcome.run, outcome.context)
+            context = self._close(outcome.run, outcome.context)
         except RoundInDoubt as doubt:
             self._doubted = replace(outcome, context=doubt.context)
             raise
@@ -389,46 +317,12 @@ class RoundCoordinator:
             self._interrupt()
             raise
 
-    def _count(self, statuses: list[RoundStatus], weights: tuple[float, ...], dropped: tuple[int, ...]) -> RoundContext:
-        """Return whose values count, and what the combiner is told about them."""
-        counted = tuple(0.0 if cell in dropped else weight for cell, weight in enumerate(weights))
-        if not any(counted):
-            raise RoundError(
-                f"no cell with a positive weight is left after dropping cells {dropped}; all ranks keep their weights"
-            )
-        context = RoundContext(
-            counted,
-            first=self._first_cell(counted, dropped),
-            number=statuses[0].round,
-            steps=by_cell([status.steps for status in statuses], self._topology, lambda steps: steps[0]),
-        )
-        for stage in self._exchange.stages:
-            context = stage.count(context, statuses)
-        return context
-
-    def _first_cell(self, counted: tuple[float, ...], dropped: tuple[int, ...]) -> int:
-        """Return the cell that tensors of policy ``first`` are taken from."""
-        # Where cells are worlds of their own, one of weight 0 may only just have come, with those of a new model.
-        cells = enumerate(counted)
-        return next(cell for cell, weight in cells if cell not in dropped and (weight or not self._is_cross_world))
-
-    def _check_possible(self, context: RoundContext) -> None:
-        """Raise, on all ranks alike, where these cells cannot do what was asked for."""
-        try:
-            self._exchange.check(context)
-        except Exception as wrong:
-            why = wrong if isinstance(wrong, XfflError) else f"{type(wrong).__name__}: {wrong}"
-            raise RoundError(
-                f"round {context.number} has values of cells {context.cells}: {why}; all ranks keep their weights"
-            ) from wrong
-
-    def _prepare(self, prepared: PreparedRound) -> list[RoundStatus]:
+    def _open(self, prepared: PreparedRound) -> list[RoundStatus]:
         """Vote on whether there is a round, and with what weights."""
         status, error = prepared.status, prepared.error
         if self._phase is RoundPhase.INTERRUPTED:  # what was posted then would take the next attempt's messages
             status = status._replace(is_failed=True)
             error = RoundError(f"an exchange was interrupted here, and its messages may still be under way; {AFRESH}")
-        inject("open")
         try:
             statuses = self._gather_status(status, prepared.profile, self._opens_within_s)
         except RuntimeError as broken:
@@ -441,22 +335,115 @@ class RoundCoordinator:
         except BaseException:
             self._phase = RoundPhase.CUT_OFF
             raise
-        inject("opened")
         self.all_finished = all(other.is_finished for other in statuses)
-        check_rounds(statuses, self._topology)
+        self._check_point(statuses)
         if any(other.is_failed for other in statuses):
             with self._exchange_reasons():
-                check_consistent(f"opening of round {status.round}", "", error=error, group=self._group)
+                check_consistent(f"opening of round {status.round}", "", error=error, group=self._round_groups.world)
         for stage in self._exchange.stages:
             with self._exchange_reasons():
                 stage.compare(statuses)
         return statuses
 
+    def _decide(
+        self, prepared: PreparedRound, statuses: Sequence[RoundStatus], least_divergence: float | None
+    ) -> AgreedRound | None:
+        """Return what follows from the first vote, the same on all ranks; ``None`` where no round follows."""
+        run, number = prepared.run, prepared.status.round
+        assert run is not None, "a rank without one has failed, which its status says"
+        weights = cell_weights(statuses, self._topology)
+        is_empty = all(status.is_absent for status in statuses)
+        is_over = self.all_finished and not any(weights)
+        if prepared.source is not None and (is_over or is_empty):
+            run.way = self._exchange.hand_over
+            context = RoundContext(weights, prepared.source, number, source=prepared.source)
+            return AgreedRound(run, context, is_last=self.all_finished)
+        if is_over:
+            return None
+        if is_empty:
+            return AgreedRound(run, RoundContext(weights, 0, number), is_empty=True)
+        if not any(weights):
+            raise ConfigError(f"the weights of all cells are 0 {weights}; a round needs at least one positive weight")
+        unfit = frozenset(self._topology.cell_of(rank) for rank, status in enumerate(statuses) if status.is_nonfinite)
+        dropped = self._drop(unfit, weights, run.findings.nonfinite) if unfit else ()
+        context = self._count(statuses, weights, dropped)
+        outcome = AgreedRound(
+            run,
+            context,
+            dropped,
+            self.all_finished,
+            nonfinite=self._share_nonfinite(dropped, run.findings.nonfinite) if dropped else {},
+            unfit=unfit,
+            step_seconds=by_cell([status.seconds for status in statuses], self._topology, max),
+        )
+        if least_divergence is not None and not self.all_finished and divergence_of(context) < least_divergence:
+            return replace(outcome, is_skipped=True)
+        self._check_possible(context)
+        return outcome
+
+    def _drop(self, unfit: Collection[int], weights: Sequence[float], found: list[str]) -> tuple[int, ...]:
+        """Return the contributing cells that are left out for values that are not finite, or raise on all ranks."""
+        dropped = tuple(sorted(cell for cell in unfit if weights[cell]))
+        if dropped and not self._drops_cells:
+            self._refuse_nonfinite(dropped, found)
+        return dropped
+
+    def _count(
+        self, statuses: Sequence[RoundStatus], weights: tuple[float, ...], dropped: tuple[int, ...]
+    ) -> RoundContext:
+        """Return whose values count, and what the combiner is told about them."""
+        counted = tuple(0.0 if cell in dropped else weight for cell, weight in enumerate(weights))
+        if not any(counted):
+            raise RoundError(
+                f"no cell with a positive weight is left after dropping cells {dropped}; all ranks keep their weights"
+            )
+        # Tensors of policy "first" are taken from this cell. Where cells are worlds of their own, one of weight 0 may
+        # only just have come, with those of a new model.
+        first = next(
+            cell for cell, weight in enumerate(counted) if cell not in dropped and (weight or not self._is_cross_world)
+        )
+        context = RoundContext(
+            counted,
+            first=first,
+            number=statuses[0].round,
+            steps=by_cell([status.steps for status in statuses], self._topology, itemgetter(0)),
+        )
+        for stage in self._exchange.stages:
+            context = stage.count(context, statuses)
+        return context
+
+    def _check_possible(self, context: RoundContext) -> None:
+        """Raise, on all ranks alike, where these cells cannot do what was asked for."""
+        try:
+            self._exchange.check(context)
+        except Exception as wrong:
+            why = wrong if isinstance(wrong, XfflError) else f"{type(wrong).__name__}: {wrong}"
+            raise RoundError(
+                f"round {context.number} has values of cells {context.cells}: {why}; all ranks keep their weights"
+            ) from wrong
+
     def _gather_status(self, status: RoundStatus, profile: RoundProfile, within_s: float) -> list[RoundStatus]:
-        with profile.phase("vote"):
-            status, first = status._replace(aggregator=self._number), self._round_groups.first
-            with NamedWait(f"the votes of round {status.round}", self._group):
-                return all_gather_status(status, self._topology, self._group, first, within_s, self._control_device)
+        """Vote: give this rank's status, and return everybody's."""
+        world = self._round_groups.world
+        with profile.phase("vote"), NamedWait(f"the votes of round {status.round}", world):
+            return self._votes.gather(status._replace(aggregator=self._number), world, within_s)
+
+    def _check_point(self, statuses: Sequence[RoundStatus]) -> None:
+        """Raise RoundError, on all ranks alike, where they are not at the same point of the same round."""
+        points = {
+            (
+                status.aggregator,
+                status.round,
+                status.phase,
+                status.is_encoding,
+                status.is_flushing,
+                status.merge,
+                status.alpha,
+            )
+            for status in statuses
+        }
+        if len(points) > 1:
+            check_rounds(statuses, self._topology)
 
     def _refuse_nonfinite(self, cells: tuple[int, ...], found: list[str]) -> None:
         """Raise on all ranks, with the cell and the tensors that a rank of it has found."""
@@ -468,18 +455,18 @@ class RoundCoordinator:
                 "their weights; nonfinite='drop_cell' leaves the cell out, policy 'first' or 'local' the tensor"
             )
         with self._exchange_reasons():
-            check_consistent("finite values", "", error=error, group=self._group)
+            check_consistent("finite values", "", error=error, group=self._round_groups.world)
 
     def _share_nonfinite(self, cells: tuple[int, ...], found: list[str]) -> dict[int, tuple[str, ...]]:
         """Return the tensors for which cells were left out; collective over the world."""
         with self._exchange_reasons():
-            gathered: list[list[str]] = all_gather_json(found[:3], self._control_device, self._group)
+            gathered: list[list[str]] = all_gather_json(found[:3], self._control_device, self._round_groups.world)
         return {
             cell: tuple(sorted({name for rank in self._topology.federation(cell) for name in gathered[rank]}))
             for cell in cells
         }
 
-    def _commit(self, run: RoundRun, context: RoundContext) -> RoundContext:
+    def _close(self, run: RoundRun, context: RoundContext) -> RoundContext:
         """Exchange and vote on the outcome; return what cells counted for."""
         number = context.number
         failure: Exception | None = None
@@ -505,7 +492,6 @@ class RoundCoordinator:
             raise
         # 2. Vote. Nobody writes without this rank's yes: whatever stops it before has left the old weights everywhere.
         others_may_write = failure is None
-        inject("close")
         try:
             status = RoundStatus(
                 number,
@@ -520,8 +506,7 @@ class RoundCoordinator:
                 other.round == number and other.phase is VotePhase.COMMIT and not other.is_failed for other in statuses
             )
             others_may_write = is_agreed
-            check_rounds(statuses, self._topology)
-            inject("agreed")
+            self._check_point(statuses)
             if is_agreed:
                 self._phase = RoundPhase.COMMITTED
             reasons = [] if is_agreed else self._gather_reasons(failure)
@@ -555,7 +540,7 @@ class RoundCoordinator:
         status = RoundStatus(context.number, phase=VotePhase.RESULT, is_failed=is_failed, **told)
         try:
             statuses = self._gather_status(status, run.profile, self._closes_within_s)
-            check_rounds(statuses, self._topology)
+            self._check_point(statuses)
         except (RoundError, RuntimeError) as broken:
             return context, RoundBroken(f"what other ranks have combined could not be learned: {broken}")
         if any(other.is_failed for other in statuses):  # who has failed says why after the vote
@@ -596,4 +581,4 @@ class RoundCoordinator:
     def _gather_reasons(self, failure: Exception | None) -> list[str]:
         """Return each rank's reason for its no; collective over the world."""
         own = "" if failure is None else f"{type(failure).__name__}: {failure}"
-        return all_gather_json(own, self._control_device, self._group)
+        return all_gather_json(own, self._control_device, self._round_groups.world)

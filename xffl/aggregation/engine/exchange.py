@@ -42,9 +42,10 @@ from xffl.aggregation.engine.buffers import (
     aligned,
 )
 from xffl.aggregation.engine.cell import cell_rows_nbytes, mean_in_cell
-from xffl.aggregation.engine.groups import RoundGroups, RoundStatus
+from xffl.aggregation.engine.groups import RoundGroups
 from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.engine.transport import CrossCellTransport, Crossing, ExactValues, Link
+from xffl.aggregation.engine.votes import RoundStatus
 from xffl.aggregation.report import RoundProfile
 from xffl.distributed.collectives import broadcast
 from xffl.errors import RoundError

@@ -1,27 +1,22 @@
-"""Scopes and process groups of rounds, and the messages on these: values and statuses."""
+"""Scopes and process groups of rounds, and the messages on these."""
 
 from __future__ import annotations
 
-import math
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from functools import partial
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from xffl.costs import MOST_IN_FLIGHT, STATUS_BYTES
+from xffl.costs import MOST_IN_FLIGHT
 from xffl.distributed.collectives import Group
 from xffl.distributed.consistency import connect, control_device, home_device, sends_from_gpu, transfer_device
 from xffl.distributed.cross_world import CrossWorldGroup, Work
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.failures.faults import inject, is_armed
 from xffl.distributed.groups import Groups, make_groups, make_round_groups
 from xffl.topology import Topology
 
@@ -29,14 +24,10 @@ if TYPE_CHECKING:
     from xffl.aggregation.engine.buffers import Arena
 
 __all__ = [
-    "MergeMode",
     "Move",
     "Progress",
     "RoundGroups",
     "RoundScope",
-    "RoundStatus",
-    "VotePhase",
-    "all_gather_status",
     "make_scope",
     "select_groups",
     "start_moves",
@@ -237,11 +228,15 @@ def start_moves(receive: Sequence[Move], send: Sequence[Move], group: Group | No
             for values, peer in given
         ]
         return list(dist.batch_isend_irecv(moves))
-    found = dist.group.WORLD if group is None else group
-    assert found is not None, "messages go over a world"
+    transport = dist.group.WORLD if group is None else group
+    assert transport is not None, "messages go over a world"
     # By the group itself: irecv and isend look at much more first, some hundred times in a round.
-    works: list[Work] = [found.recv([values], _rank_in(found, peer), tag) for values, peer in receive]
-    return works + [found.send([values], _rank_in(found, peer), tag) for values, peer in send]
+    works: list[Work] = []
+    for values, peer in receive:
+        works.append(transport.recv([values], _rank_in(transport, peer), tag))
+    for values, peer in send:
+        works.append(transport.send([values], _rank_in(transport, peer), tag))
+    return works
 
 
 def _rank_in(group: Group, rank: int) -> int:
@@ -298,140 +293,3 @@ class Progress:
                 if time.monotonic() > noted + self._within_s:
                     raise RuntimeError(f"a rank did not answer within {self._within_s:g} s")
                 time.sleep(POLL_S)
-
-
-VOTE_TAG = 7_001
-"""Tells a vote's messages from those that a caller sends over the same group."""
-
-
-class VotePhase(IntEnum):
-    """The votes of a round (two-phase commit)."""
-
-    PREPARE = 0  # whether the round takes place, and what each cell counts for
-    COMMIT = 1  # whether all ranks have the result
-    # Before COMMIT, what ranks have combined: where all have to know it before they write, and a rank may have to write
-    # without having heard how COMMIT went.
-    RESULT = 2
-
-
-class MergeMode(IntEnum):
-    """How a rank writes the result of a round into its model."""
-
-    REPLACE = 0  # it takes the place of the old values
-    BLEND = 1  # alpha * local + (1 - alpha) * result, of a round that went on behind local steps
-    KEEP_STEPS = 2  # result + (local - copy): the steps made meanwhile stay
-
-
-class RoundStatus(NamedTuple):
-    """What one rank says in one vote of a round; the fields are in the order of :data:`PACKED`."""
-
-    round: int  # number of the round that the rank believes to be in
-    aggregator: int = 0  # number of the aggregator whose round it is, see consensus.RoundCoordinator
-    attempt: int = 0  # the next number of masks that it can use in a secure sum
-    weight: float = 0.0  # its count; 1 where cells count alike
-    alpha: float = 0.0  # the part of a local value that stays, with MergeMode.BLEND
-    norm: float = 0.0  # squared L2 norm of its part of the cell's update, where that is measured
-    steps: float = 0.0  # effective local steps of its cell since the last round
-    seconds: float = 0.0  # seconds of a local step here; 0 where nobody has measured
-    is_flushing: bool = False  # its thread takes subnormal numbers for zero
-    is_uniform: bool = False  # it gave no count
-    is_absent: bool = False  # it has nothing to contribute any more
-    is_finished: bool = False  # its cell has no more steps to make
-    is_nonfinite: bool = False  # it holds a value that is not finite
-    is_failed: bool = False  # it cannot go on; the reason is gathered afterwards
-    is_cut_off: bool = False  # it lost a rank of another cell
-    is_encoding: bool = False  # it knows the agreed state that lossy codecs start from
-    phase: VotePhase = VotePhase.PREPARE
-    merge: MergeMode = MergeMode.REPLACE
-    held: int = 0  # see first_round.ValueDigest, in a first round
-    shared: int = 0
-    is_trained: bool = False
-    square: float = 0.0  # squared L2 norm of its part of the mean pseudo-gradient, where steps are clipped
-    numbers: tuple[float, ...] = ()  # what it would step its part of the global model with, at most MOST_NUMBERS
-
-    @property
-    def merge_text(self) -> str:
-        """How it writes the result, for messages."""
-        return {MergeMode.REPLACE: "aggregate", MergeMode.KEEP_STEPS: "no alpha"}.get(self.merge, f"alpha={self.alpha}")
-
-
-def by_cell(values: Sequence[float], topology: Topology, of: Callable[[Sequence[float]], float]) -> tuple[float, ...]:
-    """Fold one value of each rank into one number for each cell; pure."""
-    return tuple(of(values[start:stop]) for start, stop in pairwise(topology.offsets))
-
-
-# The bytes do not depend on the machine; the padding leaves room for more fields at the same price.
-MOST_NUMBERS = 8
-"""Numbers of a server's step that a vote has room for."""
-
-_FIELDS = f"<3q5d8?2B2q?d{MOST_NUMBERS}d"
-PACKED = struct.Struct(f"{_FIELDS}{STATUS_BYTES - struct.calcsize(_FIELDS)}x")
-"""A status as bytes: three integers, five numbers, eight flags, two enums, two integers, a flag, nine numbers."""
-
-
-def all_gather_status(
-    status: RoundStatus,
-    topology: Topology,
-    group: Group | None = None,
-    first: int = 0,
-    within_s: float = math.inf,
-    device: torch.device | None = None,
-) -> list[RoundStatus]:
-    """Give this rank's status and return everybody's, by rank.
-
-    Collective over ``group``, all ranks of the topology, whose first rank is ``first`` of the world: 192 bytes a rank
-    go up a binary tree inside each cell, from each cell's first rank to those of the others, and down again. The slow
-    link is crossed once, by all cells at the same time, where an all-gather over the world would cross it ring step by
-    ring step. Over NCCL it raises RuntimeError after ``within_s`` seconds; gloo has its own timeout. ``device`` is the
-    group's control device.
-    """
-    device, rank = control_device(group) if device is None else device, dist.get_rank() - first
-    start, stop = next(cell for cell in pairwise(topology.offsets) if rank < cell[1])
-    place = rank - start
-    children = [first + start + child for child in (2 * place + 1, 2 * place + 2) if start + child < stop]
-    parent = first + start + (place - 1) // 2
-    table = torch.zeros(topology.world_size, STATUS_BYTES, dtype=torch.uint8, device=device)
-    table[rank] = torch.tensor(list(_pack(status)), dtype=torch.uint8, device=device)
-    own_cell = table[start:stop]
-    below = torch.zeros(len(children), *own_cell.shape, dtype=torch.uint8, device=device)
-    _swap({}, dict(zip(children, below, strict=True)), group)
-    own_cell += below.sum(0, dtype=torch.uint8)  # each row is zero in all tables but one
-    if rank == start:
-        firsts = {first + one: table[one:end] for one, end in pairwise(topology.offsets) if one != start}
-        unaware = dict.fromkeys(firsts, own_cell)
-        if status.phase is VotePhase.COMMIT and is_armed("half"):
-            first_told = min(unaware)
-            _swap({first_told: unaware.pop(first_told)}, {}, group)
-            inject("half")
-        _swap(unaware, firsts, group)
-        if status.phase is VotePhase.COMMIT:
-            inject("told")
-    else:
-        _swap({parent: own_cell}, {}, group)
-        _swap({}, {parent: table}, group)
-    _swap(dict.fromkeys(children, table), {}, group)
-    if device.type == "cuda":
-        Progress(device, within_s).drain()
-    return [_unpack(values) for values in PACKED.iter_unpack(table.cpu().numpy().tobytes())]
-
-
-def _pack(status: RoundStatus) -> bytes:
-    """Return a status as bytes; numbers that it has not are zeros."""
-    *plain, numbers = status
-    return PACKED.pack(*plain, *numbers, *(0.0,) * (MOST_NUMBERS - len(numbers)))
-
-
-def _unpack(values: tuple[Any, ...]) -> RoundStatus:
-    """Return the status of what stands in a row."""
-    status = RoundStatus._make((*values[:-MOST_NUMBERS], values[-MOST_NUMBERS:]))
-    return status._replace(phase=VotePhase(status.phase), merge=MergeMode(status.merge))
-
-
-def _swap(send: Mapping[int, torch.Tensor], receive: Mapping[int, torch.Tensor], group: Group | None) -> None:
-    """Send to some ranks of the world and receive from some, at the same time."""
-    arriving, leaving = ([(values, rank) for rank, values in by_rank.items()] for by_rank in (receive, send))
-    try:
-        for work in start_moves(arriving, leaving, group, VOTE_TAG):
-            work.wait()
-    except RuntimeError as broken:
-        raise RuntimeError(f"{broken}, in a vote with ranks {sorted({*send, *receive})}") from broken

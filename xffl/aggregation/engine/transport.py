@@ -14,14 +14,9 @@ from xffl.aggregation.engine.groups import Progress, RoundGroups, RoundScope, st
 from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.mean import combined, weighted_mean
 from xffl.aggregation.report import RoundProfile
-from xffl.distributed.cross_world import CrossWorldGroup, Work
-from xffl.distributed.failures.faults import inject
+from xffl.distributed.cross_world import WEIGHTS_TAG, CrossWorldGroup, Work
 
 __all__ = ["CrossCellTransport", "Crossing", "ExactValues", "Link"]
-
-
-TAG = 7_100
-"""Tag of a round's messages: the caller may send its own over the same group."""
 
 
 class Link:
@@ -174,8 +169,7 @@ class CrossCellTransport:
             self.profile.record_send(sum(values.nbytes for values, _ in leaving))
         with self.profile.phase("post"):
             try:
-                inject("exchange")
-                return start_moves(arriving, leaving, group, TAG + hop)
+                return start_moves(arriving, leaving, group, WEIGHTS_TAG + hop)
             except RuntimeError as lost:
                 self.lose(lost)
                 return []

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from xffl.checks import is_decimal, one_of
 from xffl.errors import ConfigError
 
-__all__ = ["PHASES", "Fault", "arm", "inject", "is_armed", "start_round"]
+__all__ = ["PHASES", "Fault", "arm", "inject", "is_armed", "is_planned", "start_round"]
 
 PHASES = ("meet", "share", "open", "opened", "exchange", "close", "half", "told", "agreed")
 """Points of a round, in their order."""
@@ -65,6 +65,11 @@ def arm(cell: int, rank: int, restarts: int) -> None:
     global _fault
     text = os.environ.get("XFFL_FAULT", "").strip()
     _fault = Fault.from_text(text, cell, rank) if text and not restarts else None
+
+
+def is_planned() -> bool:
+    """Tell whether this process is to end at some point of a round."""
+    return _fault is not None
 
 
 def start_round(number: int) -> None:

@@ -11,8 +11,8 @@ import torch
 from xffl.aggregation.engine.buffers import ModelCopy, StagingBuffers
 from xffl.aggregation.engine.exchange import RoundRun, RoundStage
 from xffl.aggregation.engine.global_model import GlobalModel
-from xffl.aggregation.engine.groups import RoundStatus
 from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, RoundContext
+from xffl.aggregation.engine.votes import RoundStatus
 from xffl.topology import Topology
 
 __all__ = ["AgreedModel"]

@@ -23,8 +23,9 @@ import torch.distributed as dist
 from torch import nn
 
 from xffl.aggregation.engine.exchange import RoundStage
-from xffl.aggregation.engine.groups import RoundGroups, RoundScope, RoundStatus
+from xffl.aggregation.engine.groups import RoundGroups, RoundScope
 from xffl.aggregation.engine.tensors import REPLICATED, Manifest, ModelTensor, ReplicaTensors, TensorInfo
+from xffl.aggregation.engine.votes import RoundStatus
 from xffl.checks import group as group_pairs
 from xffl.distributed.collectives import all_gather_json
 from xffl.distributed.consistency import control_device, find_unequal_cells, message_device, ranks_text, sum_of_bits
