@@ -683,7 +683,11 @@ def wrong(rank: int, world_size: int) -> None:
         ([Level(), replace(top, options={"server": "fedadm:lr=1"})], {}, r"^level 1: server 'fedadm' is .* your own$"),
         ([Level(options={"fragments": 2}), top], {}, "levels take no fragments"),
         ([Level(), top if rank else Level(3, groups=(2, 1))], {}, "different levels"),
-        ([Level(), Level(codec="int9", groups=(2, 1))], {}, "int9.*level 1"),
+        (
+            [Level(), Level(codec="itn8", groups=(2, 1))],
+            {},
+            r"^level 1: codec 'itn8' .*mean 'int8'.*; give one of [^()]*$",
+        ),
         # Of two cells, and of one, no combiner can leave one out: facilities differ in what they are.
         ([Level(options={"combine": "krum:faulty=1"}), top], {}, "krum.*level 0"),
     ]

@@ -409,6 +409,8 @@ WRONG_FILES = [
     ("training:\n  epochs: 3.0", "training.epochs @2 is 3.0, but int is expected"),
     ("training: {epochs: true}", "training.epochs @1 is True, but int is expected"),
     ("training: {epochs: null}", "training.epochs @1 is None, but int is expected"),
+    ("ratio: .nan", "ratio @1 is nan, but float is expected; nan is no number"),
+    ("training: {epochs: .inf}", "training.epochs @1 is inf, but int is expected"),
     ("title: 3", "title @1 is 3, but str is expected; put it in quotes"),
     ("is_on: yes", "is_on @1 is 'yes', but bool is expected; write true or false"),
     ("sizes: [2, x]", "sizes.1 @1 is 'x', but int is expected"),

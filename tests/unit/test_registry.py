@@ -285,6 +285,13 @@ def test_streaming_diloco_sets_the_round_as_well() -> None:
     assert aggregator["fragments"] == 2 and aggregator["server"].rule.lr == 0.7 and scaling["delay"] == 5
 
 
+def test_the_clip_of_a_server_is_an_option_of_its_algorithm() -> None:
+    aggregator, scaling = resolve_algorithm("fedadam:clip=1", writer=Writer.USER)
+    assert aggregator["server"].clip == 1.0 and aggregator["server"].rule.lr == 0.1 and not scaling
+    with pytest.raises(ConfigError, match="clip of the server must be a number > 0, got -1.0"):
+        resolve_algorithm("fedadam:clip=-1", writer=Writer.USER)
+
+
 def test_resolving_leaves_the_presets_alone() -> None:
     before = repr(entries())
     resolve_algorithm({"name": "streaming_diloco", "fragments": 9, "lr": 0.1, "combine": "median"}, writer=Writer.USER)

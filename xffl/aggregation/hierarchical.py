@@ -19,7 +19,7 @@ from torch import nn
 
 from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.algorithms.registry import make
-from xffl.aggregation.compression import Codec
+from xffl.aggregation.compression import Codec, codec_of
 from xffl.aggregation.engine.consensus import RoundInput, checked_weight
 from xffl.aggregation.engine.groups import RoundScope, make_scope
 from xffl.aggregation.pending import PendingRound
@@ -310,12 +310,14 @@ class Levels:
 
 
 def _with_parts(number: int, level: Level, options: Mapping[str, Any]) -> Level:
-    """Return a level with its server and combiner made of what they were given as; local.
+    """Return a level whose codec's name is known, with its server and combiner made of what they were given as; local.
 
     What is wrong with them has nothing to do with the ranks of the level, so the message says only which level it is.
     """
     parts = {kind: part for kind, part in {**options, **level.options}.items() if kind in ("server", "combine")}
     try:
+        for name in level.codec.values() if isinstance(level.codec, Mapping) else (level.codec,):
+            codec_of(name)
         made = {kind: make(kind, part, writer=Writer.USER) for kind, part in parts.items() if _is_spec(part)}
     except ConfigError as wrong:
         raise ConfigError(f"level {number}: {wrong}") from wrong

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rich.console import Group, RenderableType
     from rich.table import Table
 
+    from xffl.aggregation.algorithms.registry import AlgorithmInfo
     from xffl.cluster.lighthouse_page import CellStatus, LighthouseStatus
 
 __all__ = ["COMMANDS"]
@@ -239,10 +240,7 @@ def _list(options: Namespace) -> int:
 
     listed = entries(options.kind)
     if options.json:
-        rows = [asdict(entry) for entry in listed]
-        if options.kind is not None:  # to describe an entry imports what it names
-            rows = [{**row, "takes": describe_entry(entry)} for row, entry in zip(rows, listed, strict=True)]
-        print(json.dumps(rows, indent=2))
+        print(json.dumps([{**asdict(entry), "takes": _describe(entry)} for entry in listed], indent=2))
         return 0
     table = _new_table()
     for column in ("kind", "name", "what it does", "paper"):
@@ -254,6 +252,18 @@ def _list(options: Namespace) -> int:
         table.add_row(entry.kind, entry.name, entry.line, entry.paper or "-", *takes)
     _print_table(table)
     return 0
+
+
+def _describe(entry: AlgorithmInfo) -> str | None:
+    """Write the options of an entry; ``None`` where PyTorch, which the class that has them needs, is not installed."""
+    from xffl.aggregation.algorithms.registry import describe_entry
+
+    try:
+        return describe_entry(entry)
+    except ConfigError as wrong:
+        if isinstance(missing := wrong.__cause__, ModuleNotFoundError) and missing.name == "torch":
+            return None
+        raise
 
 
 def _parse_logs() -> ArgumentParser:

@@ -213,6 +213,7 @@ _PLACE = {
 }
 _TORCHRUN = {**_PLACE, **_NODES}
 _OPENMPI = _local_fields(*(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
+_MPICH = _local_fields("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _MVAPICH = _local_fields(*(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
 _SLURM = {
     "rank": "SLURM_PROCID",
@@ -222,6 +223,12 @@ _SLURM = {
     "node_world_size": "SLURM_STEP_NUM_NODES",
 }
 _SLURM_ALSO = ("JOB_ID", "STEP_ID", "STEP_NODELIST", "STEP_TASKS_PER_NODE", "NTASKS", "TASKS_PER_NODE")
+
+
+def _mpi_row(name: str, title: str, variables: Mapping[str, str], *, sign: str) -> Launcher:
+    """Return the row of a launcher whose ranks agree over MPI on where they meet."""
+    return Launcher(name=name, title=title, variables=variables, signs=((sign,),), complete=_complete_mpi)
+
 
 LAUNCHERS: tuple[Launcher, ...] = (
     Launcher(
@@ -244,21 +251,9 @@ LAUNCHERS: tuple[Launcher, ...] = (
         "each host or container has one), or start with torchrun, mpirun or srun",
     ),
     # Open MPI, IBM Spectrum MPI (by jsrun, too) and others that are made of it; version 5 starts them by PRRTE.
-    Launcher(
-        name="openmpi",
-        title="Open MPI's mpirun",
-        variables=_OPENMPI,
-        signs=(("OMPI_COMM_WORLD_RANK",),),
-        complete=_complete_mpi,
-    ),
+    _mpi_row("openmpi", "Open MPI's mpirun", _OPENMPI, sign="OMPI_COMM_WORLD_RANK"),
     # Hydra, which starts MPICH and Intel MPI. "srun --mpi=pmi2" sets the first two only and is a SLURM step.
-    Launcher(
-        name="mpich",
-        title="the mpirun of MPICH or Intel MPI",
-        variables=_local_fields("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-        signs=(("MPI_LOCALRANKID",),),
-        complete=_complete_mpi,
-    ),
+    _mpi_row("mpich", "the mpirun of MPICH or Intel MPI", _MPICH, sign="MPI_LOCALRANKID"),
     Launcher(
         name="pals",
         title="the mpiexec of Cray PALS",
@@ -270,13 +265,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         ignores=_are_slurms,
         again="mpiexec -n {}",
     ),
-    Launcher(
-        name="mvapich",
-        title="MVAPICH's mpirun_rsh",
-        variables=_MVAPICH,
-        signs=(("MV2_COMM_WORLD_RANK",),),
-        complete=_complete_mpi,
-    ),
+    _mpi_row("mvapich", "MVAPICH's mpirun_rsh", _MVAPICH, sign="MV2_COMM_WORLD_RANK"),
     Launcher(
         name="jsrun",
         title="jsrun",

@@ -513,6 +513,8 @@ class Settings:
             if any(value == choice and type(value) is type(choice) for choice in get_args(kind)):
                 return value
         elif kind in (*PLAIN, type(None)):
+            if kind is float and value != value:
+                raise self._mismatch(value, kind, path, "nan is no number")
             if type(value) is kind:
                 return value
             if kind is float and type(value) is int:
