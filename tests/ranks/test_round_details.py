@@ -181,8 +181,8 @@ def seeds(rank: int, world_size: int) -> None:
     found = []
     for number in range(3):
         for transfer in transfers:
-            of_buckets = itertools.product(transfer.buckets, (-1, 0, 1))
-            found += [codecs.seed_of(number, transfer, bucket, part) for bucket, part in of_buckets]
+            places = [feedback.CodePlace(bucket.number, cell) for bucket in transfer.buckets for cell in (None, 0, 1)]
+            found += [codecs.seed_of(number, transfer, place) for place in places]
     everywhere = [*itertools.chain.from_iterable(everyones(found))]
     assert len(set(everywhere)) == len(everywhere) == 2 * 3 * 6 * 3
 

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xffl.aggregation import compression as quantize
-from xffl.aggregation.compression import Blockwise, Cast, Codec, TopK, codec_of
+from xffl.aggregation.compression import Blockwise, Cast, Codec, CodePlace, ErrorFeedback, TopK, codec_of
 from xffl.errors import ConfigError
 
 Floats = npt.NDArray[np.float64]
@@ -610,6 +610,19 @@ def test_parameters_that_cannot_be_meant(make: object) -> None:
     assert callable(make)
     with pytest.raises(ConfigError):
         make()
+
+
+def test_what_a_saved_memory_says_of_results_is_read() -> None:
+    """In saved states the result that a cell combined has the number -1, beside those of the parts for each cell."""
+    state = {"reference": torch.zeros(8), "left 0 -1": torch.ones(4), "left 0 1": torch.full((4,), 2.0)}
+    memory = ErrorFeedback(made("bf16"), 8, torch.float32, torch.device("cpu"))
+    memory.load_state_dict(state)
+    saved = memory.state_dict()
+    assert saved.keys() == state.keys() and all(torch.equal(saved[name], state[name]) for name in state)
+    code, spare = torch.empty(8, dtype=torch.uint8), torch.empty(4)
+    values = torch.zeros(4)
+    memory.encode(place=CodePlace(0, None), values=values, code=code, spare=spare, seed=0)
+    assert values.tolist() == [1.0] * 4, "what was left is added"
 
 
 # GPU

@@ -26,7 +26,7 @@ from xffl.aggregation.engine.buffers import (
 )
 from xffl.aggregation.engine.groups import RoundGroups
 from xffl.aggregation.engine.plan import plan_groups, plan_transfers
-from xffl.aggregation.engine.tensors import Manifest
+from xffl.aggregation.engine.tensors import Division, Manifest, canonical_axis
 from xffl.aggregation.engine.transfers import GroupTransfer
 from xffl.aggregation.report import RoundProfile
 from xffl.errors import ConfigError
@@ -314,6 +314,16 @@ def test_what_changes_after_a_local_step_waits_and_counts_as_one_where_its_sampl
     old = ContributionTracker(2)
     old.load_state_dict({"steps": [1, 0], "efforts": [1.0, 0.0], "counts": [2.0, 2.0]})  # as before there was more
     assert old.is_waiting(0) and not old.is_waiting(1)
+
+
+def test_cells_that_hold_a_tensor_whole_follow_the_axis_of_the_others() -> None:
+    (weight,) = Manifest(nn.ParameterDict({"weight": nn.Parameter(torch.ones(4, 4))})).entries
+    whole = Division.REPLICATED
+    assert canonical_axis(weight, [whole, whole]) == 0
+    assert canonical_axis(weight, [whole, 1, 1]) == 1
+    wanted = r"'weight' is not cut along one axis in all cells \(by cell: 0, replicated, 1\)"
+    with pytest.raises(ConfigError, match=wanted):
+        canonical_axis(weight, [0, whole, 1])
 
 
 def test_aggregators_behind_each_other_use_the_same_memory() -> None:

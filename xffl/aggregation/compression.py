@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -16,7 +16,7 @@ from xffl.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from xffl.aggregation.engine.transfers import Bucket
 
-__all__ = ["Blockwise", "Cast", "Codec", "ErrorFeedback", "TopK", "codec_of"]
+__all__ = ["Blockwise", "Cast", "CodePlace", "Codec", "ErrorFeedback", "TopK", "codec_of"]
 
 MAX_POSITIONS = 2**31  # values that 32-bit positions can tell apart
 
@@ -421,6 +421,23 @@ def _pairs(data: torch.Tensor, numbers: torch.Tensor, block: int) -> Iterator[tu
         yield data[whole:].unsqueeze(0), rest[:, :middle], rest[:, middle:]
 
 
+class CodePlace(NamedTuple):
+    """Which code of a bucket: that of the part for one cell, or that of the result that this cell combined."""
+
+    bucket: int
+    cell: int | None  # None for the result
+
+    @property
+    def number(self) -> int:
+        """The cell in seeds and in saved states, where -1 stands for the result."""
+        return -1 if self.cell is None else self.cell
+
+    @classmethod
+    def of_number(cls, bucket: int, number: int) -> CodePlace:
+        """Return the place that a saved state names."""
+        return cls(bucket, None if number == -1 else number)
+
+
 HUGE = 1e30  # a type whose largest number is below this has less range than fp32, in which codes are read
 
 
@@ -435,9 +452,9 @@ class ErrorFeedback:
     def __init__(self, codec: Codec, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self._codec = codec
         self.reference = torch.zeros(numel, dtype=dtype, device=device)
-        self._residuals: dict[tuple[int, int], torch.Tensor] = {}
-        self._new_residuals: dict[tuple[int, int], torch.Tensor] = {}
-        self._spare: dict[tuple[int, int], torch.Tensor] = {}
+        self._residuals: dict[CodePlace, torch.Tensor] = {}
+        self._new_residuals: dict[CodePlace, torch.Tensor] = {}
+        self._spare: dict[CodePlace, torch.Tensor] = {}
         self._norms: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def rollback(self) -> None:
@@ -452,7 +469,7 @@ class ErrorFeedback:
         self._residuals.clear()
 
     def encode(
-        self, place: tuple[int, int], values: torch.Tensor, code: torch.Tensor, spare: torch.Tensor, seed: int
+        self, place: CodePlace, values: torch.Tensor, code: torch.Tensor, spare: torch.Tensor, seed: int
     ) -> None:
         """Encode values and what is left from before, and keep what the code leaves out."""
         if place in self._residuals:
@@ -515,7 +532,7 @@ class ErrorFeedback:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return copies of the agreed values and of the residuals on this rank."""
-        left = {f"left {bucket} {part}": left.clone() for (bucket, part), left in self._residuals.items()}
+        left = {f"left {place.bucket} {place.number}": left.clone() for place, left in self._residuals.items()}
         return {"reference": self.reference.clone()} | left
 
     @torch.inference_mode(False)
@@ -533,5 +550,6 @@ class ErrorFeedback:
         self._residuals = {}
         for name, left in state.items():
             if name.startswith("left "):
-                _, bucket, part = name.split()
-                self._residuals[int(bucket), int(part)] = left.to(self.reference.device, copy=True)
+                _, bucket, number = name.split()
+                place = CodePlace.of_number(int(bucket), int(number))
+                self._residuals[place] = left.to(self.reference.device, copy=True)

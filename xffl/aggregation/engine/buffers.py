@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from xffl.aggregation.engine.plan import Item
-from xffl.aggregation.engine.tensors import ModelTensor, canonical_axis
+from xffl.aggregation.engine.tensors import Axis, ModelTensor, canonical_axis
 from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, Piece
 from xffl.aggregation.mean import piece_length, wide_type
 from xffl.compat.pytorch import memory_of
@@ -63,7 +63,7 @@ class Layout:
         self,
         entries: Sequence[ModelTensor | None],
         items: Sequence[Item],
-        axes: Sequence[Sequence[int]],
+        axes: Sequence[Sequence[Axis]],
         at: Coordinates,
         *,
         needs_memory_of_its_own: bool = False,

@@ -32,6 +32,7 @@ from xffl.aggregation.engine.stages.told_weights import ToldWeights
 from xffl.aggregation.engine.stages.whole_models import WholeModels
 from xffl.aggregation.engine.tensors import (
     FORMAT_LINE,
+    Axis,
     Manifest,
     ModelTensor,
     RankTensors,
@@ -60,14 +61,14 @@ def compare_models(
     read: Callable[[], tuple[Options, Manifest]],
     *,
     is_reduced_by_caller: bool,
-) -> tuple[RoundScope, Options, Manifest, Sequence[Sequence[int]], ReplicaTensors | None]:
+) -> tuple[RoundScope, Options, Manifest, Sequence[Sequence[Axis]], ReplicaTensors | None]:
     """Compare the ranks' models and options, and gather what they hold.
 
     Collective over the world: a few bytes a rank, with a mesh inside the cells some hundred for each of its tensors.
     Returns by cell the axes that tensors are cut along, and with a mesh the parts of all shards.
     """
     rank_tensors: RankTensors | None = None
-    axes: tuple[int, ...] = ()
+    axes: tuple[Axis, ...] = ()
     group = state.cross_world if isinstance(state, RoundScope) else None
     with run_on_all_ranks(
         "models",
@@ -159,7 +160,7 @@ def make_exchange(
     scope: RoundScope,
     options: Options,
     manifest: Manifest,
-    axes: Sequence[Sequence[int]],
+    axes: Sequence[Sequence[Axis]],
     replica_tensors: ReplicaTensors | None,
 ) -> Exchange:
     """Plan what this rank exchanges; make it and its groups."""

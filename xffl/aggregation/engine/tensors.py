@@ -7,8 +7,9 @@ import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from enum import Enum
 from math import prod
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,8 @@ __all__ = [
     "FORMAT_LINE",
     "POLICIES",
     "WRAPPERS",
+    "Axis",
+    "Division",
     "Manifest",
     "ModelTensor",
     "Pattern",
@@ -49,6 +52,19 @@ __all__ = [
 
 WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
 """Parts of names that DDP, torch.compile and activation checkpointing put in."""
+
+
+class Division(str, Enum):
+    """How the shards of a cell hold a tensor that is not cut along one axis; the values are what ranks exchange."""
+
+    REPLICATED = "replicated"
+    """Every shard holds the whole tensor."""
+    BY_PARTS = "by parts"
+    """The parts are not the chunks of one axis, or only some shards hold one."""
+
+
+Axis = int | Division
+"""The axis along which the shards of a cell cut a tensor, or how they hold it where there is no such axis."""
 
 
 @dataclass(frozen=True)
@@ -111,11 +127,11 @@ class ModelTensor(TensorInfo):
         """The module's own dictionary that holds the tensor, to look it up without any check."""
         return self.module._buffers if self.is_buffer else self.module._parameters
 
-    def elements(self, axis: int) -> torch.Tensor:
+    def elements(self, axis: Axis) -> torch.Tensor:
         """Return this rank's elements as a view in canonical order: the cut axis first, complex numbers as pairs."""
         local = local_tensor(self.tensor()).detach()
         local = torch.view_as_real(local) if local.is_complex() else local
-        return local.movedim(axis, 0) if axis > 0 else local
+        return local.movedim(axis, 0) if isinstance(axis, int) and axis > 0 else local
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
@@ -243,34 +259,33 @@ def check_tensor(name: str, policy: str, tensor: torch.Tensor) -> None:
         raise ConfigError(f"tensor {name!r} is {tensor.dtype} and has no mean; set its policy to 'first' or 'local'")
 
 
-# Instead of an axis: every rank of the cell holds the whole tensor; or the shards' parts are not those of one cut along
-# one axis, or not all shards hold one.
-REPLICATED = -1
-BY_PARTS = -2
-
-
-def canonical_axis(entry: TensorInfo, axes: Sequence[int]) -> int:
-    """Return the one axis along which the cells cut a tensor; 0 where none does."""
-    cut = {axis for axis in axes if axis != REPLICATED}
+def canonical_axis(entry: TensorInfo, axes: Sequence[Axis]) -> int | Literal[Division.BY_PARTS]:
+    """Return the axis along which the cells cut a tensor; 0 where all of them replicate it."""
+    cut = {axis for axis in axes if axis is not Division.REPLICATED}
     if len(cut) > 1:
+        shown = ", ".join(str(axis.value if isinstance(axis, Division) else axis) for axis in axes)
         raise ConfigError(
-            f"tensor {entry.name!r} is cut along axis {axes[0]} in cell 0 and along others elsewhere "
-            f"({list(axes)}); use the same shard placement in every cell"
+            f"tensor {entry.name!r} is not cut along one axis in all cells (by cell: {shown}); use the same shard "
+            "placement in every cell"
         )
     return cut.pop() if cut else 0
 
 
-def gather_axes(axes: Sequence[int], topology: Topology, group: Group | None = None) -> tuple[tuple[int, ...], ...]:
+def gather_axes(axes: Sequence[Axis], topology: Topology, group: Group | None = None) -> tuple[tuple[Axis, ...], ...]:
     """Exchange along which axes the cells cut their tensors; collective over the topology's ranks, a few bytes each."""
     runs = [(axis, len(list(equal))) for axis, equal in itertools.groupby(axes)]
-    gathered: list[list[tuple[int, int]]] = all_gather_json(runs, control_device(group), group)
+    gathered: list[list[tuple[int | str, int]]] = all_gather_json(runs, control_device(group), group)
     cells = []
     for cell in range(topology.cells):
         ranks = topology.federation(cell)
         if any(gathered[rank] != gathered[ranks[0]] for rank in ranks):
             raise ConfigError(f"the ranks of cell {cell} shard the model differently; shard it alike on all of them")
-        cells.append(tuple(axis for axis, count in gathered[ranks[0]] for _ in range(count)))
+        cells.append(tuple(_read_axis(axis) for axis, count in gathered[ranks[0]] for _ in range(count)))
     return tuple(cells)
+
+
+def _read_axis(axis: int | str) -> Axis:
+    return Division(axis) if isinstance(axis, str) else axis
 
 
 def cuts_of(tensor: DTensor) -> list[tuple[int, Placement]]:
@@ -279,15 +294,15 @@ def cuts_of(tensor: DTensor) -> list[tuple[int, Placement]]:
     return [(dim, place) for dim, place in cuts if place.is_partial() or tensor.device_mesh.size(dim) > 1]
 
 
-def axis_of(entry: ModelTensor, shards: int, at: Coordinates) -> int:
+def axis_of(entry: ModelTensor, shards: int, at: Coordinates) -> int | Literal[Division.REPLICATED]:
     """Return the axis along which a rank's part of a tensor is cut, checked against the state's arithmetic."""
     tensor = entry.tensor()
     if not isinstance(tensor, DTensor):
-        return REPLICATED
+        return Division.REPLICATED
     hint = "shard it with xffl.shard, or over the state's own mesh, or tell the state the cell_shape"
     cuts = cuts_of(tensor)
     if not cuts:
-        return REPLICATED
+        return Division.REPLICATED
     dim, place = cuts[0]
     if len(cuts) > 1 or type(place) is not Shard:
         raise ConfigError(
@@ -316,7 +331,7 @@ def _chunk_numel(entry: ModelTensor, axis: int, shards: int, shard: int) -> int:
 class TensorPlacement(NamedTuple):
     """What a shard holds of a tensor."""
 
-    axis: int  # the axis, where this is the shard's chunk along it; REPLICATED for all, else BY_PARTS
+    axis: Axis  # the axis of which this is the shard's chunk; REPLICATED for the whole tensor
     # placement, parts and part along each mesh dimension that cuts it, if any: equal keys are equal elements
     key: tuple[tuple[str, int, int], ...]
     numel: int  # number of elements
@@ -335,7 +350,7 @@ class ReplicaTensors:
     """The tensors of all shards of a replica, by name."""
 
     moving: tuple[TensorInfo, ...]  # those that take part in rounds
-    axes: tuple[int, ...]  # for each of these the axis along which cells cut it, REPLICATED, or BY_PARTS
+    axes: tuple[Axis, ...]  # how the cells cut each of these
     parts: tuple[tuple[Part, ...], ...]  # for each of these its parts, where it is held by parts
     names: tuple[str, ...]  # the names of all
     is_used: tuple[bool, ...]  # which patterns have matched on some shard
@@ -358,14 +373,14 @@ def describe_rank_tensors(manifest: Manifest, topology: Topology, at: Coordinate
 def _placement(entry: ModelTensor, replica: Sequence[int], shard: int) -> TensorPlacement:
     tensor = entry.tensor()
     if entry.policy == "local" or not isinstance(tensor, DTensor):
-        return TensorPlacement(REPLICATED, (), prod(entry.real_shape))
+        return TensorPlacement(Division.REPLICATED, (), prod(entry.real_shape))
     cuts, mesh = cuts_of(tensor), tensor.device_mesh
     numel, at = entry.elements(0).numel(), mesh.get_coordinate()
     hint = "shard it over the ranks of one replica, as the state's cell_shape says"
     if at is None or any(place.is_partial() for _, place in cuts):
         raise ConfigError(f"tensor {entry.name!r} has placements {tensor.placements} on {mesh}; {hint}")
     if not cuts:
-        return TensorPlacement(REPLICATED, (), numel)
+        return TensorPlacement(Division.REPLICATED, (), numel)
     dims = {dim for dim, _ in cuts}
     ranks = mesh.mesh[tuple(slice(None) if dim in dims else at[dim] for dim in range(mesh.ndim))].flatten().tolist()
     if not set(ranks) <= set(replica):
@@ -379,7 +394,7 @@ def _placement(entry: ModelTensor, replica: Sequence[int], shard: int) -> Tensor
         whole_replica = (len(replica), shard, _chunk_numel(entry, place.dim, len(replica), shard))
         if (mesh.size(dim), at[dim], numel) == whole_replica:
             return TensorPlacement(place.dim, key, numel)
-    return TensorPlacement(BY_PARTS, key, numel)
+    return TensorPlacement(Division.BY_PARTS, key, numel)
 
 
 def gather_replica_tensors(rank_tensors: RankTensors, group: dist.ProcessGroup) -> ReplicaTensors:
@@ -401,8 +416,8 @@ def gather_replica_tensors(rank_tensors: RankTensors, group: dist.ProcessGroup) 
             continue
         placements = {shard: placement for shard, (_, placement) in by_shard.items()}
         cuts = {placement.axis for placement in placements.values()}
-        axis = cuts.pop() if len(placements) == len(gathered) and len(cuts) == 1 else BY_PARTS
-        by_key = _by_key(info, placements) if axis == BY_PARTS else {}
+        axis = cuts.pop() if len(placements) == len(gathered) and len(cuts) == 1 else Division.BY_PARTS
+        by_key = _by_key(info, placements) if axis is Division.BY_PARTS else {}
         moving.append(info)
         axes.append(axis)
         parts.append(tuple(part for part in by_key.values() if part.numel))
@@ -441,15 +456,15 @@ def _by_key(info: TensorInfo, placements: dict[int, TensorPlacement]) -> dict[tu
     if numel != prod(info.real_shape):
         raise ConfigError(
             f"tensor {info.name!r} has {prod(info.real_shape)} elements, but the shards of a replica hold parts of "
-            f"{numel}{_text(BY_PARTS, parts)}; shard it over one mesh, as the state's cell_shape says"
+            f"{numel}{_text(Division.BY_PARTS, parts)}; shard it over one mesh, as the state's cell_shape says"
         )
     return parts
 
 
-def _text(axis: int, parts: dict[tuple[tuple[str, int, int], ...], Part]) -> str:
-    if axis == REPLICATED:
+def _text(axis: Axis, parts: dict[tuple[tuple[str, int, int], ...], Part]) -> str:
+    if axis is Division.REPLICATED:
         return ""
-    if axis != BY_PARTS:
+    if axis is not Division.BY_PARTS:
         return f", cut along axis {axis} over all shards"
     shown = (
         f"{' '.join(f'{place} {at}/{size}' for place, size, at in key) or 'all'} ({part.numel}) on "
@@ -583,14 +598,14 @@ class Manifest:
     def _of_roots(self, read: Callable[[nn.Module], Sequence[T]]) -> list[T]:
         return [one for root in self.roots for one in read(root)]
 
-    def axes(self, topology: Topology, at: Coordinates) -> tuple[int, ...]:
-        """Return the axis along which this rank's cell cuts each moving tensor, ``REPLICATED`` for none."""
+    def axes(self, topology: Topology, at: Coordinates) -> tuple[Axis, ...]:
+        """Return the axis along which this rank's cell cuts each moving tensor."""
         return tuple(axis_of(entry, topology.shards(at.cell), at) for entry in self.moving)
 
     def items(
         self,
         topology: Topology,
-        axes: Sequence[Sequence[int]],
+        axes: Sequence[Sequence[Axis]],
         replica_tensors: ReplicaTensors | None = None,
         *,
         least_bytes: int = 1,
@@ -608,14 +623,14 @@ class Manifest:
             # What is taken from one cell is taken from one rank, so that it stays of one piece.
             least = max(least, numel) if entry.policy == "first" else least
             cuts: tuple[Cut, ...] | tuple[MeshCut, ...]
-            if axis == BY_PARTS:
+            if axis is Division.BY_PARTS:
                 assert replica_tensors is not None, "only a spread has parts"
                 cuts = (MeshCut.of_parts(replica_tensors.parts[index], least),) * topology.cells
             else:
                 length = entry.real_shape[axis] if entry.real_shape else 1
                 cuts = tuple(
                     Cut.of_copy(numel, topology.shards(cell), least)
-                    if of_cell == REPLICATED
+                    if of_cell is Division.REPLICATED
                     else Cut.of_axis(length, numel // max(1, length), topology.shards(cell))
                     for cell, of_cell in enumerate(by_cell)
                 )

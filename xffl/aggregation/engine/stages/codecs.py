@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from xffl.aggregation.compression import ErrorFeedback
+from xffl.aggregation.compression import CodePlace, ErrorFeedback
 from xffl.aggregation.engine.buffers import Layout, ModelCopy, aligned
 from xffl.aggregation.engine.exchange import RoundRun, RoundStage
 from xffl.aggregation.engine.transfers import Bucket, GroupTransfer
@@ -71,10 +71,10 @@ class Codecs(RoundStage):
         """Encode the step since the last agreed state."""
         return EncodedSteps(crossing, self) if self.is_encoding(crossing.transfer) else None
 
-    def seed_of(self, round_number: int, transfer: GroupTransfer, bucket: Bucket, part: int) -> int:
+    def seed_of(self, round_number: int, transfer: GroupTransfer, place: CodePlace) -> int:
         """Return a seed for stochastic rounding that no other code of the run has."""
         rank = self._link.round_groups.first + self._link.rank
-        numbers = (round_number, transfer.number, bucket.number, part, rank, self._link.sizes)
+        numbers = (round_number, transfer.number, place.bucket, place.number, rank, self._link.sizes)
         return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=7).digest(), "little")
 
     def written(self, transfer: GroupTransfer, bucket: Bucket, new: torch.Tensor) -> None:
@@ -175,13 +175,12 @@ class EncodedSteps(ExactValues):
             step = self._mean  # free until the mean is taken
             self.feedback.difference(self.bucket, self.values, step)
             for cell, code in self._leaving.items():
-                self._encode(step[self._parts[cell]], code, cell)
+                self._encode(CodePlace(self.bucket.number, cell), step[self._parts[cell]], code)
 
-    def _encode(self, values: torch.Tensor, code: torch.Tensor, part: int) -> None:
-        """Encode one part of the bucket, -1 for the result of this cell's."""
-        seed = self._codecs.seed_of(self.transport.context.number, self.transfer, self.bucket, part)
+    def _encode(self, place: CodePlace, values: torch.Tensor, code: torch.Tensor) -> None:
+        seed = self._codecs.seed_of(self.transport.context.number, self.transfer, place)
         spare = self._codecs.scratch[-2, : values.numel()]
-        self.feedback.encode((self.bucket.number, part), values, code, spare, seed)
+        self.feedback.encode(place=place, values=values, code=code, spare=spare, seed=seed)
 
     def combine(self) -> None:
         """Combine what the codes of this cell's part say, and encode the result for the second hop."""
@@ -190,7 +189,7 @@ class EncodedSteps(ExactValues):
         own = self._mean[self._parts[self.here]]
         with self.transport.profile.capture_failure("combine"):
             self._combine_codes(own)
-            self._encode(own, self._result_codes[self.here], -1)
+            self._encode(CodePlace(self.bucket.number, None), own, self._result_codes[self.here])
 
     def _combine_codes(self, out: torch.Tensor) -> None:
         rows = [self._codecs.scratch[row, : out.numel()] for row in range(len(self.sources))]

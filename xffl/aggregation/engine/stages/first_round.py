@@ -24,7 +24,7 @@ from torch import nn
 
 from xffl.aggregation.engine.exchange import RoundStage
 from xffl.aggregation.engine.groups import RoundGroups, RoundScope
-from xffl.aggregation.engine.tensors import REPLICATED, Manifest, ModelTensor, ReplicaTensors, TensorInfo
+from xffl.aggregation.engine.tensors import Axis, Division, Manifest, ModelTensor, ReplicaTensors, TensorInfo
 from xffl.aggregation.engine.votes import RoundStatus
 from xffl.checks import group as group_pairs
 from xffl.distributed.collectives import all_gather_json
@@ -79,7 +79,7 @@ class FirstRound(RoundStage):
     manifest: Manifest
     scope: RoundScope
     round_groups: RoundGroups
-    axes: Sequence[int]  # of this rank's cell
+    axes: Sequence[Axis]  # of this rank's cell
     replica_tensors: ReplicaTensors | None
     processor: float  # xffl.aggregation.engine.arithmetic_check.processor_number, of this rank
     is_private: bool  # whether nothing about single cells' values may be told to others
@@ -109,7 +109,7 @@ class FirstRound(RoundStage):
         infos = self.manifest.moving if tensors is None else tensors.moving
         axes = self.axes if tensors is None else tensors.axes
         for index, (info, axis) in enumerate(zip(infos, axes, strict=True)):
-            holders = [shards] if axis == REPLICATED else []
+            holders = [shards] if axis is Division.REPLICATED else []
             if tensors is not None:
                 holders += [part.holders for part in tensors.parts[index]]
             for several in holders:
