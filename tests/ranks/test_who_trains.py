@@ -624,3 +624,20 @@ def price(rank: int, world_size: int) -> float:
 
 def test_the_comparison_is_cheap() -> None:
     assert min(run_world(2, price)) < 0.5  # 0.02 s on a free CPU
+
+
+def scratch_for(rank: int, world_size: int) -> list[int]:
+    """Count the allocations of half a MiB and more that an aggregator makes to look at few and at many tensors."""
+    counts = []
+    for tensors in (2, 12):
+        model = nn.ParameterList([nn.Parameter(torch.ones(2**16)) for _ in range(tensors)])
+        state = make_state(rank, federated_group_size=(1, 1))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            xffl.Aggregator(model, state, gradients_reduced_by_caller=True)
+        counts.append(sum(event.self_cpu_memory_usage >= 2**19 for event in profile.events()))
+    return counts
+
+
+def test_the_first_look_at_a_model_takes_the_same_memory_for_any_number_of_tensors() -> None:
+    for few, many in run_world(2, scratch_for):
+        assert 0 < few == many

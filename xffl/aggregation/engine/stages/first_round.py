@@ -170,7 +170,9 @@ class FirstRound(RoundStage):
 
     @torch.no_grad()
     def _read_sums(self) -> list[int]:
-        sums = [_sum_of_bits(entry.elements(0)) for entry in self._entries]
+        # Scratch of each tensor's own would lie between sums that stay: malloc would take new memory for each tensor.
+        scratch = torch.empty(PIECE, dtype=torch.int64, device="cpu")
+        sums = [_sum_of_bits(entry.elements(0), scratch) for entry in self._entries]
         by_device = group_pairs((one.device, index) for index, one in enumerate(sums))
         values = dict.fromkeys(range(len(sums)), 0)
         for indices in by_device.values():
@@ -357,16 +359,15 @@ def _fold(sums: Iterable[tuple[ModelTensor, int]]) -> int:
     return (total + 2**63) % 2**64 - 2**63
 
 
-def _sum_of_bits(values: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the bits of all elements as integers, modulo 2^64; local."""
+def _sum_of_bits(values: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the bits of all elements as integers, modulo 2^64; local. ``scratch`` is overwritten."""
     flat = values.reshape(-1)
     bits = flat.view(BITS[flat.itemsize])
     if bits.device.type != "cpu":
         return bits.sum(dtype=torch.int64)
     total = torch.zeros((), dtype=torch.int64, device="cpu")
-    wide = torch.empty(min(PIECE, bits.numel()), dtype=torch.int64, device="cpu")
     for piece in torch.split(bits, PIECE) if bits.numel() else ():
-        total += wide[: piece.numel()].copy_(piece).sum()
+        total += scratch[: piece.numel()].copy_(piece).sum()
     return total
 
 
