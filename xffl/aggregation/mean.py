@@ -25,10 +25,17 @@ def weighted_mean(values: Sequence[torch.Tensor], weights: Sequence[float], out:
     order, over the differences from the heaviest value and is divided once. Equal values therefore keep every bit (the
     sign of a zero, too: that is why the shift is subtracted), also in fp64, where the plain sum would lose one.
     """
-    heaviest, scaled = _scaled(tuple(weights))
-    length = piece_length(out.device)
-    for chunk in zip(*(torch.split(tensor, length) for tensor in (out, *values)), strict=True):
-        _mean_of_chunk(chunk[1:], scaled, heaviest, chunk[0])
+    base, scaled = _scaled(tuple(weights))
+    others = [index for index, weight in enumerate(scaled) if index != base and weight > 0.0]
+    is_of_two = len(others) == 1 and out.dtype == torch.float32 and scaled[others[0]] > TINY * scaled[base]
+    if not others:
+        out.copy_(values[base])
+    elif is_of_two:
+        _mean_of_two(values[base], values[others[0]], scaled[others[0]] / (scaled[base] + scaled[others[0]]), out)
+    else:
+        length = piece_length(out.device)
+        for chunk in zip(*(torch.split(tensor, length) for tensor in (out, *values)), strict=True):
+            _mean_of_chunk(chunk[1:], scaled, base, chunk[0])
 
 
 @lru_cache(maxsize=64)
@@ -40,33 +47,42 @@ def _scaled(weights: tuple[float, ...]) -> tuple[int, list[float]]:
     return heaviest, [math.ldexp(weight, -exponent) for weight in weights]
 
 
+def _mean_of_two(base: torch.Tensor, other: torch.Tensor, share: float, out: torch.Tensor) -> None:
+    """Write the mean of two fp32 values, of which ``other`` has a share of at most a half.
+
+    Two values need no 64 bits. No step fuses two roundings, so that CPUs with and without fused instructions get the
+    same bits; halves do not overflow. ``out`` may be either of the two.
+    """
+    length = min(piece_length(out.device), out.numel())
+    step, half = torch.empty(2, length, dtype=out.dtype, device=out.device)
+    for start in range(0, out.numel(), length or 1):
+        before, after, result = (tensor[start : start + length] for tensor in (base, other, out))
+        if result.numel() < length:
+            step, half = step[: result.numel()], half[: result.numel()]
+        torch.mul(before, 0.5, out=step)
+        torch.mul(after, 0.5, out=half)
+        torch.sub(step, half, out=step)
+        if share != 0.5:
+            torch.mul(step, 2.0 * share, out=step)
+        torch.sub(before, step, out=result)
+
+
 def _mean_of_chunk(values: Sequence[torch.Tensor], weights: Sequence[float], base: int, out: torch.Tensor) -> None:
-    pairs = enumerate(zip(values, weights, strict=True))
-    others = [(value, weight) for index, (value, weight) in pairs if index != base and weight > 0.0]
-    if not others:
-        out.copy_(values[base])
-    elif len(others) == 1 and out.dtype == torch.float32 and others[0][1] > TINY * weights[base]:
-        # Two values need no 64 bits. No step fuses two roundings, so that CPUs with and without fused instructions get
-        # the same bits; halves do not overflow.
-        ((other, weight),) = others
-        step = torch.mul(values[base], 0.5).sub_(torch.mul(other, 0.5))
-        torch.sub(values[base], step.mul_(2.0 * weight / (weights[base] + weight)), out=out)
-    else:
-        origin = values[base].double()
-        shift: torch.Tensor | None = None
-        for value, weight in others:
-            term = torch.sub(origin, value.double()).mul_(weight)
-            shift = term if shift is None else shift.add_(term)
-        assert shift is not None, "there is at least one other value"
-        mean = torch.sub(origin, divide(shift, math.fsum(weights), out=shift), out=shift)
-        # A GPU is not asked, since its answer would be waited for.
-        if out.dtype == torch.float64 and (mean.device.type != "cpu" or not mean.isfinite().all()):
-            # Differences that leave 64 bits: half as large they do not.
-            halves = [
-                torch.sub(origin * 0.5, value * 0.5).mul_(weight / math.fsum(weights)) for value, weight in others
-            ]
-            mean = torch.where(mean.isfinite(), mean, (origin * 0.5 - sum(halves)) * 2.0)
-        out.copy_(mean if out.dtype in (torch.float32, torch.float64) else mean.float())
+    origin = values[base].double()
+    shift: torch.Tensor | None = None
+    pairs = zip(values, weights, strict=True)
+    others = [(value, weight) for index, (value, weight) in enumerate(pairs) if index != base and weight > 0.0]
+    for value, weight in others:
+        term = torch.sub(origin, value.double()).mul_(weight)
+        shift = term if shift is None else shift.add_(term)
+    assert shift is not None, "there is at least one other value"
+    mean = torch.sub(origin, divide(shift, math.fsum(weights), out=shift), out=shift)
+    # A GPU is not asked, since its answer would be waited for.
+    if out.dtype == torch.float64 and (mean.device.type != "cpu" or not mean.isfinite().all()):
+        # Differences that leave 64 bits: half as large they do not.
+        halves = [torch.sub(origin * 0.5, value * 0.5).mul_(weight / math.fsum(weights)) for value, weight in others]
+        mean = torch.where(mean.isfinite(), mean, (origin * 0.5 - sum(halves)) * 2.0)
+    out.copy_(mean if out.dtype in (torch.float32, torch.float64) else mean.float())
 
 
 def combined(
