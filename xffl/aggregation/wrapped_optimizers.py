@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -35,10 +36,12 @@ def steps_may_nest(optimizers: Sequence[Optimizer]) -> bool:
     """Tell whether a step of one may make another one: of its parent class, or of another optimizer that is given."""
     if len(optimizers) > 1:
         return True
-    return any(
-        sum("step" in vars(kind) for kind in type(optimizer).__mro__ if kind is not Optimizer) > 1
-        for optimizer in optimizers
-    )
+    for optimizer in optimizers:
+        kinds = [kind for kind in type(optimizer).__mro__ if kind is not Optimizer and "step" in vars(kind)]
+        # torch puts a wrapper around an inherited step into the class, which is no step of its own.
+        if len({inspect.unwrap(vars(kind)["step"]) for kind in kinds}) > 1:
+            return True
+    return False
 
 
 def outermost(hook: StepHook, given: Sequence[Optimizer]) -> StepHook:
