@@ -21,8 +21,8 @@ def net() -> nn.Module:
 
 
 def tear(model: nn.Module) -> None:
-    with pytest.raises(xffl.RoundError, match="planted"), mark_inconsistent(model):
-        raise TornError("planted")
+    with pytest.raises(xffl.RoundError, match="planted"):
+        mark_inconsistent(model, TornError("planted"))
 
 
 def check_torn(model: nn.Module, *uses: Callable[[torch.Tensor], Any]) -> None:

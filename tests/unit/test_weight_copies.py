@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.low_bit import LowBitSGD
-from xffl.aggregation.weight_copies import find_copies, swaps_weights, tell_copies
+from xffl.aggregation.weight_copies import CopyWatch, find_copies, swaps_weights
 
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 MOMENTS: list[tuple[Any, dict[str, Any]]] = [
@@ -30,13 +30,18 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 20,
         optimizer.zero_grad()
 
 
+def watch_copies(optimizer: torch.optim.Optimizer, say: Any) -> None:
+    watch = CopyWatch(say)
+    optimizer.register_step_post_hook(lambda stepped, *_: watch.after_step(stepped))
+
+
 @pytest.mark.parametrize("kind, options", MOMENTS, ids=lambda one: getattr(one, "__name__", ""))
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0])
 def test_moments_are_no_copies(kind: Any, options: dict[str, Any], scale: float) -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16))
     optimizer = kind(model.parameters(), **options)
     said: list[str] = []
-    tell_copies([optimizer], said.append)
+    watch_copies(optimizer, said.append)
     trained(model, optimizer, scale=scale)
     assert not said and not swaps_weights(optimizer) and find_copies(optimizer) == []
 
@@ -63,13 +68,11 @@ def test_a_slow_copy_is_told_once_when_it_comes(key: str, dtype: torch.dtype) ->
     model = nn.Linear(16, 16)
     optimizer = Lookahead(model.parameters(), key, dtype)
     said: list[str] = []
-    handles = tell_copies([optimizer], said.append)
+    watch_copies(optimizer, said.append)
     trained(model, optimizer, 4)
     assert not said
     trained(model, optimizer, 16)
     assert len(said) == 1 and f"Lookahead keeps a copy of the weights in its state ('{key}')" in said[0]
-    for handle in handles:
-        handle.remove()
 
 
 def test_a_copy_of_a_few_numbers_is_not_looked_for() -> None:

@@ -389,7 +389,8 @@ class Aggregator:
                 pending.refuse()
             assert outcome is not None, "a rank that has not finished always gets a round"
             prepared.profile.add("wait", time.perf_counter() - asked)
-            return self._conclude(outcome, start, is_merged=keeps_steps, alpha=alpha)
+            with self._mark_inconsistent():
+                return self._conclude(outcome, start, is_merged=keeps_steps, alpha=alpha)
 
         self.under_way = PendingRound(background, conclude, self._exchange.layout.moving(fragment))
         self._activity.add_round_under_way(self.under_way)
@@ -495,10 +496,12 @@ class Aggregator:
     def _mark_inconsistent(self) -> Iterator[None]:
         """Mark the model where the ranks may hold different weights."""
         try:
-            with mark_inconsistent(self.model):
-                yield
-        finally:
-            self._forget_if_inconsistent()
+            yield
+        except TornError as torn:
+            try:
+                mark_inconsistent(self.model, torn)
+            finally:
+                self._forget_if_inconsistent()
 
     def _forget_if_inconsistent(self) -> None:
         """Forget what codecs and servers start from if the model became inconsistent since, by any aggregator."""
@@ -510,23 +513,22 @@ class Aggregator:
     def _conclude(
         self, outcome: AgreedRound, start: float, *, is_merged: bool = False, alpha: float | None = None
     ) -> RoundReport:
-        """Write what was agreed into the model."""
+        """Write what was agreed into the model; the caller marks it where this raises TornError."""
         if not outcome.is_skipped:
-            with self._mark_inconsistent():
-                try:
-                    self.under_way = None  # an interrupt from here on leaves an inconsistent model
-                    # A cell with values that are not finite has nothing that could stay.
-                    is_merged = is_merged and self._exchange.link.cell not in outcome.unfit
-                    for module in self._fsdp_modules:
-                        module.reshard()
-                    if not outcome.is_empty:
-                        self._write(outcome, is_merged=is_merged, alpha=alpha)
-                except BaseException as error:
-                    self._coordinator.release()
-                    raise TornError(
-                        f"round {self.rounds + 1} was agreed, but this rank could not write it: "
-                        f"{type(error).__name__}: {error}"
-                    ) from error
+            try:
+                self.under_way = None  # an interrupt from here on leaves an inconsistent model
+                # A cell with values that are not finite has nothing that could stay.
+                is_merged = is_merged and self._exchange.link.cell not in outcome.unfit
+                for module in self._fsdp_modules:
+                    module.reshard()
+                if not outcome.is_empty:
+                    self._write(outcome, is_merged=is_merged, alpha=alpha)
+            except BaseException as error:
+                self._coordinator.release()
+                raise TornError(
+                    f"round {self.rounds + 1} was agreed, but this rank could not write it: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
             self.rounds += 1
             self._coordinator.release()
         self._exchange.end_round()

@@ -61,7 +61,7 @@ class ContributionTracker:
         """Note a local step, which changes every fragment, and its effective number."""
         for fragment in range(len(self._steps)):
             self._steps[fragment] += 1
-        self.add_effort(effort)
+            self._efforts[fragment] += effort
 
     def add_count(self, count: float) -> None:
         """Note what was counted (samples, tokens) since the last call."""
@@ -145,22 +145,19 @@ class StepTimer:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._seconds = 0.0
-        self._steps = 0
+        self.steps = 0
+        """Local steps since the last :meth:`clear`."""
         self._since = time.perf_counter()
 
     @property
     def step_seconds(self) -> float:
         """Mean seconds of a step since the last :meth:`clear`, up to the last pause; 0 without a step."""
-        return self._seconds / self._steps if self._steps else 0.0
-
-    def add_step(self) -> None:
-        """Note a local step."""
-        self._steps += 1
+        return self._seconds / self.steps if self.steps else 0.0
 
     def clear(self) -> None:
         """Forget the steps so far: a round has reported how long they took."""
         self._seconds = 0.0
-        self._steps = 0
+        self.steps = 0
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -196,6 +193,11 @@ class NormalizedSteps:
         # For each optimizer and parameter group: gradients that the momentum holds, and factors since of_step().
         self._momenta: list[list[float]] = [[] for _ in optimizers]
         self._factors: list[list[float]] = [[] for _ in optimizers]
+
+    @property
+    def needs_following(self) -> bool:
+        """Whether local steps may count for other numbers than 1: momentum counts, and so do steps of several."""
+        return len(self._optimizers) > 1 or any(isinstance(optimizer, SGD) for optimizer in self._optimizers)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Look whether the momentum of an optimizer is empty when it is about to step."""

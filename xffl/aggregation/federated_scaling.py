@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from xffl.aggregation.aggregator import Aggregator
-from xffl.aggregation.algorithms.clients import Client, check_step
+from xffl.aggregation.algorithms.clients import Client
 from xffl.aggregation.algorithms.every_steps import Schedule
 from xffl.aggregation.config import RoundArguments, check_stepped, parse_round_config
 from xffl.aggregation.contributions import Snapshot, check_outside_backward
@@ -26,10 +26,10 @@ from xffl.aggregation.rounds.choose import choose_rounds
 from xffl.aggregation.rounds.hooks import FormerAttribute, LoopHooks, check_hooks
 from xffl.aggregation.rounds.offer import Outcome, RoundOffer, StepLedger
 from xffl.aggregation.rounds.uncounted import CountingCheck
-from xffl.aggregation.weight_copies import tell_copies
-from xffl.aggregation.wrapped_optimizers import check_apart
+from xffl.aggregation.step_observers import ClientSteps, MomentumSteps, StepObserver
+from xffl.aggregation.weight_copies import CopyWatch, tell_swaps
+from xffl.aggregation.wrapped_optimizers import StepHook, outermost, steps_may_nest
 from xffl.checks import integer
-from xffl.compat.pytorch import enclosing_steps
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
@@ -164,6 +164,14 @@ class FederatedScaling:
         """The hooks of optimizers and model, while the block is entered."""
         self._tells_copies = state.rank == 0 and rounds.may_average
         """Whether this rank says what rounds do not average."""
+        self._observers: tuple[StepObserver, ...] = ()
+        """What features do at each step, while the block is entered."""
+        self._copy_watch: CopyWatch | None = None
+        """Looks for what rounds do not average, in the first steps and at the end."""
+        self._effort_of_step: Callable[[], float] = plain_effort
+        """Returns the effective number of the local step that was made last."""
+        self._activity = state.activity
+        """What the run has done."""
         self._entry = state.activity.expect_entry(self) if state.rank == 0 else None
         """Expects the block, which somebody may have forgotten."""
 
@@ -222,13 +230,16 @@ class FederatedScaling:
         self._countdown.restart(self._rounds.rounds)
         self._counting.note_start(self._rounds.rounds)
         self._is_entered = True
+        self._activity.pause_watch()
+        self._observers = self._make_observers()
+        hooks: tuple[StepHook, ...] = (self._before_step, self._after_step)
+        if steps_may_nest(self._config.optimizers):
+            hooks = tuple(outermost(hook, self._config.optimizers) for hook in hooks)
         # Hooks stay outside of a step that is compiled.
-        before, after, join = map(torch.compiler.disable, (self._before_step, self._after_step, self._before_pass))
+        before, after, join = map(torch.compiler.disable, (*hooks, self._before_pass))
         for optimizer in self._config.optimizers:
             self._handles.append(optimizer.register_step_pre_hook(before))
             self._handles.append(optimizer.register_step_post_hook(after))
-        if self._tells_copies:
-            self._handles += tell_copies(self._config.optimizers)
         if self._rounds.needs_join:
             # Before the first pass and not here, since a resumed run loads what it holds in the block.
             self._handles.append(self._model.register_forward_pre_hook(join, prepend=True))
@@ -240,6 +251,7 @@ class FederatedScaling:
         while self._handles:  # first: what follows may raise, and the optimizers live on
             self._handles.pop().remove()
         self._is_entered = False
+        self._activity.resume_watch()
         failure: XfflError | None = None
         if kind is None and self._rounds.meets_others:
             with self._ledger.timer.paused():
@@ -247,6 +259,9 @@ class FederatedScaling:
         elif kind is None:
             self._ledger.add_rest()
             self._conclude(self._rounds.round(self._offer()))
+        if kind is None and self._copy_watch is not None:
+            for optimizer in self._config.optimizers:
+                self._copy_watch.after_step(optimizer)
         self._rounds.close(error)  # collective without an error: also where a round was rejected
         if failure is not None:
             raise failure
@@ -374,42 +389,56 @@ class FederatedScaling:
     def _before_pass(self, *unused: object) -> None:
         self.join()
 
+    def _make_observers(self) -> tuple[StepObserver, ...]:
+        """Return what features do at each step; nothing after the first round, without clients and momentum."""
+        observers: list[StepObserver] = []
+        normalized_steps = self._ledger.normalized_steps
+        self._effort_of_step = normalized_steps.of_step
+        if self._config.client is not None:
+            observers.append(ClientSteps(self._config.client, normalized_steps))
+        elif normalized_steps.needs_following:
+            observers.append(MomentumSteps(normalized_steps))
+        else:
+            self._effort_of_step = plain_effort
+        if self._tells_copies:
+            tell_swaps(self._config.optimizers)
+            self._copy_watch = CopyWatch()
+            observers.append(self._copy_watch)
+        return tuple(observers)
+
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        outer = enclosing_steps()
-        if optimizer in outer:
-            return  # super().step(): a part of the step that has begun
         check_outside_backward(f"optimizer {type(optimizer).__name__} makes a step")
         self._rounds.check()
-        if outer:
-            check_apart(optimizer, [one for one in outer if any(one is other for other in self._config.optimizers)])
-        self.start_deferred()
+        if self._is_deferred:
+            self.start_deferred()
         self._ledger.tracker.note_change()  # even by a step that raises on its way
-        self._ledger.normalized_steps.before_step(optimizer)
-        if self._config.client is not None:
-            check_step(optimizer, args, kwargs)
-            self._config.client.before_step(optimizer)
+        for observer in self._observers:
+            observer.before_step(optimizer, args, kwargs)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer in enclosing_steps():
-            return
-        factors = self._ledger.normalized_steps.after_step(optimizer)
-        if self._config.client is not None:
-            self._config.client.after_step(optimizer, factors)
+        for observer in self._observers:
+            observer.after_step(optimizer)
         if optimizer is self._config.optimizers[-1]:
-            self._after_local_step(self._ledger.normalized_steps.of_step())
+            self._after_local_step(self._effort_of_step())
 
     def _after_local_step(self, effort: float) -> None:
         self.local_steps += 1
         self._countdown.count_step()
         self._ledger.add_step(effort)
+        if self._config.delay:
+            self._follow_delayed_round()
+        elif self._countdown.is_due:
+            with self._ledger.timer.paused():
+                self._round(self._offer())
+
+    def _follow_delayed_round(self) -> None:
+        """Merge the round that is under way, and start the next one, if it is time."""
         is_due = self._countdown.is_due
         is_merged = self.is_under_way and self._countdown.since == self._config.delay
         if is_due or is_merged:
             with self._ledger.timer.paused():
                 self.settle()  # first: an aggregator has one round at a time
-                if is_due and not self._config.delay:
-                    self._round(self._offer())
-                elif is_due and self._hooks.defers_start is not None and self._hooks.defers_start():
+                if is_due and self._hooks.defers_start is not None and self._hooks.defers_start():
                     self._is_deferred = True
                 elif is_due:
                     self._start()
@@ -478,10 +507,15 @@ class FederatedScaling:
             self._forget_steps()
         if not self._config.delay:
             self._countdown.restart(self._rounds.rounds)
-        if self._config.client is not None and outcome.counts:
-            self._config.client.after_round(is_dropped=self._cell in report.dropped)
+        if outcome.counts and self._observers:
+            self._tell_observers(is_dropped=self._cell in report.dropped)
         if self._on_round is not None and any(report.weights):
             self._on_round(report)
+
+    def _tell_observers(self, *, is_dropped: bool) -> None:
+        for observer in self._observers:
+            observer.after_round(is_dropped=is_dropped)
+        self._observers = tuple(observer for observer in self._observers if not observer.is_over)
 
     def _forget_steps(self) -> None:
         """Forget the steps of a model that the last round has replaced."""
@@ -498,6 +532,11 @@ class FederatedScaling:
         except XfflError as error:
             return error
         return None
+
+
+def plain_effort() -> float:
+    """Return the effective number of a local step whose optimizer does not go farther with what it holds."""
+    return 1.0
 
 
 class Countdown:
@@ -540,7 +579,10 @@ class Countdown:
             self.target = sys.maxsize
             return
         steps = self._schedule.steps(rounds, self._cell, self.report)
-        self.target = integer(f"steps of schedule {self._schedule} for cell {self._cell} after {rounds} rounds", steps)
+        if type(steps) is not int or steps < 1:  # a schedule of the user's own may return anything
+            what = f"steps of schedule {self._schedule} for cell {self._cell} after {rounds} rounds"
+            steps = integer(what, steps)
+        self.target = steps
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from a state of :class:`FederatedScaling`."""

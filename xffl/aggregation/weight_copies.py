@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
+from xffl.aggregation.step_observers import StepObserver
 from xffl.distributed.sharding import local_tensor
 
-__all__ = ["find_copies", "swaps_weights", "tell_copies"]
+__all__ = ["CopyWatch", "find_copies", "swaps_weights", "tell_swaps"]
 
 CLOSE = 0.5
 """Distance of a copy from the weights, relative to their norm, at most: a copy is some steps old, and far closer."""
@@ -35,28 +34,16 @@ def swaps_weights(optimizer: Optimizer) -> bool:
     return all(callable(getattr(type(optimizer), name, None)) for name in ("train", "eval"))
 
 
-def tell_copies(optimizers: Sequence[Optimizer], say: Callable[[str], None] | None = None) -> list[RemovableHandle]:
-    """Say which optimizers keep a second copy of the weights, at once or after the step that has made it; local.
-
-    :param optimizers: Those whose steps change the model.
-    :param say: What to do with each line; ``None`` writes it to the standard error stream.
-    :return: Handles of the hooks that look at the optimizers' states.
-    """
-    say = _write if say is None else say
-    handles: list[RemovableHandle] = []
+def tell_swaps(optimizers: Sequence[Optimizer]) -> None:
+    """Say which optimizers evaluate other weights than they train; local."""
     for optimizer in optimizers:
-        name = type(optimizer).__name__
         if swaps_weights(optimizer):
-            say(
-                f"xffl: optimizer {name} evaluates other weights than it trains (it has train() and eval()): its "
-                "second copy of the weights is in no round, so after optimizer.eval() each cell holds another model; "
-                "for one model call optimizer.eval() and then xffl.Aggregator(model, state).aggregate() "
+            _write(
+                f"xffl: optimizer {type(optimizer).__name__} evaluates other weights than it trains (it has train() "
+                "and eval()): its second copy of the weights is in no round, so after optimizer.eval() each cell holds "
+                "another model; for one model call optimizer.eval() and then xffl.Aggregator(model, state).aggregate() "
                 "(docs: Algorithms, Optimizers with a second copy of the weights)"
             )
-        else:
-            watch: Any = torch.compiler.disable(_Watch(say))  # type: ignore[no-untyped-call]
-            handles.append(optimizer.register_step_post_hook(watch))
-    return handles
 
 
 def find_copies(optimizer: Optimizer) -> list[str]:
@@ -83,20 +70,28 @@ def find_copies(optimizer: Optimizer) -> list[str]:
     return [key for key in large if distances[key] < CLOSE**2 * norms[key]]
 
 
-class _Watch:
-    """After a step, look at an optimizer's state if it has entries that were not there before."""
+class CopyWatch(StepObserver):
+    """Says which optimizers keep a second copy of the weights, after the step that has made it.
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._seen: frozenset[str] = frozenset()
+    It looks after every step until the first round, and once more when the loop has ended.
 
-    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+    :param say: What to do with each line; ``None`` writes it to the standard error stream.
+    """
+
+    def __init__(self, say: Callable[[str], None] | None = None) -> None:
+        self._say = _write if say is None else say
+        self._seen: dict[Optimizer, frozenset[str]] = {}
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Look at an optimizer's state if it has entries that were not there before."""
+        if swaps_weights(optimizer):  # told at the start
+            return
         state = next((one for one in optimizer.state.values() if isinstance(one, Mapping)), {})
         names = frozenset(map(str, state))
-        if names <= self._seen:
+        known = self._seen.get(optimizer, frozenset())
+        if names <= known:
             return
-        known = self._seen
-        self._seen = self._seen | names
+        self._seen[optimizer] = known | names
         if copies := [repr(name) for name in find_copies(optimizer) if name not in known]:
             self._say(
                 f"xffl: optimizer {type(optimizer).__name__} keeps a copy of the weights in its state "
@@ -104,6 +99,10 @@ class _Watch:
                 "writes it into the weights, that undoes a part of each round "
                 "(docs: Algorithms, Optimizers with a second copy of the weights)"
             )
+
+    def after_round(self, *, is_dropped: bool) -> None:
+        """Look no more: most copies are made in the first steps."""
+        self.is_over = True
 
 
 def _write(line: str) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 from torch.optim import Optimizer
 
+from xffl.compat.pytorch import enclosing_steps
 from xffl.errors import ConfigError
 
-__all__ = ["check_apart", "unwrap"]
+__all__ = ["StepHook", "check_apart", "outermost", "steps_may_nest", "unwrap"]
+
+StepHook: TypeAlias = Callable[[Optimizer, Any, Any], None]
+"""What is called before or after a step, with the arguments of its call."""
 
 INNER = {"opacus": "original_optimizer", "accelerate": "optimizer"}
 """Packages of wrappers that leave the parameters alone once the optimizer inside has stepped, and where it is held."""
@@ -24,6 +30,35 @@ def check_apart(optimizer: Optimizer, outer: Sequence[Optimizer]) -> None:
                 "given for the same parameters, so their step would count twice; give "
                 f"{type(other).__name__} only"
             )
+
+
+def steps_may_nest(optimizers: Sequence[Optimizer]) -> bool:
+    """Tell whether a step of one may make another one: of its parent class, or of another optimizer that is given."""
+    if len(optimizers) > 1:
+        return True
+    for optimizer in optimizers:
+        kinds = [kind for kind in type(optimizer).__mro__ if kind is not Optimizer and "step" in vars(kind)]
+        # torch puts a wrapper around an inherited step into the class, which is no step of its own.
+        if len({inspect.unwrap(vars(kind)["step"]) for kind in kinds}) > 1:
+            return True
+    return False
+
+
+def outermost(hook: StepHook, given: Sequence[Optimizer]) -> StepHook:
+    """Return a step hook that leaves out the step of a parent class, a part of the step that has begun.
+
+    It raises where an optimizer steps inside the step of another one that is given for the same parameters.
+    """
+
+    def outer_hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        outer = enclosing_steps()
+        if optimizer in outer:
+            return
+        if outer:
+            check_apart(optimizer, [other for other in outer if any(other is known for known in given)])
+        hook(optimizer, args, kwargs)
+
+    return outer_hook
 
 
 def unwrap(optimizers: Sequence[Optimizer]) -> list[Optimizer]:

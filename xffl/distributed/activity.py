@@ -30,13 +30,15 @@ class RoundUnderWay(Protocol):
 class RunActivity:
     """What the ranks of a state have done so far, as far as the end of the run may have to tell of it; local.
 
-    Optimizer steps count from :meth:`watch_steps` to :meth:`end`; an export for a round over files counts as a round.
+    Optimizer steps count from :meth:`watch_steps` to :meth:`end`, except in a block that makes rounds; an export for a
+    round over files counts as a round.
     """
 
     def __init__(self) -> None:
         self._has_round = False
         self._has_step = False
         self._hook: Any = None
+        self._is_paused = False  # whether steps are watched again later
         self._expected: list[weakref.finalize[Any, Any]] = []
         self.rounds_under_way: weakref.WeakSet[RoundUnderWay] = weakref.WeakSet()
         """The rounds that were started and are still held by somebody, of all aggregators."""
@@ -49,6 +51,18 @@ class RunActivity:
 
     def _note_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._has_step = True
+
+    def pause_watch(self) -> None:
+        """Let a loop that makes rounds by itself count its steps; :meth:`resume_watch` follows."""
+        if self._hook is not None:
+            self._is_paused = True
+            self._stop_watching()
+
+    def resume_watch(self) -> None:
+        """Watch steps again, unless nobody did or there was a round."""
+        if self._is_paused and not self._has_round:
+            self.watch_steps()
+        self._is_paused = False
 
     def note_round(self) -> None:
         """Note a round, or what stands for one."""
@@ -82,6 +96,7 @@ class RunActivity:
 
     def end(self, lesson: str | None) -> None:
         """Say what is missing, once: ``lesson`` where optimizers have stepped and there was no round."""
+        self._is_paused = False
         self._stop_watching()
         for expected in self._expected:
             expected()  # does nothing where it was detached
@@ -91,6 +106,7 @@ class RunActivity:
 
     def drop(self) -> None:
         """Say nothing any more: an error has ended the run."""
+        self._is_paused = False
         self._stop_watching()
         for expected in self._expected:
             expected.detach()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -67,24 +66,20 @@ class InconsistentModel:
         _forget_compiled()
 
 
-@contextmanager
-def mark_inconsistent(model: nn.Module) -> Iterator[None]:
-    """Mark a model, wrapped or not, where a :class:`TornError` says that the ranks may hold different weights.
+def mark_inconsistent(model: nn.Module, torn: TornError) -> NoReturn:
+    """Mark a model, wrapped or not, whose ranks may hold different weights, as the error says.
 
     A RoundError is raised in its place; an interrupt that caused it goes on as it is.
     """
-    try:
-        yield
-    except TornError as torn:
-        cause = torn.__cause__
-        object.__setattr__(_without_wrappers(model), _COUNT, count_inconsistent(model) + 1)
-        if find_inconsistent(model) is None:
-            InconsistentModel(model, str(torn))
-        if cause is not None and not isinstance(cause, Exception):
-            raise cause from None
-        raise RoundError(
-            f"{torn}; the model is torn: load a checkpoint of the model and of the aggregator on all ranks"
-        ) from cause
+    cause = torn.__cause__
+    object.__setattr__(_without_wrappers(model), _COUNT, count_inconsistent(model) + 1)
+    if find_inconsistent(model) is None:
+        InconsistentModel(model, str(torn))
+    if cause is not None and not isinstance(cause, Exception):
+        raise cause from None
+    raise RoundError(
+        f"{torn}; the model is torn: load a checkpoint of the model and of the aggregator on all ranks"
+    ) from cause
 
 
 def find_inconsistent(model: nn.Module) -> InconsistentModel | None:

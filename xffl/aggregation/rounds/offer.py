@@ -55,7 +55,7 @@ class StepLedger:
     def add_step(self, effort: float) -> None:
         """Note a local step and its effective number."""
         self.tracker.add_step(effort)
-        self.timer.add_step()
+        self.timer.steps += 1
 
     def add_rest(self) -> None:
         """Note what optimizers have stepped since the last local step."""
@@ -117,7 +117,7 @@ class RoundOffer:
     def take(self, fragment: int) -> Snapshot:
         """Remove the steps that the last try was given, because the round has ended; their time is measured anew."""
         self._ledger.timer.clear()
-        return self.set_aside(fragment)
+        return self._ledger.tracker.snapshot(fragment)
 
     def set_aside(self, fragment: int) -> Snapshot:
         """Remove the steps that the last try was given, while it is unknown whether the round counts."""
