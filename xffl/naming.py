@@ -73,12 +73,26 @@ def check_maker(target: Any, bases: Sequence[type], what: str) -> None:
     if inspect.isclass(made) and issubclass(made, tuple(bases)):
         return
     wanted = " or ".join(f"{base.__module__}.{base.__qualname__}" for base in bases)
-    hint = (
-        f"derive it from {wanted}" if inspect.isclass(target) else "annotate it with what it returns, or give a class"
-    )
-    raise ConfigError(
-        f"{what} must be a class, or a function that returns an object, of {wanted}, got {target!r}; {hint}"
-    )
+    # Not its repr, which may have an address: the message is the same on all ranks.
+    got = type(target).__name__
+    if inspect.isclass(target):
+        got = "a class"
+        hint = _how_to_become(target, bases, wanted)
+    elif inspect.isroutine(target):
+        got = "a function that does not say what it returns" if made is None else f"a function that returns {made!r}"
+        hint = "annotate it with what it returns, or give a class"
+    else:
+        hint = "give the class or function that makes it"
+    raise ConfigError(f"{what} must be a class, or a function that returns an object, of {wanted}, got {got}; {hint}")
+
+
+def _how_to_become(target: type, bases: Sequence[type], wanted: str) -> str:
+    """Tell how a class becomes one of the bases, of which a protocol asks for methods only."""
+    (base, *others) = bases
+    if others or not getattr(base, "_is_protocol", False):
+        return f"derive it from {wanted}"
+    methods = [name for name in vars(base) if not name.startswith("_") and not hasattr(target, name)]
+    return f"it lacks {' and '.join(methods)}"
 
 
 def _returned(target: Any) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import torch
 
 from xffl.aggregation.algorithms.combiners import Coordinatewise
 from xffl.aggregation.algorithms.registry import make, resolve_algorithm
@@ -164,6 +165,33 @@ def test_what_is_not_of_the_kind_is_not_called() -> None:
             make("combine", spec, writer=Writer.USER)
     assert Mine.made == []
     check_maker(returning, [Coordinatewise], "combine")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "text"),
+    [
+        ("combine", "unannotated", "got a function that does not say what it returns; annotate it with what it ret"),
+        ("combine", "annotated", "got a function that returns <class 'int'>; annotate it with what it returns"),
+        ("combine", "Half", "got a class; derive it from xffl.aggregation.algorithms.combiners.Combiner$"),
+        ("combine", "OWN", "got str; give the class or function that makes it"),
+        ("server", "Half", "got a class; it lacks numbers and step$"),
+    ],
+)
+def test_a_message_says_what_is_missing_with_the_same_words_on_all_ranks(kind: str, name: str, text: str) -> None:
+    """An object's address, which its repr may have, differs between ranks."""
+    with pytest.raises(ConfigError, match=text):
+        make(kind, f"{__name__}.{name}", writer=Writer.USER)
+
+
+class Half:
+    """A server rule with one of its three methods."""
+
+    def init(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {}
+
+
+def unannotated():  # type: ignore[no-untyped-def]
+    return Mine()
 
 
 def function() -> Mine | None:

@@ -181,9 +181,13 @@ def test_what_is_made_already_is_returned_as_it_is() -> None:
         (
             "server_schedule",
             "cosin:T_max=3",
-            r"schedule of the server 'cosin' is unknown \(did you mean 'cosine'\?\); ch",
+            r"server schedule 'cosin' is unknown \(did you mean 'cosine'\?\); ch",
         ),
-        ("server_schedule", "cosine:T_mx=3", r"'cosine' of the server has no option T_mx \(did you mean 'T_max'\?\); "),
+        (
+            "server_schedule",
+            "cosine:T_mx=3",
+            r"server schedule 'cosine' has no option T_mx \(did you mean 'T_max'\?\); ",
+        ),
         ("server", {"name": "sgd", "schedule": "cosin:T_max=3"}, r"'cosin' is unknown \(did you mean 'cosine'\?\)"),
         (
             "client",

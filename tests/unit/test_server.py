@@ -332,7 +332,7 @@ def test_every_schedule_of_torch_is_taken_or_refused_by_name(home: str) -> None:
     names = names_of(torch.optim.lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
     assert taken < {*names}
     for name in sorted({*names} - taken):
-        told = f"schedule of the server '{home}{name}' of torch is not supported: .*function of the step that returns"
+        told = f"server schedule '{home}{name}' of torch is not supported: .*function of the step that returns"
         with pytest.raises(ConfigError, match=told):
             server_of({"name": "sgd", "schedule": f"{home}{name}"}, writer=Writer.USER)
 
@@ -413,10 +413,10 @@ def test_schedules_are_functions_of_the_step(schedule: object, rates: list[float
         ({"name": "sgd", "schedule": lambda optimizer: optimizer.lr}, "fails at step 0: AttributeError: .*; give a fu"),
         ({"name": "sgd", "schedule": lambda step: None}, "returns at step 0 must be a number >= 0, got None"),
         ({"name": "sgd", "schedule": lambda step: -step}, "returns at step 1 must be a number >= 0, got -1"),
-        ({"name": "sgd", "schedule": CosineAnnealingLR}, "CosineAnnealingLR of .*; give schedule='cosine:T_max=100'"),
-        ({"name": "sgd", "schedule": partial(StepLR, step_size=2)}, "StepLR of .*; give schedule='cosine:T_max=100'"),
+        ({"name": "sgd", "schedule": CosineAnnealingLR}, "CosineAnnealingLR is a .* give schedule='cosine:T_max=100'"),
+        ({"name": "sgd", "schedule": partial(StepLR, step_size=2)}, "StepLR is a .* give schedule='cosine:T_max=100'"),
         ({"name": "sgd", "schedule": CosineAnnealingLR(SGD([torch.zeros(1)], lr=0.1), 3)}, "give schedule='cosine:T_"),
-        ({"name": "sgd", "schedule": 3}, "schedule of the server must be .* got 3"),
+        ({"name": "sgd", "schedule": 3}, "the server's schedule must be .* got 3"),
         (
             lambda tensors: tensors,
             "server .*lambda>: a server is no factory of an optimizer; give a name such as 'sgd:lr=0.7', or",
@@ -569,7 +569,7 @@ def test_a_rule_without_a_method_is_refused_by_the_methods_name() -> None:
 
 def test_a_scheduler_of_torch_is_refused_beside_an_object_of_a_rule() -> None:
     scheduler: Any = CosineAnnealingLR(SGD([torch.zeros(1)], lr=0.1), 3)
-    with pytest.raises(ConfigError, match="^schedule torch.* of torch, .* give schedule='cosine:T_max=100'"):
+    with pytest.raises(ConfigError, match="^server schedule torch.* of torch, .* give schedule='cosine:T_max=100'"):
         ServerOptimizer(Adaptive(), scheduler)
 
 

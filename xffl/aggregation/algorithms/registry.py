@@ -63,7 +63,7 @@ _BASES: Mapping[str, tuple[str, ...]] = {
 }
 """The classes of which one is derived, or returned, by what a name of a kind stands for."""
 
-_TITLES = {"server_schedule": "schedule of the server"}
+_TITLES = {"server_schedule": "server schedule"}
 """What messages call a kind, where that is not its name"""
 
 _BESIDE = {"server": "xffl.aggregation.algorithms.server.ServerOptimizer"}
@@ -610,7 +610,7 @@ _ROWS: dict[str, tuple[tuple[Any, ...], ...]] = {
         ("multi_step", "multi_step", "times gamma at each milestone", ""),
         ("polynomial", "polynomial", "down to 0 along a power of the steps that are left", ""),
         ("step_decay", "step_decay", "times gamma after every step_size steps; also called step", ""),
-        ("warmup", "warmup", "up from 0 in a number of steps, then another schedule", ""),
+        ("warmup", "warmup", "up to the whole rate in a number of steps, then another schedule", ""),
     ),
     "privacy": (
         ("dp_fedavg", "Privacy", "clip each cell's update and add noise", _PRIVATE),

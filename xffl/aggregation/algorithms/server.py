@@ -291,10 +291,10 @@ def schedule_of(spec: object, writer: Writer) -> NamedSchedule | Schedule | None
     if not isinstance(spec, (str, Mapping)):
         _check_schedule(spec)
         if not callable(spec):
-            raise ConfigError(f"schedule of the server must be a name, a mapping or a function, got {spec!r}")
+            raise ConfigError(f"the server's schedule must be a name, a mapping or a function, got {spec!r}")
         return spec
     name, options = read_spec("server_schedule", spec)
-    what = f"schedule {name!r} of the server"
+    what = f"server schedule {name!r}"
     function, _ = locate("server_schedule", name, writer=writer)
     if not getattr(function, "__module__", "").startswith(_BUILT_IN):
         return partial(function, **check_options(what, function, options, leading=1, writer=writer))
@@ -321,7 +321,7 @@ def _check_schedule(schedule: object) -> None:
     kind = made if inspect.isclass(made) else type(made)
     if issubclass(kind, LRScheduler):
         raise ConfigError(
-            f"schedule {kind.__module__}.{kind.__qualname__} of the server is a scheduler of torch, which changes the "
+            f"server schedule {kind.__module__}.{kind.__qualname__} is a scheduler of torch, which changes the "
             "learning rate of an optimizer, and a server has none; give schedule='cosine:T_max=100', another name, or "
             "a function of the step"
         )
