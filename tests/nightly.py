@@ -68,6 +68,11 @@ def parts(seeds: int) -> tuple[Part, ...]:
             commands=((python, "-m", "tests.chaos.draws", "--draws", "2000"),),
         ),
         Part(
+            name="journal",
+            what="cells that follow the rule of the journal, over 50,000 rounds",
+            commands=((python, "-m", "tests.chaos.journal", "--long"),),
+        ),
+        Part(
             name="phases",
             what="an elastic federation that loses a process at each point of a round",
             commands=((python, "-m", "tests.chaos.phases"),),

@@ -1,0 +1,608 @@
+"""A model of cells that follow the rule of the journal: crashes, doubts, stale reads, partitions, lost disks, returns.
+
+Nothing here runs in parallel: a meeting is a generator that pauses wherever processes of different cells could be
+delayed against each other, and the world advances one meeting, or lets something happen to one cell, at a time.
+
+:class:`World` checks after each event that
+
+(a) a cell holds a model only if its record stands,
+(b) no round starts from an older base while a cell that is not forgotten holds a newer model,
+(c) cells make a round once a holder of the newest model is here, or once all cells are here,
+(d) the steps of a cell in a model are those up to the record's place, each of them once.
+
+Conditions are left out by subclasses: of the rule (``histories``, ``holdings``), of the journal (``journals``), or of
+the world itself, for what cells do with the rule's answers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from random import Random
+from typing import ClassVar
+
+from xffl.elastic.journal.records import (
+    ForgetRecord,
+    ModelId,
+    Record,
+    RoundRecord,
+    StartRecord,
+)
+from xffl.elastic.journal.rule import Continue, Fate, History, Holding, Member, Wait, forget_of, void_of
+from xffl.errors import CheckpointError
+
+Step = tuple[int, int]  # cell, and index in its data
+
+
+class Broken(AssertionError):
+    """The rule has been broken; the text begins with the invariant."""
+
+    log: list[str] = []  # noqa: RUF012 - replaced, never changed
+
+
+class MemoryJournal:
+    """A journal whose records are put one after another."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def put(self, record: Record, chance: Random) -> Record:
+        """Publish a record, and return the one that stands."""
+        if record.number > len(self.records):
+            raise Broken(f"model: record {record.number} would leave a hole")
+        if record.number == len(self.records):
+            self.records.append(record)
+        return self.records[record.number]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint."""
+
+    start: str  # the start of the job that saved it
+    model: ModelId | None
+    doubt: RoundRecord | None
+    mark: int
+    local: tuple[Step, ...]
+    place: int
+
+
+class Process:
+    """One start of a cell's job."""
+
+    def __init__(self, cell: int, start: str, saved: Saved | None, since: int, holding: Holding) -> None:
+        self.cell = cell
+        self.start = start
+        self.since = since
+        self.holding = holding
+        self.holding.note_seen(since)
+        self.local: list[Step] = [] if saved is None else list(saved.local)
+        self.mark = 0 if saved is None else saved.mark
+        self.place = 0 if saved is None else saved.place
+        self.reaches = True
+        self.meeting: Meeting | None = None
+        if saved is not None:
+            self.holding.model = saved.model
+            self.holding.doubt = saved.doubt
+
+    def make_step(self) -> None:
+        """Train one step."""
+        self.local.append((self.cell, self.place))
+        self.place += 1
+
+    def as_member(self) -> Member:
+        """Return what it tells the others."""
+        held = self.holding.model
+        return Member(self.cell, self.start, self.since, held=held, seen=self.holding.seen)
+
+    def saved(self) -> Saved:
+        """Return what a checkpoint of it holds, with its doubt if it has one."""
+        holding = self.holding
+        return Saved(self.start, holding.model, holding.doubt, self.mark, tuple(self.local), self.place)
+
+
+class Meeting:
+    """Processes that have met, and how it goes on."""
+
+    def __init__(self, members: list[Process]) -> None:
+        self.members = members
+        self.going: Iterator[None] = iter(())
+        self.outcome: Wait | str = ""
+
+
+class World:
+    """Cells, their disks, and the journal.
+
+    :param chance: What decides where the model has a choice.
+    :param cells: Number of cells.
+    """
+
+    journals: ClassVar[type[MemoryJournal]] = MemoryJournal
+    histories: ClassVar[type[History]] = History
+    holdings: ClassVar[type[Holding]] = Holding
+
+    def __init__(self, chance: Random, cells: int) -> None:
+        self.chance = chance
+        self.cells = cells
+        self.journal = self.journals()
+        self.steps: dict[str, tuple[Step, ...]] = {}
+        """By id of an attempt, the steps that it would add"""
+        self.read_before: dict[tuple[str, ...], History] = {}
+        """By the ids of their records, histories that were read"""
+        self.orders: dict[str, int] = {}
+        """By start of a job, how many starts there were before it"""
+        self.owners: dict[int, str] = {}
+        """By cell, the newest start of its job, whose checkpoints its folder holds"""
+        self.stuck: int | None = None
+        """What all listings say, if they are never renewed"""
+        self.processes: list[Process] = []
+        self.disks: dict[int, Saved | None] = {}
+        self.finished: set[int] = set()
+        self.meetings: list[Meeting] = []
+        self.counts: Counter[str] = Counter()
+        self.log: list[str] = []
+        self.p_stale = chance.choice([0.0, 0.3, 0.7])
+        self.p_slow = chance.choice([0.3, 0.6, 0.9])
+        self.p_smooth = chance.choice([0.5, 0.9])
+        self.p_lose = chance.choice([0.0, 0.0, 0.2])
+        self.p_finish = chance.choice([0.0, 0.0, 0.05])
+
+    # The journal ------------------------------------------------------------------------------------------------------
+
+    def say(self, text: str) -> None:
+        self.log.append(text)
+
+    def put(self, record: Record) -> Record:
+        before = len(self.journal.records)
+        standing = self.journal.put(record, self.chance)
+        if len(self.journal.records) > before or standing is record:
+            self.counts[record.kind] += 1
+            self.say(f"  record {record}")
+            if isinstance(record, RoundRecord):
+                self.check_round(record)
+        else:
+            self.counts["put lost"] += 1
+        return standing
+
+    def listed(self) -> int:
+        """Return the newest number of a listing, which may be old."""
+        newest = len(self.journal.records) - 1
+        if self.stuck is not None:
+            return self.stuck
+        if self.chance.random() >= self.p_stale:
+            return newest
+        return self.chance.randint(max(-1, newest - 3), newest)
+
+    def history(self, newest: int | None = None) -> History:
+        records = self.journal.records if newest is None else self.journal.records[: newest + 1]
+        key = tuple(record.id for record in records)
+        if key not in self.read_before:
+            history = self.histories()
+            try:
+                history.add(records)
+            except CheckpointError as error:
+                raise Broken(f"a: {error}") from error
+            self.read_before[key] = history
+        return self.read_before[key]
+
+    # What must hold ---------------------------------------------------------------------------------------------------
+
+    def check_round(self, record: RoundRecord) -> None:
+        base = -1 if record.base is None else record.base.number
+        for cell, start, model in self.held_models():
+            if base < model.number != record.number and self.stands(model) and not self.is_given_up(cell, start, model):
+                raise Broken(f"b: round {record.number} starts from {base}, and cell {cell} holds {model.number}")
+        counted = Counter(step for round_ in History.chain(self.history(), record) for step in self.steps[round_.id])
+        wanted = {(cell, index) for cell, place in enumerate(record.places) for index in range(place)}
+        if wrong := {step for step in {*wanted, *counted} if counted[step] != (step in wanted)}:
+            raise Broken(f"d: steps {sorted(wrong)[:4]} of round {record.number} do not count once")
+
+    def held_models(self) -> Iterator[tuple[int, str, ModelId]]:
+        """Yield all models that some cell has, on its disk, or as one of two in doubt, with the start that got it."""
+        for process in self.processes:
+            yield from self._models(process.cell, process.start, process.holding.model, process.holding.doubt)
+        for cell, saved in self.disks.items():
+            if saved is not None:
+                yield from self._models(cell, saved.start, saved.model, saved.doubt)
+
+    @staticmethod
+    def _models(
+        cell: int, start: str, model: ModelId | None, doubt: RoundRecord | None
+    ) -> Iterator[tuple[int, str, ModelId]]:
+        if model is not None:
+            yield cell, start, model
+        if doubt is not None:
+            yield cell, start, doubt.model
+
+    def stands(self, model: ModelId) -> bool:
+        records = self.journal.records
+        return model.number < len(records) and records[model.number].id == model.id
+
+    def is_given_up(self, cell: int, start: str, model: ModelId) -> bool:
+        """Tell whether an operator, or a later start of the cell's job, has given a model up."""
+        later = self.journal.records[model.number + 1 :]
+        if any(isinstance(record, ForgetRecord) and record.cell == cell for record in later):
+            return True
+        starts = [one for record in later if isinstance(record, StartRecord) for one in record.starts]
+        newest = next((one for one in reversed(starts) if one.cell == cell), None)
+        if newest is None or self.orders[newest.id] <= self.orders[start]:
+            return False
+        return newest.held is None or newest.held.number < model.number
+
+    def check(self) -> None:
+        for process in self.processes:
+            held = process.holding.model
+            if held is not None and not self.stands(held):
+                raise Broken(f"a: cell {process.cell} holds {held.number} with an id that does not stand")
+            chain = History.chain(self.history(), History.round_of(self.history(), held))
+            taken = {step for record in chain for step in self.steps[record.id]}
+            if taken & {*process.local}:
+                raise Broken(f"d: cell {process.cell} has steps again that its model holds")
+
+    # What happens to one cell -----------------------------------------------------------------------------------------
+
+    def newest_processes(self) -> dict[int, Process]:
+        return {process.cell: process for process in self.processes}
+
+    def start(self, cell: int) -> None:
+        """Start a cell's job, even if an earlier one is running."""
+        if cell not in self.newest_processes() and self.chance.random() < self.p_lose:
+            self.disks[cell] = None
+        saved = self.disks.get(cell)
+        process = Process(cell, f"{self.chance.getrandbits(64):016x}", saved, self.listed(), self.holdings(cell))
+        self.processes.append(process)
+        self.orders[process.start] = len(self.orders)
+        self.owners[cell] = process.start
+        self.finished.discard(cell)
+        self.say(f"start {cell} {process.start[:4]} since {process.since} from {process.holding.model}")
+
+    def stop(self, process: Process) -> None:
+        """End a process without warning."""
+        self.say(f"stop {process.cell} {process.start[:4]}")
+        process.meeting = None
+        if process in self.processes:
+            self.processes.remove(process)
+
+    def save(self, process: Process) -> None:
+        """Write a checkpoint; a cell's folder belongs to the newest of its jobs."""
+        self.disks[process.cell] = process.saved()
+        self.say(f"save {process.cell} {self.disks[process.cell]}")
+
+    def owns_disk(self, process: Process) -> bool:
+        return self.owners[process.cell] == process.start
+
+    def forget(self, cell: int) -> None:
+        if not any(process.cell == cell and process.meeting for process in self.processes):
+            self.put(forget_of(self.history(self.listed()), cell))
+
+    def resolve(self, process: Process) -> None:
+        """End a doubt by the journal."""
+        doubt = process.holding.doubt
+        assert doubt is not None
+        self.settle(process, self.put(void_of(doubt)))
+
+    def lose_contact(self, process: Process) -> None:
+        """Leave a meeting; who is in doubt then, and reaches the journal, ends the doubt."""
+        process.meeting = None
+        self.say(f"lost contact {process.cell}")
+        if process.holding.doubt is not None and process.reaches:
+            self.resolve(process)
+
+    def settle(self, process: Process, standing: Record) -> None:
+        doubt = process.holding.doubt
+        fate = process.holding.settle(standing, self.history(standing.number - 1))
+        self.say(f"  cell {process.cell} {fate.value}")
+        self.counts[fate.value] += 1
+        assert doubt is not None
+        self.keep_steps(process, fate, doubt)
+
+    def keep_steps(self, process: Process, fate: Fate, attempt: RoundRecord) -> None:
+        if fate is Fate.GAVE:
+            process.local = process.local[process.mark :]
+        elif fate is Fate.TOOK_OVER:
+            process.local = []
+            process.place = attempt.places[process.cell]
+
+    # Meetings ---------------------------------------------------------------------------------------------------------
+
+    def meet(self, members: list[Process], *, is_calm: bool = False) -> Meeting:
+        meeting = Meeting(members)
+        for process in members:
+            process.meeting = meeting
+        meeting.going = self.hold(meeting, is_calm)
+        self.meetings.append(meeting)
+        self.say(f"meet {[process.cell for process in members]}")
+        self.advance(meeting)
+        return meeting
+
+    def advance(self, meeting: Meeting) -> None:
+        if next(meeting.going, self) is self:
+            self.meetings.remove(meeting)
+            for process in meeting.members:
+                if process.meeting is meeting:
+                    process.meeting = None
+
+    def hold(self, meeting: Meeting, is_calm: bool) -> Iterator[None]:
+        """Hold a meeting, and pause where a process may be delayed."""
+        members = meeting.members
+
+        def is_slow() -> bool:
+            return not is_calm and self.chance.random() < self.p_slow
+
+        def is_whole() -> bool:
+            return all(process.meeting is meeting for process in members)
+
+        reaching = [process for process in members if process.reaches]
+        if not reaching:
+            meeting.outcome = "no member reaches the journal"
+            return
+        for process in members:
+            if process.holding.doubt is not None:
+                self.resolve(process)
+        if is_slow():
+            yield
+        if not is_whole():
+            return
+        history = self.read(members)
+        for process in members:
+            process.holding.note_seen(history.newest)
+            if history.is_superseded(process.as_member()):
+                self.counts["superseded"] += 1
+                self.stop(process)
+                return
+        told = [process.as_member() for process in members]
+        if starts := history.unrecorded(told):
+            if is_slow():
+                yield
+            record = history.start_record(starts)
+            if is_whole():
+                meeting.outcome = "starts recorded" if self.put(record) is record else "another record stands"
+                for process in members:
+                    process.holding.note_seen(record.number)
+            return
+        decision = history.choose_base(told)
+        if isinstance(decision, Wait):
+            self.counts["wait"] += 1
+            self.say(f"  wait {decision}")
+            meeting.outcome = decision
+            if {*decision.cells} & {process.cell for process in members}:
+                raise Broken("c: the cells wait for one of themselves")
+            return
+        if is_slow():
+            yield
+        if not is_whole():
+            return
+        if decision.base is not None:
+            for process in members:
+                self.take_base(process, decision.base)
+        yield from self.try_round(meeting, history, decision, is_calm)
+
+    def read(self, members: Iterable[Process]) -> History:
+        """Read the journal, as far as a listing and the members know of."""
+        history = self.history(self.listed())
+        newest = history.largest_seen(process.as_member() for process in members)
+        return self.history(newest)
+
+    def try_round(self, meeting: Meeting, history: History, decision: Continue, is_calm: bool) -> Iterator[None]:
+        members, chance = meeting.members, self.chance
+
+        def is_slow(p: float = 1.0) -> bool:
+            return not is_calm and chance.random() < self.p_slow * p
+
+        is_smooth = is_calm or chance.random() < self.p_smooth
+        told = [process.as_member() for process in members]
+        attempt = history.attempt(
+            decision.base,
+            told,
+            weights={process.cell: float(len(process.local)) for process in members},
+            places={process.cell: process.place for process in members},
+            cells=self.cells,
+        )
+        giving = [process for process in members if not attempt.is_behind(process.cell, process.holding.model)]
+        marks = {process.cell: len(process.local) for process in members}
+        self.steps[attempt.id] = tuple(step for process in giving for step in process.local)
+        self.say(f"  attempt {attempt}")
+        agreed = []
+        refusing = None
+        order = list(members)
+        chance.shuffle(order)
+        for process in order:
+            if process.meeting is not meeting:
+                break
+            if not is_smooth and chance.random() < 0.2:
+                refusing = process
+                break
+            process.mark = marks[process.cell]
+            process.holding.say_yes(attempt)
+            agreed.append(process)
+            if is_slow(0.4):
+                yield
+        if refusing is not None or len(agreed) < len(members):
+            for process in agreed:
+                if process.meeting is meeting and process.holding.doubt is attempt:
+                    self.hear_end(process, attempt, hears_no=refusing is not None and chance.random() < 0.6)
+            return
+        self.counts["all said yes"] += 1
+        publisher = self.choose_publisher(members)
+        if publisher is None:
+            return
+        while is_slow(0.8):
+            yield
+        if not is_smooth and chance.random() < 0.25:
+            self.stop(publisher)  # before it publishes
+        is_late = not (publisher.meeting is meeting and publisher.holding.doubt is attempt)
+        if is_late and chance.random() < 0.5:
+            return  # else its put was under way, and arrives although nobody waits for it
+        standing = self.publish(attempt)
+        if not is_smooth and chance.random() < 0.25:
+            self.stop(publisher)  # before it tells
+        order.sort(key=lambda process: process is not publisher)
+        for process in order:
+            if process.holding.doubt is not attempt or process not in self.processes:
+                continue
+            is_told = publisher in self.processes and not is_late and (is_smooth or chance.random() < 0.7)
+            if not is_told or process.meeting is not meeting:
+                self.hear_end(process, attempt, hears_no=False)
+                continue
+            self.settle(process, standing)
+            if not is_calm and standing is attempt and chance.random() < self.p_finish:
+                self.finish(process)
+            if is_slow(0.4):
+                yield
+        if standing.id == attempt.id:
+            meeting.outcome = "taken"
+
+    def take_base(self, process: Process, base: RoundRecord) -> None:
+        """Let a cell prepare for a round; what it holds stays its own until the record stands."""
+
+    def choose_publisher(self, members: Iterable[Process]) -> Process | None:
+        """Return the lowest cell that reaches the journal."""
+        reaching = [process for process in members if process.reaches]
+        return min(reaching, key=lambda process: process.cell) if reaching else None
+
+    def publish(self, attempt: RoundRecord) -> Record:
+        """Put an attempt, and return what its publisher believes to stand."""
+        return self.put(attempt)
+
+    def hear_end(self, process: Process, attempt: RoundRecord, *, hears_no: bool) -> None:
+        """Let a cell hear that another has said no, or hear nothing any more: then it is in doubt."""
+        if hears_no:
+            process.holding.hear_no(attempt)
+
+    def finish(self, process: Process) -> None:
+        self.say(f"finished {process.cell}")
+        if self.owns_disk(process) and self.chance.random() < 0.7:
+            self.save(process)
+        self.stop(process)
+        self.finished.add(process.cell)
+
+    # How it ends ------------------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Let all disturbances end, and check that a round comes about."""
+        while self.meetings:
+            self.advance(self.meetings[0])
+        self.p_stale = 0.0
+        history = self.history()
+        for process in list(self.processes):
+            process.reaches = True
+            is_newest = self.newest_processes()[process.cell] is process
+            if not is_newest or History.is_superseded(history, process.as_member()):
+                self.stop(process)
+        newest = next(History.rounds(history), None)
+        holders = [
+            process
+            for process in self.processes
+            if newest is not None
+            and newest.model in (process.holding.model, process.holding.doubt and process.holding.doubt.model)
+        ]
+        if holders and self.chance.random() < 0.5:
+            others = {process.cell for process in self.processes if self.chance.random() < 0.3}
+            self.await_round({self.chance.choice(holders).cell, *others})
+        else:
+            self.await_round({*range(self.cells)} - (self.finished - {*self.newest_processes()}))
+        self.check()
+
+    def await_round(self, cells: set[int]) -> None:
+        """Let the newest processes of some cells meet until they make a round; they start again if they stop."""
+        outcome: Wait | str = "nobody is here"
+        reaching = self.chance.choice(sorted(cells)) if cells else 0
+        stuck = max(-1, len(self.journal.records) - 4) if self.chance.random() < 0.5 else None
+        for _ in range(20):
+            self.stuck = None
+            for cell in sorted(cells - {*self.newest_processes()}):
+                self.start(cell)
+            self.stuck = stuck
+            members = [process for cell, process in sorted(self.newest_processes().items()) if cell in cells]
+            if not members:
+                return
+            for process in members:
+                process.reaches = process.cell == reaching
+            outcome = self.meet(members, is_calm=True).outcome
+            if outcome == "taken":
+                self.counts["ends with a round"] += 1
+                return
+            if isinstance(outcome, Wait) and {*outcome.cells} <= self.finished:
+                self.counts["ends waiting for a finished cell"] += 1
+                return
+        raise Broken(f"c: no round comes about: {outcome}")
+
+
+EVENTS = {
+    "step": 15,
+    "meet": 14,
+    "advance": 52,
+    "start": 8,
+    "start a second": 1,
+    "crash": 4,
+    "save": 6,
+    "leave": 4,
+    "resolve": 6,
+    "forget": 1,
+    "reach": 2,
+}
+"""How often each event happens in random histories, relative to the others"""
+
+
+def happen(world: World, event: str) -> None:
+    """Let one event happen to a random cell, if it can."""
+    chance = world.chance
+    running = world.newest_processes()
+    process = chance.choice(world.processes) if world.processes else None
+    if event == "start":
+        stopped = [cell for cell in range(world.cells) if cell not in running]
+        if stopped:
+            world.start(chance.choice(stopped))
+    elif event == "advance" and world.meetings:
+        world.advance(chance.choice(world.meetings))
+    elif event in ("meet", "advance"):
+        members = [one for one in world.processes if one.meeting is None and chance.random() < 0.6]
+        for one in members:
+            if one.holding.doubt is None and chance.random() < 0.7:
+                one.make_step()
+        if members:
+            world.meet(members)
+    elif event == "forget":
+        world.forget(chance.randrange(world.cells))
+    elif process is None:
+        return
+    elif event == "start a second":
+        if len(world.processes) < world.cells + 2:
+            world.start(process.cell)
+    elif event == "step":
+        if process.meeting is None or process.holding.doubt is not None:
+            process.make_step()
+    elif event == "crash":
+        world.stop(process)
+    elif event == "save":
+        if world.owns_disk(process):
+            world.save(process)
+    elif event == "leave":
+        if process.meeting is not None:
+            world.lose_contact(process)
+    elif event == "resolve":
+        if process.holding.doubt is not None and process.reaches:
+            world.lose_contact(process)
+    elif event == "reach":
+        process.reaches = not process.reaches
+    world.check()
+
+
+def play(seed: int, events: int = 60, worlds: type[World] = World) -> World:
+    """Play one random history to its end; Broken where the rule does not hold."""
+    chance = Random(seed)
+    world = worlds(chance, chance.choice([2, 3, 3, 4, 5]))
+    for cell in range(world.cells):
+        if chance.random() < 0.9:
+            world.start(cell)
+    weights = {event: weight * chance.choice([0.3, 1.0, 2.0]) for event, weight in EVENTS.items()}
+    try:
+        for event in chance.choices(list(weights), list(weights.values()), k=events):
+            happen(world, event)
+        world.end()
+    except Broken as error:
+        error.args = (f"{error} (seed {seed})",)
+        error.log = world.log
+        raise
+    return world

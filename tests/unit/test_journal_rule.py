@@ -1,0 +1,412 @@
+"""The rule of the journal: random histories hold it, and each of its conditions is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.journal_model import EVENTS, Broken, MemoryJournal, Process, World, happen, play
+from xffl.elastic.journal.records import (
+    ForgetRecord,
+    ModelId,
+    Record,
+    RoundRecord,
+    Start,
+    StartRecord,
+    VoidRecord,
+    next_lineage,
+)
+from xffl.elastic.journal.rule import Continue, Fate, History, Holding, Member, Wait, void_of
+from xffl.elastic.roster import CellRecord, Version, form_epoch
+from xffl.errors import CheckpointError, ConfigError
+
+# Each condition is needed ---------------------------------------------------------------------------------------------
+
+
+def first_broken(worlds: type[World], seeds: Iterable[int]) -> Broken | None:
+    """Return how the first history ends that breaks the rule."""
+    for seed in seeds:
+        try:
+            play(seed, worlds=worlds)
+        except Broken as error:
+            return error
+    return None
+
+
+class GoesOnWithWhoIsHere(History):
+    def may_hold(self, cell: int, record: RoundRecord) -> bool:
+        return False
+
+
+class ForgetsForEver(History):
+    def may_hold(self, cell: int, record: RoundRecord) -> bool:
+        forgotten = (isinstance(other, ForgetRecord) and other.cell == cell for other in self._records)
+        return not any(forgotten) and super().may_hold(cell, record)
+
+
+class BelievesAnyStart(History):
+    """An earlier start counts as well, although a later one may have taken the model over again."""
+
+    def may_hold(self, cell: int, record: RoundRecord) -> bool:
+        starts = [start for other in self._records if isinstance(other, StartRecord) for start in other.starts]
+        older = (start.cell == cell and (start.held is None or start.held.number < record.number) for start in starts)
+        return not any(older) and super().may_hold(cell, record)
+
+
+class BelievesTheListing(History):
+    def largest_seen(self, members: object) -> int:
+        return self.newest
+
+
+class KeepsOldStarts(History):
+    def is_superseded(self, member: Member) -> bool:
+        return False
+
+
+class TrustsUnrecordedStarts(History):
+    def is_superseded(self, member: Member) -> bool:
+        recorded = (start.id for other in self._records if isinstance(other, StartRecord) for start in other.starts)
+        return member.start in recorded and super().is_superseded(member)
+
+
+class KeepsAllSteps(History):
+    def keeps_steps(self, cell: int, held: ModelId | None, base: ModelId | None) -> bool:
+        return True
+
+
+class ComparesNumbers(Holding):
+    def settle(self, standing: Record, history: History) -> Fate:
+        fate = super().settle(standing, history)
+        if fate is Fate.PUT_BACK and isinstance(standing, RoundRecord):
+            self.model = ModelId(standing.run, standing.number, "0" * 32)
+            return Fate.GAVE
+        return fate
+
+
+class CountsAsGiven(Holding):
+    """A cell that was behind goes on with its steps."""
+
+    def settle(self, standing: Record, history: History) -> Fate:
+        fate = super().settle(standing, history)
+        return Fate.GAVE if fate is Fate.TOOK_OVER else fate
+
+
+class Overwrites(MemoryJournal):
+    def put(self, record: Record, chance: Random) -> Record:
+        if record.number < len(self.records) and chance.random() < 0.1:
+            self.records[record.number] = record
+        return super().put(record, chance)
+
+
+class Deletes(MemoryJournal):
+    """Old records are gone, so that an old number may be put again."""
+
+    def put(self, record: Record, chance: Random) -> Record:
+        if record.number < len(self.records) - 1:
+            self.records[record.number] = record
+        return super().put(record, chance)
+
+
+def world_of(
+    *, history: type[History] = History, holding: type[Holding] = Holding, journal: type[MemoryJournal] = MemoryJournal
+) -> type[World]:
+    """Return a world in which another rule, or another journal, is used."""
+
+    class Changed(World):
+        histories, holdings, journals = history, holding, journal
+
+    return Changed
+
+
+class TakesLostContactForANo(World):
+    def hear_end(self, process: Process, attempt: RoundRecord, *, hears_no: bool) -> None:
+        process.holding.hear_no(attempt)
+
+
+class JudgesByTheError(World):
+    """A reply that was lost is sent again; what comes back is that the number exists, and is taken for a failure."""
+
+    def publish(self, attempt: RoundRecord) -> Record:
+        standing = super().publish(attempt)
+        return void_of(attempt) if self.chance.random() < 0.2 else standing
+
+
+class SavesTheDoubtfulModel(World):
+    def save(self, process: Process) -> None:
+        super().save(process)
+        saved = self.disks[process.cell]
+        assert saved is not None
+        if saved.doubt is not None:
+            local = saved.local[saved.mark :]
+            self.disks[process.cell] = type(saved)(saved.start, saved.doubt.model, None, 0, local, saved.place)
+
+
+class SavesTheBaseOnly(World):
+    """The attempt in doubt is not saved, and its steps are taken for new ones."""
+
+    def save(self, process: Process) -> None:
+        super().save(process)
+        saved = self.disks[process.cell]
+        assert saved is not None
+        self.disks[process.cell] = type(saved)(
+            saved.start, saved.model, None, 0, saved.local[saved.mark :], saved.place
+        )
+
+
+class TakesOverBeforeTheRound(World):
+    """A cell that is behind takes the base over before the record stands, so that no record names it as a holder."""
+
+    def take_base(self, process: Process, base: RoundRecord) -> None:
+        process.holding.model = base.model
+        process.local = []
+        process.place = base.places[process.cell]
+
+
+class LosesStepsOfAVoid(World):
+    def keep_steps(self, process: Process, fate: Fate, attempt: RoundRecord) -> None:
+        super().keep_steps(process, fate, attempt)
+        if fate is Fate.PUT_BACK:
+            process.local = process.local[process.mark :]
+
+
+class CountsStepsTwice(World):
+    def keep_steps(self, process: Process, fate: Fate, attempt: RoundRecord) -> None:
+        if fate is not Fate.GAVE:
+            super().keep_steps(process, fate, attempt)
+
+
+class StaysInItsData(World):
+    """A cell whose model is replaced goes on behind its own steps."""
+
+    def keep_steps(self, process: Process, fate: Fate, attempt: RoundRecord) -> None:
+        place = process.place
+        super().keep_steps(process, fate, attempt)
+        process.place = place
+
+
+class PublishesByTheLowest(World):
+    def choose_publisher(self, members: list[Process]) -> Process | None:
+        lowest = min(members, key=lambda process: process.cell)
+        return lowest if lowest.reaches else None
+
+
+WITHOUT = {
+    "waits for absent holders": (world_of(history=GoesOnWithWhoIsHere), "b"),
+    "forgetting ends with a later record": (world_of(history=ForgetsForEver), "b"),
+    "only the newest start counts": (world_of(history=BelievesAnyStart), "b"),
+    "a number that a member has seen exists": (world_of(history=BelievesTheListing), "abcd"),
+    "an older start stops": (world_of(history=KeepsOldStarts), "abcd"),
+    "a start that others have overtaken stops": (world_of(history=TrustsUnrecordedStarts), "abcd"),
+    "steps that are in a later round are dropped": (world_of(history=KeepsAllSteps), "d"),
+    "a model is known by its id": (world_of(holding=ComparesNumbers), "ad"),
+    "who was behind drops its steps": (world_of(holding=CountsAsGiven), "d"),
+    "a record is never overwritten": (world_of(journal=Overwrites), "abcd"),
+    "a record is never deleted": (world_of(journal=Deletes), "abcd"),
+    "a no must be said": (TakesLostContactForANo, "abd"),
+    "what stands decides, not the error": (JudgesByTheError, "abd"),
+    "a doubtful model is saved as such": (SavesTheDoubtfulModel, "ad"),
+    "the steps of a doubt are saved": (SavesTheBaseOnly, "d"),
+    "a cell holds only what it took part in": (TakesOverBeforeTheRound, "b"),
+    "steps of a void are put back": (LosesStepsOfAVoid, "d"),
+    "steps of a round are dropped": (CountsStepsTwice, "d"),
+    "a cell continues at the record's place": (StaysInItsData, "d"),
+    "a member that reaches the journal publishes": (PublishesByTheLowest, "c"),
+}
+
+
+LATE = {"a start that others have overtaken stops": 4900}
+"""The first history to play, where the rule is broken late"""
+
+
+@pytest.mark.parametrize("condition", WITHOUT)
+def test_each_condition_is_needed(condition: str) -> None:
+    worlds, invariants = WITHOUT[condition]
+    first = LATE.get(condition, 0)
+    broken = first_broken(worlds, range(first, first + 5000))
+    assert broken is not None and str(broken)[0] in invariants, broken
+
+
+# Histories ------------------------------------------------------------------------------------------------------------
+
+
+def test_random_histories_hold_the_rule() -> None:
+    assert first_broken(World, range(1000)) is None
+
+
+class Cells(RuleBasedStateMachine):
+    """Events in an order that hypothesis chooses, and shortens where the rule is broken."""
+
+    @initialize(seed=st.integers(0, 2**32), cells=st.integers(2, 4))
+    def begin(self, seed: int, cells: int) -> None:
+        self.world = World(Random(seed), cells)
+        for cell in range(cells):
+            self.world.start(cell)
+
+    @rule(event=st.sampled_from([event for event in EVENTS if event not in ("meet", "advance")]))
+    def one_cell(self, event: str) -> None:
+        happen(self.world, event)
+
+    @rule()
+    def meet(self) -> None:
+        happen(self.world, "meet")
+
+    @precondition(lambda self: bool(self.world.meetings))
+    @rule(count=st.integers(1, 6))
+    def advance(self, count: int) -> None:
+        for _ in range(count):
+            happen(self.world, "advance")
+
+    @invariant()
+    def holds(self) -> None:
+        self.world.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.end()
+
+
+class TestCells(Cells.TestCase):  # type: ignore[name-defined,misc]
+    settings = settings(
+        max_examples=60,
+        stateful_step_count=40,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+
+
+RUN = "a" * 32
+
+
+def made(
+    number: int, cells: tuple[int, ...], base: RoundRecord | None = None, places: tuple[int, ...] = ()
+) -> RoundRecord:
+    name = f"{number:032x}" if number else RUN
+    model = None if base is None else base.model
+    places = places or (0, 0, 0)
+    weights = (1.0,) * len(cells)
+    return RoundRecord(RUN, number, name, model, next_lineage(base, name), cells, weights, places)
+
+
+def history_of(*records: Record) -> History:
+    history = History()
+    history.add(records)
+    return history
+
+
+def member(cell: int, held: RoundRecord | None = None, *, start: str = "", since: int = -1) -> Member:
+    return Member(cell, start or f"{cell:032x}", since, None if held is None else held.model)
+
+
+def test_finished_cells_that_return_fork_majorities_and_not_the_journal() -> None:
+    """Cells 0 to 3 of five make a round, after which 2 and 3 have finished; cells 2 and 3 are started again later.
+
+    Cell 0 goes on with the newcomer 4: it is half of the voters that are left. Cell 1 goes on with 2 and 3, which have
+    inherited their votes: more than half of all voters. So the same votes count on both sides.
+    """
+    version = Version(1, 100, "aa", ("0.a", "1.a", "2.a", "3.a"))
+    zero, one = (CellRecord(cell, 5, f"{cell}.a", version=version, left=(2, 3)) for cell in (0, 1))
+    again = [CellRecord(cell, 5, f"{cell}.b", restarts=1, version=version, inherited=(f"{cell}.a",)) for cell in (2, 3)]
+    sides = [[zero, CellRecord(4, 5, "4.a")], [one, *again]]
+    assert [form_epoch(side, 200, least=2, looks=0).refusal for side in sides] == ["", ""]  # the fork
+
+    first = made(0, (0, 1, 2, 3), places=(0,) * 5)
+    starts = (Start(2, "c" * 32, first.model), Start(3, "d" * 32, first.model), Start(4, f"{4:032x}", None))
+    history = history_of(first, StartRecord(RUN, 1, "e" * 32, starts))
+    members = [[member(0, first), member(4)], [member(1, first), member(2, first), member(3, first)]]
+    decisions = [history.choose_base(side) for side in members]
+    assert decisions == [Continue(first)] * 2  # both may try, but there is one number
+    attempts = [
+        history.attempt(first, side, weights=dict.fromkeys(range(5), 1), places=dict.fromkeys(range(5), 1), cells=5)
+        for side in members
+    ]
+    assert [attempt.number for attempt in attempts] == [2, 2]
+    history.add(attempts[:1])
+    assert history.choose_base(members[1]) == Wait(attempts[0], (0, 4))
+
+
+def test_an_older_model_is_not_taken_while_a_newer_one_lives() -> None:
+    """Three cells: 0 and 2 make a round, 0 makes another one with 1 and is killed, and meets 2 without its model."""
+    second = made(0, (0, 2))
+    third = made(1, (0, 1), second)
+    restart = StartRecord(RUN, 2, "b" * 32, (Start(0, "c" * 32, None),))
+    history = history_of(second, third, restart)
+    here = [member(0, start="c" * 32), member(2, second)]
+    for _ in range(3):  # however often they try
+        assert history.choose_base(here) == Wait(third, (1,))
+    assert history.choose_base([*here, member(1, third)]) == Continue(third)
+    assert history.choose_base([member(1, third)]) == Continue(third)  # whoever holds it may go on alone
+
+
+def test_a_holder_that_is_forgotten_is_not_waited_for() -> None:
+    first = made(0, (0, 1))
+    second = made(1, (1,), first)
+    history = history_of(first, second)
+    assert history.choose_base([member(0, first)]) == Wait(second, (1,))
+    history.add([ForgetRecord(RUN, 2, "f" * 32, 1)])
+    assert history.choose_base([member(0, first)]) == Continue(first)
+    again = made(3, (0, 1), first)
+    history.add([again])
+    assert history.choose_base([member(2)]) == Wait(again, (0, 1))  # it counts for what it has taken part in since
+
+
+def test_cells_begin_anew_once_all_models_are_lost() -> None:
+    first = made(0, (0, 1))
+    starts = (Start(0, "c" * 32, None), Start(1, "d" * 32, None))
+    history = history_of(first, StartRecord(RUN, 1, "e" * 32, starts))
+    here = [member(0, start="c" * 32), member(1, start="d" * 32)]
+    assert history.choose_base(here) == Continue(None)
+    attempt = history.attempt(None, here, weights={0: 3, 1: 4}, places={0: 3, 1: 4}, cells=3)
+    assert (attempt.cells, attempt.weights, attempt.places, attempt.base) == ((0, 1), (3, 0), (3, 0, 0), None)
+
+
+def test_a_cell_that_was_behind_takes_over_or_moves_its_steps() -> None:
+    first = made(0, (0, 1), places=(2, 2, 0))
+    second = made(1, (0,), first, places=(4, 2, 0))
+    history = history_of(first, second)
+    here = [member(0, second), member(1, first)]
+    attempt = history.attempt(second, here, weights={0: 2, 1: 2}, places={0: 6, 1: 4}, cells=3)
+    assert (attempt.weights, attempt.places) == ((2, 0), (6, 2, 0))
+    fates = []
+    for cell, held in ((0, second), (1, first), (2, None)):
+        holding = Holding(cell, None if held is None else held.model)
+        holding.say_yes(attempt)
+        fates.append(holding.settle(attempt, history))
+        assert holding.model == attempt.model and holding.doubt is None and holding.seen == 2
+    assert fates == [Fate.GAVE, Fate.MOVED, Fate.TOOK_OVER]
+    holding.say_yes(attempt)
+    assert holding.settle(void_of(attempt), history) is Fate.PUT_BACK
+    with pytest.raises(ValueError, match="cell 2 has no doubt"):
+        holding.settle(attempt, history)
+
+
+def test_a_journal_is_refused_by_a_cell_that_holds_what_it_lacks() -> None:
+    first = made(0, (0, 1))
+    history = history_of(first)
+    history.check_holder(0, first.model)
+    history.check_holder(1, None)
+    for other in (ModelId(RUN, 0, "b" * 32), ModelId("b" * 32, 0, first.id), ModelId(RUN, 7, first.id)):
+        with pytest.raises(ConfigError, match=f"cell 1 holds the model of record {other.number} of run {other.run}"):
+            history.check_holder(1, other)
+
+
+def test_records_that_do_not_follow_are_refused() -> None:
+    first = made(0, (0, 1))
+    history = history_of(first)
+    wrong: list[Record] = [
+        VoidRecord(RUN, 2, "b" * 32),
+        VoidRecord("b" * 32, 1, "b" * 32),
+        replace(made(1, (0,), first), lineage="0" * 16),
+        replace(made(1, (0,), first), base=ModelId(RUN, 0, "b" * 32)),
+        made(1, (0,), first, places=(0, 0)),
+    ]
+    for record in wrong:
+        with pytest.raises(CheckpointError, match="does not follow"):
+            history.add([record])
+    assert history.newest == 0

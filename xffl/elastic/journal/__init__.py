@@ -1,0 +1,9 @@
+"""The journal of an elastic run: numbered records that decide which rounds count.
+
+Which round was taken is one fact, and it is kept in one place. The journal has one record for each number, written once
+and never changed. A cell that wants to make a round tries the next number; the round is taken if and only if its record
+stands there.
+
+:mod:`~xffl.elastic.journal.records` has the records and their text; :mod:`~xffl.elastic.journal.rule` decides from them
+which cells may continue, and from which model.
+"""

@@ -1,0 +1,360 @@
+"""The rule of an elastic run: which cells may continue, from which model, and what becomes of a cell's steps.
+
+This module is pure: it is given records that stand in the journal and what cells tell each other, and asks nobody.
+
+**The rule.** The newest round of the journal is the run's model. If a cell here holds it, the cells here continue from
+it, however few they are. If none does, they wait for those cells of that round that are not here, except for those that
+have lost it: a later record forgets the cell, or a later start of its job holds an older model. If nobody is left to
+wait for, the model is lost, and the same question is asked of the round before; if all are lost, the run begins anew
+from the start of the lowest cell here.
+
+**A round.** The cells here have read every record below a number, nobody has read one under it, and each says yes to
+the attempt to make it a round. Then one of them publishes it. It is taken if and only if its record stands. A cell
+whose contact is lost after its yes is in doubt. It trains no further; it publishes a void record under that number, and
+what then stands ends the doubt. A cell holds a model only by a round that it took part in.
+
+**Why a run never goes back.** Claim: if a round with number n stands whose base is older than a round w < n, then no
+cell that is not forgotten holds w, or ever will.
+
+1. A number has one content, so the attempt n was published after all records below n stood, and its cells had read all
+   of them: among them w. They passed over w, so none of them held it, and each cell of w was here without it, forgotten
+   after w, or started again with an older model after w.
+2. A cell of w that was here had told its model, and had ended its doubts before. It cannot be in doubt about w again: a
+   yes belongs to one attempt, and w stands. If an older start of the same cell still runs elsewhere, it is not the
+   newest in the journal; it stops when it reads that, and saves nothing.
+3. A cell that started again after w holds what its newest start says, by the same argument.
+
+**Why no step counts twice.** A record has the place in its data that each cell's steps have reached in its model.
+A cell continues from there when it takes a model over, unless its steps since its own model are in no later round
+(:meth:`History.keeps_steps`); and it drops the steps of an attempt if and only if its record stands.
+
+**Why it makes progress.** Who holds the newest model waits for nobody. A doubt ends as soon as any cell here reaches
+the journal. A wait names cells, and ends when they come, start again without the model, or are forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from xffl.elastic.journal.records import (
+    ForgetRecord,
+    ModelId,
+    Record,
+    RoundRecord,
+    Start,
+    StartRecord,
+    VoidRecord,
+    make_id,
+    next_lineage,
+)
+from xffl.errors import CheckpointError, ConfigError
+
+__all__ = [
+    "Continue",
+    "Fate",
+    "History",
+    "Holding",
+    "Member",
+    "Wait",
+    "forget_of",
+    "void_of",
+]
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a cell tells the others at a meeting, once its doubts have ended."""
+
+    cell: int
+    start: str  # id of this start of its job
+    since: int  # number of the newest record when its job started, before it loaded anything; -1 if there was none
+    held: ModelId | None = None  # the model that it holds; None: it has only its own start
+    seen: int = -1  # the largest number of a record that it knows of; -1 if none
+
+
+@dataclass(frozen=True)
+class Continue:
+    """The cells here may make a round."""
+
+    base: RoundRecord | None  # the round whose model they start from; None: the start of the lowest cell
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The cells here must not make a round, because others may hold a newer model."""
+
+    round: RoundRecord
+    cells: tuple[int, ...]  # that may hold its model, and are not here
+
+
+class Fate(Enum):
+    """What becomes of the steps that a cell has made, once an attempt to make a round has ended."""
+
+    GAVE = "gave"  # those sent are in the model; those made since the yes continue from it
+    TOOK_OVER = "took over"  # the model was replaced: all are dropped, and the record's place in the data applies
+    MOVED = "moved"  # the model was replaced by a later one of the same chain, and they apply to it as well
+    PUT_BACK = "put back"  # no round: they apply to the model that the cell holds
+
+
+class History:
+    """The records of a run's journal that a cell has read: all of them, up to the newest that it knows."""
+
+    def __init__(self) -> None:
+        self._records: list[Record] = []
+
+    @property
+    def newest(self) -> int:
+        """Return the number of the newest record; -1 if there is none."""
+        return len(self._records) - 1
+
+    @property
+    def run(self) -> str:
+        """Return the id of the run: that of the journal's first record; empty if there is none."""
+        return self._records[0].id if self._records else ""
+
+    def add(self, records: Iterable[Record]) -> None:
+        """Append the records that follow, as read from the journal.
+
+        CheckpointError if they do not belong to this journal.
+        """
+        for record in records:
+            run = self.run or record.id
+            if record.number != self.newest + 1 or record.run != run:
+                raise CheckpointError(
+                    f"record {record.number} of run {record.run} does not follow record {self.newest} of run {run}; "
+                    "give each run a journal of its own"
+                )
+            if isinstance(record, RoundRecord):
+                self._check_base(record)
+            self._records.append(record)
+
+    def _check_base(self, record: RoundRecord) -> None:
+        base = None if record.base is None else self.round_of(record.base)
+        is_unlike = base is not None and len(base.places) != len(record.places)
+        if (base is None) != (record.base is None) or is_unlike or record.lineage != next_lineage(base, record.id):
+            raise CheckpointError(f"record {record.number} of run {record.run} does not follow from its base")
+
+    def __getitem__(self, number: int) -> Record:
+        return self._records[number]
+
+    def round_of(self, model: ModelId | None) -> RoundRecord | None:
+        """Return the round that made a model; ``None`` if no record here did."""
+        if model is None or model.run != self.run or model.number > self.newest:
+            return None
+        record = self._records[model.number]
+        return record if isinstance(record, RoundRecord) and record.id == model.id else None
+
+    def check_holder(self, cell: int, held: ModelId | None) -> None:
+        """Raise ConfigError if this is not the journal by which a cell holds its model."""
+        if held is not None and self.round_of(held) is None:
+            raise ConfigError(
+                f"cell {cell} holds the model of record {held.number} of run {held.run}, which the journal of run "
+                f"{self.run or '(empty)'} does not have; give the cells the journal with which they have trained"
+            )
+
+    def rounds(self) -> Iterator[RoundRecord]:
+        """Yield the rounds, the newest first."""
+        return (record for record in reversed(self._records) if isinstance(record, RoundRecord))
+
+    def chain(self, record: RoundRecord | None) -> Iterator[RoundRecord]:
+        """Yield the rounds that lead to a model, itself first."""
+        while record is not None:
+            yield record
+            record = self.round_of(record.base)
+
+    # Who may continue -------------------------------------------------------------------------------------------------
+
+    def choose_base(self, members: Sequence[Member]) -> Continue | Wait:
+        """Decide whether the members may make a round, and from which model.
+
+        All records up to the largest number that a member has seen must have been added, the starts of all members be
+        recorded, and none of them be superseded.
+        """
+        here = {member.cell for member in members}
+        held = {member.held for member in members}
+        for record in self.rounds():
+            if record.model in held:
+                return Continue(record)
+            missing = tuple(cell for cell in record.cells if cell not in here and self.may_hold(cell, record))
+            if missing:
+                return Wait(record, missing)
+        return Continue(None)
+
+    def may_hold(self, cell: int, record: RoundRecord) -> bool:
+        """Tell whether a cell of a round may still hold its model."""
+        for later in reversed(self._records[record.number + 1 :]):
+            if isinstance(later, ForgetRecord) and later.cell == cell:
+                return False
+            # Only its newest start counts: an earlier one has ended, or stops when it reads of the newest.
+            start = _start_of(cell, later)
+            if start is not None:
+                if start.held is None or start.held.number < record.number:
+                    return False
+                break
+        return not self._is_forgotten(cell, record.number)
+
+    def _is_forgotten(self, cell: int, number: int) -> bool:
+        later = self._records[number + 1 :]
+        return any(isinstance(record, ForgetRecord) and record.cell == cell for record in later)
+
+    def largest_seen(self, members: Iterable[Member]) -> int:
+        """Return the number up to which records must be read before the members may decide.
+
+        A listing of the journal may be old: each member's word that a record exists counts as well.
+        """
+        known = (max(member.seen, -1 if member.held is None else member.held.number) for member in members)
+        return max(self.newest, *known, -1)
+
+    # Starts -----------------------------------------------------------------------------------------------------------
+
+    def is_superseded(self, member: Member) -> bool:
+        """Tell whether a later start of the same cell is in the journal, so that this one must stop and save nothing.
+
+        If this start is recorded, a later one stands above it. If it is not, then any start of the cell that was
+        recorded since it began is another job's, which may have gone further than what this one has loaded.
+        """
+        for record in reversed(self._records[max(0, member.since + 1) :]):
+            start = _start_of(member.cell, record)
+            if start is not None:
+                return start.id != member.start
+        return False
+
+    def unrecorded(self, members: Iterable[Member]) -> tuple[Start, ...]:
+        """Return the starts of the members that have to be recorded before these decide."""
+        recorded = {start.id for record in self._records if isinstance(record, StartRecord) for start in record.starts}
+        new: dict[int, Member] = {}
+        for member in members:
+            if member.start not in recorded:
+                # Of two new starts of one cell the other is superseded at once: the one that holds more stays.
+                other = new.get(member.cell)
+                new[member.cell] = member if other is None else max(other, member, key=_precedence)
+        return tuple(Start(member.cell, member.start, member.held) for _, member in sorted(new.items()))
+
+    def start_record(self, starts: tuple[Start, ...]) -> StartRecord:
+        """Return the record of some starts, to be published under the next number."""
+        attempt = make_id()
+        return StartRecord(self.run or attempt, self.newest + 1, attempt, starts)
+
+    # A round ----------------------------------------------------------------------------------------------------------
+
+    def attempt(
+        self,
+        base: RoundRecord | None,
+        members: Sequence[Member],
+        *,
+        weights: Mapping[int, float],
+        places: Mapping[int, int],
+        cells: int,
+        left: Iterable[int] = (),
+    ) -> RoundRecord:
+        """Return an attempt of the members to make the next round.
+
+        :param base: What :meth:`choose_base` has chosen.
+        :param members: The cells that take part.
+        :param weights: By cell, what it would contribute.
+        :param places: By cell, how far in its data its steps are.
+        :param cells: Number of cells of the federation.
+        :param left: Cells that have finished the run once the round is taken.
+        :return: The record of the round, to be published once all members have said yes.
+        """
+        name = make_id()
+        first = min(member.cell for member in members)
+        giving = {
+            member.cell for member in members if (member.cell == first if base is None else member.held == base.model)
+        }
+        reached = [0] * cells if base is None else list(base.places)
+        for cell in giving:
+            reached[cell] = places[cell]
+        numbers = sorted(member.cell for member in members)
+        return RoundRecord(
+            run=self.run or name,
+            number=self.newest + 1,
+            id=name,
+            base=None if base is None else base.model,
+            lineage=next_lineage(base, name),
+            cells=tuple(numbers),
+            weights=tuple(weights[cell] if cell in giving else 0.0 for cell in numbers),
+            places=tuple(reached),
+            left=tuple(sorted(left)),
+        )
+
+    def keeps_steps(self, cell: int, held: ModelId | None, base: ModelId | None) -> bool:
+        """Tell whether the steps that a cell has made on its model apply to a later base, and none of them is in it."""
+        own = self.round_of(held)
+        later = self.round_of(base)
+        if own is None or later is None or own not in self.chain(later):
+            return False
+        return later.places[cell] == own.places[cell]
+
+
+@dataclass
+class Holding:
+    """What one start of a cell holds: a model, and the attempt about which it may be in doubt."""
+
+    cell: int
+    model: ModelId | None = None
+    doubt: RoundRecord | None = None
+    seen: int = -1  # the largest number of a record that it knows of
+
+    def say_yes(self, attempt: RoundRecord) -> None:
+        """Note that this cell is about to say yes to an attempt: from now on it may become a round."""
+        self.doubt = attempt
+
+    def hear_no(self, attempt: RoundRecord) -> Fate:
+        """Note that a cell of the attempt has said no, so that nobody will publish it.
+
+        Lost contact is no such word.
+        """
+        if self.doubt == attempt:
+            self.doubt = None
+        return Fate.PUT_BACK
+
+    def note_seen(self, number: int) -> None:
+        """Note that a record with this number stands."""
+        self.seen = max(self.seen, number)
+
+    def settle(self, standing: Record, history: History) -> Fate:
+        """End the doubt by the record that stands under the number of its attempt.
+
+        :param standing: The record, as the journal has answered.
+        :param history: All records below it.
+        :return: What becomes of the steps that this cell has made.
+        """
+        attempt = self.doubt
+        if attempt is None or standing.number != attempt.number:
+            raise ValueError(f"cell {self.cell} has no doubt about record {standing.number}")
+        self.doubt = None
+        self.note_seen(standing.number)
+        if standing.id != attempt.id:
+            return Fate.PUT_BACK
+        held = self.model
+        self.model = attempt.model
+        if not attempt.is_behind(self.cell, held):
+            return Fate.GAVE
+        return Fate.MOVED if history.keeps_steps(self.cell, held, attempt.base) else Fate.TOOK_OVER
+
+
+def _precedence(member: Member) -> tuple[int, int, str]:
+    return (-1 if member.held is None else member.held.number, member.since, member.start)
+
+
+def void_of(attempt: RoundRecord) -> VoidRecord:
+    """Return the record by which a cell in doubt gives the number of an attempt up."""
+    name = make_id()
+    is_first = attempt.number == 0  # the id of the first record is that of the run
+    return VoidRecord(name if is_first else attempt.run, attempt.number, name)
+
+
+def forget_of(history: History, cell: int) -> ForgetRecord:
+    """Return the record that forgets what a cell holds, to be published under the next number."""
+    name = make_id()
+    return ForgetRecord(history.run or name, history.newest + 1, name, cell)
+
+
+def _start_of(cell: int, record: Record) -> Start | None:
+    """Return the start of a cell in a record; ``None`` if it has none."""
+    if not isinstance(record, StartRecord):
+        return None
+    return next((start for start in record.starts if start.cell == cell), None)
