@@ -278,8 +278,9 @@ class Progress:
 
     def drain(self) -> None:
         """Wait until the GPU has done all that the current stream was given."""
-        self.note()
-        self._await(0)
+        if self._device.type == "cuda":
+            self.note()
+            self._await(0)
 
     def forget(self) -> None:
         """Begin anew, whatever became of the messages before."""
