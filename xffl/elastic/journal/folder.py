@@ -26,7 +26,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from xffl.checks import decimal
 from xffl.elastic.journal.records import (
     LONGEST_RECORD,
     JournalUnreachable,
@@ -40,7 +39,7 @@ from xffl.files import create, make_folders, open_regular, read_bytes, read_limi
 
 __all__ = ["JournalFolder", "hold_folder"]
 
-_NAME = re.compile(r"[0-9]{9}\.json")
+_NAME = re.compile(r"([0-9]{9})\.json")
 _TEMPORARY = re.compile(r"\.([0-9]{9}\.json|check)\.[0-9a-f]{32}")
 _PROBE = re.compile(r"\.probe\.[0-9a-f]{32}")
 _LOCK = ".lock"
@@ -141,8 +140,8 @@ class JournalFolder:
         """Return the largest number in a listing of the folder, which may be old; -1 if there is none."""
         try:
             with os.scandir(self.path) as entries:
-                numbers = (decimal(entry.name.partition(".")[0]) for entry in entries if _NAME.fullmatch(entry.name))
-                return max(numbers, default=-1)
+                names = [_NAME.fullmatch(entry.name) for entry in entries]
+                return max((int(name[1]) for name in names if name is not None), default=-1)
         except OSError as error:
             raise JournalUnreachable(f"the journal {self.path} cannot be listed ({error})") from error
 

@@ -213,10 +213,10 @@ class RemoteJournal:
         :return: The record that stands, on the disk of the service.
         :raises JournalUnreachable: if it is not known what stands.
         """
-        [standing] = self._ask(PUT, record_text(record).encode(), most=1) or [None]
-        if standing is None or standing.number != record.number:
+        standing = self._ask(PUT, record_text(record).encode())
+        if [answer.number for answer in standing] != [record.number]:
             raise JournalUnreachable(f"the journal {self._url} has not answered what stands under {record.number}")
-        return standing
+        return standing[0]
 
     def read_from(self, number: int) -> list[Record]:
         """Return the records from a number on, in order and without a gap, possibly not all of them.
@@ -225,16 +225,16 @@ class RemoteJournal:
         :return: The records: none if there is no record of that number.
         :raises JournalUnreachable: if the service does not answer.
         """
-        return self._ask(READ, json.dumps({"from": number}).encode(), most=LONGEST_ANSWER)
+        return self._ask(READ, json.dumps({"from": number}).encode())
 
-    def _ask(self, path: str, body: bytes, most: int) -> list[Record]:
+    def _ask(self, path: str, body: bytes) -> list[Record]:
         """Ask until there is an answer or patience ends, with longer and longer pauses."""
         deadline = time.monotonic() + self._patience_s
         pause_s = FIRST_PAUSE_S
         while True:
             try:
                 lines = self._try(path, body).splitlines()
-                return [read_record(line, f"the answer of the journal {self._url}") for line in lines[:most]]
+                return [read_record(line, f"the answer of the journal {self._url}") for line in lines]
             except (OSError, http.client.HTTPException, JournalUnreachable, CheckpointError) as error:
                 if time.monotonic() + pause_s > deadline:
                     reason = str(error) or type(error).__name__
