@@ -453,9 +453,14 @@ def test_elastic_cell_and_its_restarts() -> None:
     assert restarts_of({}) == restarts_of({"XFFL_RESTARTS": " "}) == 0
     assert restarts_of({"XFFL_RESTARTS": "2", "SLURM_RESTART_COUNT": "1"}) == 2
     assert restarts_of({"SLURM_RESTART_COUNT": "1"}) == 1
-    for text in ("-1", "two"):
-        with pytest.raises(LaunchError, match=f"XFFL_RESTARTS must be an integer of 0 or more, got '{text}'"):
-            restarts_of({"XFFL_RESTARTS": text})
+    # Submitted for the third time, and then requeued: the cell starts for the fourth time.
+    assert restarts_of({"XFFL_EARLIER_JOBS": "2", "SLURM_RESTART_COUNT": "1"}) == 3
+    # In a cell that xffl exec has started, all that was before is in its count.
+    assert restarts_of({"XFFL_RESTARTS": "4", "XFFL_EARLIER_JOBS": "2", "SLURM_RESTART_COUNT": "1"}) == 4
+    for name in ("XFFL_RESTARTS", "XFFL_EARLIER_JOBS", "SLURM_RESTART_COUNT"):
+        for text in ("-1", "two"):
+            with pytest.raises(LaunchError, match=f"{name} must be an integer of 0 or more, got '{text}'"):
+                restarts_of({name: text})
 
 
 @pytest.mark.parametrize(

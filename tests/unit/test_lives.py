@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from xffl.cluster.launch import elastic
 from xffl.cluster.launch.failure import CellLives
 
 LEADER = """
@@ -55,3 +58,42 @@ def test_cells_that_are_not_started_again_are_told(tmp_path: Path) -> None:
     launcher.end_cell(2, 137)
     assert cell.ended_cells() == {0: 0, 2: 137}
     assert cell.living() == ()
+
+
+# Folders of launchers -------------------------------------------------------------------------------------------------
+
+
+HOLD = """
+import sys, time
+from xffl.cluster.launch import elastic
+with elastic._run_folder() as folder:
+    print(folder, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_the_folder_of_a_killed_launcher_is_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    others = [tmp_path / name for name in ("xffl-cells-file", "else")]
+    others[0].write_text("somebody's file")
+    others[1].mkdir()
+    words = [sys.executable, "-c", HOLD]
+    folders = []
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}) as held:
+        with subprocess.Popen(
+            words, stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}
+        ) as killed:
+            for process in (held, killed):
+                assert process.stdout is not None
+                folders.append(Path(process.stdout.readline().strip()))
+            killed.kill()
+        with elastic._run_folder():
+            assert all(folder.is_dir() for folder in folders)  # its ranks may still be ending
+        for path in (*folders, *others):
+            os.utime(path, (0, 0))
+        with elastic._run_folder() as folder:
+            assert sorted(tmp_path.iterdir()) == sorted([Path(folder), folders[0], *others])
+        assert sorted(tmp_path.iterdir()) == sorted([folders[0], *others])
+        held.kill()

@@ -520,9 +520,9 @@ def test_a_cell_alone_is_submitted_again_while_the_others_run(
     assert main(words) == 2
     assert f"job 11, which has not ended, writes to {project}/runs/demo/cell_0; give" in capsys.readouterr().err
     assert len((tmp_path / "count").read_text()) == 3
-    assert "XFFL_RESTARTS" not in str(commands(dry(capsys, *words[2:])))
+    assert "XFFL_EARLIER_JOBS" not in str(commands(dry(capsys, *words[2:])))
     # It may have lost the model that it had, as after a restart.
-    assert commands(dry(capsys, *words[2:], "--cell", "1"))[0][2] == "XFFL_RESTARTS=1"
+    assert commands(dry(capsys, *words[2:], "--cell", "1"))[0][2] == "XFFL_EARLIER_JOBS=1"
     assert main([*words, "--cell", "1"]) == 0 and capsys.readouterr().out == "14\n"
     assert main([*words, "--cell", "2"]) == 2
 

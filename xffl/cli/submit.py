@@ -327,7 +327,7 @@ class _Elastic:
             lives = environ
             if number is not None and (before := len(submit.earlier_jobs(folder))):
                 # Submitted again, it may have lost what the run has made of the model, as a requeued one.
-                lives = environ | {"XFFL_RESTARTS": str(before)}
+                lives = environ | {"XFFL_EARLIER_JOBS": str(before)}
             if lives:
                 # Not in the script's own lines, which a site may have replaced.
                 told = ("env", *(f"{name}={text}" for name, text in lives.items()))

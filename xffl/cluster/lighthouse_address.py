@@ -90,11 +90,24 @@ def elastic_cell(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | N
 
 
 def restarts_of(environ: Mapping[str, str] = os.environ) -> int:
-    """Return how often this job was started before, as ``XFFL_RESTARTS`` or else ``SLURM_RESTART_COUNT`` says."""
-    for name in ("XFFL_RESTARTS", "SLURM_RESTART_COUNT"):
-        if text := environ.get(name, "").strip():
-            return integer(name, text if decimal(text) is None else decimal(text), 0, error=LaunchError)
-    return 0
+    """Return how often this job was started before.
+
+    ``XFFL_RESTARTS`` says it, which ``xffl exec`` sets for the cells that it starts. Otherwise it is the number of jobs
+    that ``xffl submit`` had submitted for the cell before this one (``XFFL_EARLIER_JOBS``), plus how often SLURM has
+    requeued this one (``SLURM_RESTART_COUNT``).
+    """
+    total = _count("XFFL_RESTARTS", environ)
+    if total is not None:
+        return total
+    return sum(_count(name, environ) or 0 for name in ("XFFL_EARLIER_JOBS", "SLURM_RESTART_COUNT"))
+
+
+def _count(name: str, environ: Mapping[str, str]) -> int | None:
+    """Return the count that a variable holds; ``None`` where it is unset."""
+    text = environ.get(name, "").strip()
+    if not text:
+        return None
+    return integer(name, text if decimal(text) is None else decimal(text), 0, error=LaunchError)
 
 
 def replica_group_of(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:

@@ -6,8 +6,11 @@ go on; nothing here waits for a cell to be there.
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -32,7 +35,7 @@ from xffl.cluster.slurm.allocation import Host, own_host
 from xffl.compat.libc import die_with_parent
 from xffl.errors import ConfigError, LaunchError
 from xffl.extras import optional_import
-from xffl.files import read_bytes, write_whole
+from xffl.files import create, open_regular, read_bytes, write_whole
 
 __all__ = ["CellJob", "SharedLighthouse", "launch_cells", "own_lighthouse", "step_variables"]
 
@@ -43,6 +46,9 @@ _SILENCE_S = 10.0  # after so long without an answer from a lighthouse in anothe
 _ANSWER_S = 1.0
 # An address of no host (RFC 5737): where its name does not tell this host's own, the way there does.
 _FAR = "198.51.100.1"
+_FOLDER = "xffl-cells-"
+_HOLDER = "launcher"  # the file in such a folder on which the launcher holds a lock
+_ABANDONED_S = 600.0
 _IN_VAIN = ("ConfigError:", "TopologyError:")
 """What a rank fails with that would fail the same way again; other errors of xffl's own may be another cell's doing."""
 
@@ -80,7 +86,7 @@ def launch_cells(
     # Signals that have come, and whether they end the run; SIGTERM where it is ended from here.
     asked: dict[int, bool] = {}
     is_late = is_refused = False
-    with tempfile.TemporaryDirectory(prefix="xffl-cells-") as folder, caught_signals() as take_signals:
+    with _run_folder() as folder, caught_signals() as take_signals:
         lives = CellLives(folder) if are_all_here else None
         cells = [_Cell(job, restarts, folder, lives) for job in jobs]
         try:
@@ -112,6 +118,37 @@ def launch_cells(
     if (stopped_by := next((number for number, ends in asked.items() if ends), None)) is not None:
         return code_of_signal(stopped_by)
     return codes[0] if codes else ExitCode.OK
+
+
+@contextmanager
+def _run_folder() -> Iterator[str]:
+    """Make a folder for what the launchers of the cells tell this one, and remove those that killed ones have left."""
+    _remove_abandoned(Path(tempfile.gettempdir()))
+    with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder, create(Path(folder, _HOLDER)) as holder:
+        # A record lock: the processes that this one starts do not have it, and it ends with this one however it ends.
+        fcntl.lockf(holder, fcntl.LOCK_EX)
+        yield folder
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove this user's folders of runs whose launcher has ended without removing them."""
+    for folder in parent.glob(f"{_FOLDER}*"):
+        with suppress(OSError):  # somebody else's, or another launcher removes it, too
+            status = folder.lstat()
+            is_own = status.st_uid == os.geteuid() and stat.S_ISDIR(status.st_mode)
+            # Ranks that are told to end may still write there, and a launcher that has just begun locks it soon.
+            if is_own and time.time() - status.st_mtime > _ABANDONED_S and not _is_held(folder / _HOLDER):
+                shutil.rmtree(folder)
+
+
+def _is_held(file: Path) -> bool:
+    """Tell whether a process holds the lock on a file."""
+    with suppress(FileNotFoundError), open_regular(file) as held:
+        try:
+            fcntl.lockf(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 class _Cell:

@@ -5,5 +5,6 @@ and never changed. A cell that wants to make a round tries the next number; the 
 stands there.
 
 :mod:`~xffl.elastic.journal.records` has the records and their text; :mod:`~xffl.elastic.journal.rule` decides from them
-which cells may continue, and from which model.
+which cells may continue, and from which model; :mod:`~xffl.elastic.journal.folder` keeps them in a folder that the
+cells share, :mod:`~xffl.elastic.journal.service` behind a small service.
 """

@@ -229,6 +229,7 @@ def read_record(text: str | bytes, what: str) -> Record:
 
     :param text: The text, which may come from anybody.
     :param what: Where it comes from, for errors.
+    :return: The record.
     :raises CheckpointError: if it is the text of no record.
     """
     try:

@@ -1,0 +1,272 @@
+"""A journal behind a service, for cells that share no folder: the folder of one host, over HTTP.
+
+Two requests are known, both with POST. ``/put`` sends the text of a record and gets the text of the record that stands
+under its number, which is on the disk by then. ``/read`` sends ``{"from": NUMBER}`` and gets the texts of the records
+from that number on. A refusal is a line of text.
+
+Each request has a random nonce and a proof, the HMAC of its path, nonce and body under the run's token; each answer has
+one of its status and body, and of the request's nonce. So neither can be forged, and no old answer can be sent again.
+A request that is sent again does no harm: a record of the same id is put once. Nothing is encrypted; records hold
+numbers of cells, of rounds and of steps.
+
+The service may be restarted at any time: what it has answered is in its folder. A client that gets no answer asks
+again, with the same record, until its patience ends; then what stands is not known, and the cell is in doubt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import http.client
+import json
+import random
+import secrets
+import threading
+import time
+from contextlib import ExitStack
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+from xffl.checks import decimal
+from xffl.cluster.listening import is_loopback, open_listener
+from xffl.elastic.journal.folder import JournalFolder, hold_folder
+from xffl.elastic.journal.records import (
+    LONGEST_RECORD,
+    MOST_RECORDS,
+    JournalUnreachable,
+    Record,
+    read_record,
+    record_text,
+)
+from xffl.errors import CheckpointError, ConfigError, LaunchError, XfflError
+from xffl.json_text import parse_json
+from xffl.reading import Fields
+
+__all__ = ["JournalService", "RemoteJournal"]
+
+PUT, READ = "/put", "/read"
+NONCE, PROOF = "X-Xffl-Nonce", "X-Xffl-Proof"
+LONGEST_ANSWER = 4 * LONGEST_RECORD
+"""The most bytes of an answer; records beyond it are read by another request"""
+MOST_CONNECTIONS = 256
+"""Connections that are served at a time; others are closed"""
+SILENT_S = 10.0
+"""How long either side waits for the next bytes of the other"""
+PATIENCE_S = 60.0
+"""How long a client asks again, by default"""
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 2.0
+
+
+class JournalService:
+    """Serves the journal in a folder of this host, in threads of this process, until it is closed.
+
+    :param folder: The folder; no other process may serve it.
+    :param token: The run's token; empty if the run has none.
+    :param host: Address to listen at.
+    :param port: Port to listen at; 0 for any.
+    :raises ConfigError: if the folder is served by another process.
+    :raises LaunchError: if nobody can listen there.
+    """
+
+    def __init__(self, folder: JournalFolder, token: bytes, host: str, port: int) -> None:
+        with ExitStack() as held:
+            held.enter_context(hold_folder(folder.path))
+            folder.remove_temporaries()
+            try:
+                opened = open_listener(host, port, is_local=is_loopback(host))
+            except LaunchError as error:
+                raise LaunchError(
+                    f"the journal cannot listen at {host}:{port}; give another address or port"
+                ) from error
+            self._server = _Server(opened.socket, folder, token)
+            held.callback(self._server.server_close)
+            self._held = held.pop_all()
+        address = opened.address or host  # empty: at all addresses
+        self.url = f"http://[{address}]:{opened.port}" if ":" in address else f"http://{address}:{opened.port}"
+        """Where the service is"""
+        self._thread = threading.Thread(target=self._server.serve_forever, name="xffl-journal", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop answering, and let another process serve the folder."""
+        self._server.shutdown()
+        self._thread.join()
+        self._held.close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, listener: Any, folder: JournalFolder, token: bytes) -> None:
+        super().__init__(listener.getsockname()[:2], _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+        self.folder = folder
+        self.token = token
+        self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: a client that hangs up is none of the run's errors."""
+
+
+class _Refusal(Exception):
+    """A request that is not answered by records."""
+
+    def __init__(self, status: HTTPStatus, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = SILENT_S
+    server_version = "xffl"
+    sys_version = ""
+
+    def do_POST(self) -> None:
+        """Answer a request."""
+        nonce = self.headers.get(NONCE, "")[:64]
+        try:
+            body = self._read_body()
+            proof = self.headers.get(PROOF, "")
+            if not hmac.compare_digest(proof.encode(), _proof(self.server.token, self.path, nonce, body).encode()):
+                raise _Refusal(HTTPStatus.UNAUTHORIZED, "who asks does not know the token of this journal's run")
+            status, answer = HTTPStatus.OK, self._answer(body)
+        except _Refusal as refusal:
+            status, answer = refusal.status, f"{refusal}\n".encode()
+        except JournalUnreachable as error:
+            status, answer = HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode()
+        except XfflError as error:
+            status, answer = HTTPStatus.BAD_REQUEST, f"{error}\n".encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "text/plain; charset=utf-8")
+        self.send_header("Content-Length", str(len(answer)))
+        self.send_header(PROOF, _proof(self.server.token, str(int(status)), nonce, answer))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def _read_body(self) -> bytes:
+        length = decimal(text) if (text := self.headers.get("Content-Length", "")).isascii() and text else None
+        if length is None:
+            raise _Refusal(HTTPStatus.LENGTH_REQUIRED, "a request to the journal needs a Content-Length")
+        if length > LONGEST_RECORD:
+            raise _Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the journal reads {LONGEST_RECORD} bytes at most")
+        return self.rfile.read(length)
+
+    def _answer(self, body: bytes) -> bytes:
+        if self.path == PUT:
+            return record_text(self.server.folder.put(read_record(body, "what was put"))).encode()
+        if self.path == READ:
+            try:
+                given = Fields(parse_json(body, limit=200), "the request")
+            except ValueError as error:
+                raise ConfigError(f"the request cannot be read: {error}") from error
+            return self._texts(given.integer("from", 0, MOST_RECORDS))
+        raise _Refusal(HTTPStatus.NOT_FOUND, f"the journal knows {PUT} and {READ}")
+
+    def _texts(self, number: int) -> bytes:
+        texts = b""
+        for record in self.server.folder.read_from(number):
+            text = record_text(record).encode()
+            if len(texts) + len(text) > LONGEST_ANSWER:
+                break
+            texts += text
+        return texts
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the name in the base class
+        """Say nothing of single requests."""
+
+
+class RemoteJournal:
+    """The journal of a :class:`JournalService`, as a cell sees it.
+
+    :param url: Where the service is, ``http://HOST:PORT``.
+    :param token: The run's token; empty if the run has none.
+    :param patience_s: How long to ask again.
+    """
+
+    def __init__(self, url: str, token: bytes, patience_s: float = PATIENCE_S) -> None:
+        self._url = url
+        self._place = urlsplit(url)
+        self._token = token
+        self._patience_s = patience_s
+
+    def put(self, record: Record) -> Record:
+        """Publish a record unless another one has its number, and return the record that stands under the number.
+
+        :param record: The record; the one before it must stand.
+        :return: The record that stands, on the disk of the service.
+        :raises JournalUnreachable: if it is not known what stands.
+        """
+        standing = self._ask(PUT, record_text(record).encode())
+        if [answer.number for answer in standing] != [record.number]:
+            raise JournalUnreachable(f"the journal {self._url} has not answered what stands under {record.number}")
+        return standing[0]
+
+    def read_from(self, number: int) -> list[Record]:
+        """Return the records from a number on, in order and without a gap, possibly not all of them.
+
+        :param number: Number of the first record to return.
+        :return: The records: none if there is no record of that number.
+        :raises JournalUnreachable: if the service does not answer.
+        """
+        return self._ask(READ, json.dumps({"from": number}).encode())
+
+    def _ask(self, path: str, body: bytes) -> list[Record]:
+        """Ask until there is an answer or patience ends, with longer and longer pauses."""
+        deadline = time.monotonic() + self._patience_s
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                lines = self._try(path, body).splitlines()
+                return [read_record(line, f"the answer of the journal {self._url}") for line in lines]
+            except (OSError, http.client.HTTPException, JournalUnreachable, CheckpointError) as error:
+                if time.monotonic() + pause_s > deadline:
+                    reason = str(error) or type(error).__name__
+                    raise JournalUnreachable(
+                        f"the journal {self._url} does not answer ({reason}); see that xffl lighthouse runs, that this "
+                        "host reaches it, and that it has this run's token"
+                    ) from error
+            time.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _try(self, path: str, body: bytes) -> bytes:
+        """Ask once. An answer that the run's token does not prove raises as a lost one does."""
+        nonce = secrets.token_hex(16)
+        connection = http.client.HTTPConnection(self._place.hostname or "", self._place.port, timeout=SILENT_S)
+        try:
+            proof = _proof(self._token, path, nonce, body)
+            connection.request("POST", path, body, {NONCE: nonce, PROOF: proof, "Connection": "close"})
+            response = connection.getresponse()
+            answer = response.read(LONGEST_ANSWER + 1)
+        finally:
+            connection.close()
+        told = answer[:300].decode(errors="replace").strip()
+        wanted = _proof(self._token, str(response.status), nonce, answer)
+        if not hmac.compare_digest((response.headers.get(PROOF) or "").encode(), wanted.encode()):
+            raise JournalUnreachable(f"its answer is not signed with this run's token: {told}")
+        if response.status == HTTPStatus.BAD_REQUEST:
+            raise ConfigError(f"the journal {self._url} refuses a request: {told}")
+        if response.status != HTTPStatus.OK:
+            raise JournalUnreachable(told)
+        return answer
+
+
+def _proof(token: bytes, what: str, nonce: str, content: bytes) -> str:
+    """Return the HMAC under the run's token of a request's path, or an answer's status, with nonce and body."""
+    return hmac.new(token, f"{what}\n{nonce}\n".encode() + content, hashlib.sha256).hexdigest()
