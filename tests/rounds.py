@@ -12,8 +12,8 @@ from torch import nn
 
 import xffl
 from xffl.aggregation.engine.exchange import RoundRun
-from xffl.aggregation.engine.transfers import RoundContext
-from xffl.aggregation.hierarchical import Levels
+from xffl.aggregation.engine.planning.transfers import RoundContext
+from xffl.aggregation.federations.hierarchical import Levels
 from xffl.aggregation.options import Options
 
 __all__ = ["aggregator_of", "agreed_contexts", "make_rounds", "options_of", "replace_exchange"]

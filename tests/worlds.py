@@ -33,7 +33,12 @@ __all__ = ["WorldError", "be_launched", "fake_world", "run_script", "run_world"]
 PRELOAD = [
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.nn.parallel"),
     "torch.distributed.pipelining",
-    *("pytest", "xffl.aggregation.hierarchical", "xffl.aggregation.federated_scaling", "xffl.parallel.spread"),
+    *(
+        "pytest",
+        "xffl.aggregation.federations.hierarchical",
+        "xffl.aggregation.federated_scaling",
+        "xffl.parallel.spread",
+    ),
     *("sklearn.datasets", "torchmetrics", "xffl.distributed.session", "xffl.training.trainer"),
     # What registered names, secure sums and profiles import when they are first asked for.
     *("docstring_parser", "cryptography.hazmat.primitives.kdf.hkdf", "torch.utils.serialization.config"),

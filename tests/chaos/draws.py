@@ -34,7 +34,7 @@ import xffl
 from tests.ranks.test_algorithms import move, vector
 from tests.ranks.test_round import digests, make_state
 from tests.worlds import run_world
-from xffl.aggregation.hierarchical import Level, Levels
+from xffl.aggregation.federations.hierarchical import Level, Levels
 from xffl.aggregation.privacy import Privacy
 from xffl.errors import ConfigError
 

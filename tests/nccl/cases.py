@@ -19,7 +19,7 @@ from tests.ports import free_port
 from tests.ranks.test_strategies import CASES, configure
 from tests.rounds import make_rounds
 from tests.worlds import be_launched, run_world
-from xffl.aggregation.hierarchical import Level, Levels
+from xffl.aggregation.federations.hierarchical import Level, Levels
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.session import cleanup_distributed_process_group, setup_distributed_process_group
 from xffl.parallel import DistributedStrategy

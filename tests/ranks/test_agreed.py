@@ -18,7 +18,7 @@ from tests.ranks.test_protected import Array, Net, build, moved, same_bits
 from tests.ranks.test_round import complete, make_state
 from tests.rounds import aggregator_of
 from tests.worlds import run_world
-from xffl.aggregation.engine.consensus import RoundInput
+from xffl.aggregation.engine.decision.consensus import RoundInput
 
 UNEVEN = [((4, 2), None), ((2, 4), 2)]
 

@@ -14,7 +14,7 @@ from tests.ranks.test_round import make_state
 from tests.worlds import run_world
 from xffl.aggregation.algorithms.server import server_of
 from xffl.aggregation.engine.global_model import GlobalModel
-from xffl.aggregation.hierarchical import Level, Levels
+from xffl.aggregation.federations.hierarchical import Level, Levels
 from xffl.errors import ConfigError
 from xffl.naming import Writer
 

@@ -29,11 +29,11 @@ from torch import nn
 import xffl
 from tests.ports import free_port
 from tests.worlds import be_launched, run_world
-from xffl.aggregation import elastic
 from xffl.aggregation.algorithms.clients import Scaffold, local
-from xffl.aggregation.elastic import ElasticAggregator
-from xffl.aggregation.engine.consensus import RoundInput
+from xffl.aggregation.engine.decision.consensus import RoundInput
 from xffl.aggregation.engine.stages.hand_over import SharedValues
+from xffl.aggregation.federations import elastic
+from xffl.aggregation.federations.elastic import ElasticAggregator
 from xffl.cluster.lighthouse_page import read_lighthouse
 from xffl.costs import EXCHANGE_FORMAT
 from xffl.distributed import ElasticParameters

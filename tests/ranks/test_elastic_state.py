@@ -14,8 +14,8 @@ import xffl
 from tests.ports import free_port
 from tests.ranks.test_elastic import digest, lighthouse, pytestmark  # noqa: F401 - fixtures and marks of this module
 from tests.worlds import be_launched, run_world
-from xffl.aggregation.elastic import ElasticAggregator
-from xffl.aggregation.engine.consensus import RoundBroken, RoundInput
+from xffl.aggregation.engine.decision.consensus import RoundBroken, RoundInput
+from xffl.aggregation.federations.elastic import ElasticAggregator
 from xffl.distributed import ElasticParameters
 from xffl.distributed.parameters import DeviceParameters
 

@@ -20,8 +20,8 @@ from tests.ranks.test_round import digests, make_state
 from tests.rounds import replace_exchange
 from tests.worlds import run_world
 from xffl.aggregation import Level, Levels
-from xffl.aggregation.engine.consensus import RoundInput
-from xffl.aggregation.engine.transfers import RoundContext
+from xffl.aggregation.engine.decision.consensus import RoundInput
+from xffl.aggregation.engine.planning.transfers import RoundContext
 
 Array = npt.NDArray[np.float64]
 Groups = tuple[tuple[int, ...], ...]

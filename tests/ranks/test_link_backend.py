@@ -81,7 +81,7 @@ def as_on_gpus() -> ExitStack:
     stack = ExitStack()
     stack.enter_context(mock.patch.object(RoundScope, "home_device", CPU))
     stack.enter_context(mock.patch("xffl.aggregation.aggregator.stream_of", return_value=None))
-    stack.enter_context(mock.patch("xffl.aggregation.engine.transfers.sends_from_gpu", return_value=True))
+    stack.enter_context(mock.patch("xffl.aggregation.engine.planning.transfers.sends_from_gpu", return_value=True))
     return stack
 
 

@@ -20,7 +20,7 @@ from tests.rounds import replace_exchange
 from tests.worlds import run_world
 from xffl.aggregation.algorithms.every_steps import Schedule
 from xffl.aggregation.algorithms.schedules import PerCell
-from xffl.aggregation.engine.transfers import RoundContext
+from xffl.aggregation.engine.planning.transfers import RoundContext
 from xffl.aggregation.privacy import Privacy
 from xffl.distributed.session import cleanup_distributed_process_group
 

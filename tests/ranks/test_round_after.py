@@ -20,8 +20,8 @@ from tests.ranks.test_round_votes import raised
 from tests.rounds import aggregator_of
 from tests.worlds import run_world
 from xffl.aggregation.algorithms.combiners import AggregationWeights, CellStats, Mean
-from xffl.aggregation.engine.consensus import RoundInput
-from xffl.aggregation.hierarchical import Level, Levels
+from xffl.aggregation.engine.decision.consensus import RoundInput
+from xffl.aggregation.federations.hierarchical import Level, Levels
 from xffl.errors import TornError
 
 NONE = "nothing was raised"

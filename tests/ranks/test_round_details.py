@@ -24,11 +24,11 @@ from tests.worlds import run_world
 from xffl.aggregation import compression as feedback
 from xffl.aggregation.engine import groups as routes
 from xffl.aggregation.engine import transport
-from xffl.aggregation.engine.consensus import RoundInput
+from xffl.aggregation.engine.decision.consensus import RoundInput
 from xffl.aggregation.engine.groups import start_moves
 from xffl.aggregation.engine.stages.codecs import Codecs
 from xffl.aggregation.engine.stages.masks import Masks
-from xffl.aggregation.hierarchical import Level, Levels
+from xffl.aggregation.federations.hierarchical import Level, Levels
 from xffl.costs import IN_FLIGHT
 
 # What is averaged -----------------------------------------------------------------------------------------------------

@@ -23,10 +23,10 @@ from tests.rounds import aggregator_of, replace_exchange
 from tests.worlds import run_world
 from xffl.aggregation import compression as feedback
 from xffl.aggregation.engine import buffers as pool
-from xffl.aggregation.engine import consensus as protocol
 from xffl.aggregation.engine import transport
+from xffl.aggregation.engine.decision import consensus as protocol
 from xffl.aggregation.engine.exchange import RoundRun
-from xffl.aggregation.engine.transfers import RoundContext
+from xffl.aggregation.engine.planning.transfers import RoundContext
 from xffl.aggregation.report import RoundProfile
 
 

@@ -27,7 +27,7 @@ from tests.ranks.test_round_mesh import (
 )
 from tests.rounds import aggregator_of
 from tests.worlds import run_world
-from xffl.aggregation.hierarchical import Level, Levels, worlds_of
+from xffl.aggregation.federations.hierarchical import Level, Levels, worlds_of
 from xffl.distributed.distributed_state import DistributedState
 from xffl.topology import Topology
 

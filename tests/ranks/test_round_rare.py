@@ -26,7 +26,7 @@ from tests.worlds import run_world
 from xffl.aggregation.engine import buffers as pool
 from xffl.aggregation.engine import transport
 from xffl.aggregation.engine.groups import Move, start_moves
-from xffl.aggregation.engine.transfers import RoundContext
+from xffl.aggregation.engine.planning.transfers import RoundContext
 
 
 def constant(value: float, dtype: torch.dtype, size: int = 16) -> nn.ParameterList:

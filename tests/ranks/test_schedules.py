@@ -15,9 +15,9 @@ import xffl
 from tests.ranks.test_clients import RATE, Federation, Values, close, net, train
 from tests.ranks.test_round import digests, make_state
 from tests.worlds import run_world
-from xffl.aggregation import contributions as pace
 from xffl.aggregation.algorithms.every_steps import Schedule
 from xffl.aggregation.algorithms.schedules import Balanced, EverySeconds, PerCell
+from xffl.aggregation.steps import contributions as pace
 
 
 def counted(rank: int, world_size: int, sizes: tuple[int, ...], hsdp: int | None, delay: int) -> list[Any]:

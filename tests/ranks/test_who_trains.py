@@ -24,10 +24,10 @@ from torch.optim.swa_utils import AveragedModel
 import xffl
 from tests.rounds import aggregator_of
 from tests.worlds import run_world
-from xffl.aggregation.elastic import ElasticAggregator
-from xffl.aggregation.engine.coverage import check_lone_cell
 from xffl.aggregation.engine.groups import RoundScope
-from xffl.aggregation.hierarchical import Level, Levels
+from xffl.aggregation.engine.planning.coverage import check_lone_cell
+from xffl.aggregation.federations.elastic import ElasticAggregator
+from xffl.aggregation.federations.hierarchical import Level, Levels
 from xffl.distributed.gradients import find_reduction, mark_reduced
 from xffl.distributed.sharding import local_tensor
 

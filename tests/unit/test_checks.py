@@ -17,7 +17,7 @@ from xffl.aggregation.algorithms.schedules import EveryEpochs, PerCell, Warmup
 from xffl.aggregation.bench import Effort
 from xffl.aggregation.compression import Blockwise
 from xffl.aggregation.config import RoundArguments, validate_round_config
-from xffl.aggregation.hierarchical import read_levels
+from xffl.aggregation.federations.hierarchical import read_levels
 from xffl.aggregation.options import Options
 from xffl.aggregation.privacy import Accountant, Privacy, SecureSum
 from xffl.checkpoint import CheckpointManager

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from xffl.aggregation.algorithms.clients import Client, FedProx, Scaffold, check_step
-from xffl.aggregation.contributions import NormalizedSteps
 from xffl.aggregation.engine.stages.first_round import digest_of
-from xffl.aggregation.wrapped_optimizers import unwrap
+from xffl.aggregation.steps.contributions import NormalizedSteps
+from xffl.aggregation.steps.wrapped_optimizers import unwrap
 from xffl.errors import CheckpointError, ConfigError
 
 SGD = torch.optim.SGD

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.rounds import options_of
 from xffl.aggregation.compression import codec_of
 from xffl.aggregation.engine.groups import RoundGroups
-from xffl.aggregation.engine.plan import plan_transfers
-from xffl.aggregation.engine.transfers import BucketGroup, GroupTransfer, Piece
+from xffl.aggregation.engine.planning.plan import plan_transfers
+from xffl.aggregation.engine.planning.transfers import BucketGroup, GroupTransfer, Piece
 from xffl.costs import IN_FLIGHT, IN_FLIGHT_BYTES, MOST_IN_FLIGHT, TINY, TINY_FOR_TWO, form_of, pipeline_depth
 from xffl.topology import Topology
 

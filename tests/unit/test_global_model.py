@@ -9,7 +9,7 @@ import torch
 
 from tests.rounds import options_of
 from xffl.aggregation.engine.global_model import GlobalModel
-from xffl.aggregation.engine.plan import Cut, Item, plan_groups, plan_transfers
+from xffl.aggregation.engine.planning.plan import Cut, Item, plan_groups, plan_transfers
 from xffl.topology import Topology
 
 SIZES = {"big": 4000, "bias": 100, "other": 4000}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from xffl.aggregation.hand_over import LONGEST, read_hand_over, write_hand_over
+from xffl.aggregation.federations.hand_over import LONGEST, read_hand_over, write_hand_over
 from xffl.errors import RoundError
 
 OWN: dict[str, Any] = {

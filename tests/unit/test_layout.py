@@ -13,7 +13,6 @@ from torch import nn
 
 from tests.rounds import options_of
 from xffl.aggregation.compression import codec_of
-from xffl.aggregation.contributions import ContributionTracker, Snapshot
 from xffl.aggregation.engine.buffers import (
     Arena,
     Copies,
@@ -25,10 +24,11 @@ from xffl.aggregation.engine.buffers import (
     aligned,
 )
 from xffl.aggregation.engine.groups import RoundGroups
-from xffl.aggregation.engine.plan import plan_groups, plan_transfers
-from xffl.aggregation.engine.tensors import Division, Manifest, canonical_axis
-from xffl.aggregation.engine.transfers import GroupTransfer
+from xffl.aggregation.engine.planning.plan import plan_groups, plan_transfers
+from xffl.aggregation.engine.planning.tensors import Division, Manifest, canonical_axis
+from xffl.aggregation.engine.planning.transfers import GroupTransfer
 from xffl.aggregation.report import RoundProfile
+from xffl.aggregation.steps.contributions import ContributionTracker, Snapshot
 from xffl.errors import ConfigError
 from xffl.topology import Topology
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import xffl
-from xffl.aggregation.hierarchical import Level, Levels, worlds_of
+from xffl.aggregation.federations.hierarchical import Level, Levels, worlds_of
 from xffl.topology import Topology
 
 

@@ -16,11 +16,11 @@ from torch.overrides import TorchFunctionMode
 
 from tests.worlds import fake_world
 from xffl.aggregation.aggregator import work_on
-from xffl.aggregation.contributions import StepTimer
 from xffl.aggregation.engine.groups import Progress
 from xffl.aggregation.mean import combined, weighted_mean
 from xffl.aggregation.pending import Background
 from xffl.aggregation.report import RoundProfile
+from xffl.aggregation.steps.contributions import StepTimer
 from xffl.cluster.environment import detect_environment
 from xffl.cluster.network import Timeouts
 from xffl.distributed import session

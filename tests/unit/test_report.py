@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xffl.aggregation.engine.plan import Cut, Item, plan_groups
+from xffl.aggregation.engine.planning.plan import Cut, Item, plan_groups
 from xffl.errors import ConfigError
 from xffl.extras import install_command
 from xffl.planning import round_traffic, topology_figure, topology_text

@@ -13,8 +13,7 @@ from torch import nn
 
 from xffl.aggregation.algorithms.every_steps import EverySteps
 from xffl.aggregation.config import RoundArguments, RoundConfig
-from xffl.aggregation.contributions import Snapshot
-from xffl.aggregation.engine.consensus import RoundBroken, RoundInput
+from xffl.aggregation.engine.decision.consensus import RoundBroken, RoundInput
 from xffl.aggregation.federated_scaling import FederatedScaling
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.aggregation.rounds import elastic
@@ -32,6 +31,7 @@ from xffl.aggregation.rounds.offer import (
     StepLedger,
     outcome_of,
 )
+from xffl.aggregation.steps.contributions import Snapshot
 from xffl.errors import ConfigError, MeetingLeft, StateError
 
 CONFIG = RoundConfig(EverySteps(2), None, {}, delay=0, alpha=None)
@@ -283,6 +283,6 @@ def test_rounds_of_one_job_import_nothing_of_other_kinds() -> None:
     code = (
         "import sys, xffl.aggregation.federated_scaling, xffl.aggregation.rounds.network\n"
         "print([one for one in sys.modules if one.startswith(('torchft', 'xffl.elastic', 'xffl.checkpoint')) or one in "
-        "('xffl.aggregation.elastic', 'xffl.aggregation.exports')])"
+        "('xffl.aggregation.federations.elastic', 'xffl.aggregation.exports')])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.low_bit import LowBitSGD
-from xffl.aggregation.weight_copies import CopyWatch, find_copies, swaps_weights
+from xffl.aggregation.steps.weight_copies import CopyWatch, find_copies, swaps_weights
 
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 MOMENTS: list[tuple[Any, dict[str, Any]]] = [

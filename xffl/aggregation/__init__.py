@@ -12,7 +12,7 @@ from xffl.extras import lazy_names
 if TYPE_CHECKING:
     from xffl.aggregation.aggregator import Aggregator
     from xffl.aggregation.federated_scaling import FederatedScaling
-    from xffl.aggregation.hierarchical import Level, Levels
+    from xffl.aggregation.federations.hierarchical import Level, Levels
     from xffl.aggregation.report import RoundReport
     from xffl.aggregation.rounds.hooks import LoopHooks
 

@@ -19,23 +19,23 @@ from xffl.aggregation.algorithms.server_rules import ServerRule
 from xffl.aggregation.arithmetic import flushes_subnormals
 from xffl.aggregation.compression import Codec
 from xffl.aggregation.engine.buffers import ModelCopy, TensorWatch
-from xffl.aggregation.engine.consensus import (
+from xffl.aggregation.engine.decision.consensus import (
     AgreedRound,
     PreparedRound,
     RoundCoordinator,
     RoundInput,
     RoundNumbers,
 )
+from xffl.aggregation.engine.decision.inconsistent import count_inconsistent, find_inconsistent, mark_inconsistent
 from xffl.aggregation.engine.exchange import RoundRun
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.global_state import load_memory, save_memory, share_global_model
-from xffl.aggregation.engine.inconsistent import count_inconsistent, find_inconsistent, mark_inconsistent
+from xffl.aggregation.engine.planning.tensors import Manifest, Pattern
 from xffl.aggregation.engine.setup import compare_models, compare_processors, make_exchange, stream_of
 from xffl.aggregation.engine.stages.agreed import AgreedModel
 from xffl.aggregation.engine.stages.first_round import FirstRound
 from xffl.aggregation.engine.stages.order import in_order
 from xffl.aggregation.engine.stages.privacy import Protection
-from xffl.aggregation.engine.tensors import Manifest, Pattern
 from xffl.aggregation.engine.votes import MergeMode, RoundStatus
 from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, Options, check_merge, refuse_removed
 from xffl.aggregation.pending import Background, PendingRound

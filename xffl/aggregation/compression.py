@@ -14,7 +14,7 @@ from xffl.costs import MAX_BLOCK, block_bytes, kept_values, read_codec, scale_by
 from xffl.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from xffl.aggregation.engine.transfers import Bucket
+    from xffl.aggregation.engine.planning.transfers import Bucket
 
 __all__ = ["Blockwise", "Cast", "CodePlace", "Codec", "ErrorFeedback", "TopK", "codec_of"]
 

@@ -14,9 +14,9 @@ from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.algorithms import registry
 from xffl.aggregation.algorithms.clients import Client, set_up
 from xffl.aggregation.algorithms.every_steps import EverySteps, Schedule, schedule_of
-from xffl.aggregation.hierarchical import Levels, read_levels
+from xffl.aggregation.federations.hierarchical import Levels, read_levels
 from xffl.aggregation.options import REMOVED, check_merge, refuse_removed
-from xffl.aggregation.wrapped_optimizers import unwrap
+from xffl.aggregation.steps.wrapped_optimizers import unwrap
 from xffl.checks import integer, one_of
 from xffl.distributed.sharding import sharded_parameters
 from xffl.errors import ConfigError

@@ -18,24 +18,24 @@ from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.algorithms.clients import Client
 from xffl.aggregation.algorithms.every_steps import Schedule
 from xffl.aggregation.config import RoundArguments, check_stepped, parse_round_config
-from xffl.aggregation.contributions import Snapshot, check_outside_backward
 from xffl.aggregation.engine.setup import check_given
-from xffl.aggregation.hierarchical import Levels
+from xffl.aggregation.federations.hierarchical import Levels
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.aggregation.rounds.choose import choose_rounds
 from xffl.aggregation.rounds.hooks import FormerAttribute, LoopHooks, check_hooks
 from xffl.aggregation.rounds.offer import Outcome, RoundOffer, StepLedger
 from xffl.aggregation.rounds.uncounted import CountingCheck
-from xffl.aggregation.step_observers import ClientSteps, MomentumSteps, StepObserver
-from xffl.aggregation.weight_copies import CopyWatch, tell_swaps
-from xffl.aggregation.wrapped_optimizers import StepHook, outermost, steps_may_nest
+from xffl.aggregation.steps.contributions import Snapshot, check_outside_backward
+from xffl.aggregation.steps.step_observers import ClientSteps, MomentumSteps, StepObserver
+from xffl.aggregation.steps.weight_copies import CopyWatch, tell_swaps
+from xffl.aggregation.steps.wrapped_optimizers import StepHook, outermost, steps_may_nest
 from xffl.checks import integer
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
 
 if TYPE_CHECKING:
-    from xffl.aggregation.elastic import ElasticAggregator
+    from xffl.aggregation.federations.elastic import ElasticAggregator
 
 __all__ = ["FederatedScaling"]
 

@@ -31,7 +31,7 @@ from xffl.aggregation.algorithms.server import (
 )
 from xffl.aggregation.engine.buffers import sum_of_squares
 from xffl.aggregation.engine.exchange import weigh_cells
-from xffl.aggregation.engine.transfers import RoundContext
+from xffl.aggregation.engine.planning.transfers import RoundContext
 from xffl.aggregation.exports import (
     CELL_FOLDER,
     PART,

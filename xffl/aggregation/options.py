@@ -20,7 +20,7 @@ from xffl.errors import ConfigError
 from xffl.naming import Writer
 
 if TYPE_CHECKING:
-    from xffl.aggregation.engine.tensors import Manifest
+    from xffl.aggregation.engine.planning.tensors import Manifest
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "REMOVED", "Options", "check_merge", "refuse_removed"]
 

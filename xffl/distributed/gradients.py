@@ -1,7 +1,8 @@
 """Marks on parameters whose gradients are reduced over ranks by something that the parameter itself does not tell.
 
-Rounds refuse a model whose ranks of one cell train apart (:mod:`xffl.aggregation.engine.coverage`). A DTensor tells its
-mesh and DistributedDataParallel its group; whoever reduces gradients in another way, such as a hook, leaves a mark.
+Rounds refuse a model whose ranks of one cell train apart (:mod:`xffl.aggregation.engine.planning.coverage`). A DTensor
+tells its mesh and DistributedDataParallel its group; whoever reduces gradients in another way, such as a hook, leaves a
+mark.
 """
 
 from __future__ import annotations

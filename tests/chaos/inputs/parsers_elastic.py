@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tests.chaos.inputs.parser import Parser
-from xffl.aggregation.hand_over import read_hand_over, write_hand_over
+from xffl.aggregation.federations.hand_over import read_hand_over, write_hand_over
 from xffl.distributed.replicas.plain_values import to_plain
 from xffl.distributed.replicas.replica_transport import NONCE_BYTES, ShardTransport
 from xffl.elastic.lighthouse import NotOwnRecord, Register

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from xffl.aggregation.engine.tensors import Manifest, Pattern
+from xffl.aggregation.engine.planning.tensors import Manifest, Pattern
 from xffl.checks import number
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.sharding import local_tensor
@@ -58,7 +58,7 @@ class Client(ABC):
 
         :param optimizer: The optimizer that made it.
         :param factors: For each of its parameter groups, the number of gradients that the step went along (see
-            :mod:`xffl.aggregation.contributions`): 1 without momentum.
+            :mod:`xffl.aggregation.steps.contributions`): 1 without momentum.
         """
 
     def before_round(self) -> None:  # noqa: B027 - not all need it
@@ -204,10 +204,10 @@ class Scaffold(Client):
     the round's weights: with equal weights the corrections add up to zero over the cells.
 
     With momentum a learning rate counts as often as the step goes along gradients
-    (:mod:`xffl.aggregation.contributions`); gradients of earlier rounds that the momentum still holds blur the mean.
-    Weight decay counts as a part of the gradient. A parameter that was not stepped since the last round sends ``c``
-    again. A sparse gradient stays sparse, and gets the rows whose correction is not 0. A cell that a round leaves out
-    for values that are not finite keeps its correction.
+    (:mod:`xffl.aggregation.steps.contributions`); gradients of earlier rounds that the momentum still holds blur the
+    mean. Weight decay counts as a part of the gradient. A parameter that was not stepped since the last round sends
+    ``c`` again. A sparse gradient stays sparse, and gets the rows whose correction is not 0. A cell that a round leaves
+    out for values that are not finite keeps its correction.
 
     Local, but for as many bytes more in each round as the model has in fp32. Memory: four copies of this rank's shard,
     one of which only during a round; in fp32, or wider if the parameters are.

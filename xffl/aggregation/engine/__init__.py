@@ -4,20 +4,22 @@ Once, when an aggregator is made:
 
 - ``setup``: ranks are compared, and what each of them exchanges is planned.
 - ``arithmetic_check``: whether all ranks compute the same bits.
-- ``tensors``: the model's tensors by name, their policies, and what each rank holds of them.
-- ``coverage``: whether the ranks of a cell train one model: who reduces each parameter's gradient, over which ranks.
-- ``plan``: who owns which elements in each cell; groups of equal owners, cut into buckets; form and depth of each.
+- ``planning.tensors``: the model's tensors by name, their policies, and what each rank holds of them.
+- ``planning.coverage``: whether the ranks of a cell train one model: who reduces each parameter's gradient, over which
+  ranks.
+- ``planning.plan``: who owns which elements in each cell; groups of equal owners, cut into buckets; form and depth of
+  each.
 
 In each round:
 
-- ``transfers``: the groups and buckets of the plan as one rank walks them, and whose values count.
+- ``planning.transfers``: the groups and buckets of the plan as one rank walks them, and whose values count.
 - ``groups``: the process groups of a round, and the messages on them.
 - ``buffers``: views of the model bucket by bucket, staging buffers, pools of buffers.
 - ``exchange``: the walk over all buckets: check, send, combine, broadcast, write; its docstring has the timeline.
 - ``transport``: how one bucket gets from cell to cell, in one hop or two.
 - ``votes``: what each rank says in a vote, and how all ranks learn it.
-- ``consensus``: whether a round takes place and whether its result counts, on all ranks alike.
-- ``inconsistent``: the mark of a model whose weights may differ between ranks, because one could not know.
+- ``decision.consensus``: whether a round takes place and whether its result counts, on all ranks alike.
+- ``decision.inconsistent``: the mark of a model whose weights may differ between ranks, because one could not know.
 
 A ``RoundRun`` reads and checks the model; ``RoundCoordinator.run`` votes, has it exchange the buckets, and votes again;
 ``RoundRun.commit`` writes the model. What a feature does to this is a stage (``exchange.RoundStage``) in the list of
@@ -26,8 +28,8 @@ round has neither, and goes through none of these files:
 
 - ``stages``: the first round's comparison, codecs, masks, privacy, norms, the step of the global model; combiners that
   compare whole models; the model of one cell handed over to all.
-- ``unlike_votes``: what is wrong where ranks are in different rounds.
-- ``faulty_votes``: votes in which this process ends, for tests of what the others do then.
+- ``decision.unlike_votes``: what is wrong where ranks are in different rounds.
+- ``decision.faulty_votes``: votes in which this process ends, for tests of what the others do then.
 - ``cell``: the mean of buffers over the ranks of a cell.
 - ``gpu_memory``: buffers on both sides, where values cross in the host's memory beside a GPU.
 - ``global_model``: the last agreed model, and the server rule that goes on from it.

@@ -16,9 +16,9 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from xffl.aggregation.engine.plan import Item
-from xffl.aggregation.engine.tensors import Axis, ModelTensor, canonical_axis
-from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, Piece
+from xffl.aggregation.engine.planning.plan import Item
+from xffl.aggregation.engine.planning.tensors import Axis, ModelTensor, canonical_axis
+from xffl.aggregation.engine.planning.transfers import Bucket, GroupTransfer, Piece
 from xffl.aggregation.mean import piece_length, wide_type
 from xffl.compat.pytorch import memory_of
 from xffl.distributed.sharding import local_tensor

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from xffl.aggregation.engine.buffers import Pool, aligned
-from xffl.aggregation.engine.transfers import GroupTransfer
+from xffl.aggregation.engine.planning.transfers import GroupTransfer
 from xffl.aggregation.mean import weighted_mean
 from xffl.aggregation.report import RoundProfile
 

@@ -43,7 +43,7 @@ from xffl.aggregation.engine.buffers import (
 )
 from xffl.aggregation.engine.cell import cell_rows_nbytes, mean_in_cell
 from xffl.aggregation.engine.groups import RoundGroups
-from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, RoundContext
+from xffl.aggregation.engine.planning.transfers import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.engine.transport import CrossCellTransport, Crossing, ExactValues, Link
 from xffl.aggregation.engine.votes import RoundStatus
 from xffl.aggregation.report import RoundProfile

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from xffl.aggregation.engine.buffers import BucketMemory
 from xffl.aggregation.engine.exchange import BucketPipeline, Exchange, RoundStage, Walk
 from xffl.aggregation.engine.global_model import GlobalModel
+from xffl.aggregation.engine.planning.transfers import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.engine.stages.agreed import AgreedModel
 from xffl.aggregation.engine.stages.hand_over import SharedValues
-from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.engine.transport import CrossCellTransport
 from xffl.aggregation.report import RoundProfile
 from xffl.distributed.collectives import Group, all_reduce

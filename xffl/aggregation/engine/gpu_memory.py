@@ -25,7 +25,7 @@ from xffl.aggregation.engine.buffers import (
 )
 from xffl.aggregation.engine.cell import mean_in_cell
 from xffl.aggregation.engine.exchange import Inspection, Memory, RoundMemory
-from xffl.aggregation.engine.transfers import Bucket, GroupTransfer
+from xffl.aggregation.engine.planning.transfers import Bucket, GroupTransfer
 from xffl.aggregation.engine.transport import Link
 from xffl.aggregation.report import RoundProfile
 

@@ -13,24 +13,13 @@ from xffl.aggregation.algorithms.combiners import WeightedCombiner
 from xffl.aggregation.arithmetic import is_built_in
 from xffl.aggregation.engine.arithmetic_check import compare_arithmetic, processor_number
 from xffl.aggregation.engine.buffers import Layout
-from xffl.aggregation.engine.coverage import check_gradients
 from xffl.aggregation.engine.exchange import Exchange, RoundStage, Way
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.gpu_memory import make_copies, make_memory
 from xffl.aggregation.engine.groups import RoundScope, select_groups
-from xffl.aggregation.engine.plan import digest, plan_groups, plan_transfers
-from xffl.aggregation.engine.stages.agreed import AgreedModel
-from xffl.aggregation.engine.stages.clip import Clip
-from xffl.aggregation.engine.stages.codecs import Codecs
-from xffl.aggregation.engine.stages.first_round import check_start
-from xffl.aggregation.engine.stages.hand_over import HandOver
-from xffl.aggregation.engine.stages.masks import Masks
-from xffl.aggregation.engine.stages.norms import Norms
-from xffl.aggregation.engine.stages.order import in_order
-from xffl.aggregation.engine.stages.privacy import Protection
-from xffl.aggregation.engine.stages.told_weights import ToldWeights
-from xffl.aggregation.engine.stages.whole_models import WholeModels
-from xffl.aggregation.engine.tensors import (
+from xffl.aggregation.engine.planning.coverage import check_gradients
+from xffl.aggregation.engine.planning.plan import digest, plan_groups, plan_transfers
+from xffl.aggregation.engine.planning.tensors import (
     FORMAT_LINE,
     Axis,
     Manifest,
@@ -43,6 +32,17 @@ from xffl.aggregation.engine.tensors import (
     gather_axes,
     gather_replica_tensors,
 )
+from xffl.aggregation.engine.stages.agreed import AgreedModel
+from xffl.aggregation.engine.stages.clip import Clip
+from xffl.aggregation.engine.stages.codecs import Codecs
+from xffl.aggregation.engine.stages.first_round import check_start
+from xffl.aggregation.engine.stages.hand_over import HandOver
+from xffl.aggregation.engine.stages.masks import Masks
+from xffl.aggregation.engine.stages.norms import Norms
+from xffl.aggregation.engine.stages.order import in_order
+from xffl.aggregation.engine.stages.privacy import Protection
+from xffl.aggregation.engine.stages.told_weights import ToldWeights
+from xffl.aggregation.engine.stages.whole_models import WholeModels
 from xffl.aggregation.engine.transport import Link
 from xffl.aggregation.options import Options
 from xffl.aggregation.privacy import make_masker

@@ -11,7 +11,7 @@ import torch
 from xffl.aggregation.algorithms.combiners import Combiner, Coordinatewise
 from xffl.aggregation.engine.buffers import Copies, Pool, aligned
 from xffl.aggregation.engine.groups import Progress, RoundGroups, RoundScope, start_moves
-from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, RoundContext
+from xffl.aggregation.engine.planning.transfers import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.mean import combined, weighted_mean
 from xffl.aggregation.report import RoundProfile
 from xffl.distributed.cross_world import WEIGHTS_TAG, CrossWorldGroup, Work

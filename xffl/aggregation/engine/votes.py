@@ -1,6 +1,6 @@
 """A vote: what each rank says in it, as bytes, and how all ranks learn what everybody has said.
 
-:mod:`xffl.aggregation.engine.consensus` decides what follows.
+:mod:`xffl.aggregation.engine.decision.consensus` decides what follows.
 """
 
 from __future__ import annotations

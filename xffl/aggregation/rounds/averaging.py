@@ -11,8 +11,8 @@ from xffl.errors import CheckpointError, StateError
 
 if TYPE_CHECKING:
     from xffl.aggregation.aggregator import Aggregator
-    from xffl.aggregation.elastic import ElasticAggregator
-    from xffl.aggregation.hierarchical import Levels
+    from xffl.aggregation.federations.elastic import ElasticAggregator
+    from xffl.aggregation.federations.hierarchical import Levels
 
 __all__ = ["AveragingRounds"]
 

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from xffl.aggregation.contributions import Snapshot
 from xffl.aggregation.rounds.offer import HandedOver, Outcome, RoundOffer
+from xffl.aggregation.steps.contributions import Snapshot
 
 if TYPE_CHECKING:
     from xffl.aggregation.aggregator import Aggregator
-    from xffl.aggregation.elastic import ElasticAggregator
-    from xffl.aggregation.hierarchical import Levels
+    from xffl.aggregation.federations.elastic import ElasticAggregator
+    from xffl.aggregation.federations.hierarchical import Levels
 
 __all__ = ["RoundBackend"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from xffl.aggregation.contributions import Snapshot
 from xffl.aggregation.report import RoundReport
 from xffl.aggregation.rounds.offer import RoundOffer
+from xffl.aggregation.steps.contributions import Snapshot
 
 __all__ = ["StartedRound"]
 

@@ -10,13 +10,13 @@ from typing import Any
 from torch import nn
 
 from xffl.aggregation.config import RoundConfig, aggregator_options
-from xffl.aggregation.contributions import Snapshot
-from xffl.aggregation.elastic import ElasticAggregator
-from xffl.aggregation.engine.consensus import RoundBroken, RoundInput
+from xffl.aggregation.engine.decision.consensus import RoundBroken, RoundInput
+from xffl.aggregation.federations.elastic import ElasticAggregator
 from xffl.aggregation.report import RoundReport
 from xffl.aggregation.rounds.averaging import AveragingRounds
 from xffl.aggregation.rounds.delayed import StartedRound
 from xffl.aggregation.rounds.offer import Empty, HandedOver, Outcome, Part, RoundOffer, outcome_of
+from xffl.aggregation.steps.contributions import Snapshot
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError, MeetingLeft, StateError, XfflError
 
@@ -24,7 +24,9 @@ __all__ = ["ElasticRounds"]
 
 
 class ElasticRounds(AveragingRounds[ElasticAggregator]):
-    """Rounds of an :class:`~xffl.aggregation.elastic.ElasticAggregator`: met for, and tried until one is taken.
+    """Rounds of cells that come and go: met for, and tried until one is taken.
+
+    :class:`~xffl.aggregation.federations.elastic.ElasticAggregator` makes each try.
 
     A round that broke while this cell had voted for it is in doubt until the next meeting. What it took of the local
     steps is kept aside until then, and counts as the meeting says.

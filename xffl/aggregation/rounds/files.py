@@ -10,8 +10,8 @@ from torch import nn
 
 from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.config import RoundArguments, RoundConfig
-from xffl.aggregation.engine.consensus import checked_weight
-from xffl.aggregation.engine.coverage import check_lone_cell
+from xffl.aggregation.engine.decision.consensus import checked_weight
+from xffl.aggregation.engine.planning.coverage import check_lone_cell
 from xffl.aggregation.exports import RoundPlan, export_cell, load_agreed_global
 from xffl.aggregation.rounds.offer import HandedOver, Outcome, RoundOffer
 from xffl.cluster.over_files import read_over_files

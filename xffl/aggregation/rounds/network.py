@@ -8,7 +8,7 @@ from torch import nn
 
 from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.config import RoundConfig, aggregator_options
-from xffl.aggregation.hierarchical import Levels
+from xffl.aggregation.federations.hierarchical import Levels
 from xffl.aggregation.rounds.averaging import AveragingRounds
 from xffl.aggregation.rounds.delayed import StartedRound
 from xffl.aggregation.rounds.offer import Empty, HandedOver, Outcome, RoundOffer, outcome_of

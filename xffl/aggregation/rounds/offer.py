@@ -12,10 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from xffl.aggregation.config import RoundConfig
-from xffl.aggregation.contributions import ContributionTracker, NormalizedSteps, Snapshot, StepTimer
-from xffl.aggregation.engine.consensus import RoundInput, checked_weight
+from xffl.aggregation.engine.decision.consensus import RoundInput, checked_weight
 from xffl.aggregation.report import RoundReport
 from xffl.aggregation.rounds.hooks import LoopHooks
+from xffl.aggregation.steps.contributions import ContributionTracker, NormalizedSteps, Snapshot, StepTimer
 
 __all__ = [
     "Averaged",

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from xffl.aggregation.engine.tensors import tensors_of
-from xffl.aggregation.wrapped_optimizers import unwrap
+from xffl.aggregation.engine.planning.tensors import tensors_of
+from xffl.aggregation.steps.wrapped_optimizers import unwrap
 from xffl.checks import integer
 from xffl.compat.pytorch import enclosing_steps
 from xffl.distributed.consistency import gather_objects

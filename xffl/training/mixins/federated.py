@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from xffl.aggregation.config import RoundArguments, validate_round_config
-from xffl.aggregation.engine.tensors import Manifest
+from xffl.aggregation.engine.planning.tensors import Manifest
 from xffl.aggregation.exports import RoundPlan, agreed_global, export_cell, load_agreed_global
 from xffl.aggregation.federated_scaling import FederatedScaling
 from xffl.aggregation.options import REMOVED

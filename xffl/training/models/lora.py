@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from xffl.aggregation.engine.tensors import tensors_of
+from xffl.aggregation.engine.planning.tensors import tensors_of
 from xffl.checkpoint.format import check_path, run_collectively, this_cell
 from xffl.checks import integer, number
 from xffl.distributed.distributed_state import DistributedState

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from xffl.aggregation.engine.tensors import tensors_of, ties_of
+from xffl.aggregation.engine.planning.tensors import tensors_of, ties_of
 from xffl.checkpoint.format import check_path, partial_folder, replace_folder, run_collectively, sync_all, this_cell
 from xffl.checkpoint.opened import OpenFolder, read_again_if_replaced
 from xffl.checks import shorten, shown

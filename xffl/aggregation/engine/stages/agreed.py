@@ -11,7 +11,7 @@ import torch
 from xffl.aggregation.engine.buffers import ModelCopy, StagingBuffers
 from xffl.aggregation.engine.exchange import RoundRun, RoundStage
 from xffl.aggregation.engine.global_model import GlobalModel
-from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, RoundContext
+from xffl.aggregation.engine.planning.transfers import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.engine.votes import RoundStatus
 from xffl.topology import Topology
 

@@ -19,7 +19,7 @@ from xffl.aggregation.algorithms.combiners import total_of
 from xffl.aggregation.engine.buffers import StagingBuffers
 from xffl.aggregation.engine.exchange import RoundRun, RoundStage
 from xffl.aggregation.engine.global_model import GlobalModel
-from xffl.aggregation.engine.transfers import RoundContext
+from xffl.aggregation.engine.planning.transfers import RoundContext
 from xffl.aggregation.engine.votes import RoundStatus
 
 __all__ = ["Clip"]

@@ -12,7 +12,7 @@ import torch
 from xffl.aggregation.compression import CodePlace, ErrorFeedback
 from xffl.aggregation.engine.buffers import Layout, ModelCopy, aligned
 from xffl.aggregation.engine.exchange import RoundRun, RoundStage
-from xffl.aggregation.engine.transfers import Bucket, GroupTransfer
+from xffl.aggregation.engine.planning.transfers import Bucket, GroupTransfer
 from xffl.aggregation.engine.transport import Crossing, ExactValues, Link
 from xffl.errors import CheckpointError
 

@@ -9,7 +9,7 @@ from xffl.aggregation.algorithms.combiners import Combiner
 from xffl.aggregation.engine.buffers import BucketMemory
 from xffl.aggregation.engine.exchange import ExchangeWalk, RoundRun, Way
 from xffl.aggregation.engine.global_model import GlobalModel
-from xffl.aggregation.engine.transfers import Bucket, GroupTransfer, RoundContext
+from xffl.aggregation.engine.planning.transfers import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.engine.transport import CrossCellTransport, Crossing, ExactValues
 
 __all__ = ["HandOver", "SharedValues"]

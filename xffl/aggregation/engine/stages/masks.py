@@ -10,7 +10,7 @@ import torch
 
 from xffl.aggregation.engine.buffers import aligned
 from xffl.aggregation.engine.exchange import RoundRun, RoundStage
-from xffl.aggregation.engine.transfers import GroupTransfer, RoundContext
+from xffl.aggregation.engine.planning.transfers import GroupTransfer, RoundContext
 from xffl.aggregation.engine.transport import Crossing, ExactValues, Link
 from xffl.aggregation.engine.votes import RoundStatus
 from xffl.aggregation.privacy import Masker

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from xffl.aggregation.engine.exchange import RoundRun, RoundStage
-from xffl.aggregation.engine.transfers import RoundContext
+from xffl.aggregation.engine.planning.transfers import RoundContext
 from xffl.distributed.consistency import control_device
 
 __all__ = ["ToldWeights"]

@@ -20,7 +20,7 @@ from torch import nn
 from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.algorithms.registry import make
 from xffl.aggregation.compression import Codec, codec_of
-from xffl.aggregation.engine.consensus import RoundInput, checked_weight
+from xffl.aggregation.engine.decision.consensus import RoundInput, checked_weight
 from xffl.aggregation.engine.groups import RoundScope, make_scope
 from xffl.aggregation.pending import PendingRound
 from xffl.aggregation.report import RoundReport

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 from xffl.aggregation.algorithms.combiners import total_of
+from xffl.aggregation.engine.decision.faulty_votes import FaultyVoteTree
+from xffl.aggregation.engine.decision.unlike_votes import check_rounds
 from xffl.aggregation.engine.exchange import Exchange, RoundRun
-from xffl.aggregation.engine.faulty_votes import FaultyVoteTree
 from xffl.aggregation.engine.groups import RoundScope
-from xffl.aggregation.engine.transfers import RoundContext
-from xffl.aggregation.engine.unlike_votes import check_rounds
+from xffl.aggregation.engine.planning.transfers import RoundContext
 from xffl.aggregation.engine.votes import RoundStatus, VotePhase, VoteTree, by_cell
 from xffl.aggregation.options import Options
 from xffl.aggregation.report import RoundProfile, RoundReport

@@ -19,13 +19,13 @@ from torch import nn
 
 from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.engine.buffers import Arena
-from xffl.aggregation.engine.consensus import RoundBroken, RoundInDoubt, RoundInput
-from xffl.aggregation.engine.coverage import check_lone_cell
+from xffl.aggregation.engine.decision.consensus import RoundBroken, RoundInDoubt, RoundInput
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.global_state import agree_on_steps
 from xffl.aggregation.engine.gpu_memory import make_copies
 from xffl.aggregation.engine.groups import RoundScope
-from xffl.aggregation.hand_over import read_hand_over, write_hand_over
+from xffl.aggregation.engine.planning.coverage import check_lone_cell
+from xffl.aggregation.federations.hand_over import read_hand_over, write_hand_over
 from xffl.aggregation.pending import PendingRound
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.distributed.collectives import all_gather_json

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch.optim import Optimizer
 
-from xffl.aggregation.step_observers import StepObserver
+from xffl.aggregation.steps.step_observers import StepObserver
 from xffl.distributed.sharding import local_tensor
 
 __all__ = ["CopyWatch", "find_copies", "swaps_weights", "tell_swaps"]

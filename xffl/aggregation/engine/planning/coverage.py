@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from xffl.aggregation.engine.tensors import tensors_of
+from xffl.aggregation.engine.planning.tensors import tensors_of
 from xffl.checks import shorten
 from xffl.compat.ddp import delayed_parameters, find_in_reducer, parameters_at_start
 from xffl.distributed.consistency import gather_objects, ranks_text, run_on_all_ranks

@@ -7,7 +7,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from xffl.aggregation.algorithms.clients import Client, check_step
-from xffl.aggregation.contributions import NormalizedSteps
+from xffl.aggregation.steps.contributions import NormalizedSteps
 
 __all__ = ["ClientSteps", "MomentumSteps", "StepObserver"]
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from xffl.aggregation.compression import Codec, codec_of
-from xffl.aggregation.engine.plan import Cut, Item, MeshCut, Part
+from xffl.aggregation.engine.planning.plan import Cut, Item, MeshCut, Part
 from xffl.checks import one_of, shorten
 from xffl.compat.ddp import parameters_at_start
 from xffl.distributed.collectives import Group, all_gather_json

@@ -23,7 +23,7 @@ import torch
 
 from xffl.aggregation.compression import Codec
 from xffl.aggregation.engine.groups import RoundGroups
-from xffl.aggregation.engine.transfers import Bucket, BucketGroup, GroupTransfer, Piece
+from xffl.aggregation.engine.planning.transfers import Bucket, BucketGroup, GroupTransfer, Piece
 from xffl.aggregation.options import Options
 from xffl.costs import IN_FLIGHT, form_of, pipeline_depth
 from xffl.distributed.sharding import dtype_of
