@@ -16,11 +16,13 @@ from xffl.cluster.launch.failure import (
     describe_failure,
     is_left_to_others,
     is_only_lost_peer,
+    line_of,
     note_alike,
     note_failure,
     note_hint,
+    note_unmet,
 )
-from xffl.errors import ConfigError, TopologyError
+from xffl.errors import ConfigError, LaunchError, TopologyError
 
 
 @dataclass(frozen=True)
@@ -86,3 +88,14 @@ def test_what_a_script_answers_with_an_error_of_xffl_is_shown(
     assert told.splitlines()[-1].startswith("xffl: rank 0 failed with ConfigError: wrapped by the script (at ")
     assert runner.be_rank(lambda: fail(error)) == 2
     assert ("KeyError: 'a'" in capsys.readouterr().err) is is_shown
+
+
+def test_rank_0_tells_what_may_be_of_all_and_the_others_its_first_words() -> None:
+    text = "nothing answers at a:1 (refused; tried for 9 s), where rank 0 is to listen; set MASTER_ADDR; or MASTER_PORT"
+    errors = [LaunchError(text) for _ in range(3)]
+    for rank, error in enumerate(errors[:2]):
+        note_unmet(error, rank, is_speaker=rank == 0)
+        note_unmet(error, 2, is_speaker=True)  # the first counts
+    first, other, apart = (line_of(error, describe_failure(error)) for error in errors)
+    assert first == apart == f"xffl: LaunchError: {text}"
+    assert other == "xffl: rank 1 has not met the others: LaunchError: " + text.partition("; set")[0]

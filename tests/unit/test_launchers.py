@@ -13,7 +13,7 @@ from xffl.cluster.hosts import pick_gpu
 from xffl.cluster.launch.affinity import bind_if_asked
 from xffl.cluster.launch.ssh import shared_environment
 from xffl.cluster.recognition.claims import Claim
-from xffl.cluster.recognition.find import find_launcher, launcher_of
+from xffl.cluster.recognition.find import find_launcher, launcher_of, told_rank
 from xffl.cluster.recognition.launchers import LAUNCHERS, launcher_variables
 from xffl.cluster.recognition.placement import Place, number_nodes, place_ranks
 from xffl.errors import ConfigError, LaunchError
@@ -361,3 +361,20 @@ def test_claims_travel_as_text() -> None:
     for text in ("", "[]", "{}", '{"rank": true}', "[" * 9999, mine.to_text().replace("1", "9" * 99), b"\xff"):
         with pytest.raises(LaunchError, match="claims"):
             Claim.from_text(text)
+
+
+@pytest.mark.parametrize(
+    ("environ", "rank"),
+    [
+        ({}, None),
+        ({"RANK": "3"}, 3),
+        ({"RANK": "x", "WORLD_SIZE": "4"}, None),
+        ({"PMIX_RANK": "2"}, 2),
+        ({"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1"}, 1),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None),  # the script of a batch job
+        ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}, 3),
+        ({"PBS_NODENUM": "2"}, None),
+    ],
+)
+def test_a_rank_is_known_where_nothing_else_is(environ: dict[str, str], rank: int | None) -> None:
+    assert told_rank(environ) == rank

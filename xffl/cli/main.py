@@ -19,7 +19,7 @@ from xffl.checks import one_of, visible
 from xffl.cli.numbers import NUMBER_TYPES
 from xffl.cli.terminal import visible_output
 from xffl.cli.upstream import refuse_upstream_command
-from xffl.cluster.launch.failure import ExitCode
+from xffl.cluster.launch.failure import ExitCode, tell_unmet
 from xffl.errors import XfflError
 
 __all__ = ["COMMANDS", "CommandParser", "HelpFormatter", "build_parser", "command_parser", "main"]
@@ -48,6 +48,9 @@ A module has ``build_parser`` and ``run``, or several commands and ``COMMANDS`` 
 
 _RAW = ("bench", "cells", "exec", "list", "logs", "submit")
 """Commands whose output is that of the user's own ranks, or is drawn for a terminal, with nothing of others in it."""
+
+_OF_RANKS = ("bench", "exec")
+"""Commands that launchers start once for each rank."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -109,7 +112,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         return code
     except XfflError as error:
-        print(visible(f"xffl: {type(error).__name__}: {error}"), file=sys.stderr)
+        if words[0] in _OF_RANKS:
+            tell_unmet(error)
+        else:
+            print(visible(f"xffl: {type(error).__name__}: {error}"), file=sys.stderr)
         return ExitCode.REFUSED
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED

@@ -22,6 +22,7 @@ __all__ = [
     "LOOPBACK",
     "Opened",
     "PortHeldError",
+    "UnansweredError",
     "await_listener",
     "find_listener",
     "gloo_beyond_this_host",
@@ -49,6 +50,10 @@ _PAUSE_S = 0.1
 
 class PortHeldError(LaunchError):
     """The port where this process is to listen is held by another one."""
+
+
+class UnansweredError(LaunchError):
+    """Nobody listens where this process looks for rank 0, which need not know of it."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +184,7 @@ def await_listener(host: str, port: int, timeout_s: float, *, is_patient: bool =
             patience_s = timeout_s if is_patient else min(timeout_s, _patience_of(error))
             if time.monotonic() - begun > patience_s:
                 why = "no answer: packets are dropped" if isinstance(error, TimeoutError) else str(error)
-                raise LaunchError(
+                raise UnansweredError(
                     f"nothing answers at {host}:{port}, where rank 0 is to listen ({why}; tried for {patience_s:g} s "
                     f"from {socket.gethostname()}); see that rank 0 was started and that this host reaches its "
                     "network, and set MASTER_ADDR and MASTER_PORT, or XFFL_CONTROL_IFNAME, the network interface"

@@ -28,7 +28,15 @@ from xffl.cluster.environment import (
     use_interface,
 )
 from xffl.cluster.hosts import pick_gpu
-from xffl.cluster.listening import LOOPBACK, PortHeldError, await_listener, keep_gloo_local, release_gloo
+from xffl.cluster.launch.failure import note_unmet
+from xffl.cluster.listening import (
+    LOOPBACK,
+    PortHeldError,
+    UnansweredError,
+    await_listener,
+    keep_gloo_local,
+    release_gloo,
+)
 from xffl.cluster.network import Timeouts, control_address
 from xffl.cluster.sizes import Federation, read_federation, read_replica_size
 from xffl.distributed.consistency import (
@@ -288,6 +296,14 @@ def setup_distributed_process_group(
         assert request is not None, "the ranks agree on errors only by raising one"
         place = book.complete()
         _join(meeting, place, request)
+    except BaseException as wrong:
+        release_gloo()
+        if place.world_size > 1 and isinstance(wrong, XfflError):
+            # Rank 0 need not know that nobody reaches it.
+            speaker = 1 if place.rank and isinstance(wrong, UnansweredError) else 0
+            note_unmet(wrong, place.rank, is_speaker=place.rank == speaker)
+        raise
+    try:
         return _begin(place, request)
     except BaseException:
         release_gloo()

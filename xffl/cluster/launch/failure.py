@@ -25,6 +25,7 @@ from typing import IO, Any
 
 from xffl.callers import find_place, is_of_package, is_of_python
 from xffl.checks import visible
+from xffl.cluster.recognition.find import told_rank
 from xffl.errors import ConfigError, TopologyError, XfflError
 from xffl.files import create, read_bytes, write_whole
 from xffl.json_text import parse_json
@@ -45,15 +46,18 @@ __all__ = [
     "is_of_all",
     "is_only_lost_peer",
     "leave_together",
+    "line_of",
     "lives_of_run",
     "note_alike",
     "note_end",
     "note_failure",
     "note_first",
     "note_hint",
+    "note_unmet",
     "parse_failure",
     "read_failure",
     "record_failure",
+    "tell_unmet",
     "text_of",
 ]
 
@@ -92,6 +96,7 @@ _HINT = "_xffl_hint"
 _FIRST = "_xffl_first"
 _IS_SPEAKER = "_xffl_is_speaker"
 _IS_OF_ALL = "_xffl_is_of_all"
+_UNMET = "_xffl_unmet"
 QUIET_S = 2.0
 """How long ranks stay that raise the same error: many launchers end all ranks when one has left, which may be before
 the one that tells the error has done so, and the exit code of a rank that was ended is that of the signal."""
@@ -272,6 +277,52 @@ def is_noted_alike(error: BaseException) -> bool:
 def is_of_all(error: BaseException) -> bool:
     """Tell whether all ranks are known to raise an error, so that one line of one rank says enough of it."""
     return _noted(error, _IS_OF_ALL) is True
+
+
+def note_unmet(error: BaseException, rank: int, *, is_speaker: bool) -> None:
+    """Note that a rank raises an error before it has met the others, who cannot hear of it and may raise it, too.
+
+    The speaker tells it in one line; each of the others tells its first words, so that an error of one rank is not lost
+    and those of thousands leave no thousands of tracebacks.
+    """
+    if not is_noted_alike(error):
+        note_alike(error, is_speaker=is_speaker)
+        if not is_speaker:
+            _note(error, _UNMET, rank)
+
+
+def line_of(error: BaseException, record: FailureRecord) -> str | None:
+    """Return the line by which this rank tells an error of xffl; ``None`` where it is left to another rank."""
+    if not is_left_to_others(error):
+        return f"xffl: {record.text}"
+    rank = _noted(error, _UNMET)
+    return None if rank is None else f"xffl: rank {rank} has not met the others: {_first_words(record.headline)}"
+
+
+def tell_unmet(error: XfflError, environ: Mapping[str, str] = os.environ) -> None:
+    """Tell an error that comes before this process has met others, and wait until they have told theirs, if any.
+
+    Where a launcher has started several, rank 0 tells all of it and the others its first words.
+    """
+    rank = told_rank(environ)
+    text = visible(f"{type(error).__name__}: {error}")
+    if not rank:
+        print(f"xffl: {text}", file=sys.stderr, flush=True)
+    else:
+        print(f"xffl: rank {rank} has not met the others: {_first_words(text)}", file=sys.stderr, flush=True)
+    if rank is not None:
+        note_unmet(error, rank, is_speaker=rank == 0)
+        leave_together(error)
+
+
+def _first_words(text: str) -> str:
+    """Return what a message says is wrong, without what to do about it: up to the first semicolon not in brackets."""
+    depth = 0
+    for at, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if letter == ";" and depth <= 0:
+            return text[:at]
+    return text
 
 
 def leave_together(error: BaseException) -> None:

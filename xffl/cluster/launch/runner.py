@@ -25,9 +25,9 @@ from xffl.cluster.launch.failure import (
     ExitCode,
     code_of_signal,
     describe_failure,
-    is_left_to_others,
     is_only_lost_peer,
     leave_together,
+    line_of,
     note_end,
     record_failure,
 )
@@ -206,13 +206,15 @@ def be_rank(work: Callable[[], object], *, timeout_s: float | None = None, log_d
     except XfflError as error:
         note_end(error)
         record = describe_failure(error, skip=(*_OWN_FILES, sys.modules[work.__module__].__file__ or ""))
-        line = f"{record.traceback if record.has_cause else ''}xffl: {record.text}\n"
-        is_quiet, has_log = is_left_to_others(error), terminal != 2
-        if has_log or not is_quiet:
-            sys.stderr.write(line)
-            sys.stderr.flush()
-        if has_log and not is_quiet:
-            os.write(terminal, line.encode(errors="replace"))
+        before = record.traceback if record.has_cause else ""
+        line = line_of(error, record)
+        told = "" if line is None else f"{before}{line}\n"
+        if terminal == 2:
+            sys.stderr.write(told)
+        else:  # this rank's log file has all of it
+            sys.stderr.write(f"{before}xffl: {record.text}\n")
+            os.write(terminal, told.encode(errors="replace"))
+        sys.stderr.flush()
         leave_together(error)
         mpi_end.limit(ExitCode.REFUSED)
         return ExitCode.REFUSED

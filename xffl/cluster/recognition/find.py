@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from xffl.checks import decimal
 from xffl.cluster.recognition.launcher import Environ, Launcher
 from xffl.cluster.recognition.launchers import LAUNCHERS
 from xffl.errors import LaunchError
@@ -11,6 +12,7 @@ __all__ = [
     "launcher_of",
     "refuse_half_a_place",
     "refuse_other_launchers",
+    "told_rank",
 ]
 
 _REMEDY = (
@@ -32,6 +34,17 @@ def launcher_of(environ: Environ) -> Launcher | None:
     elif row.name == "variables":
         _refuse_contradiction(row, environ)
     return row
+
+
+def told_rank(environ: Environ) -> int | None:
+    """Return this process's number among those that a launcher has started, as far as it tells one.
+
+    For errors about what else it tells: other variables may be missing, or contradict it. ``None`` where no launcher
+    was at work, or none that numbers its processes.
+    """
+    names = [row.variables.get("rank", "") for row in LAUNCHERS if row.matches(environ) or row.find_sign(environ)]
+    numbers = (decimal(environ.get(name, "").strip()) for name in (*names, "RANK"))
+    return next((number for number in numbers if number is not None), None)
 
 
 def refuse_other_launchers(environ: Environ) -> None:

@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from xffl.cluster.launch.failure import (
     describe_failure,
-    is_left_to_others,
     is_noted_alike,
     is_of_all,
     is_only_lost_peer,
     leave_together,
+    line_of,
     note_failure,
 )
 from xffl.distributed.failures.first_failure import JoinedWorld, tell_failure
@@ -104,9 +104,10 @@ class _TellOnce:
         if not is_noted_alike(error) and not only_lost:
             self.otherwise(kind, error, traceback)
             return
-        if not is_left_to_others(error):
-            record = describe_failure(error)
+        record = describe_failure(error)
+        line = line_of(error, record)
+        if line is not None:
             if not only_lost and (record.has_cause or not is_of_all(error)):
                 self.otherwise(kind, error, traceback)
-            print(f"xffl: {record.text}", file=sys.stderr, flush=True)
+            print(line, file=sys.stderr, flush=True)
         leave_together(error)

@@ -16,7 +16,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from xffl.checks import decimal, index_of
 from xffl.cluster.environment import ProcessEnvironment, detect_environment
+from xffl.cluster.launch.failure import note_unmet
 from xffl.cluster.listening import LOOPBACK, PortHeldError, find_listener
+from xffl.cluster.recognition.find import told_rank
 from xffl.cluster.recognition.launchers import LAUNCHERS
 from xffl.distributed.consistency import end_on_store
 from xffl.distributed.failures.uncaught import tell_once
@@ -112,14 +114,14 @@ def raise_at_meeting(error: XfflError, place: ClaimedPlace | None) -> NoReturn:
     Local: nobody else has to call it. Where the store cannot be reached within seconds, this rank alone raises.
     """
     if place is None:
-        raise error
+        _raise_unmet(error, None)
     tell_once()
     try:
         store = _reach(place)
     except (XfflError, RuntimeError, OSError):  # what was wrong before says more than that nobody is there
-        raise error from None
+        store = None
     if store is None:
-        raise error
+        _raise_unmet(error, place.rank)
     end_on_store(store, place.rank, place.world_size, error, _REACH_S, is_speaker=place.rank == 0)
 
 
@@ -140,6 +142,15 @@ def refuse_second_rank_0(held: PortHeldError, place: ProcessEnvironment, address
     if store is None:
         raise LaunchError(str(held)) from None
     end_on_store(store, place.rank, place.world_size, error, _KNOWN_S, is_speaker=False)
+
+
+def _raise_unmet(error: XfflError, rank: int | None) -> NoReturn:
+    """Raise an error on this rank, which cannot tell the others of it; if it is one of several, rank 0 speaks."""
+    rank = told_rank(os.environ) if rank is None else rank
+    if rank is not None:
+        tell_once()
+        note_unmet(error, rank, is_speaker=rank == 0)
+    raise error
 
 
 def _reach(place: ClaimedPlace) -> Store | None:

@@ -28,7 +28,7 @@ from xffl.cluster.environment import (
     requested_settings,
     sources_named,
 )
-from xffl.cluster.launch.failure import ExitCode
+from xffl.cluster.launch.failure import ExitCode, tell_unmet
 from xffl.cluster.sizes import Federation
 from xffl.cluster.slurm.submit import SlurmConfig
 from xffl.errors import ConfigError, XfflError
@@ -386,7 +386,7 @@ def main(trainer: type, argv: Sequence[str] | None = None) -> Any:
             return None
         ask_for_cells(resolved)
     except XfflError as error:
-        print(f"xffl: {type(error).__name__}: {error}", file=sys.stderr)
+        tell_unmet(error)
         raise SystemExit(ExitCode.REFUSED) from error
     return trainer(resolved.config, origins=resolved.origins).fit()
 
