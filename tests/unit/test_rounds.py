@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -33,6 +34,7 @@ from xffl.aggregation.rounds.offer import (
 )
 from xffl.aggregation.steps.contributions import Snapshot
 from xffl.errors import ConfigError, MeetingLeft, StateError
+from xffl.training import trainer
 
 CONFIG = RoundConfig(EverySteps(2), None, {}, delay=0, alpha=None)
 
@@ -286,3 +288,10 @@ def test_rounds_of_one_job_import_nothing_of_other_kinds() -> None:
         "('xffl.aggregation.federations.elastic', 'xffl.aggregation.exports')])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_the_divergence_of_a_round_leaves_out_cells_that_were_left_out() -> None:
+    report = report_of(3, weights=(1.0, 0.0, 3.0), update_norms=(2.0, math.nan, 4.0), dropped=(1,))
+    assert trainer._divergence_of(report) == {"rms": math.sqrt((4.0 + 3.0 * 16.0) / 4.0)}
+    assert trainer._divergence_of(report_of(3, weights=(0.0,), update_norms=(1.0,))) is None
+    assert trainer._divergence_of(report_of(3)) is None

@@ -508,7 +508,9 @@ def _divergence_of(report: RoundReport) -> dict[str, float] | None:
     total = math.fsum(report.weights)
     if report.update_norms is None or total == 0.0:
         return None
-    squares = math.fsum(weight * norm * norm for weight, norm in zip(report.weights, report.update_norms, strict=True))
+    pairs = zip(report.weights, report.update_norms, strict=True)
+    # A cell that was left out because of its values has a norm that is not finite.
+    squares = math.fsum(weight * norm * norm for weight, norm in pairs if weight > 0.0)
     return {"rms": math.sqrt(squares / total)}
 
 

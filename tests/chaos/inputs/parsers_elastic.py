@@ -20,6 +20,19 @@ from tests.chaos.inputs.parser import Parser
 from xffl.aggregation.federations.hand_over import read_hand_over, write_hand_over
 from xffl.distributed.replicas.plain_values import to_plain
 from xffl.distributed.replicas.replica_transport import NONCE_BYTES, ShardTransport
+from xffl.elastic.journal import records as journal
+from xffl.elastic.journal.records import (
+    ForgetRecord,
+    ModelId,
+    Record,
+    RoundRecord,
+    Start,
+    StartRecord,
+    VoidRecord,
+    next_lineage,
+    record_text,
+)
+from xffl.elastic.journal.rule import History, Member
 from xffl.elastic.lighthouse import NotOwnRecord, Register
 from xffl.elastic.roster import CellRecord, Version, form_epoch
 from xffl.errors import ConfigError
@@ -88,6 +101,43 @@ def read_stranger(content: bytes, folder: Path) -> object:
         return Register(TOKEN).read("1.b", data)
     except NotOwnRecord as error:
         raise ConfigError(str(error)) from error
+
+
+RUN = "a" * 32
+MODEL = ModelId(RUN, 6, "b" * 32)
+
+
+def journal_records(folder: Path) -> list[bytes]:
+    """Return a record of each kind."""
+    del folder
+    attempt = "c" * 32
+    round_ = RoundRecord(
+        run=RUN,
+        number=7,
+        id=attempt,
+        base=MODEL,
+        lineage=next_lineage(None, attempt),
+        cells=(0, 2),
+        weights=(0.5, 0.0),
+        places=(10, 0, 12),
+        left=(1,),
+    )
+    first = replace(round_, number=0, id=RUN, base=None, lineage=next_lineage(None, RUN))
+    kept: list[Record] = [round_, first, VoidRecord(RUN, 8, attempt), ForgetRecord(RUN, 9, RUN, 1)]
+    kept.append(StartRecord(RUN, 8, attempt, (Start(0, RUN, MODEL), Start(1, attempt, None))))
+    return [record_text(record).encode() for record in kept]
+
+
+def read_journal_record(content: bytes, folder: Path) -> object:
+    """Read a record, write it again, and begin a journal with it if it is a first one."""
+    del folder
+    record = journal.read_record(content, "a file")
+    text = record_text(record)
+    assert journal.read_record(text, "a file") == record
+    history = History()
+    if record.number == 0:
+        history.add([record])
+    return history.choose_base([Member(0, RUN, -1, MODEL)])
 
 
 OPTIMIZER = {"step": 3, "elements": {"momentum": {}}, "asked": {"class": "SGD"}}
@@ -172,6 +222,7 @@ def read_state(content: bytes, folder: Path) -> object:
 PARSERS = (
     Parser("cell records", "json", records, read_record),
     Parser("records of strangers", "json", signed_records, read_stranger),
+    Parser("records of a journal", "json", journal_records, read_journal_record),
     Parser("hand-overs", "bytes", hand_overs, read_handed_over),
     Parser("hand-overs' values", "json", plain_hand_overs, read_plain_hand_over),
     Parser("states of replica groups", "json", states, read_state),
