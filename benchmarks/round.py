@@ -38,7 +38,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 import xffl
-from xffl.aggregation.engine.buffers import _copy
+from xffl.aggregation.engine.buffers import copy_memory
 from xffl.aggregation.engine.groups import start_moves
 from xffl.cluster.hosts import resident_bytes
 from xffl.compat.pytorch import memory_of
@@ -144,12 +144,12 @@ class Packed:
         self.packed, self.written = ([*map(memory_of, one.split(sizes))] for one in (self.own, self.mean))
 
     def __call__(self) -> None:
-        _copy(self.memory, self.packed)
+        copy_memory(self.memory, self.packed)
         self.own.dot(self.own).item()
         for work in start_moves([(self.other, self.peer)], [(self.own, self.peer)], self.group, 1):
             work.wait()
         torch.lerp(self.own, self.other, 0.5, out=self.mean)
-        _copy(self.written, self.memory)
+        copy_memory(self.written, self.memory)
         increment_version(self.parts)
 
 

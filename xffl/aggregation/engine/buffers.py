@@ -38,6 +38,7 @@ __all__ = [
     "StagingBuffers",
     "TensorWatch",
     "aligned",
+    "copy_memory",
     "sum_of_squares",
 ]
 
@@ -171,7 +172,7 @@ class Layout:
         """Copy a bucket's elements out of the model; between two devices the host waits, unless it is ``is_behind``."""
         views, device, _, memory = self._places_of(bucket)
         if memory and into.device == device:
-            _copy(memory, self._cut(bucket, into, memory))
+            copy_memory(memory, self._cut(bucket, into, memory))
         elif into.device == device:
             torch.cat(views, out=into)  # one call, where many small tensors would cost one each
         elif device is not None:
@@ -187,7 +188,7 @@ class Layout:
             if views[0].data_ptr() != values.data_ptr():
                 views[0].copy_(values, non_blocking=is_behind)
         elif memory and values.device == device:
-            _copy(self._cut(bucket, values, memory), memory)
+            copy_memory(self._cut(bucket, values, memory), memory)
             increment_version(views)  # so that autograd still finds out about what was saved for a backward pass
         elif values.device == device:
             torch.split_with_sizes_copy(values, [view.numel() for view in views], out=views)
@@ -242,32 +243,32 @@ class TensorWatch:
     def __init__(self, roots: Sequence[nn.Module], changed: Callable[[], None]) -> None:
         self._roots = tuple(roots)
         self._changed = changed
-        self._tensors: list[torch.Tensor] = []
+        self._tensors: list[torch.Tensor | None] = []
         self._trains: list[bool] = []
         self.note()
 
     def note(self) -> None:
         """Take the tensors that there are now; they are kept alive, so that no other gets the address of one."""
         self._tensors = self._look()
-        self._trains = [tensor.requires_grad for tensor in self._tensors]
+        self._trains = _trains(self._tensors)
 
     def check(self) -> None:
         """Call ``changed`` where the model has other tensors, or trains others; local."""
         tensors = self._look()
         is_same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
-        if not is_same or [tensor.requires_grad for tensor in tensors] != self._trains:
+        if not is_same or _trains(tensors) != self._trains:
             self._changed()
             self.note()
 
-    def _look(self) -> list[torch.Tensor]:
-        return [
-            tensor
-            for root in self._roots
-            for module in root.modules()
-            for own in (module._parameters, module._buffers)
-            for tensor in own.values()
-            if tensor is not None
-        ]
+    def _look(self) -> list[torch.Tensor | None]:
+        """Return parameters and buffers, also those that are ``None``; a step of Python for each module only."""
+        modules = itertools.chain.from_iterable(root.modules() for root in self._roots)
+        held = ((module._parameters.values(), module._buffers.values()) for module in modules)
+        return [*itertools.chain.from_iterable(itertools.chain.from_iterable(held))]
+
+
+def _trains(tensors: Sequence[torch.Tensor | None]) -> list[bool]:
+    return [tensor.requires_grad for tensor in tensors if tensor is not None]
 
 
 def _places(tensors: list[torch.Tensor]) -> list[list[object]]:
@@ -288,7 +289,7 @@ def _flat(view: torch.Tensor) -> torch.Tensor:
     return flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))
 
 
-def _copy(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
+def copy_memory(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
     """Copy memory run by run, without a step of Python or a call into torch for each.
 
     Of 2,000 tensors of 1 KB, on one core with torch 2.13: 0.28 ms; ``torch.cat`` takes 0.48, ``torch._foreach_copy_``
