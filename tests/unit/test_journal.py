@@ -54,6 +54,7 @@ ROUND = RoundRecord(
     run=RUN,
     number=7,
     id=ID,
+    round=5,
     base=BASE,
     lineage=next_lineage(None, ID),
     cells=(0, 2),
@@ -105,6 +106,7 @@ WRONG = {
     "no number": ({"number": None}, "number of it must be an integer"),
     "a number that is too large": ({"number": MOST_RECORDS}, "number of it must be an integer from 0"),
     "no id": ({"id": "xyz"}, "id of it is no id of 16 to 64 hexadecimal digits"),
+    "no rounds": ({"round": 0}, "round of it must be an integer from 1"),
     "no base": ({"base": ...}, "base of it is missing"),
     "a base above it": ({"base": {"run": RUN, "number": 7, "id": ID}}, "base of it has the number 7, not one below 7"),
     "a base with more": ({"base": {"run": RUN, "number": 6, "id": ID, "x": 1}}, "base.x of it is unknown"),
@@ -402,7 +404,7 @@ def test_a_service_answers_what_stands(folder: JournalFolder, service: JournalSe
     assert (journal.read_from(1), journal.read_from(2)) == ([ROUND_ONE], [])
 
 
-ROUND_ONE = replace(ROUND, number=1, base=None)
+ROUND_ONE = replace(ROUND, number=1, round=1, base=None)
 
 
 def test_who_does_not_know_the_token_reads_and_writes_nothing(service: JournalService, folder: JournalFolder) -> None:

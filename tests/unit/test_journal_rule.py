@@ -285,13 +285,20 @@ RUN = "a" * 32
 
 
 def made(
-    number: int, cells: tuple[int, ...], base: RoundRecord | None = None, places: tuple[int, ...] = ()
+    number: int, cells: tuple[int, ...], base: RoundRecord | None = None, places: tuple[int, ...] = (0, 0, 0)
 ) -> RoundRecord:
     name = f"{number:032x}" if number else RUN
-    model = None if base is None else base.model
-    places = places or (0, 0, 0)
-    weights = (1.0,) * len(cells)
-    return RoundRecord(RUN, number, name, model, next_lineage(base, name), cells, weights, places)
+    return RoundRecord(
+        run=RUN,
+        number=number,
+        id=name,
+        round=1 if base is None else base.round + 1,
+        base=None if base is None else base.model,
+        lineage=next_lineage(base, name),
+        cells=cells,
+        weights=(1.0,) * len(cells),
+        places=places,
+    )
 
 
 def history_of(*records: Record) -> History:
@@ -403,6 +410,7 @@ def test_records_that_do_not_follow_are_refused() -> None:
         VoidRecord(RUN, 2, "b" * 32),
         VoidRecord("b" * 32, 1, "b" * 32),
         replace(made(1, (0,), first), lineage="0" * 16),
+        replace(made(1, (0,), first), round=3),
         replace(made(1, (0,), first), base=ModelId(RUN, 0, "b" * 32)),
         made(1, (0,), first, places=(0, 0)),
     ]

@@ -115,6 +115,7 @@ def journal_records(folder: Path) -> list[bytes]:
         run=RUN,
         number=7,
         id=attempt,
+        round=5,
         base=MODEL,
         lineage=next_lineage(None, attempt),
         cells=(0, 2),
@@ -122,7 +123,7 @@ def journal_records(folder: Path) -> list[bytes]:
         places=(10, 0, 12),
         left=(1,),
     )
-    first = replace(round_, number=0, id=RUN, base=None, lineage=next_lineage(None, RUN))
+    first = replace(round_, number=0, id=RUN, round=1, base=None, lineage=next_lineage(None, RUN))
     kept: list[Record] = [round_, first, VoidRecord(RUN, 8, attempt), ForgetRecord(RUN, 9, RUN, 1)]
     kept.append(StartRecord(RUN, 8, attempt, (Start(0, RUN, MODEL), Start(1, attempt, None))))
     return [record_text(record).encode() for record in kept]

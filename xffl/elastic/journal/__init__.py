@@ -6,5 +6,6 @@ stands there.
 
 :mod:`~xffl.elastic.journal.records` has the records and their text; :mod:`~xffl.elastic.journal.rule` decides from them
 which cells may continue, and from which model; :mod:`~xffl.elastic.journal.folder` keeps them in a folder that the
-cells share, :mod:`~xffl.elastic.journal.service` behind a small service.
+cells share, :mod:`~xffl.elastic.journal.service` behind a small service; :mod:`~xffl.elastic.journal.cell` is what a
+cell makes of them.
 """

@@ -81,6 +81,7 @@ class RoundRecord:
     run: str
     number: int
     id: str  # random, of one attempt
+    round: int  # how many rounds lead to its model, itself included
     base: ModelId | None  # the model that the round starts from; None: the start of its lowest cell
     lineage: str  # see next_lineage()
     cells: tuple[int, ...]  # that took part, ascending; from this record on they hold its model
@@ -201,6 +202,7 @@ def record_text(record: Record) -> str:
     }
     if isinstance(record, RoundRecord):
         plain |= {
+            "round": record.round,
             "base": _model_plain(record.base),
             "lineage": record.lineage,
             "cells": record.cells,
@@ -244,13 +246,14 @@ def read_record(text: str | bytes, what: str) -> Record:
     attempt = _read_id(given, "id")
     record: Record
     if kind == RoundRecord.kind:
-        _refuse_others(given, "base", "lineage", "cells", "weights", "places", "left")
+        _refuse_others(given, "round", "base", "lineage", "cells", "weights", "places", "left")
         places = given.list_of("places", MOST_CELLS, Fields.integer)
         cells = _read_cells(given, "cells", len(places))
         record = RoundRecord(
             run=run,
             number=number,
             id=attempt,
+            round=given.integer("round", 1, MOST_RECORDS),
             base=_read_held(given, "base"),
             lineage=_read_id(given, "lineage"),
             cells=cells,

@@ -132,8 +132,10 @@ class History:
 
     def _check_base(self, record: RoundRecord) -> None:
         base = None if record.base is None else self.round_of(record.base)
-        is_unlike = base is not None and len(base.places) != len(record.places)
-        if (base is None) != (record.base is None) or is_unlike or record.lineage != next_lineage(base, record.id):
+        is_known = (base is None) == (record.base is None)
+        is_alike = base is None or len(base.places) == len(record.places)
+        is_next = record.round == _next_round(base) and record.lineage == next_lineage(base, record.id)
+        if not (is_known and is_alike and is_next):
             raise CheckpointError(f"record {record.number} of run {record.run} does not follow from its base")
 
     def __getitem__(self, number: int) -> Record:
@@ -272,6 +274,7 @@ class History:
             run=self.run or name,
             number=self.newest + 1,
             id=name,
+            round=_next_round(base),
             base=None if base is None else base.model,
             lineage=next_lineage(base, name),
             cells=tuple(numbers),
@@ -319,7 +322,7 @@ class Holding:
         """End the doubt by the record that stands under the number of its attempt.
 
         :param standing: The record, as the journal has answered.
-        :param history: All records below it.
+        :param history: All records below it, or more.
         :return: What becomes of the steps that this cell has made.
         """
         attempt = self.doubt
@@ -334,6 +337,10 @@ class Holding:
         if not attempt.is_behind(self.cell, held):
             return Fate.GAVE
         return Fate.MOVED if history.keeps_steps(self.cell, held, attempt.base) else Fate.TOOK_OVER
+
+
+def _next_round(base: RoundRecord | None) -> int:
+    return 1 if base is None else base.round + 1
 
 
 def _precedence(member: Member) -> tuple[int, int, str]:

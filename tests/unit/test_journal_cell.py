@@ -1,0 +1,197 @@
+"""What a cell does with the journal: it reads, publishes, and ends its doubts; in a folder and through the service."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from xffl.elastic.journal.cell import LEAST_PUT_S, PATIENCE_S, CellJournal
+from xffl.elastic.journal.folder import JournalFolder
+from xffl.elastic.journal.records import (
+    Journal,
+    JournalUnreachable,
+    ModelId,
+    Record,
+    RoundRecord,
+    VoidRecord,
+)
+from xffl.elastic.journal.rule import Continue, Fate, Wait
+from xffl.elastic.journal.service import JournalService, RemoteJournal
+from xffl.errors import ConfigError
+
+TOKEN = b"a token of the run"
+
+
+@pytest.fixture(params=["folder", "service"])
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], Journal]]:
+    """Return a function that opens the run's journal anew, as another process does."""
+    folder = JournalFolder(tmp_path)
+    if request.param == "folder":
+        yield lambda: JournalFolder(tmp_path)
+        return
+    service = JournalService(folder, TOKEN, "127.0.0.1", 0)
+    yield lambda: RemoteJournal(service.url, TOKEN)
+    service.close()
+
+
+def meet(*cells: CellJournal) -> Continue | Wait:
+    """Let cells meet, record their starts, and decide."""
+    first = cells[0]
+    for _ in range(5):
+        for cell in cells:
+            cell.read_for([other.as_member() for other in cells])
+        members = [cell.as_member() for cell in cells]
+        assert not any(first.history.is_superseded(member) for member in members)
+        if not first.record_starts(members):
+            return first.history.choose_base(members)
+    raise AssertionError("the starts are never recorded")
+
+
+def attempt_of(base: RoundRecord | None, *cells: CellJournal, place: int = 0) -> RoundRecord:
+    """Let all cells say yes to an attempt."""
+    attempt = cells[0].history.attempt(
+        base,
+        [cell.as_member() for cell in cells],
+        weights=dict.fromkeys(range(3), 1.0),
+        places=dict.fromkeys(range(3), place),
+        cells=3,
+    )
+    for cell in cells:
+        cell.holding.say_yes(attempt)
+    return attempt
+
+
+def make_round(*cells: CellJournal, place: int = 0) -> list[Fate]:
+    decision = meet(*cells)
+    assert isinstance(decision, Continue)
+    standing = cells[0].publish(attempt_of(decision.base, *cells, place=place))
+    return [cell.settle(standing) for cell in cells]
+
+
+def test_rounds_and_a_cell_that_comes_late(opened: Callable[[], Journal]) -> None:
+    zero, one = (CellJournal(opened(), cell) for cell in range(2))
+    assert make_round(zero, one, place=1) == [Fate.GAVE, Fate.TOOK_OVER]
+    assert make_round(zero, one, place=2) == [Fate.GAVE, Fate.GAVE]
+    two = CellJournal(opened(), 2)
+    assert two.since == two.history.newest == 2  # the starts, and two rounds
+    assert make_round(zero, one, two, place=3) == [Fate.GAVE, Fate.GAVE, Fate.TOOK_OVER]
+    assert {cell.holding.model for cell in (zero, one, two)} == {zero.holding.model}
+    newest = next(zero.history.rounds())
+    assert (newest.round, newest.cells, newest.places) == (3, (0, 1, 2), (3, 3, 0))
+    assert meet(two) == Continue(newest)  # the others are gone, and it holds the model
+
+
+def test_a_doubt_ends_by_what_stands(opened: Callable[[], Journal]) -> None:
+    zero, one = (CellJournal(opened(), cell) for cell in range(2))
+    make_round(zero, one)
+    base = next(zero.history.rounds())
+    taken = attempt_of(base, zero, one)
+    assert zero.settle(zero.publish(taken)) is Fate.GAVE  # and is lost before it tells
+    assert (one.end_doubt(), one.holding.model) == (Fate.GAVE, taken.model)
+    assert one.end_doubt() is None
+    lost = attempt_of(meet_base(zero, one), zero, one)  # nobody publishes it
+    [void] = one.end_doubts([lost, lost])
+    assert isinstance(void, VoidRecord) and one.settle(void) is Fate.PUT_BACK
+    assert zero.publish(lost) == void  # the late link of a slow publisher
+    assert (zero.settle(void), zero.holding.model) == (Fate.PUT_BACK, taken.model)
+    assert make_round(zero, one) == [Fate.GAVE, Fate.GAVE]
+
+
+def meet_base(*cells: CellJournal) -> RoundRecord | None:
+    decision = meet(*cells)
+    assert isinstance(decision, Continue)
+    return decision.base
+
+
+def test_a_cell_goes_on_from_a_checkpoint_in_doubt(opened: Callable[[], Journal]) -> None:
+    zero, one = (CellJournal(opened(), cell) for cell in range(2))
+    make_round(zero, one)
+    attempt = attempt_of(meet_base(zero, one), zero, one)
+    model = one.holding.model
+    zero.settle(zero.publish(attempt))
+    again = CellJournal(opened(), 1)
+    again.restore(model, attempt)
+    assert again.end_doubt() is Fate.GAVE
+    assert meet(again) == Continue(attempt)
+    assert again.history.is_superseded(one.as_member())
+    with pytest.raises(ConfigError, match="cell 1 holds the model of record 0 of run"):
+        again.restore(ModelId("f" * 32, 0, "f" * 32), None)
+
+
+def test_cells_without_the_model_wait_for_one_that_has_it(opened: Callable[[], Journal]) -> None:
+    zero, one = (CellJournal(opened(), cell) for cell in range(2))
+    make_round(zero, one)
+    make_round(one)
+    newest = next(one.history.rounds())
+    assert meet(zero) == Wait(newest, (1,))
+    again = CellJournal(opened(), 1)  # has lost it
+    assert meet(zero, again) == Continue(zero.history.round_of(zero.holding.model))
+
+
+def test_of_many_attempts_one_is_taken(opened: Callable[[], Journal]) -> None:
+    """Sides of a divided network that all reach the journal try the same number."""
+    cells = [CellJournal(opened(), cell) for cell in range(3)]
+    make_round(*cells)
+    base = meet_base(*cells)
+    for cell in cells:
+        cell.read_new()
+    attempts = [attempt_of(base, cell) for cell in cells]
+    fates: dict[int, Fate] = {}
+
+    def publish(number: int) -> None:
+        fates[number] = cells[number].settle(cells[number].publish(attempts[number]))
+
+    threads = [threading.Thread(target=publish, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(fate.value for fate in fates.values()) == ["gave", "put back", "put back"]
+    winner = next(number for number, fate in fates.items() if fate is Fate.GAVE)
+    for number in {0, 1, 2} - {winner}:
+        assert meet(cells[number]) == Wait(attempts[winner], (winner,))
+
+
+class OldView:
+    """A journal whose newest records are not seen for a while."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+        self.newest = 10**6
+        self.looks = 0
+
+    def put(self, record: Record) -> Record:
+        return self.journal.put(record)
+
+    def read_from(self, number: int) -> list[Record]:
+        self.looks -= 1
+        newest = self.newest if self.looks > 0 else 10**6
+        return [record for record in self.journal.read_from(number) if record.number <= newest]
+
+
+def test_an_old_view_is_read_again(opened: Callable[[], Journal], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xffl.elastic.journal.cell.READ_AGAIN_S", 0.01)
+    zero = CellJournal(opened(), 0)
+    view = OldView(opened())
+    one = CellJournal(view, 1, patience_s=5.0)
+    make_round(zero, one)
+    make_round(zero)
+    view.newest, view.looks = one.history.newest, 5
+    decision = meet(one, zero)
+    assert isinstance(decision, Continue) and decision.base is not None and decision.base.round == 2
+    make_round(zero)
+    impatient = CellJournal(view, 2, patience_s=0.0)
+    view.newest, view.looks = impatient.history.newest, 10**6
+    make_round(zero)
+    with pytest.raises(JournalUnreachable, match="which another cell has seen, cannot be read here"):
+        impatient.read_for([zero.as_member()])
+
+
+def test_an_attempt_is_given_up_after_many_times_a_put(opened: Callable[[], Journal]) -> None:
+    cell = CellJournal(opened(), 0)
+    assert cell.give_up_s == PATIENCE_S
+    make_round(cell)
+    assert LEAST_PUT_S <= cell.give_up_s < PATIENCE_S
