@@ -42,9 +42,10 @@ noniid: $(INSTALLED) ## compare algorithms in cells that lack most classes, and 
 	$(BIN)/python examples/05_noniid/run.py
 
 # Files of tests run side by side, one more than two cores take: some of them wait. Those that measure seconds run alone.
+# tests/conftest.py has put the files in order; pytest-xdist would begin with those of many tests, not the long ones.
 test: $(INSTALLED) ## run the tests; those of real launchers skip where system packages are missing
 ifneq ($(CLUSTER),only)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --ignore=tests/cluster
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore=tests/cluster
 ifneq ($(wildcard /dev/nvidiactl),)
 	$(BIN)/python -m pytest -m gpu -q $(GPU_TESTS)
 endif

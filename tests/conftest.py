@@ -15,6 +15,12 @@ from xffl.cluster.recognition.launchers import launcher_variables
 HERE = Path(__file__).parent
 NVIDIA = Path("/dev/nvidiactl")
 DEADLINES_S = {"unit": 180, "ranks": 300, "cluster": 600}
+LONG_FILES = (
+    *("elastic_trainer", "elastic", "preemption", "nccl", "fault_tolerance", "examples", "link_backend", "algorithms"),
+    *("exports", "exec", "strategies", "session", "callbacks", "resume", "checkpoint", "example", "round_forms"),
+    *("place", "deepspeed", "noniid", "round", "exec_config", "memory_model", "modes", "hf_models"),
+)
+"""Files of tests of ranks which take half a minute and more, the longest first, as they are to be started."""
 LAUNCHER_PREFIXES = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "PALS_", "MV2_", "TORCHELASTIC_", "XFFL_", "PBS_", "LSB_")
 LAUNCHER_NAMES = launcher_variables()
 KEPT = ("XFFL_SHARED", "XFFL_REQUIRE_CLUSTER")
@@ -59,6 +65,9 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Long files first: of three workers one would else begin with such a file when the others are nearly done.
+    places = {HERE / "ranks" / f"test_{name}.py": place for place, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
     for item in items:
         if item.get_closest_marker("timeout") is None:
             tier = item.path.relative_to(HERE).parts[0] if HERE in item.path.parents else ""
