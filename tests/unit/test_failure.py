@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from xffl.cli.execute import _tell
 from xffl.cluster.launch import failure, runner
@@ -22,7 +24,9 @@ from xffl.cluster.launch.failure import (
     note_hint,
     note_unmet,
 )
+from xffl.distributed.failures.first_failure import JoinedWorld, tell_failure
 from xffl.errors import ConfigError, LaunchError, TopologyError
+from xffl.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -99,3 +103,20 @@ def test_rank_0_tells_what_may_be_of_all_and_the_others_its_first_words() -> Non
     first, other, apart = (line_of(error, describe_failure(error)) for error in errors)
     assert first == apart == f"xffl: LaunchError: {text}"
     assert other == "xffl: rank 1 has not met the others: LaunchError: " + text.partition("; set")[0]
+
+
+@pytest.mark.parametrize(
+    ("told", "text"), [(False, "since of rank 2 (cell 1), which was killed"), (True, "rank 2 ended first, with KeyE")]
+)
+def test_ranks_that_are_left_name_the_one_that_is_gone(told: bool, text: str) -> None:
+    store = HashStore()
+    worlds = [JoinedWorld(store, rank, 3, Topology(3, (2, 1))) for rank in range(3)]
+    if told:
+        tell_failure(KeyError("a"), worlds[2])
+    errors = [RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]") for _ in range(2)]
+    asking = [threading.Thread(target=tell_failure, args=[error, worlds[rank]]) for rank, error in enumerate(errors)]
+    for thread in asking:
+        thread.start()
+    for thread in asking:
+        thread.join()
+    assert all(text in describe_failure(error).headline for error in errors)

@@ -167,7 +167,7 @@ def session(
             cleanup_distributed_process_group(state, synchronize=False)
         raise
     except BaseException as error:
-        note_end(error)
+        note_end(error, state.topology)
         cleanup_distributed_process_group(state, synchronize=False)
         raise
     cleanup_distributed_process_group(state)

@@ -5,21 +5,27 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from xffl.cluster.launch.failure import is_only_lost_peer, note_alike, note_first, text_of
 from xffl.errors import XfflError
+from xffl.topology import Topology, ranks_text
 
 __all__ = ["JoinedWorld", "tell_failure"]
 
 
 _LINGER_S = 1.0  # how long the first rank that fails waits for the others, and rank 0, whose process holds the store
 
+_MARK_S = 0.5  # how long a rank that lost another one waits for those that are left to say that they are
+
 _POLL_S = 0.02
 
 _FIRST = "xffl_first_failure"
+
+_LEFT = "xffl_left"
 
 _SHOWN = 200  # characters of an error that other ranks show
 
@@ -31,6 +37,8 @@ class JoinedWorld:
     store: Store
     rank: int
     size: int
+    topology: Topology | None = None
+    """Which rank is in which cell, where that is known"""
 
 
 def tell_failure(error: BaseException, world: JoinedWorld) -> None:
@@ -48,12 +56,43 @@ def tell_failure(error: BaseException, world: JoinedWorld) -> None:
 
 
 def _name_first(error: BaseException, world: JoinedWorld) -> None:
-    """Note on an error, which says that another rank has gone, which rank has failed first, if one has told so."""
-    if not world.store.check([_FIRST]):
-        return
-    rank, what = json.loads(world.store.get(_FIRST).decode())
-    if rank != world.rank:
-        note_first(error, f"rank {rank} ended first, with {what}")
+    """Note on an error, which says that another rank has gone, which rank that is.
+
+    A rank that fails says so before it leaves. One that is killed says nothing: it is one of those that do not come to
+    the store while the ranks that are left do.
+    """
+    silent = () if world.store.check([_FIRST]) else _find_silent(world)
+    if world.store.check([_FIRST]):
+        rank, what = json.loads(world.store.get(_FIRST).decode())
+        if rank != world.rank:
+            note_first(error, f"rank {rank} ended first, with {what}")
+    elif silent:
+        # Some of several may only wait for a rank that has not left yet, and have lost nobody.
+        which = "which was" if len(silent) == 1 else "one of which was"
+        note_first(
+            error,
+            f"nothing was heard since of {_named(silent, world)}, {which} killed (out of memory?) or hangs",
+        )
+
+
+def _find_silent(world: JoinedWorld) -> tuple[int, ...]:
+    """Return the ranks that do not say in time that they are left."""
+    store = world.store
+    store.set(f"{_LEFT}/{world.rank}", "")
+    here = store.add(_LEFT, 1)
+    deadline = time.monotonic() + _MARK_S
+    while here < world.size and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        here = store.add(_LEFT, 0)
+    return tuple(rank for rank in range(world.size) if not store.check([f"{_LEFT}/{rank}"]))
+
+
+def _named(ranks: Sequence[int], world: JoinedWorld) -> str:
+    """Write which ranks these are, and of which cells where there are several."""
+    if world.topology is None or world.topology.cells == 1:
+        return ranks_text(ranks)
+    cells = sorted({world.topology.cell_of(rank) for rank in ranks})
+    return f"{ranks_text(ranks)} ({ranks_text(cells).replace('rank', 'cell')})"
 
 
 def _choose_speaker(error: XfflError, world: JoinedWorld) -> None:

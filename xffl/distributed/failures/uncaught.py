@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from xffl.cluster.launch.failure import (
 )
 from xffl.distributed.failures.first_failure import JoinedWorld, tell_failure
 from xffl.errors import XfflError
+from xffl.topology import Topology
 
 __all__ = ["keep_store", "note_end", "tell_once"]
 
@@ -52,7 +54,7 @@ def keep_store() -> None:
         sys.excepthook = _TellOnce(otherwise, world)
 
 
-def note_end(error: BaseException) -> None:
+def note_end(error: BaseException, topology: Topology | None = None) -> None:
     """Note that an error ends this rank's part of the world, which it is about to leave; local.
 
     The time of the failure is noted before the others lose this rank, so that it counts as the first to fail. By the
@@ -62,6 +64,7 @@ def note_end(error: BaseException) -> None:
     note_failure(error)
     if is_noted_alike(error) or (world := _world() or _last_world()) is None:
         return
+    world = replace(world, topology=topology)
     # A thread of its own: a store whose host has stopped would keep the caller, and so its end, waiting.
     asking = threading.Thread(target=tell_failure, args=[error, world], daemon=True)
     asking.start()
