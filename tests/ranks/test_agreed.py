@@ -268,7 +268,7 @@ def tied(rank: int, world_size: int) -> None:
             model.embed.weight.fill_(float(rank))
         aggregator.aggregate()
         assert model.embed.weight.unique().tolist() == [float(rank) if is_local else 0.5]
-    with pytest.raises(xffl.ConfigError, match="under its names embed.weight, head.weight; give these names one"):
+    with pytest.raises(xffl.ConfigError, match="under its names embed.weight, head.weight; give these names the same"):
         xffl.Aggregator(Tied(), state, policies={"embed.*": "average", "*": "local"})
 
 

@@ -140,5 +140,5 @@ def test_a_rank_that_cannot_measure_says_so_in_the_vote() -> None:
 
 @pytest.mark.parametrize("clip", ["0.0", "-1.0", "none", "true"])
 def test_a_clip_that_is_no_length_is_refused(clip: str) -> None:
-    with pytest.raises(ConfigError, match="clip of the server must be a number > 0.*longest pseudo-gradient"):
+    with pytest.raises(ConfigError, match="clip of the server must be a number > 0.*pseudo-gradient's greatest norm"):
         server_of(f"sgd:lr=1.0,clip={clip}", writer=Writer.USER)

@@ -553,7 +553,7 @@ def test_a_server_optimizer_goes_on_from_round_to_round(
             aggregate_exports(exports, out)
             continue
         if number == 1:
-            with pytest.raises(CheckpointError, match="has no state of round 0, so the model that the cells have"):
+            with pytest.raises(CheckpointError, match="has no state of round 0, so the model from which the cells"):
                 aggregate_exports(exports, out, server=server, state=state)
             assert not out.exists()
         aggregate_exports(exports, out, server=server, state=state, start=tmp_path / "global_0")

@@ -455,7 +455,7 @@ def test_parameters_that_are_replaced_are_no_longer_trained() -> None:
     assert "so it would not be trained" in found["before, adapter"]
     assert "'2.weight'" in found["before, one"] and "after" in found["before, one"]
     assert "original1" in found["before, weight_norm"]
-    assert "DDP adds up the gradients of others" in found["ddp"] and "(ranks 0-1 of 3)" in found["ddp"]
+    assert "DDP averages the gradients of the old one" in found["ddp"] and "(ranks 0-1 of 3)" in found["ddp"]
     assert found["loaded"] == "nothing, [1, 2]"
 
 

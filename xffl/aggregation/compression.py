@@ -1,4 +1,4 @@
-"""Codecs: what a bucket looks like while it crosses the slow link, and the residuals of what they left out."""
+"""Codecs: how a bucket is encoded while it crosses the slow link, and the residuals of what was not sent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Blockwise", "Cast", "CodePlace", "Codec", "ErrorFeedback", "TopK", "codec_of"]
 
-MAX_POSITIONS = 2**31  # values that 32-bit positions can tell apart
+MAX_POSITIONS = 2**31  # the most values with distinct 32-bit positions
 
 FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """Data types by the names that options give them."""
@@ -27,9 +27,9 @@ FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 class Codec(ABC):
     """Turn fp32 values into fewer bytes, and back.
 
-    Local: nothing is communicated. Codecs hold parameters and no state; those with equal parameters are equal, and
-    ``codec_of(str(codec))`` gives an equal one. The same values and seed give the same bytes, and the same bytes decode
-    to the same values on every rank. Nothing waits for a GPU.
+    Local: nothing is communicated. Codecs have options and no state; codecs with equal options are equal, and
+    ``codec_of(str(codec))`` returns an equal codec. The same values and seed give the same bytes, and the same bytes
+    decode to the same values on every rank. No method waits for a GPU.
     """
 
     @abstractmethod
@@ -38,16 +38,16 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, values: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
-        """Encode finite values, fp32, 1-D, contiguous and only read, into ``out``.
+        """Encode finite values (fp32, 1-D, contiguous, not changed) into ``out``.
 
-        That is uint8, 1-D, contiguous, ``nbytes(values.numel())`` bytes on the same device, at any offset. The seed of
-        stochastic rounding, not negative, alone decides the noise: torch's own generators are neither used nor moved.
-        On a CPU and on a GPU the noise differs.
+        ``out`` is uint8, 1-D and contiguous, with ``nbytes(values.numel())`` bytes on the same device, at any offset.
+        The noise of stochastic rounding depends on the seed (0 or more) only: torch's global generators are not used.
+        It differs between CPU and GPU.
         """
 
     @abstractmethod
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
-        """Decode what :meth:`encode` wrote, only read, into ``out``: fp32, 1-D, contiguous, on the same device."""
+        """Decode the result of :meth:`encode` (not changed) into ``out``: fp32, 1-D, contiguous, on the same device."""
 
     def _check(self, values: torch.Tensor, data: torch.Tensor) -> None:
         needed = self.nbytes(values.numel())
@@ -62,8 +62,8 @@ class Cast(Codec):
     """Round to a 16-bit float, to the nearest, ties to even; 0.5 of the bytes.
 
     Error: ``bf16`` at most ``2**-8 * |x|`` (``2**-134`` where ``|x| < 2**-126``), ``fp16`` at most ``2**-11 * |x|``
-    (``2**-25`` where ``|x| < 2**-14``). What lies beyond the type's largest number becomes that number, not infinity.
-    Values that the type holds keep every bit.
+    (``2**-25`` where ``|x| < 2**-14``). Values beyond the type's largest number become that number, not infinity.
+    Values that the type can represent keep every bit.
     """
 
     kind: str
@@ -146,7 +146,7 @@ class Blockwise(Codec):
         return block_bytes(numel, self.bits, self.block, self.scale)
 
     def encode(self, values: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
-        """Find the scales, then round with them as they are stored; see :meth:`Codec.encode`."""
+        """Compute and store the scales, then round with the stored scales; see :meth:`Codec.encode`."""
         self._check(values, out)
         if values.numel() == 0:
             return
@@ -154,7 +154,7 @@ class Blockwise(Codec):
         write_scales(block_maxima(values, self.block), self._levels, self._is_half, head)
         generator = None
         if self.rounding == "stochastic":
-            # The CPU's generator takes 32 bits only: the upper ones are folded in.
+            # The CPU's generator uses 32 bits of a seed only, so the upper ones are folded in.
             generator = torch.Generator(values.device).manual_seed((seed ^ (seed >> 32)) & 0xFFFFFFFF)
         scratch = scratch_for(values, chunk_length(values.numel(), self.block, values.device))
         for chunk, scale, part in self._chunks(values, out):
@@ -180,7 +180,7 @@ class Blockwise(Codec):
         return self.scale == "fp16"
 
     def _chunks(self, values: torch.Tensor, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Return values, their scales, which have been written, and the bytes of their integers, chunk by chunk."""
+        """Return values, their stored scales, and the bytes of their integers, chunk by chunk."""
         head = scale_bytes(values.numel(), self.block, self.scale)
         scales = read_scales(data[:head], self._is_half)
         length = chunk_length(values.numel(), self.block, values.device)
@@ -196,7 +196,7 @@ class TopK(Codec):
     bytes at a density of 0.01.
 
     Error: what is dropped is at most as large as the smallest value kept; what is kept is exact (``fp16``: rounded as
-    :class:`Cast` does). Without error feedback the small values never cross.
+    :class:`Cast` does). Without error feedback small values would never be sent.
 
     Aji and Heafield, Sparse Communication for Distributed Gradient Descent, 2017 (arXiv:1704.05021); with error
     feedback: Stich et al., Sparsified SGD with Memory, 2018 (arXiv:1809.07599).
@@ -220,7 +220,7 @@ class TopK(Codec):
         """Write the positions, ascending, then the values; see :meth:`Codec.encode`."""
         self._check(values, out)
         if values.numel() > MAX_POSITIONS:
-            raise ConfigError(f"{values.numel()} values at once pass 32-bit positions; give smaller buckets")
+            raise ConfigError(f"{values.numel()} values are too many for 32-bit positions; give smaller buckets")
         if values.numel() == 0:
             return
         positions = largest_positions(values, kept_values(values.numel(), self.density))
@@ -235,7 +235,7 @@ class TopK(Codec):
         """Write zeros, then the values that were kept; see :meth:`Codec.decode`."""
         self._check(out, data)
         split = 4 * kept_values(out.numel(), self.density)
-        # Copies are aligned.
+        # The parts of a buffer may be unaligned, copies are not.
         positions = data[:split].clone().view(torch.int32).long()
         selected = data[split:].clone().view(FLOATS[self.value]).float()
         out.zero_().scatter_(0, positions, selected)
@@ -244,7 +244,7 @@ class TopK(Codec):
 def codec_of(name: str | Codec) -> Codec | None:
     """Return the codec of a name such as ``int8:block=128`` or ``topk:0.01,value=fp16``, ``None`` for ``none``.
 
-    A codec stands for itself. ``xffl.costs.CODECS`` has the names with their options.
+    A codec is returned as it is. ``xffl.costs.CODECS`` has the names with their options.
     """
     if isinstance(name, Codec):
         return name
@@ -257,26 +257,26 @@ def codec_of(name: str | Codec) -> Codec | None:
 
 
 CHUNK = 2**16
-"""Elements taken at a time on a CPU: their scratch stays in a core's cache, where fresh memory costs ten times more."""
+"""Elements per step on a CPU: their scratch memory fits in a core's cache; new memory would cost ten times as much."""
 
 LARGEST = 2.0**128 - 2.0**119
-"""Where block maxima saturate (0.2 % below the largest fp32), so that a scale that was rounded up never overflows."""
+"""Limit of block maxima, 0.2 % below the largest fp32, so that a scale that is rounded up does not overflow."""
 
 TINY = 2.0**-120
-"""Smallest scale, a normal fp32. Zeros have it, too: no ratio is 0 / 0."""
+"""Smallest scale, a normal fp32; also of blocks of zeros, so that no ratio is 0 / 0."""
 
 SMALLEST_TOP = 2.0**-75
-"""Smallest power of two that fp16 scales are relative to: every one of them is then above :data:`TINY`."""
+"""Smallest power of two to which fp16 scales are relative, so that every scale is above :data:`TINY`."""
 
 
 def chunk_length(numel: int, block: int, device: torch.device) -> int:
-    """Return how many values to take at a time: a multiple of ``2 * block``; on a GPU all of them."""
+    """Return the number of values per step: a multiple of ``2 * block``; on a GPU all values."""
     wanted = CHUNK if device.type == "cpu" else numel
     return -(-wanted // (2 * block)) * 2 * block
 
 
 def scratch_for(values: torch.Tensor, length: int) -> torch.Tensor:
-    """Return two fp32 rows of a multiple of 4 values, made once: what is made for each chunk is fresh memory."""
+    """Return two fp32 rows of a multiple of 4 values: scratch memory for all chunks, since new memory is slow."""
     return values.new_empty(2, -(-min(length, values.numel()) // 4) * 4)
 
 
@@ -295,10 +295,10 @@ def block_maxima(values: torch.Tensor, block: int) -> torch.Tensor:
 def write_scales(maxima: torch.Tensor, levels: int, is_half: bool, out: torch.Tensor) -> None:
     """Encode the scales ``maximum / levels``.
 
-    fp16 alone reaches from 6e-8 to 65504, too little for the differences that training makes. Its scales are therefore
-    relative to a power of two near the largest one (4 bytes in front), and rounded up, so that no value exceeds
-    ``levels`` steps and no scale is 0: by at most 0.1 %, and more only in blocks of less than ``2**-28`` of the largest
-    one, where the spacing of fp16 is ``2**-41`` of it or less.
+    fp16 has a range from 6e-8 to 65504, too small for the differences that training makes. fp16 scales are therefore
+    relative to a power of two near the largest scale (4 bytes before them), and rounded up, so that no value exceeds
+    ``levels`` steps and no scale is 0: by at most 0.1 %, and by more only in blocks below ``2**-28`` of the largest
+    one, where the spacing of fp16 is at most ``2**-41`` of it.
 
     ``levels`` is 127 or 7; ``maxima`` is overwritten; ``out`` is uint8 at any offset, 4 bytes a scale,
     or in fp16 4 bytes and 2 a scale.
@@ -313,7 +313,7 @@ def write_scales(maxima: torch.Tensor, levels: int, is_half: bool, out: torch.Te
     lift = 2.0 ** (14 + levels.bit_length())  # the largest scale comes between 2**14 and the largest fp16
     relative = maxima.div_(top).div_(divisor).mul_(lift)
     scales = relative.half()
-    # Positive floats are ordered as their bits are: adding 1 gives the next larger one, and 1 is the smallest above 0.
+    # Positive floats have the order of their bits as integers: adding 1 gives the next larger float.
     scales.view(torch.int16).add_(scales.float() < relative).clamp_(min=1)
     out[:4].copy_(top.mul_(1.0 / lift).view(torch.uint8))
     out[4:].copy_(scales.view(torch.uint8))
@@ -321,7 +321,7 @@ def write_scales(maxima: torch.Tensor, levels: int, is_half: bool, out: torch.Te
 
 def read_scales(data: torch.Tensor, is_half: bool) -> torch.Tensor:
     """Decode what :func:`write_scales` wrote, uint8 at any offset, to fp32; the same on all ranks."""
-    # A copy is aligned.
+    # The data may be unaligned, a copy is not.
     if not is_half:
         return data.clone().view(torch.float32)
     return data[4:].clone().view(torch.float16).float().mul_(data[:4].clone().view(torch.float32))
@@ -337,9 +337,9 @@ def quantize(
 ) -> torch.Tensor:
     """Divide by the scales and round to integers from ``-levels`` to ``levels``.
 
-    The scales are the decoded ones: what rounding did to them is thus part of the ratio, not of the error.
-    The result is fp32 in the first row of the scratch (:func:`scratch_for`), which is overwritten; ``generator`` rounds
-    stochastically, ``None`` to the nearest, ties to even.
+    The scales are the decoded ones, so that their own rounding adds no error. The result is fp32 in the first row of
+    the scratch (:func:`scratch_for`), which is overwritten. With a generator rounding is stochastic, with ``None`` to
+    the nearest, ties to even.
     """
     numbers, noise = scratch[0, : values.numel()], scratch[1, : values.numel()]
     if generator is not None:
@@ -350,17 +350,18 @@ def quantize(
     for (rows, scale), (ratios, _) in zip(_blocks(values, scales, block), _blocks(numbers, scales, block), strict=True):
         torch.div(rows, scale, out=ratios)
     if generator is not None:
-        # Ratios pass ``levels`` by a rounding (by 0.2 % where the maximum saturates); with noise that could be a step.
+        # Ratios may exceed ``levels`` by a rounding error (by 0.2 % at LARGEST), which noise could turn into a step.
         numbers.clamp_(-levels, levels).add_(noise)
     return numbers.round_()
 
 
 def pack(numbers: torch.Tensor, bits: int, block: int, out: torch.Tensor) -> None:
-    """Write integers as bytes, or two of them in one: a number and 16 times the one in the block after its own.
+    """Write 8-bit integers as bytes, and pairs of 4-bit integers as one byte.
 
-    In this order everything is contiguous, and contiguous operations are several times faster than strided ones. What
-    is left after pairs of blocks is paired half with half; an odd number in the middle is alone.
-    ``numbers`` is overwritten; ``out`` takes ``ceil(numbers * bits / 8)`` bytes at any offset.
+    The second integer of a pair, times 16, is from the block after that of the first. So all memory accesses are
+    contiguous, and several times as fast as strided ones. After the last pair of blocks the rest is cut in two halves,
+    which are paired; a number in the middle is alone. ``numbers`` is overwritten; ``out`` takes ``ceil(numbers * bits /
+    8)`` bytes at any offset.
     """
     if bits == 8:
         out.view(torch.int8).copy_(numbers)
@@ -371,21 +372,21 @@ def pack(numbers: torch.Tensor, bits: int, block: int, out: torch.Tensor) -> Non
 
 
 def unpack(data: torch.Tensor, bits: int, block: int, out: torch.Tensor) -> None:
-    """Read what :func:`pack` wrote."""
+    """Read the result of :func:`pack`."""
     if bits == 8:
         out.copy_(data.view(torch.int8))
         return
     for both, first, second in _pairs(data.view(torch.int8), out, block):
         first.copy_(both)
-        # The first number is less than half of 16, so rounding finds the second.
+        # The first number is less than 8, so rounding gives the second.
         torch.mul(first[:, : second.shape[1]], 1 / 16, out=second).round_()
         first[:, : second.shape[1]].sub_(second * 16.0)
 
 
 def largest_positions(values: torch.Tensor, count: int) -> torch.Tensor:
     """Return the positions (int64, ascending) of the ``count`` values of largest magnitude; of equal ones the first."""
-    # Magnitude (floats are ordered as their bits are) and position in one number: no two keys are equal, so the result
-    # cannot depend on how ties are broken. Chunk by chunk, since the selection takes 24 bytes for each key.
+    # A key has the magnitude (floats have the order of their bits) and the position: no two keys are equal, so the
+    # result does not depend on how ties are broken. Chunk by chunk, since the selection needs 24 bytes for each key.
     length = min(max(4 * CHUNK, count), values.numel())
     last = values.numel() - 1
     backwards = torch.arange(last, last - length, -1, device=values.device)
@@ -401,7 +402,7 @@ def largest_positions(values: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _blocks(flat: torch.Tensor, each: torch.Tensor, block: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the whole blocks as rows, then the short last one, with the column of what belongs to each block."""
+    """Yield the whole blocks as rows, then the short last one, each with the column of ``each`` for its blocks."""
     whole = flat.numel() // block
     if whole > 0:
         yield flat[: whole * block].view(whole, block), each[:whole].unsqueeze(1)
@@ -410,7 +411,7 @@ def _blocks(flat: torch.Tensor, each: torch.Tensor, block: int) -> Iterator[tupl
 
 
 def _pairs(data: torch.Tensor, numbers: torch.Tensor, block: int) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield rows of bytes with the rows of the first and of the second numbers in them, which may be one less."""
+    """Yield rows of bytes with the rows of their first and second numbers, of which there may be one less."""
     pairs, remainder = divmod(numbers.numel(), 2 * block)
     whole, middle = pairs * block, (remainder + 1) // 2
     if whole:
@@ -422,7 +423,7 @@ def _pairs(data: torch.Tensor, numbers: torch.Tensor, block: int) -> Iterator[tu
 
 
 class CodePlace(NamedTuple):
-    """Which code of a bucket: that of the part for one cell, or that of the result that this cell combined."""
+    """The place of a code: a part of a bucket, for one cell, or the result that this cell has combined."""
 
     bucket: int
     cell: int | None  # None for the result
@@ -438,15 +439,15 @@ class CodePlace(NamedTuple):
         return cls(bucket, None if number == -1 else number)
 
 
-HUGE = 1e30  # a type whose largest number is below this has less range than fp32, in which codes are read
+HUGE = 1e30  # types whose largest number is below this have a smaller range than fp32, the type of decoded values
 
 
 class ErrorFeedback:
-    """The memory of one bucket group on one sender: as large as the group, sharded as it is.
+    """The agreed values and residuals of one bucket group on one sender, sharded like the group.
 
-    What a code leaves out is added to the next value of the same place (error feedback: Seide et al., 2014;
-    Karimireddy et al., arXiv 1901.09847). It counts only once :meth:`commit` has been called, so that a round which is
-    not taken leaves no trace.
+    The part of a value that a code leaves out is added to the next value of the same place (error feedback: Seide et
+    al., 2014; Karimireddy et al., arXiv 1901.09847). It takes effect with :meth:`commit` only, so a round that does not
+    count changes nothing.
     """
 
     def __init__(self, codec: Codec, numel: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -458,7 +459,7 @@ class ErrorFeedback:
         self._norms: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def rollback(self) -> None:
-        """Discard the residuals of a round that was not taken."""
+        """Discard the residuals of a round that does not count."""
         self._spare |= self._new_residuals
         self._new_residuals.clear()
         self._norms.clear()
@@ -471,7 +472,7 @@ class ErrorFeedback:
     def encode(
         self, place: CodePlace, values: torch.Tensor, code: torch.Tensor, spare: torch.Tensor, seed: int
     ) -> None:
-        """Encode values and what is left from before, and keep what the code leaves out."""
+        """Encode values plus the residual of their place, and keep the new residual."""
         if place in self._residuals:
             values.add_(self._residuals[place])
         limit = torch.finfo(torch.float32).max
@@ -489,13 +490,13 @@ class ErrorFeedback:
         reference = self._agreed(bucket)
         if values.dtype == out.dtype:
             torch.sub(values, reference, out=out)
-        elif values.dtype.itemsize > out.itemsize:  # the difference first: rounded before, it would be lost
+        elif values.dtype.itemsize > out.itemsize:  # subtract before rounding, which could cancel the difference
             out.copy_(torch.sub(values, reference))
-        else:  # a narrow type would round it, or have no room for it
+        else:  # subtract in the wider type, since a narrow one would round the difference or overflow
             out.copy_(values).sub_(reference)
 
     def advance(self, bucket: Bucket, mean: torch.Tensor, out: torch.Tensor) -> None:
-        """Write a bucket's agreed values plus the mean of what the cells sent, rounded once."""
+        """Write a bucket's agreed values plus the mean of the cells' decoded steps, rounded once."""
         limit = torch.finfo(out.dtype).max
         if limit < HUGE:
             out.copy_(mean.add_(self._agreed(bucket)).clamp_(-limit, limit))
@@ -508,11 +509,11 @@ class ErrorFeedback:
         return reference.float() if reference.itemsize == 1 else reference
 
     def decode(self, code: torch.Tensor, out: torch.Tensor) -> None:
-        """Read values back."""
+        """Decode values."""
         self._codec.decode(code, out)
 
     def commit(self, stage: torch.Tensor | None) -> torch.Tensor | None:
-        """Conclude a round that was taken, whose agreed values ``stage`` holds; return the memory of those before."""
+        """Commit a round, whose agreed values ``stage`` holds; return the memory of the old agreed values."""
         for place, residual in self._new_residuals.items():
             if place in self._residuals:
                 self._spare[place] = self._residuals[place]
@@ -524,7 +525,7 @@ class ErrorFeedback:
         return spare
 
     def norms(self) -> list[tuple[float, float]]:
-        """Return, for each code of this round, the squared norms of what was to be sent and of what was left out."""
+        """Return, for each code of this round, the squared norms of the values to send and of the residual."""
         if not self._norms:
             return []
         whole, left = torch.stack([torch.stack(column) for column in zip(*self._norms, strict=True)]).tolist()
@@ -537,7 +538,7 @@ class ErrorFeedback:
 
     @torch.inference_mode(False)
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over what :meth:`state_dict` returned on this rank."""
+        """Load what :meth:`state_dict` returned on this rank."""
         reference = state.get("reference")
         if reference is None or reference.shape != self.reference.shape or reference.dtype != self.reference.dtype:
             got = "nothing" if reference is None else f"{reference.numel()} {reference.dtype} values"

@@ -1,7 +1,7 @@
-"""Exports: what a cell that is a job of its own gives to a round, and takes from one, as a checkpoint's folder.
+"""Exports: the files with which a cell that is a separate job takes part in rounds without a network.
 
-Where no network joins the cells, each trains by itself and exports; ``xffl aggregate`` makes the round
-(:mod:`xffl.aggregation.offline`), and each cell goes on from its result.
+Each cell trains by itself and writes an export, in the format of a checkpoint. ``xffl aggregate`` makes the round
+(:mod:`xffl.aggregation.offline`), and each cell continues from its result.
 """
 
 from __future__ import annotations
@@ -58,23 +58,23 @@ __all__ = [
     "read_told",
 ]
 
-PART = "round"  # the only part of an export, and of what is made of several
+PART = "round"  # the only part of an export, and of the result of a round
 CELL_FOLDER = "cell_0"  # the folder of the tensors in both, whichever cell an export is of
 _CROSSING = ("atomic", "bucket_bytes", "form", "gradients_reduced_by_caller", "norms", "overlap", "rails")
-"""Keywords of an aggregator that change no bit of a round: how it crosses a network, and who reduces gradients."""
+"""Keywords of an aggregator that change no bit of a round, such as how it crosses a network."""
 
 
 PLANNED = ("combine", "server")
-"""What a plan says about a round."""
+"""The options of a round in a plan."""
 
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """How exports are combined, in the terms of rounds over a network; plain values.
+    """How exports are combined, with the options of rounds over a network; plain values.
 
     :param algorithm: An algorithm by name, with options.
     :param options: ``server`` and ``combine``, as for :class:`xffl.Aggregator`.
-    :param writer: Who wrote it: the user, or whoever wrote the export that it stands in, whose names are not imported.
+    :param writer: Who wrote the plan: the user, or the writer of an export, whose names are not imported.
     """
 
     algorithm: Any = None
@@ -82,16 +82,16 @@ class RoundPlan:
     writer: Writer = Writer.USER
 
     def plain(self) -> dict[str, Any]:
-        """Return it as an export holds it, without options that change no bit."""
-        options = {name: one for name, one in self.options.items() if name in PLANNED}
+        """Return the plan as it is written into an export, without options that change no bit."""
+        options = {name: option for name, option in self.options.items() if name in PLANNED}
         return {"algorithm": self.algorithm, "options": options}
 
     def read(self, given: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
-        """Return what says how to make the combiner, and what how to make the server optimizer; nothing is made.
+        """Return the specs of the combiner and of the server optimizer, without making these.
 
-        What is ``given``, and not ``None``, takes the place of what the plan says, of which nothing is looked up then.
+        A spec that is ``given``, and not ``None``, replaces that of the plan, whose names are not looked up then.
         """
-        given = {kind: one for kind, one in (given or {}).items() if one is not None}
+        given = {kind: spec for kind, spec in (given or {}).items() if spec is not None}
         parts: dict[str, Any] = {"combine": "mean", "server": None}
         if self.algorithm is not None:
             parts |= parts_of_algorithm(self.algorithm, writer=self.writer, replaced=given)[1]
@@ -102,36 +102,38 @@ class RoundPlan:
         return parts["combine"], parts["server"]
 
     def compare(self, given: Mapping[str, Any]) -> list[str]:
-        """Return how what is given differs from a name of the user's own that the plan asks for; nothing is made."""
-        told = []
+        """Return how given specs differ from the names of the user's classes in the plan; nothing is made."""
+        differences = []
         algorithm = {} if self.algorithm is None else find_algorithm(self.algorithm)[1]
         for kind, mine in given.items():
             theirs = self.options.get(kind, algorithm.get(kind))
             if mine is None or not isinstance(theirs, (str, Mapping)):
                 continue
             name, options = read_spec(kind, theirs)
-            own_name, own_options = read_spec(kind, mine) if isinstance(mine, (str, Mapping)) else (repr(mine), {})
-            if not is_builtin(kind, name) and (name, _texts(options)) != (own_name, _texts(own_options)):
-                told.append(f"the exports ask for {kind} {shown(theirs)}, and this round is made with {shown(mine)}")
-        return told
+            my_name, my_options = read_spec(kind, mine) if isinstance(mine, (str, Mapping)) else (repr(mine), {})
+            if not is_builtin(kind, name) and (name, _texts(options)) != (my_name, _texts(my_options)):
+                differences.append(
+                    f"the exports ask for {kind} {shown(theirs)}, and this round is made with {shown(mine)}"
+                )
+        return differences
 
     def own_words(self) -> tuple[str, ...]:
-        """Return the options of ``xffl aggregate`` for what is not xffl's own, which it does not take from exports."""
+        """Return the options of ``xffl aggregate`` that name the user's classes; exports cannot give these."""
         words: list[str] = []
         for kind, spec in zip(PLANNED, self.read(), strict=True):
             if isinstance(spec, (str, Mapping)):
                 name, options = read_spec(kind, spec)
                 if name not in PLAIN_MEAN and not is_builtin(kind, name):
-                    told = ",".join(f"{key}={_option_text(one)}" for key, one in options.items())
-                    words += [f"--{kind}", f"{name}:{told}" if told else name]
+                    written = ",".join(f"{key}={_option_text(option)}" for key, option in options.items())
+                    words += [f"--{kind}", f"{name}:{written}" if written else name]
         return tuple(words)
 
     def _check_builtin(self, kind: str, spec: Any) -> None:
-        """Refuse a name that a file has and only the user may give."""
+        """Refuse a name in a file that is not a built-in one."""
         if spec is None:
             return
         if not isinstance(spec, (str, Mapping)):
-            raise CheckpointError(f"the exports ask for {kind} {shown(spec)}, which is no name; export them again")
+            raise CheckpointError(f"the exports ask for {kind} {shown(spec)}, which is not a name; export them again")
         name, _ = read_spec(kind, spec)
         if name not in PLAIN_MEAN and not is_builtin(kind, name):
             raise CheckpointError(
@@ -143,10 +145,10 @@ class RoundPlan:
         """Refuse options that rounds over files do not have."""
         options = dict(self.options)
         if self.algorithm is not None:
-            entry, own_options = find_algorithm(self.algorithm)
+            entry, given = find_algorithm(self.algorithm)
             of_training = ("client", "privacy", "fragments", "delay")
             options |= {**entry.aggregator, **entry.scaling}
-            options |= {name: one for name, one in own_options.items() if name in of_training}
+            options |= {name: option for name, option in given.items() if name in of_training}
         if options.get("nonfinite") == "reject":
             del options["nonfinite"]
         for name in sorted(options.keys() - {"server", "combine", "every", *_CROSSING}):
@@ -163,13 +165,13 @@ class RoundPlan:
 
 
 def _option_text(value: Any) -> str:
-    """Return an option as a command line gives it."""
+    """Return an option as it is written on a command line."""
     return f"({','.join(map(str, value))})" if isinstance(value, list | tuple) else str(value)
 
 
 def _texts(options: Mapping[str, Any]) -> dict[str, str]:
-    """Return options as texts, as a command line gives them; lists are written alike in brackets of both kinds."""
-    return {name: str(list(one) if isinstance(one, tuple) else one) for name, one in options.items()}
+    """Return options as texts, as a command line has them; a tuple has the text of an equal list."""
+    return {name: str(list(value) if isinstance(value, tuple) else value) for name, value in options.items()}
 
 
 def check_combiner(combiner: Combiner) -> None:
@@ -177,7 +179,7 @@ def check_combiner(combiner: Combiner) -> None:
     if combiner.needs_distances or combiner.needs_norms or combiner.has_scale:
         raise ConfigError(
             f"combine {type(combiner).__name__} needs more than the exports hold (distances, norms or the model "
-            "before); give mean, or one that looks at each element by itself"
+            "before); give mean, or a combiner that treats each element by itself"
         )
 
 
@@ -196,34 +198,36 @@ def export_cell(
     plan: RoundPlan | None = None,
     sizes: Sequence[int] | None = None,
 ) -> None:
-    """Write what a round would take from this cell: the tensors that it moves, and their weight.
+    """Write what this cell contributes to a round: the tensors that rounds move, and the cell's weight.
 
     Collective over the world, which is the cell: its ranks write their shards, once for all replicas, in the format of
-    a checkpoint. Buffers that are averaged are averaged over the cell's ranks first, as in a round. Optimizers, frozen
-    parameters and whatever else stays in a cell is not written: keep it with :func:`xffl.checkpoint.save_checkpoint`.
+    a checkpoint. Averaged buffers are first averaged over the cell's ranks, as in a round. Optimizers, frozen
+    parameters and whatever else stays in a cell are not written: save them with
+    :func:`xffl.checkpoint.save_checkpoint`.
 
-    :param path: The folder to make, on a file system that all ranks share.
+    :param path: The folder to create, on a file system that all ranks share.
     :param model: The model, as :func:`xffl.shard` returned it.
     :param state: The state of this job.
-    :param cell: Which cell this job is, from 0.
-    :param cells: How many there are.
-    :param weight: This rank's own count since the last global model (samples, tokens); a cell's weight is the sum over
-        its ranks. ``None`` on all ranks: every cell counts 1.
+    :param cell: Number of this job's cell, from 0.
+    :param cells: Number of cells.
+    :param weight: This rank's count since the last global model (samples, tokens); a cell's weight is the sum over its
+        ranks. ``None`` on all ranks: every cell counts 1.
     :param steps: Effective number of local steps since then, the same on all ranks.
-    :param round: The number of the round that this is for, from 1; all cells of a round have the same. 0 for the model
-        that all cells start from, which a server optimizer needs.
+    :param round: Number of the round to which this is a contribution, from 1, the same in all cells. 0 for the model
+        from which all cells start, which a server optimizer needs.
     :param policies: As for :class:`xffl.Aggregator`, the same in all cells.
-    :param start: The digest of the global model that this cell has started from, as :func:`read_global` returns it, so
-        that exports that have started from unlike models are not combined.
-    :param plan: How ``xffl aggregate`` combines the exports, where its options say nothing else.
-    :param sizes: The ranks of all cells, by which samples were dealt out; all exports of a round have the same.
-    :raises ConfigError: if an argument is invalid, or the ranks were given different ones.
-    :raises CheckpointError: if it could not be written; on all ranks.
+    :param start: The digest of the global model from which this cell started, as :func:`read_global` returns it; so
+        exports that started from different models are not combined.
+    :param plan: How ``xffl aggregate`` combines the exports unless its options say otherwise.
+    :param sizes: The numbers of ranks of all cells, by which samples were dealt out; the same in all exports of a
+        round.
+    :raises ConfigError: if an argument is invalid, or differs between the ranks.
+    :raises CheckpointError: if the export could not be written; on all ranks.
     """
     with run_on_all_ranks("exports") as tell:
         if state.topology.cells != 1:
             raise ConfigError(
-                f"this job has {state.topology.cells} cells, which average by themselves; export from a job that is one"
+                f"this job has {state.topology.cells} cells, which average by themselves; export from a job of one"
             )
         count = integer("cells", cells)
         values: dict[str, Any] = {
@@ -243,10 +247,10 @@ def export_cell(
     if dist.is_initialized():
         weights = [None] * dist.get_world_size()
         dist.all_gather_object(weights, own_weight)
-    if len({one is None for one in weights}) > 1:
+    if len({count is None for count in weights}) > 1:
         raise ConfigError("some ranks were given a weight and others none; give all a weight, or none")
     # Added in the order of the ranks, as in a round over a network: another order may give other bits.
-    values["weight"] = 1.0 if own_weight is None else sum(one for one in weights if one is not None)
+    values["weight"] = 1.0 if own_weight is None else sum(count for count in weights if count is not None)
     values["tensors"] = _describe_tensors(manifest)
     save_checkpoint(path, {PART: _MovingTensors(manifest, is_export=True)}, state, values={"export": values})
     state.activity.note_round()
@@ -261,16 +265,16 @@ def load_global(
 ) -> int:
     """Load the result of a round of exports into the model, in place.
 
-    Collective over the world. The model may be spread otherwise than those that were exported. What stays in a cell
-    (frozen parameters, policy ``local``, the optimizer) is left as it is.
+    Collective over the world. The model may be sharded differently than those that were exported. Whatever stays in a
+    cell (frozen parameters, policy ``local``, the optimizer) is not changed.
 
     :param path: The folder that ``xffl aggregate`` has written.
     :param model: The model, as :func:`xffl.shard` returned it.
     :param state: The state of this job.
     :param policies: As for :func:`export_cell`.
-    :return: The number of the round that it is the result of.
+    :return: The number of the round that made it.
     :raises ConfigError: if an argument is invalid.
-    :raises CheckpointError: if it cannot be read or does not fit the model; on all ranks, the model unchanged.
+    :raises CheckpointError: if it cannot be read or does not fit the model; on all ranks, and the model is unchanged.
     """
     return load_agreed_global(path, model, state, policies=policies)[0]
 
@@ -283,9 +287,9 @@ def load_agreed_global(
     policies: Mapping[Pattern, str] | None = None,
     only: tuple[int, str] | None = None,
 ) -> tuple[int, str]:
-    """Do what :func:`load_global` does, and return what :func:`read_global` says of the files that were loaded.
+    """Load as :func:`load_global` does, and return the result of :func:`read_global` for the loaded files.
 
-    ``only`` refuses any other model, which another process may have written there since.
+    ``only`` is the expected result: another model, which a process may have written there since, is refused.
     """
     with run_on_all_ranks("models to load into") as tell:
         manifest = _read_manifest(model, policies)
@@ -305,7 +309,7 @@ def load_agreed_global(
 
 
 def read_global(path: str | os.PathLike[str]) -> tuple[int, str]:
-    """Return which round a global model is the result of, and the SHA-256 of its index, which has all files'; local."""
+    """Return the round that made a global model, and the SHA-256 of its index, which has those of all files; local."""
     return _told_of_global(_read_record(Path(path), "global"))
 
 
@@ -314,7 +318,7 @@ def _told_of_global(record: Record) -> tuple[int, str]:
 
 
 def agreed_global(path: str | os.PathLike[str]) -> tuple[int, str]:
-    """Return what :func:`read_global` does, the same on all ranks; collective over the world."""
+    """Return the result of :func:`read_global`, checked to be the same on all ranks; collective over the world."""
     with run_on_all_ranks("global models") as tell:
         result = read_global(path)
         tell(result)
@@ -330,20 +334,20 @@ def is_exported(
     start: str | None,
     plan: RoundPlan | None,
 ) -> bool:
-    """Tell whether this export exists already, whole and as it was written; local."""
+    """Tell whether this export exists already, complete and undamaged; local."""
     wanted: dict[str, Any] = {"cell": cell, "cells": cells, "round": round, "start": start}
     wanted |= {} if plan is None else {"plan": plan.plain()}
     return is_written(Path(path), "export", wanted)
 
 
 def is_written(path: Path, kind: str, wanted: Mapping[str, Any]) -> bool:
-    """Tell whether an export or a round's result with these values exists, whole and as it was written; local."""
+    """Tell whether an export or a round's result with these values exists, complete and undamaged; local."""
 
     def read() -> bool:
         with OpenCheckpoint(check_path(path)) as source, source.noticing_replacement():
             record = source.read_record()
             check_kind(path, record, kind)
-            if any(record.values[kind].get(name) != one for name, one in wanted.items()):
+            if any(record.values[kind].get(name) != value for name, value in wanted.items()):
                 return False
             check_data(read_index(source, record))
             return True
@@ -377,9 +381,9 @@ def _read_record(path: Path, kind: str) -> Record:
 
 
 def check_kind(path: Path, record: Record, kind: str) -> None:
-    """Refuse what is no ``export`` or no ``global`` model, is of another version of the exchange, or is damaged; pure.
+    """Refuse a checkpoint that is not an ``export`` or a ``global`` model, has another format, or is damaged; pure.
 
-    All values of it are of the types and within the limits that are written.
+    Afterwards all of its values are known to have the right types and to be within their limits.
     """
     values = record.values.get(kind)
     if record.parts != (PART,) or len(record.cells) != 1 or not isinstance(values, dict):
@@ -387,11 +391,11 @@ def check_kind(path: Path, record: Record, kind: str) -> None:
         if kind == "export":
             wanted = "the export of a cell; give what --export wrote"
         raise CheckpointError(f"{path} is not {wanted}")
-    # Exports that were written before they had a number are of the first format.
+    # Exports without a number were written before formats had numbers: theirs is the first.
     if (theirs := values.get("format", 1)) != EXPORT_FORMAT:
         ours = f"{EXPORT_FORMAT} (xffl {__version__})"
         raise CheckpointError(format_refusal(str(path), f"{shown(theirs)} (xffl {record.xffl})", ours=ours))
-    fields = Fields(values, f"{path}", error=CheckpointError, hint="it is damaged, write it anew")
+    fields = Fields(values, f"{path}", error=CheckpointError, hint="it is damaged, write it again")
     cells = fields.integer("cells", 1, MOST_CELLS)
     fields.integer("round")
     read_tensor_kinds(fields)
@@ -419,7 +423,7 @@ MOVING = ("average", "first")
 
 
 def read_tensor_kinds(fields: Fields) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return the data type and the shape of each tensor that values name; an error where they are not as written."""
+    """Return the data type and the shape of each tensor; raises the fields' error if an entry is invalid."""
     kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     tensors = fields.mapping("tensors")
     for name in tensors:
@@ -461,7 +465,7 @@ def _read_manifest(model: nn.Module, policies: Mapping[Pattern, str] | None) -> 
 
 
 def _describe_tensors(manifest: Manifest) -> dict[str, list[Any]]:
-    """Return what all cells must have in common of each tensor that a round moves."""
+    """Return the properties of each tensor that a round moves, which must be equal in all cells."""
     return {
         entry.name: [entry.policy, entry.is_stepped, str(entry.dtype), list(entry.shape)] for entry in manifest.moving
     }
@@ -475,7 +479,7 @@ class _MovingTensors:
         self._is_export = is_export
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the tensors; an export has the mean of what the cell's ranks have made each for itself."""
+        """Return the tensors; for an export, averaged buffers are those of the mean over the cell's ranks."""
         values = {entry.name: entry.tensor() for entry in self._entries}
         if self._is_export:
             means = [entry.name for entry in self._entries if entry.is_buffer and entry.policy == "average"]
@@ -491,12 +495,12 @@ class _MovingTensors:
 
 
 def _cell_mean(buffer: torch.Tensor) -> torch.Tensor:
-    """Return the mean of a buffer over the ranks, each counted alike, as in a round; collective over the world."""
+    """Return the mean of a buffer over the ranks, with equal weights, as in a round; collective over the world."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return buffer
-    own = bytes_of(local_tensor(buffer)).cpu()
-    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, own)
+    mine = bytes_of(local_tensor(buffer)).cpu()
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, mine)
     real = buffer.dtype.to_real() if buffer.is_complex() else buffer.dtype
     values = [from_bytes(row, real, (-1,)) for row in rows]
     mean = torch.empty_like(values[0])

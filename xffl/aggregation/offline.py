@@ -1,6 +1,6 @@
-"""Rounds of exports, made by one process: tensors are read in pieces, combined, and written as they come.
+"""Rounds of exports, made by a single process: tensors are read, combined and written piece by piece.
 
-Nothing is held in memory but the pieces that are under way.
+Only the current pieces are in memory.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ PIECE_BYTES = 8 << 20  # bytes that are read at a time
 DATA = "__0_0.distcp"
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where a piece of a tensor begins, and its sizes."""
+"""Offsets and sizes of a piece of a tensor."""
 
 
 class PieceReader:
     """The tensors of a checkpoint of one cell, read in pieces.
 
-    It is held open until the end of ``opened``, so that all pieces are of one save.
+    It is held open until ``opened`` ends, so that all pieces come from the same save.
     """
 
     def __init__(self, path: Path, part: str, opened: ExitStack) -> None:
@@ -101,7 +101,7 @@ class PieceReader:
         return tensor.dtype, tuple(tensor.shape)
 
     def check_kinds(self, kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
-        """Refuse files whose tensors are other ones than their values say."""
+        """Refuse files whose tensors have other data types or shapes than their values say."""
         for name, kind in kinds.items():
             if self.kind(name) != kind:
                 raise CheckpointError(
@@ -139,7 +139,7 @@ class PieceReader:
         return torch.from_numpy(piece.reshape(-1)).view(real)
 
     def _bytes(self, name: str, file: str, offset: int, length: int, shape: tuple[int, ...]) -> Bytes:
-        """Return the bytes of the tensor in one of torch's files inside a file, as a view of the mapped file."""
+        """Return the bytes of a tensor that torch.save wrote at an offset of a file, as a view of the mapped file."""
         if (file, offset) not in self._pieces:
             with self._source.noticing_replacement(), self.index.open(file) as stream:
                 if file not in self._files:
@@ -167,7 +167,7 @@ class PieceReader:
 
 
 def _open_to_read(path: Path) -> tuple[OpenCheckpoint, Record, CellIndex]:
-    """Open a checkpoint of one cell, and its files before another save may take them away."""
+    """Open a checkpoint of one cell and all of its files, before another save can remove them."""
     source = OpenCheckpoint(path)
     try:
         with source.noticing_replacement():
@@ -181,7 +181,7 @@ def _open_to_read(path: Path) -> tuple[OpenCheckpoint, Record, CellIndex]:
 
 
 class PieceWriter:
-    """A checkpoint of one cell that is written in pieces, and takes its name when it is whole.
+    """A checkpoint of one cell that is written in pieces, and gets its final name when it is complete.
 
     Leaving its ``with`` block by an exception removes what was written.
     """
@@ -218,12 +218,12 @@ class PieceWriter:
         entry["chunks"].append([list(box[0]), list(box[1]), DATA, self._size, len(data)])
         self._size += len(data)
 
-    def publish(self, part: str, own_values: Mapping[str, Plain], values: Mapping[str, Plain]) -> None:
-        """Write the index, with a part's own values, and the record; then give the folder its name."""
+    def publish(self, part: str, part_values: Mapping[str, Plain], values: Mapping[str, Plain]) -> None:
+        """Write the index, with values of the part, and the record; then rename the folder to its final name."""
         with naming_errors(self._home / DATA):
             self._file.close()
         sync(self._home / DATA)
-        write_index(self._home, {DATA: (self._size, self._sum.hexdigest())}, self._tensors, {}, own_values)
+        write_index(self._home, {DATA: (self._size, self._sum.hexdigest())}, self._tensors, {}, part_values)
         record = Record.now(
             world_size=1,
             cells=(1,),
@@ -239,12 +239,12 @@ class PieceWriter:
 
 
 def boxes(dtype: torch.dtype, shape: tuple[int, ...]) -> Iterator[Box]:
-    """Cut a tensor into boxes that follow each other in memory, of a few MiB at most; pure."""
+    """Divide a tensor into boxes that follow each other in memory, of a few MiB at most; pure."""
     limit = max(1, PIECE_BYTES // dtype.itemsize)
     if math.prod(shape) <= limit:
         yield (0,) * len(shape), shape
         return
-    # The first axis that is not cut into single rows: a box has as many of its rows as fit.
+    # The first axis along which several rows fit into a box; axes before it are cut into single rows.
     axis = next(axis for axis in range(len(shape)) if math.prod(shape[axis + 1 :]) <= limit)
     step, inner = limit // math.prod(shape[axis + 1 :]), shape[axis + 1 :]
     for outer in np.ndindex(*shape[:axis]):
@@ -253,17 +253,17 @@ def boxes(dtype: torch.dtype, shape: tuple[int, ...]) -> Iterator[Box]:
 
 
 def _find_storage(stream: BinaryIO, end: int) -> tuple[int, int]:
-    """Return where the storage of the file of torch's that ends there begins, and how many bytes it has."""
-    # What stands before an archive in a file is a prefix for zipfile, which counts from the file's begin all the same.
+    """Return the offset and size of the storage in the torch.save archive that ends at ``end``."""
+    # zipfile treats the bytes before the archive as a prefix, and still counts offsets from the beginning of the file.
     with mmap.mmap(stream.fileno(), end, access=mmap.ACCESS_READ) as archive:
         try:
             entries = zipfile.ZipFile(archive).infolist()  # type: ignore[call-overload]
         except Exception as error:  # damaged archives raise errors of many kinds
             raise ValueError(f"no archive: {type(error).__name__}") from error
-        found = [one for one in entries if one.filename.rpartition("/")[0].endswith("/data")]
-        if len(found) != 1:
-            raise ValueError(f"{len(found)} storages in place of one")
-        entry = found[0]
+        storages = [entry for entry in entries if entry.filename.rpartition("/")[0].endswith("/data")]
+        if len(storages) != 1:
+            raise ValueError(f"{len(storages)} storages in place of one")
+        entry = storages[0]
         if entry.compress_type != zipfile.ZIP_STORED:
             raise ValueError("it is compressed")
         # A local header has 30 bytes, a name and an extra field; its last four bytes are the lengths of these two.
@@ -273,7 +273,7 @@ def _find_storage(stream: BinaryIO, end: int) -> tuple[int, int]:
 
 
 STATE = "server"
-"""The only part of a state; its tensors are ``server/model/NAME``, and ``server/KEY/NAME`` of the optimizer."""
+"""The only part of a state. Its tensors are ``server/model/NAME``, and the rule's ``server/KEY/NAME``."""
 
 
 class OfflineServer:
@@ -304,8 +304,8 @@ class OfflineServer:
             compare(self._old.record.values["global"]["tensors"], self._tensors, str(start), "the exports")
         else:
             raise CheckpointError(
-                f"{folder} has no state of round {values['round'] - 1}, so the model that the cells have started from "
-                "is not known; for a first round give it (--start)"
+                f"{folder} has no state of round {values['round'] - 1}, so the model from which the cells started is "
+                "not known; for the first round give it (--start)"
             )
         self._old.check_data()
         self._check_old(Fields(values, "the exports", error=CheckpointError))
@@ -314,7 +314,7 @@ class OfflineServer:
 
     @property
     def is_clipped(self) -> bool:
-        """Whether the pseudo-gradient has to be measured before the first step."""
+        """Whether the norm of the pseudo-gradient is needed before the first step."""
         return self._server.clip is not None
 
     @torch.no_grad()
@@ -324,14 +324,14 @@ class OfflineServer:
         return float(step.dot(step))
 
     def clip(self, squares: Iterable[float]) -> None:
-        """Scale the step down so that the pseudo-gradient is no longer than the server's limit."""
+        """Clip the pseudo-gradient, whose pieces have these squared norms, to the server's limit."""
         limit = self._server.clip
         norm = math.sqrt(total_of([*squares]))
         self._scale = 1.0 if limit is None or norm <= limit else limit / norm
 
     def _old_box(self, box: Box, mean: torch.Tensor) -> Box:
-        """Return where a piece stands in what the state, or the model to start from, has of the tensor."""
-        # The state is of real numbers; those of a complex tensor are pairs of them.
+        """Return the box of a piece in the old state, or in the model from which the cells started."""
+        # A state holds real numbers: a complex tensor has an axis more there, for real and imaginary parts.
         is_pairs = mean.numel() != math.prod(box[1])
         return ((*box[0], 0), (*box[1], 2)) if is_pairs and self._prefix else box
 
@@ -357,7 +357,7 @@ class OfflineServer:
         )
 
     def _check_old(self, values: Fields) -> None:
-        """Refuse a state, or a model to start from, whose tensors are not those that are stepped."""
+        """Refuse a state, or a start model, whose tensors are not those that are stepped."""
         wanted: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         for name, (dtype, shape) in read_tensor_kinds(values).items():
             if not self._prefix:
@@ -375,7 +375,7 @@ class OfflineServer:
         self, name: str, box: Box, mean: torch.Tensor, shape: tuple[int, ...], writer: PieceWriter
     ) -> torch.Tensor:
         """Return the new global values of a piece of a tensor, and write its state."""
-        # The state is of real numbers; those of a complex tensor are pairs of them.
+        # A state holds real numbers: a complex tensor has an axis more there, for real and imaginary parts.
         is_pairs = mean.numel() != math.prod(box[1])
         real_shape, real_box = ((*shape, 2), ((*box[0], 0), (*box[1], 2))) if is_pairs else (shape, box)
         old_box = self._old_box(box, mean)
@@ -416,11 +416,11 @@ class Round:
 
     number: int
     cells: int
-    shares: tuple[float, ...]  # weight of each cell, relative to the sum of all
+    shares: tuple[float, ...]  # weight of each cell, divided by the sum of all
     tensors: int
     size_bytes: int  # of the tensors of the result
-    differences: tuple[str, ...] = ()  # between what the exports ask for and what was given
-    was_there: bool = False  # whether the result of the same exports existed already, as it was written
+    differences: tuple[str, ...] = ()  # between the specs in the exports and the given ones
+    was_there: bool = False  # whether the result of the same exports existed already, undamaged
 
 
 class _Export(PieceReader):
@@ -448,17 +448,17 @@ def aggregate_exports(
 ) -> Round:
     """Make a round of the exports of all cells, given in any order, in one process.
 
-    The files of all inputs are compared with their checksums first. The result is a checkpoint of one part, which takes
-    its name when it is whole: :func:`xffl.aggregation.exports.load_global` loads it into any layout. It has the bits
-    that a round over the network gives on processors of this kind. Where the result of the same exports exists whole,
-    nothing is done; that of an earlier round is replaced. ``is_tried`` checks all and writes nothing.
+    The files of all inputs are compared with their checksums first. The result is a checkpoint of one part, which gets
+    its name when it is complete; :func:`xffl.aggregation.exports.load_global` loads it into any layout. It has the same
+    bits as the result of a round over the network. If the complete result of the same exports exists, nothing is done;
+    that of an earlier round is replaced. ``is_tried`` checks everything and writes nothing.
 
-    ``weights`` are by the cells' numbers, in place of those in the exports. ``combine`` and ``server`` are as for
-    :class:`xffl.Aggregator`, by default as the cells' configuration says
+    ``weights`` are in the order of the cells' numbers, and replace those in the exports. ``combine`` and ``server`` are
+    as for :class:`xffl.Aggregator`, by default those of the cells' configuration
     (:class:`xffl.aggregation.exports.RoundPlan`); round 0 has no server optimizer. A server optimizer needs ``state``,
-    where its state goes from round to round, and for its first round ``start``, the model that all cells have started
-    from, as this made it of one export of each cell before its first step. ``progress`` is called with a stage, the
-    bytes done and all of its bytes.
+    the folder in which its state is kept between rounds, and in its first round ``start``, the model from which all
+    cells started: the result of this function for exports that the cells made before their first step. ``progress`` is
+    called with a stage, the bytes done and the bytes in all.
     """
     with ExitStack() as opened:
         return _aggregate(
@@ -488,7 +488,7 @@ def _aggregate(
     is_tried: bool,
     progress: Callable[[str, int, int], None] | None,
 ) -> Round:
-    """Do what :func:`aggregate_exports` does, with inputs that are held open until the end of ``opened``."""
+    """Make the round of :func:`aggregate_exports`, with inputs that are held open until ``opened`` ends."""
     exports = _open_exports(paths, opened)
     values = exports[0].values
     given = {"combine": combine, "server": server}
@@ -500,12 +500,14 @@ def _aggregate(
     if is_stepped:
         optimizer = server_of(server_spec, writer=plan.writer if server is None else Writer.USER)
     if optimizer is not None and state is None:
-        raise ConfigError("a server optimizer needs the folder where its state goes from round to round; give --state")
+        raise ConfigError("a server optimizer needs a folder in which its state is kept between rounds; give --state")
     context = _context(exports, combiner, weights)
     kinds = [exports[0].kind(name) for name in values["tensors"]]
     size_bytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in kinds)
     shares = tuple(context.share(cell) for cell in range(values["cells"]))
-    counted = [[one.record.indexes[CELL_FOLDER], one.values["weight"], one.values["steps"]] for one in exports]
+    counted = [
+        [export.record.indexes[CELL_FOLDER], export.values["weight"], export.values["steps"]] for export in exports
+    ]
     asked = [str(combiner), None if optimizer is None else str(optimizer), None if weights is None else list(weights)]
     made_of = {"exports": counted, "asked": asked}
     made = Round(values["round"], values["cells"], shares, len(kinds), size_bytes, tuple(plan.compare(given)))
@@ -529,7 +531,7 @@ def _aggregate(
 
 
 def _check_target(target: Path) -> None:
-    """Refuse to replace anything but the result of another round."""
+    """Refuse to replace anything except the result of another round."""
     record = find_record(target)
     is_result = record is not None and record.parts == (PART,) and "global" in record.values
     if target.exists() and not is_result and not (target.is_dir() and not any(target.iterdir())):
@@ -537,7 +539,7 @@ def _check_target(target: Path) -> None:
 
 
 class _StageProgress:
-    """Reports how far a stage has come."""
+    """Counts the bytes that each stage has done, and reports them."""
 
     def __init__(self, report: Callable[[str, int, int], None] | None, size: int) -> None:
         self._report = report
@@ -551,7 +553,7 @@ class _StageProgress:
 
 
 def _open_exports(paths: Sequence[str | Path], opened: ExitStack) -> list[_Export]:
-    """Return the exports by cell, when their values go together."""
+    """Return the exports in the order of their cells; raises if they do not belong to the same round."""
     if not paths:
         raise ConfigError("no export is given; give the folder of each cell")
     by_cell: dict[int, _Export] = {}
@@ -579,7 +581,9 @@ def _open_exports(paths: Sequence[str | Path], opened: ExitStack) -> list[_Expor
 def _context(exports: Sequence[_Export], combiner: Combiner, weights: Sequence[float] | None) -> RoundContext:
     """Return the cells' weights as a round has them."""
     check_combiner(combiner)
-    counts = [one.values["weight"] for one in exports] if weights is None else [float(weight) for weight in weights]
+    counts = (
+        [export.values["weight"] for export in exports] if weights is None else [float(weight) for weight in weights]
+    )
     if len(counts) != len(exports):
         raise ConfigError(f"{len(counts)} weights are given for {len(exports)} cells; give one for each")
     if not all(math.isfinite(count) and count >= 0.0 for count in counts) or not any(counts):
@@ -634,7 +638,7 @@ def _write(
             result = {"format": EXPORT_FORMAT, **{name: values[name] for name in ("round", "cells", "tensors")}}
             result |= {"shares": [context.share(cell) for cell in range(values["cells"])], "made_of": made_of}
             if outer is not None and state_writer is not None:
-                outer.publish(state_writer)  # before the result: a round made again begins from the state before it
+                outer.publish(state_writer)  # before the result: a repeated round starts from the previous state again
             writer.publish(PART, exports[0].index.values, {"global": result})
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error}; see that there is space") from error

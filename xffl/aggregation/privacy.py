@@ -1,20 +1,20 @@
-"""Protection of a cell's values: noise that hides what it trained on, and sums that hide its share from other cells.
+"""Protection of a cell's values: noise that hides its training data, and sums that hide its values from other cells.
 
-:class:`Privacy` clips each cell's update and adds noise to it, and :class:`Accountant` counts what that is worth.
-:class:`SecureSum` masks what crosses, so that only the sum over all cells can be read: for each pair of cells ``c < d``
-the two ranks that send the same elements share a secret. Of each row that leaves a cell, ``c`` adds a mask that the
-secret gives, and ``d`` takes the same mask off its own: a single row is noise without pattern, and in the sum of all
-rows the masks cancel (Bonawitz et al., 2017, doi 10.1145/3133956.3133982, without their recovery of lost cells). So
-that they cancel to the last bit, values are integers modulo ``2**64``: ``round(share * x * 2**fraction_bits)``.
+:class:`Privacy` clips each cell's update and adds noise to it, and :class:`Accountant` computes the privacy cost.
+:class:`SecureSum` masks the values that cross, so that only the sum over all cells can be read. For each pair of cells
+``c < d`` the two ranks that send the same elements share a secret, from which both derive a mask. Cell ``c`` adds the
+mask to its row, and ``d`` subtracts it from its own: a single row looks random, and in the sum of all rows the masks
+cancel (Bonawitz et al., 2017, doi 10.1145/3133956.3133982, without their recovery of lost cells). To cancel to the last
+bit, values are integers modulo ``2**64``: ``round(share * x * 2**fraction_bits)``.
 
 *No mask is used twice.* A mask's key is derived from the pair's secret, the attempt, and the place (bucket group,
-bucket, part). Secrets are those of one :class:`Masker`: its key pair is fresh, is never saved or copied, and both
-public keys enter the secret. Within it :meth:`Masker.start_attempt` takes only attempts above all before, whatever
-became of them, so that a round which is repeated under its old number has new masks; and within an attempt
-:meth:`Masker.encode` takes each place once. Each rank checks this by itself and need not trust what others count.
+bucket, part). A secret belongs to one :class:`Masker`: its key pair is new, is never saved or copied, and the secret
+depends on both public keys. :meth:`Masker.start_attempt` accepts only higher numbers than all earlier attempts,
+successful or not, so a repeated round has new masks; and within an attempt :meth:`Masker.encode` accepts each place
+once. Each rank checks this itself and need not trust other ranks' counts.
 
-A cell that fails once the masks are laid cannot be left out, since nobody else can take its masks off: the round then
-fails for all, and the next attempt is made among the cells that its vote counts.
+A cell that fails after rows were masked cannot be left out, since no other cell can remove its masks: the round fails
+for all, and the next attempt is made among the cells that its vote counts.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from xffl.topology import Topology
 __all__ = ["Accountant", "KeyPair", "Keystream", "Masker", "Noise", "Privacy", "SecureSum", "make_masker", "privatize"]
 
 PLACES = ("cell", "sum")
-"""What has the whole of the noise: each cell's own update, or the sum over the cells."""
+"""Where the full noise is: in each cell's update, or in the sum over the cells."""
 
-LEAST_NOISE, MOST_NOISE = 1e-6, 1e6  # beyond these, noise is nothing, or nothing is left of the update
+LEAST_NOISE, MOST_NOISE = 1e-6, 1e6  # less has no effect, and more leaves nothing of the update
 
 FRACTION = 53  # bits of a uniform number, as many as a 64-bit float holds
 
@@ -52,23 +52,23 @@ class Privacy:
     """DP-FedAvg: clip a cell's update and add Gaussian noise (McMahan et al., 2018, arXiv 1710.06963).
 
     With ``x`` the cell's stepped tensors (trainable parameters of policy ``average``) and ``g`` the last agreed ones, a
-    cell gives ``g + min(1, clip / |x - g|) (x - g) + z``, where ``|.|`` is the L2 norm and ``z`` is normal. All cells
-    count alike: a weight would be told to all, and would move the bound on what one cell can change.
+    cell sends ``g + min(1, clip / |x - g|) (x - g) + z``, where ``|.|`` is the L2 norm and ``z`` is normal. All
+    cells have equal weights: a weight would be disclosed, and would change the bound on the influence of a cell.
 
-    ``where="cell"``: ``z`` has the standard deviation ``noise * clip``. What a cell sends is protected by itself; no
-    other cell is trusted. ``where="sum"``: ``noise * clip / sqrt(cells)``, so that the sum over the cells has ``noise *
-    clip``. A cell's own message then has too little noise to be seen, so this needs secure sums, and it trusts the
-    other cells to add their part and not to share what they know of it.
+    ``where="cell"``: ``z`` has the standard deviation ``noise * clip``. Each message of a cell is protected by itself;
+    no other cell is trusted. ``where="sum"``: ``noise * clip / sqrt(cells)``, so that the sum over the cells has
+    ``noise * clip``. A single message then has too little noise to be disclosed, so this needs secure sums, and it
+    trusts the other cells to add their part of the noise and to keep it secret.
 
     Noise is that of 64-bit floats, rounded to the values' type. Its lowest bits do not follow the normal distribution
     on which the accountant's bound rests (Mironov, 2012, doi 10.1145/2382196.2382264); see the page on privacy.
 
-    :param clip: The largest L2 norm of an update that is left as it is; above 0.
-    :param noise: Standard deviation of the noise over ``clip``; 0 for none.
+    :param clip: The greatest L2 norm of an update; longer ones are clipped to it. Above 0.
+    :param noise: Standard deviation of the noise, divided by ``clip``; 0 for none.
     :param where: One of :data:`PLACES`.
     :param delta: Probability that the accountant's epsilon does not hold; above 0 and below 1.
-    :param seed: Makes the noise the same in each run, for tests only: who knows the seed knows the noise.
-    :raises ConfigError: if one is invalid.
+    :param seed: Makes the noise the same in each run, for tests only: whoever knows the seed knows the noise.
+    :raises ConfigError: if an argument is invalid.
     """
 
     clip: float
@@ -96,22 +96,22 @@ class Privacy:
         return self.clip / norm if norm > self.clip else 1.0
 
     def deviation(self, cells: int) -> float:
-        """Return the standard deviation of the noise on each element of a cell's update, of so many that contribute."""
+        """Return the standard deviation of the noise on each element of an update, for ``cells`` contributing cells."""
         whole = self.noise * self.clip
         return whole / math.sqrt(cells) if self.where == "sum" else whole
 
 
 class Noise:
-    """Normal numbers that nobody can guess from others, for one rank.
+    """Cryptographically secure normal numbers of one rank.
 
-    torch's generators are fast but not made for secrets: where an update is zero, as for words that a cell has not
-    met, its message shows the noise itself, and a few thousand numbers of such a generator tell all others. These come
-    from the keystream of AES (:class:`Keystream`) by the transform of Box and Muller (1958) in 64 bits, and go on where
-    the last ones ended: no number is used twice, also not for a round that is repeated. Make one for each exchange, by
-    its number (:attr:`~xffl.aggregation.privacy.Accountant.rounds`), so that a resumed run goes on with other noise
-    than it began with. A seed repeats the numbers, for tests; without one they follow from the system's randomness.
+    torch's generators are fast but not secure: where an update is zero, as for words that do not occur in a cell's
+    data, its message shows the noise itself, and a few thousand numbers of such a generator determine all others. These
+    numbers are made from the keystream of AES (:class:`Keystream`) by the transform of Box and Muller (1958) in 64
+    bits. Each call continues the stream, so no number is used twice, not even for a repeated round. Make an object for
+    each exchange, with its number (:attr:`~xffl.aggregation.privacy.Accountant.rounds`), so that a resumed run does not
+    repeat its noise. A seed makes the numbers reproducible, for tests; by default the key is random.
 
-    Some 80 million numbers a second on one core; made on the CPU whatever the device.
+    About 80 million numbers a second on one core; always computed on the CPU.
     """
 
     def __init__(self, rank: int, seed: int | None = None, exchange: int = 0) -> None:
@@ -136,8 +136,8 @@ class Noise:
 def privatize(values: torch.Tensor, anchor: torch.Tensor, scale: float, deviation: float, noise: Noise) -> None:
     """Replace values by ``anchor + scale * (values - anchor) + deviation * normal``, in 64 bits and rounded once.
 
-    Local. The rank that sends values for its cell calls it, once for each element and round, before anything is sent: a
-    second draw for the same update would be a second message about it.
+    Local. The rank that sends values for its cell calls it, once for each element and round, before anything is sent:
+    a second draw for the same update would disclose more about it.
     """
     length = piece_length(values.device)
     for value, origin in zip(torch.split(values, length), torch.split(anchor, length), strict=True):
@@ -145,28 +145,29 @@ def privatize(values: torch.Tensor, anchor: torch.Tensor, scale: float, deviatio
         wide = torch.sub(value.double(), origin).mul_(scale).add_(origin)
         if deviation:
             wide.add_(noise.normal(wide.numel()).mul_(deviation).to(wide.device))
-        # By way of fp32, as the mean's: a CPU and a GPU then round alike.
+        # By way of fp32, as for the mean: so a CPU and a GPU give the same bits.
         value.copy_(wide if value.dtype.itemsize >= 4 else wide.float())
 
 
 NEIGHBOURS = ("replace", "zero")
-"""Which two runs must look alike: one cell's update is any other in one of them, or is none at all."""
+"""How two runs that must be indistinguishable differ: a cell has another update in one of them, or an update of 0."""
 
 ORDERS = tuple(1.0 + 10.0 ** (step / 40.0) for step in range(-160, 241))
-"""Orders of the Rényi divergence: each gives a valid bound, and the best is near 1 for little noise, far for much."""
+"""Orders of the Rényi divergence: each gives a valid bound; the best order is higher for more noise."""
 
 
 class Accountant:
-    """Add up the privacy that a cell's updates have spent: RDP composition by opacus (extra ``privacy``).
+    """Add up the privacy cost of a cell's updates: RDP composition by opacus (extra ``privacy``).
 
-    The unit that is protected is *one cell's update in every round*, and with it all that the cell trained on. The
+    The unit of protection is *one cell's update in every round*, and with it all data that the cell trained on. The
     privacy loss of a round with noise multiplier ``m`` (standard deviation over sensitivity) is ``alpha / (2 m^2)`` at
-    order ``alpha``; rounds add up (Mironov, 2017, arXiv 1702.07476), and the sum becomes an epsilon for a delta (Balle
-    et al., 2020, arXiv 1905.09982). Every cell takes part in every round, so sampling amplifies nothing.
+    order ``alpha``; rounds add up (Mironov, 2017, arXiv 1702.07476), and the sum is converted to an epsilon for a delta
+    (Balle et al., 2020, arXiv 1905.09982). Every cell takes part in every round, so there is no amplification by
+    sampling.
 
-    Local, and the same on all ranks that were told the same.
+    Local, and the same on all ranks after the same calls.
 
-    :param privacy: What each update gets.
+    :param privacy: The clipping and noise of each update.
     """
 
     def __init__(self, privacy: Privacy) -> None:
@@ -179,9 +180,9 @@ class Accountant:
         return self._spent.total()
 
     def spend(self, cells: int, rounds: int = 1) -> None:
-        """Count exchanges to which so many cells contribute, several to plan a run.
+        """Count exchanges to which ``cells`` cells contribute; several at once to plan a run.
 
-        Call it when one begins, whether or not the round is taken: its messages were seen.
+        Call it when an exchange begins, whether or not the round will count: its messages disclose as much.
         """
         cells, rounds = integer("cells", cells), integer("rounds", rounds)
         self._spent[self._privacy.noise, self._privacy.where, cells] += rounds
@@ -189,19 +190,19 @@ class Accountant:
     def epsilon(self, delta: float | None = None, *, neighbours: str = "replace", colluding: int = 1) -> float:
         """Return the epsilon of (epsilon, delta)-differential privacy that the counted exchanges guarantee.
 
-        ``neighbours="replace"``: nobody can tell whether a cell had one data set or any other. A clipped update changes
-        by at most ``2 * clip``. This is what differential privacy means for a message whose sender is known.
-        ``neighbours="zero"``: nobody can tell whether a cell had its data or had not moved at all, a change of at most
-        ``clip``; the usual figure for DP-FedAvg, with half the sensitivity. The mean over cells divides a change and
-        the noise alike, so the number of cells does not appear.
+        ``neighbours="replace"``: a cell's data cannot be told from any other data. A clipped update changes by at most
+        ``2 * clip``. This is the definition of differential privacy for messages whose sender is known.
+        ``neighbours="zero"``: a cell's data cannot be told from an update of zero, a change of at most ``clip``; the
+        usual number for DP-FedAvg, with half the sensitivity. The mean over cells divides both the change and the
+        noise, so the number of cells does not appear.
 
-        With ``where="sum"`` whoever reads the sum is a cell, knows its own noise and takes it off: of ``cells`` shares
-        of the variance, ``cells - colluding`` are left.
+        With ``where="sum"`` the readers of the sum are cells, which know their own noise and can subtract it: of
+        ``cells`` shares of the variance, ``cells - colluding`` remain.
 
         :param delta: By default that of the privacy.
         :param neighbours: One of :data:`NEIGHBOURS`.
-        :param colluding: Curious cells that tell each other their noise; counts with ``where="sum"``.
-        :return: Epsilon; 0 where nothing was counted, infinite without noise.
+        :param colluding: Number of curious cells that share their noise with each other; used with ``where="sum"``.
+        :return: Epsilon; 0 if nothing was counted, infinite without noise.
         :raises ConfigError: if an argument is invalid, or opacus is not installed.
         """
         delta = self._privacy.delta if delta is None else delta
@@ -221,7 +222,7 @@ class Accountant:
             from opacus.accountants import RDPAccountant
         accountant = RDPAccountant()
         accountant.history = history
-        # Orders near 1 can give a negative number, which bounds epsilon no better than 0.
+        # Orders near 1 may give a negative bound; epsilon is at least 0.
         return max(0.0, float(accountant.get_epsilon(delta, alphas=list(ORDERS))))
 
     def state_dict(self) -> dict[str, Any]:
@@ -233,39 +234,39 @@ class Accountant:
         self._spent = self._read(state)
 
     def cover(self, state: Mapping[str, Any]) -> None:
-        """Count at least what another one has counted, whose :meth:`state_dict` this is, of each kind of exchange."""
+        """Raise the count of each kind of exchange to that in another accountant's state, if that is higher."""
         self._spent |= self._read(state)
 
     def _read(self, state: Mapping[str, Any]) -> Counter[tuple[float, str, int]]:
-        """Return what a state counts, which somebody else may have written."""
+        """Return the counts of a state, whose values may come from anybody."""
         hint = "the state is not that of a privacy accountant, load another one"
         fields = Fields(state, "the state of privacy", error=CheckpointError, hint=hint)
         spent: Counter[tuple[float, str, int]] = Counter()
         for kind in fields.list_of("spent", MOST_KINDS, Fields.any):
             if not isinstance(kind, list | tuple) or len(kind) != 4:
                 fields.fail(f"{fields.place('spent')} must have noise, where, cells and rounds, got {shown(kind)}")
-            one = Fields(
+            given = Fields(
                 dict(zip(("noise", "where", "cells", "rounds"), kind, strict=True)),
                 "what privacy has spent",
                 error=CheckpointError,
                 hint=hint,
             )
-            # Infinite noise would count as exchanges that cost nothing, and so would parts of a count.
-            key = one.number("noise", 0.0, MOST_NOISE), one.choice("where", PLACES), one.integer("cells", 1)
-            spent[key] += one.integer("rounds", 0)
+            # Infinite noise would make exchanges free of cost, and so would fractional counts.
+            key = given.number("noise", 0.0, MOST_NOISE), given.choice("where", PLACES), given.integer("cells", 1)
+            spent[key] += given.integer("rounds", 0)
         return spent
 
 
 MOST_KINDS = 1_000_000
-"""Kinds of exchanges (noise, place, cells) of a state at most"""
+"""The most kinds of exchanges (noise, place, cells) in a state"""
 
 LEAST_CELLS = 3
-"""Cells whose sum hides each of them: of two, each would find the other's values by taking its own off."""
+"""The fewest cells whose sum hides each of them: of two cells, each could subtract its own values."""
 
-DEVICE_CHUNK = 2**22  # values that are masked at a time where they lie on a GPU, to which masks are copied
+DEVICE_CHUNK = 2**22  # values on a GPU that are masked at a time; their masks are copied to it
 
 INTEGER_BITS = 62
-"""Bits of the largest value: one for the sign and one to spare, for what rounding adds and for telling wrong masks."""
+"""Bits of the largest value. Of 64, one is the sign, and one is spare, for rounding and to detect wrong masks."""
 
 
 @dataclass(frozen=True)
@@ -276,7 +277,7 @@ class SecureSum:
     the values' type. Values beyond ``limit`` make the round fail.
 
     :param fraction_bits: Binary digits after the point, 1 to 60. 32: values up to a billion, an error of some 1e-10.
-    :raises ConfigError: if it is anything else.
+    :raises ConfigError: if it is out of this range.
     """
 
     fraction_bits: int = 32
@@ -293,10 +294,10 @@ class SecureSum:
 
 
 class Masker:
-    """One rank's secrets with every rank that may send the same elements in another cell.
+    """The secrets that a rank shares with every rank that may send the same elements in another cell.
 
-    Local: public keys have been exchanged before, and secrets are computed when they are first needed. They are bound
-    to ``context``, what all ranks have in common beside the keys, such as the plan.
+    Local: public keys are exchanged before, and secrets are computed when they are first needed. They depend on
+    ``context``, a text that is the same on all ranks, such as the plan.
     """
 
     def __init__(
@@ -324,11 +325,11 @@ class Masker:
 
     @property
     def next_attempt(self) -> int:
-        """The lowest number that :meth:`start_attempt` takes; a round's attempt is the highest of all ranks' ones."""
+        """The lowest number that :meth:`start_attempt` accepts; a round takes the highest of all ranks' numbers."""
         return self._attempt + 1
 
     def start_attempt(self, attempt: int, cells: Iterable[int]) -> None:
-        """Get ready to mask the rows of one exchange, with the attempt and the cells of the opening vote; local."""
+        """Begin an exchange, with the attempt and the contributing cells of the opening vote; local."""
         if attempt < self.next_attempt:
             raise StateError(
                 f"attempt {attempt} may have used its masks; start with {self.next_attempt} or above, the highest "
@@ -342,7 +343,7 @@ class Masker:
         self._cells = tuple(sorted(set(cells)))
 
     def check(self, cells: Iterable[int]) -> None:
-        """Raise where a sum over these cells would tell what one of them has given; pure."""
+        """Raise if a sum over these cells would disclose a cell's values; pure."""
         if len(contributing := sorted(set(cells))) < LEAST_CELLS:
             raise RoundError(
                 f"cells {contributing} contribute to this round, but a secure sum needs {LEAST_CELLS}, since of two "
@@ -350,9 +351,9 @@ class Masker:
             )
 
     def abandon(self) -> None:
-        """Let no mask of this attempt leave: rows are zeros from now on, and the others' masks do not cancel; local.
+        """Send zeros instead of masked rows from now on, so that the other cells' masks do not cancel; local.
 
-        For a rank whose values may not leave. Zeros under masks would give the sum of the other cells' values away.
+        For a rank whose values must not leave. Masked zeros would disclose the sum of the other cells' values.
         """
         self._is_abandoned = True
 
@@ -368,10 +369,10 @@ class Masker:
     ) -> None:
         """Write values times this cell's share as a masked row; local.
 
-        Where it raises, and after :meth:`abandon`, ``out`` holds zeros: nothing of the values leaves if it is sent all
-        the same. Values are clipped and noised before. The place (bucket group, bucket, part) is the same on all ranks
-        that send these elements, and another one for each row of an attempt. ``senders`` has the sender of each
-        contributing cell, this one too; ``out`` is flat int64 on the values' device.
+        If it raises, and after :meth:`abandon`, ``out`` holds zeros: sending it discloses nothing. Values are already
+        clipped and noised. The place (bucket group, bucket, part) is the same on all ranks that send these elements,
+        and differs between the rows of an attempt. ``senders`` has the sender of each contributing cell, including this
+        one; ``out`` is flat int64 on the values' device.
         """
         out.zero_()
         if self._is_abandoned:
@@ -391,7 +392,7 @@ class Masker:
             if cell != self._cell
         ]
         factor = share * 2.0**self._options.fraction_bits
-        # A CPU keeps what it works on in its cache; a GPU's host waits for each copy to it.
+        # On a CPU a chunk should fit in the cache; on a GPU each chunk costs a copy that the host waits for.
         chunk = CHUNK if out.device.type == "cpu" else DEVICE_CHUNK
         numel = min(chunk, values.numel())
         masks, bits = torch.empty(2, numel, dtype=torch.int64, device="cpu")
@@ -403,12 +404,12 @@ class Masker:
                 stream.fill(fresh)
                 mask.add_(fresh, alpha=sign)
             number.copy_(value).mul_(factor).round_()
-            # The plain numbers never stand in what will be sent.
+            # The masks are written first: unmasked numbers never stand in the memory that is sent.
             row.copy_(mask).add_(number.long())
 
     @torch.no_grad()
     def decode(self, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Write what masked rows add up to: ``sum(share * x)``; local, the same bits in any order of the rows."""
+        """Write the sum of masked rows, ``sum(share * x)``; local, the same bits in any order of the rows."""
         if len(rows) != len(self._cells):
             raise StateError(f"{len(rows)} rows came of the cells {self._cells}; give one of each, this cell's too")
         bounds: list[torch.Tensor] = []
@@ -430,7 +431,7 @@ class Masker:
             return
         least, largest = torch.stack(torch.aminmax(values)).double().tolist()
         if not max(-least, largest) <= self._options.limit:  # NaN, too
-            # All ranks get the message, so it does not have the value.
+            # All ranks get the message, so it must not contain the value.
             raise RoundError(
                 f"cell {self._cell} holds a value that is not finite or beyond {self._options.limit:g}, the most that "
                 f"a secure sum with fraction_bits={self._options.fraction_bits} holds; give fewer fraction_bits"
@@ -447,11 +448,11 @@ class Masker:
 def make_masker(
     options: SecureSum, rank: int, topology: Topology, *, context: str, group: Group | None = None
 ) -> Masker:
-    """Make a key pair and send all ranks its public half; collective over the world: 32 bytes a rank."""
+    """Make a key pair and send its public key to all ranks; collective over the world: 32 bytes a rank."""
     with run_on_all_ranks("secure sums", group=group) as share:
         if topology.cells < LEAST_CELLS:
             raise ConfigError(
-                f"a secure sum over {topology.cells} cells would tell each the other's values; give at least "
+                f"a secure sum over {topology.cells} cells would disclose the other cell's values; give at least "
                 f"{LEAST_CELLS} cells, or secure=False"
             )
         keys = KeyPair()
@@ -460,16 +461,16 @@ def make_masker(
     return Masker(options, rank, keys, publics=publics, topology=topology, context=context)
 
 
-KEY_BYTES = 32  # bytes of every key: X25519, HMAC-SHA256 and AES-256 all take as many
+KEY_BYTES = 32  # bytes of every key of X25519, HMAC-SHA256 and AES-256
 NEED = ("privacy", "privacy and secure sums need cryptography")
 """The extra, and the message where the package is missing."""
 
 
 class Keystream:
-    """Endless bits of AES-256 in counter mode (NIST SP 800-38A), the counter from 0.
+    """The keystream of AES-256 in counter mode (NIST SP 800-38A), with the counter from 0.
 
-    Who does not know the key cannot tell them from fair coins, nor the next from those before. Several GB/s on one core
-    with the processor's AES instructions. Local; two streams of one key are equal.
+    Without the key the bits cannot be told from random bits, nor predicted from earlier ones. Several GB/s on one core
+    with the processor's AES instructions. Local; two streams with the same key are equal.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -478,17 +479,17 @@ class Keystream:
         self._encryptor = Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor()
 
     def fill(self, out: torch.Tensor) -> None:
-        """Overwrite flat int64 values, in one run of CPU memory, with the next bits."""
-        assert out.device.type == "cpu" and out.is_contiguous(), "the bits are written where the tensor lies"
+        """Overwrite flat, contiguous int64 values on the CPU with the next bits."""
+        assert out.device.type == "cpu" and out.is_contiguous(), "the bits are written into the tensor's memory"
         if out.numel():
             window = out.zero_().numpy().data.cast("B")
             self._encryptor.update_into(window, window)  # zeros become the keystream itself
 
 
 class KeyPair:
-    """An X25519 key pair (RFC 7748), fresh from the operating system's randomness.
+    """A new X25519 key pair (RFC 7748) from the operating system's randomness.
 
-    The private half stays in this object: it has no way out, and pickling or copying the object raises.
+    The private key stays in this object: no method returns it, and pickling or copying the object raises.
     """
 
     def __init__(self) -> None:
@@ -520,7 +521,7 @@ class KeyPair:
 
 
 def derive_key(secret: bytes, context: object) -> bytes:
-    """Return a key for one purpose; local. Those of contexts of different ``repr`` tell nothing about each other."""
+    """Return the key of a context; local. Keys of contexts with different ``repr`` are independent of each other."""
     with optional_import(*NEED):
         from cryptography.hazmat.primitives.hashes import SHA256
         from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand

@@ -1,4 +1,4 @@
-"""The local method of the cells: what changes the gradients between rounds."""
+"""Clients: algorithms that change the gradients of local steps, such as FedProx and SCAFFOLD."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ __all__ = ["Client", "FedProx", "Scaffold", "add_to_gradient", "check_step", "lo
 class Client(ABC):
     """Change what a cell's local steps do. Derive from it, and give an instance to :class:`xffl.FederatedScaling`.
 
-    Every rank has one. All calls are local: what cells have to tell each other travels in the round, as :attr:`extra`.
-    Between two rounds come ``before_step`` and ``after_step`` of each optimizer, then ``before_round``, and, only if
-    the round was taken, ``after_round``; after a round that was rejected or skipped, more steps and another
-    ``before_round`` follow.
+    Every rank has an instance. All calls are local; tensors that the cells exchange travel in the round, as
+    :attr:`extra`. Between two rounds ``before_step`` and ``after_step`` are called for each step of each optimizer,
+    then ``before_round``, and ``after_round`` only if the round was committed. After a round that was rejected or
+    skipped, more steps and another ``before_round`` follow.
 
-    The ranks compare clients as text: let ``str`` name the options.
+    The ranks compare clients as text, so ``str`` must name the options.
     """
 
     @abstractmethod
     def setup(self, parameters: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
-        """Take the agreed weights that training starts from; called once, before the first step.
+        """Read the agreed weights from which training starts; called once, before the first step.
 
-        :param parameters: The trainable parameters that rounds average, sharded as they are, by name. What is frozen or
-            stays in the cell is not among them, and to be left alone.
-        :param optimizers: What steps them.
+        :param parameters: The trainable parameters that rounds average, by name, sharded as they are in the model.
+            Leave all others (frozen, or local to the cell) unchanged.
+        :param optimizers: The optimizers that step them.
         """
 
     @property
     def extra(self) -> nn.Module | None:
         """Tensors that are averaged in each round beside the model, from :meth:`setup` on.
 
-        They must be parameters and keep their identity; a tensor that belongs to a parameter of the model is sharded
-        like it.
+        They must be parameters, and stay the same objects. A tensor that belongs to a parameter of the model is
+        sharded like that parameter.
         """
         return None
 
@@ -54,18 +54,18 @@ class Client(ABC):
         """Change the gradients that an optimizer is about to use."""
 
     def after_step(self, optimizer: Optimizer, factors: Sequence[float]) -> None:  # noqa: B027 - not all need it
-        """Take note of a step.
+        """Record a step.
 
         :param optimizer: The optimizer that made it.
-        :param factors: For each of its parameter groups, the number of gradients that the step went along (see
-            :mod:`xffl.aggregation.steps.contributions`): 1 without momentum.
+        :param factors: For each of its parameter groups, the number of gradients that the step amounts to: 1 without
+            momentum (see :mod:`xffl.aggregation.steps.contributions`).
         """
 
     def before_round(self) -> None:  # noqa: B027 - not all need it
-        """Fill :attr:`extra` with what this cell has to tell."""
+        """Write the values that this cell sends in the round into :attr:`extra`."""
 
     def after_round(self, *, is_dropped: bool) -> None:  # noqa: B027 - not all need it
-        """Take over what was agreed: the model and :attr:`extra` hold it now.
+        """Read the result of the round, which the model and :attr:`extra` hold now.
 
         :param is_dropped: Whether this cell was left out of the round for values that are not finite.
         """
@@ -76,7 +76,7 @@ class Client(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned on this rank, after :meth:`setup`; raise if it does not fit."""
+        """Load what :meth:`state_dict` returned on this rank, after :meth:`setup`; raise if it does not fit."""
 
     def __str__(self) -> str:
         return type(self).__qualname__
@@ -85,14 +85,14 @@ class Client(ABC):
 def set_up(
     client: Client, model: nn.Module, optimizers: Sequence[Optimizer], policies: Mapping[Pattern, str] | None
 ) -> None:
-    """Let a client take a model's weights as they are; collective over the world."""
+    """Call a client's ``setup`` with a model's current weights; collective over the world."""
 
     def unfit(wrong: Exception) -> XfflError:
         return ConfigError(f"client {client} cannot be set up: {type(wrong).__name__}: {wrong}")
 
     with run_on_all_ranks("clients", convert=unfit) as share:
         if find_masters(model) is not None:
-            raise ConfigError("ZeRO's gradients are out of a client's reach; train with strategy='fsdp'")
+            raise ConfigError("a client cannot change the gradients of ZeRO; train with strategy='fsdp'")
         stepped = {entry.name: entry.tensor() for entry in Manifest(model, policies).entries if entry.is_stepped}
         client.setup(stepped, optimizers)  # type: ignore[arg-type]
         share(client)
@@ -100,24 +100,24 @@ def set_up(
 
 def check_step(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise where a client cannot change the gradients that a step is about to use; local."""
-    if any(one is not None for one in (*args[1:], kwargs.get("closure"))):
+    if any(argument is not None for argument in (*args[1:], kwargs.get("closure"))):
         raise ConfigError("step(closure) computes gradients that a client cannot change; call backward(), then step()")
     if getattr(optimizer, "grad_scale", None) is not None:
         raise ConfigError(
-            "the gradients are still scaled, which a client's part of them would not be; call "
+            "the gradients are still scaled, and what a client adds to them would not be; call "
             "scaler.unscale_(optimizer) before scaler.step(optimizer)"
         )
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's elements of a tensor, sharded or not, as they lie in memory; call it without gradients."""
+    """Return this rank's elements of a tensor, sharded or not, in their order in memory; call it under no_grad."""
     return local_tensor(tensor).detach()
 
 
 def add_to_gradient(parameter: nn.Parameter, change: torch.Tensor, *, factor: float = 1.0) -> None:
-    """Add this rank's elements to a gradient; a sparse one stays so, and gets the rows in which the change is not 0."""
+    """Add this rank's elements to a gradient. A sparse gradient stays sparse, and gets the rows of nonzero change."""
     gradient = parameter.grad
-    assert gradient is not None, "called for what is about to be stepped"
+    assert gradient is not None, "only parameters that are about to be stepped are changed"
     if gradient.is_sparse:
         rows = change.mul(factor).to(gradient.dtype).to_sparse(gradient.sparse_dim())
         parameter.grad = gradient + rows
@@ -126,12 +126,12 @@ def add_to_gradient(parameter: nn.Parameter, change: torch.Tensor, *, factor: fl
 
 
 def restore(targets: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor], what: str) -> None:
-    """Copy saved tensors into those that are there."""
+    """Copy saved tensors into existing ones."""
     shapes, saved_shapes = ({name: tensor.shape for name, tensor in tensors.items()} for tensors in (targets, saved))
     differ = sorted(name for name in shapes | saved_shapes if shapes.get(name) != saved_shapes.get(name))
     if differ:
         raise CheckpointError(
-            f"the saved {what} is that of other parameters or another sharding (look at {', '.join(differ[:3])}); "
+            f"the saved {what} belongs to other parameters or another sharding (look at {', '.join(differ[:3])}); "
             "resume with the same model, policies and federation"
         )
     for name, target in targets.items():
@@ -139,16 +139,17 @@ def restore(targets: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tenso
 
 
 def _with_gradient(group: Mapping[str, Any], among: Mapping[nn.Parameter, Any]) -> list[nn.Parameter]:
-    """Return the parameters of a group that the next step changes, or the last one has changed, among some."""
-    return [one for one in group["params"] if one.grad is not None and one in among]
+    """Return the parameters of a group that have a gradient and are keys of ``among``."""
+    return [parameter for parameter in group["params"] if parameter.grad is not None and parameter in among]
 
 
 class FedProx(Client):
     """Add ``mu / 2 * |w - w_global|^2`` to the loss of every cell, as ``mu * (w - w_global)`` to the gradients.
 
     Local: one more copy of this rank's shard, and a pass over it before each step. A parameter without a gradient is
-    left alone; a sparse gradient stays sparse, and gets the rows that have moved since the round. Gradients are changed
-    in the optimizer's ``step``, so after any clipping. With ``mu`` 0 every bit of the weights is that of no client.
+    left unchanged; a sparse gradient stays sparse, and gets the rows that have changed since the round. Gradients are
+    changed in the optimizer's ``step``, so after any clipping. With ``mu`` 0 the weights have the same bits as without
+    a client.
 
     Li et al., 2020, arXiv 1812.06127.
 
@@ -184,33 +185,37 @@ class FedProx(Client):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the weights of the last round."""
-        return {"anchors": {name: self._anchors[one].clone() for name, one in self._parameters.items()}}
+        return {"anchors": {name: self._anchors[parameter].clone() for name, parameter in self._parameters.items()}}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned."""
-        restore({name: self._anchors[one] for name, one in self._parameters.items()}, state["anchors"], "FedProx")
+        """Load what :meth:`state_dict` returned."""
+        restore(
+            {name: self._anchors[parameter] for name, parameter in self._parameters.items()},
+            state["anchors"],
+            "FedProx",
+        )
 
     def __str__(self) -> str:
         return f"FedProx(mu={self.mu})"
 
 
 class Scaffold(Client):
-    """Add ``c - c_i`` to the gradients of cell ``i``: what its mean gradient lacks of the mean over the cells.
+    """Add ``c - c_i`` to the gradients of cell ``i``: the difference between the cells' mean gradient and its own.
 
     The paper's option II: with ``x`` the weights after the last round, ``y_i`` those of the cell now, and ``K * eta``
-    the sum of the learning rates of its steps, ``c_i+ = c_i - c + (x - y_i) / (K * eta)``. That is the cell's mean
-    gradient since the round. It travels in the round, and ``c`` is its mean over the cells, with
-    the round's weights: with equal weights the corrections add up to zero over the cells.
+    the sum of the learning rates of its steps, ``c_i+ = c_i - c + (x - y_i) / (K * eta)``. This is the cell's mean
+    gradient since the round. It is sent in the round, and ``c`` is its mean over the cells, with the round's weights:
+    with equal weights the corrections add up to zero over the cells.
 
-    With momentum a learning rate counts as often as the step goes along gradients
-    (:mod:`xffl.aggregation.steps.contributions`); gradients of earlier rounds that the momentum still holds blur the
-    mean. Weight decay counts as a part of the gradient. A parameter that was not stepped since the last round sends
-    ``c`` again. A sparse gradient stays sparse, and gets the rows whose correction is not 0. A cell that a round leaves
-    out for values that are not finite keeps its correction.
+    With momentum a learning rate is multiplied by the number of gradients that the step amounts to
+    (:mod:`xffl.aggregation.steps.contributions`); gradients of earlier rounds that the momentum still holds make the mean
+    less exact. Weight decay counts as a part of the gradient. A parameter that was not stepped since the last round
+    sends ``c`` again. A sparse gradient stays sparse, and gets the rows whose correction is not 0. A cell that a round
+    leaves out for values that are not finite keeps its correction.
 
-    Local, but for as many bytes more in each round as the model has in fp32. Memory: four copies of this rank's shard,
-    one of which only during a round; in fp32, or wider if the parameters are.
+    Local, except that each round sends the size of the model in fp32 in addition. Memory: four copies of this rank's
+    shard, one of which only during a round; in fp32, or wider if the parameters are.
 
     Karimireddy et al., 2020, arXiv 1910.06378.
     """
@@ -228,21 +233,22 @@ class Scaffold(Client):
     @torch.no_grad()
     def setup(self, parameters: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
         """Copy the weights that training starts from, and make control variates of 0."""
-        others = sorted({type(one).__name__ for one in optimizers if not isinstance(one, SGD)})
+        others = sorted({type(optimizer).__name__ for optimizer in optimizers if not isinstance(optimizer, SGD)})
         if others:
             raise ConfigError(
-                f"SCAFFOLD reads the cells' mean gradients off their steps, which {', '.join(others)} scales element "
+                f"SCAFFOLD computes mean gradients from the cells' steps, which {', '.join(others)} scales element "
                 "by element; use torch.optim.SGD, with or without momentum"
             )
-        stepped = {one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
-        self._parameters = {name: one for name, one in parameters.items() if one in stepped}
-        for one in self._parameters.values():
-            dtype = torch.promote_types(one.dtype, torch.float32)
-            self._anchors[one] = local(one).clone()
-            self._corrections[one] = torch.zeros_like(local(one), dtype=dtype)
-            self._variates[one] = nn.Parameter(torch.zeros_like(one, dtype=dtype), requires_grad=False)
-            self._reach[one] = 0.0
-        self._extra = _nested({name: self._variates[one] for name, one in self._parameters.items()})
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        stepped = {parameter for group in groups for parameter in group["params"]}
+        self._parameters = {name: parameter for name, parameter in parameters.items() if parameter in stepped}
+        for parameter in self._parameters.values():
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            self._anchors[parameter] = local(parameter).clone()
+            self._corrections[parameter] = torch.zeros_like(local(parameter), dtype=dtype)
+            self._variates[parameter] = nn.Parameter(torch.zeros_like(parameter, dtype=dtype), requires_grad=False)
+            self._reach[parameter] = 0.0
+        self._extra = _nested({name: self._variates[parameter] for name, parameter in self._parameters.items()})
 
     @property
     def extra(self) -> nn.Module | None:
@@ -269,7 +275,7 @@ class Scaffold(Client):
         self._sent = {}
         for parameter, variate in self._variates.items():
             value = local(variate)
-            # Without a step since the last round it holds c, which that round has left here, and sends it again.
+            # Without a step since the last round the variate still holds c, the result of that round: send it again.
             if self._reach[parameter]:
                 value.copy_(self._anchors[parameter]).sub_(local(parameter))
                 value.div_(self._reach[parameter]).sub_(self._corrections[parameter])
@@ -277,7 +283,7 @@ class Scaffold(Client):
 
     @torch.no_grad()
     def after_round(self, *, is_dropped: bool) -> None:
-        """Take over the weights and the mean of the variates."""
+        """Copy the agreed weights, and compute the corrections from the mean of the variates."""
         for parameter, variate in self._variates.items():
             self._anchors[parameter].copy_(local(parameter))
             if not is_dropped:  # the variate holds c now: the correction of the next steps is c - c_i+
@@ -286,27 +292,27 @@ class Scaffold(Client):
         self._sent = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the weights of the last round, the control variates, and the learning rates since."""
+        """Return the weights of the last round, the control variates, and the sums of learning rates since."""
         state: dict[str, Any] = {}
         for what, by_name in self._lasting().items():
-            state[what] = {name: one.clone() for name, one in by_name.items()}
-        return {**state, "reach": {name: self._reach[one] for name, one in self._parameters.items()}}
+            state[what] = {name: tensor.clone() for name, tensor in by_name.items()}
+        return {**state, "reach": {name: self._reach[parameter] for name, parameter in self._parameters.items()}}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned."""
+        """Load what :meth:`state_dict` returned."""
         for what, by_name in self._lasting().items():
             restore(by_name, state[what], "SCAFFOLD")
-        self._reach.update({one: float(state["reach"][name]) for name, one in self._parameters.items()})
+        self._reach.update({parameter: float(state["reach"][name]) for name, parameter in self._parameters.items()})
 
     @torch.no_grad()
     def _lasting(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the tensors that outlive a round, by kind and name."""
         named = self._parameters.items()
         return {
-            "anchors": {name: self._anchors[one] for name, one in named},
-            "corrections": {name: self._corrections[one] for name, one in named},
-            "variates": {name: local(self._variates[one]) for name, one in named},
+            "anchors": {name: self._anchors[parameter] for name, parameter in named},
+            "corrections": {name: self._corrections[parameter] for name, parameter in named},
+            "variates": {name: local(self._variates[parameter]) for name, parameter in named},
         }
 
 

@@ -1,4 +1,4 @@
-"""Combiners, which make one value of the cells' values, and the plain one: the mean by the cells' weights."""
+"""Combiners, which make a single value of the cells' values, and the default combiner, the weighted mean."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class CellStats:
-    """Numbers that a round has about the cells that contribute to it, in their order; the same on all ranks."""
+    """What a round knows about the contributing cells, in their order; the same on all ranks."""
 
     weights: tuple[float, ...]
     steps: tuple[float, ...]
@@ -49,13 +49,13 @@ class AggregationWeights:
 
 
 def reduced(weights: tuple[float, ...]) -> tuple[float, ...]:
-    """Return the weights times the power of two that makes the largest 0.5 to 1; digits are kept, sums in range."""
+    """Return the weights times the power of two that brings the largest into [0.5, 1); exact."""
     exponent = math.frexp(max(weights))[1]
     return tuple(math.ldexp(weight, -exponent) for weight in weights)
 
 
 def total_of(parts: Sequence[float]) -> float:
-    """Return the sum of numbers of which none is negative, infinite where it leaves the range; pure."""
+    """Return the sum of numbers of which none is negative; infinity if it overflows; pure."""
     try:
         return math.fsum(parts)
     except OverflowError:
@@ -63,10 +63,10 @@ def total_of(parts: Sequence[float]) -> float:
 
 
 class Combiner:
-    """Make one value of the cells' values. Derive from :class:`Coordinatewise` or :class:`WeightedCombiner`.
+    """Make a single value of the cells' values. Derive from :class:`Coordinatewise` or :class:`WeightedCombiner`.
 
     Combiners are local, pure and deterministic: every rank gets the same result from the same numbers. They keep no
-    state. Whoever runs the round calls :meth:`check` with the number of cells that contribute before anything else.
+    state. A round first calls :meth:`check` with the number of contributing cells.
     """
 
     needs_distances: bool = False
@@ -80,7 +80,7 @@ class Combiner:
 
 
 class Coordinatewise(Combiner, ABC):
-    """Combine every element by itself, from all cells' values of it. The cells' weights play no part."""
+    """Combine every element by itself, from all cells' values of it. The cells' weights are not used."""
 
     @abstractmethod
     def combine(self, values: torch.Tensor, out: torch.Tensor) -> None:
@@ -92,10 +92,11 @@ class Coordinatewise(Combiner, ABC):
 
 
 class WeightedCombiner(Combiner, ABC):
-    """Choose a weight for each cell, from what is known about whole cells.
+    """Choose a weight for each cell, from numbers about whole cells.
 
-    The class attributes ``needs_distances`` and ``needs_norms`` say what has to be measured: each costs a pass over all
-    values and a small reduction. ``has_scale`` says that the step may be longer or shorter than the way to the mean.
+    The class attributes ``needs_distances`` and ``needs_norms`` say what must be measured: each costs a pass over all
+    values and a small reduction. ``has_scale`` says that the global model may move by more or less than the difference
+    to the mean.
     """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""When a round is due: a schedule of local steps, and the plain one, a fixed number of them."""
+"""When a round is due: schedules of local steps, and the default schedule, a fixed number of them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ __all__ = [
 class Schedule(ABC):
     """Number of local steps that a cell makes until the next round.
 
-    Schedules hold options only, no state: the ranks compare them as text, which is made of the attributes.
-    ``has_threshold`` says that a round may be skipped, where the cells' models lie close together.
+    Schedules hold options only, no state: the ranks compare them as text, which lists the attributes.
+    ``has_threshold`` says that a round may be skipped if the cells' models are close to each other.
     """
 
     has_threshold: ClassVar[bool] = False
@@ -35,15 +35,15 @@ class Schedule(ABC):
     def steps(self, rounds: int, cell: int, report: RoundReport | None) -> int:
         """Return the local steps of a cell until the next round, at least 1; local, the same on all ranks of the cell.
 
-        ``rounds`` have taken place, and the last one, or the last check that skipped one, gave the report: ``None``
-        before the first. Use only what is the same on all ranks.
+        ``rounds`` is the number of rounds so far. ``report`` is that of the last round, or of the last check that
+        skipped a round, and ``None`` before the first. Use only values that are the same on all ranks.
         """
 
     def least_divergence(self, rounds: int) -> float | None:
-        """Return how far apart the cells' models have to be for the next round, ``None`` where it takes place anyway.
+        """Return how far apart the cells' models must be for the next round; ``None`` if it takes place in any case.
 
-        That is the least L2 distance from the last agreed model, as a root mean square with the cells' weights; the
-        same on all ranks.
+        This is the least root mean square, with the cells' weights, of their L2 distances from the last agreed model;
+        the same on all ranks.
         """
         return None
 

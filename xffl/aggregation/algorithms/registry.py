@@ -1,12 +1,12 @@
 """Registry of all algorithms: their names, and how a name with options becomes an object.
 
-Importing this needs no torch: the entries are data, and what they name is imported when it is made.
+Importing this module does not import torch: the entries are data, and the classes that they name are imported on use.
 
-A *spec* says what is wanted: ``"fedprox"``, ``"fedprox:mu=0.1"``, ``{"name": "fedprox", "mu": 0.1}``, the same with
-the dotted path of a class or function of one's own (``"mylab.robust.Mine:k=3"``), or an object that is made already.
+A *spec* describes an object: ``"fedprox"``, ``"fedprox:mu=0.1"``, ``{"name": "fedprox", "mu": 0.1}``, the same with the
+dotted path of the user's own class or function (``"mylab.robust.Mine:k=3"``), or the object itself.
 
-Whoever makes what a spec says tells who wrote it (:class:`xffl.naming.Writer`). A spec of a file or of a peer stands
-for an entry, whose options are numbers and words, or it is refused: nothing that it names is imported or called.
+Callers say who wrote a spec (:class:`xffl.naming.Writer`). A spec from a file or a peer must name an entry, with
+numbers and words as options; otherwise it is refused, and nothing that it names is imported or called.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ KINDS: Mapping[str, str] = {
     "privacy": "",
     "partition": "",
 }
-"""The kinds of entries, each with the class that what it makes is an instance of, where there is one."""
+"""The kinds of entries, each with the base class of its objects, if there is one."""
 
 _BASES: Mapping[str, tuple[str, ...]] = {
     **{kind: (base,) for kind, base in KINDS.items() if base},
     "privacy": ("xffl.aggregation.privacy.Privacy", "xffl.aggregation.privacy.SecureSum"),
 }
-"""The classes of which one is derived, or returned, by what a name of a kind stands for."""
+"""By kind, the classes of which a class by dotted path must be a subclass, and a function must return an instance."""
 
 _TITLES = {"server_schedule": "server schedule"}
-"""What messages call a kind, where that is not its name"""
+"""Names of kinds in messages, where they differ"""
 
 _BESIDE = {"server": "xffl.aggregation.algorithms.server.ServerOptimizer"}
-"""Classes that hold what is made, by kind: a spec may have their options, too, behind the first"""
+"""By kind, the class that wraps the object: a spec may also have its options, except the first"""
 
 _LEADING = {"server_schedule": 2}
-"""How many parameters of what an entry stands for are no options, by kind"""
+"""By kind, how many leading parameters of an entry's function are not options"""
 
 _OF_TORCH = {"server": "torch.optim.", "server_schedule": "torch.optim.lr_scheduler."}
 """The modules of torch that have the names in :data:`_ALSO`, by kind"""
@@ -104,16 +104,16 @@ _ONLY_OF_TORCH = {
         "SequentialLR",
     ),
 }
-"""Torch's names for which there is nothing here, by kind"""
+"""By kind, names of torch that are not supported"""
 _INSTEAD = {
     "server": "write it as a ServerRule of your own (the manual's page of algorithms) and give its dotted path",
     "server_schedule": "give a function of the step that returns the factor of the rate, or its dotted path",
 }
-"""What to use in their place."""
+"""What to use instead."""
 
-# The kinds that an algorithm is put together from, and whose keywords they are.
+# The kinds of an algorithm's parts, and whether they are keywords of the aggregator or of the training loop.
 _SIDES = {"server": "aggregator", "combine": "aggregator", "privacy": "aggregator", "client": "scaling"}
-_OPTIONAL = ("client", "privacy")  # those of which ``None`` means none
+_OPTIONAL = ("client", "privacy")  # kinds that may be None
 
 
 def entries(kind: str | None = None) -> tuple[AlgorithmInfo, ...]:
@@ -124,15 +124,15 @@ def entries(kind: str | None = None) -> tuple[AlgorithmInfo, ...]:
 
 
 def find(kind: str, name: str) -> AlgorithmInfo | None:
-    """Return the entry of a name, ``None`` where there is none; local, without torch."""
+    """Return the entry of a name, or ``None``; local, without torch."""
     return next((entry for entry in entries(kind) if entry.name == name), None)
 
 
 def make(kind: str, spec: object, *, writer: Writer) -> Any:
-    """Make what a spec (see the module) of a kind says; what is neither text nor mapping is made already; local.
+    """Make the object of a spec (see the module), or check one that is neither text nor mapping; local.
 
-    That is an instance of the kind's class; for ``partition`` a function with its options bound, for ``server`` and
-    ``algorithm`` what ``server_of`` and :func:`resolve_algorithm` return. ``writer`` wrote the spec.
+    Returns an instance of the kind's class; for ``partition`` a function with its options bound, for ``server`` and
+    ``algorithm`` the results of ``server_of`` and :func:`resolve_algorithm`. ``writer`` wrote the spec.
     """
     one_of("kind", kind, KINDS)
     if kind == "algorithm":
@@ -188,14 +188,14 @@ def read_spec(kind: str, spec: object) -> tuple[str, dict[str, Any]]:
 
 
 def is_builtin(kind: str, name: str) -> bool:
-    """Tell whether a name needs no import of a user's: that of an entry, or one of torch's that is known; local."""
+    """Tell whether a name is that of an entry, or a supported one of torch: no user's code is imported; local."""
     return find(kind, name) is not None or known_path(kind, name) is not None
 
 
 def locate(kind: str, name: str, *, writer: Writer) -> tuple[Any, Mapping[str, Any]]:
-    """Return what a name stands for, a class or function that makes what is looked for, and its preset options; local.
+    """Return the class or function of a name, and its preset options; local.
 
-    What ``writer`` may name is said in the module.
+    The module says which names ``writer`` may use.
     """
     what = f"{title_of(kind)} {name!r}"
     entry = find(kind, name)
@@ -220,12 +220,12 @@ def locate(kind: str, name: str, *, writer: Writer) -> tuple[Any, Mapping[str, A
 
 
 def title_of(kind: str) -> str:
-    """Return what messages call a kind; pure."""
+    """Return the name of a kind in messages; pure."""
     return _TITLES.get(kind, kind)
 
 
 def options_beside(kind: str) -> tuple[str, ...]:
-    """Return the options that a spec of a kind may have beside those of what it names; local, imports their class."""
+    """Return the options of a kind's wrapping class, which any spec of the kind may have; local, imports that class."""
     return tuple(option.name for option in _beside(kind))
 
 
@@ -237,7 +237,7 @@ def _beside(kind: str) -> list[inspect.Parameter]:
 
 
 def known_path(kind: str, name: str) -> str | None:
-    """Return what a name stands for that is no entry, ``None`` where it stands for nothing; local, without torch."""
+    """Return the dotted path of a known name that is not an entry, or ``None``; local, without torch."""
     names = _ALSO.get(kind, {})
     bare = name.removeprefix(_OF_TORCH.get(kind, ""))
     is_torchs = bare in _SCHEDULES_OF_TORCH or kind == "server"
@@ -245,7 +245,7 @@ def known_path(kind: str, name: str) -> str | None:
 
 
 def load(entry: AlgorithmInfo, what: str) -> Any:
-    """Import what an entry stands for; local."""
+    """Import the class or function of an entry; local."""
     return import_named(entry.target, what, writer=Writer.USER)
 
 
@@ -259,16 +259,16 @@ def check_options(
     leading: int = 0,
     beside: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Check options against the types that a class or function asks for; local.
+    """Check options against the annotations of a class or function; local.
 
-    Messages name the options ``beside``, too, which are read elsewhere.
+    Messages also list the options ``beside``, which are checked elsewhere.
     """
     if writer is not Writer.USER:
         _check_plain(what, options)
-    with suppress(TypeError, ValueError):  # what has no signature is the parser's to refuse
+    with suppress(TypeError, ValueError):  # the parser refuses a target without a signature
         asked = [option for option in _options_of(target, leading) if option.default is option.empty]
         if not options and not asked:
-            return {}  # as most aggregators are made; a parser takes tens of milliseconds
+            return {}  # the most frequent case; making a parser takes tens of milliseconds
     _, names = _parser(what, target, set(), leading)
     unknown = [key for key in options if key not in names]
     if unknown:
@@ -277,10 +277,10 @@ def check_options(
         raise ConfigError(f"{what} has no option {misspelled}; there are: {', '.join(known) or 'none'}")
     left_out = {name for name in names if name not in options}
     if inspect.isclass(target):
-        # What is not given keeps its default, which may be of any type; a class must get what has none.
+        # Options that are not given keep their defaults, of any type; those without a default are required.
         parameters = inspect.signature(target).parameters.values()
         left_out -= {option.name for option in parameters if option.default is inspect.Parameter.empty}
-    # Another parser, of the options that are there: jsonargparse would check defaults, too.
+    # Another parser, with the given options only: jsonargparse would check defaults, too.
     parser, _ = _parser(what, target, {*left_out, *(bound or {}).keys() - options.keys()}, leading)
     try:
         parsed = parser.parse_object(dict(options))
@@ -292,13 +292,13 @@ def check_options(
             f"{what} cannot be made with {_shown(options) or 'no options'}: {reason}; it takes {takes}"
         ) from wrong
     if writer is not Writer.USER:
-        _check_plain(what, {name: parsed[name] for name in options})  # no class or function that a word stands for
+        _check_plain(what, {name: parsed[name] for name in options})  # a word could stand for a class or function
     return {name: parsed[name] for name in options}
 
 
 def _refuse_nonfinite(what: str, options: Mapping[str, Any], takes: str) -> None:
     """Raise ConfigError where an option that was refused is NaN or infinite; pure."""
-    # The parser takes the word for a text, and says that no number was given.
+    # The parser reads the word as a text, and would only say that it is not a number.
     for key, value in options.items():
         for item in value if isinstance(value, (list, tuple)) else [value]:
             numeral = real(item) if isinstance(item, str) else item
@@ -307,18 +307,18 @@ def _refuse_nonfinite(what: str, options: Mapping[str, Any], takes: str) -> None
 
 
 LONGEST_SPEC = 4096
-"""Characters of a spec at most; to find its commas takes time with the square of them"""
+"""The most characters of a spec; the time to find its commas grows with their square"""
 LONGEST_NAME = 200
-"""Characters of a name at most"""
+"""The most characters of a name"""
 MOST_OPTIONS = 32
-"""Options of a spec, and items of a list among them, at most, where somebody else wrote them"""
+"""The most options of a spec from a file or peer, and items of a list among them"""
 _WORD = re.compile(r"[A-Za-z_]\w{0,63}|[-+]?(?:\d{1,20}\.?\d{0,20}|\.\d{1,20})(?:[eE][-+]?\d{1,3})?", re.ASCII)
-"""A word or a number, as an option of somebody else may be: nothing in it can be looked up as a path."""
+"""A word or a number: a value that a file or peer may give an option, because it cannot be a dotted path."""
 
 
 def _check_plain(what: str, options: Mapping[str, Any]) -> None:
-    """Refuse options of somebody else that could stand for more than numbers and words; pure."""
-    # Whatever parses them by their types would import the classes that a dotted path or a mapping names.
+    """Refuse options from a file or peer that could be more than numbers and words; pure."""
+    # The parser would import a class that a dotted path or a mapping names.
     for key, value in options.items():
         items = value if isinstance(value, (list, tuple)) else [value]
         is_plain = all(item is None or isinstance(item, (bool, float)) or _is_word(item) for item in items)
@@ -340,12 +340,12 @@ def _cut(text: str) -> str:
 
 
 def describe_options(target: Any, *, leading: int = 0, preset: Mapping[str, Any] | None = None) -> str:
-    """Write the options of a class or function, with types and defaults; local."""
+    """Return the options of a class or function as text, with types and defaults; local."""
     return _written(_options_of(target, leading), preset or {}) or "none"
 
 
 def describe_entry(entry: AlgorithmInfo) -> str:
-    """Write the options of an entry, as a spec may have them; local, imports what it names, and torch with it."""
+    """Return the options of an entry as text; local, imports its class or function, and so torch."""
     if not entry.target:
         words = {**entry.aggregator, **entry.scaling}
         return ", ".join(f"{key} = {value}" for key, value in words.items()) or "none"
@@ -360,13 +360,13 @@ def _written(options: Collection[inspect.Parameter], preset: Mapping[str, Any]) 
 
 
 def _options_of(target: Any, leading: int) -> list[inspect.Parameter]:
-    """Return the named parameters of a class or function behind the first ones; local."""
+    """Return the named parameters of a class or function after the leading ones; local."""
     parameters = [*inspect.signature(target).parameters.values()][leading:]
     return [option for option in parameters if option.kind not in (option.VAR_POSITIONAL, option.VAR_KEYWORD)]
 
 
 def find_algorithm(spec: object) -> tuple[AlgorithmInfo, dict[str, Any]]:
-    """Return an algorithm's entry and the options that are given; local, without torch."""
+    """Return an algorithm's entry and the given options; local, without torch."""
     name, options = read_spec("algorithm", spec)
     entry = find("algorithm", name)
     if entry is None:
@@ -380,10 +380,9 @@ def find_algorithm(spec: object) -> tuple[AlgorithmInfo, dict[str, Any]]:
 def resolve_algorithm(spec: object, *, writer: Writer) -> tuple[dict[str, Any], dict[str, Any]]:
     """Turn a named algorithm into keywords of the aggregator and of the training loop; local.
 
-    An option goes where it belongs: to a keyword that the algorithm sets (``fragments``, ``delay``), or to the one of
-    its parts that knows it (``lr`` to the server optimizer, ``mu`` to the client). ``server``, ``combine``, ``client``
-    and ``privacy`` replace a part, or, as a mapping without a name, change options of the one that is there.
-    ``writer`` wrote the spec.
+    An option sets a keyword of the algorithm (``fragments``, ``delay``), or is passed to the part that has it (``lr``
+    to the server optimizer, ``mu`` to the client). ``server``, ``combine``, ``client`` and ``privacy`` replace a part,
+    or, as a mapping without a name, change its options. ``writer`` wrote the spec.
     """
     keywords, parts = parts_of_algorithm(spec, writer=writer)
     for kind, part in parts.items():
@@ -395,10 +394,10 @@ def resolve_algorithm(spec: object, *, writer: Writer) -> tuple[dict[str, Any], 
 def parts_of_algorithm(
     spec: object, *, writer: Writer, replaced: Collection[str] = ()
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """Return an algorithm's keywords, and the specs of its parts by kind, of which nothing is made; local.
+    """Return an algorithm's keywords, and the specs of its parts by kind, without making the parts; local.
 
-    Kinds in ``replaced`` are given otherwise. So options that may be meant for such a part are left out, and nothing is
-    looked up for it.
+    Parts of the kinds in ``replaced`` are given by the caller: options that may belong to them are ignored, and their
+    names are not looked up.
     """
     entry, options = find_algorithm(spec)
     name = entry.name
@@ -413,7 +412,7 @@ def parts_of_algorithm(
     for key in options.keys() - _SIDES.keys():
         side = next((side for side, words in keywords.items() if key in words), None)
         if side is not None:
-            # No class says which type a keyword has: a text is what it would be in a configuration file.
+            # Keywords have no annotation here: a text is read as in a configuration file.
             keywords[side][key] = _plain(options[key]) if isinstance(options[key], str) else options[key]
             continue
         owner = _owner(name, key, looked_at, keywords, writer=writer, is_required=len(looked_at) == len(parts))
@@ -433,7 +432,7 @@ def _owner(
     writer: Writer,
     is_required: bool,
 ) -> str | None:
-    """Return the part of an algorithm that an option belongs to; ``None`` where none of these, and it may be none."""
+    """Return the part of an algorithm that has an option; ``None`` if none has it and ``is_required`` is false."""
     takes: dict[str, list[str]] = {}
     for kind, part in parts.items():
         if isinstance(part, (str, Mapping)):
@@ -467,7 +466,7 @@ def _plain(text: str) -> object:
 
 
 def _changed(kind: str, part: object, change: object) -> object:
-    """Return a part with other options, or the one that takes its place."""
+    """Return a part with changed options, or its replacement."""
     if not isinstance(change, Mapping) or "name" in change:
         return change
     if not isinstance(part, (str, Mapping)):
@@ -486,7 +485,7 @@ def _checked_instance(kind: str, instance: Any) -> Any:
 
 
 def _parser(what: str, target: Any, left_out: set[str], leading: int) -> tuple[ArgumentParser, list[str]]:
-    """Return a parser of the options that are not left out, and their names."""
+    """Return a parser of the options, without those in ``left_out``, and their names."""
     parser = ArgumentParser(exit_on_error=False)
     skip: set[str | int] = {*left_out, *([leading] if leading else [])}
     add: Any = parser.add_class_arguments if inspect.isclass(target) else parser.add_function_arguments
@@ -505,10 +504,10 @@ def _shown(options: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class AlgorithmInfo:
-    """An algorithm, or a part of one, by name: what it does in a line, and its paper (or nothing).
+    """An algorithm, or a part of an algorithm, by name, with a line that describes it, and its paper or an empty text.
 
-    ``target`` is the dotted path of a part's class or function, ``options`` the keywords of it that the name stands
-    for. An algorithm sets keywords of :class:`xffl.Aggregator` and of :class:`xffl.FederatedScaling` instead.
+    ``target`` is the dotted path of a part's class or function, and ``options`` its preset options. An algorithm sets
+    keywords of :class:`xffl.Aggregator` and of :class:`xffl.FederatedScaling` instead.
     """
 
     kind: str

@@ -21,16 +21,16 @@ from xffl.errors import ConfigError
 
 __all__ = ["CoordinateMedian", "GeometricMedian", "Krum", "MultiKrum", "TrimmedMean"]
 
-FAR = 1e300  # squared distance beyond which sums of some leave the range of a 64-bit float
-SETTLED = 1e-12  # relative change of all weights below which the geometric median has been found
+FAR = 1e300  # squared distances above this are not added up: their sums could overflow a 64-bit float
+SETTLED = 1e-12  # the geometric median has converged if no weight changes by more than this, relatively
 
 
 @dataclass(frozen=True)
 class CoordinateMedian(Coordinatewise):
     """Take the median of every element; of an even number of cells the mean of the two middle values.
 
-    Fewer than half of the cells may send anything at all. The cells' weights are not used. Of zeros of both signs
-    either may come out; equal values keep every bit.
+    The result is bounded as long as fewer than half of the cells are faulty. The cells' weights are not used. The
+    median of zeros of both signs may have either sign; equal values keep every bit.
 
     Yin et al., 2018, arXiv 1803.01498 (definition 1). flwr's ``aggregate_median`` is the same.
     """
@@ -44,12 +44,12 @@ class CoordinateMedian(Coordinatewise):
 class TrimmedMean(Coordinatewise):
     """Take, of every element, the mean without the largest and the smallest values.
 
-    ``int(share * n)`` of ``n`` values are left out at each end, so that as many cells may send anything at all. The
-    cells' weights are not used. A share that would leave out nothing is refused, since what remains is a plain mean;
-    ``share=0`` asks for just that.
+    ``int(share * n)`` of ``n`` values are left out at each end, so as many cells may be faulty. The cells' weights are
+    not used. A share that would leave out nothing is refused, since the result would be the plain mean; ``share=0``
+    asks for it.
 
     Yin et al., 2018, arXiv 1803.01498 (definition 2), where ``share * n`` is an integer. flwr's
-    ``aggregate_trimmed_avg`` rounds as we do, but takes the plain mean of cells too few to leave out one.
+    ``aggregate_trimmed_avg`` rounds in the same way, but takes the plain mean of too few cells.
 
     :param share: Part of the cells that is left out at each end, at least 0, below 0.5.
     """
@@ -64,8 +64,8 @@ class TrimmedMean(Coordinatewise):
         super().check(cells)
         if self.share > 0 and self._cut(cells) == 0:
             raise ConfigError(
-                f"a trimmed mean with share {self.share} leaves out nothing of {cells} contributing cells, but it has "
-                f"to leave out one at each end; give at least {math.ceil(1 / self.share)} cells, a larger share= (of 3 "
+                f"a trimmed mean with share {self.share} leaves out nothing of {cells} contributing cells, but it must "
+                f"leave out one at each end; give at least {math.ceil(1 / self.share)} cells, a larger share= (of 3 "
                 "cells or more), or share=0 for the plain mean"
             )
 
@@ -79,16 +79,16 @@ class TrimmedMean(Coordinatewise):
 
 @dataclass(frozen=True)
 class Krum(WeightedCombiner):
-    """Take the one cell that lies closest to its nearest neighbours.
+    """Take the values of the cell that lies closest to its nearest neighbours.
 
     A cell's score is the sum of its squared distances to the ``n - faulty - 2`` other cells that are nearest to it; the
-    lowest score wins, of equal scores the lowest cell. The cells' weights are not used.
+    lowest score wins, and of equal scores the cell with the lowest number. The cells' weights are not used.
 
-    Blanchard et al., 2017, arXiv 1703.02757. flwr's ``aggregate_krum`` scores alike, but measures in the data's own
+    Blanchard et al., 2017, arXiv 1703.02757. flwr's ``aggregate_krum`` computes the same scores, but in the data's own
     precision (distances of large fp32 values are infinite) and takes any number of cells, where the paper's guarantee
     needs ``n >= 2 * faulty + 3``.
 
-    :param faulty: Number of cells that may send anything at all, 0 or more.
+    :param faulty: Number of cells whose values may be arbitrary, 0 or more.
     """
 
     needs_distances = True
@@ -129,14 +129,14 @@ class Krum(WeightedCombiner):
 class MultiKrum(Krum):
     """Take the plain mean of the cells with the lowest scores of :class:`Krum`.
 
-    As in the paper, those that are chosen count alike; the cells' weights are not used.
+    As in the paper, the chosen cells count equally; the cells' weights are not used.
 
-    Blanchard et al., 2017, arXiv 1703.02757. flwr's ``aggregate_krum`` with ``to_keep`` averages those that are chosen
-    by their numbers of examples, which a faulty cell may invent.
+    Blanchard et al., 2017, arXiv 1703.02757. flwr's ``aggregate_krum`` with ``to_keep`` weights the chosen cells by
+    their numbers of examples, which a faulty cell may misreport.
 
-    :param faulty: Number of cells that may send anything at all, 0 or more.
-    :param selected: Number of cells that are averaged, 1 or more; ``None`` for all but ``faulty``. More than that let
-        a faulty one in.
+    :param faulty: Number of cells whose values may be arbitrary, 0 or more.
+    :param selected: Number of cells that are averaged, 1 or more; ``None`` for all but ``faulty``. With more, a
+        faulty cell may be among them.
     """
 
     selected: int | None = None
@@ -161,15 +161,17 @@ class MultiKrum(Krum):
 class GeometricMedian(WeightedCombiner):
     """Take the point with the least sum of weighted distances to the cells (RFA).
 
-    Cells of less than half of the weight may send anything at all. Found by the smoothed Weiszfeld steps of the paper,
-    from the mean on: each cell counts ``w_c / max(smoothing, ||x_c - v||)`` in the next ``v``. As ``v`` is a mean of
-    the cells, all of it follows from the distances between them; a step costs ``n * n`` operations and moves no data.
+    The result is bounded as long as faulty cells have less than half of the weight. It is computed by the paper's
+    smoothed Weiszfeld steps, which start from the mean: each cell has the weight ``w_c / max(smoothing, ||x_c - v||)``
+    in the next ``v``. Since ``v`` is always a mean of the cells, the distances between the cells suffice; a step costs
+    ``n * n`` operations and moves no data.
 
-    Pillutla et al., 2019, arXiv 1912.13445. There only a few steps are made, since each one is a round of
-    communication; here steps are made until no weight changes by more than 1e-12 of itself.
+    Pillutla et al., 2019, arXiv 1912.13445. The paper makes only a few steps, since each is a round of communication
+    there; here steps are made until no weight changes by more than 1e-12 of itself.
 
     :param iterations: Most steps to make, 1 or more.
-    :param smoothing: Distance of the whole model below which a cell counts no more than at this distance; above 0.
+    :param smoothing: Distance, over the whole model, below which a smaller distance does not increase a cell's weight
+        further; above 0.
     """
 
     needs_distances = True
@@ -192,10 +194,10 @@ class GeometricMedian(WeightedCombiner):
         share_of = dict(zip(near, shares, strict=True))
         return AggregationWeights(tuple(share_of.get(cell, 0.0) for cell in range(len(seen.weights))))
 
-    def _settle(self, own: list[float], distances: tuple[tuple[float, ...], ...]) -> list[float]:
-        """Return the shares with which the cells make up their geometric median."""
-        products = _products(distances, own)
-        shares = own
+    def _settle(self, weights: list[float], distances: tuple[tuple[float, ...], ...]) -> list[float]:
+        """Return the shares of the cells in their geometric median."""
+        products = _products(distances, weights)
+        shares = weights
         for _ in range(self.iterations):
             before = shares
             # ||x_c - v||^2 = <x_c, x_c> - 2 <x_c, v> + <v, v>, with v = sum of shares * x
@@ -203,7 +205,7 @@ class GeometricMedian(WeightedCombiner):
             middle = math.fsum(share * number for share, number in zip(shares, along, strict=True))
             squares = [row[cell] - 2.0 * along[cell] + middle for cell, row in enumerate(products)]
             lengths = [max(self.smoothing, math.sqrt(max(square, 0.0))) for square in squares]
-            shares = _shares([weight / length for weight, length in zip(own, lengths, strict=True)])
+            shares = _shares([weight / length for weight, length in zip(weights, lengths, strict=True)])
             if all(abs(new - old) <= SETTLED * old for new, old in zip(shares, before, strict=True)):
                 break
         return shares
@@ -249,7 +251,7 @@ def _network(rows: int) -> list[tuple[int, int]]:
 
 
 def _near(distances: tuple[tuple[float, ...], ...]) -> list[int]:
-    """Return the cells around the one that has most others near it: all but those so far off that squares overflow."""
+    """Return the cells near the one with the most others near it, without those so far off that squares overflow."""
 
     def rank(row: tuple[float, ...]) -> tuple[int, float]:
         near = [math.sqrt(square) for square in row if square <= FAR]
@@ -259,9 +261,10 @@ def _near(distances: tuple[tuple[float, ...], ...]) -> list[int]:
 
 
 def _products(distances: tuple[tuple[float, ...], ...], weights: list[float]) -> list[list[float]]:
-    """Return the inner products of the cells, seen from the cell nearest to all.
+    """Return the inner products of the cells' vectors, with the cell nearest to all others as the origin.
 
-    Seen from there honest cells are short, and the rounding of one that is 1e38 off does not reach the cell itself.
+    With this origin honest cells have short vectors, and the rounding errors of a cell that is 1e38 away do not affect
+    their products.
     """
     lengths = [[math.sqrt(square) for square in row] for row in distances]
     sums = [math.fsum(weight * length for weight, length in zip(weights, row, strict=True)) for row in lengths]

@@ -1,4 +1,4 @@
-"""Means of the cells' updates, each of which counts more or less than its weight says: FedNova, and clipped norms."""
+"""Means that scale each cell's update beside its weight: FedNova, and norm clipping."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["NormClipping", "NormalizedMean"]
 
 @dataclass(frozen=True)
 class NormalizedMean(WeightedCombiner):
-    """Take the mean of the updates for each local step: cells that made more steps do not pull harder (FedNova).
+    """Take the mean of the updates for each local step: cells that made more steps do not count more (FedNova).
 
     With ``p_c = w_c / sum(w)``, ``a_c`` the effective steps of cell ``c`` and ``tau = sum(p_c * a_c)``, a cell's update
     counts ``p_c * tau / a_c`` times. Where all cells made as many steps, this is :class:`Mean` to the last bit.
@@ -33,7 +33,7 @@ class NormalizedMean(WeightedCombiner):
                     f"contributing cell {index} reports {seen.steps[index]} local steps, but its update is divided by "
                     "them; give steps= above 0, or the weight 0"
                 )
-        # Against the fewest steps no number leaves its range, and equal ones leave the weights as they are.
+        # Relative to the fewest steps, so that nothing overflows, and equal steps leave the weights as they are.
         least = min(seen.steps[index] for index in contributing)
         shares = reduced(seen.weights)
         cells = zip(seen.weights, seen.steps, strict=True)
@@ -47,14 +47,14 @@ class NormalizedMean(WeightedCombiner):
 
 @dataclass(frozen=True)
 class NormClipping(WeightedCombiner):
-    """Shorten the updates that are longer than a limit, then take the mean by the cells' weights.
+    """Clip the updates to a greatest norm, then take the mean with the cells' weights.
 
     An update ``x_c - x_global`` of L2 norm ``u`` counts ``min(1, clip / u)`` times, so that no cell moves the model by
     more than its share of ``clip``.
 
     Sun et al., 2019, arXiv 1911.07963.
 
-    :param clip: Longest update that counts in full, L2 over the whole model; above 0.
+    :param clip: Greatest L2 norm of an update, over the whole model; above 0.
     """
 
     needs_norms = True
@@ -66,10 +66,10 @@ class NormClipping(WeightedCombiner):
         number("clip", self.clip, above=0.0, hint="give the usual length of an honest update")
 
     def weigh(self, seen: CellStats) -> AggregationWeights:
-        """Shorten by way of weights and scale."""
+        """Clip the updates by the choice of weights and scale."""
         assert seen.norms is not None, "needs_norms asks for them"
         # g + s (sum(w f x) / sum(w f) - g) with s = sum(w f) / sum(w) is the mean of the updates f (x - g).
-        own = reduced(seen.weights)
+        weights = reduced(seen.weights)
         factors = [self.clip / norm if norm > self.clip else 1.0 for norm in seen.norms]
-        clipped = tuple(weight * factor for weight, factor in zip(own, factors, strict=True))
-        return AggregationWeights(clipped, math.fsum(clipped) / math.fsum(own))
+        clipped = tuple(weight * factor for weight, factor in zip(weights, factors, strict=True))
+        return AggregationWeights(clipped, math.fsum(clipped) / math.fsum(weights))

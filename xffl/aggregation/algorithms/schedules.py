@@ -1,7 +1,7 @@
 """Schedules of rounds: how many local steps each cell makes until the next one.
 
-A schedule is arithmetic on what all ranks know: the rounds so far and what the last one's report tells. So no cell has
-to ask another one when to meet, and cells may make different numbers of steps between the same two rounds.
+A schedule is computed from what all ranks know: the number of rounds so far and the report of the last round. So cells
+need not communicate to agree on the next round, and may make different numbers of steps between the same two rounds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Balanced", "Divergence", "EveryEpochs", "EverySeconds", "EverySteps"
 
 @dataclass(frozen=True)
 class EveryEpochs(Schedule):
-    """Meet after whole passes over the data, which cells with loaders of different length make in different steps.
+    """Meet after whole passes over the data; cells with loaders of different lengths make different numbers of steps.
 
     :param epochs: Passes between two rounds, at least 1.
     :param steps_per_epoch: Local steps of a pass: the length of a rank's loader, divided by the batches that are
@@ -45,10 +45,10 @@ class EveryEpochs(Schedule):
 
 @dataclass(frozen=True)
 class EverySeconds(Schedule):
-    """Meet after a time, which each cell turns into local steps by how long its own have taken.
+    """Meet after a time, which each cell converts to local steps by its measured time of a step.
 
-    The step times are those that the last round's vote has told, so nothing more is sent, all ranks of a cell count the
-    same steps, and fast and slow cells arrive together.
+    The times come from the vote of the last round, so nothing more is sent, all ranks of a cell count the same number
+    of steps, and fast and slow cells arrive together.
 
     :param seconds: Seconds of local steps between two rounds.
     :param first: Local steps before the first round, and of a cell whose steps were not measured.
@@ -70,8 +70,8 @@ class EverySeconds(Schedule):
 class Balanced(Schedule):
     """Share out the local steps so that fast and slow cells arrive together.
 
-    The steps of a cell are proportional to its speed, as the last round's vote has told it, and their mean over the
-    cells stays what it is. Give the cells' different numbers of steps their due with ``combine="fednova"``.
+    The steps of a cell are proportional to its speed, as measured for the last round's vote, and their mean over the
+    cells stays ``every``. Use ``combine="fednova"``, which accounts for the different numbers of steps.
 
     :param every: Local steps between two rounds, as a mean over the cells; before anything was measured, of each.
     """
@@ -83,7 +83,7 @@ class Balanced(Schedule):
 
     def steps(self, rounds: int, cell: int, report: RoundReport | None) -> int:  # noqa: D102
         step_seconds = () if report is None else report.step_seconds
-        # A cell that was not measured (it made no step) neither gives steps to the others nor takes theirs.
+        # A cell without a measured time (it made no step) keeps ``every`` steps, and the others share out theirs.
         speeds = {index: 1.0 / seconds for index, seconds in enumerate(step_seconds) if seconds > 0}
         return share_out(self.every * len(speeds), speeds)[cell] if cell in speeds else self.every
 
@@ -99,7 +99,7 @@ def share_out(total: int, parts: Mapping[int, float]) -> dict[int, int]:
         low = [taker for taker, share in exact.items() if share < 1.0]
         if not low:
             break
-        shares.update(dict.fromkeys(low, 1))  # the others have less to share, so look again
+        shares.update(dict.fromkeys(low, 1))  # this leaves less for the others, so compute their shares again
         free = {taker: part for taker, part in free.items() if taker not in shares}
     shares.update({taker: math.floor(exact[taker]) for taker in free})
     left = total - sum(shares.values())
@@ -129,13 +129,13 @@ class PerCell(Schedule):
 
 @dataclass(frozen=True)
 class Divergence(Schedule):
-    """Meet only where the models have moved far enough since they last met.
+    """Meet only if the models have moved far enough since the last round.
 
-    After every ``every`` local steps the cells tell how far they are from the last agreed model: a vote of a few bytes
-    a rank. The round takes place where the root mean square of these L2 distances, with the cells' weights, is at least
-    the threshold; else training goes on, and the steps count in the next round (dynamic averaging, Kamp et al., 2018,
-    arXiv 1807.03210). Each rank keeps the last agreed values of what it holds in fp32; an aggregator that is made
-    beforehand needs ``norms=True``.
+    After every ``every`` local steps the cells exchange how far they are from the last agreed model: a vote of a few
+    bytes a rank. The round takes place if the root mean square of these L2 distances, with the cells' weights, is at
+    least the threshold; otherwise training goes on, and the steps count in the next round (dynamic averaging, Kamp et
+    al., 2018, arXiv 1807.03210). Each rank keeps the last agreed values of what it holds in fp32; an aggregator that is
+    made beforehand needs ``norms=True``.
 
     :param every: Local steps between two checks, at least 1.
     :param threshold: Least distance for a round, in the units of the weights.
@@ -177,7 +177,7 @@ class Warmup(Schedule):
 
     @property
     def _next(self) -> Schedule:
-        assert isinstance(self.then, Schedule), "made one at the start"
+        assert isinstance(self.then, Schedule), "__post_init__ has made it a schedule"
         return self.then
 
     @property

@@ -1,4 +1,4 @@
-"""The server (outer) optimizer: a rule, a schedule of its learning rate, and where it works.
+"""The server (outer) optimizer: a rule, a schedule of its learning rate, and the device where it steps.
 
 See :mod:`xffl.aggregation.algorithms.server_rules` for what a rule computes.
 """
@@ -47,14 +47,14 @@ Schedule = Callable[[int], float]
 """A user's function of the step, from 0: the factor by which the learning rate is multiplied"""
 
 PLAIN_MEAN = ("none", "fedavg")
-"""Names that ask for no server optimizer."""
+"""Names of the plain mean, without a server optimizer."""
 
 MOST_NUMBERS = 8
-"""Numbers of a rule's step, at most: all ranks tell theirs in the vote."""
+"""The most numbers of a rule's step: every rank sends its numbers in the vote."""
 
 _RATES_SHOWN = 5
 _DEVICE = re.compile(r"(?:cpu|cuda)(?::\d{1,3})?", re.ASCII)
-"""A device that somebody else may ask for"""
+"""Devices that a file or a peer may name"""
 _BUILT_IN = "xffl.aggregation.algorithms."
 
 
@@ -75,19 +75,20 @@ class NamedSchedule:
 
 @dataclass(frozen=True)
 class ServerOptimizer:
-    """How the global model goes on from each round's pseudo-gradient.
+    """How a round's pseudo-gradient changes the global model.
 
-    Local. ``str()`` tells the rule, its options and the schedule, alike on all ranks that were given the same.
+    Local. ``str()`` names the rule, its options and the schedule, with the same text on all ranks.
 
-    :param rule: What is computed; an object of :mod:`xffl.aggregation.algorithms.server_rules`, or one of your own.
-    :param schedule: What the learning rate (the number ``lr`` of the rule) is in each step: a name with options, such
-        as ``cosine:T_max=100``, or a mapping, which become a :class:`NamedSchedule`; or a function of the step, from 0,
-        which returns a factor. One rank calls it. ``None``: it stays.
-    :param device: Where the state lives and the step is computed (``cpu`` saves GPU memory); ``None``: where rounds
-        communicate from, the parameters' device, or the host's memory where that is gloo's.
-    :param clip: Longest pseudo-gradient, L2 over the part of the model that a round exchanges, above 0: a longer one is
-        multiplied by ``clip / norm`` before the rule sees it. ``None``: it may have any length.
-    :raises ConfigError: if the rule is none, does not step element by element, or the schedule gives no rate.
+    :param rule: What is computed: an object of :mod:`xffl.aggregation.algorithms.server_rules`, or of your own class.
+    :param schedule: The learning rate (the number ``lr`` of the rule) in each step: a name with options, such as
+        ``cosine:T_max=100``, or a mapping, which become a :class:`NamedSchedule`; or a function of the step, from 0,
+        that returns a factor. Only the first rank's result is used. ``None`` for a constant rate.
+    :param device: Where the state is kept and the step is computed (``cpu`` saves GPU memory). ``None`` for the device
+        from which rounds communicate: the parameters' device, or with gloo the host's memory.
+    :param clip: Greatest L2 norm of the pseudo-gradient, over the part of the model that a round exchanges, above 0: if
+        the norm is greater, the pseudo-gradient is multiplied by ``clip / norm`` before the rule gets it. ``None`` for
+        no limit.
+    :raises ConfigError: if ``rule`` is not a rule or does not step element by element, or the schedule fails.
     """
 
     rule: ServerRule
@@ -98,7 +99,7 @@ class ServerOptimizer:
     def __post_init__(self) -> None:
         _check_rule(self.rule)
         if self.clip is not None:
-            limit = number("clip of the server", self.clip, above=0.0, hint="give the longest pseudo-gradient, L2")
+            limit = number("clip of the server", self.clip, above=0.0, hint="give the pseudo-gradient's greatest norm")
             object.__setattr__(self, "clip", limit)
         if self.device is not None:
             try:
@@ -106,7 +107,7 @@ class ServerOptimizer:
             except (AssertionError, RuntimeError, TypeError) as wrong:  # torch asserts that it was built for a device
                 reason = " ".join(str(wrong).split())
                 raise ConfigError(
-                    f"device {self.device!r} of the server is not here ({reason}); give cpu or another"
+                    f"device {self.device!r} of the server is not available ({reason}); give cpu or another"
                 ) from wrong
             object.__setattr__(self, "device", torch.device(self.device))  # without a number: each rank's current one
         object.__setattr__(self, "schedule", schedule_of(self.schedule, Writer.USER))
@@ -122,7 +123,7 @@ class ServerOptimizer:
         text = f"{_title(self.rule)}({_plain(_attributes(self.rule))})"
         if isinstance(self.schedule, NamedSchedule):
             text += f", {self.schedule!r}"
-        elif self.schedule is not None:  # nothing tells what it holds; its first rates tell something
+        elif self.schedule is not None:  # a function has no text of its options; its first rates stand for them
             rates = [self.numbers(step)["lr"] for step in range(_RATES_SHOWN)]
             text += f", {_title(self.schedule)}, first rates {_plain(rates)}"
         if self.clip is not None:
@@ -130,29 +131,29 @@ class ServerOptimizer:
         return text if self.device is None else f"{text}, on {torch.device(self.device).type}"
 
     def numbers(self, step: int) -> Numbers:
-        """Return what one rank computes for a step and all use, with the schedule's learning rate; local.
+        """Return the numbers of a step, which one rank computes for all, with the schedule's learning rate; local.
 
-        Raises ConfigError where the rule or the schedule does not give finite numbers.
+        Raises ConfigError if the rule or the schedule does not return finite numbers.
         """
         return self._numbers_of(self.rule, step)
 
     def _numbers_of(self, rule: ServerRule, step: int) -> Numbers:
         """Return the numbers of this rule, or of a copy of it, with the schedule's learning rate."""
-        found = _numbers_of(rule, step)
+        numbers = _numbers_of(rule, step)
         if self.schedule is not None:
-            if "lr" not in found:
+            if "lr" not in numbers:
                 raise ConfigError(
-                    f"a schedule changes the number lr, and {_title(self.rule)} has {', '.join(found) or 'none'}; "
+                    f"a schedule changes the number lr, and {_title(self.rule)} has {', '.join(numbers) or 'none'}; "
                     "leave the schedule out, or name its learning rate lr"
                 )
-            found = {**found, "lr": self._scheduled(step, found["lr"])}
-        return {name: number(f"{name} of {_title(self.rule)}", one) for name, one in found.items()}
+            numbers = {**numbers, "lr": self._scheduled(step, numbers["lr"])}
+        return {name: number(f"{name} of {_title(self.rule)}", value) for name, value in numbers.items()}
 
     def _scheduled(self, step: int, lr: float) -> float:
         """Return the learning rate that the schedule gives a step."""
         schedule, what = self.schedule, f"the schedule of the server's learning rate, {_title(self.schedule)},"
         hint = "give a function of the step, from 0, that returns a factor of the rate, or a schedule by name"
-        assert schedule is not None and not isinstance(schedule, (str, Mapping)), "one that was made with the object"
+        assert schedule is not None and not isinstance(schedule, (str, Mapping)), "__post_init__ has made it a function"
         try:
             rate: Any = schedule(step, lr) if isinstance(schedule, NamedSchedule) else schedule(step)
         except XfflError:
@@ -164,30 +165,31 @@ class ServerOptimizer:
 
     @property
     def asked(self) -> dict[str, str]:
-        """What a saved state is compared with: the rule, the schedule, and their options as texts."""
-        told = {"class": type(self.rule).__qualname__, "schedule": "none"}
-        told |= {name: _plain(value) for name, value in _attributes(self.rule).items()}
+        """The rule, the schedule, the clip and their options as texts, with which a saved state is compared."""
+        asked = {"class": type(self.rule).__qualname__, "schedule": "none"}
+        asked |= {name: _plain(value) for name, value in _attributes(self.rule).items()}
         if isinstance(self.schedule, NamedSchedule):
-            told["schedule"] = self.schedule.function.__name__
-            told |= {f"schedule's {name}": _plain(value) for name, value in self.schedule.options.items()}
+            asked["schedule"] = self.schedule.function.__name__
+            asked |= {f"schedule's {name}": _plain(value) for name, value in self.schedule.options.items()}
         elif self.schedule is not None:
-            told["schedule"] = _title(self.schedule)
-        told["clip"] = "none" if self.clip is None else _plain(self.clip)
-        return told
+            asked["schedule"] = _title(self.schedule)
+        asked["clip"] = "none" if self.clip is None else _plain(self.clip)
+        return asked
 
     def check_saved(self, saved: SavedServer, what: str, hint: str) -> None:
-        """Raise CheckpointError where a state is that of a server that was asked for otherwise; local.
+        """Raise CheckpointError if a state was saved by a server with another rule, options or schedule; local.
 
         :param saved: The state.
-        :param what: Where it stands, to begin the message with.
-        :param hint: How to begin without the state, to end the message with.
+        :param what: What the state belongs to: the first words of the message.
+        :param hint: How to start without the state: the last words of the message.
         """
         asked = self.asked
         others = sorted(key for key in asked.keys() & saved.asked.keys() if not _alike(asked[key], saved.asked[key]))
         if others:
-            there, here = (", ".join(f"{key}={one[key]}" for key in others) for one in (saved.asked, asked))
+            theirs = ", ".join(f"{key}={saved.asked[key]}" for key in others)
+            ours = ", ".join(f"{key}={asked[key]}" for key in others)
             raise CheckpointError(
-                f"{what} is that of a server optimizer with {there}, and this one has {here}; resume with the same "
+                f"{what} is that of a server optimizer with {theirs}, and this one has {ours}; resume with the same "
                 f"server, options and schedule, or {hint}"
             )
         names = self.state_names if saved.step else ()
@@ -199,7 +201,7 @@ class ServerOptimizer:
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """What the rule keeps for each element, by name."""
+        """The names of the rule's state tensors."""
         return tuple(self.rule.init(torch.zeros(1, dtype=torch.float32, device="cpu")))
 
 
@@ -211,18 +213,18 @@ def take_step(
     numbers: Numbers,
     scale: float = 1.0,
 ) -> None:
-    """Step flat values of the global model, in place, given what the cells have made of them; local.
+    """Step flat values of the global model in place, towards the cells' combined values; local.
 
-    The pseudo-gradient is ``scale * (values as they were written - mean)``: what rounding to the model's type has left
-    out is not taken for a step. Pieces are taken that stay in the cache: gradient, state and values of one are worked
-    on together.
+    The pseudo-gradient is ``scale * (written - mean)``, where ``written`` are the values rounded to the model's type,
+    as the model got them; so the rounding error does not count as a step of the cells. The values are stepped in pieces
+    that fit in the cache together with their gradient and state.
 
-    :param rule: What is computed; ``None`` for the pseudo-gradient itself, as the step towards the mean.
+    :param rule: The rule; ``None`` to subtract the pseudo-gradient itself.
     :param values: Elements of the global model, in fp32 (fp64 for fp64), on the server's device.
-    :param mean: The combined values, in the model's type, on the same device; the memory is used.
-    :param state: What the rule keeps for these elements.
-    :param numbers: What the rule computes this step with.
-    :param scale: What the combiner multiplies the way to the mean by.
+    :param mean: The combined values, in the model's type, on the same device; may be overwritten.
+    :param state: The rule's state of these elements.
+    :param numbers: The rule's numbers of this step.
+    :param scale: The combiner's scale of the step.
     """
     length = piece_length(values.device)
     is_alike = mean.dtype == values.dtype
@@ -238,18 +240,19 @@ def take_step(
         if rule is None:
             kept.sub_(gradient)
         else:
-            rule.step(kept, gradient, {name: one[piece] for name, one in state.items()}, numbers)
+            rule.step(kept, gradient, {name: tensor[piece] for name, tensor in state.items()}, numbers)
 
 
 # By name --------------------------------------------------------------------------------------------------------------
 
 
 def server_of(spec: object, *, writer: Writer) -> ServerOptimizer | None:
-    """Return the server optimizer that a spec of ``writer`` asks for, ``None`` for the plain mean; local.
+    """Return the server optimizer of a spec that ``writer`` wrote, ``None`` for the plain mean; local.
 
-    A spec of the registry: an entry of kind ``server``, one of torch's names (``AdamW``, ``torch.optim.SGD``) or a
-    dotted path of a rule of one's own, with its options, and ``device``, ``schedule`` and ``clip`` among them.
-    ``None``, ``none`` and ``fedavg`` are the plain mean. A rule or a :class:`ServerOptimizer` is taken as it is.
+    A spec names an entry of kind ``server``, an optimizer by torch's name (``AdamW``, ``torch.optim.SGD``) or, by its
+    dotted path, a rule of the user's. Its options are those of the rule, and ``device``, ``schedule`` and ``clip``.
+    ``None``, ``none`` and ``fedavg`` stand for the plain mean. A :class:`ServerOptimizer` is returned as it is; any
+    other object is taken for a rule.
     """
     if spec is None or isinstance(spec, ServerOptimizer):
         return spec
@@ -263,7 +266,9 @@ def server_of(spec: object, *, writer: Writer) -> ServerOptimizer | None:
     beside = {name: options.pop(name, None) for name in options_beside("server")}
     device = beside["device"]
     if writer is not Writer.USER and device is not None and not _DEVICE.fullmatch(str(device)):
-        raise ConfigError(f"device {str(device)[:40]!r} of the server comes from a file; there it is cpu or cuda")
+        raise ConfigError(
+            f"device {str(device)[:40]!r} of the server comes from a file, where only cpu and cuda are allowed"
+        )
     target, preset = locate("server", name, writer=writer)
     checked = check_options(
         f"server {name!r}", target, options, bound=preset, writer=writer, beside=options_beside("server")
@@ -277,7 +282,7 @@ def server_of(spec: object, *, writer: Writer) -> ServerOptimizer | None:
 
 
 def _number_of(text: Any) -> Any:
-    """Return what a text such as ``1.0`` stands for, and anything else as it is."""
+    """Return the number of a text such as ``1.0``, and anything else as it is."""
     try:
         return float(text) if isinstance(text, str) else text
     except ValueError:
@@ -285,7 +290,7 @@ def _number_of(text: Any) -> Any:
 
 
 def schedule_of(spec: object, writer: Writer) -> NamedSchedule | Schedule | None:
-    """Return the schedule that a spec of ``writer`` asks for: a name, the dotted path of a function, or a function."""
+    """Return the schedule of a spec that ``writer`` wrote: a name, the dotted path of a function, or a function."""
     if spec is None or isinstance(spec, NamedSchedule):
         return spec
     if not isinstance(spec, (str, Mapping)):
@@ -300,11 +305,12 @@ def schedule_of(spec: object, writer: Writer) -> NamedSchedule | Schedule | None
         return partial(function, **check_options(what, function, options, leading=1, writer=writer))
     then = schedule_of(options.pop("then", None), writer)
     checked = check_options(what, function, options, leading=2, writer=writer)
-    for one in [*inspect.signature(function).parameters.values()][2:]:
-        if one.default is one.empty and one.name not in checked:
-            raise ConfigError(f"{what} needs the option {one.name}; it takes {describe_options(function, leading=2)}")
+    for option in [*inspect.signature(function).parameters.values()][2:]:
+        if option.default is option.empty and option.name not in checked:
+            takes = describe_options(function, leading=2)
+            raise ConfigError(f"{what} needs the option {option.name}; it takes {takes}")
     if then is not None:
-        # Of a user's function it takes the factor.
+        # A user's function returns a factor, not a rate.
         checked["then"] = then if isinstance(then, NamedSchedule) else NamedSchedule(_factor, {"function": then})
     return NamedSchedule(function, checked)
 
@@ -314,7 +320,7 @@ def _factor(step: int, lr: float, function: Schedule) -> float:
 
 
 def _check_schedule(schedule: object) -> None:
-    """Refuse a schedule of torch, as a class, an object or a function that makes one, with what to write instead."""
+    """Refuse a scheduler of torch (a class, an object, or a partial of one), and say what to write instead."""
     made = schedule
     while isinstance(made, partial):
         made = made.func
@@ -328,7 +334,7 @@ def _check_schedule(schedule: object) -> None:
 
 
 def _check_rule(rule: object) -> None:
-    """Refuse what is no rule, with what to write in its place."""
+    """Refuse an object that is not a rule, and say what to write instead."""
     missing = [name for name in ("init", "numbers", "step") if not callable(getattr(rule, name, None))]
     is_class = inspect.isclass(rule)
     if not missing and not is_class:
@@ -355,24 +361,25 @@ def _check_rule(rule: object) -> None:
 
 def _numbers_of(rule: ServerRule, step: int) -> Numbers:
     """Return the numbers of a rule for a step, without a schedule."""
-    found = rule.numbers(step)
-    if not isinstance(found, dict) or len(found) > MOST_NUMBERS:
-        raise ConfigError(f"numbers() of {_title(rule)} must be a dict of at most {MOST_NUMBERS}, got {_plain(found)}")
-    return found
+    numbers = rule.numbers(step)
+    if not isinstance(numbers, dict) or len(numbers) > MOST_NUMBERS:
+        text = _plain(numbers)
+        raise ConfigError(f"numbers() of {_title(rule)} must be a dict of at most {MOST_NUMBERS}, got {text}")
+    return numbers
 
 
 def _copy_of(rule: ServerRule) -> ServerRule:
-    """Return a copy of a rule to try out, or the rule itself where it cannot be copied."""
+    """Return a copy of a rule for trial steps, or the rule itself if it cannot be copied."""
     try:
         return copy.deepcopy(rule)
-    except Exception:  # noqa: BLE001 - a rule may hold what nobody can copy
+    except Exception:  # noqa: BLE001 - a rule may hold objects that cannot be copied
         return rule
 
 
 def _probe(rule: ServerRule) -> None:
-    """Refuse a rule of somebody's own whose steps do not write into values and state in place; changes the rule.
+    """Refuse a user's rule whose steps do not write into values and state in place; makes steps with the rule.
 
-    What such a rule keeps elsewhere is lost after each piece, and no checkpoint has it.
+    Whatever such a rule keeps elsewhere is lost after each piece, and is in no checkpoint.
     """
     title = _title(rule)
     values = torch.tensor([3.0, -0.5, 0.02, 7.0, -1.0, 0.3, 40.0], dtype=torch.float32, device="cpu")
@@ -380,20 +387,21 @@ def _probe(rule: ServerRule) -> None:
     try:
         with torch.no_grad():
             state = rule.init(values)
-            if not isinstance(state, dict) or not all(isinstance(one, torch.Tensor) for one in state.values()):
+            if not isinstance(state, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
                 raise ConfigError(f"init of server {title} must return a dict of tensors, got {_plain(state)}")
-            numbers, places = _numbers_of(rule, 0), {name: _place(one) for name, one in state.items()}
+            numbers = _numbers_of(rule, 0)
+            places = {name: _place(tensor) for name, tensor in state.items()}
             place = _place(values)
             for _ in range(2):
                 given = dict(state)
                 returned: Any = _any(rule).step(values, values * 0.3 + 0.1, given, dict(numbers))
                 if returned is not None:
                     raise ConfigError(
-                        f"step of server {title} returns a {type(returned).__name__}, which is not read; write into "
+                        f"step of server {title} returns a {type(returned).__name__}, which is ignored; write into "
                         "values and state in place (values.sub_(...)), and return nothing"
                     )
                 _check_kept(title, state, given)
-                moved = [f"state {name!r}" for name, one in state.items() if _place(one) != places[name]]
+                moved = [f"state {name!r}" for name, tensor in state.items() if _place(tensor) != places[name]]
                 if _place(values) != place:
                     moved.append("values")
                 if moved:
@@ -415,14 +423,14 @@ def _probe(rule: ServerRule) -> None:
 
 
 def _check_kept(title: str, state: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> None:
-    """Refuse a step after which the state that it was given has other entries than before."""
+    """Refuse a step that adds, removes or replaces entries of its state."""
     for name in sorted(state.keys() ^ given.keys(), key=str):
         what = "removes the" if name in state else "adds a"
         raise ConfigError(
-            f"step of server {title} {what} state {name!r}; its names are those that init returns, in every step"
+            f"step of server {title} {what} state {name!r}; its names must be those that init returns, in every step"
         )
-    for name, one in state.items():
-        if given[name] is not one:
+    for name, tensor in state.items():
+        if given[name] is not tensor:
             raise ConfigError(
                 f"step of server {title} puts another object in the place of state {name!r}, which is lost; write "
                 f"into the tensor in place, as state[{name!r}].copy_(...) does"
@@ -430,28 +438,28 @@ def _check_kept(title: str, state: Mapping[str, torch.Tensor], given: Mapping[st
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return where a tensor lies and how."""
+    """Return a tensor's memory address and layout."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _any(value: Any) -> Any:
-    """Return a value whose methods may return something else than they promise."""
+    """Return a value without its type: a user's method may not return what its annotation says."""
     return value
 
 
 def _frozen(value: object, within: tuple[int, ...] = ()) -> object:
-    """Return what tells whether an attribute has changed: its text, or for unknown objects which one it is."""
+    """Return a snapshot of an attribute that differs after a change: texts, or identities of unknown objects."""
     if id(value) in within:
         return "itself"
     within = (*within, id(value))
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
         return repr(value)
     if isinstance(value, Mapping):
-        return [(repr(key), _frozen(one, within)) for key, one in value.items()]
+        return [(repr(key), _frozen(item, within)) for key, item in value.items()]
     if isinstance(value, (list, tuple)):
-        return [_frozen(one, within) for one in value]
+        return [_frozen(item, within) for item in value]
     if isinstance(value, (set, frozenset)):
-        return sorted(repr(one) for one in value)
+        return sorted(repr(item) for item in value)
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return id(type(value)), str(value.dtype), repr(value.tolist())
     if inspect.isclass(value) or inspect.isroutine(value) or inspect.ismodule(value):
@@ -460,22 +468,22 @@ def _frozen(value: object, within: tuple[int, ...] = ()) -> object:
 
 
 def _try_out(rule: ServerRule) -> None:
-    """Refuse a rule of somebody's own that does not step elements alone; local.
+    """Refuse a user's rule that does not step each element by itself; local.
 
-    A few numbers are stepped as one tensor, and as the pieces that two ranks may hold.
+    A few numbers are stepped as a whole tensor, and as two pieces of it.
     """
-    # Uneven, so that means and norms of the pieces differ from those of the whole.
+    # Uneven numbers, so that means and norms of the pieces differ from those of the whole.
     start = torch.tensor([3.0, -0.5, 0.02, 7.0, -1.0, 0.3, 40.0], dtype=torch.float64, device="cpu")
     title = _title(rule)
 
     def stepped(values: torch.Tensor) -> torch.Tensor:
         values = values.clone()
         state = rule.init(values)
-        for name, one in state.items():
-            if one.shape != values.shape or one.dtype != values.dtype:
+        for name, tensor in state.items():
+            if tensor.shape != values.shape or tensor.dtype != values.dtype:
                 raise ConfigError(
                     f"state {name!r} of server {title} must be like the values, which are {tuple(values.shape)} of "
-                    f"{values.dtype}, got {tuple(one.shape)} of {one.dtype}"
+                    f"{values.dtype}, got {tuple(tensor.shape)} of {tensor.dtype}"
                 )
         for step in range(_RATES_SHOWN):
             rule.step(values, values * 0.3 + 0.1 * step, state, rule.numbers(step))
@@ -496,7 +504,7 @@ def _try_out(rule: ServerRule) -> None:
         )
     if not torch.allclose(whole, pieces, rtol=1e-9, atol=0.0, equal_nan=True):
         raise ConfigError(
-            f"server {title} cannot step flat pieces of shards: the same numbers, cut in two, went elsewhere; let it "
+            f"server {title} cannot step flat pieces of shards: two pieces gave other results than the whole; "
             "compute each element from that element alone, without norms, means or counts of its own"
         )
 
@@ -504,9 +512,9 @@ def _try_out(rule: ServerRule) -> None:
 # Saved states ---------------------------------------------------------------------------------------------------------
 
 MOST_KEPT = 64
-"""What a server optimizer keeps for each element, and as numbers for all, at most"""
+"""The most state tensors of a server optimizer"""
 MOST_ASKED = 10**6
-"""What a server optimizer was made with, at most: values, and characters of one"""
+"""The most options of a server optimizer, and characters of an option"""
 _RENAMED = {
     "exp_avg": "m",
     "exp_avg_sq": "v",
@@ -514,50 +522,49 @@ _RENAMED = {
     "momentum_buffer": "momentum",
     "sum": "v",
 }
-"""What torch's optimizers called the state, as it was saved before rules took their place"""
+"""Names of state tensors in states that were saved when servers were torch's optimizers"""
 
 
 @dataclass(frozen=True)
 class SavedServer:
-    """What was saved of a fragment's server, or is told by a peer, beside the elements themselves."""
+    """The saved state of a fragment's server, or the state that a peer sends, without the elements themselves."""
 
     step: int
-    """Steps that it has made"""
+    """Number of steps so far"""
     elements: Mapping[str, Any]
-    """What is kept for each element, by the rule's names: what stands there, or the name that it was saved by"""
+    """By the rule's names the state tensors, or the names by which they were saved"""
     asked: Mapping[str, str]
-    """What the server was made with, see :attr:`ServerOptimizer.asked`"""
+    """The server's rule and options, see :attr:`ServerOptimizer.asked`"""
 
     @property
     def plain(self) -> dict[str, Any]:
-        """What is written of it."""
+        """The state as plain values, to be saved or sent."""
         return {"step": self.step, "elements": dict(self.elements), "asked": dict(self.asked)}
 
 
 def read_saved_server(fields: Fields) -> SavedServer:
-    """Read the state of a server, which somebody else may have written; local.
+    """Read the state of a server, whose values may come from anybody; local.
 
-    States that were saved before there were rules, with the values of an optimizer of torch, are read, too. Raises the
-    error class of ``fields``.
+    States that were saved when servers were torch's optimizers are read, too. Raises the error class of ``fields``.
     """
-    found = fields.any("elements")
-    names = list(found) if isinstance(found, Mapping | list | tuple) else None
+    given = fields.any("elements")
+    names = list(given) if isinstance(given, Mapping | list | tuple) else None
     if names is None or len(names) > MOST_KEPT or not all(isinstance(name, str) for name in names):
-        fields.fail(f"{fields.place('elements')} must be at most {MOST_KEPT} names, got {str(found)[:200]}")
-    if isinstance(found, Mapping):
+        fields.fail(f"{fields.place('elements')} must be at most {MOST_KEPT} names, got {str(given)[:200]}")
+    if isinstance(given, Mapping):
         fields.mapping_of("elements", MOST_KEPT, Fields.mapping)
-    elements = dict(found) if isinstance(found, Mapping) else {name: name for name in names}
+    elements = dict(given) if isinstance(given, Mapping) else {name: name for name in names}
     if "step" in fields:
         asked = fields.mapping_of("asked", MOST_ASKED, Fields.text, MOST_ASKED)
         return SavedServer(fields.integer("step"), elements, asked)
-    renamed = {_RENAMED.get(name, name): one for name, one in elements.items()}
+    renamed = {_RENAMED.get(name, name): saved for name, saved in elements.items()}
     if len(renamed) < len(names):
-        fields.fail(f"{fields.place('elements')} has two names for one thing: {', '.join(sorted(names))}")
+        fields.fail(f"{fields.place('elements')} has two names of the same state: {', '.join(sorted(names))}")
     return SavedServer(_step_before_rules(fields, bool(names)), renamed, _asked_before_rules(fields))
 
 
 def _step_before_rules(fields: Fields, has_stepped: bool) -> int:
-    """Return how many steps an optimizer of torch had made: it or its schedule has counted them, if it depends."""
+    """Return the number of steps of an optimizer of torch, from its own count or its schedule's, if there is one."""
     numbers = fields.mapping("numbers")
     counts = [numbers.any("step")] if "step" in numbers else []
     schedule = fields.optional("schedule", Fields.mapping)
@@ -574,11 +581,11 @@ def _step_before_rules(fields: Fields, has_stepped: bool) -> int:
 
 
 def _asked_before_rules(fields: Fields) -> dict[str, str]:
-    """Return what an optimizer of torch and its schedule were made with, in the terms of rules."""
+    """Return the options of an optimizer of torch and its schedule, by the names of rules."""
     if fields.optional("asked", Fields.mapping) is None:
         return {"class": "unknown"}
     asked = fields.mapping_of("asked", MOST_ASKED, Fields.text, MOST_ASKED)
-    if "initial_lr" in asked:  # a schedule may have changed the other one already
+    if "initial_lr" in asked:  # the schedule may have changed "lr" since
         asked["lr"] = asked["initial_lr"]
     is_decoupled = asked.get("decoupled_weight_decay") == "True" and asked.get("class") == "Adam"
     if asked.get("maximize") == "True" or is_decoupled:
@@ -590,16 +597,16 @@ def _asked_before_rules(fields: Fields) -> dict[str, str]:
     if schedule != "none":
         path = known_path("server_schedule", schedule)
         asked["schedule"] = schedule if path is None else path.rpartition(".")[2]
-    asked.pop("schedule's milestones", None)  # were written with how often each is one
+    asked.pop("schedule's milestones", None)  # were saved in another form, as a Counter
     return asked
 
 
-def _alike(one: str, other: str) -> bool:
-    """Tell whether two texts are equal, or write the same number: 0 and 0.0."""
-    if one == other:
+def _alike(text: str, other: str) -> bool:
+    """Tell whether two texts are equal, or stand for the same number, such as 0 and 0.0."""
+    if text == other:
         return True
     try:
-        return float(one) == float(other)
+        return float(text) == float(other)
     except ValueError:
         return False
 
@@ -608,7 +615,7 @@ def _alike(one: str, other: str) -> bool:
 
 
 def _attributes(rule: ServerRule) -> dict[str, Any]:
-    """Return the options of a rule: its attributes, also those that its classes keep in slots."""
+    """Return the options of a rule: its attributes, including those in slots."""
     slots = {
         name
         for kind in type(rule).__mro__
@@ -629,7 +636,7 @@ def _title(made: object) -> str:
 
 
 def _plain(value: object) -> str:
-    """Write numbers and words out; of anything else only the type, as its text may differ between processes."""
+    """Return the text of numbers and words; of other objects the type only, since their text may have an address."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
     if isinstance(value, NamedSchedule):
@@ -639,5 +646,5 @@ def _plain(value: object) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key}={_plain(value[key])}" for key in sorted(value, key=str))
     if isinstance(value, (list, tuple)):
-        return f"({', '.join(_plain(one) for one in value)})"
+        return f"({', '.join(_plain(item) for item in value)})"
     return _title(value if hasattr(value, "__qualname__") else type(value))

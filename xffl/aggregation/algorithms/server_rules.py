@@ -1,16 +1,16 @@
-"""Server rules: how the global model goes on from a round's pseudo-gradient.
+"""Server rules: how a round's pseudo-gradient changes the global model.
 
-The pseudo-gradient is the global model minus the combined value of the cells, so that a rule that goes down the
-gradient goes towards the cells' mean: :class:`SGD` with a learning rate of 1 and no momentum ends exactly there.
+The pseudo-gradient is the global model minus the combined value of the cells, so that gradient descent moves towards
+the cells' mean: :class:`SGD` with a learning rate of 1 and no momentum ends exactly there.
 
 Every rank takes the step for the elements that it holds, and all must get the same bits, whatever their processor and
 version of torch. So a rule is made of sums, differences, products and quotients of tensors, each in a kernel of its
-own, and of :func:`~xffl.aggregation.arithmetic.square_root`: IEEE 754 prescribes every bit of these
-(:mod:`xffl.aggregation.arithmetic`). ``addcmul``, ``lerp``, ``alpha=`` and fused kernels round elsewhere on another
-processor.
+own, and of :func:`~xffl.aggregation.arithmetic.square_root`: IEEE 754 prescribes every bit of their results
+(:mod:`xffl.aggregation.arithmetic`). ``addcmul``, ``lerp``, ``alpha=`` and fused kernels round differently on other
+processors.
 
-The built-in rules have the names, options and defaults of :mod:`torch.optim`; beside them :class:`Adaptive` has those
-of "Adaptive Federated Optimization". They agree with torch to the rounding of single operations.
+The built-in rules have the names, options and defaults of :mod:`torch.optim`, and agree with torch up to the rounding
+of single operations; :class:`Adaptive` has those of the paper "Adaptive Federated Optimization".
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Numbers = dict[str, float]
 
 @runtime_checkable
 class ServerRule(Protocol):
-    """What a server optimizer computes, as pure functions of flat tensors; all three are local.
+    """The computation of a server optimizer, as pure functions of flat tensors; all three are local.
 
-    Derive nothing: any object with these methods is a rule. Its attributes are its options, which ranks compare; they
-    are the same on all ranks and never change.
+    No base class is needed: any object with these methods is a rule. Its attributes are its options, which ranks
+    compare; they must be the same on all ranks and never change.
     """
 
     def init(self, values: torch.Tensor) -> State:
@@ -47,24 +47,24 @@ class ServerRule(Protocol):
         """
 
     def numbers(self, step: int) -> Numbers:
-        """Return the numbers of one step that are functions of its place in time.
+        """Return the numbers of a step that depend on the number of the step only.
 
-        One rank computes them and sends them to all others, so that ``math.cos`` or ``**``, which differ between
-        systems, are allowed here. A learning rate is called ``lr``: schedules change the number of this name.
+        All ranks use the numbers that one of them has computed, so functions whose results differ between systems, such
+        as ``math.cos`` or ``**``, are allowed here. A learning rate is called ``lr``: schedules change this number.
 
-        :param step: How many steps the server has made of these elements before; from 0, and saved with the state.
+        :param step: How many steps the server has made of these elements so far; saved with the state.
         :return: Up to eight finite numbers by name, the same names in every step.
         """
 
     def step(self, values: torch.Tensor, pseudo_gradient: torch.Tensor, state: State, numbers: Numbers) -> None:
         """Step ``values`` and ``state`` in place, element by element.
 
-        It is called for pieces of the model, cut anywhere. Only the operations that the module names are allowed.
+        It is called for pieces of the model, cut anywhere. Only the operations named above in this module are allowed.
 
         :param values: A piece of the global model.
         :param pseudo_gradient: The global model minus the combined value; its memory may be overwritten.
         :param state: The same piece of the state.
-        :param numbers: What :meth:`numbers` returned on the rank that was asked, with the schedule's learning rate.
+        :param numbers: The result of :meth:`numbers` on the rank that computes it, with the schedule's learning rate.
         """
 
 
@@ -73,9 +73,9 @@ class SGD:
     """Step like :class:`torch.optim.SGD`: ``values - lr * gradient``, with momentum.
 
     :param lr: Learning rate, 0 or more.
-    :param momentum: Part of the momentum that stays, 0 or more; 0 for none, which keeps no state.
-    :param dampening: Part of a gradient that does not enter the momentum, after the first step.
-    :param weight_decay: This much of the values is added to the gradient.
+    :param momentum: Factor of the old momentum in each step, 0 or more; 0 for no momentum and no state.
+    :param dampening: Part of a gradient that is not added to the momentum, after the first step.
+    :param weight_decay: Factor of the values that are added to the gradient.
     :param nesterov: Step by the gradient and the next momentum; needs momentum and no dampening.
     """
 
@@ -87,7 +87,7 @@ class SGD:
 
     def __post_init__(self) -> None:
         _check_rates(self.lr, self.weight_decay)
-        number("momentum", self.momentum, 0.0, hint="give the part of the momentum that stays")
+        number("momentum", self.momentum, 0.0, hint="give the factor of the old momentum")
         number("dampening", self.dampening)
         if self.nesterov and (self.momentum == 0.0 or self.dampening != 0.0):
             raise ConfigError(
@@ -100,7 +100,7 @@ class SGD:
         return {"momentum": torch.zeros_like(values)} if self.momentum else {}
 
     def numbers(self, step: int) -> Numbers:
-        """Return the learning rate, and how much of the gradient enters the momentum."""
+        """Return the learning rate, and the factor of the gradient that is added to the momentum."""
         return {"lr": self.lr, "inflow": 1.0 - self.dampening if step else 1.0}
 
     def step(self, values: torch.Tensor, pseudo_gradient: torch.Tensor, state: State, numbers: Numbers) -> None:
@@ -126,7 +126,7 @@ class Adam:
     :param lr: Learning rate, 0 or more.
     :param betas: Decay of the first and of the second moment, each from 0 to below 1.
     :param eps: Added to the root of the second moment, 0 or more.
-    :param weight_decay: This much of the values is added to the gradient.
+    :param weight_decay: Factor of the values that are added to the gradient.
     :param amsgrad: Divide by the largest second moment so far.
     """
 
@@ -177,7 +177,7 @@ class AdamW(Adam):
     :param lr: Learning rate, 0 or more.
     :param betas: Decay of the first and of the second moment, each from 0 to below 1.
     :param eps: Added to the root of the second moment, 0 or more.
-    :param weight_decay: ``lr`` times this part of the values is taken off them, beside the step.
+    :param weight_decay: ``lr`` times this factor times the values is subtracted from them, beside the step.
     :param amsgrad: Divide by the largest second moment so far.
     """
 
@@ -193,7 +193,7 @@ class Adagrad:
 
     :param lr: Learning rate, 0 or more.
     :param lr_decay: The learning rate of step ``t``, from 0, is divided by ``1 + t * lr_decay``.
-    :param weight_decay: This much of the values is added to the gradient.
+    :param weight_decay: Factor of the values that are added to the gradient.
     :param initial_accumulator_value: The sum of squares before the first step, 0 or more.
     :param eps: Added to the root of the sum, 0 or more.
     """
@@ -228,7 +228,7 @@ class Adagrad:
 
 
 RULES = ("adagrad", "adam", "yogi")
-"""How the second moment ``v`` of :class:`Adaptive` takes in a new pseudo-gradient."""
+"""How a new pseudo-gradient changes the second moment ``v`` of :class:`Adaptive`."""
 
 
 @dataclass(frozen=True)
@@ -241,8 +241,8 @@ class Adaptive:
     - ``adam``: ``beta2 v + (1 - beta2) g^2``,
     - ``yogi``: ``v - (1 - beta2) g^2 sign(v - g^2)``.
 
-    Source: Reddi et al., 2021, arXiv 2003.00295, algorithm 2, which wants ``v`` to start from ``tau^2`` at least; the
-    manual says where other programs differ.
+    Source: Reddi et al., 2021, arXiv 2003.00295, algorithm 2, which requires ``v`` to start from at least ``tau^2``;
+    the manual says how other programs differ.
 
     :param lr: Server learning rate, 0 or more.
     :param betas: Decay of ``m`` and of ``v``, each from 0 to below 1.
@@ -274,7 +274,7 @@ class Adaptive:
 
     def init(self, values: torch.Tensor) -> State:
         """Return both moments."""
-        assert self.initial is not None, "filled in where the rule was made"
+        assert self.initial is not None, "__post_init__ has set it"
         return {"m": torch.zeros_like(values), "v": torch.full_like(values, self.initial)}
 
     def numbers(self, step: int) -> Numbers:

@@ -1,7 +1,7 @@
 """Schedules of the server's learning rate, as plain functions of its step.
 
-``step`` counts the steps that the server has made of a fragment before, from 0; ``lr`` is the learning rate that its
-rule was made with. Options and their meaning are those of the classes of :mod:`torch.optim.lr_scheduler`. All are pure.
+``step`` is the number of steps that the server has made for the fragment so far; ``lr`` is the learning rate of its
+rule. Options and their meaning are those of the classes of :mod:`torch.optim.lr_scheduler`. All are pure.
 One rank computes the rate of a round and sends it to all others, since cosines and powers differ between systems.
 """
 
@@ -27,7 +27,7 @@ __all__ = [
 
 
 def constant(step: int, lr: float, factor: float = 1 / 3, total_iters: int = 5) -> float:
-    """Return ``factor`` of the rate in the first steps, and all of it then."""
+    """Return ``factor`` times the rate in the first ``total_iters`` steps, and the rate itself after them."""
     return lr * number("factor", factor, 0.0) if step < integer("total_iters", total_iters, 0) else lr
 
 
@@ -52,7 +52,7 @@ def exponential(step: int, lr: float, gamma: float) -> float:
 
 
 def linear(step: int, lr: float, start_factor: float = 1 / 3, end_factor: float = 1.0, total_iters: int = 5) -> float:
-    """Go from one part of the rate to another one in ``total_iters`` steps, and stay there."""
+    """Go from ``start_factor`` to ``end_factor`` of the rate in ``total_iters`` steps, and stay there."""
     start, end = number("start_factor", start_factor, 0.0), number("end_factor", end_factor, 0.0)
     total = integer("total_iters", total_iters)
     return lr * (start + (end - start) * min(step, total) / total)
@@ -77,7 +77,7 @@ def step_decay(step: int, lr: float, step_size: int, gamma: float = 0.1) -> floa
 
 
 def warmup(step: int, lr: float, steps: int, then: Callable[[int, float], float] | None = None) -> float:
-    """Go up from ``lr / steps`` to ``lr`` in a number of steps; then follow another schedule from its begin."""
+    """Go up from ``lr / steps`` to ``lr`` in a number of steps; then follow another schedule from its beginning."""
     count = integer("steps", steps)
     if step < count:
         return lr * (step + 1) / count

@@ -1,9 +1,9 @@
-"""Rounds on several levels: the cells of a facility meet often, the facilities seldom.
+"""Rounds on several levels: the cells of a facility average often, the facilities rarely.
 
-The units that the lowest level averages are the state's cells; each further level joins some units that follow each
-other to a larger one (a node's cells, a facility's nodes) and averages these. A round of a level takes place right
-after one of the level below, when all cells of a unit hold the same model. The unit is then like one cell of HSDP whose
-cells are replicas of the same shards, so each shard leaves it once, however many cells it has.
+The units of the lowest level are the state's cells. Each further level joins adjacent units to larger ones (a node's
+cells, a facility's nodes) and averages these. A round of a level takes place right after a round of the level below,
+when all cells of a unit hold the same model. The unit is then like one HSDP cell whose replicas are its cells, so each
+shard leaves it once, however many cells it has.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ __all__ = ["Level", "Levels", "read_levels", "worlds_of"]
 
 @dataclass
 class _Stage:
-    """One level as this rank sees it."""
+    """The state of one level on this rank."""
 
     aggregator: Aggregator  # runs its rounds
     every: int  # as in Level
-    unit: int  # the unit that this rank belongs to, of those that meet with it
-    is_first: bool  # whether the rank is its unit's first, which says what the unit counts
-    since: int = 0  # rounds of the level below since the last of this one
-    count: float = 0.0  # what this rank has to say for its unit since then
-    is_over: bool = False  # whether no unit that meets here goes on
-    is_apart: bool = False  # whether these units were left different at the end, since their last round was rejected
+    unit: int  # number of this rank's unit among those that meet
+    is_first: bool  # whether this is the first rank of its unit, which reports the unit's weight
+    since: int = 0  # rounds of the level below since this level's last round
+    count: float = 0.0  # the weight that this rank reports for its unit since then
+    is_over: bool = False  # whether all units that meet here have finished
+    is_apart: bool = False  # whether these units ended with different models, since their last round was rejected
 
 
 class Levels:
-    r"""Aggregators of several levels, called like one by :class:`xffl.FederatedScaling` or a loop of one's own.
+    r"""Aggregators of several levels, used like a single one by :class:`xffl.FederatedScaling` or your loop.
 
-    Making one is collective over the world, and so is :meth:`close`, which gives its process groups back. A round is
-    collective over the ranks that meet in it: a facility that is ahead of the others waits for them only where it meets
-    them.
+    Making the object is collective over the world, and so is :meth:`close`, which destroys its process groups. A round
+    is collective over the ranks that meet in it: a facility that is ahead of the others waits for them only in common
+    rounds.
 
     .. code-block:: python
 
@@ -62,32 +62,32 @@ class Levels:
        with xffl.FederatedScaling(model, optimizer, state, every=10, aggregator=levels):
            ...  # cells meet within a facility after 10 steps, facilities after 50
 
-    *Weights.* A unit's weight is what its cells have counted for in the rounds below since the unit's own last round;
-    without counts, a cell counts 1 in each. With every level in each round this is the mean over all cells.
+    *Weights.* A unit's weight is the sum of its cells' weights in the rounds below since the unit's last round; without
+    weights, a cell counts 1 in each. If all levels meet in every round, this is the mean over all cells.
 
-    *Failures.* A round that is rejected raises on the ranks that were to meet in it; others do not hear of it. The
-    models stand as the levels below have left them, what these have counted does not count in them again, and the
-    failed level is due again after the next round below. A facility that repeats a round meets the others later. One
-    that leaves without an answer, by an exception that nobody catches, lets the others wait until their time is out. A
-    facility that finishes while its last round is rejected gives nothing to the levels above, and takes their result.
+    *Failures.* A rejected round raises on the ranks that meet in it; others are not told. The models stay as the rounds
+    of the levels below have left them, weights that these rounds have used are not used in them again, and the failed
+    level is due again after the next round below. A facility that repeats a round meets the others later. If a facility
+    leaves by an uncaught exception, the others wait until their timeout. A facility that finishes while its last round
+    is rejected contributes nothing to the levels above, and takes their result.
 
-    *Ends.* A facility whose cells have all finished meets the others at once with what it still has to give, and from
-    then on answers them, until all have finished.
+    *Ends.* A facility whose cells have all finished meets the others at once with what it has not contributed yet, and
+    then answers their rounds until all have finished.
 
-    *Codecs and server optimizers* of a level start from the level's last agreed model, or from that of a level above
-    where it came later.
+    *Codecs and server optimizers* of a level start from the level's last agreed model, or from that of a level above if
+    it is newer.
 
     :param model: As for :class:`xffl.Aggregator`.
-    :param state: The state that describes the federation: its cells are what the lowest level averages. For more than
-        one level they have replicas of one size, or are of one size.
+    :param state: The state that describes the federation; the lowest level averages its cells. For more than one level
+        all cells must have replicas of one size, or be of one size.
     :param levels: The levels, the lowest first; each an object or a mapping of its fields.
     :param \**options: Keywords of all levels' aggregators: ``policies``, ``bucket_bytes``, ``atomic``, ``nonfinite``,
         ``form``, ``rails``, ``combine``, ``server``, ``gradients_reduced_by_caller``.
     :raises StateError: if torch.distributed is not initialized.
-    :raises ConfigError: if the levels or an option are invalid; on all ranks alike.
+    :raises ConfigError: if the levels or an option are invalid; on all ranks.
     """
 
-    # What an aggregator tells of itself: each round is of the whole model, and is waited for.
+    # The attributes of an aggregator whose rounds are of the whole model and blocking.
     fragments = 1
     next_fragment = 0
     overlaps = False
@@ -132,7 +132,7 @@ class Levels:
 
     @property
     def is_closed(self) -> bool:
-        """Whether :meth:`close` has given the process groups back."""
+        """Whether :meth:`close` has destroyed the process groups."""
         return self._lowest.is_closed
 
     @property
@@ -142,15 +142,15 @@ class Levels:
 
     @property
     def reports(self) -> tuple[RoundReport | None, ...]:
-        """What the last call did on each level, the lowest first; ``None`` where there was no round.
+        """The reports of the last call, the lowest level first; ``None`` for a level without a round.
 
-        Cells are the level's units that met, and ``bytes_across`` what this rank sent to others of them.
+        The cells of a report are the level's units that met, and ``bytes_across`` counts bytes to other units.
         """
         return tuple(self._reports)
 
     @property
     def can_go_on(self) -> bool:
-        """Whether another round may follow a rejected one: the model is whole, and somebody is still there."""
+        """Whether another round may follow a rejected one: the model is consistent, and other ranks are still there."""
         is_out_of_step = any(stage.aggregator.is_out_of_step for stage in self._stages)
         return not (self.is_closed or self.is_torn or self._has_ended or is_out_of_step)
 
@@ -161,19 +161,20 @@ class Levels:
     def aggregate(self, weight: float | None = None, *, steps: float = 1.0) -> RoundReport:
         """Run a round of the lowest level and of all that are due above, as :meth:`xffl.Aggregator.aggregate`."""
         report = self.participate(RoundInput(weight, steps=steps))
-        assert report is not None, "a rank that has not finished always gets a round"
+        assert report is not None, "a rank that has not finished always gets a report"
         return report
 
     def aggregate_async(self, *args: Any, **options: Any) -> PendingRound:
-        """Raise StateError: rounds of several levels are waited for."""
+        """Raise StateError: rounds of several levels are blocking."""
         return self._lowest.aggregate_async(*args, **options)
 
     def participate(self, given: RoundInput, *, least_divergence: float | None = None) -> RoundReport | None:
         """Run a round of the lowest level, and of each level above that is due then.
 
-        Collective over the ranks that meet. After an error give what was counted since the last call that returned: the
-        levels that have taken it know. Returns what the highest round did, as :meth:`xffl.Aggregator.participate`;
-        ``step_seconds`` are by the state's cells, 0 for those of other facilities.
+        Collective over the ranks that meet. After an error pass the weight and steps since the last call that returned:
+        levels whose rounds were committed subtract what they have used. Returns the report of the highest level that
+        had a round, as :meth:`xffl.Aggregator.participate`; ``step_seconds`` are by the state's cells, 0 for those of
+        other facilities.
         """
         if least_divergence is not None:
             raise StateError("levels meet after a number of rounds; give a schedule without a threshold")
@@ -187,7 +188,7 @@ class Levels:
             asked = checked_weight(weight)
             return max(0.0, asked - self._taken)
 
-        # After an error above, the lowest level has taken some of what it is told again.
+        # After an error in a level above, the lowest level has already used some of the weight that is passed again.
         has_new = given.steps > self._steps_taken or not (given.is_finished and self._steps_taken)
         lowest = replace(
             given,
@@ -205,8 +206,14 @@ class Levels:
                 continue
             if not below.is_over and stage.since < stage.every:
                 break
-            own, steps = 0.0 if below.is_apart else stage.count, float(stage.since)
-            unit = RoundInput(own, is_absent=not own, is_finished=below.is_over, steps=steps, seconds=given.seconds)
+            unit_weight = 0.0 if below.is_apart else stage.count
+            unit = RoundInput(
+                unit_weight,
+                is_absent=not unit_weight,
+                is_finished=below.is_over,
+                steps=float(stage.since),
+                seconds=given.seconds,
+            )
             report = self._round(number, unit)
         self._taken = 0.0
         self._steps_taken = 0.0
@@ -214,13 +221,13 @@ class Levels:
             self._end()
         if report is None:
             return None
-        # By the state's cells, as far as this rank has heard; () where nobody had anything to give.
+        # By the state's cells; 0 for cells that this rank has not met. () if no cell contributed.
         before, cells, after = self._neighbours
         here = () if self._reports[0] is None else self._reports[0].step_seconds
         return replace(report, step_seconds=(0.0,) * before + (here or (0.0,) * cells) + (0.0,) * after)
 
     def _round(self, number: int, given: RoundInput) -> RoundReport | None:
-        """Take part in a round of one level, and note what it means for the others."""
+        """Take part in a round of one level, and update the levels below and above."""
         stage = self._stages[number]
         try:
             report = stage.aggregator.participate(given)
@@ -245,16 +252,16 @@ class Levels:
         return report
 
     def _end(self) -> None:
-        """Note that all ranks of the world have finished, who may start again together."""
+        """Note that all ranks of the world have finished; they may start again together."""
         self._has_ended = True
         for stage in self._stages:
             stage.is_over = stage.is_apart = False
 
     def discard(self) -> None:
-        """Leave all as it is: no round is ever under way."""
+        """Do nothing: no round is ever under way."""
 
     def close(self) -> None:
-        """Give the process groups back; the levels cannot be used afterwards. Collective over the world.
+        """Destroy the process groups; the levels cannot be used afterwards. Collective over the world.
 
         A second call does nothing.
         """
@@ -262,13 +269,13 @@ class Levels:
             return
         self._lowest.check_free()
         self._lowest.retire()
-        barrier()  # nobody still listens to a group that another one destroys
+        barrier()  # no rank still uses a group that another rank destroys
         self._destroy()
-        barrier()  # a slow rank would take the keys of a group of the same ranks that others make next
+        barrier()  # otherwise a slow rank could read the store's keys of the next group of the same ranks
 
     def _destroy(self) -> None:
-        own = [*(stage.aggregator.own_groups for stage in self._stages), *(scope.own for scope in self._scopes)]
-        for group in dict.fromkeys(itertools.chain.from_iterable(own)):
+        groups = [*(stage.aggregator.own_groups for stage in self._stages), *(scope.own for scope in self._scopes)]
+        for group in dict.fromkeys(itertools.chain.from_iterable(groups)):
             destroy_group(group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -277,16 +284,21 @@ class Levels:
         :return: Numbers, texts and copies of tensors.
         """
         above = [
-            {"aggregator": one.aggregator.state_dict(), "every": one.every, "since": one.since, "count": one.count}
-            for one in self._stages[1:]
+            {
+                "aggregator": stage.aggregator.state_dict(),
+                "every": stage.every,
+                "since": stage.since,
+                "count": stage.count,
+            }
+            for stage in self._stages[1:]
         ]
         return {**self._lowest.state_dict(), "above": above, "taken": [self._taken, self._steps_taken]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned; call it on all ranks, after loading the model.
+        """Load what :meth:`state_dict` returned; call it on all ranks, after loading the model.
 
-        :param state: The saved state, of this rank.
-        :raises CheckpointError: if it is that of another set-up.
+        :param state: The saved state of this rank.
+        :raises CheckpointError: if it was saved with other levels.
         """
         above = state.get("above", ())
         if len(above) != len(self._stages) - 1:
@@ -310,9 +322,9 @@ class Levels:
 
 
 def _with_parts(number: int, level: Level, options: Mapping[str, Any]) -> Level:
-    """Return a level whose codec's name is known, with its server and combiner made of what they were given as; local.
+    """Return a level whose codec is known by name, and whose server and combiner are objects; local.
 
-    What is wrong with them has nothing to do with the ranks of the level, so the message says only which level it is.
+    An error in their options does not depend on the level's ranks, so the message names only the level.
     """
     parts = {kind: part for kind, part in {**options, **level.options}.items() if kind in ("server", "combine")}
     try:
@@ -331,7 +343,7 @@ def _is_spec(part: object) -> bool:
 def _make_stage(number: int, model: nn.Module, level: Level, scope: RoundScope, options: Mapping[str, Any]) -> _Stage:
     """Make the aggregator of one level; collective over the world."""
     keywords = {**options, **level.options}
-    # Other parts of the world may have made theirs when one fails here.
+    # If it fails here, ranks elsewhere may have made theirs.
     with run_on_all_ranks(f"aggregators of level {number}"):
         try:
             aggregator = Aggregator(model, scope, codec=level.codec, **keywords)  # type: ignore[arg-type]
@@ -342,7 +354,7 @@ def _make_stage(number: int, model: nn.Module, level: Level, scope: RoundScope, 
 
 
 def _where(number: int, scope: RoundScope) -> str:
-    """Say which rounds a message is about, and how it counts."""
+    """Return the end of a message: its level, and how its cells and ranks are numbered."""
     first, ranks = scope.first, scope.topology.world_size
     return f" (level {number}: cells and ranks are counted in ranks {first} to {first + ranks - 1} of the world)"
 
@@ -360,18 +372,18 @@ KEYWORDS = frozenset(
         "gradients_reduced_by_caller",
     }
 )
-"""Keywords of an aggregator that a level may have; codecs are the levels' own, and the others need a single level."""
+"""Keywords of an aggregator that a level may have. ``codec`` is a field of the level; others need a single level."""
 
 
 @dataclass(frozen=True)
 class Level:
     """One level of rounds.
 
-    :param every: Rounds of the level below between two of this one, at least 1; of the lowest level 1.
-    :param codec: How its values are written, as :class:`xffl.Aggregator` takes it.
+    :param every: Number of rounds of the level below for each round of this one, at least 1; 1 for the lowest level.
+    :param codec: The codec of its rounds, as for :class:`xffl.Aggregator`.
     :param groups: How many units of the level below make up each unit of this one, in order; ``None`` for the lowest,
         whose units are the state's cells.
-    :param options: Keywords of this level's aggregator alone, such as ``{"server": "fedavgm:lr=0.7"}``.
+    :param options: Keywords of this level's aggregator only, such as ``{"server": "fedavgm:lr=0.7"}``.
     """
 
     every: int = 1
@@ -383,9 +395,9 @@ class Level:
 def worlds_of(base: Topology, groups: Sequence[tuple[int, ...] | None], rank: int) -> list[tuple[Topology, int]]:
     """Return, for each level, the part of the world in which a rank's rounds take place; pure.
 
-    That is the units that meet, as a topology of the part's own, and the part's first rank. ``groups`` tells for each
-    level above the lowest how many units of the level below make up each of its own. Raises ConfigError if they do not
-    hold all units of the level below, or cells are cut unlike.
+    This is a topology of the units that meet, and their first rank. ``groups`` has, for each level above the lowest,
+    how many units of the level below make up each of its units. Raises ConfigError if they do not contain all units of
+    the level below, or cells cut the model differently.
     """
     if groups and not base.is_cut_alike:
         raise ConfigError(
@@ -414,7 +426,7 @@ def worlds_of(base: Topology, groups: Sequence[tuple[int, ...] | None], rank: in
 
 
 def _joined_shape(base: Topology) -> tuple[tuple[str, int], ...] | None:
-    """Return the shape of units of several cells: replicas lie outermost, one cell's after the other's."""
+    """Return the shape of units of several cells: replicas are the outermost axis, cell after cell."""
     if base.cell_shape is None:
         return None
     sizes = dict(base.cell_shape)
@@ -430,7 +442,7 @@ def _joined_shape(base: Topology) -> tuple[tuple[str, int], ...] | None:
 
 
 def read_levels(levels: Sequence[Level | Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[Level, ...]:
-    """Read the levels, objects or mappings of their fields, and check what does not depend on the model; local."""
+    """Read levels from objects or mappings of their fields, and check all that does not depend on the model; local."""
     if not isinstance(levels, Sequence) or not levels:
         raise ConfigError(f"levels must be a list of at least one Level, the lowest first, got {levels!r}")
     return tuple(_read_level(number, level, options) for number, level in enumerate(levels))
@@ -439,7 +451,7 @@ def read_levels(levels: Sequence[Level | Mapping[str, Any]], options: Mapping[st
 def _read_level(number: int, level: Level | Mapping[str, Any], options: Mapping[str, Any]) -> Level:
     """Return one level with plain integers; raise ConfigError where it is invalid."""
     if isinstance(level, Mapping):
-        names = [one.name for one in fields(Level)]
+        names = [item.name for item in fields(Level)]
         if unknown := sorted(level.keys() - set(names)):
             misspelled = ", ".join(f"{name}{did_you_mean(str(name), names)}" for name in unknown)
             raise ConfigError(f"a level has no {misspelled}; choose from {', '.join(names)}")
@@ -447,7 +459,7 @@ def _read_level(number: int, level: Level | Mapping[str, Any], options: Mapping[
         level = Level(**{**level, "groups": tuple(sizes) if isinstance(sizes, Sequence) else sizes})
     if not isinstance(level, Level):
         raise ConfigError(f"level {number} must be a Level or a mapping of its fields, got {level!r}")
-    hint = "give the rounds of the level below, and 1 for level 0, whose rounds are those that the caller asks for"
+    hint = "give the number of rounds of the level below, and 1 for level 0, whose rounds the caller starts"
     every = integer(f"every of level {number}", level.every, 1, None if number else 1, hint=hint)
     groups, what = level.groups, f"groups={level.groups!r} of level {number}"
     if (isinstance(groups, tuple) and bool(groups)) != bool(number) or (not number and groups is not None):

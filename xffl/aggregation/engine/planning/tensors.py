@@ -1,4 +1,4 @@
-"""The tensors of a model: each once, with its name without wrappers and where it is kept."""
+"""The tensors of a model: each once, with its name without wrappers and the module that holds it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ __all__ = [
 
 
 WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
-"""Parts of names that DDP, torch.compile and activation checkpointing put in."""
+"""Parts of names that DDP, torch.compile and activation checkpointing insert."""
 
 
 class Division(str, Enum):
@@ -69,10 +69,10 @@ Axis = int | Division
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor: its name without wrappers, what happens to it, and how it is written on its way.
+    """One tensor: its name without wrappers, its policy, and its codec.
 
-    ``is_stepped`` tells what training changes: averaged parameters that are not frozen. Server optimizers, norms and
-    distances are about these.
+    ``is_stepped`` says whether training changes it: it is an averaged parameter that is not frozen. Server optimizers,
+    norms and distances apply to these tensors.
     """
 
     name: str
@@ -101,7 +101,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class ModelTensor(TensorInfo):
-    """One tensor of this rank's model, and where it is kept."""
+    """One tensor of this rank's model, and the module that holds it."""
 
     module: nn.Module = field(repr=False, compare=False)
     leaf: str = field(repr=False, compare=False)
@@ -109,7 +109,7 @@ class ModelTensor(TensorInfo):
     @property
     def facts(self) -> TensorInfo:
         """The same without the module, to send it to other ranks."""
-        return TensorInfo(*(getattr(self, one.name) for one in fields(TensorInfo)))
+        return TensorInfo(*(getattr(self, item.name) for item in fields(TensorInfo)))
 
     def tensor(self) -> torch.Tensor:
         """Return the tensor as the model holds it now."""
@@ -159,9 +159,12 @@ def ties_of(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _tensors_in(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return a module's own parameters and buffers; its hidden dictionaries are quicker than torch's iterators."""
-    own = (*module._parameters.items(), *module._buffers.items())
-    return [(leaf, tensor) for leaf, tensor in own if tensor is not None]
+    """Return a module's parameters and buffers, not those of its children.
+
+    Its private dictionaries are read directly, because torch's iterators are slower.
+    """
+    held = (*module._parameters.items(), *module._buffers.items())
+    return [(leaf, tensor) for leaf, tensor in held if tensor is not None]
 
 
 def _name(prefix: str, leaf: str) -> str:
@@ -169,7 +172,7 @@ def _name(prefix: str, leaf: str) -> str:
 
 
 def owners_of(model: nn.Module, name: str) -> list[nn.Module]:
-    """Return the modules that a tensor lies in, from the model inwards, wrappers too."""
+    """Return the modules that contain a tensor, from the model inwards, including wrappers."""
     owners = [model]
     for part in (*name.split(".")[:-1], None):
         inside = owners[-1]._modules
@@ -183,18 +186,18 @@ def owners_of(model: nn.Module, name: str) -> list[nn.Module]:
 
 
 def _tensors_in_order(model: nn.Module) -> list[torch.Tensor]:
-    """Return the tensors that the model's modules hold, in order; each round asks, so one comprehension does it all."""
+    """Return the tensors that the model's modules hold, in order; a single comprehension, since each round calls it."""
     return [
         tensor
         for module in model.modules()
-        for own in (module._parameters, module._buffers)
-        for tensor in own.values()
+        for held in (module._parameters, module._buffers)
+        for tensor in held.values()
         if tensor is not None
     ]
 
 
 def _places(model: nn.Module) -> tuple[tuple[int, str, bool, tuple[int, str]], ...]:
-    """Return where the model keeps its tensors, in order, which of them train, and the first place of tied ones."""
+    """Return the module and name of each tensor, in order, whether it trains, and the first place of a tied tensor."""
     first: dict[int, tuple[int, str]] = {}
     return tuple(
         (id(module), leaf, tensor.requires_grad, first.setdefault(id(tensor), (id(module), leaf)))
@@ -204,9 +207,9 @@ def _places(model: nn.Module) -> tuple[tuple[int, str, bool, tuple[int, str]], .
 
 
 def check_reduced(model: nn.Module) -> None:
-    """Raise where DDP adds up the gradients of parameters that are no longer the model's."""
+    """Raise if DDP averages the gradients of parameters that the model no longer has."""
     for prefix, module in model.named_modules():
-        # Where torch does not tell which parameters DDP was made with, or DDP ignores some, nothing can be compared.
+        # Nothing can be compared if DDP ignores some parameters, or torch does not say with which ones it was made.
         if not isinstance(module, nn.parallel.DistributedDataParallel) or module.parameters_to_ignore:
             continue
         made_with = parameters_at_start(module)
@@ -216,8 +219,8 @@ def check_reduced(model: nn.Module) -> None:
         for name, parameter in module.module.named_parameters():
             if parameter.requires_grad and id(parameter) not in known:
                 raise ConfigError(
-                    f"parameter {_name(prefix, name)!r} is another object than when DDP was made, and DDP adds up the "
-                    "gradients of others; replace or add parameters before xffl.shard, or load with assign=False"
+                    f"parameter {_name(prefix, name)!r} is another object than when DDP was made, and DDP averages the "
+                    "gradients of the old one; replace or add parameters before xffl.shard, or load with assign=False"
                 )
 
 
@@ -242,8 +245,7 @@ def check_tensor(name: str, policy: str, tensor: torch.Tensor) -> None:
         )
     if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         raise ConfigError(
-            f"tensor {name!r} is expanded: several of its elements are one in memory; set its policy to 'local', or "
-            "clone() it"
+            f"tensor {name!r} is expanded: its elements share memory; set its policy to 'local', or clone() it"
         )
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise ConfigError(
@@ -289,13 +291,13 @@ def _read_axis(axis: int | str) -> Axis:
 
 
 def cuts_of(tensor: DTensor) -> list[tuple[int, Placement]]:
-    """Return the mesh dimensions along which a tensor is not the same everywhere, and its placements there."""
+    """Return the mesh dimensions along which a tensor is not replicated, with its placements."""
     cuts = [(dim, place) for dim, place in enumerate(tensor.placements) if not place.is_replicate()]
     return [(dim, place) for dim, place in cuts if place.is_partial() or tensor.device_mesh.size(dim) > 1]
 
 
 def axis_of(entry: ModelTensor, shards: int, at: Coordinates) -> int | Literal[Division.REPLICATED]:
-    """Return the axis along which a rank's part of a tensor is cut, checked against the state's arithmetic."""
+    """Return the axis along which a rank's part of a tensor is cut, and check the part against the state."""
     tensor = entry.tensor()
     if not isinstance(tensor, DTensor):
         return Division.REPLICATED
@@ -332,13 +334,13 @@ class TensorPlacement(NamedTuple):
     """What a shard holds of a tensor."""
 
     axis: Axis  # the axis of which this is the shard's chunk; REPLICATED for the whole tensor
-    # placement, parts and part along each mesh dimension that cuts it, if any: equal keys are equal elements
+    # Placement, number of parts and part along each mesh dimension that cuts it: equal keys mean equal elements.
     key: tuple[tuple[str, int, int], ...]
     numel: int  # number of elements
 
 
 class RankTensors(NamedTuple):
-    """A rank's tensors, its part of each, and which patterns matched: sent to the other ranks of the replica."""
+    """A rank's tensors, its part of each, and which patterns matched; sent to the other ranks of the replica."""
 
     tensors: tuple[TensorInfo, ...]
     placements: tuple[TensorPlacement, ...]
@@ -351,11 +353,11 @@ class ReplicaTensors:
 
     moving: tuple[TensorInfo, ...]  # those that take part in rounds
     axes: tuple[Axis, ...]  # how the cells cut each of these
-    parts: tuple[tuple[Part, ...], ...]  # for each of these its parts, where it is held by parts
+    parts: tuple[tuple[Part, ...], ...]  # for each of these its parts, if it is held by parts
     names: tuple[str, ...]  # the names of all
-    is_used: tuple[bool, ...]  # which patterns have matched on some shard
-    shards: Mapping[str, tuple[int, ...]]  # by the name of each tensor the shards that hold it, or a part of it
-    text: str  # all of this; ranks that may average with each other have the same
+    is_used: tuple[bool, ...]  # whether each pattern has matched on some shard
+    shards: Mapping[str, tuple[int, ...]]  # by tensor name, the shards that hold it or a part of it
+    text: str  # all of this as text; ranks that average with each other have the same
 
     @property
     def holders(self) -> frozenset[tuple[int, ...]]:
@@ -364,7 +366,7 @@ class ReplicaTensors:
 
 
 def describe_rank_tensors(manifest: Manifest, topology: Topology, at: Coordinates, first: int) -> RankTensors:
-    """Return what this rank holds; local."""
+    """Return the tensors of this rank and their parts; local."""
     replica = [first + rank for rank in topology.shard_group(at.cell, at.replica)]
     placements = tuple(_placement(entry, replica, at.shard) for entry in manifest.entries)
     return RankTensors(tuple(entry.facts for entry in manifest.entries), placements, manifest.is_used)
@@ -398,19 +400,19 @@ def _placement(entry: ModelTensor, replica: Sequence[int], shard: int) -> Tensor
 
 
 def gather_replica_tensors(rank_tensors: RankTensors, group: dist.ProcessGroup) -> ReplicaTensors:
-    """Exchange what the shards of a replica hold, and put it together; collective over the ranks of each replica."""
+    """Gather the tensors of a replica's shards into one table; collective over the ranks of each replica."""
     gathered: list[RankTensors] = [rank_tensors] * group.size()
     dist.all_gather_object(gathered, rank_tensors, group=group)
-    if len({len(one.is_used) for one in gathered}) > 1:
+    if len({len(rank.is_used) for rank in gathered}) > 1:
         raise ConfigError("the ranks of a replica were given different policies or codecs; give all the same")
     by_name: dict[str, dict[int, tuple[TensorInfo, TensorPlacement]]] = {}
-    for shard, one in enumerate(gathered):
-        for info, placement in zip(one.tensors, one.placements, strict=True):
+    for shard, held in enumerate(gathered):
+        for info, placement in zip(held.tensors, held.placements, strict=True):
             by_name.setdefault(info.name, {})[shard] = info, placement
     moving, axes, parts, lines = [], [], [], []
     for name in sorted(by_name):
         by_shard = by_name[name]
-        info = _common(name, {shard: one for shard, (one, _) in by_shard.items()})
+        info = _common(name, {shard: described for shard, (described, _) in by_shard.items()})
         if info.policy == "local":
             lines.append(f"{info}{'' if len(by_shard) == len(gathered) else f', on shards {sorted(by_shard)}'}")
             continue
@@ -422,7 +424,7 @@ def gather_replica_tensors(rank_tensors: RankTensors, group: dist.ProcessGroup) 
         axes.append(axis)
         parts.append(tuple(part for part in by_key.values() if part.numel))
         lines.append(f"{info}{_text(axis, by_key)}")
-    is_used = tuple(map(any, zip(*(one.is_used for one in gathered), strict=True)))
+    is_used = tuple(map(any, zip(*(rank.is_used for rank in gathered), strict=True)))
     return ReplicaTensors(
         moving=tuple(moving),
         axes=tuple(axes),
@@ -435,11 +437,11 @@ def gather_replica_tensors(rank_tensors: RankTensors, group: dist.ProcessGroup) 
 
 
 def _common(name: str, by_shard: dict[int, TensorInfo]) -> TensorInfo:
-    """Return what all shards agree on for a tensor."""
+    """Return a tensor's description, which must be equal on all shards."""
     first, info = next(iter(by_shard.items()))
     for shard, other in by_shard.items():
         if other != info:
-            shown = [str(one).partition("\t")[2] for one in (info, other)]
+            shown = [str(described).partition("\t")[2] for described in (info, other)]
             raise ConfigError(
                 f"tensor {name!r} is {shown[0]} on shard {first} and {shown[1]} on shard {shard} of a replica; give "
                 "the tensors of a stage the names that they have in the whole model"
@@ -477,10 +479,10 @@ def _text(axis: Axis, parts: dict[tuple[tuple[str, int, int], ...], Part]) -> st
 T = TypeVar("T")
 
 POLICIES = ("average", "local", "first")
-"""What a round may do with a tensor: average it over cells, leave it alone, take it from the first cell."""
+"""What a round may do with a tensor: average it over the cells, leave it unchanged, or copy it from the first cell."""
 
 Pattern = str | type[nn.Module]
-"""What a policy is for: a pattern of names (:mod:`fnmatch`), or all that lies in modules of a type."""
+"""What a policy applies to: names that match a pattern (:mod:`fnmatch`), or all tensors in modules of a type."""
 
 
 class Manifest:
@@ -514,26 +516,26 @@ class Manifest:
             policy = _choose("policies", owners, policies, used) or default_policy(module, leaf, tensor)
             if isinstance(codec, Mapping):
                 codec_name = _choose("codecs", owners, codecs, used) or "none"
-            else:  # a plain codec is for what trains; a buffer has to be named
+            else:  # a plain codec applies to parameters; buffers need a pattern
                 codec_name = "none" if leaf in module._buffers else codecs[""]
             codec_name = codec_name if policy == "average" else "none"
             entries.append(_entry(name, policy, codec_name, module, leaf, tensor))
         self._patterns = [("policies", pattern) for pattern in policies] + [("codecs", pattern) for pattern in codecs]
-        # On a stage of a pipeline a pattern may be for tensors of another stage: check_patterns() decides.
+        # In pipeline parallelism a pattern may match tensors of another stage only: check_patterns() decides.
         self.is_used = tuple(not pattern or pattern in used for _, pattern in self._patterns)
         for name, module, leaf, tensor in () if extra is None else tensors_of(extra):
             entries.append(_entry(f"{name} (extra)", "average", "none", module, leaf, tensor, is_extra=True))
         self.entries = tuple(sorted(entries, key=operator.attrgetter("name")))
-        for one, other in itertools.pairwise(self.entries):
-            if one.name == other.name:
+        for entry, other in itertools.pairwise(self.entries):
+            if entry.name == other.name:
                 raise ConfigError(
-                    f"two tensors are called {one.name!r} without the wrappers {sorted(WRAPPERS)}; rename one"
+                    f"two tensors are called {entry.name!r} without the wrappers {sorted(WRAPPERS)}; rename one"
                 )
         self.model = model
         self.roots = (model,) if extra is None else (model, extra)
         self._places = self._of_roots(_places)
         self._module_names = self._look_up_names()
-        # Tensors are kept alive: check() compares objects, and a new one must not get the address of an old one.
+        # Tensors are kept alive: check() compares identities, and a new tensor must not get the id of a deleted one.
         self._tensors = self._of_roots(_tensors_in_order)
         self._trains = [tensor.requires_grad for tensor in self._tensors]
         self.moving: tuple[ModelTensor, ...] = tuple(entry for entry in self.entries if entry.policy != "local")
@@ -542,7 +544,7 @@ class Manifest:
         return "\n".join(str(entry) for entry in self.entries)
 
     def check_patterns(self, replica_tensors: ReplicaTensors | None = None) -> None:
-        """Raise where a pattern was given for nothing; local."""
+        """Raise if a pattern matches no tensor, or only tensors that an earlier pattern matches; local."""
         is_used = self.is_used if replica_tensors is None else replica_tensors.is_used
         names = [entry.name for entry in self.entries] if replica_tensors is None else replica_tensors.names
         for what in ("policies", "codecs"):
@@ -557,7 +559,7 @@ class Manifest:
             raise ConfigError(f"{what} {shown} match no tensor; names look like {names[:3]}")
 
     def check(self) -> None:
-        """Raise where the model no longer has the tensors it had; local."""
+        """Raise if the model no longer has the tensors that it had; local."""
         tensors = self._of_roots(_tensors_in_order)
         trains = [tensor.requires_grad for tensor in tensors]
         is_same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
@@ -578,7 +580,7 @@ class Manifest:
         )
 
     def _check_replaced(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Raise where a parameter that trains is another object: optimizers and DDP hold the one that was there."""
+        """Raise if a parameter that trains was replaced: optimizers and DDP still hold the old object."""
         pairs = zip(tensors, self._tensors, self._trains, strict=True)
         new = {id(now) for now, old, trains in pairs if now is not old and trains and isinstance(old, nn.Parameter)}
         if not new:
@@ -596,7 +598,7 @@ class Manifest:
         return {id(module): name for root in self.roots for name, module in root.named_modules()}
 
     def _of_roots(self, read: Callable[[nn.Module], Sequence[T]]) -> list[T]:
-        return [one for root in self.roots for one in read(root)]
+        return [item for root in self.roots for item in read(root)]
 
     def axes(self, topology: Topology, at: Coordinates) -> tuple[Axis, ...]:
         """Return the axis along which this rank's cell cuts each moving tensor."""
@@ -611,7 +613,7 @@ class Manifest:
         least_bytes: int = 1,
         fragments: int = 1,
     ) -> tuple[Item, ...]:
-        """Return the moving tensors as the plan sees them."""
+        """Return the moving tensors as items of the plan."""
         items = []
         tensors: Sequence[TensorInfo] = self.moving if replica_tensors is None else replica_tensors.moving
         dealt = _deal([prod(entry.real_shape) * entry.real_dtype.itemsize for entry in tensors], fragments)
@@ -620,11 +622,11 @@ class Manifest:
             axis = canonical_axis(entry, by_cell)
             numel = prod(entry.real_shape)
             least = max(1, least_bytes // entry.real_dtype.itemsize)
-            # What is taken from one cell is taken from one rank, so that it stays of one piece.
+            # A tensor that is copied from one cell is not cut, so that it is copied from a single rank.
             least = max(least, numel) if entry.policy == "first" else least
             cuts: tuple[Cut, ...] | tuple[MeshCut, ...]
             if axis is Division.BY_PARTS:
-                assert replica_tensors is not None, "only a spread has parts"
+                assert replica_tensors is not None, "only replicas with a mesh have parts"
                 cuts = (MeshCut.of_parts(replica_tensors.parts[index], least),) * topology.cells
             else:
                 length = entry.real_shape[axis] if entry.real_shape else 1
@@ -643,11 +645,11 @@ class Manifest:
 
 
 FORMAT_LINE = "(exchange format)"
-"""First line of what ranks compare of a model: where it differs, nothing else is to be compared."""
+"""First line of the texts that ranks compare: if it differs, no other line is compared."""
 
 
 def describe_difference(manifests: Mapping[int, str]) -> ConfigError:
-    """Name the first tensor on which the ranks' manifests differ, and the ranks."""
+    """Return an error that names the first tensor on which the ranks' manifests differ, and the ranks."""
     tables = {rank: dict(line.split("\t", 1) for line in text.splitlines()) for rank, text in manifests.items()}
     for name in sorted({name for table in tables.values() for name in table}):
         by_text: dict[str, list[int]] = {}
@@ -659,7 +661,7 @@ def describe_difference(manifests: Mapping[int, str]) -> ConfigError:
             if name == FORMAT_LINE:
                 advice = "run versions of xffl that have one exchange format in all cells"
             return ConfigError(f"{name!r} differs: {shown}; {advice}")
-    return ConfigError("the ranks' models differ in nothing but the order of their tensors; build them alike")
+    return ConfigError("the ranks' models differ only in the order of their tensors; build them in the same way")
 
 
 def _entry(
@@ -676,7 +678,7 @@ def _entry(
 def _choose(
     what: str, owners: Mapping[str, Sequence[nn.Module]], patterns: Mapping[Pattern, str], used: set[Pattern]
 ) -> str | None:
-    """Return the value of the patterns that match a tensor under one of its names, and note that they are of use."""
+    """Return the value of the patterns that match a tensor under one of its names, and add them to ``used``."""
     matches = (_match(name, modules, patterns) for name, modules in owners.items())
     matched = {pattern for pattern in matches if pattern is not None}
     used |= matched
@@ -684,13 +686,13 @@ def _choose(
     if len(chosen) > 1:
         raise ConfigError(
             f"{what} {', '.join(map(repr, chosen))} match one tensor under its names {', '.join(owners)}; give these "
-            "names one"
+            "names the same"
         )
     return chosen[0] if chosen else None
 
 
 def _match(name: str, owners: Sequence[nn.Module], patterns: Iterable[Pattern]) -> Pattern | None:
-    """Return the first pattern that a tensor matches, by its name or by the modules that it lies in."""
+    """Return the first pattern that matches a tensor's name or a module that contains it."""
     for pattern in patterns:
         if isinstance(pattern, str):
             is_match = fnmatch.fnmatchcase(name, pattern)
@@ -702,7 +704,7 @@ def _match(name: str, owners: Sequence[nn.Module], patterns: Iterable[Pattern]) 
 
 
 def _deal(sizes: Sequence[int], fragments: int) -> list[int]:
-    """Deal tensors into fragments of about the same size: the largest first, each to the one that has least."""
+    """Divide tensors into fragments of about the same size: the largest first, each into the smallest fragment."""
     if fragments > max(1, len(sizes)):
         raise ConfigError(f"{len(sizes)} tensors make no {fragments} fragments; give fragments={max(1, len(sizes))}")
     filled = [0] * fragments
