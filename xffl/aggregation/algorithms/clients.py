@@ -209,10 +209,10 @@ class Scaffold(Client):
     with equal weights the corrections add up to zero over the cells.
 
     With momentum a learning rate is multiplied by the number of gradients that the step amounts to
-    (:mod:`xffl.aggregation.steps.contributions`); gradients of earlier rounds that the momentum still holds make the mean
-    less exact. Weight decay counts as a part of the gradient. A parameter that was not stepped since the last round
-    sends ``c`` again. A sparse gradient stays sparse, and gets the rows whose correction is not 0. A cell that a round
-    leaves out for values that are not finite keeps its correction.
+    (:mod:`xffl.aggregation.steps.contributions`); gradients of earlier rounds that the momentum still holds make the
+    mean less exact. Weight decay counts as a part of the gradient. A parameter that was not stepped since the last
+    round sends ``c`` again. A sparse gradient stays sparse, and gets the rows whose correction is not 0. A cell that a
+    round leaves out for values that are not finite keeps its correction.
 
     Local, except that each round sends the size of the model in fp32 in addition. Memory: four copies of this rank's
     shard, one of which only during a round; in fp32, or wider if the parameters are.
