@@ -13,6 +13,7 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -477,3 +478,29 @@ def test_workarounds_stand_in_their_room(path: Path) -> None:
         return
     lines = path.read_text().splitlines()
     assert [line for line in lines if WORKAROUND.search(line)] == [], "make it a function of xffl/compat, with a test"
+
+
+def names_of_this_package(tree: ast.Module) -> set[str]:
+    """Return the names that a module defines or imports from xffl, functions, classes, and modules."""
+    names = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("xffl"):
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names
+
+
+@lru_cache
+def variadic_names() -> set[str]:
+    """Return the names of the package's functions that take any number of arguments."""
+    functions = (node for path in SOURCES for node in ast.walk(ast.parse(path.read_text())))
+    return {node.name for node in functions if isinstance(node, ast.FunctionDef) and node.args.vararg is not None}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_calls_with_many_arguments_name_them(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    of_xffl = names_of_this_package(tree) | {"self", "cls"}
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        first, _, rest = ast.unparse(call.func).partition(".")
+        if first in of_xffl and len(call.args) > 4 and (rest or first).rpartition(".")[2] not in variadic_names():
+            pytest.fail(f"{path.name}:{call.lineno}: name the arguments of {ast.unparse(call)[:80]}")

@@ -182,7 +182,9 @@ class Aggregator:
         # The global model, what servers keep and buffers outlive this call: a later round writes them outside of an
         # inference mode in which this is called.
         with torch.inference_mode(False):
-            self._exchange = make_exchange(scope, self._options, self._manifest, axes, replica_tensors)
+            self._exchange = make_exchange(
+                scope, options=self._options, manifest=self._manifest, axes=axes, replica_tensors=replica_tensors
+            )
         self._round_groups = self._exchange.round_groups
         self._watch = TensorWatch(self._manifest.roots, self._manifest.check)
         self._coordinator = RoundCoordinator(self._exchange, scope, self._options)

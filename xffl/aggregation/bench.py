@@ -172,7 +172,9 @@ def _ring(topology: Topology, values: torch.Tensor, calls: int) -> _Probe:
 
     is_across = topology.cell_of(rank) != topology.cell_of(right)
     sent = (values.nbytes, 0) if is_across else (0, values.nbytes)
-    return _Probe("ring", "to the next rank", f"{world}", values.nbytes, exchange, calls, sent=sent)
+    return _Probe(
+        "ring", name="to the next rank", ranks=f"{world}", payload=values.nbytes, call=exchange, calls=calls, sent=sent
+    )
 
 
 def _all_reduces(state: DistributedState, values: torch.Tensor, at_home: torch.Tensor, calls: int) -> list[_Probe]:
@@ -190,13 +192,13 @@ def _all_reduces(state: DistributedState, values: torch.Tensor, at_home: torch.T
         "replica": state.replica_group[0] if state.replica_group else None,
         "federated": state.federated_group[0] if state.federated_group else None,
     }
-    probes = [_all_reduce("world", [topology.world_size], values, calls, dist.group.WORLD)]
+    probes = [_all_reduce("world", counts=[topology.world_size], values=values, calls=calls, group=dist.group.WORLD)]
     for kind, counts in sizes.items():
         # Without a federation the one cell is the world.
         if max(counts) > 1 and not (topology.cells == 1 and counts == [topology.world_size]):
             handle = handles[kind]
             own = at_home if handle is not None and sends_from_gpu(handle) else values
-            probes.append(_all_reduce(kind, counts, own, calls, handle))
+            probes.append(_all_reduce(kind, counts=counts, values=own, calls=calls, group=handle))
     return probes
 
 
@@ -211,7 +213,7 @@ def _all_reduce(
 
     alike = f"{len(counts)} x {counts[0]}" if len(counts) > 1 else f"{counts[0]}"
     ranks = alike if min(counts) == max(counts) else f"{len(counts)} x {min(counts)}-{max(counts)}"
-    return _Probe("all-reduce", kind, ranks, values.nbytes, reduce, calls)
+    return _Probe("all-reduce", name=kind, ranks=ranks, payload=values.nbytes, call=reduce, calls=calls)
 
 
 def _rounds(state: DistributedState, model: nn.Module, model_bytes: int) -> list[_Probe]:
@@ -233,7 +235,9 @@ def _rounds(state: DistributedState, model: nn.Module, model_bytes: int) -> list
         if options["codec"] != "none":
             aggregator.aggregate()  # the first round is exact, and makes the state that the codec's rounds start from
         ranks, call = f"{state.topology.world_size}", aggregator.aggregate
-        probes.append(_Probe("round", name, ranks, model_bytes, call, prepare=drift, options=options))
+        probes.append(
+            _Probe("round", name=name, ranks=ranks, payload=model_bytes, call=call, prepare=drift, options=options)
+        )
     return probes
 
 

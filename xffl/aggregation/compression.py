@@ -158,7 +158,9 @@ class Blockwise(Codec):
             generator = torch.Generator(values.device).manual_seed((seed ^ (seed >> 32)) & 0xFFFFFFFF)
         scratch = scratch_for(values, chunk_length(values.numel(), self.block, values.device))
         for chunk, scale, part in self._chunks(values, out):
-            numbers = quantize(chunk, scale, self.block, self._levels, generator, scratch)
+            numbers = quantize(
+                chunk, scales=scale, block=self.block, levels=self._levels, generator=generator, scratch=scratch
+            )
             pack(numbers, self.bits, self.block, part)
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:

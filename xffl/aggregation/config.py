@@ -146,10 +146,12 @@ def _parse(asked: RoundArguments) -> RoundConfig:
         raise ConfigError(f"algorithm {algorithm!r} has a client of its own; give either, or client as its option")
     config = RoundConfig(
         schedule,
-        preset.get("client") if asked.client is None else registry.make("client", asked.client, writer=Writer.USER),
-        options,
-        _parse_delay(preset.get("delay", 0) if asked.delay is None else asked.delay, schedule),
-        preset.get("alpha") if asked.alpha is None else asked.alpha,
+        client=preset.get("client")
+        if asked.client is None
+        else registry.make("client", asked.client, writer=Writer.USER),
+        options=options,
+        delay=_parse_delay(preset.get("delay", 0) if asked.delay is None else asked.delay, schedule),
+        alpha=preset.get("alpha") if asked.alpha is None else asked.alpha,
     )
     _check_delay(config, aggregator)
     fragments = aggregator.fragments if isinstance(aggregator, Aggregator | Levels) else options.get("fragments", 1)

@@ -126,7 +126,9 @@ class FederatedScaling:
             check_given(model, state)
             if hooks is not None:
                 check_hooks(hooks)
-            asked = RoundArguments(every, aggregator, delay, alpha, client, algorithm)
+            asked = RoundArguments(
+                every, aggregator=aggregator, delay=delay, alpha=alpha, client=client, algorithm=algorithm
+            )
             cell, cells = state.cell, state.cells
             config = parse_round_config(model, optimizers, asked, cells=cells, weight=weight)
             tell(f"{config}, weighed={weight is not None}")

@@ -130,7 +130,13 @@ class PieceReader:
             if all(a < b for a, b in zip(low, high, strict=True)):
                 source = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True))
                 target = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, starts, strict=True))
-                data = self._bytes(name, chunk.relative_path, chunk.offset, chunk.length, (*chunk.sizes, width))
+                data = self._bytes(
+                    name,
+                    file=chunk.relative_path,
+                    offset=chunk.offset,
+                    length=chunk.length,
+                    shape=(*chunk.sizes, width),
+                )
                 piece[target] = data[source]
                 filled += math.prod(b - a for a, b in zip(low, high, strict=True))
         if filled != math.prod(sizes):
@@ -223,7 +229,13 @@ class PieceWriter:
         with naming_errors(self._home / DATA):
             self._file.close()
         sync(self._home / DATA)
-        write_index(self._home, {DATA: (self._size, self._sum.hexdigest())}, self._tensors, {}, part_values)
+        write_index(
+            self._home,
+            files={DATA: (self._size, self._sum.hexdigest())},
+            tensors=self._tensors,
+            ties={},
+            values=part_values,
+        )
         record = Record.now(
             world_size=1,
             cells=(1,),
@@ -384,7 +396,7 @@ class OfflineServer:
         state = rule.init(weights)
         for key, old_key in self._saved.elements.items():
             state[key] = self._old.read(f"{old_key}/{name}", old_box)
-        take_step(rule, weights, mean, state, self._numbers, self._scale)
+        take_step(rule, values=weights, mean=mean, state=state, numbers=self._numbers, scale=self._scale)
         writer.write(f"{STATE}/model/{name}", real_box, weights, real_shape)
         for key, values in state.items():
             writer.write(f"{STATE}/{key}/{name}", real_box, values, real_shape)
@@ -510,7 +522,14 @@ def _aggregate(
     ]
     asked = [str(combiner), None if optimizer is None else str(optimizer), None if weights is None else list(weights)]
     made_of = {"exports": counted, "asked": asked}
-    made = Round(values["round"], values["cells"], shares, len(kinds), size_bytes, tuple(plan.compare(given)))
+    made = Round(
+        values["round"],
+        cells=values["cells"],
+        shares=shares,
+        tensors=len(kinds),
+        size_bytes=size_bytes,
+        differences=tuple(plan.compare(given)),
+    )
     if is_written(target, "global", {"made_of": made_of}):
         return replace(made, was_there=True)
     sizes = [sum(size for size, _ in export.index.files.values()) for export in exports]
@@ -522,11 +541,11 @@ def _aggregate(
     outer = None
     if optimizer is not None and state is not None:
         first = None if start is None else check_path(start)
-        outer = OfflineServer(optimizer, check_path(state), values, first, opened)
+        outer = OfflineServer(optimizer, folder=check_path(state), values=values, start=first, opened=opened)
     report = _StageProgress(progress, size_bytes)
     _check_values(exports, report)
     if not is_tried:
-        _write(target, exports, context, combiner, outer, report, made_of)
+        _write(target, exports=exports, context=context, combiner=combiner, outer=outer, report=report, made_of=made_of)
     return made
 
 
@@ -630,9 +649,9 @@ def _write(
             for name, (policy, is_stepped, *_) in values["tensors"].items():
                 dtype, shape = exports[0].kind(name)
                 for box in boxes(dtype, shape):
-                    piece = _combine(exports, context, combiner, name, policy, box)
+                    piece = _combine(exports, context=context, combiner=combiner, name=name, policy=policy, box=box)
                     if outer is not None and state_writer is not None and is_stepped:
-                        piece = outer.step(name, box, piece, shape, state_writer)
+                        piece = outer.step(name, box=box, mean=piece, shape=shape, writer=state_writer)
                     writer.write(f"{PART}/{name}", box, piece.view(dtype), shape)
                     report("combined", piece.nbytes)
             result = {"format": EXPORT_FORMAT, **{name: values[name] for name in ("round", "cells", "tensors")}}
@@ -650,7 +669,9 @@ def _squares_of_step(
     """Yield the squared norms of all pieces of the pseudo-gradient."""
     for name, (policy, is_stepped, *_) in exports[0].values["tensors"].items():
         for box in boxes(*exports[0].kind(name)) if is_stepped else ():
-            yield outer.squared_distance(name, box, _combine(exports, context, combiner, name, policy, box))
+            yield outer.squared_distance(
+                name, box, _combine(exports, context=context, combiner=combiner, name=name, policy=policy, box=box)
+            )
 
 
 def _combine(

@@ -118,4 +118,4 @@ def make_cell_meshes(
     for name in ("dp", "dp_cp", "federated"):
         if name in groups:
             by_name[name] = DeviceMesh.from_group(groups[name], device_type, mesh_dim_names=(name_of(name),))
-    return CellMeshes(mesh, dims, world_mesh, model_mesh, by_name, groups)
+    return CellMeshes(mesh, dims=dims, world_mesh=world_mesh, model_mesh=model_mesh, by_name=by_name, groups=groups)

@@ -475,7 +475,9 @@ class DistributedState:
         rank, _ = self._initialized_place("_set_global_hsdp_mesh")
         if not self.is_hsdp_setup():
             raise StateError("an HSDP mesh needs replicas; call set_hsdp(n), which sets them up")
-        groups = make_groups(self._create_group, self.topology, rank, {"shard", "replica"}, self.handle_count)
+        groups = make_groups(
+            self._create_group, topology=self.topology, rank=rank, kinds={"shard", "replica"}, handles=self.handle_count
+        )
         self.replica_group = groups["replica"]
         self.hsdp_mesh = cell_mesh(self.topology, rank, groups, self._device_kind())
         return self.hsdp_mesh
@@ -516,7 +518,9 @@ class DistributedState:
         if self.is_hsdp_setup():
             raise StateError(f"HSDP with replicas of {self.replica_local_size} is set up; call unset_hsdp() first")
         shard, size, replica = replica_local_rank, replica_local_size, replica_rank
-        topology = _check_replicas(shard, size, replica, replica_world_size, self._place(), self._topology)
+        topology = _check_replicas(
+            shard, size=size, replica=replica, counts=replica_world_size, place=self._place(), inside=self._topology
+        )
         with setup_transaction(self, "set_hsdp"):
             self._topology = topology
             self.replica_local_rank = shard
@@ -609,7 +613,9 @@ class DistributedState:
         self.federated_local_rank = at.local_rank
         self.federated_local_size = topology.sizes
         self._set_rank_role()
-        groups = make_groups(self._create_group, topology, rank, ALL_KINDS, self.handle_count)
+        groups = make_groups(
+            self._create_group, topology=topology, rank=rank, kinds=ALL_KINDS, handles=self.handle_count
+        )
         (self.federation,) = groups["federation"] or (None,)
         self.replica_group = groups.get("replica")
         self.federated_group = groups["federated"]

@@ -86,7 +86,12 @@ def make_round_groups(
     Collective over the world.
     """
     world = new_group(range(topology.world_size), timeout_s, "xffl_world")
-    return {"world": (world,), **make_groups(create, topology, rank, {"federation", "replica", "federated"}, handles)}
+    return {
+        "world": (world,),
+        **make_groups(
+            create, topology=topology, rank=rank, kinds={"federation", "replica", "federated"}, handles=handles
+        ),
+    }
 
 
 def make_host_groups(

@@ -286,11 +286,11 @@ def setup_distributed_process_group(
             error = wrong
         check_consistent_on_store(
             meeting,
-            place.rank,
-            place.world_size,
-            str(request),
-            error,
-            join_s,
+            rank=place.rank,
+            world_size=place.world_size,
+            value=str(request),
+            error=error,
+            timeout_s=join_s,
             judge=book.judge,
         )
         assert request is not None, "the ranks agree on errors only by raising one"

@@ -127,7 +127,9 @@ class DistributedWorld:
                 if (lone_cell := read_lone_cell()) is not None:
                     lone_cell.take(state)
             mesh = self._mesh_of(state)
-            self._meshes = make_cell_meshes(self._create, mesh, state.topology, state.federation, self.device.type)
+            self._meshes = make_cell_meshes(
+                self._create, mesh=mesh, topology=state.topology, cell=state.federation, device_type=self.device.type
+            )
         except BaseException as error:
             note_end(error)
             self.teardown(synchronize=False)
@@ -466,7 +468,7 @@ class DistributedWorld:
             raise ConfigError(f"norm_type must be a number above 0, or inf, got {norm_type}")
         several = [parameters] if isinstance(parameters, torch.Tensor) else parameters
         gradients = [parameter.grad for parameter in several if parameter.grad is not None]
-        norm = total_norm(gradients, norm_type, self.dims, self.get_group("cell"), self.device)
+        norm = total_norm(gradients, order=norm_type, dims=self.dims, cell=self.get_group("cell"), device=self.device)
         if error_if_nonfinite and not math.isfinite(norm.item()):
             raise StateError(f"the gradients' norm is {norm.item()}; lower the learning rate, or look for what blew up")
         return norm

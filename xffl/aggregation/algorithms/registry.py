@@ -632,7 +632,7 @@ _PARTS = tuple(
 
 
 def _algorithm(name: str, line: str, paper: str, **keywords: Mapping[str, Any]) -> AlgorithmInfo:
-    return AlgorithmInfo("algorithm", name, "", line, paper, **keywords)
+    return AlgorithmInfo("algorithm", name=name, target="", line=line, paper=paper, **keywords)
 
 
 def _of_parts(kind: str, *left_out: str) -> list[AlgorithmInfo]:

@@ -619,7 +619,9 @@ class Walk(ABC):
         elif pause := self.pause(transfer):
             yield pause
         if self.reaches_cell and transfer.cell_group is not None:
-            yield from share_in_cell(self.link, self.profile, transfer, bucket, memory.out, memory.result)
+            yield from share_in_cell(
+                self.link, profile=self.profile, transfer=transfer, bucket=bucket, out=memory.out, result=memory.result
+            )
         self.end(transfer, bucket, memory)
 
     @abstractmethod

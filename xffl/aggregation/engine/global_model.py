@@ -132,7 +132,11 @@ class GlobalModel:
         for transfer in self._of(fragment):
             for bucket in transfer.buckets:
                 piece = slice(bucket.start, bucket.stop)
-                yield transfer, bucket, self._step_bucket(transfer.number, piece, means, scale, numbers)
+                yield (
+                    transfer,
+                    bucket,
+                    self._step_bucket(transfer.number, piece=piece, means=means, scale=scale, numbers=numbers),
+                )
         if self._server is not None:
             self._steps[fragment] += 1
 
@@ -151,7 +155,7 @@ class GlobalModel:
             values.copy_(mean)
             return mean
         state = {name: one[piece] for name, one in self._states.get(number, {}).items()}
-        take_step(rule, values, mean.to(self._kept_on), state, dict(numbers), scale)
+        take_step(rule, values=values, mean=mean.to(self._kept_on), state=state, numbers=dict(numbers), scale=scale)
         is_alike = values.dtype == mean.dtype and values.device == mean.device
         return values if is_alike else mean.copy_(values)
 

@@ -222,7 +222,7 @@ class _GpuRoundMemory(RoundMemory):
             return super().acquire(transfer, bucket)
         own, result, result_lent = self._gpu_buffers.acquire(transfer, bucket)
         if not transfer.is_sent_here(bucket):
-            return BucketMemory(own, result, None, result, result_lent)
+            return BucketMemory(own, out=result, lent=None, result=result, result_lent=result_lent)
         return BucketMemory(*self.buffers.acquire(transfer, bucket), result, result_lent)
 
     def read(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:

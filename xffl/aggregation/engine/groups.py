@@ -134,10 +134,12 @@ def make_scope(state: DistributedState, topology: Topology, first: int) -> Round
     """
     made: list[dist.ProcessGroup] = []
     create = _recorded(state, made, first)
-    groups = make_groups(create, topology, dist.get_rank() - first, ROUND_KINDS, state.handle_count)
+    groups = make_groups(
+        create, topology=topology, rank=dist.get_rank() - first, kinds=ROUND_KINDS, handles=state.handle_count
+    )
     if topology.world_size < dist.get_world_size():
         groups["world"] = (create(tuple(range(topology.world_size)), "xffl_part"),)
-    return RoundScope(state, topology, first, groups, tuple(made))
+    return RoundScope(state, topology=topology, first=first, groups=groups, own=tuple(made))
 
 
 def select_groups(
@@ -151,7 +153,13 @@ def select_groups(
     device, gpu = scope.device, scope.gpu
     if (is_own or gpu is not None) and groups is None:
         create = _recorded(state, made, scope.first)
-        groups = make_round_groups(create, scope.topology, scope.rank, state.timeouts.session_s, state.handle_count)
+        groups = make_round_groups(
+            create,
+            topology=scope.topology,
+            rank=scope.rank,
+            timeout_s=state.timeouts.session_s,
+            handles=state.handle_count,
+        )
         made += groups["world"] or ()
         world = made[-1]
     if groups is not None:
@@ -176,7 +184,17 @@ def select_groups(
     connect((*across, *home, *votes), device)
     make = partial(select_groups, scope, multi_rail=multi_rail, is_own=is_own, holders=holders)
     own = (*made, *scope.own)
-    return RoundGroups(world, across, replica, cell, multi_rail, own, scope.first, shared, None if scope.own else make)
+    return RoundGroups(
+        world,
+        across=across,
+        replica=replica,
+        cell=cell,
+        multi_rail=multi_rail,
+        own=own,
+        first=scope.first,
+        holders=shared,
+        make=None if scope.own else make,
+    )
 
 
 def _holder_groups(

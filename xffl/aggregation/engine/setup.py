@@ -177,15 +177,21 @@ def make_exchange(
     groups = plan_groups(items, topology, rank)
     transfers = plan_transfers(
         groups,
-        topology,
-        rank,
-        round_groups,
-        options,
-        manifest.codecs,
+        topology=topology,
+        rank=rank,
+        round_groups=round_groups,
+        options=options,
+        codecs=manifest.codecs,
         is_on_cpu=scope.device.type == "cpu",
         home_device=scope.home_device,
     )
-    link = Link(transfers, scope, round_groups, options.combiner, make_copies(scope.home_device))
+    link = Link(
+        transfers,
+        scope=scope,
+        round_groups=round_groups,
+        combiner=options.combiner,
+        copies=make_copies(scope.home_device),
+    )
     # The moving tensors of all shards in the plan's order, and None for one that this rank has not.
     moving: Sequence[TensorInfo] = manifest.moving if replica_tensors is None else replica_tensors.moving
     here = {entry.name: entry for entry in manifest.moving}

@@ -114,12 +114,12 @@ class CrossCellTransport:
         works: list[Work] = []
         receive = payload.receive
         if ahead := self.link.ahead(transfer):
-            works, receive = self._post(transfer, bucket, 1, {}, receive), {}
+            works, receive = self._post(transfer, bucket=bucket, hop=1, send={}, receive=receive), {}
             yield ahead
         with self.profile.capture_failure("pack"):
             self.link.copies.settle(bucket)
         payload.write()
-        works += self._post(transfer, bucket, 1, payload.send, receive)
+        works += self._post(transfer, bucket=bucket, hop=1, send=payload.send, receive=receive)
         yield transfer.depth
         self._arrive(works)
         payload.combine()

@@ -140,7 +140,13 @@ class ElasticAggregator:
         state = self._state
         if self.overlaps:
             create, rank = state.create_process_group, dist.get_rank()
-            made = make_round_groups(create, state.topology, rank, state.timeouts.session_s, state.handle_count)
+            made = make_round_groups(
+                create,
+                topology=state.topology,
+                rank=rank,
+                timeout_s=state.timeouts.session_s,
+                handles=state.handle_count,
+            )
             return {kind: made.get(kind) for kind in ("federation", "replica")}
         assert dist.group.WORLD is not None
         replica = None if state.hsdp_mesh is None else (state.hsdp_mesh.get_group(0),)

@@ -110,7 +110,7 @@ class Levels:
         self._stages: list[_Stage] = []
         try:
             for number, (level, scope) in enumerate(zip(given, self._scopes, strict=True)):
-                self._stages.append(_make_stage(number, model, level, scope, options))
+                self._stages.append(_make_stage(number, model=model, level=level, scope=scope, options=options))
         except XfflError:
             self._destroy()
             raise

@@ -90,7 +90,7 @@ class ContributionTracker:
         """Take what waits for a fragment's round; either :meth:`commit` or :meth:`rollback` follows."""
         steps, effort, is_changed = self._steps[fragment], self._efforts[fragment], self._is_changed[fragment]
         # Counts are subtracted by the commit: a weight function that counts meanwhile adds to them.
-        snapshot = Snapshot(fragment, steps, effort, self._counts[fragment], is_changed)
+        snapshot = Snapshot(fragment, steps=steps, effort=effort, amount=self._counts[fragment], is_changed=is_changed)
         self._steps[fragment], self._efforts[fragment], self._is_changed[fragment] = 0, 0.0, False
         return snapshot
 

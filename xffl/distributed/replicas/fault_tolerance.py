@@ -463,7 +463,9 @@ class FaultTolerantWorld(DistributedWorld):
         logging.getLogger("torchft").setLevel(logging.ERROR)
         timeout = timedelta(seconds=self.device_parameters.comm.train_timeout_seconds)
         host, port, life = self._meet(address)
-        self._pg = _make_group(self.device, timeout, self.replica_group, self.world_size, token)
+        self._pg = _make_group(
+            self.device, timeout=timeout, place=self.replica_group, ranks=self.world_size, token=token
+        )
         with managers_at(address):  # not on all interfaces
             self._manager = torchft.Manager(
                 pg=self._pg,
@@ -588,7 +590,7 @@ def _make_group(
                 if size > 1:
                     # The lighthouse takes anybody for a group. No gradient goes to one that does not know the token.
                     store = create_store_client(f"{address}/proofs", connect_timeout)
-                    prove_members(store, token, f"{lives}", rank, size)
+                    prove_members(store, token=token, name=f"{lives}", rank=rank, size=size)
                 super().configure(address, *rest)
             finally:
                 self.set_timeout(timeout)

@@ -122,7 +122,9 @@ def raise_at_meeting(error: XfflError, place: ClaimedPlace | None) -> NoReturn:
         store = None
     if store is None:
         _raise_unmet(error, place.rank)
-    end_on_store(store, place.rank, place.world_size, error, _REACH_S, is_speaker=place.rank == 0)
+    end_on_store(
+        store, rank=place.rank, world_size=place.world_size, error=error, timeout_s=_REACH_S, is_speaker=place.rank == 0
+    )
 
 
 def refuse_second_rank_0(held: PortHeldError, place: ProcessEnvironment, address: str, port: int) -> NoReturn:
@@ -141,7 +143,7 @@ def refuse_second_rank_0(held: PortHeldError, place: ProcessEnvironment, address
         store = None
     if store is None:
         raise LaunchError(str(held)) from None
-    end_on_store(store, place.rank, place.world_size, error, _KNOWN_S, is_speaker=False)
+    end_on_store(store, rank=place.rank, world_size=place.world_size, error=error, timeout_s=_KNOWN_S, is_speaker=False)
 
 
 def _raise_unmet(error: XfflError, rank: int | None) -> NoReturn:

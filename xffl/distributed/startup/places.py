@@ -37,7 +37,14 @@ def check_world_size(store: Store, place: ProcessEnvironment, timeout_s: float) 
             f"rank {place.rank} was told of {place.world_size} ranks in all, but another one of {first}; set "
             "WORLD_SIZE to the same number on all ranks"
         )
-        end_on_store(store, place.rank, int(first), error, min(timeout_s, _HEAR_S), is_speaker=place.rank == 0)
+        end_on_store(
+            store,
+            rank=place.rank,
+            world_size=int(first),
+            error=error,
+            timeout_s=min(timeout_s, _HEAR_S),
+            is_speaker=place.rank == 0,
+        )
 
 
 class PlaceBook:

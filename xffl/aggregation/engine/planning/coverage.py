@@ -79,7 +79,9 @@ def check_gradients(
             continue
         needed = cell if holders_of is None else frozenset(holders_of(name))
         if (reached := _count_reached(reductions, needed)) < len(needed):
-            raise ConfigError(_uncovered(name, tensor, reductions, reached, len(needed)))
+            raise ConfigError(
+                _uncovered(name, tensor=tensor, reductions=reductions, reached=reached, needed=len(needed))
+            )
 
 
 def check_lone_cell(model: nn.Module, state: DistributedState, *, is_reduced_by_caller: bool) -> None:

@@ -167,9 +167,19 @@ def plan_groups(items: Sequence[Item], topology: Topology, rank: int) -> tuple[B
         mine = item.cuts[at.cell]
         start, end = mine.held(at.shard)
         held = tuple(cut.is_held_by_part for cut in item.cuts)
-        treatment = (item.dtype, item.rule, item.is_mean_in_cell, item.codec, item.is_stepped)
         for owners, piece in _refine(item, start, end):
-            group = BucketGroup(item.fragment, held, owners, *treatment, (), mine.holders(piece.start))
+            group = BucketGroup(
+                item.fragment,
+                held_by_part=held,
+                owners=owners,
+                dtype=item.dtype,
+                rule=item.rule,
+                is_mean_in_cell=item.is_mean_in_cell,
+                codec=item.codec,
+                is_stepped=item.is_stepped,
+                pieces=(),
+                holders=mine.holders(piece.start),
+            )
             groups.setdefault(group, []).append(piece)
     return tuple(replace(group, pieces=tuple(groups[group])) for group in sorted(groups, key=lambda group: group.key))
 
@@ -232,7 +242,7 @@ def plan_transfers(
         taken = "all_gather"  # what is taken from one cell needs no combining
         if group.rule == "average":
             taken = form_of(group.numel * dtype.itemsize, topology.cells, form, is_exact=codec is None)
-        depth = _depth_of(buckets, dtype, turns, topology.cells, taken)
+        depth = _depth_of(buckets, dtype=dtype, turns=turns, cells=topology.cells, form=taken)
         reduce_scatter = taken == "two_hop"
         takes_turns = reduce_scatter and topology.cells == 2 and codec is None and not round_groups.multi_rail
         # NCCL works off what is posted on a group bucket by bucket, so each bucket has to use both directions there.

@@ -519,12 +519,22 @@ class Manifest:
             else:  # a plain codec applies to parameters; buffers need a pattern
                 codec_name = "none" if leaf in module._buffers else codecs[""]
             codec_name = codec_name if policy == "average" else "none"
-            entries.append(_entry(name, policy, codec_name, module, leaf, tensor))
+            entries.append(_entry(name, policy=policy, codec=codec_name, module=module, leaf=leaf, tensor=tensor))
         self._patterns = [("policies", pattern) for pattern in policies] + [("codecs", pattern) for pattern in codecs]
         # In pipeline parallelism a pattern may match tensors of another stage only: check_patterns() decides.
         self.is_used = tuple(not pattern or pattern in used for _, pattern in self._patterns)
         for name, module, leaf, tensor in () if extra is None else tensors_of(extra):
-            entries.append(_entry(f"{name} (extra)", "average", "none", module, leaf, tensor, is_extra=True))
+            entries.append(
+                _entry(
+                    f"{name} (extra)",
+                    policy="average",
+                    codec="none",
+                    module=module,
+                    leaf=leaf,
+                    tensor=tensor,
+                    is_extra=True,
+                )
+            )
         self.entries = tuple(sorted(entries, key=operator.attrgetter("name")))
         for entry, other in itertools.pairwise(self.entries):
             if entry.name == other.name:
@@ -639,7 +649,16 @@ class Manifest:
             dtype = str(entry.real_dtype).removeprefix("torch.")
             is_mean_in_cell = entry.is_buffer and entry.policy == "average"
             items.append(
-                Item(index, dtype, entry.policy, is_mean_in_cell, cuts, entry.codec, dealt[index], entry.is_stepped)
+                Item(
+                    index,
+                    dtype=dtype,
+                    rule=entry.policy,
+                    is_mean_in_cell=is_mean_in_cell,
+                    cuts=cuts,
+                    codec=entry.codec,
+                    fragment=dealt[index],
+                    is_stepped=entry.is_stepped,
+                )
             )
         return tuple(items)
 
@@ -671,7 +690,15 @@ def _entry(
     is_buffer = leaf in module._buffers
     is_stepped = policy == "average" and tensor.requires_grad and not (is_buffer or is_extra)
     return ModelTensor(
-        name, policy, codec, tuple(tensor.shape), tensor.dtype, is_buffer, is_stepped, module=module, leaf=leaf
+        name,
+        policy=policy,
+        codec=codec,
+        shape=tuple(tensor.shape),
+        dtype=tensor.dtype,
+        is_buffer=is_buffer,
+        is_stepped=is_stepped,
+        module=module,
+        leaf=leaf,
     )
 
 

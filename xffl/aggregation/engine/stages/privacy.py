@@ -87,7 +87,11 @@ class Protection(RoundStage):
             noise = Noise(self._rank, self._privacy.seed, self.accountant.rounds)
             for transfer, bucket in sent:
                 privatize(
-                    staging.stage(transfer, bucket), global_model.written(transfer, bucket), scale, deviation, noise
+                    staging.stage(transfer, bucket),
+                    anchor=global_model.written(transfer, bucket),
+                    scale=scale,
+                    deviation=deviation,
+                    noise=noise,
                 )
                 protected += 1
         if profile.failure is None:
