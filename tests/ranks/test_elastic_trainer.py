@@ -278,8 +278,14 @@ def test_a_cell_that_comes_back_goes_on_in_its_data(tmp_path: Path) -> None:
 WAITING_TRAINER = """
 import time
 from tests.tasks import TaskTrainer
+from xffl.training import EvalMetricMixin
 
 class Trainer(TaskTrainer):
+    configure_metrics = EvalMetricMixin.configure_metrics  # none: torchmetrics takes each job seconds to load
+
+    def configure_dataloaders(self):
+        return super().configure_dataloaders()[0], None
+
     def training_step(self, batch, batch_idx):
         time.sleep(0.05)
         return super().training_step(batch, batch_idx)
