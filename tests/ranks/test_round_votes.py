@@ -189,7 +189,7 @@ def wrong_options(rank: int, world_size: int) -> None:
         ({"policies": {**local, "0.*": "mean"}}, ("policy for '0.*' must be one of 'average', ", "got 'mean'")),
         ({"policies": {**local, "picks": "average"}}, ("'picks'", "int64", "'first' or 'local'")),
         ({"policies": "local"}, ("policies must be a mapping", "got 'local'")),
-        ({"policies": local, "server": {"name": "diloco", "device": "cuda:99"}}, ("cuda:99", "not here")),
+        ({"policies": local, "server": {"name": "diloco", "device": "cuda:99"}}, ("cuda:99", "not available")),
         ({"policies": local, "bucket_bytes": 0}, ("bucket_bytes", "got 0")),
         ({"policies": local, "bucket_bytes": "1M"}, ("bucket_bytes", "got '1M'")),
         ({"policies": local, "nonfinite": "ignore"}, ("'ignore'", "'reject', 'drop_cell'")),
@@ -288,7 +288,7 @@ def stuck(rank: int, world_size: int) -> None:
     aggregator = xffl.Aggregator(model, state)
     before = digests(model)
 
-    def hang(*_: object) -> None:
+    def hang(*_: object, **__: object) -> None:
         threading.Event().wait(5.0)
         raise TimeoutError("rank 1 was stuck")
 
