@@ -37,15 +37,15 @@ def moved(model: nn.Module, by: float) -> None:
 def tear(broken: xffl.Aggregator, called: xffl.Aggregator | Levels) -> None:
     """Call for a round whose outcome one aggregator cannot learn."""
     coordinator = broken._coordinator
-    close = coordinator._commit
+    close = coordinator._close
 
     def fail(*args: Any) -> None:
         raise TornError("planted")
 
-    coordinator._commit = fail  # type: ignore[method-assign]
+    coordinator._close = fail  # type: ignore[method-assign]
     with pytest.raises(xffl.RoundError, match="planted"):
         called.aggregate()
-    coordinator._commit = close  # type: ignore[method-assign]
+    coordinator._close = close  # type: ignore[method-assign]
 
 
 def torn_level(rank: int, world_size: int, number: int, options: dict[str, Any]) -> str:

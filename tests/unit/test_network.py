@@ -201,7 +201,7 @@ def test_whatever_rank_0_meets_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -
     rows = [(Claim(0, 0, 1, "a"), "a"), (Claim(1, 0, 1, "b"), "b")]
     fake_mpi(monkeypatch, FakeWorld(2, [row[0] for row in rows], ["a", "b"]))
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(launchers, "_listen_at", fail)
