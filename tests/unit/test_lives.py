@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from xffl.cluster.hosts import host_identity
 from xffl.cluster.launch import elastic
 from xffl.cluster.launch.failure import CellLives
 
@@ -65,6 +68,7 @@ def test_cells_that_are_not_started_again_are_told(tmp_path: Path) -> None:
 
 HOLD = """
 import sys, time
+from xffl.cluster.hosts import host_identity
 from xffl.cluster.launch import elastic
 with elastic._run_folder() as folder:
     print(folder, flush=True)
@@ -89,11 +93,42 @@ def test_the_folder_of_a_killed_launcher_is_removed_by_the_next_one(
                 assert process.stdout is not None
                 folders.append(Path(process.stdout.readline().strip()))
             killed.kill()
-        with elastic._run_folder():
-            assert all(folder.is_dir() for folder in folders)  # its ranks may still be ending
         for path in (*folders, *others):
+            os.utime(path, (0, 0))  # the runs have lasted for long
+        for _ in range(2):
+            with elastic._run_folder():
+                assert all(folder.is_dir() for folder in folders)  # its ranks may still be ending
+        for path in (folders[1] / "abandoned", *others):
             os.utime(path, (0, 0))
         with elastic._run_folder() as folder:
             assert sorted(tmp_path.iterdir()) == sorted([Path(folder), folders[0], *others])
+            assert not (folders[0] / "abandoned").exists()
         assert sorted(tmp_path.iterdir()) == sorted([folders[0], *others])
         held.kill()
+
+
+@pytest.mark.parametrize("launcher", [None, "", "another-host/boot\n1", f"{host_identity()}\n{os.getpid()}"])
+def test_folders_whose_launcher_is_not_known_to_be_lost_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str | None
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / "xffl-cells-old"
+    folder.mkdir()
+    if launcher is not None:
+        (folder / "launcher").write_text(launcher)
+    (folder / "abandoned").touch()
+    for path in (folder / "abandoned", folder):
+        os.utime(path, (0, 0))
+    with elastic._run_folder():
+        pass
+    assert folder.is_dir()
+
+
+def test_a_run_needs_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    with elastic._run_folder() as folder:
+        assert Path(folder, "launcher").read_text() == ""

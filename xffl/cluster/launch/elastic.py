@@ -22,7 +22,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from xffl.cluster.hosts import node_address, reachable_address
+from xffl.cluster.hosts import host_identity, node_address, reachable_address
 from xffl.cluster.launch.affinity import Share
 from xffl.cluster.launch.child import child_command
 from xffl.cluster.launch.failure import CellLives, ExitCode, caught_signals, code_of_signal, read_failure
@@ -48,7 +48,8 @@ _ANSWER_S = 1.0
 _FAR = "198.51.100.1"
 _FOLDER = "xffl-cells-"
 _HOLDER = "launcher"  # the file in such a folder on which the launcher holds a lock
-_ABANDONED_S = 600.0
+_ABANDONED = "abandoned"  # the file by which the first launcher that finds such a folder without its own says so
+_ABANDONED_S = 600.0  # after that the folder is removed
 _IN_VAIN = ("ConfigError:", "TopologyError:")
 """What a rank fails with that would fail the same way again; other errors of xffl's own may be another cell's doing."""
 
@@ -125,30 +126,42 @@ def _run_folder() -> Iterator[str]:
     """Make a folder for what the launchers of the cells tell this one, and remove those that killed ones have left."""
     _remove_abandoned(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder, create(Path(folder, _HOLDER)) as holder:
-        # A record lock: the processes that this one starts do not have it, and it ends with this one however it ends.
-        fcntl.lockf(holder, fcntl.LOCK_EX)
+        with suppress(OSError):  # where files cannot be locked the folder says nothing of its launcher, and stays
+            # A record lock: the processes that this one starts do not have it, and it ends with this one however it
+            # ends. What names this process is written behind it.
+            fcntl.lockf(holder, fcntl.LOCK_EX)
+            holder.write(f"{host_identity()}\n{os.getpid()}".encode())
+            holder.flush()
         yield folder
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove this user's folders of runs whose launcher has ended without removing them."""
+    """Remove this user's folders of runs whose launcher was killed on this host, some time after the first look."""
     for folder in parent.glob(f"{_FOLDER}*"):
         with suppress(OSError):  # somebody else's, or another launcher removes it, too
             status = folder.lstat()
-            is_own = status.st_uid == os.geteuid() and stat.S_ISDIR(status.st_mode)
-            # Ranks that are told to end may still write there, and a launcher that has just begun locks it soon.
-            if is_own and time.time() - status.st_mtime > _ABANDONED_S and not _is_held(folder / _HOLDER):
-                shutil.rmtree(folder)
+            if status.st_uid == os.geteuid() and stat.S_ISDIR(status.st_mode) and _has_lost_launcher(folder):
+                # Ranks that are told to end may still write there.
+                seen = folder / _ABANDONED
+                if not seen.exists():
+                    create(seen).close()
+                elif time.time() - seen.lstat().st_mtime > _ABANDONED_S:
+                    shutil.rmtree(folder)
 
 
-def _is_held(file: Path) -> bool:
-    """Tell whether a process holds the lock on a file."""
-    with suppress(FileNotFoundError), open_regular(file) as held:
+def _has_lost_launcher(folder: Path) -> bool:
+    """Tell whether a folder names another process of this host as its launcher, which does not hold it any more."""
+    holder = folder / _HOLDER
+    host, _, process = read_bytes(holder, 1024).decode(errors="replace").partition("\n")
+    # A process does not see its own lock, and takes it away when it closes the file.
+    if host != host_identity() or process == str(os.getpid()):
+        return False
+    with open_regular(holder) as held:
         try:
             fcntl.lockf(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return True
-    return False
+            return False
+    return True
 
 
 class _Cell:
