@@ -65,3 +65,8 @@ class MeetingLeft(Exception):
 
 class TornError(Exception):
     """Report inside a round that ranks may hold different weights; callers get a :class:`RoundError` in its place."""
+
+
+def public_name(error: BaseException) -> str:
+    """Return the name of an error as messages give it: that of the class in this module that it is, if it is one."""
+    return next((kind.__name__ for kind in type(error).__mro__ if kind.__module__ == __name__), type(error).__name__)

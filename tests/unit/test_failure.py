@@ -24,6 +24,7 @@ from xffl.cluster.launch.failure import (
     note_hint,
     note_unmet,
 )
+from xffl.cluster.listening import PortHeldError, UnansweredError
 from xffl.distributed.failures.first_failure import JoinedWorld, tell_failure
 from xffl.errors import ConfigError, LaunchError, TopologyError
 from xffl.topology import Topology
@@ -103,6 +104,39 @@ def test_rank_0_tells_what_may_be_of_all_and_the_others_its_first_words() -> Non
     first, other, apart = (line_of(error, describe_failure(error)) for error in errors)
     assert first == apart == f"xffl: LaunchError: {text}"
     assert other == "xffl: rank 1 has not met the others: LaunchError: " + text.partition("; set")[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "environ", "line", "waits"),
+    [
+        (LaunchError, {}, "xffl: LaunchError: a; b", False),
+        (LaunchError, {"RANK": "0", "WORLD_SIZE": "1"}, "xffl: LaunchError: a; b", False),
+        (PortHeldError, {"RANK": "0", "WORLD_SIZE": "2"}, "xffl: LaunchError: a; b", True),
+        (UnansweredError, {"RANK": "3"}, "xffl: rank 3 has not met the others: LaunchError: a", True),
+    ],
+)
+def test_a_command_tells_what_ends_it_before_ranks_meet(
+    kind: type[LaunchError],
+    environ: dict[str, str],
+    line: str,
+    waits: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited: list[BaseException] = []
+    monkeypatch.setattr(failure, "leave_together", waited.append)
+    failure.tell_unmet(kind("a; b"), environ)
+    assert capsys.readouterr().err == line + "\n" and bool(waited) is waits
+
+
+@pytest.mark.parametrize("is_speaker", [True, False])
+def test_a_command_whose_ranks_have_met_tells_their_error_once(
+    is_speaker: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = TopologyError("6 ranks asked for; 2 are there")
+    note_alike(error, is_speaker=is_speaker)
+    failure.tell_unmet(error, {"RANK": "1", "WORLD_SIZE": "2"})
+    assert capsys.readouterr().err == (f"xffl: TopologyError: {error}\n" if is_speaker else "")
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except XfflError as error:
         if words[0] in _OF_RANKS:
-            tell_unmet(error)
+            # One that starts ranks is none itself, whatever variables it has been left.
+            tell_unmet(error, {} if any(map(_starts_ranks, words)) else os.environ)
         else:
             print(visible(f"xffl: {type(error).__name__}: {error}"), file=sys.stderr)
         return ExitCode.REFUSED
@@ -158,6 +159,11 @@ def _open_standard_streams() -> None:
                 place, mode, buffering=1, encoding="utf-8", errors="backslashreplace", closefd=place != number
             )
             setattr(sys, name, stream)
+
+
+def _starts_ranks(word: str) -> bool:
+    """Tell whether a word of a command asks it to start ranks itself; pure."""
+    return word.partition("=")[0] in ("--processes", "--hosts")
 
 
 def _silence(*streams: TextIO) -> None:

@@ -26,7 +26,7 @@ from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.distributed.differences import Describe, describe_difference, rebuild_error
 from xffl.distributed.failures.waits import NamedWait
 from xffl.distributed.sharding import bytes_of
-from xffl.errors import ConfigError, LaunchError, XfflError
+from xffl.errors import ConfigError, LaunchError, XfflError, public_name
 from xffl.topology import ranks_text
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def check_consistent(
         if error is not None:
             raise error
         return
-    own = (what, value, None) if error is None else (what, "", (type(error).__name__, str(error)))
+    own = (what, value, None) if error is None else (what, "", (public_name(error), str(error)))
     # The call's name is part of what is compared, so that ranks in different calls notice it, too.
     with NamedWait(what, group):
         is_same = _is_same_everywhere(own, group)
@@ -244,14 +244,14 @@ def check_consistent_on_store(
     if theirs.partition(" ")[0] != ours.partition(" ")[0]:
         error = ConfigError(format_refusal(f"rank {rank}", ours, "other ranks", theirs))
     if error is not None:  # this rank has no value to compare
-        store.compare_set("error", "", json.dumps([type(error).__name__, f"{error} (first told by rank {rank})"]))
+        store.compare_set("error", "", json.dumps([public_name(error), f"{error} (first told by rank {rank})"]))
     elif (common := store.compare_set("value", "", value).decode()) != value:
         text = f"ranks were given different set-ups: rank {rank}: {value}; others: {common}; give all ranks the same"
         store.compare_set("error", "", json.dumps([ConfigError.__name__, text]))
     store.set(f"here/{rank}", "")
     if store.add("arrived", 1) == world_size:
         if (wrong := judge()) is not None:
-            store.compare_set("error", "", json.dumps([type(wrong).__name__, str(wrong)]))
+            store.compare_set("error", "", json.dumps([public_name(wrong), str(wrong)]))
         store.set("verdict", store.compare_set("error", "", "null").decode())
     try:
         _await_verdict(store, rank, world_size, timeout_s)
@@ -296,7 +296,7 @@ def end_on_store(
     ``is_speaker``: whether it tells the error; rank 0 does, where it waits with the others.
     """
     teller = "a process whose rank cannot be read" if rank is None else f"rank {rank}"
-    store.compare_set("error", "", json.dumps([type(error).__name__, f"{error} (first told by {teller})"]))
+    store.compare_set("error", "", json.dumps([public_name(error), f"{error} (first told by {teller})"]))
     verdict = store.get("error").decode()
     store.set("verdict", verdict)
     _wait_for_readers(store, rank, world_size, timeout_s)

@@ -131,7 +131,7 @@ class DistributedWorld:
                 self._create, mesh=mesh, topology=state.topology, cell=state.federation, device_type=self.device.type
             )
         except BaseException as error:
-            note_end(error)
+            note_end(error, state.topology)
             self.teardown(synchronize=False)
             raise
         return state
@@ -168,7 +168,7 @@ class DistributedWorld:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is not None:
-            note_end(error)
+            note_end(error, None if self._state is None else self._state.topology)
         self.teardown(synchronize=error is None)
 
     # Ranks and sizes --------------------------------------------------------------------------------------------------

@@ -24,9 +24,9 @@ from types import TracebackType
 from typing import IO, Any
 
 from xffl.callers import find_place, is_of_package, is_of_python
-from xffl.checks import visible
+from xffl.checks import decimal, visible
 from xffl.cluster.recognition.find import told_rank
-from xffl.errors import ConfigError, TopologyError, XfflError
+from xffl.errors import ConfigError, TopologyError, XfflError, public_name
 from xffl.files import create, read_bytes, write_whole
 from xffl.json_text import parse_json
 from xffl.reading import Fields
@@ -199,7 +199,7 @@ def describe_failure(error: BaseException, *, skip: Container[str] = ()) -> Fail
     advice = _noted(error, _HINT)
     hint = "" if advice is None else f". HINT: {advice}"
     first = "" if (told := _noted(error, _FIRST)) is None else f"; {told}"
-    text = f"{type(error).__name__}: {' '.join(text_of(error).split())}".removesuffix(": ")
+    text = f"{public_name(error)}: {' '.join(text_of(error).split())}".removesuffix(": ")
     headline = visible(f"{text}{first}{hint}")
     return FailureRecord(
         time=_noted(error, _NOTED_AT),
@@ -304,13 +304,19 @@ def tell_unmet(error: XfflError, environ: Mapping[str, str] = os.environ) -> Non
 
     Where a launcher has started several, rank 0 tells all of it and the others its first words.
     """
+    if is_noted_alike(error):  # the ranks have met
+        line = line_of(error, describe_failure(error))
+        if line is not None:
+            print(line, file=sys.stderr, flush=True)
+        leave_together(error)
+        return
     rank = told_rank(environ)
-    text = visible(f"{type(error).__name__}: {error}")
+    text = visible(f"{public_name(error)}: {error}")
     if not rank:
         print(f"xffl: {text}", file=sys.stderr, flush=True)
     else:
         print(f"xffl: rank {rank} has not met the others: {_first_words(text)}", file=sys.stderr, flush=True)
-    if rank is not None:
+    if rank is not None and decimal(environ.get("WORLD_SIZE", "")) != 1:
         note_unmet(error, rank, is_speaker=rank == 0)
         leave_together(error)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from xffl.cluster.launch.failure import is_only_lost_peer, note_alike, note_first, text_of
-from xffl.errors import XfflError
+from xffl.errors import XfflError, public_name
 from xffl.topology import Topology, ranks_text
 
 __all__ = ["JoinedWorld", "tell_failure"]
@@ -47,7 +47,7 @@ def tell_failure(error: BaseException, world: JoinedWorld) -> None:
         if is_only_lost_peer(error):
             _name_first(error, world)
         else:
-            what = " ".join(f"{type(error).__name__}: {text_of(error)}".split())[:_SHOWN]
+            what = " ".join(f"{public_name(error)}: {text_of(error)}".split())[:_SHOWN]
             world.store.compare_set(_FIRST, "", json.dumps([world.rank, what]))
         if isinstance(error, XfflError):
             _choose_speaker(error, world)
@@ -97,7 +97,7 @@ def _named(ranks: Sequence[int], world: JoinedWorld) -> str:
 
 def _choose_speaker(error: XfflError, world: JoinedWorld) -> None:
     """Be the one that tells an error if no other rank has come with it before."""
-    digest = hashlib.sha256(f"{type(error).__name__}: {text_of(error)}".encode(errors="replace")).hexdigest()
+    digest = hashlib.sha256(f"{public_name(error)}: {text_of(error)}".encode(errors="replace")).hexdigest()
     key = f"xffl_errors/{digest}"
     is_speaker = world.store.add(key, 1) == 1
     is_waiting = is_speaker or world.rank == 0
