@@ -285,7 +285,7 @@ def fails_while_protecting(rank: int, world_size: int, step: str) -> tuple[str, 
         sent.extend(values.clone() for values in send.values())
         return post(self, transfer, bucket, hop, send, receive)
 
-    def fails(*args: Any) -> Any:
+    def fails(*args: Any, **named: Any) -> Any:
         raise MemoryError("planted")
 
     CrossCellTransport._post = listening  # type: ignore[method-assign]
@@ -320,7 +320,7 @@ def fails_under_masks(rank: int, world_size: int) -> float:
     with torch.no_grad():
         model.weight.add_(1e-3 * (rank + 1))
 
-    def fails(*args: Any) -> Any:
+    def fails(*args: Any, **named: Any) -> Any:
         raise MemoryError("planted")
 
     if rank == 0:

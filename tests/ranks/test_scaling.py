@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from tests.ranks.test_round import complete, digests, make_state
 from tests.rounds import replace_exchange
 from tests.worlds import run_world
 from xffl.aggregation.algorithms.clients import FedProx
+from xffl.aggregation.steps.wrapped_optimizers import steps_may_nest
 from xffl.checkpoint import AsyncSaver, load_checkpoint, save_checkpoint
 from xffl.distributed.distributed_state import DistributedState
 from xffl.parallel import FSDPStrategy
@@ -554,6 +557,26 @@ class Mine(torch.optim.SGD):
         return super().step(closure)
 
 
+class Named(torch.optim.SGD):
+    """An optimizer whose step calls its parent's, and bears its name."""
+
+    @functools.wraps(torch.optim.SGD.step)
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class Keeping(torch.optim.SGD):
+    """An optimizer that makes a second copy of the weights in its third step."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        self.steps += 1
+        for parameter in self.param_groups[0]["params"] if self.steps == 3 else ():
+            self.state[parameter]["slow"] = parameter.detach().clone()
+
+
 class Noted(FedProx):
     """A client that counts how often gradients are changed."""
 
@@ -602,7 +625,7 @@ def called(state: DistributedState, rank: int, kind: type[torch.optim.SGD], way:
 
 def subclassed(rank: int, world_size: int) -> None:
     state = make_state(rank, (1, 1), None)
-    for kind in (torch.optim.SGD, Mine):
+    for kind in (torch.optim.SGD, Mine, Named):
         for way in ("plain", "closure", "compiled", "scheduled", "scaled", "within", "fails"):
             expected = (4, 2, 0 if way in ("closure", "within") else 4, 2)
             if kind is Mine and way == "fails":
@@ -612,6 +635,37 @@ def subclassed(rank: int, world_size: int) -> None:
 
 def test_a_step_that_calls_its_parent_s_is_one_step() -> None:
     run_world(2, subclassed)
+
+
+@pytest.mark.parametrize("kind", [Mine, Named])
+def test_steps_inside_of_steps_are_expected_of_classes_that_have_their_own(kind: type[torch.optim.SGD]) -> None:
+    class Heir(torch.optim.SGD):
+        pass
+
+    plain, heir, other = (made([nn.Parameter(torch.ones(1))], lr=0.1) for made in (torch.optim.SGD, Heir, kind))
+    assert not steps_may_nest([plain]) and not steps_may_nest([heir])
+    assert steps_may_nest([other]) and steps_may_nest([plain, heir])
+
+
+def keeps_copy(rank: int, world_size: int, ends: str) -> str:
+    """Make a copy of the weights after the first round, in a block that ends in one way or the other."""
+    state = make_state(rank, (1, 1), None)
+    model = nn.Linear(64, 64)
+    optimizer = Keeping(model.parameters(), lr=1e-4)
+    scaling = xffl.FederatedScaling(model, optimizer, state, every=1)
+    with contextlib.redirect_stderr(io.StringIO()) as told, contextlib.suppress(KeyError), scaling:
+        for _ in range(4):
+            model(torch.ones(1, 64)).sum().backward()
+            optimizer.step()
+        if ends == "by an error":
+            raise KeyError
+    return told.getvalue()
+
+
+@pytest.mark.parametrize("ends", ["by itself", "by an error"])
+def test_a_copy_of_the_weights_that_comes_late_is_told_at_the_end(ends: str) -> None:
+    first, second = run_world(2, keeps_copy, ends)
+    assert "optimizer Keeping keeps a copy of the weights in its state ('slow')" in first and not second
 
 
 def backward(model: nn.Module, step: int, rank: int) -> None:

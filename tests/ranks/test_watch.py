@@ -278,6 +278,10 @@ def _train(state: DistributedState, ends: str) -> None:
     elif ends == "scaling":
         with xffl.FederatedScaling(model, optimizer, state, every=100):
             step()
+    elif ends == "left by an error that is caught":
+        with suppress(KeyError), xffl.FederatedScaling(model, optimizer, state, every=100):
+            step()
+            raise KeyError
     elif ends == "loop of no steps":
         with xffl.FederatedScaling(model, optimizer, state, every=1):
             pass
@@ -302,6 +306,7 @@ ENDS = {
     "never entered": (NEVER, NO_ROUND),
     "held and never entered": (NEVER, NO_ROUND),
     "steps outside of the block": (NO_ROUND,),
+    "left by an error that is caught": (NO_ROUND,),
     "scaling": (),
     "loop of no steps": (),
     "by hand": (),

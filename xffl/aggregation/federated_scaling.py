@@ -253,7 +253,7 @@ class FederatedScaling:
         while self._handles:  # first: what follows may raise, and the optimizers live on
             self._handles.pop().remove()
         self._is_entered = False
-        self._activity.resume_watch()
+        self._activity.resume_watch(has_step=self.local_steps > 0)
         failure: XfflError | None = None
         if kind is None and self._rounds.meets_others:
             with self._ledger.timer.paused():
@@ -261,10 +261,10 @@ class FederatedScaling:
         elif kind is None:
             self._ledger.add_rest()
             self._conclude(self._rounds.round(self._offer()))
-        if kind is None and self._copy_watch is not None:
+        self._rounds.close(error)  # collective without an error: also where a round was rejected
+        if self._copy_watch is not None:
             for optimizer in self._config.optimizers:
                 self._copy_watch.after_step(optimizer)
-        self._rounds.close(error)  # collective without an error: also where a round was rejected
         if failure is not None:
             raise failure
 

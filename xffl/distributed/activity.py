@@ -30,8 +30,8 @@ class RoundUnderWay(Protocol):
 class RunActivity:
     """What the ranks of a state have done so far, as far as the end of the run may have to tell of it; local.
 
-    Optimizer steps count from :meth:`watch_steps` to :meth:`end`, except in a block that makes rounds; an export for a
-    round over files counts as a round.
+    Optimizer steps count from :meth:`watch_steps` to :meth:`end`; a block that makes rounds counts its own. An export
+    for a round over files counts as a round.
     """
 
     def __init__(self) -> None:
@@ -58,8 +58,9 @@ class RunActivity:
             self._is_paused = True
             self._stop_watching()
 
-    def resume_watch(self) -> None:
-        """Watch steps again, unless nobody did or there was a round."""
+    def resume_watch(self, *, has_step: bool) -> None:
+        """Watch steps again, unless nobody did or there was a round; ``has_step`` tells whether the loop made one."""
+        self._has_step |= has_step and self._is_paused
         if self._is_paused and not self._has_round:
             self.watch_steps()
         self._is_paused = False

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 
 from xffl.compat.pytorch import enclosing_steps
 from xffl.errors import ConfigError
@@ -38,10 +39,17 @@ def steps_may_nest(optimizers: Sequence[Optimizer]) -> bool:
         return True
     for optimizer in optimizers:
         kinds = [kind for kind in type(optimizer).__mro__ if kind is not Optimizer and "step" in vars(kind)]
-        # torch puts a wrapper around an inherited step into the class, which is no step of its own.
-        if len({inspect.unwrap(vars(kind)["step"]) for kind in kinds}) > 1:
+        if len({_without_hooks(vars(kind)["step"]) for kind in kinds}) > 1:
             return True
     return False
+
+
+def _without_hooks(step: Any) -> Any:
+    """Return a step without the wrapper that calls hooks, which torch puts around an inherited one into each class."""
+    # A step of the user's own that was made by functools.wraps has the attributes of what it wraps, not its code.
+    while getattr(step, "hooked", False) and inspect.getfile(step) == torch_optimizer.__file__:
+        step = step.__wrapped__
+    return step
 
 
 def outermost(hook: StepHook, given: Sequence[Optimizer]) -> StepHook:
@@ -49,9 +57,10 @@ def outermost(hook: StepHook, given: Sequence[Optimizer]) -> StepHook:
 
     It raises where an optimizer steps inside the step of another one that is given for the same parameters.
     """
+    file = inspect.getfile(hook)
 
     def outer_hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        outer = enclosing_steps()
+        outer = enclosing_steps(file)
         if optimizer in outer:
             return
         if outer:
