@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import hmac
 import http.client
 import json
+import multiprocessing
 import os
 import secrets
 import signal
@@ -17,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -245,6 +247,44 @@ def test_a_record_is_on_the_disk_before_it_is_told(folder: JournalFolder, monkey
     assert [name for name in calls if name != "unlink"] == ["fsync", "link", "fsync"]
 
 
+def test_what_another_process_has_published_is_on_the_disk_before_it_is_read(
+    folder: JournalFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its writer may have been killed before it has flushed the folder."""
+    flushed: list[list[str]] = []
+    monkeypatch.setattr(
+        "xffl.elastic.journal.folder.sync",
+        lambda path: flushed.append(sorted(file.name for file in path.glob("0*"))),
+    )
+    names = [f"{number:09d}.json" for number in range(4)]
+    reader = JournalFolder(folder.path)
+    assert (reader.read_from(0), reader.read_texts(0, LONGEST_RECORD), flushed) == ([], [], [])
+    assert (reader.read_from(9), reader.read_texts(9, LONGEST_RECORD), flushed) == ([], [], [])
+    for number in range(3):
+        (folder.path / names[number]).write_text(record_text(void(number)))
+    assert len(reader.read_texts(0, 2 * len(record_text(void(0))))) == 2
+    assert flushed == [names[:3]]
+    assert (len(reader.read_from(2)), len(reader.read_from(0))) == (1, 3)
+    assert flushed == [names[:3]] * 2  # record 2 had not been returned before
+    reader.put(void(3))
+    assert (len(reader.read_from(0)), flushed) == (4, [names[:3]] * 2 + [names])
+
+
+def test_a_folder_that_cannot_be_flushed_is_not_read(folder: JournalFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.put(void(0))
+    reader = JournalFolder(folder.path)
+
+    def fail(path: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("xffl.elastic.journal.folder.sync", fail)
+        for _ in range(2):
+            with pytest.raises(JournalUnreachable, match="cannot be read .*Input/output error"):
+                reader.read_from(0)
+    assert len(reader.read_from(0)) == 1
+
+
 @pytest.mark.parametrize("content", ["", "{}", record_text(VoidRecord(RUN, 5, RUN))])
 def test_a_damaged_record_is_refused_by_name(folder: JournalFolder, content: str) -> None:
     folder.put(void(0))
@@ -290,6 +330,41 @@ def test_one_process_serves_a_folder(folder: JournalFolder) -> None:
         assert f"is served by process {os.getpid()} on " in ran.stderr and ran.returncode == 1
     ran = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert ran.stdout == "held\n"
+
+
+def test_a_process_serves_a_folder_once(folder: JournalFolder) -> None:
+    code = "import sys; from pathlib import Path; from xffl.elastic.journal.folder import hold_folder\n"
+    code += "with hold_folder(Path(sys.argv[1])): print('held')"
+    with hold_folder(folder.path):
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=f"is served by process {os.getpid()} on "), hold_folder(folder.path):
+                pass
+        words = [sys.executable, "-c", code, str(folder.path)]
+        ran = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+        assert "is served by process" in ran.stderr and ran.returncode == 1
+    with hold_folder(folder.path):
+        pass
+
+
+def test_a_folder_is_let_go_although_a_forked_process_lives(folder: JournalFolder) -> None:
+    forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    with hold_folder(folder.path):
+        forked.start()
+    try:
+        with hold_folder(folder.path):
+            pass
+    finally:
+        forked.kill()
+        forked.join()
+
+
+def test_a_file_system_without_locks_is_refused_by_name(folder: JournalFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(ConfigError, match="cannot be locked .*give a folder on a disk"), hold_folder(folder.path):
+        pass
 
 
 # In processes ---------------------------------------------------------------------------------------------------------
@@ -497,6 +572,106 @@ def test_a_client_does_not_wait_for_ever_for_bytes(monkeypatch: pytest.MonkeyPat
             journal.read_from(0)
 
 
+def drip(connection: socket.socket, start: bytes) -> float:
+    """Send a byte every so often until the other side hangs up, for ten seconds at most; return how long it took."""
+    begun = time.monotonic()
+    connection.settimeout(0.05)
+    with suppress(ConnectionError):
+        connection.sendall(start)
+        while time.monotonic() < begun + 10:
+            connection.sendall(b"x")
+            with suppress(TimeoutError):
+                if not connection.recv(1000):
+                    break
+    return time.monotonic() - begun
+
+
+@pytest.mark.parametrize("patience_s", [0.0, 1.0])
+@pytest.mark.parametrize("start", [b"HTTP/1.0 200 OK\r\nX-Long: ", b"HTTP/1.0 200 OK\r\nContent-Length: 1000\r\n\r\n"])
+def test_a_client_does_not_wait_longer_than_its_patience_for_bytes_that_drip(
+    start: bytes, patience_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xffl.elastic.journal.service.SILENT_S", 0.5)
+
+    def serve() -> None:
+        while True:
+            try:
+                connection = dripping.accept()[0]
+            except TimeoutError:
+                return
+            with connection:
+                drip(connection, start)
+
+    with socket.create_server(("127.0.0.1", 0)) as dripping:
+        dripping.settimeout(3)
+        serving = threading.Thread(target=serve)
+        serving.start()
+        journal = RemoteJournal(f"http://127.0.0.1:{dripping.getsockname()[1]}", TOKEN, patience_s=patience_s)
+        begun = time.monotonic()
+        with pytest.raises(JournalUnreachable, match="timed out"):
+            journal.read_from(0)
+        assert max(patience_s, 0.5) <= time.monotonic() - begun < 5
+        serving.join()
+
+
+@pytest.mark.parametrize(
+    "start", [b"POST /read HTTP/1.0\r\nX-Long: ", b"POST /read HTTP/1.0\r\nContent-Length: 1000\r\n\r\n"]
+)
+def test_a_service_does_not_wait_long_for_a_request_that_drips(
+    start: bytes, service: JournalService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xffl.elastic.journal.service.REQUEST_S", 0.5)
+    place = urlsplit(service.url)
+    with socket.create_connection((place.hostname, place.port), 10) as connection:
+        assert drip(connection, start) < 5
+
+
+def test_a_slow_disk_does_not_cost_the_answer(
+    folder: JournalFolder, service: JournalService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = folder.put
+
+    def put_late(record: Record) -> Record:
+        time.sleep(1.0)
+        return put(record)
+
+    monkeypatch.setattr("xffl.elastic.journal.service.REQUEST_S", 0.5)
+    monkeypatch.setattr(folder, "put", put_late)
+    first = void(0)
+    assert RemoteJournal(service.url, TOKEN, patience_s=10.0).put(first) == first
+
+
+def test_a_client_tries_all_addresses_of_a_host(service: JournalService, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = urlsplit(service.url).port or 0
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        free = closed.getsockname()[1]
+    places = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", number)) for number in (free, port)]
+    places.insert(0, (-2, socket.SOCK_STREAM, 0, "", ("127.0.0.1", port)))  # a family that this host does not know
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: places)
+    assert RemoteJournal(service.url, TOKEN, patience_s=0.0).read_from(0) == []
+    del places[2]
+    del places[0]
+    with pytest.raises(JournalUnreachable, match="Connection refused"):
+        RemoteJournal(service.url, TOKEN, patience_s=0.0).read_from(0)
+
+
+def test_a_connection_for_which_no_thread_starts_keeps_no_place(
+    folder: JournalFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("xffl.elastic.journal.service.MOST_CONNECTIONS", 1)
+    service = JournalService(folder, TOKEN, "127.0.0.1", 0)
+    with closing(service):
+        journal = RemoteJournal(service.url, TOKEN, patience_s=0.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(JournalUnreachable):
+                journal.read_from(0)
+        assert RemoteJournal(service.url, TOKEN, patience_s=5.0).read_from(0) == []
+
+
 def test_long_journals_are_read_in_parts(
     folder: JournalFolder, service: JournalService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -504,7 +679,15 @@ def test_long_journals_are_read_in_parts(
     longest = len(record_text(records[11]))
     monkeypatch.setattr("xffl.elastic.journal.service.LONGEST_ANSWER", 5 * longest)
     journal = RemoteJournal(service.url, TOKEN)
+    parsed: list[str] = []
+
+    def count(text: bytes, what: str) -> Record:
+        parsed.append(what)
+        return read_record(text, what)
+
+    monkeypatch.setattr("xffl.elastic.journal.folder.read_record", count)
     assert journal.read_from(0) == records[:5]
+    assert len(parsed) <= 6  # those of the answer, and the one that is too much
     assert journal.read_from(5) == records[5:10]
     assert journal.read_from(10) == records[10:]
 

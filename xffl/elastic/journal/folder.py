@@ -9,7 +9,8 @@ which fails if the name exists. So a number has one content, whoever tries, and 
 
 An answer of the file system says little: NFS may report that a name exists although this very call has made it, and may
 report that a name is missing although it has just said that it exists. So what stands under the number is read, and its
-id decides. Before a record is returned, the folder is flushed to the disk as well, whoever has published it.
+id decides. Before a record is returned for the first time, the folder is flushed to the disk as well, whoever has
+published it: its writer may have been killed between the two.
 
 Records are never deleted. A process that is killed may leave a temporary file; the service removes those of its folder
 at its start, because nobody else writes there.
@@ -59,6 +60,7 @@ class JournalFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._flushed = 0  # records before this number are known to be on the disk
         try:
             make_folders(path)
             self._check_links()
@@ -110,7 +112,7 @@ class JournalFolder:
             # A file that exists may be looked up in a cache that does not know of it yet.
             standing = self._read(record.number, lookups=_LOOKUPS if reason else 1)
             if standing is not None:
-                sync(self.path)
+                self._flush(standing.number + 1)
         except OSError as error:
             raise JournalUnreachable(f"record {record.number} was not written to {self.path} ({error})") from error
         if standing is None:
@@ -121,20 +123,60 @@ class JournalFolder:
         """Return the records from a number on, in order and without a gap, possibly not all of them.
 
         :param number: Number of the first record to return.
-        :return: The records: none if there is no record of that number.
+        :return: The records, on the disk: none if there is no record of that number.
         :raises JournalUnreachable: if a record cannot be read.
         :raises CheckpointError: if something else than a record stands there.
         """
-        records: list[Record] = []
-        try:
-            while len(records) < _MOST_READ:
-                record = self._read(number + len(records), lookups=1)
-                if record is None:
+        with self._naming_reads():
+            records = list(self._records_from(number))
+            self._flush_new(number, len(records))
+        return records
+
+    def read_texts(self, number: int, most_bytes: int) -> list[bytes]:
+        """Return the texts of the records from a number on, as many as a limit allows; see :meth:`read_from`.
+
+        :param number: Number of the first record.
+        :param most_bytes: The most bytes of all texts together.
+        :return: The texts, in order and without a gap.
+        :raises JournalUnreachable: if a record cannot be read.
+        :raises CheckpointError: if something else than a record stands there.
+        """
+        texts: list[bytes] = []
+        left = most_bytes
+        with self._naming_reads():
+            for record in self._records_from(number):
+                text = record_text(record).encode()
+                left -= len(text)
+                if left < 0:
                     break
-                records.append(record)
+                texts.append(text)
+            self._flush_new(number, len(texts))
+        return texts
+
+    def _records_from(self, number: int) -> Iterator[Record]:
+        """Read records one after another, each when it is asked for."""
+        for following in range(number, number + _MOST_READ):
+            record = self._read(following, lookups=1)
+            if record is None:
+                return
+            yield record
+
+    @contextmanager
+    def _naming_reads(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise JournalUnreachable(f"the journal {self.path} cannot be read ({error})") from error
-        return records
+
+    def _flush_new(self, number: int, count: int) -> None:
+        """Flush the folder if one of some records that were read may not be on the disk yet."""
+        if count > 0 and number + count > self._flushed:
+            self._flush(number + count)
+
+    def _flush(self, end: int) -> None:
+        """Flush the folder, in which all records before a number exist."""
+        sync(self.path)
+        self._flushed = max(self._flushed, end)
 
     def list_newest(self) -> int:
         """Return the largest number in a listing of the folder, which may be old; -1 if there is none."""
@@ -220,16 +262,19 @@ class JournalFolder:
 
 @contextmanager
 def hold_folder(path: Path) -> Iterator[None]:
-    """Keep other processes of this host from serving the same folder.
+    """Keep a folder from being served twice on this host, by other processes or by this one.
+
+    The lock belongs to the open file. A POSIX record lock would belong to the process: it would not keep the process
+    from serving the folder twice, and would end when any of its files of that name is closed.
 
     :param path: The folder, which must exist.
     :yield: While it is held.
-    :raises ConfigError: if another process holds it, or its file system has no locks.
+    :raises ConfigError: if it is held, or its file system has no locks.
     """
     lock = path / _LOCK
     with create(lock, "append") as file:
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 raise ConfigError(f"{path} cannot be locked ({error}); give a folder on a disk of this host") from error
@@ -238,6 +283,9 @@ def hold_folder(path: Path) -> Iterator[None]:
             raise ConfigError(
                 f"the journal in {path} is served by {holder}; end that, or give another folder"
             ) from None
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {os.uname().nodename}\n".encode())
-        yield
+        try:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {os.uname().nodename}\n".encode())
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # a process that was forked meanwhile has the open file, too

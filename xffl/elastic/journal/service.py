@@ -10,7 +10,8 @@ A request that is sent again does no harm: a record of the same id is put once. 
 numbers of cells, of rounds and of steps.
 
 The service may be restarted at any time: what it has answered is in its folder. A client that gets no answer asks
-again, with the same record, until its patience ends; then what stands is not known, and the cell is in doubt.
+again, with the same record, until its patience ends; then what stands is not known, and the cell is in doubt. Neither
+side waits without end for bytes that come one by one: a request has a deadline on both.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import http.client
 import json
 import random
 import secrets
+import socket
 import threading
 import time
 from contextlib import ExitStack
@@ -54,8 +56,10 @@ MOST_CONNECTIONS = 256
 """Connections that are served at a time; others are closed"""
 SILENT_S = 10.0
 """How long either side waits for the next bytes of the other"""
+REQUEST_S = 30.0
+"""How long the service reads one request; its answer has SILENT_S of its own"""
 PATIENCE_S = 60.0
-"""How long a client asks again, by default"""
+"""How long a client asks, all its tries together, by default"""
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
 
@@ -63,11 +67,11 @@ LONGEST_PAUSE_S = 2.0
 class JournalService:
     """Serves the journal in a folder of this host, in threads of this process, until it is closed.
 
-    :param folder: The folder; no other process may serve it.
+    :param folder: The folder; nothing else may serve it.
     :param token: The run's token; empty if the run has none.
     :param host: Address to listen at.
     :param port: Port to listen at; 0 for any.
-    :raises ConfigError: if the folder is served by another process.
+    :raises ConfigError: if the folder is served already.
     :raises LaunchError: if nobody can listen there.
     """
 
@@ -97,6 +101,35 @@ class JournalService:
         self._held.close()
 
 
+class _TimedSocket(socket.socket):
+    """A connection with a deadline for all of its bytes; the next ones may take SILENT_S at most."""
+
+    def __init__(self, connection: socket.socket, deadline: float) -> None:
+        super().__init__(connection.family, connection.type, connection.proto, fileno=connection.detach())
+        self.deadline = deadline
+
+    def connect(self, address: Any) -> None:
+        """Connect before the deadline."""
+        self._limit()
+        super().connect(address)
+
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
+        """Receive what comes next; files of a socket read by this, too."""
+        self._limit()
+        return super().recv_into(buffer, nbytes, flags)
+
+    def sendall(self, data: Any, flags: int = 0) -> None:
+        """Send all of the data before the deadline."""
+        self._limit()
+        super().sendall(data, flags)
+
+    def _limit(self) -> None:
+        left_s = self.deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("timed out")
+        self.settimeout(min(SILENT_S, left_s))
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
@@ -108,11 +141,21 @@ class _Server(ThreadingHTTPServer):
         self.token = token
         self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
 
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a connection, whose request has a deadline from now on."""
+        connection, address = super().get_request()
+        return _TimedSocket(connection, time.monotonic() + REQUEST_S), address
+
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._places.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        """Serve a connection in a thread of its own, which gives the place back."""
+        if not self._places.acquire(blocking=False):
             self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except Exception:  # no thread could be started; the base class closes the connection
+            self._places.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
@@ -134,7 +177,7 @@ class _Refusal(Exception):
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
-    timeout = SILENT_S
+    connection: _TimedSocket
     server_version = "xffl"
     sys_version = ""
 
@@ -153,6 +196,7 @@ class _Handler(BaseHTTPRequestHandler):
             status, answer = HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode()
         except XfflError as error:
             status, answer = HTTPStatus.BAD_REQUEST, f"{error}\n".encode()
+        self.connection.deadline = time.monotonic() + SILENT_S
         self.send_response(status)
         self.send_header("Content-Type", "text/plain; charset=utf-8")
         self.send_header("Content-Length", str(len(answer)))
@@ -176,17 +220,9 @@ class _Handler(BaseHTTPRequestHandler):
                 given = Fields(parse_json(body, limit=200), "the request")
             except ValueError as error:
                 raise ConfigError(f"the request cannot be read: {error}") from error
-            return self._texts(given.integer("from", 0, MOST_RECORDS))
+            number = given.integer("from", 0, MOST_RECORDS)
+            return b"".join(self.server.folder.read_texts(number, LONGEST_ANSWER))
         raise _Refusal(HTTPStatus.NOT_FOUND, f"the journal knows {PUT} and {READ}")
-
-    def _texts(self, number: int) -> bytes:
-        texts = b""
-        for record in self.server.folder.read_from(number):
-            text = record_text(record).encode()
-            if len(texts) + len(text) > LONGEST_ANSWER:
-                break
-            texts += text
-        return texts
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the name in the base class
         """Say nothing of single requests."""
@@ -197,7 +233,7 @@ class RemoteJournal:
 
     :param url: Where the service is, ``http://HOST:PORT``.
     :param token: The run's token; empty if the run has none.
-    :param patience_s: How long to ask again.
+    :param patience_s: How long to ask, all tries together; a first try has SILENT_S at least.
     """
 
     def __init__(self, url: str, token: bytes, patience_s: float = PATIENCE_S) -> None:
@@ -229,14 +265,15 @@ class RemoteJournal:
 
     def _ask(self, path: str, body: bytes) -> list[Record]:
         """Ask until there is an answer or patience ends, with longer and longer pauses."""
-        deadline = time.monotonic() + self._patience_s
+        begun = time.monotonic()
+        deadline = begun + max(self._patience_s, SILENT_S)
         pause_s = FIRST_PAUSE_S
         while True:
             try:
-                lines = self._try(path, body).splitlines()
+                lines = self._try(path, body, deadline).splitlines()
                 return [read_record(line, f"the answer of the journal {self._url}") for line in lines]
             except (OSError, http.client.HTTPException, JournalUnreachable, CheckpointError) as error:
-                if time.monotonic() + pause_s > deadline:
+                if time.monotonic() + pause_s > begun + self._patience_s:
                     reason = str(error) or type(error).__name__
                     raise JournalUnreachable(
                         f"the journal {self._url} does not answer ({reason}); see that xffl lighthouse runs, that this "
@@ -245,10 +282,12 @@ class RemoteJournal:
             time.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
-    def _try(self, path: str, body: bytes) -> bytes:
+    def _try(self, path: str, body: bytes, deadline: float) -> bytes:
         """Ask once. An answer that the run's token does not prove raises as a lost one does."""
         nonce = secrets.token_hex(16)
-        connection = http.client.HTTPConnection(self._place.hostname or "", self._place.port, timeout=SILENT_S)
+        host, port = self._place.hostname or "", self._place.port or http.client.HTTP_PORT
+        connection = http.client.HTTPConnection(host, port)
+        connection.sock = _connect(host, port, deadline)
         try:
             proof = _proof(self._token, path, nonce, body)
             connection.request("POST", path, body, {NONCE: nonce, PROOF: proof, "Connection": "close"})
@@ -265,6 +304,22 @@ class RemoteJournal:
         if response.status != HTTPStatus.OK:
             raise JournalUnreachable(told)
         return answer
+
+
+def _connect(host: str, port: int, deadline: float) -> _TimedSocket:
+    """Connect to the first address of a host that answers. The look-up of its name takes what the resolver takes."""
+    reasons: list[OSError] = []
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        try:
+            with ExitStack() as opened:
+                connection = opened.enter_context(_TimedSocket(socket.socket(family, kind, protocol), deadline))
+                connection.connect(address)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                opened.pop_all()  # it stays open
+                return connection
+        except OSError as error:
+            reasons.append(error)
+    raise reasons[0]
 
 
 def _proof(token: bytes, what: str, nonce: str, content: bytes) -> str:
