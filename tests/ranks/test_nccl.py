@@ -31,7 +31,8 @@ from xffl.aggregation.engine import transport
 from xffl.aggregation.engine.buffers import BucketMemory
 from xffl.aggregation.engine.exchange import RoundRun
 from xffl.aggregation.engine.gpu_memory import HostCopies
-from xffl.aggregation.engine.groups import VOTE_TAG, Progress, RoundScope
+from xffl.aggregation.engine.groups import Progress, RoundScope
+from xffl.aggregation.engine.votes import VOTE_TAG
 from xffl.aggregation.options import Options
 from xffl.aggregation.privacy import Privacy
 from xffl.costs import MOST_IN_FLIGHT
