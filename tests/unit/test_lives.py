@@ -107,7 +107,7 @@ def test_the_folder_of_a_killed_launcher_is_removed_by_the_next_one(
         held.kill()
 
 
-@pytest.mark.parametrize("launcher", [None, "", "another-host/boot\n1", f"{host_identity()}\n{os.getpid()}"])
+@pytest.mark.parametrize("launcher", [None, "", "another-host/boot\n1", "{here}\n{process}"])
 def test_folders_whose_launcher_is_not_known_to_be_lost_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str | None
 ) -> None:
@@ -115,7 +115,7 @@ def test_folders_whose_launcher_is_not_known_to_be_lost_stay(
     folder = tmp_path / "xffl-cells-old"
     folder.mkdir()
     if launcher is not None:
-        (folder / "launcher").write_text(launcher)
+        (folder / "launcher").write_text(launcher.format(here=host_identity(), process=os.getpid()))
     (folder / "abandoned").touch()
     for path in (folder / "abandoned", folder):
         os.utime(path, (0, 0))
