@@ -352,7 +352,7 @@ def test_a_folder_is_let_go_although_a_forked_process_lives(folder: JournalFolde
         forked.start()
     try:
         with hold_folder(folder.path):
-            pass
+            assert forked.is_alive()  # and has inherited the lock of before
     finally:
         forked.kill()
         forked.join()
