@@ -46,6 +46,7 @@ WITHOUT_TORCH = (
     "planning",
     "run_report",
     "workflow",
+    "journal",
 )
 EXPORTS = {"DistributedState", "DistributedWorld", "session", "shard", "Aggregator", "FederatedScaling", "RoundReport"}
 EXPORTS |= {"Topology"}

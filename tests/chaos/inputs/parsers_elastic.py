@@ -20,8 +20,11 @@ from tests.chaos.inputs.parser import Parser
 from xffl.aggregation.federations.hand_over import read_hand_over, write_hand_over
 from xffl.distributed.replicas.plain_values import to_plain
 from xffl.distributed.replicas.replica_transport import NONCE_BYTES, ShardTransport
-from xffl.elastic.journal import records as journal
-from xffl.elastic.journal.records import (
+from xffl.elastic.lighthouse import NotOwnRecord, Register
+from xffl.elastic.roster import CellRecord, Version, form_epoch
+from xffl.errors import ConfigError
+from xffl.journal import records as journal
+from xffl.journal.records import (
     ForgetRecord,
     ModelId,
     Record,
@@ -32,10 +35,7 @@ from xffl.elastic.journal.records import (
     next_lineage,
     record_text,
 )
-from xffl.elastic.journal.rule import History, Member
-from xffl.elastic.lighthouse import NotOwnRecord, Register
-from xffl.elastic.roster import CellRecord, Version, form_epoch
-from xffl.errors import ConfigError
+from xffl.journal.rule import History, Member
 
 TOKEN = b"the token of all of them"
 OWN = CellRecord(

@@ -38,7 +38,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from xffl.elastic.journal.records import (
+from xffl.errors import CheckpointError, ConfigError
+from xffl.journal.records import (
     ForgetRecord,
     ModelId,
     Record,
@@ -49,7 +50,6 @@ from xffl.elastic.journal.records import (
     make_id,
     next_lineage,
 )
-from xffl.errors import CheckpointError, ConfigError
 
 __all__ = [
     "Continue",
