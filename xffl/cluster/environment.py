@@ -19,8 +19,9 @@ from xffl.checks import integer
 from xffl.cluster.hosts import interface_address
 from xffl.cluster.listening import is_loopback
 from xffl.cluster.network import LOCAL_VARIABLE, control_address
-from xffl.cluster.recognition.find import find_launcher, launcher_of, refuse_half_a_place, refuse_other_launchers
-from xffl.cluster.recognition.launcher import Fields, honour_master, read_number
+from xffl.cluster.recognition.arguments import complete_arguments
+from xffl.cluster.recognition.find import find_launcher, launcher_of
+from xffl.cluster.recognition.launcher import Fields, read_number
 from xffl.cluster.recognition.launchers import KNOWS_NODES
 from xffl.cluster.sizes import Federation, check_cells, lone_cell, parse_federation, parse_sizes, read_replica_size
 from xffl.errors import ConfigError, LaunchError, TopologyError
@@ -111,7 +112,7 @@ def detect_environment(
     row = find_launcher(environ)
     told = row.read(environ) if row is not None else {}
     if row is None or found.get("world_size", told["world_size"]) != told["world_size"]:
-        _complete_arguments(found, environ, called)
+        complete_arguments(found, environ, called)
         launcher, reason = ProcessEnvironment.launcher, ProcessEnvironment.reason
         if found:
             launcher, reason = "arguments", "rank and world size were given"
@@ -132,31 +133,6 @@ def detect_environment(
     is_open = found.get("world_size", 1) > 1
     fields = {**dict.fromkeys(_OF_NODES), **found} if is_open else found
     return ProcessEnvironment(**fields, launcher=launcher, reason=reason)
-
-
-def _complete_arguments(found: Fields, environ: Mapping[str, str], called: Mapping[str, str]) -> None:
-    """Fill in what arguments leave open where no launcher is to be asked."""
-    shown = ", ".join(f"{called[name]}={value!r}" for name, value in found.items())
-    if "rank" not in found and found.get("world_size", 1) == 1:
-        refuse_other_launchers(environ)
-        if not found:
-            refuse_half_a_place(environ)
-            return
-        found.take("a single process", rank=0, world_size=1)
-    if "rank" not in found or "world_size" not in found:
-        raise LaunchError(f"{shown} without a launcher of that world needs rank and world_size; give both")
-    world = found["world_size"]
-    places = _ARGUMENTS[2:6]
-    if not any(name in found for name in places) or found.get("node_local_size") == world:
-        found.take(found.sources["rank"], node_local_rank=found["rank"])
-        found.take(found.sources["world_size"], node_local_size=world, node_rank=0, node_world_size=1)
-    absent = [name for name in places if name not in found]
-    if world > 1:
-        honour_master(found, environ)
-        absent += [name for name in ("master_addr", "master_port") if name not in found]
-    if absent:
-        wanted = ", ".join(called[name] for name in absent)
-        raise LaunchError(f"{shown} leaves {wanted} open; give them, or start with a launcher")
 
 
 def _check(found: Fields) -> None:

@@ -18,8 +18,8 @@ from xffl.checks import decimal, index_of
 from xffl.cluster.environment import ProcessEnvironment, detect_environment
 from xffl.cluster.launch.failure import note_unmet
 from xffl.cluster.listening import LOOPBACK, PortHeldError, find_listener
-from xffl.cluster.recognition.find import told_rank
 from xffl.cluster.recognition.launchers import LAUNCHERS
+from xffl.cluster.recognition.refusals import told_rank
 from xffl.distributed.consistency import end_on_store
 from xffl.distributed.failures.uncaught import tell_once
 from xffl.distributed.startup.stores import agents_store, has_agents_store, join_store, serve_store
