@@ -18,12 +18,12 @@ from typing import Any
 from xffl.checks import integer
 from xffl.cluster.hosts import interface_address
 from xffl.cluster.listening import is_loopback
-from xffl.cluster.network import LOCAL_VARIABLE, control_address
+from xffl.cluster.network import control_address
 from xffl.cluster.recognition.arguments import complete_arguments
 from xffl.cluster.recognition.find import find_launcher, launcher_of
 from xffl.cluster.recognition.launcher import Fields, read_number
 from xffl.cluster.recognition.launchers import KNOWS_NODES
-from xffl.cluster.sizes import Federation, check_cells, lone_cell, parse_federation, parse_sizes, read_replica_size
+from xffl.cluster.sizes import Federation, check_cells, lone_cell, read_federation, read_replica_size
 from xffl.errors import ConfigError, LaunchError, TopologyError
 
 __all__ = [
@@ -34,10 +34,8 @@ __all__ = [
     "detect_environment",
     "federation_variables",
     "is_lone_cell_requested",
-    "parse_sizes",
     "request_federation",
     "requested_federation",
-    "requested_settings",
     "require_cells",
     "required_cells",
     "sources_named",
@@ -164,10 +162,10 @@ def _check(found: Fields) -> None:
 
 def requested_federation(environ: Mapping[str, str] = os.environ) -> tuple[Federation | None, int | None]:
     """Return sizes or a rule from ``XFFL_FEDERATED``, and the replica size from ``XFFL_HSDP``; ``None`` where unset."""
-    federated, hsdp = (environ.get(name, "").strip() for name in ("XFFL_FEDERATED", "XFFL_HSDP"))
+    federated, hsdp = (environ.get(name, "").strip() or None for name in ("XFFL_FEDERATED", "XFFL_HSDP"))
     return (
-        parse_federation(federated, "XFFL_FEDERATED") if federated else None,
-        read_replica_size(hsdp, "XFFL_HSDP") if hsdp else None,
+        read_federation(federated, "XFFL_FEDERATED"),
+        None if hsdp is None else read_replica_size(hsdp, "XFFL_HSDP"),
     )
 
 
@@ -244,17 +242,17 @@ def accept_cells(
         print(lone_cell(asked, world_size), file=sys.stderr, flush=True)
 
 
-_FOREIGN_SIZES = "XFFL_FEDERATED_LOCAL_WORLD_SIZE"
+FOREIGN_SIZES = "XFFL_FEDERATED_LOCAL_WORLD_SIZE"
 """What alpha-unito/xffl reads the sizes of cells from."""
 
 
 def _foreign_sizes(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return the line for sizes that nothing reads; ``None`` without any, and in a job that is one of several cells."""
-    text = environ.get(_FOREIGN_SIZES, "").strip()
+    text = environ.get(FOREIGN_SIZES, "").strip()
     if not text or environ.get("XFFL_FEDERATED", "").strip() or environ.get("XFFL_CELL", "").strip():
         return None
     return (
-        f"xffl: {_FOREIGN_SIZES}={text} has no effect: alpha-unito/xffl reads the sizes of cells from it, this package "
+        f"xffl: {FOREIGN_SIZES}={text} has no effect: alpha-unito/xffl reads the sizes of cells from it, this package "
         f"from XFFL_FEDERATED; set XFFL_FEDERATED={text}"
     )
 
@@ -267,24 +265,6 @@ def checks_world(environ: Mapping[str, str] = os.environ) -> bool:
             f"XFFL_CHECK_WORLD is {text!r}; give 1 to have collectives of the script over all cells reported, or 0"
         )
     return text == "1"
-
-
-_OWN = (
-    *("XFFL_BIND", "XFFL_CELL", "XFFL_CHECK_WORLD", "XFFL_CONTROL_IFNAME", "XFFL_EARLIER_JOBS"),
-    *("XFFL_EXPORT", "XFFL_FEDERATED"),
-    *(_FOREIGN_SIZES, "XFFL_FROM", "XFFL_HOST"),
-    *("XFFL_HSDP", "XFFL_IFNAME", "XFFL_ISLAND", "XFFL_LAUNCHED_CELLS", "XFFL_LIGHTHOUSE", "XFFL_LIVES"),
-    *(LOCAL_VARIABLE, "XFFL_PYTHON"),
-    *("XFFL_REQUIRE_CELLS", "XFFL_RESOLVED", "XFFL_RESTARTS", "XFFL_SCHED", "XFFL_SRUN", "XFFL_SSH", "XFFL_TEMPLATES"),
-    *("XFFL_TOKEN", "XFFL_TOKEN_FILE"),
-)
-"""Variables that this package knows; all other ``XFFL_`` ones may be for configurations."""
-
-
-def requested_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables that may set values of a configuration, such as ``XFFL_TRAINING__EPOCHS``."""
-    environ = os.environ if environ is None else environ
-    return {name: text for name, text in environ.items() if name.startswith("XFFL_") and name not in _OWN}
 
 
 def use_interface(name: str | None, environ: MutableMapping[str, str] = os.environ) -> str | None:
