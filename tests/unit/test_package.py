@@ -42,6 +42,7 @@ WITHOUT_TORCH = (
     "files",
     "topology",
     "costs",
+    "codec_sizes",
     "cluster",
     "planning",
     "run_report",

@@ -1,4 +1,4 @@
-"""Hosts: names and addresses, hardware and GPUs, and the runtimes of their ranks. No process talks to another.
+"""Hosts: names and addresses, hardware and GPUs. No process talks to another.
 
 A federation may be mixed: processors, torch, CUDA, NCCL, xffl and Python may differ. Only the number of the exchange
 format (:data:`xffl.costs.EXCHANGE_FORMAT`) must be the same.
