@@ -20,11 +20,11 @@ from xffl.cluster.environment import (
     checks_world,
     detect_environment,
     requested_federation,
-    use_interface,
 )
 from xffl.cluster.host_lists import expand_counts, expand_hosts
-from xffl.cluster.hosts import interface_address, node_address
+from xffl.cluster.hosts import node_address
 from xffl.cluster.lighthouse_address import elastic_cell, parse_lighthouse, restarts_of
+from xffl.cluster.network import interface_address, use_interface
 from xffl.cluster.recognition.claims import Claim
 from xffl.cluster.run_token import make_token_file, token_of
 from xffl.cluster.sizes_text import parse_sizes

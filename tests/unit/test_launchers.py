@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from xffl.cluster.environment import ProcessEnvironment, detect_environment
-from xffl.cluster.hosts import pick_gpu
+from xffl.cluster.hardware import pick_gpu
 from xffl.cluster.launch.affinity import bind_if_asked
 from xffl.cluster.launch.ssh import shared_environment
 from xffl.cluster.recognition.claims import Claim

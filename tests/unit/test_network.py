@@ -13,7 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.unit.test_environment import FakeWorld, fake_mpi
 from xffl.cluster import hosts, network
-from xffl.cluster.environment import ProcessEnvironment, use_interface
+from xffl.cluster.environment import ProcessEnvironment
 from xffl.cluster.hosts import resolve
 from xffl.cluster.network import (
     Interface,
@@ -21,6 +21,7 @@ from xffl.cluster.network import (
     control_address,
     ephemeral_ports,
     list_interfaces,
+    use_interface,
 )
 from xffl.cluster.recognition import launchers
 from xffl.cluster.recognition.claims import Claim

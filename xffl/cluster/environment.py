@@ -7,7 +7,6 @@ This package is the only reader of the environment's process variables; the laun
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -16,9 +15,7 @@ from itertools import chain
 from typing import Any
 
 from xffl.checks import integer
-from xffl.cluster.hosts import interface_address
-from xffl.cluster.listening import is_loopback
-from xffl.cluster.network import control_address
+from xffl.cluster.network import is_loopback
 from xffl.cluster.recognition.arguments import complete_arguments
 from xffl.cluster.recognition.find import find_launcher, launcher_of
 from xffl.cluster.recognition.launcher import Fields, read_number
@@ -39,7 +36,6 @@ __all__ = [
     "require_cells",
     "required_cells",
     "sources_named",
-    "use_interface",
 ]
 
 _PARTS = (("rank", "world_size"), ("node_local_rank", "node_local_size"), ("node_rank", "node_world_size"))
@@ -265,32 +261,3 @@ def checks_world(environ: Mapping[str, str] = os.environ) -> bool:
             f"XFFL_CHECK_WORLD is {text!r}; give 1 to have collectives of the script over all cells reported, or 0"
         )
     return text == "1"
-
-
-def use_interface(name: str | None, environ: MutableMapping[str, str] = os.environ) -> str | None:
-    """Bind gloo and NCCL to a network interface, by ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME``.
-
-    Call it before :func:`detect_environment`, whose rendezvous under MPI follows it, and before process groups exist.
-    ``XFFL_CONTROL_IFNAME`` names another interface for the rendezvous and its store. Whichever these use must have an
-    address on every host, which is only looked for here. Where ``XFFL_IFNAME`` says another one than ``name``, it is
-    changed, since whatever else looks for the interface reads it first.
-    """
-    chosen = name or environ.get("XFFL_IFNAME") or None
-    if chosen is None:
-        control_address(environ)  # every host may be that of rank 0
-        return None
-    known = sorted(interface for _, interface in socket.if_nameindex())
-    source = "argument ifname" if name else "XFFL_IFNAME"
-    if chosen not in known:
-        raise LaunchError(
-            f"{source}: interface {chosen!r} does not exist on {socket.gethostname()}; give one of: {', '.join(known)}"
-        )
-    names = {"GLOO_SOCKET_IFNAME": chosen, "NCCL_SOCKET_IFNAME": chosen}
-    if environ.get("XFFL_IFNAME"):
-        names["XFFL_IFNAME"] = chosen
-    if environ.get("XFFL_CONTROL_IFNAME"):
-        control_address(environ)
-    else:
-        interface_address(chosen, source)
-    environ.update(names)
-    return chosen

@@ -1,4 +1,8 @@
-"""What ranks run: versions of software and kinds of processors, and how they differ."""
+"""What ranks run: versions of software and kinds of processors, and how they differ.
+
+A federation may be mixed: processors, torch, CUDA, NCCL, xffl and Python may differ. Only the number of the exchange
+format (:data:`xffl.costs.EXCHANGE_FORMAT`) must be the same.
+"""
 
 from __future__ import annotations
 

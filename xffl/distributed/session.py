@@ -25,19 +25,12 @@ from xffl.cluster.environment import (
     is_lone_cell_requested,
     required_cells,
     sources_named,
-    use_interface,
 )
-from xffl.cluster.hosts import pick_gpu
+from xffl.cluster.hardware import pick_gpu
 from xffl.cluster.launch.failure import note_unmet
-from xffl.cluster.listening import (
-    LOOPBACK,
-    PortHeldError,
-    UnansweredError,
-    await_listener,
-    keep_gloo_local,
-    release_gloo,
-)
-from xffl.cluster.network import Timeouts, control_address
+from xffl.cluster.listening import PortHeldError
+from xffl.cluster.network import LOOPBACK, Timeouts, control_address, keep_gloo_local, release_gloo, use_interface
+from xffl.cluster.reaching import UnansweredError, await_listener
 from xffl.cluster.sizes import Federation, read_federation, read_replica_size
 from xffl.distributed.consistency import (
     barrier,

@@ -16,8 +16,8 @@ from itertools import chain
 from typing import NamedTuple
 
 from xffl.cluster.host_lists import expand_counts, expand_hosts
-from xffl.cluster.hosts import host_identity, node_address, reachable_address
-from xffl.cluster.network import control_address
+from xffl.cluster.hosts import node_address, reachable_address
+from xffl.cluster.network import control_address, host_identity
 from xffl.cluster.recognition.claims import Claim
 from xffl.cluster.recognition.launcher import Environ, Fields, Launcher, honour_master, read_number
 from xffl.cluster.recognition.placement import place_ranks

@@ -17,7 +17,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from xffl.checks import decimal, index_of
 from xffl.cluster.environment import ProcessEnvironment, detect_environment
 from xffl.cluster.launch.failure import note_unmet
-from xffl.cluster.listening import LOOPBACK, PortHeldError, find_listener
+from xffl.cluster.listening import PortHeldError
+from xffl.cluster.network import LOOPBACK
+from xffl.cluster.reaching import find_listener
 from xffl.cluster.recognition.launchers import LAUNCHERS
 from xffl.cluster.recognition.refusals import told_rank
 from xffl.distributed.consistency import end_on_store
