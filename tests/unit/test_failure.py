@@ -24,7 +24,8 @@ from xffl.cluster.launch.failure import (
     note_hint,
     note_unmet,
 )
-from xffl.cluster.listening import PortHeldError, UnansweredError
+from xffl.cluster.listening import PortHeldError
+from xffl.cluster.reaching import UnansweredError
 from xffl.distributed.failures.first_failure import JoinedWorld, tell_failure
 from xffl.errors import ConfigError, LaunchError, TopologyError
 from xffl.topology import Topology

@@ -13,7 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.unit.test_environment import FakeWorld, fake_mpi
 from xffl.cluster import hosts, network
-from xffl.cluster.environment import ProcessEnvironment, requested_settings, use_interface
+from xffl.cluster.environment import ProcessEnvironment
 from xffl.cluster.hosts import resolve
 from xffl.cluster.network import (
     Interface,
@@ -21,11 +21,13 @@ from xffl.cluster.network import (
     control_address,
     ephemeral_ports,
     list_interfaces,
+    use_interface,
 )
 from xffl.cluster.recognition import launchers
 from xffl.cluster.recognition.claims import Claim
 from xffl.distributed.session import _world_store
 from xffl.errors import ConfigError, LaunchError
+from xffl.training.config.variables import requested_settings
 
 GOOD = {"connect_s": 5.0, "home_s": 60.0, "across_s": 90.0, "session_s": 120.0}
 

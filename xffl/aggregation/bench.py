@@ -22,7 +22,7 @@ from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.engine.groups import start_moves
 from xffl.aggregation.report import RoundReport
 from xffl.checks import integer_fields, number
-from xffl.cluster.hosts import describe_host
+from xffl.cluster.hardware import describe_host
 from xffl.distributed.consistency import (
     barrier,
     compute_device,

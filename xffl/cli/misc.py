@@ -22,6 +22,7 @@ from xffl.checks import decimal, integer, number, one_of, shown, visible
 from xffl.cli.main import command_parser
 from xffl.cluster import environment, lighthouse_address, run_token
 from xffl.cluster.launch.logs import Stream, list_rank_files
+from xffl.cluster.network import use_interface
 from xffl.cluster.recognition.launchers import LAUNCHERS
 from xffl.errors import ConfigError, XfflError
 from xffl.extras import install_command, optional_import
@@ -107,7 +108,7 @@ def _parse_env() -> ArgumentParser:
 
 def _env(options: Namespace) -> int:
     """Print what was detected. Under an MPI launcher it is collective, like the detection itself."""
-    interface = environment.use_interface(None)
+    interface = use_interface(None)
     found = environment.detect_environment()
     federated, hsdp = environment.requested_federation()
     missing = {row.name: row.missing(os.environ) for row in LAUNCHERS if row.is_told}

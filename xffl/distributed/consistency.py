@@ -20,7 +20,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from xffl import __version__
 from xffl.cluster.launch.failure import note_alike
-from xffl.cluster.runtimes import Runtime, format_refusal, group_by_runtime, own_format, runtime_table
+from xffl.cluster.runtimes import Runtime, group_by_runtime, runtime_table
+from xffl.costs import format_refusal, own_format
 from xffl.distributed.collectives import Group, all_gather_json, all_reduce, own_rank
 from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.distributed.differences import Describe, describe_difference, rebuild_error

@@ -25,19 +25,12 @@ from xffl.cluster.environment import (
     is_lone_cell_requested,
     required_cells,
     sources_named,
-    use_interface,
 )
-from xffl.cluster.hosts import pick_gpu
+from xffl.cluster.hardware import pick_gpu
 from xffl.cluster.launch.failure import note_unmet
-from xffl.cluster.listening import (
-    LOOPBACK,
-    PortHeldError,
-    UnansweredError,
-    await_listener,
-    keep_gloo_local,
-    release_gloo,
-)
-from xffl.cluster.network import Timeouts, control_address
+from xffl.cluster.listening import PortHeldError
+from xffl.cluster.network import LOOPBACK, Timeouts, control_address, keep_gloo_local, release_gloo, use_interface
+from xffl.cluster.reaching import UnansweredError, await_listener
 from xffl.cluster.sizes import Federation, read_federation, read_replica_size
 from xffl.distributed.consistency import (
     barrier,
@@ -217,7 +210,8 @@ def setup_distributed_process_group(
     ``XFFL_FEDERATED`` and ``XFFL_HSDP``); without a launcher the world is this one process, which needs no port. With
     federated sizes federated scaling is set up, else with a replica size HSDP over the world, else FSDP over the world.
     The ranks compare what they were asked for as soon as they meet, so that all raise the same error, and resolve rules
-    that find cells (:func:`xffl.cluster.sizes.parse_federation`). Rank 0 lists software and processors that differ.
+    that find cells (:func:`xffl.cluster.sizes_text.parse_federation`). Rank 0 lists software and processors that
+    differ.
 
     The first six arguments say where this process stands in the world, on its node, and among the nodes; rank 0 listens
     at ``master_addr`` and ``master_port`` (on loopback, if all ranks are on its host), and ranks are waited for

@@ -36,8 +36,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from xffl.checks import shown
-from xffl.cluster.runtimes import Runtime, format_refusal
-from xffl.costs import EXCHANGE_FORMAT
+from xffl.cluster.runtimes import Runtime
+from xffl.costs import EXCHANGE_FORMAT, format_refusal
 from xffl.errors import ConfigError
 from xffl.json_text import parse_json
 from xffl.reading import Fields

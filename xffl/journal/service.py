@@ -32,7 +32,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from xffl.checks import decimal
-from xffl.cluster.listening import is_loopback, open_listener
+from xffl.cluster.listening import open_listener
+from xffl.cluster.network import is_loopback
 from xffl.errors import CheckpointError, ConfigError, LaunchError, XfflError
 from xffl.journal.folder import JournalFolder, hold_folder
 from xffl.journal.records import (

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from xffl.cluster.lighthouse_address import parse_lighthouse, restarts_of
 from xffl.cluster.over_files import read_over_files
 from xffl.cluster.run_token import token_of, warn_without_token
-from xffl.cluster.sizes import parse_cell
+from xffl.cluster.sizes_text import parse_cell
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState, set_lone_cell
 from xffl.distributed.failures.faults import arm as arm_fault

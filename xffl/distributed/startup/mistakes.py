@@ -17,9 +17,11 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from xffl.checks import decimal, index_of
 from xffl.cluster.environment import ProcessEnvironment, detect_environment
 from xffl.cluster.launch.failure import note_unmet
-from xffl.cluster.listening import LOOPBACK, PortHeldError, find_listener
-from xffl.cluster.recognition.find import told_rank
+from xffl.cluster.listening import PortHeldError
+from xffl.cluster.network import LOOPBACK
+from xffl.cluster.reaching import find_listener
 from xffl.cluster.recognition.launchers import LAUNCHERS
+from xffl.cluster.recognition.refusals import told_rank
 from xffl.distributed.consistency import end_on_store
 from xffl.distributed.failures.uncaught import tell_once
 from xffl.distributed.startup.stores import agents_store, has_agents_store, join_store, serve_store

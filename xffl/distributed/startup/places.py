@@ -13,7 +13,7 @@ from dataclasses import replace
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from xffl.cluster.environment import ProcessEnvironment
-from xffl.cluster.hosts import host_identity
+from xffl.cluster.network import host_identity
 from xffl.cluster.recognition.claims import Claim
 from xffl.cluster.recognition.placement import place_ranks
 from xffl.distributed.consistency import end_on_store

@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
 from xffl.cluster.environment import ProcessEnvironment
-from xffl.cluster.listening import LOOPBACK, await_listener, open_listener
+from xffl.cluster.listening import open_listener
+from xffl.cluster.network import LOOPBACK
+from xffl.cluster.reaching import await_listener
 from xffl.compat.sockets import cut_connection, open_sockets
 from xffl.errors import LaunchError
 
@@ -91,7 +93,7 @@ def join_store(
     is_patient: bool = False,
     waiting: str = "",
 ) -> TCPStore:
-    """Connect to the store of rank 0, which may be started later; see :func:`~xffl.cluster.listening.await_listener`.
+    """Connect to the store of rank 0, which may be started later; see :func:`~xffl.cluster.reaching.await_listener`.
 
     Raises LaunchError if it does not come, or something else is at its port.
     """
