@@ -28,49 +28,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xffl.errors import CheckpointError, ConfigError, LaunchError
+from tests.journal_records import BASE, ID, RECORDS, ROUND, RUN
 from xffl.journal.folder import JournalFolder, hold_folder
 from xffl.journal.records import (
     LONGEST_RECORD,
     MOST_CELLS,
     MOST_RECORDS,
-    ForgetRecord,
     Journal,
     JournalUnreachable,
     ModelId,
     Record,
-    RoundRecord,
     Start,
     StartRecord,
     VoidRecord,
     make_id,
-    next_lineage,
     read_record,
     record_text,
 )
 from xffl.journal.service import JournalService, RemoteJournal
-
-RUN, ID = "a" * 32, "b" * 32
-BASE = ModelId(RUN, 6, "c" * 32)
-ROUND = RoundRecord(
-    run=RUN,
-    number=7,
-    id=ID,
-    round=5,
-    base=BASE,
-    lineage=next_lineage(None, ID),
-    cells=(0, 2),
-    weights=(0.1, 0.0),
-    places=(10, 0, 2**40),
-    left=(1,),
-)
-RECORDS: list[Record] = [
-    ROUND,
-    replace(ROUND, base=None, left=()),
-    VoidRecord(RUN, 0, RUN),
-    StartRecord(RUN, 8, ID, (Start(0, "d" * 32, BASE), Start(3, "e" * 32, None))),
-    ForgetRecord(RUN, MOST_RECORDS - 1, ID, 5),
-]
 
 # Text -----------------------------------------------------------------------------------------------------------------
 
