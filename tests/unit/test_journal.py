@@ -29,6 +29,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.journal_records import BASE, ID, RECORDS, ROUND, RUN
+from xffl.errors import CheckpointError, ConfigError, LaunchError
 from xffl.journal.folder import JournalFolder, hold_folder
 from xffl.journal.records import (
     LONGEST_RECORD,
