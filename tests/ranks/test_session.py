@@ -26,10 +26,10 @@ from tests.worlds import run_world
 from xffl.distributed import (
     DistributedState,
     cleanup_distributed_process_group,
-    consistency,
     setup_distributed_process_group,
 )
-from xffl.distributed.consistency import check_consistent_on_store
+from xffl.distributed.startup import meeting
+from xffl.distributed.startup.meeting import check_consistent_on_store
 from xffl.errors import TopologyError, XfflError
 
 ROOT = Path(__file__).parents[2]
@@ -292,7 +292,7 @@ def test_a_rank_with_an_error_is_not_taken_for_one_with_another_set_up() -> None
 def test_rank_0_says_who_has_not_come_to_meet(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(consistency, "TELL_AFTER_S", 0.1)
+    monkeypatch.setattr(meeting, "TELL_AFTER_S", 0.1)
     with pytest.raises(xffl.errors.LaunchError, match="ranks 1-2 did not come"):
         check_consistent_on_store(dist.HashStore(), 0, 3, "value", None, 0.3)
     assert "rank 0 has waited 0.1 s for all of 3 ranks to meet: ranks 1-2 did not come. " in capsys.readouterr().err

@@ -30,8 +30,9 @@ from xffl.cluster.network import (
     release_gloo,
 )
 from xffl.cluster.reaching import await_listener
-from xffl.distributed.startup import stores
-from xffl.distributed.startup.stores import join_store, serve_store
+from xffl.distributed.startup import joining, stores
+from xffl.distributed.startup.joining import join_store
+from xffl.distributed.startup.stores import serve_store
 from xffl.errors import LaunchError
 
 OWN = [one.address for one in list_interfaces() if one.address and not one.is_loopback]
@@ -215,7 +216,7 @@ def test_another_program_at_the_port_is_no_store(
     answer: Callable[[socket.socket], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch itself waits without end for the first."""
-    monkeypatch.setattr(stores, "_ANSWER_S", 0.3)
+    monkeypatch.setattr(joining, "_ANSWER_S", 0.3)
 
     def serve(listener: socket.socket) -> None:
         while True:

@@ -25,7 +25,7 @@ from xffl.cluster.network import (
 )
 from xffl.cluster.recognition import launchers
 from xffl.cluster.recognition.claims import Claim
-from xffl.distributed.session import _world_store
+from xffl.distributed.startup.meeting import world_store
 from xffl.errors import ConfigError, LaunchError
 from xffl.training.config.variables import requested_settings
 
@@ -170,9 +170,9 @@ def test_the_store_of_the_world_is_on_the_control_interface(
     meeting = TCPStore("127.0.0.1", 0, 1, True)
     places = [ProcessEnvironment(rank, 2, rank, 2, 0, 1, "localhost", meeting.port) for rank in range(2)]
     monkeypatch.setenv(name, interface)
-    first = _world_store(meeting, places[0], Timeouts.within(30))
+    first = world_store(meeting, places[0], Timeouts.within(30))
     monkeypatch.setenv("XFFL_CONTROL_IFNAME", "none9")
-    second = _world_store(meeting, places[1], Timeouts.within(30))
+    second = world_store(meeting, places[1], Timeouts.within(30))
     assert isinstance(first, TCPStore) and isinstance(second, TCPStore)
     assert (first.host, first.port) == (second.host, second.port) and first.host == expected
 

@@ -51,7 +51,7 @@ class ProcessEnvironment:
 
     The rendezvous is ``None`` where the world is this one process and no address was given. Nodes may hold different
     numbers of ranks; ``node_local_size`` is that of this rank's node. What the launcher does not tell of the nodes is
-    ``None``: the ranks find it out together when they meet (:mod:`xffl.distributed.startup.places`).
+    ``None``: the ranks find it out together when they meet (:mod:`xffl.distributed.startup.meeting`).
     """
 
     rank: int = 0
