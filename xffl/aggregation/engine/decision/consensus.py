@@ -24,7 +24,7 @@ from xffl.aggregation.engine.decision.unlike_votes import check_rounds
 from xffl.aggregation.engine.exchange import Exchange, RoundRun
 from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.engine.planning.transfers import RoundContext
-from xffl.aggregation.engine.votes import RoundStatus, VotePhase, VoteTree, by_cell
+from xffl.aggregation.engine.votes import RoundStatus, Seal, VotePhase, VoteTree, by_cell
 from xffl.aggregation.options import Options
 from xffl.aggregation.report import RoundProfile, RoundReport
 from xffl.checks import number
@@ -92,6 +92,13 @@ class RoundInDoubt(RoundBroken):
     def __init__(self, text: str, context: RoundContext) -> None:
         super().__init__(text)
         self.context = context
+
+
+def _other_stands(number: int) -> RoundBroken:
+    return RoundBroken(
+        f"round {number} was not taken, all ranks keep their weights of before: another record has its place in the "
+        "journal"
+    )
 
 
 AFRESH = "start the processes anew, or end the process group on all ranks and join again"
@@ -209,6 +216,8 @@ class RoundCoordinator:
     the second vote breaks      before this rank's yes nobody writes, so it keeps its weights and is cut off; after it
                                 others may write, so the model is torn. Where cells are worlds of their own the round
                                 is in doubt: its values wait until :meth:`resolve` is told what became of it
+    a record has to stand       all that have said yes ask for it in a third vote: the round is committed if it stands,
+                                all keep their weights if another one does, and the round is in doubt if nobody knows
     without ``atomic``          values are written while they are exchanged, so each failure in between tears the model
     ==========================  =======================================================================================
     """
@@ -224,6 +233,7 @@ class RoundCoordinator:
         self._atomic = options.atomic
         self._is_cross_world = scope.cross_world is not None
         self._can_wait = self._is_cross_world and options.atomic
+        self._seal = scope.seal
         self._doubted: AgreedRound | None = None
         self._drops_cells = options.nonfinite == "drop_cell"
         limits = scope.state.timeouts
@@ -272,10 +282,11 @@ class RoundCoordinator:
         self.release()
         statuses = self._open(prepared)
         outcome = self._decide(prepared, statuses, least_divergence)
-        if outcome is None or outcome.is_empty or outcome.is_skipped:
+        if outcome is None or outcome.is_skipped or (outcome.is_empty and self._seal is None):
             return outcome
         try:
-            context = self._close(outcome.run, outcome.context)
+            close = self._close_empty if outcome.is_empty else self._close
+            context = close(outcome.run, outcome.context)
         except RoundInDoubt as doubt:
             self._doubted = replace(outcome, context=doubt.context)
             raise
@@ -508,7 +519,8 @@ class RoundCoordinator:
             )
             others_may_write = is_agreed
             self._check_point(statuses)
-            if is_agreed:
+            is_recorded = is_agreed and (self._seal is None or self._is_recorded(run, context))
+            if is_recorded:
                 self._phase = RoundPhase.COMMITTED
             reasons = [] if is_agreed else self._gather_reasons(failure)
         except BaseException as error:
@@ -523,9 +535,11 @@ class RoundCoordinator:
                 ) from why
             raise self._unknown_outcome(context, why, can_wait=isinstance(error, Exception)) from why
         # 3. All ranks know the same now.
-        if is_agreed:
+        if is_recorded:
             return self._exchange.conclude(context, statuses) if is_open else context
         self._abort()
+        if is_agreed:
+            raise _other_stands(number)
         shown = "; ".join(
             f"rank {rank} (cell {self._topology.cell_of(rank)}): {why}" for rank, why in enumerate(reasons) if why
         )
@@ -533,6 +547,27 @@ class RoundCoordinator:
             raise TornError(f"round {number} failed with atomic=False: {shown}") from failure
         kind = RoundBroken if any(status.is_cut_off for status in statuses) else RoundError
         raise kind(f"round {number} was not taken, all ranks keep their weights of before: {shown}") from failure
+
+    def _close_empty(self, run: RoundRun, context: RoundContext) -> RoundContext:
+        """Have the record stand of a round that counts although nothing moves in it; return its context."""
+        try:
+            is_recorded = self._is_recorded(run, context)
+        except BaseException as error:
+            raise self._unknown_outcome(context, error, can_wait=isinstance(error, Exception)) from error
+        if not is_recorded:
+            raise _other_stands(context.number)
+        return context
+
+    def _is_recorded(self, run: RoundRun, context: RoundContext) -> bool:
+        """Tell whether the round's record stands, the same on all ranks; RuntimeError where that is not known."""
+        assert self._seal is not None, "asked for where a round has a record"
+        status = RoundStatus(context.number, phase=VotePhase.SEAL, seal=self._seal(context.weights))
+        statuses = self._gather_status(status, run.profile, self._closes_within_s)
+        self._check_point(statuses)
+        answers = {other.seal for other in statuses} - {Seal.NOT_ASKED}
+        if answers not in ({Seal.STANDS}, {Seal.OTHER_STANDS}):
+            raise RuntimeError("the journal did not tell what stands there")
+        return answers == {Seal.STANDS}
 
     def _conclude_early(
         self, run: RoundRun, context: RoundContext, told: Mapping[str, Any], *, is_failed: bool
