@@ -32,6 +32,7 @@ from xffl.aggregation.engine.buffers import BucketMemory
 from xffl.aggregation.engine.exchange import RoundRun
 from xffl.aggregation.engine.gpu_memory import HostCopies
 from xffl.aggregation.engine.groups import Progress, RoundScope
+from xffl.aggregation.engine.streams import StreamWork
 from xffl.aggregation.engine.votes import VOTE_TAG
 from xffl.aggregation.options import Options
 from xffl.aggregation.privacy import Privacy
@@ -654,7 +655,15 @@ def not_waited_for() -> None:
 
 def the_caller_goes_on() -> None:
     """Neither the caller's stream nor the host waits for a round's stream."""
-    mock.patch("xffl.aggregation.aggregator.work_on", torch.cuda.stream).start()
+
+    def enter(self: StreamWork) -> None:
+        self._entered.enter_context(torch.cuda.stream(self._stream))
+
+    def leave(self: StreamWork, *unused: object) -> None:
+        self._entered.close()
+
+    mock.patch.object(StreamWork, "__enter__", enter).start()
+    mock.patch.object(StreamWork, "__exit__", leave).start()
     mock.patch.object(Progress, "drain").start()
 
 

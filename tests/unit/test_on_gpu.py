@@ -15,8 +15,8 @@ from torch.autograd.profiler import profile
 from torch.overrides import TorchFunctionMode
 
 from tests.worlds import fake_world
-from xffl.aggregation.aggregator import work_on
 from xffl.aggregation.engine.groups import Progress
+from xffl.aggregation.engine.streams import StreamWork
 from xffl.aggregation.mean import combined, weighted_mean
 from xffl.aggregation.pending import Background
 from xffl.aggregation.report import RoundProfile
@@ -123,11 +123,11 @@ def test_the_callers_stream_does_not_wait_for_a_round_that_failed(
 
     with pytest.raises(RoundError, match="planted"):
         Background(fail, other).result()
-    with pytest.raises(RoundError, match="planted"), work_on(other):
+    with pytest.raises(RoundError, match="planted"), StreamWork(other):
         fail()
     assert joined == []
     assert Background(lambda: 7, other).result() == 7
-    with work_on(other):
+    with StreamWork(other):
         pass
     assert joined == [other, other]
 

@@ -300,16 +300,17 @@ class RoundCoordinator:
             raise StateError("no round of this aggregator is in doubt")
         return outcome
 
-    @contextmanager
-    def tear_if_unwritten(self) -> Iterator[None]:
-        """Raise TornError where the block ends after all ranks have agreed and before this one has written its part."""
-        try:
-            yield
-        except BaseException as stop:
-            if self._phase is RoundPhase.COMMITTED:
-                self.release()
-                raise TornError(f"a round was agreed, but {type(stop).__name__} came before it was written") from stop
-            raise
+    def torn_by(self, stop: BaseException) -> TornError | None:
+        """Return what is wrong with the model where this has stopped a round; ``None`` where all keep their weights.
+
+        That is where all ranks have agreed and this one has not written its part, or cannot learn what others do.
+        """
+        if self._phase is not RoundPhase.COMMITTED:
+            return stop if isinstance(stop, TornError) else None
+        self.release()
+        torn = TornError(f"a round was agreed, but {type(stop).__name__} came before it was written")
+        torn.__cause__ = stop
+        return torn
 
     @contextmanager
     def _exchange_reasons(self) -> Iterator[None]:
