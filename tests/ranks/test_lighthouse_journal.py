@@ -1,4 +1,4 @@
-"""``xffl lighthouse --journal``: the journal of a run, served beside the lighthouse."""
+"""The journal of a run, served beside its lighthouse, and what launchers write to it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ import pytest
 
 from tests.ports import free_port
 from xffl.cli.main import main
+from xffl.cluster.launch.elastic import CellJob, launch_cells
+from xffl.journal.folder import JournalFolder
 from xffl.journal.place import derive_journal, open_journal
-from xffl.journal.records import VoidRecord, make_id
+from xffl.journal.records import ForgetRecord, Start, StartRecord, VoidRecord, make_id
 
-pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="needs the extra elastic")
+needs_torchft = pytest.mark.skipif(find_spec("torchft") is None, reason="needs the extra elastic")
 
 TOKEN = "the token of this run"
 
@@ -36,6 +38,7 @@ def lighthouse(home: Path, *words: str) -> Iterator[list[str]]:
             assert process.wait(20) == 0
 
 
+@needs_torchft
 def test_the_journal_stands_when_its_lighthouse_is_started_again(tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     journal = open_journal(derive_journal(url), TOKEN.encode())
@@ -52,6 +55,7 @@ def test_the_journal_stands_when_its_lighthouse_is_started_again(tmp_path: Path)
         assert journal.read_from(0) == [record]
 
 
+@needs_torchft
 def test_a_folder_and_a_port_may_be_given_and_are_used_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,6 +68,7 @@ def test_a_folder_and_a_port_may_be_given_and_are_used_once(
     assert f"the journal in {folder} is served by process" in capsys.readouterr().err
 
 
+@needs_torchft
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -79,3 +84,26 @@ def test_what_is_no_journal_of_a_lighthouse(
     monkeypatch.setenv("XFFL_TOKEN", TOKEN)
     assert main(["lighthouse", *words]) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("has_saved", "forgotten"), [(False, [1]), (True, []), (None, [])], ids=["lost", "saved", "unknown"]
+)
+def test_a_cell_that_is_lost_for_good_is_forgotten(
+    has_saved: bool | None, forgotten: list[int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = JournalFolder(tmp_path / "journal")
+    name = make_id()
+    folder.put(StartRecord(name, 0, name, (Start(1, make_id(), None),)))
+    (tmp_path / "script.py").write_text("import sys\nsys.exit(7)\n")
+    job = CellJob(
+        number=1,
+        options=["--launcher=local", "--processes=1"],
+        command=[str(tmp_path / "script.py")],
+        environ=os.environ
+        | {"XFFL_CELL": "1/2", "XFFL_LIGHTHOUSE": "http://127.0.0.1:1", "XFFL_JOURNAL": str(folder.path)},
+        has_saved=None if has_saved is None else lambda: bool(has_saved),
+    )
+    assert launch_cells([job], restarts=0) == 7
+    assert [record.cell for record in folder.read_from(1) if isinstance(record, ForgetRecord)] == forgotten
+    assert ("forgets what cell 1 holds" in capfd.readouterr().err) == bool(forgotten)

@@ -148,7 +148,7 @@ class _JournalReader:
 
         journal = self._read()
         if not self._history.has_cell(cell):
-            raise ConfigError(f"--forget is {cell}, but no record of the journal {self._place} has such a cell")
+            return f"no record of the journal {self._place} has a cell {cell}: there is nothing to forget"
         record = forget_of(self._history, cell)
         standing = journal.put(record)
         if standing.id != record.id:
