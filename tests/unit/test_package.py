@@ -33,6 +33,7 @@ MODULES = sorted(
 WITHOUT_TORCH = (
     "errors",
     "extras",
+    "lazy",
     "callers",
     "naming",
     "checks",
