@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -41,7 +42,7 @@ from xffl.aggregation.engine.stages.agreed import AgreedModel
 from xffl.aggregation.engine.stages.first_round import FirstRound
 from xffl.aggregation.engine.stages.order import in_order
 from xffl.aggregation.engine.stages.privacy import Protection
-from xffl.aggregation.engine.streams import StreamWork, stream_of
+from xffl.aggregation.engine.streams import GpuProfile, StreamWork, stream_of
 from xffl.aggregation.engine.votes import MergeMode, RoundStatus
 from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, Options, check_merge, refuse_removed
 from xffl.aggregation.pending import Background, PendingRound
@@ -206,7 +207,7 @@ class Aggregator:
         )
         self._exchange.stages = in_order([self._first_round, *self._exchange.stages])
         self._activity = scope.state.activity
-        self._marks: list[torch.cuda.Event] = []  # for all rounds' profiles
+        self._make_profile = partial(GpuProfile, []) if self._device.type == "cuda" else RoundProfile
         self._stream = stream_of(scope)  # that rounds work on
         self._stream_work: AbstractContextManager[None] = (
             nullcontext() if self._stream is None else StreamWork(self._stream)
@@ -304,7 +305,7 @@ class Aggregator:
         """Read the model and fill in this rank's status; local. What goes wrong is told to all ranks by the vote."""
         fragment = self.next_fragment
         copy = {MergeMode.BLEND: ModelCopy.STAGED, MergeMode.KEEP_STEPS: ModelCopy.KEPT}.get(merge, ModelCopy.NONE)
-        profile = RoundProfile(self._device, self._marks)
+        profile = self._make_profile()
         numbers = RoundNumbers()
         run: RoundRun | None = None
         error: XfflError | None = None

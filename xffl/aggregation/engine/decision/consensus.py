@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -65,14 +65,24 @@ def checked_number(what: str, value: object, hint: str) -> float:
 
 def cell_weights(statuses: Sequence[RoundStatus], topology: Topology) -> tuple[float, ...]:
     """Add the ranks' counts up to one weight for each cell; where no rank gave one, 1, or 0 once a cell is absent."""
-    kinds = {status.is_uniform for status in statuses if not status.is_absent}
-    if len(kinds) > 1:
-        uniform = [rank for rank, status in enumerate(statuses) if status.is_uniform and not status.is_absent]
+    uniform: list[int] = []
+    weighed: list[int] = []
+    for rank, status in enumerate(statuses):
+        if not status.is_absent:
+            (uniform if status.is_uniform else weighed).append(rank)
+    if uniform and weighed:
         raise ConfigError(f"ranks {uniform} gave no weight and others gave one; give a weight on every rank or on none")
-    weights = by_cell([status.weight for status in statuses], topology, max if True in kinds else sum)
+    weights = by_cell(list(map(attrgetter("weight"), statuses)), topology, max if uniform else sum)
     if not math.isfinite(sum(weights)):
         raise ConfigError(f"the weights of the cells {weights} have no finite sum; give smaller counts")
     return weights
+
+
+POINT = attrgetter("aggregator", "round", "phase", "is_encoding", "is_flushing", "merge", "alpha")
+"""What has to be the same of all ranks in a vote: where a rank is, and how it takes part."""
+
+ANSWER = attrgetter("round", "phase", "is_failed")
+"""What a rank answers in a second vote."""
 
 
 def divergence_of(context: RoundContext) -> float:
@@ -164,8 +174,12 @@ class AgreedRound:
 
     def report(self, seconds: float) -> RoundReport:
         """Tell what the round did, and that it took so many seconds here; local."""
-        context, profile = self.context, self.run.profile
+        context = self.context
+        profile = self.run.profile
         total = math.fsum(context.counts)
+        shares: list[float] = []
+        for count in context.counts:
+            shares.append(count / total)
         return RoundReport(
             round=context.number,
             weights=context.weights,
@@ -175,7 +189,7 @@ class AgreedRound:
             dropped=self.dropped,
             is_last=self.is_last,
             fragment=self.run.fragment,
-            shares=tuple(count / total for count in context.counts),
+            shares=tuple(shares),
             scale=context.scale,
             step_norm=context.step_norm,
             steps=context.steps,
@@ -347,9 +361,9 @@ class RoundCoordinator:
         except BaseException:
             self._phase = RoundPhase.CUT_OFF
             raise
-        self.all_finished = all(other.is_finished for other in statuses)
+        self.all_finished = all(map(attrgetter("is_finished"), statuses))
         self._check_point(statuses)
-        if any(other.is_failed for other in statuses):
+        if any(map(attrgetter("is_failed"), statuses)):
             with self._exchange_reasons():
                 check_consistent(f"opening of round {status.round}", "", error=error, group=self._round_groups.world)
         for stage in self._exchange.stages:
@@ -364,7 +378,7 @@ class RoundCoordinator:
         run, number = prepared.run, prepared.status.round
         assert run is not None, "a rank without one has failed, which its status says"
         weights = cell_weights(statuses, self._topology)
-        is_empty = all(status.is_absent for status in statuses)
+        is_empty = all(map(attrgetter("is_absent"), statuses))
         is_over = self.all_finished and not any(weights)
         if prepared.source is not None and (is_over or is_empty):
             run.way = self._exchange.hand_over
@@ -376,7 +390,10 @@ class RoundCoordinator:
             return AgreedRound(run, RoundContext(weights, 0, number), is_empty=True)
         if not any(weights):
             raise ConfigError(f"the weights of all cells are 0 {weights}; a round needs at least one positive weight")
-        unfit = frozenset(self._topology.cell_of(rank) for rank, status in enumerate(statuses) if status.is_nonfinite)
+        unfit: set[int] = set()
+        for rank, status in enumerate(statuses):
+            if status.is_nonfinite:
+                unfit.add(self._topology.cell_of(rank))
         dropped = self._drop(unfit, weights, run.findings.nonfinite) if unfit else ()
         context = self._count(statuses, weights, dropped)
         outcome = AgreedRound(
@@ -385,8 +402,8 @@ class RoundCoordinator:
             dropped,
             self.all_finished,
             nonfinite=self._share_nonfinite(dropped, run.findings.nonfinite) if dropped else {},
-            unfit=unfit,
-            step_seconds=by_cell([status.seconds for status in statuses], self._topology, max),
+            unfit=frozenset(unfit),
+            step_seconds=by_cell(list(map(attrgetter("seconds"), statuses)), self._topology, max),
         )
         if least_divergence is not None and not self.all_finished and divergence_of(context) < least_divergence:
             return replace(outcome, is_skipped=True)
@@ -404,21 +421,23 @@ class RoundCoordinator:
         self, statuses: Sequence[RoundStatus], weights: tuple[float, ...], dropped: tuple[int, ...]
     ) -> RoundContext:
         """Return whose values count, and what the combiner is told about them."""
-        counted = tuple(0.0 if cell in dropped else weight for cell, weight in enumerate(weights))
+        counted = list(weights)
+        for cell in dropped:
+            counted[cell] = 0.0
         if not any(counted):
             raise RoundError(
                 f"no cell with a positive weight is left after dropping cells {dropped}; all ranks keep their weights"
             )
         # Tensors of policy "first" are taken from this cell. Where cells are worlds of their own, one of weight 0 may
         # only just have come, with those of a new model.
-        first = next(
-            cell for cell, weight in enumerate(counted) if cell not in dropped and (weight or not self._is_cross_world)
-        )
+        first = 0
+        while first in dropped or (self._is_cross_world and not counted[first]):
+            first += 1
         context = RoundContext(
-            counted,
+            tuple(counted),
             first=first,
             number=statuses[0].round,
-            steps=by_cell([status.steps for status in statuses], self._topology, itemgetter(0)),
+            steps=by_cell(list(map(attrgetter("steps"), statuses)), self._topology, itemgetter(0)),
         )
         for stage in self._exchange.stages:
             context = stage.count(context, statuses)
@@ -442,19 +461,7 @@ class RoundCoordinator:
 
     def _check_point(self, statuses: Sequence[RoundStatus]) -> None:
         """Raise RoundError, on all ranks alike, where they are not at the same point of the same round."""
-        points = {
-            (
-                status.aggregator,
-                status.round,
-                status.phase,
-                status.is_encoding,
-                status.is_flushing,
-                status.merge,
-                status.alpha,
-            )
-            for status in statuses
-        }
-        if len(points) > 1:
+        if len(set(map(POINT, statuses))) > 1:
             check_rounds(statuses, self._topology)
 
     def _refuse_nonfinite(self, cells: tuple[int, ...], found: list[str]) -> None:
@@ -514,9 +521,7 @@ class RoundCoordinator:
             )
             statuses = self._gather_status(status, run.profile, self._closes_within_s)
             # All ranks see the same statuses. One of another vote is no yes: that rank was interrupted, and went on.
-            is_agreed = all(
-                other.round == number and other.phase is VotePhase.COMMIT and not other.is_failed for other in statuses
-            )
+            is_agreed = set(map(ANSWER, statuses)) == {(number, VotePhase.COMMIT, False)}
             others_may_write = is_agreed
             self._check_point(statuses)
             is_recorded = is_agreed and (self._seal is None or self._is_recorded(run, context))
