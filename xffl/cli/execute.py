@@ -558,8 +558,8 @@ def _start_all_cells(
         environ["XFFL_LIGHTHOUSE"] = url = f"http://{lighthouse.address}"
         if folder is not None:
             environ[JOURNAL_VARIABLE] = lighthouse.journal or str(folder)
-        where = shlex.quote(environ[JOURNAL_VARIABLE] if folder is None else str(folder))
-        print(f"xffl: xffl cells {url} --journal {where} shows the cells of this run", file=sys.stderr)
+        journal = shlex.quote(environ[JOURNAL_VARIABLE] if folder is None else str(folder))
+        print(f"xffl: xffl cells {url} --journal {journal} shows the cells of this run", file=sys.stderr)
         more = _options_of_cell(options, "grace", "hsdp")
         if options.merge and log_dir is None:
             more.append("--merge")
