@@ -396,7 +396,7 @@ def check_answers(answers: list[list[list[str]]], folder: JournalFolder, numbers
 
 
 KILLED = """
-import os, signal, sys
+import os, pathlib, signal, sys
 from pathlib import Path
 from xffl.journal.folder import JournalFolder
 from xffl.journal.records import VoidRecord
@@ -413,6 +413,8 @@ def call(*words, **more):
         os.kill(os.getpid(), signal.SIGKILL)
     return answer
 setattr(os, name, call)
+if name == "unlink" and hasattr(pathlib, "_normal_accessor"):  # Python 3.10 has looked it up already
+    pathlib._normal_accessor.unlink = call
 journal.put(VoidRecord("a" * 32, 1, "1" * 32))
 """
 
