@@ -283,9 +283,12 @@ def setup_distributed_process_group(
     except BaseException as wrong:
         release_gloo()
         if place.world_size > 1 and isinstance(wrong, XfflError):
-            # Rank 0 need not know that nobody reaches it.
-            speaker = 1 if place.rank and isinstance(wrong, UnansweredError) else 0
-            note_unmet(wrong, place.rank, is_speaker=place.rank == speaker)
+            is_speaker = place.rank == 0
+            if place.rank and isinstance(wrong, UnansweredError):
+                # Rank 0 need not know that nobody reaches it, and others may be missing with it: ranks 1, 2, 4, 8 and
+                # so on tell what to do, a few lines in any world.
+                is_speaker = place.rank & (place.rank - 1) == 0
+            note_unmet(wrong, place.rank, is_speaker=is_speaker)
         raise
     try:
         return _begin(place, request)
