@@ -22,15 +22,15 @@ from dataclasses import dataclass
 from random import Random
 from typing import ClassVar
 
-from xffl.elastic.journal.records import (
+from xffl.errors import CheckpointError
+from xffl.journal.records import (
     ForgetRecord,
     ModelId,
     Record,
     RoundRecord,
     StartRecord,
 )
-from xffl.elastic.journal.rule import Continue, Fate, History, Holding, Member, Wait, forget_of, void_of
-from xffl.errors import CheckpointError
+from xffl.journal.rule import Continue, Fate, History, Holding, Member, Wait, forget_of, void_of
 
 Step = tuple[int, int]  # cell, and index in its data
 

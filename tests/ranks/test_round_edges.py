@@ -348,7 +348,7 @@ def no_memory(rank: int, world_size: int, atomic: bool) -> None:
         made += options.get("dtype") == torch.uint8
         return empty(*args, **options)
 
-    RoundRun(aggregator._exchange, 0, RoundProfile(torch.device("cpu")))
+    RoundRun(aggregator._exchange, 0, RoundProfile())
     torch.empty = counted  # type: ignore[assignment]
     pool.Pool.acquire = take  # type: ignore[method-assign]
     try:

@@ -258,7 +258,7 @@ def in_turn(
         sent.extend(values.numel() for values, _ in send)
         return start_moves(receive, send, group, tag)
 
-    RoundRun(exchange, 0, RoundProfile(torch.device("cpu")))
+    RoundRun(exchange, 0, RoundProfile())
     ready = len(exchange.link.slots._free)
     with mock.patch.object(transport, "start_moves", counted):
         report = aggregator.aggregate(1.0 + 2.0 * rank)

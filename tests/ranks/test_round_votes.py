@@ -15,14 +15,19 @@ import torch.distributed as dist
 from torch import nn
 
 import xffl
+from tests.ports import free_port
 from tests.ranks.test_round import digests, make_state
 from tests.rounds import aggregator_of
 from tests.worlds import WorldError, run_world
 from xffl.aggregation.engine import buffers as looks
 from xffl.aggregation.engine import cell, transport
-from xffl.aggregation.engine.votes import MOST_NUMBERS, MergeMode, RoundStatus, VotePhase, VoteTree
+from xffl.aggregation.engine.decision.consensus import RoundBroken, RoundInDoubt, RoundInput
+from xffl.aggregation.engine.groups import RoundScope
+from xffl.aggregation.engine.votes import MOST_NUMBERS, MergeMode, RoundStatus, Seal, VotePhase, VoteTree
 from xffl.cluster.network import Timeouts
+from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.groups import Groups
 from xffl.topology import Topology
 
 
@@ -329,6 +334,7 @@ def everybody(rank: int, world_size: int) -> None:
                     is_encoding=r > 2,
                     phase=VotePhase(number % 2),
                     merge=MergeMode(r % 3),
+                    seal=Seal(r % 4),
                     square=1e300 / (r + 1),
                     numbers=tuple(r + place / 7 for place in range(MOST_NUMBERS)),
                 )
@@ -336,6 +342,60 @@ def everybody(rank: int, world_size: int) -> None:
             ]
             votes = VoteTree(topology, rank, 0, torch.device("cpu"))
             assert votes.gather(statuses[rank], None, math.inf) == statuses
+
+
+def sealed(rank: int, world_size: int, answer: Seal, has_values: bool, store: int) -> None:
+    """A round counts if and only if its record stands; where that is not known, it waits until it is known."""
+    state = make_state(rank, (1, 1), None)
+    server = dist.TCPStore("127.0.0.1", store, is_master=rank == 0, wait_for_workers=False)
+    dist.barrier()
+    group = CrossWorldGroup(
+        address=f"127.0.0.1:{store}", name="sealed", rank=rank, size=2, first=0, connect_s=10.0, timeout_s=10.0
+    )
+    asked: list[tuple[float, ...]] = []
+
+    def seal(weights: tuple[float, ...]) -> Seal:
+        asked.append(weights)
+        if rank == 1:
+            return Seal.NOT_ASKED
+        if answer is Seal.NOT_ASKED:  # this rank is lost after it has published
+            group.poison()
+            return Seal.STANDS
+        return answer
+
+    groups: Groups = {"federation": (state.create_process_group((rank,), "cell"),), "replica": None}
+    scope = RoundScope(state, state.topology, groups=groups, cross_world=group, seal=seal)
+    model = nn.Linear(2, 2, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(float(rank))
+    aggregator = xffl.Aggregator(model, scope)
+    given = RoundInput(is_absent=not has_values)
+    if answer is Seal.STANDS:
+        report = aggregator.participate(given)
+        assert report is not None and report.round == 1
+    elif answer is Seal.OTHER_STANDS:
+        with pytest.raises(RoundBroken, match="another record") as broken:
+            aggregator.participate(given)
+        assert not isinstance(broken.value, RoundInDoubt)
+    else:
+        with pytest.raises(RoundInDoubt):
+            aggregator.participate(given)
+    assert asked == [(1.0, 1.0) if has_values else (0.0, 0.0)]
+    is_taken = answer is Seal.STANDS
+    assert (model.weight == (0.5 if is_taken and has_values else rank)).all()
+    if answer in (Seal.UNKNOWN, Seal.NOT_ASKED):
+        report = aggregator.resolve()
+        assert report.round == 1
+        assert (model.weight == (0.5 if has_values else rank)).all()
+    assert aggregator.rounds == (0 if answer is Seal.OTHER_STANDS else 1)
+    dist.barrier()
+    del server
+
+
+@pytest.mark.parametrize("has_values", [True, False], ids=["values", "empty"])
+@pytest.mark.parametrize("answer", Seal, ids=["publisher lost", "stands", "other stands", "unknown"])
+def test_a_sealed_round_counts_if_its_record_stands(answer: Seal, has_values: bool) -> None:
+    run_world(2, sealed, answer, has_values, free_port())
 
 
 @pytest.mark.parametrize(

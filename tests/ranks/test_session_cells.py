@@ -15,8 +15,10 @@ from tests.ports import free_port
 from tests.ranks.test_session import be_rank
 from tests.worlds import run_world
 from xffl.distributed import DistributedState, cleanup_distributed_process_group, setup_distributed_process_group
-from xffl.distributed.parameters import DeviceParameters
+from xffl.distributed.parameters import DeviceParameters, ElasticParameters
 from xffl.errors import ConfigError
+from xffl.journal.folder import JournalFolder
+from xffl.journal.records import VoidRecord, make_id
 from xffl.parallel.config import DistributedConfig, StrategyConfig
 from xffl.parallel.strategy import DistributedStrategy
 
@@ -159,6 +161,29 @@ def test_rules_in_a_world_that_is_joined() -> None:
         "federated is '2;2'; give sizes",
     )
     assert all(part in found for part, found in zip(parts, told[0], strict=True)), told[0]
+
+
+def with_a_journal(rank: int, world_size: int, port: int, folder: str) -> None:
+    be_rank(rank, world_size, port)
+    os.environ.update(XFFL_TOKEN="none", XFFL_JOURNAL=f"{folder}/journal")
+    name = make_id()
+    if rank == 0:
+        JournalFolder(Path(folder, "journal")).put(VoidRecord(name, 0, name))
+    asked: dict[str, Any] = {"cell": 1, "cells": 2}
+    with xffl.session(elastic="http://127.0.0.1:1", **asked) as state:
+        assert state.elastic is not None and state.elastic.journal == f"{folder}/journal"
+        assert (state.cell_journal is not None) == (rank == 0)
+        if state.cell_journal is not None:
+            assert (state.cell_journal.holding.cell, state.cell_journal.since) == (1, 0)
+    Path(folder, f"file of rank {rank}").touch()
+    elastic = ElasticParameters(lighthouse="http://127.0.0.1:1", journal=f"{folder}/file of rank 0")
+    told = "the journal's folder .*file of rank 0 cannot be used"
+    with pytest.raises(ConfigError, match=told), xffl.session(elastic=elastic, **asked):
+        pass
+
+
+def test_an_elastic_cell_reads_the_journal_before_its_session_begins(tmp_path: Path) -> None:
+    run_world(2, with_a_journal, free_port(), str(tmp_path), init=False)
 
 
 def test_alone() -> None:

@@ -28,49 +28,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xffl.elastic.journal.folder import JournalFolder, hold_folder
-from xffl.elastic.journal.records import (
+from tests.journal_records import BASE, ID, RECORDS, ROUND, RUN
+from xffl.errors import CheckpointError, ConfigError, LaunchError
+from xffl.journal.folder import JournalFolder, hold_folder
+from xffl.journal.records import (
     LONGEST_RECORD,
     MOST_CELLS,
     MOST_RECORDS,
-    ForgetRecord,
     Journal,
     JournalUnreachable,
     ModelId,
     Record,
-    RoundRecord,
     Start,
     StartRecord,
     VoidRecord,
     make_id,
-    next_lineage,
     read_record,
     record_text,
 )
-from xffl.elastic.journal.service import JournalService, RemoteJournal
-from xffl.errors import CheckpointError, ConfigError, LaunchError
-
-RUN, ID = "a" * 32, "b" * 32
-BASE = ModelId(RUN, 6, "c" * 32)
-ROUND = RoundRecord(
-    run=RUN,
-    number=7,
-    id=ID,
-    round=5,
-    base=BASE,
-    lineage=next_lineage(None, ID),
-    cells=(0, 2),
-    weights=(0.1, 0.0),
-    places=(10, 0, 2**40),
-    left=(1,),
-)
-RECORDS: list[Record] = [
-    ROUND,
-    replace(ROUND, base=None, left=()),
-    VoidRecord(RUN, 0, RUN),
-    StartRecord(RUN, 8, ID, (Start(0, "d" * 32, BASE), Start(3, "e" * 32, None))),
-    ForgetRecord(RUN, MOST_RECORDS - 1, ID, 5),
-]
+from xffl.journal.service import JournalService, RemoteJournal
 
 # Text -----------------------------------------------------------------------------------------------------------------
 
@@ -214,7 +190,7 @@ def test_a_name_that_exists_is_looked_up_again(folder: JournalFolder, monkeypatc
             raise FileNotFoundError(errno.ENOENT, "No such file or directory")
         return path.read_bytes()
 
-    monkeypatch.setattr("xffl.elastic.journal.folder.read_bytes", read_late)
+    monkeypatch.setattr("xffl.journal.folder.read_bytes", read_late)
     assert folder.put(void(0)) == stands
     assert len(lookups) == 4
 
@@ -226,7 +202,7 @@ def test_an_error_leaves_a_doubt_unless_the_record_stands(
     def fail(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("xffl.elastic.journal.folder._LOOKUPS", 2)
+    monkeypatch.setattr("xffl.journal.folder._LOOKUPS", 2)
     with monkeypatch.context() as patch:
         patch.setattr(os, "link", fail)
         with pytest.raises(JournalUnreachable, match=f"record 0 was not written to .*{os.strerror(number)}"):
@@ -253,7 +229,7 @@ def test_what_another_process_has_published_is_on_the_disk_before_it_is_read(
     """Its writer may have been killed before it has flushed the folder."""
     flushed: list[list[str]] = []
     monkeypatch.setattr(
-        "xffl.elastic.journal.folder.sync",
+        "xffl.journal.folder.sync",
         lambda path: flushed.append(sorted(file.name for file in path.glob("0*"))),
     )
     names = [f"{number:09d}.json" for number in range(4)]
@@ -278,7 +254,7 @@ def test_a_folder_that_cannot_be_flushed_is_not_read(folder: JournalFolder, monk
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
-        patch.setattr("xffl.elastic.journal.folder.sync", fail)
+        patch.setattr("xffl.journal.folder.sync", fail)
         for _ in range(2):
             with pytest.raises(JournalUnreachable, match="cannot be read .*Input/output error"):
                 reader.read_from(0)
@@ -312,7 +288,7 @@ def test_hosts_that_do_not_share_the_folder_are_told(tmp_path: Path, monkeypatch
     here, there = JournalFolder(tmp_path / "here"), JournalFolder(tmp_path / "there")
     name = here.write_probe()
     JournalFolder(here.path).check_probe(name, "node0")
-    monkeypatch.setattr("xffl.elastic.journal.folder._LOOKUPS", 2)
+    monkeypatch.setattr("xffl.journal.folder._LOOKUPS", 2)
     with pytest.raises(ConfigError, match="is not the folder that node0 has under this name"):
         there.check_probe(name, "node0")
     with pytest.raises(ConfigError, match="is not the folder"):
@@ -322,7 +298,7 @@ def test_hosts_that_do_not_share_the_folder_are_told(tmp_path: Path, monkeypatch
 
 
 def test_one_process_serves_a_folder(folder: JournalFolder) -> None:
-    code = "import sys; from pathlib import Path; from xffl.elastic.journal.folder import hold_folder\n"
+    code = "import sys; from pathlib import Path; from xffl.journal.folder import hold_folder\n"
     code += "with hold_folder(Path(sys.argv[1])): print('held')"
     words = [sys.executable, "-c", code, str(folder.path)]
     with hold_folder(folder.path):
@@ -333,7 +309,7 @@ def test_one_process_serves_a_folder(folder: JournalFolder) -> None:
 
 
 def test_a_process_serves_a_folder_once(folder: JournalFolder) -> None:
-    code = "import sys; from pathlib import Path; from xffl.elastic.journal.folder import hold_folder\n"
+    code = "import sys; from pathlib import Path; from xffl.journal.folder import hold_folder\n"
     code += "with hold_folder(Path(sys.argv[1])): print('held')"
     with hold_folder(folder.path):
         for _ in range(2):
@@ -374,8 +350,8 @@ TEN = 10
 PUTTER = """
 import sys, time
 from pathlib import Path
-from xffl.elastic.journal.folder import JournalFolder
-from xffl.elastic.journal.records import VoidRecord, make_id
+from xffl.journal.folder import JournalFolder
+from xffl.journal.records import VoidRecord, make_id
 journal, run, rounds = JournalFolder(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])
 print("ready", flush=True)
 sys.stdin.readline()
@@ -420,10 +396,10 @@ def check_answers(answers: list[list[list[str]]], folder: JournalFolder, numbers
 
 
 KILLED = """
-import os, signal, sys
+import os, pathlib, signal, sys
 from pathlib import Path
-from xffl.elastic.journal.folder import JournalFolder
-from xffl.elastic.journal.records import VoidRecord
+from xffl.journal.folder import JournalFolder
+from xffl.journal.records import VoidRecord
 journal = JournalFolder(Path(sys.argv[1]))
 name, count, when = sys.argv[2], int(sys.argv[3]), sys.argv[4]
 real = getattr(os, name)
@@ -437,6 +413,8 @@ def call(*words, **more):
         os.kill(os.getpid(), signal.SIGKILL)
     return answer
 setattr(os, name, call)
+if name == "unlink" and hasattr(pathlib, "_normal_accessor"):  # Python 3.10 has looked it up already
+    pathlib._normal_accessor.unlink = call
 journal.put(VoidRecord("a" * 32, 1, "1" * 32))
 """
 
@@ -529,9 +507,9 @@ def test_a_service_refuses_what_is_no_request_of_the_run(service: JournalService
 def test_an_answer_of_another_request_is_not_believed(service: JournalService, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = RemoteJournal(service.url, TOKEN, patience_s=0.0)
     journal.put(void(0))
-    monkeypatch.setattr("xffl.elastic.journal.service._proof", lambda *_: "0" * 64)
+    monkeypatch.setattr("xffl.journal.service._proof", lambda *_: "0" * 64)
     assert journal.read_from(0)  # both sides agree
-    monkeypatch.setattr("xffl.elastic.journal.service._proof", lambda *_: secrets.token_hex(32))
+    monkeypatch.setattr("xffl.journal.service._proof", lambda *_: secrets.token_hex(32))
     with pytest.raises(JournalUnreachable, match="not signed"):
         journal.read_from(0)
 
@@ -565,7 +543,7 @@ def test_a_client_waits_for_a_service_that_comes_back(folder: JournalFolder) -> 
 
 
 def test_a_client_does_not_wait_for_ever_for_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xffl.elastic.journal.service.SILENT_S", 0.2)
+    monkeypatch.setattr("xffl.journal.service.SILENT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         journal = RemoteJournal(f"http://127.0.0.1:{silent.getsockname()[1]}", TOKEN, patience_s=0.0)
         with pytest.raises(JournalUnreachable, match="timed out"):
@@ -591,7 +569,7 @@ def drip(connection: socket.socket, start: bytes) -> float:
 def test_a_client_does_not_wait_longer_than_its_patience_for_bytes_that_drip(
     start: bytes, patience_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("xffl.elastic.journal.service.SILENT_S", 0.5)
+    monkeypatch.setattr("xffl.journal.service.SILENT_S", 0.5)
 
     def serve() -> None:
         while True:
@@ -620,7 +598,7 @@ def test_a_client_does_not_wait_longer_than_its_patience_for_bytes_that_drip(
 def test_a_service_does_not_wait_long_for_a_request_that_drips(
     start: bytes, service: JournalService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("xffl.elastic.journal.service.REQUEST_S", 0.5)
+    monkeypatch.setattr("xffl.journal.service.REQUEST_S", 0.5)
     place = urlsplit(service.url)
     with socket.create_connection((place.hostname, place.port), 10) as connection:
         assert drip(connection, start) < 5
@@ -635,7 +613,7 @@ def test_a_slow_disk_does_not_cost_the_answer(
         time.sleep(1.0)
         return put(record)
 
-    monkeypatch.setattr("xffl.elastic.journal.service.REQUEST_S", 0.5)
+    monkeypatch.setattr("xffl.journal.service.REQUEST_S", 0.5)
     monkeypatch.setattr(folder, "put", put_late)
     first = void(0)
     assert RemoteJournal(service.url, TOKEN, patience_s=10.0).put(first) == first
@@ -661,7 +639,7 @@ def test_a_connection_for_which_no_thread_starts_keeps_no_place(
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("xffl.elastic.journal.service.MOST_CONNECTIONS", 1)
+    monkeypatch.setattr("xffl.journal.service.MOST_CONNECTIONS", 1)
     service = JournalService(folder, TOKEN, "127.0.0.1", 0)
     with closing(service):
         journal = RemoteJournal(service.url, TOKEN, patience_s=0.0)
@@ -677,7 +655,7 @@ def test_long_journals_are_read_in_parts(
 ) -> None:
     records = [folder.put(void(number)) for number in range(12)]
     longest = len(record_text(records[11]))
-    monkeypatch.setattr("xffl.elastic.journal.service.LONGEST_ANSWER", 5 * longest)
+    monkeypatch.setattr("xffl.journal.service.LONGEST_ANSWER", 5 * longest)
     journal = RemoteJournal(service.url, TOKEN)
     parsed: list[str] = []
 
@@ -685,7 +663,7 @@ def test_long_journals_are_read_in_parts(
         parsed.append(what)
         return read_record(text, what)
 
-    monkeypatch.setattr("xffl.elastic.journal.folder.read_record", count)
+    monkeypatch.setattr("xffl.journal.folder.read_record", count)
     assert journal.read_from(0) == records[:5]
     assert len(parsed) <= 6  # those of the answer, and the one that is too much
     assert journal.read_from(5) == records[5:10]
@@ -707,8 +685,8 @@ def test_of_ten_processes_one_publishes_each_number_through_the_service(
 SERVER = """
 import os, signal, sys, time
 from pathlib import Path
-from xffl.elastic.journal.folder import JournalFolder
-from xffl.elastic.journal.service import JournalService
+from xffl.journal.folder import JournalFolder
+from xffl.journal.service import JournalService
 folder = JournalFolder(Path(sys.argv[1]))
 name, count, port = sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 service = JournalService(folder, b"a token of the run", "127.0.0.1", port)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from xffl.elastic.journal.cell import LEAST_PUT_S, PATIENCE_S, CellJournal
-from xffl.elastic.journal.folder import JournalFolder
-from xffl.elastic.journal.records import (
+from xffl.errors import ConfigError
+from xffl.journal.cell import LEAST_PUT_S, PATIENCE_S, CellJournal
+from xffl.journal.folder import JournalFolder
+from xffl.journal.records import (
     Journal,
     JournalUnreachable,
     ModelId,
@@ -18,9 +19,8 @@ from xffl.elastic.journal.records import (
     RoundRecord,
     VoidRecord,
 )
-from xffl.elastic.journal.rule import Continue, Fate, Wait
-from xffl.elastic.journal.service import JournalService, RemoteJournal
-from xffl.errors import ConfigError
+from xffl.journal.rule import Continue, Fate, Wait
+from xffl.journal.service import JournalService, RemoteJournal
 
 TOKEN = b"a token of the run"
 
@@ -173,7 +173,7 @@ class OldView:
 
 
 def test_an_old_view_is_read_again(opened: Callable[[], Journal], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xffl.elastic.journal.cell.READ_AGAIN_S", 0.01)
+    monkeypatch.setattr("xffl.journal.cell.READ_AGAIN_S", 0.01)
     zero = CellJournal(opened(), 0)
     view = OldView(opened())
     one = CellJournal(view, 1, patience_s=5.0)

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.journal_model import EVENTS, Broken, MemoryJournal, Process, World, happen, play
-from xffl.elastic.journal.records import (
+from xffl.elastic.roster import CellRecord, Version, form_epoch
+from xffl.errors import CheckpointError, ConfigError
+from xffl.journal.records import (
     ForgetRecord,
     ModelId,
     Record,
@@ -22,9 +24,7 @@ from xffl.elastic.journal.records import (
     VoidRecord,
     next_lineage,
 )
-from xffl.elastic.journal.rule import Continue, Fate, History, Holding, Member, Wait, void_of
-from xffl.elastic.roster import CellRecord, Version, form_epoch
-from xffl.errors import CheckpointError, ConfigError
+from xffl.journal.rule import Continue, Fate, History, Holding, Member, Wait, void_of
 
 # Each condition is needed ---------------------------------------------------------------------------------------------
 

@@ -248,7 +248,7 @@ def test_rows_are_aligned_and_kept() -> None:
 
 
 def test_a_journal_keeps_the_first_failure_and_adds_seconds_up() -> None:
-    profile = RoundProfile(torch.device("cpu"))
+    profile = RoundProfile()
     assert profile.hidden == 0.0
     for text in ("first", "second"):
         with profile.capture_failure("combine"):

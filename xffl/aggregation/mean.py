@@ -33,9 +33,7 @@ def weighted_mean(values: Sequence[torch.Tensor], weights: Sequence[float], out:
     elif is_of_two:
         _mean_of_two(values[base], values[others[0]], scaled[others[0]] / (scaled[base] + scaled[others[0]]), out)
     else:
-        length = piece_length(out.device)
-        for chunk in zip(*(torch.split(tensor, length) for tensor in (out, *values)), strict=True):
-            _mean_of_chunk(chunk[1:], scaled, base, chunk[0])
+        _mean_of_many(values, scaled, base, out)
 
 
 @lru_cache(maxsize=64)
@@ -67,22 +65,38 @@ def _mean_of_two(base: torch.Tensor, other: torch.Tensor, share: float, out: tor
         torch.sub(before, step, out=result)
 
 
-def _mean_of_chunk(values: Sequence[torch.Tensor], weights: Sequence[float], base: int, out: torch.Tensor) -> None:
-    origin = values[base].double()
-    shift: torch.Tensor | None = None
-    pairs = zip(values, weights, strict=True)
-    others = [(value, weight) for index, (value, weight) in enumerate(pairs) if index != base and weight > 0.0]
-    for value, weight in others:
-        term = torch.sub(origin, value.double()).mul_(weight)
-        shift = term if shift is None else shift.add_(term)
-    assert shift is not None, "there is at least one other value"
-    mean = torch.sub(origin, divide(shift, math.fsum(weights), out=shift), out=shift)
-    # A GPU is not asked, since its answer would be waited for.
-    if out.dtype == torch.float64 and (mean.device.type != "cpu" or not mean.isfinite().all()):
-        # Differences that leave 64 bits: half as large they do not.
-        halves = [torch.sub(origin * 0.5, value * 0.5).mul_(weight / math.fsum(weights)) for value, weight in others]
-        mean = torch.where(mean.isfinite(), mean, (origin * 0.5 - sum(halves)) * 2.0)
-    out.copy_(mean if out.dtype in (torch.float32, torch.float64) else mean.float())
+def _mean_of_many(values: Sequence[torch.Tensor], weights: Sequence[float], base: int, out: torch.Tensor) -> None:
+    """Write the mean of values of any type, of which at least two have a weight; ``out`` may be one of them."""
+    total = math.fsum(weights)
+    others = [
+        (value, weight)
+        for index, (value, weight) in enumerate(zip(values, weights, strict=True))
+        if index != base and weight > 0.0
+    ]
+    length = min(piece_length(out.device), out.numel())
+    # Made once: pages that the system hands out anew for each piece cost more than the arithmetic.
+    origin, shift, term = torch.empty(3, length, dtype=torch.float64, device=out.device)
+    for start in range(0, out.numel(), length or 1):
+        result = out[start : start + length]
+        if result.numel() < length:
+            origin, shift, term = (memory[: result.numel()] for memory in (origin, shift, term))
+        origin.copy_(values[base][start : start + length])
+        for number, (value, weight) in enumerate(others):
+            difference = term if number else shift
+            difference.copy_(value[start : start + length])
+            torch.sub(origin, difference, out=difference)
+            difference.mul_(weight)
+            if number:
+                shift.add_(term)
+        divide(shift, total, out=shift)
+        mean = torch.sub(origin, shift, out=shift)
+        # A GPU is not asked, since its answer would be waited for.
+        if out.dtype == torch.float64 and (mean.device.type != "cpu" or not mean.isfinite().all()):
+            # Differences that leave 64 bits: half as large they do not.
+            pieces = [(value[start : start + length], weight) for value, weight in others]
+            halves = [torch.sub(origin * 0.5, piece * 0.5).mul_(weight / total) for piece, weight in pieces]
+            mean = torch.where(mean.isfinite(), mean, (origin * 0.5 - sum(halves)) * 2.0)
+        result.copy_(mean if out.dtype in (torch.float32, torch.float64) else mean.float())
 
 
 def combined(

@@ -12,7 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,7 @@ from xffl.distributed.groups import (
 )
 from xffl.distributed.parameters import ElasticParameters
 from xffl.errors import ConfigError, StateError, TopologyError
+from xffl.journal.cell import CellJournal
 from xffl.topology import REPLICATE_AXIS, DataPlace, Topology
 
 if TYPE_CHECKING:
@@ -141,6 +142,7 @@ class DistributedState:
     """What stands behind the fields of the set-up."""
     _lone_cell: tuple[int, tuple[int, ...]] | None = field(default=None, init=False, repr=False)
     _elastic: ElasticParameters | None = field(default=None, init=False, repr=False)
+    _cell_journal: CellJournal | None = field(default=None, init=False, repr=False, compare=False)
     _data_place: DataPlace | None = field(default=None, init=False, repr=False)
     """What :func:`set_data_place` was given"""
     _setups: list[Setup] = field(default_factory=list, init=False, repr=False, compare=False)
@@ -207,6 +209,14 @@ class DistributedState:
     def elastic(self) -> ElasticParameters | None:
         """How this job, which is one cell, makes rounds with others that may be lost; ``None`` without."""
         return self._elastic
+
+    @property
+    def cell_journal(self) -> CellJournal | None:
+        """What this job, which is one cell of an elastic federation, knows of the run's journal; on its rank 0 only.
+
+        It was read before the session gave this state, and so before any checkpoint was.
+        """
+        return self._cell_journal
 
     @property
     def data_place(self) -> DataPlace:
@@ -896,7 +906,11 @@ def make_state(timeouts: Timeouts) -> DistributedState:
 
 
 def set_lone_cell(
-    state: DistributedState, cell: int, sizes: tuple[int, ...], elastic: ElasticParameters | None
+    state: DistributedState,
+    cell: int,
+    sizes: tuple[int, ...],
+    elastic: ElasticParameters | None,
+    journal: CellJournal | None = None,
 ) -> None:
     """Say that this job is one cell of several that are jobs of their own; local.
 
@@ -904,15 +918,27 @@ def set_lone_cell(
     :param cell: The number of this job's cell.
     :param sizes: The ranks of all cells.
     :param elastic: How rounds are made with cells that may be lost; ``None`` for rounds over files.
+    :param journal: The run's journal, on rank 0 of an elastic cell.
     """
     state._lone_cell = (cell, sizes)
     state._elastic = elastic
+    state._cell_journal = journal
 
 
 def take_off_setups(state: DistributedState, *, destroys: bool) -> None:
     """Take all set-ups off a state. Nothing moves, so no other rank may be using their groups any more."""
     while state._setups:
         rollback(state, destroys=destroys)
+
+
+def set_meeting_timeout(state: DistributedState, timeout_s: float) -> None:
+    """Say how long this cell waits for others to make a round with; local. Nothing changes without an elastic cell.
+
+    :param state: The rank's state.
+    :param timeout_s: The seconds.
+    """
+    if state._elastic is not None:
+        state._elastic = replace(state._elastic, meeting_timeout_s=timeout_s)
 
 
 def set_data_place(state: DistributedState, place: DataPlace | None) -> None:

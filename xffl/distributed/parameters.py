@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from xffl.checks import integer, integer_fields, number, one_of
 from xffl.errors import ConfigError
+from xffl.journal.place import parse_journal
 
 __all__ = [
     "CommParameters",
@@ -136,6 +137,8 @@ class ElasticParameters(Options):
     """How a cell that is a job of its own makes rounds with others that may be lost, come back, or come late.
 
     :param lighthouse: Where the lighthouse listens, ``http://HOST:PORT``, or ``file:PATH`` with a file that names it.
+    :param journal: Where the run's journal is: a folder that all cells share, or ``http://HOST:PORT`` of a service; by
+        default what ``XFFL_JOURNAL`` says.
     :param restarts: How often this cell's job was started before.
     :param least_cells: Cells that a round needs; ``None`` means more than half of those that are known, of two one; and
         where ``xffl exec`` has started all cells on one machine, all that live.
@@ -144,12 +147,15 @@ class ElasticParameters(Options):
     """
 
     lighthouse: str
+    journal: str | None = None
     restarts: int = 0
     least_cells: int | None = None
     meeting_timeout_s: float = 1800.0
     message_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
+        if self.journal is not None:
+            object.__setattr__(self, "journal", parse_journal("elastic.journal", self.journal))
         integer_fields(self, "restarts", minimum=0, prefix="elastic.")
         integer_fields(self, "least_cells", prefix="elastic.", may_be_none=True)
         for name in ("meeting_timeout_s", "message_timeout_s"):

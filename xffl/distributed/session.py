@@ -260,9 +260,7 @@ def setup_distributed_process_group(
             _join(meeting, place, request)
         except XfflError as wrong:
             if place.world_size > 1:
-                # Rank 0 need not know that nobody reaches it.
-                speaker = 1 if place.rank and isinstance(wrong, UnansweredError) else 0
-                note_unmet(wrong, place.rank, is_speaker=place.rank == speaker)
+                note_unmet(wrong, place.rank, is_speaker=_is_speaker(wrong, place.rank))
             raise
         return _begin(place, request)
     except BaseException:
@@ -307,6 +305,15 @@ def _agree(
     )
     assert request is not None, "the ranks agree on errors only by raising one"
     return book.complete(), request
+
+
+def _is_speaker(error: XfflError, rank: int) -> bool:
+    """Tell whether this rank is to tell all of an error by which the ranks have not met."""
+    if rank and isinstance(error, UnansweredError):
+        # Rank 0 need not know that nobody reaches it, and others may be missing with it: ranks 1, 2, 4, 8 and so on
+        # tell what to do, a few lines in any world.
+        return rank & (rank - 1) == 0
+    return rank == 0
 
 
 def _begin(place: ProcessEnvironment, request: _Request) -> DistributedState:

@@ -35,7 +35,7 @@ def share_global_model(exchange: Exchange, state: Mapping[str, Any], source: int
     those that neither send nor receive, which may take as long as all of its messages: cells that send less in a round
     would take a late one for a lost one else. Raises RuntimeError where a rank was lost.
     """
-    link, profile, agreed = exchange.link, RoundProfile(exchange.device), exchange.find(AgreedModel)
+    link, profile, agreed = exchange.link, RoundProfile(), exchange.find(AgreedModel)
     world = exchange.round_groups.world
     assert agreed is not None and isinstance(world, CrossWorldGroup), "shared where there is one, across worlds"
     weights = tuple(float(cell == source) for cell in range(link.cells))

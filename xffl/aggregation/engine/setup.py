@@ -52,7 +52,7 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError
 from xffl.topology import Topology
 
-__all__ = ["check_given", "compare_models", "compare_processors", "make_exchange", "stream_of"]
+__all__ = ["check_given", "compare_models", "compare_processors", "make_exchange"]
 
 
 def compare_models(
@@ -146,14 +146,6 @@ def compare_processors(
         group=scope.world,
     )
     return processor_number(*places)
-
-
-def stream_of(scope: RoundScope) -> torch.cuda.Stream | None:
-    """Return the stream that rounds work on, on a GPU."""
-    if scope.gpu is None:
-        return None
-    streams = scope.state.streams
-    return streams[0] if streams else torch.cuda.Stream(scope.gpu)  # type: ignore[no-untyped-call]
 
 
 def make_exchange(

@@ -18,7 +18,7 @@ from xffl.costs import STATUS_BYTES
 from xffl.distributed.collectives import Group
 from xffl.topology import Topology
 
-__all__ = ["MOST_NUMBERS", "PACKED", "MergeMode", "RoundStatus", "VotePhase", "VoteTree", "by_cell", "swap"]
+__all__ = ["MOST_NUMBERS", "PACKED", "MergeMode", "RoundStatus", "Seal", "VotePhase", "VoteTree", "by_cell", "swap"]
 
 
 VOTE_TAG = 7_001
@@ -33,6 +33,16 @@ class VotePhase(IntEnum):
     # Before COMMIT, what ranks have combined: where all have to know it before they write, and a rank may have to write
     # without having heard how COMMIT went.
     RESULT = 2
+    SEAL = 3  # after COMMIT, in an elastic federation: whether the round's record stands in the journal
+
+
+class Seal(IntEnum):
+    """What a rank knows of the record without which the round does not count; see RoundScope."""
+
+    NOT_ASKED = 0  # another rank publishes it
+    STANDS = 1
+    OTHER_STANDS = 2  # another record has its number
+    UNKNOWN = 3  # the journal did not answer
 
 
 class MergeMode(IntEnum):
@@ -47,9 +57,9 @@ class MergeMode(IntEnum):
 MOST_NUMBERS = 8
 """Numbers of a server's step that a vote has room for."""
 
-_FIELDS = f"<3q5d8?2B2q?d{MOST_NUMBERS}d"
+_FIELDS = f"<3q5d8?3B2q?d{MOST_NUMBERS}d"
 PACKED = struct.Struct(f"{_FIELDS}{STATUS_BYTES - struct.calcsize(_FIELDS)}x")
-"""A status as bytes: three integers, five numbers, eight flags, two enums, two integers, a flag, nine numbers."""
+"""A status as bytes: three integers, five numbers, eight flags, three enums, two integers, a flag, nine numbers."""
 
 
 class RoundStatus(NamedTuple):
@@ -73,6 +83,7 @@ class RoundStatus(NamedTuple):
     is_encoding: bool = False  # it knows the agreed state that lossy codecs start from
     phase: VotePhase = VotePhase.PREPARE
     merge: MergeMode = MergeMode.REPLACE
+    seal: Seal = Seal.NOT_ASKED
     held: int = 0  # see first_round.ValueDigest, in a first round
     shared: int = 0
     is_trained: bool = False
@@ -93,7 +104,11 @@ class RoundStatus(NamedTuple):
     def unpacked(cls, values: tuple[Any, ...]) -> RoundStatus:
         """Return the status whose bytes hold these values."""
         status = cls._make((*values[:-MOST_NUMBERS], values[-MOST_NUMBERS:]))
-        return status._replace(phase=VotePhase(status.phase), merge=MergeMode(status.merge))
+        return status._replace(
+            phase=VotePhase(status.phase),
+            merge=MergeMode(status.merge),
+            seal=Seal(status.seal),
+        )
 
 
 def by_cell(values: Sequence[float], topology: Topology, of: Callable[[Sequence[float]], float]) -> tuple[float, ...]:

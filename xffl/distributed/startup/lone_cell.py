@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from xffl.cluster.lighthouse_address import parse_lighthouse, restarts_of
 from xffl.cluster.over_files import read_over_files
@@ -15,6 +15,8 @@ from xffl.distributed.distributed_state import DistributedState, set_lone_cell
 from xffl.distributed.failures.faults import arm as arm_fault
 from xffl.distributed.parameters import ElasticParameters
 from xffl.errors import ConfigError
+from xffl.journal.cell import CellJournal
+from xffl.journal.place import open_journal, read_journal_variable
 
 __all__ = ["LoneCell", "read_lone_cell"]
 
@@ -42,13 +44,22 @@ class LoneCell:
                 f"this job is to be cell {self.cell}, of {sizes[self.cell]} ranks, but it has {topology.cells} cells "
                 f"and {topology.world_size} ranks; start as many, without a federation"
             )
-        set_lone_cell(state, self.cell, sizes, self.elastic)
+        journal = None
         if self.elastic is not None:
             with run_on_all_ranks("tokens"):
                 token = token_of()
             if state.rank == 0:
                 warn_without_token(token)
             arm_fault(self.cell, state.rank or 0, self.elastic.restarts)
+            journal = self._read_journal(state, self.elastic.journal, token)
+        set_lone_cell(state, self.cell, sizes, elastic=self.elastic, journal=journal)
+
+    def _read_journal(self, state: DistributedState, place: str | None, token: bytes) -> CellJournal | None:
+        """Read the run's journal on rank 0, if the cell is told where it is; the others hear how that went."""
+        with run_on_all_ranks("the run's journal"):
+            if place is not None and state.rank == 0:
+                return CellJournal(open_journal(place, token), self.cell)
+        return None
 
 
 def read_lone_cell(
@@ -88,6 +99,8 @@ def _read_elastic(elastic: str | ElasticParameters | None, named: object) -> Ela
             "elastic is given, but not which cell this job is; give cell and cells, such as cell=0, cells=2 (XFFL_CELL)"
         )
     if isinstance(elastic, ElasticParameters):
-        return elastic
+        return elastic if elastic.journal is not None else replace(elastic, journal=read_journal_variable())
     what, text = ("XFFL_LIGHTHOUSE", os.environ["XFFL_LIGHTHOUSE"]) if elastic is None else ("elastic", elastic)
-    return ElasticParameters(lighthouse=parse_lighthouse(what, text), restarts=restarts_of())
+    return ElasticParameters(
+        lighthouse=parse_lighthouse(what, text), journal=read_journal_variable(), restarts=restarts_of()
+    )

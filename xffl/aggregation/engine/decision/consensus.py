@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from xffl.aggregation.engine.decision.unlike_votes import check_rounds
 from xffl.aggregation.engine.exchange import Exchange, RoundRun
 from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.engine.planning.transfers import RoundContext
-from xffl.aggregation.engine.votes import RoundStatus, VotePhase, VoteTree, by_cell
+from xffl.aggregation.engine.votes import RoundStatus, Seal, VotePhase, VoteTree, by_cell
 from xffl.aggregation.options import Options
 from xffl.aggregation.report import RoundProfile, RoundReport
 from xffl.checks import number
@@ -65,14 +65,24 @@ def checked_number(what: str, value: object, hint: str) -> float:
 
 def cell_weights(statuses: Sequence[RoundStatus], topology: Topology) -> tuple[float, ...]:
     """Add the ranks' counts up to one weight for each cell; where no rank gave one, 1, or 0 once a cell is absent."""
-    kinds = {status.is_uniform for status in statuses if not status.is_absent}
-    if len(kinds) > 1:
-        uniform = [rank for rank, status in enumerate(statuses) if status.is_uniform and not status.is_absent]
+    uniform: list[int] = []
+    weighed: list[int] = []
+    for rank, status in enumerate(statuses):
+        if not status.is_absent:
+            (uniform if status.is_uniform else weighed).append(rank)
+    if uniform and weighed:
         raise ConfigError(f"ranks {uniform} gave no weight and others gave one; give a weight on every rank or on none")
-    weights = by_cell([status.weight for status in statuses], topology, max if True in kinds else sum)
+    weights = by_cell(list(map(attrgetter("weight"), statuses)), topology, max if uniform else sum)
     if not math.isfinite(sum(weights)):
         raise ConfigError(f"the weights of the cells {weights} have no finite sum; give smaller counts")
     return weights
+
+
+POINT = attrgetter("aggregator", "round", "phase", "is_encoding", "is_flushing", "merge", "alpha")
+"""What has to be the same of all ranks in a vote: where a rank is, and how it takes part."""
+
+ANSWER = attrgetter("round", "phase", "is_failed")
+"""What a rank answers in a second vote."""
 
 
 def divergence_of(context: RoundContext) -> float:
@@ -92,6 +102,13 @@ class RoundInDoubt(RoundBroken):
     def __init__(self, text: str, context: RoundContext) -> None:
         super().__init__(text)
         self.context = context
+
+
+def _other_stands(number: int) -> RoundBroken:
+    return RoundBroken(
+        f"round {number} was not taken, all ranks keep their weights of before: another record has its place in the "
+        "journal"
+    )
 
 
 AFRESH = "start the processes anew, or end the process group on all ranks and join again"
@@ -157,8 +174,12 @@ class AgreedRound:
 
     def report(self, seconds: float) -> RoundReport:
         """Tell what the round did, and that it took so many seconds here; local."""
-        context, profile = self.context, self.run.profile
+        context = self.context
+        profile = self.run.profile
         total = math.fsum(context.counts)
+        shares: list[float] = []
+        for count in context.counts:
+            shares.append(count / total)
         return RoundReport(
             round=context.number,
             weights=context.weights,
@@ -168,7 +189,7 @@ class AgreedRound:
             dropped=self.dropped,
             is_last=self.is_last,
             fragment=self.run.fragment,
-            shares=tuple(count / total for count in context.counts),
+            shares=tuple(shares),
             scale=context.scale,
             step_norm=context.step_norm,
             steps=context.steps,
@@ -209,6 +230,8 @@ class RoundCoordinator:
     the second vote breaks      before this rank's yes nobody writes, so it keeps its weights and is cut off; after it
                                 others may write, so the model is torn. Where cells are worlds of their own the round
                                 is in doubt: its values wait until :meth:`resolve` is told what became of it
+    a record has to stand       all that have said yes ask for it in a third vote: the round is committed if it stands,
+                                all keep their weights if another one does, and the round is in doubt if nobody knows
     without ``atomic``          values are written while they are exchanged, so each failure in between tears the model
     ==========================  =======================================================================================
     """
@@ -224,6 +247,7 @@ class RoundCoordinator:
         self._atomic = options.atomic
         self._is_cross_world = scope.cross_world is not None
         self._can_wait = self._is_cross_world and options.atomic
+        self._seal = scope.seal
         self._doubted: AgreedRound | None = None
         self._drops_cells = options.nonfinite == "drop_cell"
         limits = scope.state.timeouts
@@ -272,10 +296,11 @@ class RoundCoordinator:
         self.release()
         statuses = self._open(prepared)
         outcome = self._decide(prepared, statuses, least_divergence)
-        if outcome is None or outcome.is_empty or outcome.is_skipped:
+        if outcome is None or outcome.is_skipped or (outcome.is_empty and self._seal is None):
             return outcome
         try:
-            context = self._close(outcome.run, outcome.context)
+            close = self._close_empty if outcome.is_empty else self._close
+            context = close(outcome.run, outcome.context)
         except RoundInDoubt as doubt:
             self._doubted = replace(outcome, context=doubt.context)
             raise
@@ -289,16 +314,17 @@ class RoundCoordinator:
             raise StateError("no round of this aggregator is in doubt")
         return outcome
 
-    @contextmanager
-    def tear_if_unwritten(self) -> Iterator[None]:
-        """Raise TornError where the block ends after all ranks have agreed and before this one has written its part."""
-        try:
-            yield
-        except BaseException as stop:
-            if self._phase is RoundPhase.COMMITTED:
-                self.release()
-                raise TornError(f"a round was agreed, but {type(stop).__name__} came before it was written") from stop
-            raise
+    def torn_by(self, stop: BaseException) -> TornError | None:
+        """Return what is wrong with the model where this has stopped a round; ``None`` where all keep their weights.
+
+        That is where all ranks have agreed and this one has not written its part, or cannot learn what others do.
+        """
+        if self._phase is not RoundPhase.COMMITTED:
+            return stop if isinstance(stop, TornError) else None
+        self.release()
+        torn = TornError(f"a round was agreed, but {type(stop).__name__} came before it was written")
+        torn.__cause__ = stop
+        return torn
 
     @contextmanager
     def _exchange_reasons(self) -> Iterator[None]:
@@ -335,9 +361,9 @@ class RoundCoordinator:
         except BaseException:
             self._phase = RoundPhase.CUT_OFF
             raise
-        self.all_finished = all(other.is_finished for other in statuses)
+        self.all_finished = all(map(attrgetter("is_finished"), statuses))
         self._check_point(statuses)
-        if any(other.is_failed for other in statuses):
+        if any(map(attrgetter("is_failed"), statuses)):
             with self._exchange_reasons():
                 check_consistent(f"opening of round {status.round}", "", error=error, group=self._round_groups.world)
         for stage in self._exchange.stages:
@@ -352,7 +378,7 @@ class RoundCoordinator:
         run, number = prepared.run, prepared.status.round
         assert run is not None, "a rank without one has failed, which its status says"
         weights = cell_weights(statuses, self._topology)
-        is_empty = all(status.is_absent for status in statuses)
+        is_empty = all(map(attrgetter("is_absent"), statuses))
         is_over = self.all_finished and not any(weights)
         if prepared.source is not None and (is_over or is_empty):
             run.way = self._exchange.hand_over
@@ -364,7 +390,10 @@ class RoundCoordinator:
             return AgreedRound(run, RoundContext(weights, 0, number), is_empty=True)
         if not any(weights):
             raise ConfigError(f"the weights of all cells are 0 {weights}; a round needs at least one positive weight")
-        unfit = frozenset(self._topology.cell_of(rank) for rank, status in enumerate(statuses) if status.is_nonfinite)
+        unfit: set[int] = set()
+        for rank, status in enumerate(statuses):
+            if status.is_nonfinite:
+                unfit.add(self._topology.cell_of(rank))
         dropped = self._drop(unfit, weights, run.findings.nonfinite) if unfit else ()
         context = self._count(statuses, weights, dropped)
         outcome = AgreedRound(
@@ -373,8 +402,8 @@ class RoundCoordinator:
             dropped,
             self.all_finished,
             nonfinite=self._share_nonfinite(dropped, run.findings.nonfinite) if dropped else {},
-            unfit=unfit,
-            step_seconds=by_cell([status.seconds for status in statuses], self._topology, max),
+            unfit=frozenset(unfit),
+            step_seconds=by_cell(list(map(attrgetter("seconds"), statuses)), self._topology, max),
         )
         if least_divergence is not None and not self.all_finished and divergence_of(context) < least_divergence:
             return replace(outcome, is_skipped=True)
@@ -392,21 +421,23 @@ class RoundCoordinator:
         self, statuses: Sequence[RoundStatus], weights: tuple[float, ...], dropped: tuple[int, ...]
     ) -> RoundContext:
         """Return whose values count, and what the combiner is told about them."""
-        counted = tuple(0.0 if cell in dropped else weight for cell, weight in enumerate(weights))
+        counted = list(weights)
+        for cell in dropped:
+            counted[cell] = 0.0
         if not any(counted):
             raise RoundError(
                 f"no cell with a positive weight is left after dropping cells {dropped}; all ranks keep their weights"
             )
         # Tensors of policy "first" are taken from this cell. Where cells are worlds of their own, one of weight 0 may
         # only just have come, with those of a new model.
-        first = next(
-            cell for cell, weight in enumerate(counted) if cell not in dropped and (weight or not self._is_cross_world)
-        )
+        first = 0
+        while first in dropped or (self._is_cross_world and not counted[first]):
+            first += 1
         context = RoundContext(
-            counted,
+            tuple(counted),
             first=first,
             number=statuses[0].round,
-            steps=by_cell([status.steps for status in statuses], self._topology, itemgetter(0)),
+            steps=by_cell(list(map(attrgetter("steps"), statuses)), self._topology, itemgetter(0)),
         )
         for stage in self._exchange.stages:
             context = stage.count(context, statuses)
@@ -430,19 +461,7 @@ class RoundCoordinator:
 
     def _check_point(self, statuses: Sequence[RoundStatus]) -> None:
         """Raise RoundError, on all ranks alike, where they are not at the same point of the same round."""
-        points = {
-            (
-                status.aggregator,
-                status.round,
-                status.phase,
-                status.is_encoding,
-                status.is_flushing,
-                status.merge,
-                status.alpha,
-            )
-            for status in statuses
-        }
-        if len(points) > 1:
+        if len(set(map(POINT, statuses))) > 1:
             check_rounds(statuses, self._topology)
 
     def _refuse_nonfinite(self, cells: tuple[int, ...], found: list[str]) -> None:
@@ -502,12 +521,11 @@ class RoundCoordinator:
             )
             statuses = self._gather_status(status, run.profile, self._closes_within_s)
             # All ranks see the same statuses. One of another vote is no yes: that rank was interrupted, and went on.
-            is_agreed = all(
-                other.round == number and other.phase is VotePhase.COMMIT and not other.is_failed for other in statuses
-            )
+            is_agreed = set(map(ANSWER, statuses)) == {(number, VotePhase.COMMIT, False)}
             others_may_write = is_agreed
             self._check_point(statuses)
-            if is_agreed:
+            is_recorded = is_agreed and (self._seal is None or self._is_recorded(run, context))
+            if is_recorded:
                 self._phase = RoundPhase.COMMITTED
             reasons = [] if is_agreed else self._gather_reasons(failure)
         except BaseException as error:
@@ -522,9 +540,11 @@ class RoundCoordinator:
                 ) from why
             raise self._unknown_outcome(context, why, can_wait=isinstance(error, Exception)) from why
         # 3. All ranks know the same now.
-        if is_agreed:
+        if is_recorded:
             return self._exchange.conclude(context, statuses) if is_open else context
         self._abort()
+        if is_agreed:
+            raise _other_stands(number)
         shown = "; ".join(
             f"rank {rank} (cell {self._topology.cell_of(rank)}): {why}" for rank, why in enumerate(reasons) if why
         )
@@ -532,6 +552,27 @@ class RoundCoordinator:
             raise TornError(f"round {number} failed with atomic=False: {shown}") from failure
         kind = RoundBroken if any(status.is_cut_off for status in statuses) else RoundError
         raise kind(f"round {number} was not taken, all ranks keep their weights of before: {shown}") from failure
+
+    def _close_empty(self, run: RoundRun, context: RoundContext) -> RoundContext:
+        """Have the record stand of a round that counts although nothing moves in it; return its context."""
+        try:
+            is_recorded = self._is_recorded(run, context)
+        except BaseException as error:
+            raise self._unknown_outcome(context, error, can_wait=isinstance(error, Exception)) from error
+        if not is_recorded:
+            raise _other_stands(context.number)
+        return context
+
+    def _is_recorded(self, run: RoundRun, context: RoundContext) -> bool:
+        """Tell whether the round's record stands, the same on all ranks; RuntimeError where that is not known."""
+        assert self._seal is not None, "asked for where a round has a record"
+        status = RoundStatus(context.number, phase=VotePhase.SEAL, seal=self._seal(context.weights))
+        statuses = self._gather_status(status, run.profile, self._closes_within_s)
+        self._check_point(statuses)
+        answers = {other.seal for other in statuses} - {Seal.NOT_ASKED}
+        if answers not in ({Seal.STANDS}, {Seal.OTHER_STANDS}):
+            raise RuntimeError("the journal did not tell what stands there")
+        return answers == {Seal.STANDS}
 
     def _conclude_early(
         self, run: RoundRun, context: RoundContext, told: Mapping[str, Any], *, is_failed: bool

@@ -34,8 +34,9 @@ from urllib.parse import urlsplit
 from xffl.checks import decimal
 from xffl.cluster.listening import open_listener
 from xffl.cluster.network import is_loopback
-from xffl.elastic.journal.folder import JournalFolder, hold_folder
-from xffl.elastic.journal.records import (
+from xffl.errors import CheckpointError, ConfigError, LaunchError, XfflError
+from xffl.journal.folder import JournalFolder, hold_folder
+from xffl.journal.records import (
     LONGEST_RECORD,
     MOST_RECORDS,
     JournalUnreachable,
@@ -43,7 +44,6 @@ from xffl.elastic.journal.records import (
     read_record,
     record_text,
 )
-from xffl.errors import CheckpointError, ConfigError, LaunchError, XfflError
 from xffl.json_text import parse_json
 from xffl.reading import Fields
 

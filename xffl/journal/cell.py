@@ -1,7 +1,7 @@
 """The journal as one start of a cell's job uses it: what it has read, what it holds, and what it publishes.
 
 One process of the cell has it. A cell reads the journal before it loads a checkpoint, so that it notices if another job
-of the same cell has begun since (:meth:`~xffl.elastic.journal.rule.History.is_superseded`).
+of the same cell has begun since (:meth:`~xffl.journal.rule.History.is_superseded`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from xffl.elastic.journal.records import Journal, JournalUnreachable, ModelId, Record, RoundRecord, make_id
-from xffl.elastic.journal.rule import Fate, History, Holding, Member, void_of
+from xffl.journal.records import Journal, JournalUnreachable, ModelId, Record, RoundRecord, make_id
+from xffl.journal.rule import Fate, History, Holding, Member, void_of
 
 __all__ = ["CellJournal"]
 

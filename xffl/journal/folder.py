@@ -27,7 +27,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from xffl.elastic.journal.records import (
+from xffl.errors import CheckpointError, ConfigError
+from xffl.files import create, make_folders, open_regular, read_bytes, read_limited, sync
+from xffl.journal.records import (
     LONGEST_RECORD,
     JournalUnreachable,
     Record,
@@ -35,8 +37,6 @@ from xffl.elastic.journal.records import (
     read_record,
     record_text,
 )
-from xffl.errors import CheckpointError, ConfigError
-from xffl.files import create, make_folders, open_regular, read_bytes, read_limited, sync
 
 __all__ = ["JournalFolder", "hold_folder"]
 

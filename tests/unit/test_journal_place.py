@@ -1,0 +1,68 @@
+"""Where a run's journal is, by the environment or by the address of the lighthouse."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from xffl.errors import ConfigError, LaunchError
+from xffl.journal.folder import JournalFolder
+from xffl.journal.place import derive_journal, open_journal, parse_journal, read_journal_variable
+from xffl.journal.records import VoidRecord, make_id
+from xffl.journal.service import JournalService
+
+TOKEN = b"the token of this run"
+
+
+def test_a_place_is_a_folder_or_an_address() -> None:
+    assert parse_journal("x", " http://10.0.0.1:29511/ ") == "http://10.0.0.1:29511"
+    assert parse_journal("x", "http://[::1]:29511") == "http://[::1]:29511"
+    assert parse_journal("x", "runs/demo/journal") == os.path.abspath("runs/demo/journal")
+    assert parse_journal("x", "~/journal") == os.path.expanduser("~/journal")
+
+
+def test_the_journal_is_found_by_the_lighthouse(tmp_path: Path) -> None:
+    assert derive_journal("http://10.0.0.1:29510") == "http://10.0.0.1:29511"
+    assert derive_journal("[::1]:29510") == "http://[::1]:29511"
+    assert derive_journal(f"file:{tmp_path}/lighthouse") == f"{tmp_path}/lighthouse.journal"
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: parse_journal("XFFL_JOURNAL", "  "), "XFFL_JOURNAL is empty; give a folder"),
+        (lambda: parse_journal("XFFL_JOURNAL", "http://10.0.0.1"), "XFFL_JOURNAL is 'http://10.0.0.1'; give HOST:PORT"),
+        (lambda: derive_journal("http://10.0.0.1:65535"), "port 65535, and its journal would have the next one"),
+    ],
+    ids=["empty", "no_port", "last_port"],
+)
+def test_what_is_no_place(call: Callable[[], str], told: str) -> None:
+    with pytest.raises(LaunchError, match=told):
+        call()
+
+
+def test_the_environment_names_a_place(tmp_path: Path) -> None:
+    assert read_journal_variable({}) is None
+    assert read_journal_variable({"XFFL_JOURNAL": " "}) is None
+    assert read_journal_variable({"XFFL_JOURNAL": str(tmp_path)}) == str(tmp_path)
+
+
+def test_folder_and_service_open_the_same_journal(tmp_path: Path) -> None:
+    name = make_id()
+    record = VoidRecord(name, 0, name)
+    place = str(tmp_path / "runs" / "journal")
+    assert open_journal(place, TOKEN).put(record) == record
+    service = JournalService(JournalFolder(Path(place)), TOKEN, "127.0.0.1", 0)
+    try:
+        assert open_journal(service.url, TOKEN).read_from(0) == [record]
+    finally:
+        service.close()
+
+
+def test_a_file_is_no_folder_of_a_journal(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="the journal's folder .*file cannot be used"):
+        open_journal(str(tmp_path / "file"), TOKEN)
