@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -232,69 +232,88 @@ def setup_distributed_process_group(
         "master_addr": master_addr,
         "master_port": master_port,
     }
-    try:
-        place = detect_environment(names=_ARGUMENTS, **told)
-    except LaunchError as wrong:
-        from xffl.distributed.startup.mistakes import claimed_place, raise_at_meeting
-
-        raise_at_meeting(wrong, claimed_place(told))
+    place = _find_place(told)
     if place.is_on_one_host:
         keep_gloo_local()
     if place.world_size > 1:
         tell_once()
+    ask = partial(
+        _request,
+        backend=backend,
+        device=device,
+        federated=federated,
+        hsdp=hsdp,
+        streams=streams,
+        timeouts=levels,
+        parameters=device_parameters,
+        link_backend=link_backend,
+    )
     try:
-        meeting = meet(
-            place,
-            join_s,
-            is_own_address=master_addr is not None or master_port is not None,
-            is_patient=join_timeout_s is not None,
-        )
-        book = PlaceBook(meeting, place)
-        book.claim()
-        request: _Request | None = None
         try:
-            if error is not None:
-                raise error
-            request = _request(
+            meeting = meet(
                 place,
-                backend=backend,
-                device=device,
-                federated=federated,
-                hsdp=hsdp,
-                streams=streams,
-                timeouts=levels,
-                parameters=device_parameters,
-                link_backend=link_backend,
+                join_s,
+                is_own_address=master_addr is not None or master_port is not None,
+                is_patient=join_timeout_s is not None,
             )
+            place, request = _agree(meeting, place, ask, error, join_s)
+            _join(meeting, place, request)
         except XfflError as wrong:
-            error = wrong
-        check_consistent_on_store(
-            meeting,
-            rank=place.rank,
-            world_size=place.world_size,
-            value=str(request),
-            error=error,
-            timeout_s=join_s,
-            judge=book.judge,
-        )
-        assert request is not None, "the ranks agree on errors only by raising one"
-        place = book.complete()
-        _join(meeting, place, request)
-    except BaseException as wrong:
-        release_gloo()
-        if place.world_size > 1 and isinstance(wrong, XfflError):
-            is_speaker = place.rank == 0
-            if place.rank and isinstance(wrong, UnansweredError):
-                # Rank 0 need not know that nobody reaches it, and others may be missing with it: ranks 1, 2, 4, 8 and
-                # so on tell what to do, a few lines in any world.
-                is_speaker = place.rank & (place.rank - 1) == 0
-            note_unmet(wrong, place.rank, is_speaker=is_speaker)
-        raise
-    try:
+            if place.world_size > 1:
+                note_unmet(wrong, place.rank, is_speaker=_is_speaker(wrong, place.rank))
+            raise
         return _begin(place, request)
     except BaseException:
         release_gloo()
         raise
+
+
+def _find_place(told: Mapping[str, Any]) -> ProcessEnvironment:
+    """Return where this process stands among all; the others hear of it where that cannot be told."""
+    try:
+        return detect_environment(names=_ARGUMENTS, **told)
+    except LaunchError as wrong:
+        from xffl.distributed.startup.mistakes import claimed_place, raise_at_meeting
+
+        raise_at_meeting(wrong, claimed_place(told))
+
+
+def _agree(
+    meeting: Store,
+    place: ProcessEnvironment,
+    ask: Callable[[ProcessEnvironment], _Request],
+    error: XfflError | None,
+    timeout_s: float,
+) -> tuple[ProcessEnvironment, _Request]:
+    """Return the place of this rank, and what all ranks ask for; all raise the same error where one has an error."""
+    book = PlaceBook(meeting, place)
+    book.claim()
+    request: _Request | None = None
+    if error is None:
+        try:
+            request = ask(place)
+        except XfflError as wrong:
+            error = wrong
+    check_consistent_on_store(
+        meeting,
+        rank=place.rank,
+        world_size=place.world_size,
+        value=str(request),
+        error=error,
+        timeout_s=timeout_s,
+        judge=book.judge,
+    )
+    assert request is not None, "the ranks agree on errors only by raising one"
+    return book.complete(), request
+
+
+def _is_speaker(error: XfflError, rank: int) -> bool:
+    """Tell whether this rank is to tell all of an error by which the ranks have not met."""
+    if rank and isinstance(error, UnansweredError):
+        # Rank 0 need not know that nobody reaches it, and others may be missing with it: ranks 1, 2, 4, 8 and so on
+        # tell what to do, a few lines in any world.
+        return rank & (rank - 1) == 0
+    return rank == 0
 
 
 def _begin(place: ProcessEnvironment, request: _Request) -> DistributedState:

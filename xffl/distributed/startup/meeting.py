@@ -1,9 +1,8 @@
 """How the ranks of a world meet: at which store, and what they compare there before they have a process group.
 
-Launchers tell a rank its number on its host, but often not how many ranks are there, or which of the nodes it is; and
-what wrappers of sites set by hand may contradict itself. So each rank leaves its claim at the store before it arrives;
-the rank that arrives last looks at all of them and gives the verdict
-(:func:`xffl.cluster.recognition.placement.place_ranks`).
+A store that nobody has used before is found first (:func:`meet`). There each rank leaves its claim of a place
+(:class:`PlaceBook`) and what it was asked for (:func:`check_consistent_on_store`); the rank that arrives last gives the
+verdict, which all of them raise or go on with. The world then gets a store of its own (:func:`world_store`).
 """
 
 from __future__ import annotations
@@ -146,7 +145,12 @@ def _check_world_size(store: Store, place: ProcessEnvironment, timeout_s: float)
 
 
 class PlaceBook:
-    """The claims of all ranks at the store of a world."""
+    """The claims of all ranks at the store of a world.
+
+    Launchers tell a rank its number on its host, but often not how many ranks are there, or which of the nodes it is;
+    and what wrappers of sites set by hand may contradict itself. So each rank leaves its claim before it arrives, and
+    the rank that arrives last looks at all of them (:func:`xffl.cluster.recognition.placement.place_ranks`).
+    """
 
     def __init__(self, store: Store, place: ProcessEnvironment) -> None:
         self._store = store
