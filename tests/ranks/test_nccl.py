@@ -61,10 +61,10 @@ LAYOUTS: list[Layout] = [((2, 2), None), ((4, 2), None), ((3, 1), None), ((2, 2)
 PRIVATE = Privacy(clip=1.0, noise=1.0)
 CHOICES: dict[str, list[Any]] = {
     "layout": LAYOUTS + ([((3, 1), 1), ((1, 2, 1), None), ((4, 4), 2)] if ALL else []),
-    "codec": ["none", "int8", "topk:0.1"] + (["bf16", "fp16", "int4"] if ALL else []),
+    "codec": ["none", "bf16", "int8", "topk:0.1"] + (["fp16", "int4"] if ALL else []),
     "form": ["all_gather", "two_hop"],
     "behind": [False, True, 0.5],
-    "server": [None, "fedadam:lr=0.03"] + (["torch.optim.AdamW:lr=0.1"] if ALL else []),
+    "server": [None, "fedadam:lr=0.03", "torch.optim.AdamW:lr=0.1"],
     "combine": ["mean", "median"],
     "fragments": [1, 2],
     "rails": [False, True],
