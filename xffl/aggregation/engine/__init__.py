@@ -32,6 +32,8 @@ round has neither, and goes through none of these files:
 - ``decision.faulty_votes``: votes in which this process ends, for tests of what the others do then.
 - ``cell``: the mean of buffers over the ranks of a cell.
 - ``gpu_memory``: buffers on both sides, where values cross in the host's memory beside a GPU.
+- ``streams``: the stream of a GPU that rounds work on, and how long it takes for them.
+- ``weight_keepers``: what FSDP2 and ZeRO keep beside the model's tensors, before a round reads and writes these.
 - ``global_model``: the last agreed model, and the server rule that goes on from it.
 - ``global_state``: its state, brought to cells that are behind, and read from checkpoints.
 """
