@@ -114,6 +114,8 @@ class RoundProfile:
         self._marks = [] if marks is None else marks
         self._marked = 0
         self.failure: Exception | None = None
+        self.is_cut_off = False
+        """Whether another cell was lost"""
         self.bytes_across = 0
         self.bytes_home = 0
         self._seconds: dict[str, float] = {}
