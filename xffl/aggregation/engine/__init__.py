@@ -14,8 +14,9 @@ In each round:
 
 - ``planning.transfers``: the groups and buckets of the plan as one rank walks them, and whose values count.
 - ``groups``: the process groups of a round, and the messages on them.
-- ``buffers``: views of the model bucket by bucket, staging buffers, pools of buffers.
-- ``exchange``: the walk over all buckets: check, send, combine, broadcast, write; its docstring has the timeline.
+- ``buffers``: views of the model bucket by bucket, and pools of buffers.
+- ``exchange``: the memory of a round, and the walk over all buckets: check, send, combine, broadcast, write; its
+  docstring has the timeline.
 - ``transport``: how one bucket gets from cell to cell, in one hop or two.
 - ``votes``: what each rank says in a vote, and how all ranks learn it.
 - ``decision.consensus``: whether a round takes place and whether its result counts, on all ranks alike.
