@@ -29,7 +29,7 @@ from xffl.aggregation.algorithms.server import server_of
 from xffl.aggregation.bench import Effort, measure
 from xffl.aggregation.engine import transport
 from xffl.aggregation.engine.buffers import BucketMemory
-from xffl.aggregation.engine.exchange import RoundRun
+from xffl.aggregation.engine.exchange import ExchangeWalk
 from xffl.aggregation.engine.gpu_memory import HostCopies
 from xffl.aggregation.engine.groups import Progress, RoundScope
 from xffl.aggregation.engine.streams import StreamWork
@@ -734,12 +734,12 @@ def copied_before_its_mean() -> None:
 def host_memory_is_used_again() -> None:
     """The result of a bucket is written over while it is still on its way to the GPU."""
 
-    def write(self: RoundRun, transfer: Any, bucket: Any, memory: BucketMemory) -> None:
+    def end(self: ExchangeWalk, transfer: Any, bucket: Any, memory: BucketMemory) -> None:
         real(self, transfer, bucket, memory)
         memory.out.cpu().zero_() if memory.out.device.type == "cpu" else None
 
-    real = RoundRun.write
-    mock.patch.object(RoundRun, "write", write).start()
+    real = ExchangeWalk.end
+    mock.patch.object(ExchangeWalk, "end", end).start()
 
 
 @pytest.mark.parametrize(

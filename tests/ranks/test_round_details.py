@@ -252,7 +252,7 @@ def merged_by_size(rank: int, world_size: int) -> None:
                 parameter.fill_(float(rank))
         aggregator.aggregate_async().merge()
         assert all(bool((parameter == 0.5).all()) for parameter in model)
-        assert [buffer.nbytes for buffer in aggregator._exchange.memory.staging.packs._free] == [400]
+        assert [buffer.nbytes for buffer in aggregator._exchange.memory.packs._free] == [400]
 
 
 def told_of_a_delay(rank: int, world_size: int) -> None:

@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 
 from xffl.aggregation.algorithms.combiners import Combiner
@@ -44,6 +43,7 @@ from xffl.aggregation.engine.stages.order import in_order
 from xffl.aggregation.engine.stages.privacy import Protection
 from xffl.aggregation.engine.streams import GpuProfile, StreamWork, stream_of
 from xffl.aggregation.engine.votes import MergeMode, RoundStatus
+from xffl.aggregation.engine.weight_keepers import read_weights
 from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, Options, check_merge, refuse_removed
 from xffl.aggregation.pending import Background, PendingRound
 from xffl.aggregation.privacy import Accountant, Privacy, SecureSum
@@ -52,7 +52,6 @@ from xffl.distributed.consistency import barrier
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
 from xffl.errors import ConfigError, RoundError, StateError, TornError, XfflError
-from xffl.parallel.zero_mark import find_masters
 
 __all__ = ["Aggregator", "PendingRound"]
 
@@ -178,7 +177,8 @@ class Aggregator:
             )
             if extra is not None and fragments > 1:
                 raise ConfigError("extra tensors go with every round, so they need fragments=1")
-            return options, Manifest(self._read_masters(), policies, codec, extra)
+            weights, self._keepers = read_weights(model)
+            return options, Manifest(weights, policies, codec, extra)
 
         scope, options, self._manifest, axes, replica_tensors = compare_models(
             model, state, read, is_reduced_by_caller=gradients_reduced_by_caller
@@ -186,7 +186,6 @@ class Aggregator:
         processor = compare_processors(scope, options, self._manifest, replica_tensors)
         self._device = scope.device
         self._options = options
-        self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         # The global model, what servers keep and buffers outlive this call: a later round writes them outside of an
         # inference mode in which this is called.
         with torch.inference_mode(False):
@@ -208,20 +207,10 @@ class Aggregator:
         self._exchange.stages = in_order([self._first_round, *self._exchange.stages])
         self._activity = scope.state.activity
         self._make_profile = partial(GpuProfile, []) if self._device.type == "cuda" else RoundProfile
-        self._stream = stream_of(scope)  # that rounds work on
+        self._stream = None if scope.gpu is None else stream_of(scope, scope.gpu)  # that rounds work on
         self._stream_work: AbstractContextManager[None] = (
             nullcontext() if self._stream is None else StreamWork(self._stream)
         )
-
-    def _read_masters(self) -> nn.Module:
-        """Return the model that rounds move: its master weights, where an engine keeps them beside it."""
-        self._masters = find_masters(self.model)
-        if self._masters is None:
-            return self.model
-        with torch.inference_mode(False):
-            self._masters.read()
-        self._masters.check()  # after what is collective
-        return self._masters.view
 
     @property
     def is_torn(self) -> bool:
@@ -345,11 +334,8 @@ class Aggregator:
 
     def _read(self, given: RoundInput, fragment: int, alpha: float | None) -> RoundNumbers:
         """Bring the model and all that has a part in the round up to date, and read what this rank says of itself."""
-        for module in self._fsdp_modules:  # so that no stale gathered copy outlives a round
-            module.reshard()
-        if self._masters is not None:
-            self._masters.read()
-            self._masters.check()  # after what is collective
+        for keeper in self._keepers:
+            keeper.before_read()
         self._watch.check()
         for stage in self._exchange.stages:
             stage.open(fragment, is_weighed=given.weight is not None)
@@ -543,8 +529,6 @@ class Aggregator:
                 self.under_way = None  # an interrupt from here on leaves an inconsistent model
                 # A cell with values that are not finite has nothing that could stay.
                 is_merged = is_merged and self._exchange.link.cell not in outcome.unfit
-                for module in self._fsdp_modules:
-                    module.reshard()
                 if not outcome.is_empty:
                     self._write(outcome, is_merged=is_merged, alpha=alpha)
             except BaseException as error:
@@ -559,13 +543,12 @@ class Aggregator:
         return outcome.report(time.perf_counter() - start)
 
     def _write(self, outcome: AgreedRound, *, is_merged: bool, alpha: float | None) -> None:
-        """Write the new values into the model, or into ZeRO's masters and from there."""
-        if self._masters is not None:
-            self._masters.read_again()
-            self._masters.check()
+        """Write the new values into the model, and tell rounds under way that have read the old ones."""
+        for keeper in self._keepers:
+            keeper.before_write()
         outcome.run.commit(outcome.context, is_merged=is_merged, alpha=alpha)
-        if self._masters is not None:
-            self._masters.write()
+        for keeper in self._keepers:
+            keeper.after_write()
         for pending in self._activity.rounds_under_way:
             pending.note_written(self._exchange.layout.moving(outcome.run.fragment))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -25,8 +26,7 @@ def weighted_mean(values: Sequence[torch.Tensor], weights: Sequence[float], out:
     order, over the differences from the heaviest value and is divided once. Equal values therefore keep every bit (the
     sign of a zero, too: that is why the shift is subtracted), also in fp64, where the plain sum would lose one.
     """
-    base, scaled = _scaled(tuple(weights))
-    others = [index for index, weight in enumerate(scaled) if index != base and weight > 0.0]
+    base, scaled, others = _scaled(tuple(weights))
     is_of_two = len(others) == 1 and out.dtype == torch.float32 and scaled[others[0]] > TINY * scaled[base]
     if not others:
         out.copy_(values[base])
@@ -36,13 +36,23 @@ def weighted_mean(values: Sequence[torch.Tensor], weights: Sequence[float], out:
         _mean_of_many(values, scaled, base, out)
 
 
+class _Scaled(NamedTuple):
+    """The weights of a mean, scaled such that their digits stay and none overflows."""
+
+    base: int  # the place of the heaviest value
+    weights: list[float]
+    others: list[int]  # the places of all others that count
+
+
 @lru_cache(maxsize=64)
-def _scaled(weights: tuple[float, ...]) -> tuple[int, list[float]]:
-    """Return the place of the heaviest value, and the weights scaled; a round asks for each bucket."""
+def _scaled(weights: tuple[float, ...]) -> _Scaled:
+    """Scale weights; a round asks for each bucket."""
     heaviest = max(range(len(weights)), key=lambda index: weights[index])
     # A power of two keeps the weights' digits and prevents overflow.
     exponent = math.frexp(weights[heaviest])[1]
-    return heaviest, [math.ldexp(weight, -exponent) for weight in weights]
+    scaled = [math.ldexp(weight, -exponent) for weight in weights]
+    others = [index for index, weight in enumerate(scaled) if index != heaviest and weight > 0.0]
+    return _Scaled(heaviest, scaled, others)
 
 
 def _mean_of_two(base: torch.Tensor, other: torch.Tensor, share: float, out: torch.Tensor) -> None:
@@ -54,7 +64,9 @@ def _mean_of_two(base: torch.Tensor, other: torch.Tensor, share: float, out: tor
     length = min(piece_length(out.device), out.numel())
     step, half = torch.empty(2, length, dtype=out.dtype, device=out.device)
     for start in range(0, out.numel(), length or 1):
-        before, after, result = (tensor[start : start + length] for tensor in (base, other, out))
+        before = base[start : start + length]
+        after = other[start : start + length]
+        result = out[start : start + length]
         if result.numel() < length:
             step, half = step[: result.numel()], half[: result.numel()]
         torch.mul(before, 0.5, out=step)

@@ -113,6 +113,8 @@ class RoundProfile:
 
     def __init__(self) -> None:
         self.failure: Exception | None = None
+        self.is_cut_off = False
+        """Whether another cell was lost"""
         self.bytes_across = 0
         self.bytes_home = 0
         self._seconds: dict[str, float] = {}

@@ -219,9 +219,9 @@ def make_exchange(
         stages.append(Norms(model, topology))
     if model is not None and options.server is not None and options.server.clip is not None:
         cell, cells = topology.cell_of(rank), topology.cells
-        stages.append(Clip(options.server.clip, model, exchange.memory.staging, cell=cell, cells=cells))
+        stages.append(Clip(options.server.clip, model, exchange.memory, cell=cell, cells=cells))
     if model is not None:
-        stages.append(AgreedModel(model, exchange.memory.staging, topology, is_encoded=has_codecs))
+        stages.append(AgreedModel(model, exchange.memory, topology, is_encoded=has_codecs))
     exchange.stages = in_order(stages)
     if model is not None:
         if not scope.goes_on:

@@ -13,12 +13,10 @@ from xffl.aggregation.report import Phase, RoundProfile
 __all__ = ["GpuProfile", "StreamWork", "stream_of"]
 
 
-def stream_of(scope: RoundScope) -> torch.cuda.Stream | None:
-    """Return the stream that rounds work on, on a GPU."""
-    if scope.gpu is None:
-        return None
+def stream_of(scope: RoundScope, gpu: torch.device) -> torch.cuda.Stream:
+    """Return the stream that rounds work on: the first of the state's, or a new one."""
     streams = scope.state.streams
-    return streams[0] if streams else torch.cuda.Stream(scope.gpu)  # type: ignore[no-untyped-call]
+    return streams[0] if streams else torch.cuda.Stream(gpu)  # type: ignore[no-untyped-call]
 
 
 class StreamWork:

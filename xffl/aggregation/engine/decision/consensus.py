@@ -516,7 +516,7 @@ class RoundCoordinator:
                 number,
                 phase=VotePhase.COMMIT,
                 is_failed=failure is not None,
-                is_cut_off=run.is_cut_off or isinstance(failure, RoundBroken),
+                is_cut_off=run.profile.is_cut_off or isinstance(failure, RoundBroken),
                 **told,
             )
             statuses = self._gather_status(status, run.profile, self._closes_within_s)
