@@ -88,7 +88,13 @@ def run(rounds: int, every: int, *, is_whole: bool) -> dict[str, Any]:
     with ExitStack() as stack:
         address = f"127.0.0.1:{stack.enter_context(held_port())}"
         lighthouse = [sys.executable, "-m", "xffl", "lighthouse", "--bind", address]
-        process = subprocess.Popen(lighthouse, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        lighthouse += ["--journal", str(project / "journal")]
+        process = subprocess.Popen(
+            lighthouse,
+            env=environment() | {"XFFL_TOKEN": "0" * 64},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         stack.callback(process.wait)
         stack.callback(process.kill)
         for cell in range(CELLS):

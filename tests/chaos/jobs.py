@@ -43,6 +43,7 @@ class Jobs(System):
         command = [sys.executable, "-m", "xffl"]
         if place == LIGHTHOUSE:
             command += ["lighthouse", "--bind", self.address, "--heartbeat-timeout", "2"]
+            command += ["--journal", str(self.folder / "journal")]
         else:
             ranks = (self.job.sizes or [self.job.ranks] * self.job.cells)[place]
             command += ["exec", "--elastic", f"http://{self.address}", "--cell", f"{place}/{self.job.cells}"]

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="needs the 
 
 PORT = 29510
 HERE, THERE = f"127.0.0.1:{PORT}", f"127.0.0.1:{PORT}:127.0.0.1:{PORT}"
+JOURNAL = f"127.0.0.1:{PORT + 1}:127.0.0.1:{PORT + 1}"
 PLACES = {LIGHTHOUSE: "a1", 0: "a1", 1: "b1", 2: "a2"}
 
 
@@ -39,7 +40,7 @@ def sshd_on(hosts: Hosts, host: str, address: str, folder: Path) -> Iterator[Pat
 
 @contextmanager
 def tunnel(hosts: Hosts, host: str, config: Path, *words: str) -> Iterator[None]:
-    """Keep an ssh of a host open that forwards a port, and runs nothing."""
+    """Keep an ssh of a host open that forwards ports, and runs nothing."""
     command = hosts.command(host, "ssh", "-F", str(config), "-N", "-o", "ExitOnForwardFailure=yes", *words)
     process = subprocess.Popen(command, env=hosts.environ, stdin=subprocess.DEVNULL)
     try:
@@ -62,7 +63,7 @@ def test_a_lighthouse_at_loopback_is_brought_by_ssh(
         ways = [("a1", "10.77.1.1", "b1", "-L"), ("a2", "10.77.1.2", "a1", "-R")]
         for host, address, client, way in ways:
             config = enter(sshd_on(hosts, host, address, tmp_path / f"ssh-{host}"))
-            enter(tunnel(hosts, client, config, way, THERE, address))
+            enter(tunnel(hosts, client, config, way, THERE, way, JOURNAL, address))
         federation = Jobs(
             Job(cells=3, ranks=1, every=4, step_s=0.05),
             tmp_path,

@@ -516,7 +516,9 @@ else:
     lines = [f"[cell 1 rank {rank}] 1/2 {life} {rank} 2" for life in range(2) for rank in range(2)]
     assert code == 0 and sorted(out.splitlines()) == sorted(["[cell 0 rank 0] 0/2 0 0 1", *lines])
     first, *others = err.splitlines()
-    assert re.fullmatch(r"xffl: xffl cells http://127.0.0.1:\d+ shows the cells of this run", first)
+    assert re.fullmatch(
+        r"xffl: xffl cells http://127.0.0.1:\d+ --journal \S+/journal shows the cells of this run", first
+    )
     assert others == [
         "xffl: rank 1 (cell 1) was killed by SIGKILL (signal 9); all other ranks of the cell were stopped",
         "xffl: cell 1 ended with exit code 137; it is started again (restart 1 of 3)",
@@ -543,7 +545,9 @@ tell("done")
     code, out, err = finish(xffl("--elastic --processes 2 --federated 1 --restarts 1", PLACE + script))
     assert (code, out) == (7, "0/2 0 0 1 done\n")
     first, *others = err.splitlines()
-    assert re.fullmatch(r"xffl: xffl cells http://127.0.0.1:\d+ shows the cells of this run", first)
+    assert re.fullmatch(
+        r"xffl: xffl cells http://127.0.0.1:\d+ --journal \S+/journal shows the cells of this run", first
+    )
     assert others == [
         "xffl: rank 0 (cell 1) exited with code 7",
         "xffl: cell 1 ended with exit code 7; it is started again (restart 1 of 1)",

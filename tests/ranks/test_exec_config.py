@@ -188,11 +188,11 @@ def test_a_configuration_of_all_cells_is_that_of_each_cell_of_an_elastic_run(
     )
     jobs: list[CellJob] = []
     monkeypatch.setattr(execute, "launch_cells", lambda cells, **more: jobs.extend(cells) or 0)
-    monkeypatch.setattr(
-        execute, "own_lighthouse", lambda layout: nullcontext(LighthouseProcess.__new__(LighthouseProcess))
-    )
+    monkeypatch.setattr(execute, "own_lighthouse", lambda: nullcontext(LighthouseProcess.__new__(LighthouseProcess)))
     monkeypatch.setattr(LighthouseProcess, "address", "127.0.0.1:1", raising=False)
+    monkeypatch.setattr(LighthouseProcess, "journal", None)
     assert main(["exec", "--elastic", "run.yaml", "--experiment.seed", "3"]) == 0
+    assert {job.environ["XFFL_JOURNAL"] for job in jobs} == {os.path.abspath("out/lighthouse.journal")}
     # One cell elsewhere has the ranks that the configuration gives it, unless it is told others.
     environ = {"XFFL_CELL": "1/2", "XFFL_LIGHTHOUSE": "http://a:1"}
     jobs += [CellJob(1, words, ["run.yaml"], environ) for words in ([], ["--processes=4"])]

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from xffl.distributed.distributed_state import DistributedState, set_lone_cell
+from xffl.distributed.parameters import ElasticParameters
+from xffl.errors import ConfigError
 from xffl.training.mixins.federated import FederatedMixin, FederationConfig
 
 
@@ -19,7 +22,7 @@ class Counting(FederatedMixin):
         self.config: Any = SimpleNamespace(federation=asked)
         self._scaling: Any = SimpleNamespace(total_weight=weight, aggregator=SimpleNamespace(rounds=rounds))
 
-    def lone_cell(self) -> None:
+    def lone_cell(self) -> Any:
         return None
 
 
@@ -45,3 +48,22 @@ def test_older_checkpoints_do_not_tell() -> None:
     trainer.load_counters({})
     trainer.on_resumed()
     assert trainer.total_weight == 0.0
+
+
+class Placed(Counting):
+    def lone_cell(self) -> Any:
+        return self.state.lone_cell
+
+
+def test_a_configuration_says_how_long_an_elastic_cell_waits_for_others() -> None:
+    state = DistributedState()
+    trainer: Any = Placed(rounds=0, weight=0.0)
+    trainer.strategy = SimpleNamespace(state=state, world=SimpleNamespace(state=state))
+    trainer.config.federation = FederationConfig(every=2, meeting_timeout_s=7)
+    trainer.configure()
+    assert state.elastic is None
+    set_lone_cell(state, 1, (1, 1), ElasticParameters(lighthouse="http://10.0.0.1:29510"))
+    trainer.configure()
+    assert state.elastic is not None and state.elastic.meeting_timeout_s == 7
+    with pytest.raises(ConfigError, match=r"federation\.meeting_timeout_s .*; give seconds"):
+        FederationConfig(every=2, meeting_timeout_s=0)

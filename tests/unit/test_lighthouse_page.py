@@ -201,6 +201,8 @@ def test_cells_as_a_table_and_as_json_without_torch(tmp_path: Path) -> None:
         (tmp_path / "lighthouse").write_text(url + "\n")
         table = cells(f"file:{tmp_path / 'lighthouse'}").stdout.splitlines()
         told = json.loads(cells(url.removeprefix("http://"), "--json").stdout)
+    assert table.pop().startswith(f"the run's journal is not known here: there is no journal {tmp_path}/lighthouse.jo")
+    assert told["journal"]["newest"] == -1 and "Connection refused" in told["journal"]["trouble"]
     assert [line.split() for line in table] == [
         ["cell", "life", "state", "round", "lag", "ranks", "store", "last", "seen", "met"],
         ["0", "0.0a", "alive", "7", "0", "4", "10.0.0.4:4000", "0.0", "s", "ago", "yes"],

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +24,14 @@ from xffl.cli.main import command_parser
 from xffl.cluster import environment, lighthouse_address, run_token
 from xffl.cluster.batch import find_job, is_here
 from xffl.cluster.launch.affinity import share_machine
-from xffl.cluster.launch.elastic import CellJob, SharedLighthouse, launch_cells, own_lighthouse, step_variables
+from xffl.cluster.launch.elastic import (
+    CellJob,
+    SharedLighthouse,
+    launch_cells,
+    own_lighthouse,
+    run_folder,
+    step_variables,
+)
 from xffl.cluster.launch.failure import ExitCode, FailureRecord, RankFailure, record_failure
 from xffl.cluster.launch.job_layout import JobLayout, LaunchOptions, check_started, fit_hosts, lay_out
 from xffl.cluster.launch.launch import launch_local
@@ -35,8 +44,9 @@ from xffl.cluster.over_files import OverFiles, read_over_files
 from xffl.cluster.recognition.find import find_launcher, launcher_of
 from xffl.cluster.sizes import Federation, check_cells, parse_cell, parse_federation
 from xffl.cluster.slurm.allocation import Allocation, Host, ask_switches, own_host, parse_hosts
-from xffl.errors import ConfigError, LaunchError
+from xffl.errors import ConfigError, LaunchError, XfflError
 from xffl.files import TEXT_FILE_LIMIT, read_text
+from xffl.journal.place import JOURNAL_VARIABLE, derive_journal
 from xffl.json_text import parse_json
 from xffl.topology import Topology
 
@@ -274,7 +284,15 @@ def _run_configuration(options: Namespace, file: str, words: Sequence[str], over
     federated, replica_size = configuration.choose_federation(resolved, start.slots, federated=asked, hsdp=options.hsdp)
     layout = lay_out(start.hosts, federated, replica_size)
     if options.elastic is not None:
-        return _start_all_cells(options, start=start, layout=layout, command=[file, *words], federated=federated)
+        experiment = getattr(resolved.config, "experiment", None)
+        return _start_all_cells(
+            options,
+            start=start,
+            layout=layout,
+            command=[file, *words],
+            federated=federated,
+            home=None if experiment is None else experiment.output_dir,
+        )
     word = configuration.hand_over(file, resolved)
     code = _start(options, start, layout, [str(_RANK)], federated=federated, limit_s=launch.timeout_s, resolved=word)
     experiment = getattr(resolved.config, "experiment", None)
@@ -501,9 +519,18 @@ def _check_elastic(options: Namespace, over_files: OverFiles) -> None:
 
 
 def _start_all_cells(
-    options: Namespace, start: Allocation, layout: JobLayout, command: Sequence[str], federated: Federation | None
+    options: Namespace,
+    start: Allocation,
+    layout: JobLayout,
+    command: Sequence[str],
+    *,
+    federated: Federation | None,
+    home: str | None = None,
 ) -> int:
-    """Start a lighthouse, and each cell as a job of its own: on this machine, or as a step of the SLURM job."""
+    """Start a lighthouse, and each cell as a job of its own: on this machine, or as a step of the SLURM job.
+
+    The run's journal is in its folder, which is ``home``; a script that has none has it for as long as the cells run.
+    """
     if start.kind not in ("local", "slurm"):
         raise ConfigError(
             f"--elastic starts all cells on this machine or in a SLURM job, but this job has {len(start.hosts)} hosts "
@@ -515,14 +542,23 @@ def _start_all_cells(
     sizes, is_local = layout.topology.sizes, start.kind == "local"
     check_cells(len(sizes), environment.required_cells(), federated)
     environ = _environ_of_cells()
+    token: dict[str, str] = {}
     if not run_token.has_token(environ):
-        environ["XFFL_TOKEN"] = os.urandom(32).hex()
+        token = {"XFFL_TOKEN": os.urandom(32).hex()}
+        environ |= token
     run_token.token_of(environ)
     with ExitStack() as stack:
         log_dir = _follow_logs(options, stack, is_local=is_local)  # each cell by itself would tear others' lines
-        lighthouse = stack.enter_context(own_lighthouse(None if is_local else layout))
+        temporary = stack.enter_context(run_folder())
+        folder = None
+        if not environ.get(JOURNAL_VARIABLE, "").strip():
+            folder = Path(_journal_beside(home) if home else f"{temporary}/journal")
+        lighthouse = stack.enter_context(own_lighthouse() if is_local else own_lighthouse(layout, folder, token))
         environ["XFFL_LIGHTHOUSE"] = url = f"http://{lighthouse.address}"
-        print(f"xffl: xffl cells {url} shows the cells of this run", file=sys.stderr)
+        if folder is not None:
+            environ[JOURNAL_VARIABLE] = lighthouse.journal or str(folder)
+        journal = shlex.quote(environ[JOURNAL_VARIABLE] if folder is None else str(folder))
+        print(f"xffl: xffl cells {url} --journal {journal} shows the cells of this run", file=sys.stderr)
         more = _options_of_cell(options, "grace", "hsdp")
         if options.merge and log_dir is None:
             more.append("--merge")
@@ -541,11 +577,45 @@ def _start_all_cells(
                     share=share,
                     log_dir=log_dir,
                     source=options.source,
+                    has_saved=partial(_has_checkpoint, f"{home}/cell_{number}") if home else None,
                 )
             )
         return launch_cells(
-            jobs, restarts=_restarts(options), timeout_s=options.timeout, lighthouse=lighthouse, are_all_here=is_local
+            jobs,
+            restarts=_restarts(options),
+            timeout_s=options.timeout,
+            lighthouse=lighthouse,
+            are_all_here=is_local,
+            folder=temporary,
         )
+
+
+def _journal_beside(home: str) -> str:
+    """Return where the jobs of ``xffl submit`` look for the journal of a run with this folder."""
+    return derive_journal(f"file:{os.path.abspath(home)}/lighthouse")
+
+
+def _has_checkpoint(folder: str) -> bool:
+    """Tell whether a cell with this folder has a checkpoint, or may have one that cannot be read at the moment."""
+    from xffl.checkpoint.manager import find_latest_checkpoint
+
+    with suppress(XfflError, OSError):
+        return find_latest_checkpoint(folder) is not None
+    return True
+
+
+def _has_saved(options: Namespace, command: Sequence[str], number: int, cells: int) -> bool:
+    """Tell whether one cell of a configuration has a checkpoint; of others nobody knows where they save."""
+    from xffl.training.config import configuration
+
+    if command[0].endswith(CONFIGURATIONS):
+        with suppress(XfflError, OSError):  # as above
+            _, resolved = configuration.read_job(command[0], command[1:])
+            words = [*command[1:], *_words_of_elastic_cell(number, cells, resolved, options)]
+            _, resolved = configuration.read_job(command[0], words)
+            experiment = getattr(resolved.config, "experiment", None)
+            return experiment is None or _has_checkpoint(experiment.output_dir)
+    return True
 
 
 def _start_one_cell(options: Namespace, command: Sequence[str]) -> int:
@@ -557,7 +627,15 @@ def _start_one_cell(options: Namespace, command: Sequence[str]) -> int:
     if options.merge:
         words.append("--merge")
     log_dir = None if options.log_dir is None else make_log_dir(options.log_dir)
-    job = CellJob(number, words, command, _environ_of_cells(), log_dir=log_dir, source=options.source)
+    job = CellJob(
+        number,
+        words,
+        command,
+        environ=_environ_of_cells(),
+        log_dir=log_dir,
+        source=options.source,
+        has_saved=partial(_has_saved, options, command, number, cells),
+    )
     kind, _, file = os.environ["XFFL_LIGHTHOUSE"].partition(":")
     with ExitStack() as stack:
         lighthouse = None

@@ -5,11 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from xffl.checks import visible
 
-__all__ = ["drawn_on", "visible_output"]
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+__all__ = ["drawn_on", "new_table", "print_table", "visible_output"]
 
 
 class _VisibleStream:
@@ -54,3 +58,18 @@ def visible_output() -> Iterator[None]:
         yield
     finally:
         sys.stdout, sys.stderr = before
+
+
+def new_table() -> Table:
+    """Return a table without lines, to which columns and rows are to be added."""
+    from rich.table import Table
+
+    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+
+
+def print_table(table: RenderableType) -> None:
+    """Print a table; where the output is no terminal so wide that each entry stays on its line."""
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else 240
+    Console(file=sys.stdout, width=width, markup=False, emoji=False, highlight=False).print(table)

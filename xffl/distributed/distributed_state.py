@@ -12,7 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -929,6 +929,16 @@ def take_off_setups(state: DistributedState, *, destroys: bool) -> None:
     """Take all set-ups off a state. Nothing moves, so no other rank may be using their groups any more."""
     while state._setups:
         rollback(state, destroys=destroys)
+
+
+def set_meeting_timeout(state: DistributedState, timeout_s: float) -> None:
+    """Say how long this cell waits for others to make a round with; local. Nothing changes without an elastic cell.
+
+    :param state: The rank's state.
+    :param timeout_s: The seconds.
+    """
+    if state._elastic is not None:
+        state._elastic = replace(state._elastic, meeting_timeout_s=timeout_s)
 
 
 def set_data_place(state: DistributedState, place: DataPlace | None) -> None:

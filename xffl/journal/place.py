@@ -16,7 +16,15 @@ from xffl.journal.folder import JournalFolder
 from xffl.journal.records import Journal
 from xffl.journal.service import RemoteJournal
 
-__all__ = ["JOURNAL_VARIABLE", "derive_journal", "next_port", "open_journal", "parse_journal", "read_journal_variable"]
+__all__ = [
+    "JOURNAL_VARIABLE",
+    "derive_journal",
+    "find_journal",
+    "next_port",
+    "open_journal",
+    "parse_journal",
+    "read_journal_variable",
+]
 
 JOURNAL_VARIABLE = "XFFL_JOURNAL"
 """The environment variable that says where a run's journal is"""
@@ -80,6 +88,23 @@ def next_port(lighthouse_port: int) -> int:
             f"another port, or the journal a place by {JOURNAL_VARIABLE}"
         )
     return lighthouse_port + 1
+
+
+def find_journal(place: str, token: bytes, patience_s: float | None = None) -> Journal:
+    """Open the journal of a run that has begun: a folder that does not exist is none.
+
+    :param place: The place in its full form.
+    :param token: The run's token, which the service asks for; empty if the run has none.
+    :param patience_s: How long to ask a service; by default as long as a cell does.
+    :return: The journal.
+    :raises LaunchError: if there is no such folder.
+    :raises ConfigError: if the folder cannot be used.
+    """
+    if place.startswith(_URL) and patience_s is not None:
+        return RemoteJournal(place, token, patience_s)
+    if not place.startswith(_URL) and not Path(place).is_dir():
+        raise LaunchError(f"there is no journal {place}")
+    return open_journal(place, token)
 
 
 def open_journal(place: str, token: bytes) -> Journal:

@@ -211,6 +211,21 @@ class History:
                 break
         return not self._is_forgotten(cell, record.number)
 
+    def find_holders(self) -> tuple[RoundRecord, tuple[int, ...]] | None:
+        """Return the newest round whose model a cell may still hold, and all such cells; ``None`` if there is none."""
+        for record in self.rounds():
+            holders = tuple(cell for cell in record.cells if self.may_hold(cell, record))
+            if holders:
+                return record, holders
+        return None
+
+    def has_cell(self, cell: int) -> bool:
+        """Tell whether a cell has been started, or has taken part in a round."""
+        for record in self._records:
+            if _start_of(cell, record) is not None or (isinstance(record, RoundRecord) and cell in record.cells):
+                return True
+        return False
+
     def _is_forgotten(self, cell: int, number: int) -> bool:
         later = self._records[number + 1 :]
         return any(isinstance(record, ForgetRecord) and record.cell == cell for record in later)

@@ -15,8 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -37,13 +37,14 @@ from xffl.errors import ConfigError, LaunchError
 from xffl.extras import optional_import
 from xffl.files import create, open_regular, read_bytes, write_whole
 
-__all__ = ["CellJob", "SharedLighthouse", "launch_cells", "own_lighthouse", "step_variables"]
+__all__ = ["CellJob", "SharedLighthouse", "launch_cells", "own_lighthouse", "run_folder", "step_variables"]
 
 _POLL_S = 0.05
 _PAUSE_S = 1.0  # before a cell, or the lighthouse, is started again
 _LOOK_S = 1.0  # between two looks into the file that names the lighthouse of cells in several jobs
 _SILENCE_S = 10.0  # after so long without an answer from a lighthouse in another job, this job runs one
 _ANSWER_S = 1.0
+_FORGET_TRIES = 5  # each loses only if another record comes at the same moment
 # An address of no host (RFC 5737): where its name does not tell this host's own, the way there does.
 _FAR = "198.51.100.1"
 _FOLDER = "xffl-cells-"
@@ -65,6 +66,7 @@ class CellJob:
     share: Share | None = None  # what it has of this machine, where other cells are on it
     log_dir: str | None = None
     source: str | None = None  # the script itself, where it was read here
+    has_saved: Callable[[], bool] | None = None  # whether it has a checkpoint; None where nobody knows
 
 
 def launch_cells(
@@ -74,24 +76,27 @@ def launch_cells(
     timeout_s: float | None = None,
     lighthouse: LighthouseProcess | SharedLighthouse | None = None,
     are_all_here: bool = False,
+    folder: str | None = None,
 ) -> int:
     """Start cells, all of a run or one, and wait until each has ended for good; return the exit code of them all.
 
     A cell that ends with another code than 0 is started again after a pause, as often as ``restarts`` says, unless the
-    run was asked to end, or the cell would fail in the same way. Signals to this process go to the launchers of all
-    cells, which pass them on to their ranks. If this process is killed, they get SIGTERM. Where all cells of the run
-    are here (``are_all_here``), on this machine, they are told which of them have ended.
+    run was asked to end, or the cell would fail in the same way. One that is not started again, and has no checkpoint,
+    has lost what it held: the run's journal is told so, and the others do not wait for it. Signals to this process go
+    to the launchers of all cells, which pass them on to their ranks. If this process is killed, they get SIGTERM. Where
+    all cells of the run are here (``are_all_here``), on this machine, they are told which of them have ended.
+    ``folder`` is what :func:`run_folder` has made, if the caller needs one, too.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, exit codes are lost
     limit = None if timeout_s is None else time.monotonic() + timeout_s
     # Signals that have come, and whether they end the run; SIGTERM where it is ended from here.
     asked: dict[int, bool] = {}
     is_late = is_refused = False
-    with _run_folder() as folder, caught_signals() as take_signals:
+    with nullcontext(folder) if folder else run_folder() as folder, caught_signals() as take_signals:
         lives = CellLives(folder) if are_all_here else None
         cells = [_Cell(job, restarts, folder, lives) for job in jobs]
         try:
-            while any(cell.code is None for cell in cells):
+            while any(cell.is_busy for cell in cells):
                 signals = take_signals()
                 if not any(asked.values()):
                     is_late = limit is not None and time.monotonic() > limit
@@ -122,8 +127,11 @@ def launch_cells(
 
 
 @contextmanager
-def _run_folder() -> Iterator[str]:
-    """Make a folder for what the launchers of the cells tell this one, and remove those that killed ones have left."""
+def run_folder() -> Iterator[str]:
+    """Make a folder for what the launchers of the cells tell this one, and remove those that killed ones have left.
+
+    A process has one at a time: to look at a second one would end its lock on the first.
+    """
     _remove_abandoned(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder, create(Path(folder, _HOLDER)) as holder:
         with suppress(OSError):  # where files cannot be locked the folder says nothing of its launcher, and stays
@@ -179,9 +187,17 @@ class _Cell:
         self._process: subprocess.Popen[bytes] | None = None
         self._due = 0.0
         self._failures = ""  # where its launcher tells how the ranks have failed
+        self._forgetting: subprocess.Popen[bytes] | None = None
+        self._forget_tries = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it has not ended for good, or the journal is being told that it has."""
+        return self.code is None or self._forgetting is not None
 
     def forward_signal(self, number: int, ends: bool) -> None:
         """Pass a signal on; a cell that is to be started again is not started any more."""
+        self._stop_forgetting()
         if self._process is not None:
             self._process.send_signal(number)
         elif self.code is None:
@@ -189,6 +205,8 @@ class _Cell:
 
     def poll(self, asked: Mapping[int, bool]) -> None:
         """Start it where it is time to, and see whether it has ended; ``asked`` is what signals have asked for."""
+        if self._forgetting is not None:
+            self._poll_forgetting()
         if self._process is None:
             if self.code is None and time.monotonic() >= self._due:
                 self._start()
@@ -213,6 +231,8 @@ class _Cell:
         elif self._restarted == self._restarts:
             print(f"{told} and is not started again: --restarts is {self._restarts}", file=sys.stderr)
             self._end(code)
+            if self._job.has_saved is not None and not self._job.has_saved():
+                self._forget()
         else:
             self._restarted += 1
             self._due = time.monotonic() + _PAUSE_S
@@ -220,6 +240,7 @@ class _Cell:
 
     def kill(self) -> None:
         """Kill its launcher, and so its ranks."""
+        self._stop_forgetting()
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -240,6 +261,32 @@ class _Cell:
             preexec_fn=partial(_begin_cell, job.share),
         )
 
+    def _forget(self) -> None:
+        """Have the run's journal forget what this cell held."""
+        self._forget_tries += 1
+        where = self._job.environ["XFFL_LIGHTHOUSE"]
+        self._forgetting = subprocess.Popen(
+            [*child_command("xffl.cli.main"), "cells", where, "--forget", str(self._job.number)],
+            env=self._job.environ,
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr.fileno(),
+            start_new_session=True,
+            preexec_fn=partial(die_with_parent, signal.SIGKILL),
+        )
+
+    def _poll_forgetting(self) -> None:
+        """See whether the journal has forgotten this cell; if another record was faster, try again."""
+        if self._forgetting is not None and (code := self._forgetting.poll()) is not None:
+            self._forgetting = None
+            if code != ExitCode.OK and self._forget_tries < _FORGET_TRIES:
+                self._forget()
+
+    def _stop_forgetting(self) -> None:
+        if self._forgetting is not None:
+            self._forgetting.kill()
+            self._forgetting.wait()
+            self._forgetting = None
+
     def _end(self, code: int) -> None:
         self.code = code
         self.ended_at = time.monotonic()
@@ -256,12 +303,35 @@ def _begin_cell(share: Share | None) -> None:
 # The lighthouse -------------------------------------------------------------------------------------------------------
 
 
-class LighthouseProcess:
-    """The lighthouse of a run as a process of its own. It keeps nothing, so one that has died is started again."""
+@dataclass(frozen=True)
+class ServedJournal:
+    """The journal that a lighthouse serves."""
 
-    def __init__(self, address: str) -> None:
+    folder: Path
+    port: int
+    token: Mapping[str, str]  # variables that say what the run's token is, besides those of this process
+
+
+class LighthouseProcess:
+    """The lighthouse of a run as a process of its own.
+
+    It keeps nothing but a journal, and that in a folder, so one that has died is started again.
+
+    :param address: HOST:PORT where it listens.
+    :param journal: The journal that it serves, if any.
+    """
+
+    def __init__(self, address: str, journal: ServedJournal | None = None) -> None:
         self.address = address
+        self._journal = journal
         self._start()
+
+    @property
+    def journal(self) -> str | None:
+        """Where the journal is that it serves; ``None`` if it serves none."""
+        if self._journal is None:
+            return None
+        return f"http://{self.address.rpartition(':')[0]}:{self._journal.port}"
 
     def keep(self) -> bool:
         """Start it again where it has died; tell whether it can be had at all."""
@@ -282,9 +352,15 @@ class LighthouseProcess:
 
     def _start(self) -> None:
         self._started_at = time.monotonic()
+        words: tuple[str, ...] = ()
+        environ = dict(os.environ)
+        if self._journal is not None:
+            words = ("--journal", str(self._journal.folder), "--journal-port", str(self._journal.port))
+            environ |= self._journal.token
         times = ("--heartbeat-timeout", str(CELL_HEARTBEAT_TIMEOUT_S), "--join-timeout", str(CELL_JOIN_TIMEOUT_S))
         self._process = subprocess.Popen(
-            [*child_command("xffl.cli.main"), "lighthouse", "--bind", self.address, *times],
+            [*child_command("xffl.cli.main"), "lighthouse", "--bind", self.address, *times, *words],
+            env=environ,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
@@ -293,18 +369,25 @@ class LighthouseProcess:
 
 
 @contextmanager
-def own_lighthouse(layout: JobLayout | None = None) -> Iterator[LighthouseProcess]:
+def own_lighthouse(
+    layout: JobLayout | None = None, journal: Path | None = None, token: Mapping[str, str] | None = None
+) -> Iterator[LighthouseProcess]:
     """Run a lighthouse while the block runs, at a free port of this host that is held for it also while it is down.
 
-    It listens where the hosts of a layout reach this one, without a layout on loopback alone.
+    It listens where the hosts of a layout reach this one, without a layout on loopback alone. With the folder of a
+    journal it serves that as well, to those who know the token.
     """
     _require_torchft()
     host = "127.0.0.1"
     if layout is not None:
         others = [host for host in layout.hosts if host.name != own_host().name]
         host = bind_address(f"{node_address((others or layout.hosts)[0].name)}:9")  # nothing is sent there
-    with held_port() as port:
-        lighthouse = LighthouseProcess(f"{host}:{port}")
+    with ExitStack() as held:
+        port = held.enter_context(held_port())
+        served = None
+        if journal is not None:
+            served = ServedJournal(journal, held.enter_context(held_port()), token or {})
+        lighthouse = LighthouseProcess(f"{host}:{port}", served)
         try:
             yield lighthouse
         finally:

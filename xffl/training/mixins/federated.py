@@ -24,10 +24,10 @@ from xffl.aggregation.federated_scaling import FederatedScaling
 from xffl.aggregation.options import REMOVED
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.aggregation.rounds.hooks import LoopHooks
-from xffl.checks import index_of, integer_fields, one_of
+from xffl.checks import index_of, integer_fields, number, one_of
 from xffl.cluster.recognition.find import find_launcher
 from xffl.cluster.sizes import parse_cell
-from xffl.distributed.distributed_state import set_data_place
+from xffl.distributed.distributed_state import set_data_place, set_meeting_timeout
 from xffl.distributed.sharding import sharded_parameters
 from xffl.errors import ConfigError, StateError, XfflError
 from xffl.files import make_folders, write_whole
@@ -65,6 +65,8 @@ class FederationConfig:
     :param weight: What a cell counts for in a round: its ``samples`` since the last one, or all ``equal``.
     :param max_samples: Samples of all cells together after which training ends in all of them, at the round that has
         taken them in; ``None`` for no such limit. A cell that comes late ends with the others then, which train longer.
+    :param meeting_timeout_s: How long a cell of an elastic run waits for others to make a round with, before it ends;
+        ``None`` for half an hour. Other runs do not read it.
     :param cell: Which cell this job is, where each is a job of its own and rounds go over files: ``0/2``, or ``0/4,2``
         with the ranks of each (``--cell``). The job ends when ``every`` steps of its round are made; server optimizer
         and combiner are for ``xffl aggregate``, which learns of them from the exports.
@@ -85,6 +87,7 @@ class FederationConfig:
     client: str | dict[str, Any] | None = None
     weight: str = "samples"
     max_samples: int | None = None
+    meeting_timeout_s: float | None = None
     cell: str | None = None
     round: int | None = None
     start_from: str | None = None
@@ -95,6 +98,8 @@ class FederationConfig:
         one_of("federation.weight", self.weight, WEIGHTS)
         integer_fields(self, "round", minimum=0, prefix="federation.", may_be_none=True)
         integer_fields(self, "max_samples", prefix="federation.", may_be_none=True)
+        if self.meeting_timeout_s is not None:
+            number("federation.meeting_timeout_s", self.meeting_timeout_s, above=0, below=1e9, hint="give seconds")
         for name in ("every", "delay"):
             value = getattr(self, name)
             object.__setattr__(self, name, value if index_of(value) is None else index_of(value))
@@ -209,6 +214,9 @@ class FederatedMixin(ValidationMixin):
 
     def configure(self) -> None:
         """Take the place of one of several cells, where this job is one."""
+        meeting_timeout_s = self.section("federation", FederationConfig).meeting_timeout_s
+        if meeting_timeout_s is not None:
+            set_meeting_timeout(self.state, meeting_timeout_s)
         lone = self.lone_cell()
         if lone is not None:
             self.world.lone_cell = lone[0]

@@ -88,7 +88,7 @@ lighthouse() { # where all facilities reach it; it outlives this step, and holds
     if flock -n 8; then
         : >"$home/lighthouse.log"
         setsid xffl lighthouse --bind "$address" --token-file "${XFFL_TOKEN_FILE:?}" --heartbeat-timeout 2 \
-            --join-timeout 20 </dev/null >"$home/lighthouse.log" 2>&1 &
+            --join-timeout 20 --journal "$home/journal" </dev/null >"$home/lighthouse.log" 2>&1 &
         echo $! >"$home/lighthouse.pid"
         until grep -q "^lighthouse at" "$home/lighthouse.log"; do
             kill -0 $! || { cat "$home/lighthouse.log" >&2 && exit 1; }

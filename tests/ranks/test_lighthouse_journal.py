@@ -1,0 +1,109 @@
+"""The journal of a run, served beside its lighthouse, and what launchers write to it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.ports import free_port
+from xffl.cli.main import main
+from xffl.cluster.launch.elastic import CellJob, launch_cells
+from xffl.journal.folder import JournalFolder
+from xffl.journal.place import derive_journal, open_journal
+from xffl.journal.records import ForgetRecord, Start, StartRecord, VoidRecord, make_id
+
+needs_torchft = pytest.mark.skipif(find_spec("torchft") is None, reason="needs the extra elastic")
+
+TOKEN = "the token of this run"
+
+
+@contextmanager
+def lighthouse(home: Path, *words: str) -> Iterator[list[str]]:
+    """Run a lighthouse with a journal, and yield the lines that it prints at its start."""
+    command = [sys.executable, "-m", "xffl", "lighthouse", *words]
+    environ = os.environ | {"HOME": str(home), "XFFL_TOKEN": TOKEN}
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield [process.stdout.readline().strip() for _ in range(2)]
+        finally:
+            process.terminate()
+            assert process.wait(20) == 0
+
+
+@needs_torchft
+def test_the_journal_stands_when_its_lighthouse_is_started_again(tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    journal = open_journal(derive_journal(url), TOKEN.encode())
+    name = make_id()
+    record = VoidRecord(name, 0, name)
+    words = ("--bind", url.removeprefix("http://"), "--journal")
+    with lighthouse(tmp_path, *words) as lines:
+        first, second = lines
+        assert first == f"lighthouse at {url.removeprefix('http://')}"
+        assert second.startswith(f"journal at {derive_journal(url)}, in {tmp_path}/.xffl/journal/")
+        assert journal.put(record) == record
+    with lighthouse(tmp_path, *words) as lines:
+        assert lines == [first, second]
+        assert journal.read_from(0) == [record]
+
+
+@needs_torchft
+def test_a_folder_and_a_port_may_be_given_and_are_used_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, folder = free_port(), str(tmp_path / "journal")
+    monkeypatch.setenv("XFFL_TOKEN", TOKEN)
+    words = ("--bind", f"127.0.0.1:{free_port()}", "--journal", folder)
+    with lighthouse(tmp_path, *words, "--journal-port", str(port)) as lines:
+        assert lines[1] == f"journal at http://127.0.0.1:{port}, in {folder}"
+        assert main(["lighthouse", "--bind", f"127.0.0.1:{free_port()}", "--journal", folder]) == 2
+    assert f"the journal in {folder} is served by process" in capsys.readouterr().err
+
+
+@needs_torchft
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--journal-port", "1"], "--journal-port 1 is for --journal"),
+        (["--journal", "http://10.0.0.1:1"], "give the folder that this host is to keep it in"),
+        (["--journal", "--bind", "127.0.0.1:65535"], "the lighthouse has port 65535"),
+    ],
+    ids=["port", "address", "last_port"],
+)
+def test_what_is_no_journal_of_a_lighthouse(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XFFL_TOKEN", TOKEN)
+    assert main(["lighthouse", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("has_saved", "forgotten"), [(False, [1]), (True, []), (None, [])], ids=["lost", "saved", "unknown"]
+)
+def test_a_cell_that_is_lost_for_good_is_forgotten(
+    has_saved: bool | None, forgotten: list[int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = JournalFolder(tmp_path / "journal")
+    name = make_id()
+    folder.put(StartRecord(name, 0, name, (Start(1, make_id(), None),)))
+    (tmp_path / "script.py").write_text("import sys\nsys.exit(7)\n")
+    job = CellJob(
+        number=1,
+        options=["--launcher=local", "--processes=1"],
+        command=[str(tmp_path / "script.py")],
+        environ=os.environ
+        | {"XFFL_CELL": "1/2", "XFFL_LIGHTHOUSE": "http://127.0.0.1:1", "XFFL_JOURNAL": str(folder.path)},
+        has_saved=None if has_saved is None else lambda: bool(has_saved),
+    )
+    assert launch_cells([job], restarts=0) == 7
+    assert [record.cell for record in folder.read_from(1) if isinstance(record, ForgetRecord)] == forgotten
+    assert ("forgets what cell 1 holds" in capfd.readouterr().err) == bool(forgotten)
