@@ -84,6 +84,8 @@ def run_world(
     :raises WorldError: if another rank fails, dies or is late; every rank is killed then.
     """
     context = _started_server()
+    # Ranks have the environment of the server, which was started before this test has set its own.
+    environ = {name: os.environ[name] for name in ("XFFL_JOURNAL",) if name in os.environ}
     deadline = time.monotonic() + timeout_s
     processes: list[ForkServerProcess] = []
     ends: list[Connection] = []
@@ -92,7 +94,7 @@ def run_world(
         try:
             for rank in range(world_size):
                 receiver, sender = context.Pipe(duplex=False)
-                call = (sender, rank, world_size, fn, args, store, timeout_s / 2, not mortal)
+                call = (sender, rank, world_size, fn, args, store, timeout_s / 2, not mortal, environ)
                 process = context.Process(target=_rank_main, args=call, name=f"rank {rank}", daemon=True)
                 process.start()
                 sender.close()
@@ -194,6 +196,7 @@ def _rank_main(
     store: str | None,
     timeout_s: float,
     together: bool,
+    environ: dict[str, str],
 ) -> None:
     """Be one rank: run the function, tell the outcome, and leave without the interpreter's finalization."""
     gc.freeze()  # what the server has imported need not be looked through again by each rank
@@ -202,6 +205,7 @@ def _rank_main(
 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ.update(environ)
     code = 0
     try:
         if store is not None:

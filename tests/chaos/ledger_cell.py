@@ -101,7 +101,7 @@ def main() -> None:
         def end_round(round_number: int, weights: Sequence[float] | None, digest: str) -> None:
             """Write a round down, and begin to collect steps for the next."""
             nonlocal asked, lineage
-            before, lineage = lineage, scaling.state_dict()["aggregator"]["elastic"]["lineage"]
+            before, lineage = lineage, scaling.aggregator.lineage
             told = {"number": round_number, "base": before, "lineage": lineage, "digest": digest}
             takes_over = scaling.aggregator.has_taken_over
             has_counted = weights is not None and not takes_over

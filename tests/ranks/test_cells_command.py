@@ -27,7 +27,7 @@ from xffl.cli.main import main
 from xffl.cluster.lighthouse_page import read_lighthouse
 from xffl.cluster.run_token import PROOF_KEY, prove_token
 from xffl.elastic.lighthouse import Lighthouse, coordination
-from xffl.elastic.roster import CellRecord, Version
+from xffl.elastic.roster import CellRecord
 
 pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="needs the extra elastic")
 
@@ -164,7 +164,7 @@ def test_faults_that_are_planted(capsys: pytest.CaptureFixture[str]) -> None:
         lines = {cell: Lighthouse(url, f"{cell}.0a", f"127.0.0.1:{port}", b"") for cell, port in ports.items()}
 
         def meet(cell: int) -> None:
-            record = CellRecord(cell, 7, f"{cell}.0a", ranks=cell + 1, version=Version(round=cell))
+            record = CellRecord(cell, 7, f"{cell}.0a", ranks=cell + 1, round=cell)
             assert lines[cell].meet(record, 30.0) is not None
 
         waiting = [threading.Thread(target=meet, args=(cell,)) for cell in lines]

@@ -42,7 +42,7 @@ from xffl.distributed.failures.faults import PHASES, Fault
 from xffl.elastic import federation
 from xffl.elastic.federation import ElasticFederation
 from xffl.elastic.lighthouse import Lighthouse, coordination
-from xffl.elastic.roster import CellRecord, Epoch, Version
+from xffl.elastic.roster import CellRecord, Epoch
 
 pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="needs the extra elastic")
 
@@ -60,6 +60,7 @@ class Plan:
     folder: str = ""  # where the ranks of cells that are not late tell that they are ready
     rounds: int = ROUNDS
     fault: str = ""
+    second: str = ""  # a fault of another cell
     options: dict[str, Any] = field(default_factory=dict)
     late: tuple[int, ...] = ()  # cells that come once the others have made some rounds
     steps: dict[int, int] = field(default_factory=dict)  # steps that a cell makes in all, instead of rounds
@@ -102,7 +103,13 @@ def start_lighthouse(port: int, join_s: float = 20.0) -> Any:
 
 
 @pytest.fixture
-def lighthouse() -> Iterator[str]:
+def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the run of a test a journal of its own."""
+    monkeypatch.setenv("XFFL_JOURNAL", str(tmp_path / "journal"))
+
+
+@pytest.fixture
+def lighthouse(journal: None) -> Iterator[str]:
     server = start_lighthouse(0)
     yield f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
     server.shutdown()
@@ -143,14 +150,14 @@ def member(rank: int, world: int, plan: Plan) -> Told:
     while cell in plan.late and not (Path(plan.folder) / "late").exists():
         time.sleep(0.01)
     be_launched(rank - sum(plan.sizes[:cell]), plan.sizes[cell], plan.ports[cell])
-    os.environ["XFFL_FAULT"] = plan.fault
+    os.environ["XFFL_FAULT"] = plan.second if plan.second.startswith(f"{cell}:") else plan.fault
     os.environ["XFFL_TOKEN"] = plan.tokens.get(cell, "the run's own token")
     told, used = Told(cell), 0
     elastic = ElasticParameters(lighthouse=plan.url, **plan.parameters)
     number, cells = plan.doubles.get(cell, cell), len(plan.sizes) - len(plan.doubles)
     with (
         xffl.session(cell=number, cells=cells, hsdp=plan.hsdp, elastic=elastic, timeout_s=60) as state,
-        mock.patch.object(federation, "DOUBLE_S", 2.0),
+        mock.patch.object(federation, "UNLIKE_S", 2.0),
     ):
         (Path(plan.folder) / str(rank)).write_text(str(os.getpid()))
         while not plan.late and len(os.listdir(plan.folder)) < world:
@@ -239,7 +246,21 @@ def check_alike(told: list[Told], *, is_whole: bool = True) -> None:
             assert len({getattr(one, what)[number] for one in told if number in one.digests}) == 1, (number, what)
 
 
-@pytest.mark.parametrize("phase", [phase for phase in PHASES if phase not in ("half", "share")])
+@pytest.mark.parametrize("phase", ["publish", "published"])
+def test_a_round_counts_if_its_record_stands_when_its_publisher_is_killed(lighthouse: str, phase: str) -> None:
+    told = run(lighthouse, mortal=(0, 1), fault=f"0:0:{phase}:3")
+    assert [one.cell for one in told] == [1, 1, 2]
+    check_alike(told)
+    for one in told:
+        assert one.cells[3] == ((0, 1, 2) if phase == "published" else (1, 2))
+        assert one.cells[ROUNDS] == (1, 2)
+        assert sum(weights[one.cell] for weights in one.weights.values()) == one.steps * SIZES[one.cell]
+
+
+NOT_EVERYWHERE = ("half", "share", "publish", "published")
+
+
+@pytest.mark.parametrize("phase", [phase for phase in PHASES if phase not in NOT_EVERYWHERE])
 def test_who_is_left_goes_on_where_a_rank_is_killed(lighthouse: str, phase: str) -> None:
     """Each point of a round, in turn for the rank that speaks for its cell and for the other one."""
     victim = 0 if phase in ("told", "meet", "opened", "agreed") else 1
@@ -255,8 +276,9 @@ def test_who_is_left_goes_on_where_a_rank_is_killed(lighthouse: str, phase: str)
         assert counted == one.steps * SIZES[one.cell]
 
 
-def test_a_round_of_which_one_cell_has_heard_is_taken_by_all(lighthouse: str) -> None:
-    told = run(lighthouse, mortal=(2, 3), fault="1:0:half:3")
+def test_a_round_whose_record_stands_is_taken_by_all(lighthouse: str) -> None:
+    """The record is published while the others lose a cell, so that all are in doubt."""
+    told = run(lighthouse, mortal=(2, 3), fault="1:0:agreed:3")
     assert {one.cell for one in told} == {0, 2}
     check_alike(told)
     for one in told:
@@ -335,7 +357,7 @@ def test_a_late_cell_of_another_size_takes_over_the_model_and_the_server(lightho
         assert norms is not None and min(norms) > 0
 
 
-def test_a_cell_that_has_waited_for_long_cuts_no_slower_one() -> None:
+def test_a_cell_that_has_waited_for_long_cuts_no_slower_one(journal: None) -> None:
     """The lighthouse waits for cells that live, but counts from when the first one asked: here, the late one."""
     server = start_lighthouse(0, join_s=1.5)
     try:
@@ -431,7 +453,7 @@ def test_a_stranger_may_tell_the_lighthouse_anything(lighthouse: str) -> None:
     stranger = threading.Thread(target=come)
     stranger.start()
     place = Lighthouse(lighthouse, "0.abc", "127.0.0.1:1", b"secret")
-    record, meeting = CellRecord(0, 2, "0.abc", 0, 1, None, "127.0.0.1:1", Version(), None), None
+    record, meeting = CellRecord(0, 2, "0.abc", address="127.0.0.1:1"), None
     try:
         while meeting is None or not meeting.unproven:
             meeting = place.meet(record, 10.0)
@@ -457,13 +479,13 @@ def test_a_cell_with_another_token_is_refused_alone(lighthouse: str) -> None:
         assert one.cells[ROUNDS] == (0, 1)
 
 
-def test_of_two_jobs_with_one_number_the_one_that_came_late_ends(lighthouse: str) -> None:
+def test_of_two_jobs_with_one_number_the_earlier_one_ends(lighthouse: str) -> None:
     failures.clear()
-    told = run(lighthouse, (1, 1, 1), mortal=(2,), late=(2,), doubles={2: 1}, rounds=60, step_s=0.03)
-    assert [one.cell for one in told] == [0, 1]
+    told = run(lighthouse, (1, 1, 1), mortal=(1,), late=(2,), doubles={2: 1}, rounds=60, step_s=0.03)
+    assert [one.cell for one in told] == [0, 2]
     check_alike(told)
     [text] = failures
-    assert "ConfigError: another job is cell 1 of this run already" in text
+    assert "ConfigError: another job is cell 1 of this run since record" in text
     assert told[0].cells[60] == (0, 1)
 
 
@@ -553,7 +575,7 @@ def test_a_codec_begins_anew_where_cells_have_changed(lighthouse: str, codec: st
 
 def test_corrections_of_cells_add_up_to_zero_also_where_a_round_was_in_doubt(lighthouse: str) -> None:
     keywords = {"client": "scaffold", "weight": None}
-    told = run(lighthouse, mortal=(2, 3), fault="1:0:half:3", keywords=keywords)
+    told = run(lighthouse, mortal=(2, 3), fault="1:0:agreed:3", keywords=keywords)
     check_alike(told)
     by_cell = {one.cell: one for one in told}
     assert sorted(by_cell) == [0, 2]
@@ -668,7 +690,7 @@ with xffl.session() as state:
 """
 
 
-def test_a_cell_that_is_killed_comes_back(tmp_path: Path) -> None:
+def test_a_cell_that_is_killed_comes_back(journal: None, tmp_path: Path) -> None:
     """As a user sees it: one command, a script that knows of nothing, a process that is killed on its way."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
@@ -692,7 +714,7 @@ def test_a_cell_that_is_killed_comes_back(tmp_path: Path) -> None:
     assert rounds[min(alone)][0][2] - rounds[lost][0][2] < 15.0
 
 
-def test_a_cell_that_comes_back_after_the_end_does_not_wait_for_it(tmp_path: Path) -> None:
+def test_a_cell_that_comes_back_after_the_end_does_not_wait_for_it(journal: None, tmp_path: Path) -> None:
     """The launcher has seen the other one finish; who was killed holds nothing, and nobody gives it a model."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.replace("while back < 3", "for _ in range(40)"))
@@ -708,7 +730,6 @@ def enter_with_a_dead_cell(rank: int, world: int, plan: Plan) -> float:
     be_launched(0, 1, plan.ports[0])
     with xffl.session(cell=0, cells=2, elastic=plan.url) as state:
         federation = ElasticFederation(state)
-        federation.standing.version = Version(1, 1, "lineage", (federation.life,))  # so that it may go on alone
         epoch = federation.meet()
         [own] = epoch.members
         dead = replace(own, cell=1, life="1.0", address=f"127.0.0.1:{free_port()}")
@@ -726,7 +747,7 @@ def test_a_cell_that_is_lost_while_it_waits_for_the_others_is_not_waited_for(lig
     assert seconds < 5.0
 
 
-def test_a_lighthouse_that_is_started_again_divides_nobody(tmp_path: Path) -> None:
+def test_a_lighthouse_that_is_started_again_divides_nobody(journal: None, tmp_path: Path) -> None:
     """It knows nobody then, and says so to whoever asks first: cells look again for those that they miss."""
     port = free_port()
     servers = [start_lighthouse(port)]
@@ -756,32 +777,6 @@ def test_a_lighthouse_that_is_started_again_divides_nobody(tmp_path: Path) -> No
         assert max(one.seconds.values()) > 1.0, "the lighthouse was never missed"
 
 
-def test_a_lighthouse_that_was_started_again_is_known_as_another_one() -> None:
-    port = free_port()
-    servers = [start_lighthouse(port)]
-    line = Lighthouse(f"http://127.0.0.1:{port}", "0.0", "", b"")
-
-    def meet(version: Version, doubt: Version | None = None) -> tuple[bool, int]:
-        meeting = line.meet(CellRecord(0, 1, "0.0", version=version, doubt=doubt), 20.0)
-        assert meeting is not None
-        [told] = meeting.records
-        return told.same_lighthouse, meeting.created
-
-    is_same, created = meet(Version())
-    assert not is_same  # there is no round that it could have formed
-    is_same, later = meet(Version(1, created, "lineage"))
-    assert is_same
-    assert meet(Version(1, created, "lineage"), Version(2, later, "later lineage"))[0]
-    assert not meet(Version(7, 17, "of a checkpoint"))[0]
-    servers.pop().shutdown()
-    servers.append(start_lighthouse(port))
-    is_same, created = meet(Version(2, later, "later lineage"))
-    assert not is_same
-    assert meet(Version(3, created, "its lineage"))[0]
-    line.leave()
-    servers.pop().shutdown()
-
-
 def name_lighthouse(file: Path, server: Any) -> None:
     hidden = file.with_suffix(".new")
     hidden.write_text(f"http://127.0.0.1:{server.address().rpartition(':')[2]}\n")
@@ -796,14 +791,14 @@ def test_a_lighthouse_that_a_file_names_may_be_another_one_at_any_time(tmp_path:
     def ask(line: Lighthouse, seconds: float, **more: Any) -> list[tuple[int, bool]] | None:
         cell = 0 if line is first else 1
         meeting = line.meet(CellRecord(cell, 2, f"{cell}.0", **more), seconds)
-        return None if meeting is None else [(record.cell, record.same_lighthouse) for record in meeting.records]
+        return None if meeting is None else [record.cell for record in meeting.records]
 
     with pytest.raises(
         xffl.LaunchError, match=r"the lighthouse file:.* does not answer \(.* a file that cannot be read"
     ):
         ask(first, 0.3)
     name_lighthouse(file, servers[0])
-    assert ask(first, 20) == [(0, False)]
+    assert ask(first, 20) == [0]
     assert ask(second, 1) is None  # the first lives, and is waited for
     # Both lighthouses are there. The first cell trains, and its heartbeats go to the other one; the second waits there.
     servers.append(start_lighthouse(0))
@@ -813,15 +808,15 @@ def test_a_lighthouse_that_a_file_names_may_be_another_one_at_any_time(tmp_path:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert ask(second, 3) is None
-    assert ask(first, 20, version=Version(1, 1, "of the other one")) == [(0, False), (1, False)]
-    assert ask(second, 20) == [(0, False), (1, False)]
+    assert ask(first, 20, round=1) == [0, 1]
+    assert ask(second, 20) == [0, 1]
     for one in (first, second):
         one.leave()
     for server in servers:
         server.shutdown()
 
 
-def test_a_lighthouse_that_moves_divides_nobody(tmp_path: Path) -> None:
+def test_a_lighthouse_that_moves_divides_nobody(journal: None, tmp_path: Path) -> None:
     file, saves = tmp_path / "lighthouse", tmp_path / "saves"
     saves.mkdir()
     servers: list[Any] = []
@@ -969,12 +964,12 @@ def test_where_no_cell_has_anything_to_give_those_behind_take_the_model_over(
 
 
 def lose_a_voter(rank: int, world: int, plan: Plan) -> Told:
-    """Be one of three cells; cell 1 is killed in the second vote of cell 2's first round, which has told cell 0."""
+    """Be one of three cells; cell 1 is killed behind the second vote of cell 2's first round."""
     enter = ElasticFederation.enter
 
     def entering(self: ElasticFederation, epoch: Epoch) -> Any:
-        if rank == 1 and 2 in epoch.cells and epoch.base.is_agreed:
-            faults._fault = Fault("half", 1, signal.SIGKILL, now=99)
+        if rank == 1 and 2 in epoch.cells and epoch.base is not None:
+            faults._fault = Fault("agreed", 1, signal.SIGKILL, now=99)
         return enter(self, epoch)
 
     with mock.patch.object(ElasticFederation, "enter", entering):
@@ -1025,7 +1020,7 @@ def ends(rank: int, ranks: int, url: str, case: str) -> str:
     """Be the only cell that is left, and leave: without others for a round, or with a model that none takes."""
     be_launched(rank, ranks, free_port())
     os.environ["XFFL_TOKEN"] = "the run's own token"
-    elastic = ElasticParameters(lighthouse=url, meeting_timeout_s=1.0)
+    elastic = ElasticParameters(lighthouse=url, meeting_timeout_s=1.0 if case == "alone" else 8.0)
     with xffl.session(cell=0, cells=3 if case == "alone" else 2, elastic=elastic) as state:
         model = xffl.shard(nn.Linear(2, 2), state)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -1033,8 +1028,6 @@ def ends(rank: int, ranks: int, url: str, case: str) -> str:
         try:
             with scaling:
                 if case == "not finite":
-                    life = scaling.aggregator._federation.life
-                    scaling.aggregator._federation.standing.version = Version(1, 1, "of the run", (life,))
                     model(torch.zeros(1, 2)).sum().backward()
                     optimizer.step()
                     with torch.no_grad():
@@ -1054,6 +1047,15 @@ def ends(rank: int, ranks: int, url: str, case: str) -> str:
 def test_a_cell_whose_last_round_cannot_be_made_ends(lighthouse: str, case: str, told: str) -> None:
     [text] = run_world(1, ends, lighthouse, case, init=False, timeout_s=30)
     assert told in text
+
+
+def test_of_three_cells_of_which_two_die_one_after_the_other_the_last_one_goes_on(lighthouse: str) -> None:
+    told = run(lighthouse, (1, 1, 1), mortal=(0, 1), fault="0:0:exchange:3", second="1:0:exchange:5", rounds=8)
+    [one] = told
+    assert one.cell == 2
+    assert one.cells[4] == (1, 2)
+    assert one.cells[8] == (2,)
+    assert sum(weights[2] for weights in one.weights.values()) == one.steps
 
 
 def test_a_cell_that_starts_again_knows_who_has_finished(lighthouse: str, tmp_path: Path) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import torch
 from torch import nn
 
 import xffl
 from tests.ports import free_port
-from tests.ranks.test_elastic import digest, lighthouse, pytestmark  # noqa: F401 - fixtures and marks of this module
+from tests.ranks.test_elastic import digest, journal, lighthouse, pytestmark  # noqa: F401 - fixtures and marks of this module
 from tests.worlds import be_launched, run_world
 from xffl.aggregation.engine.decision.consensus import RoundBroken, RoundInput
 from xffl.aggregation.federations.elastic import ElasticAggregator
@@ -31,7 +30,7 @@ def play(model: nn.Module, rounds: ElasticAggregator, cell: int, until: int) -> 
             rounds.participate(RoundInput(1.0))
 
 
-def going_back(rank: int, world: int, url: str, ports: tuple[int, ...], folder: Path) -> list[str]:
+def going_back(rank: int, world: int, url: str, ports: tuple[int, ...]) -> list[str]:
     """Go on twice from one state: at once, and once more when rounds have been made behind it."""
     be_launched(0, 1, ports[rank])
     os.environ["XFFL_TOKEN"] = "the run's own token"
@@ -39,8 +38,7 @@ def going_back(rank: int, world: int, url: str, ports: tuple[int, ...], folder: 
     with xffl.session(cell=rank, cells=world, elastic=elastic, timeout_s=60) as state:
         torch.manual_seed(0)
         model = xffl.shard(nn.Linear(5, 3), state)
-        rounds, vote = ElasticAggregator(model, state, server="fedavgm:lr=0.5"), folder / f"vote.{rank}"
-        rounds.inherit_vote(vote)
+        rounds = ElasticAggregator(model, state, server="fedavgm:lr=0.5")
         rounds.join()
         play(model, rounds, rank, 3)
         weights, saved = {name: one.clone() for name, one in model.state_dict().items()}, rounds.state_dict()
@@ -51,12 +49,11 @@ def going_back(rank: int, world: int, url: str, ports: tuple[int, ...], folder: 
             model.load_state_dict(weights)
             rounds.load_state_dict(saved)
         rounds.close()
-        assert not vote.exists()  # it has agreed on later models than that which it holds now
     return ends
 
 
-def test_a_state_that_is_loaded_in_the_middle_of_a_run_counts(lighthouse: str, tmp_path: Path) -> None:  # noqa: F811
-    told = run_world(2, going_back, lighthouse, (free_port(), free_port()), tmp_path, init=False)
+def test_a_state_that_is_loaded_in_the_middle_of_a_run_counts(lighthouse: str) -> None:  # noqa: F811
+    told = run_world(2, going_back, lighthouse, (free_port(), free_port()), init=False)
     assert told[0] == told[1]
     assert told[0][0] == told[0][1]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from xffl.errors import ConfigError
-from xffl.journal.cell import LEAST_PUT_S, PATIENCE_S, CellJournal
+from xffl.journal.cell import LEAST_PUT_S, UNKNOWN_PUT_S, CellJournal
 from xffl.journal.folder import JournalFolder
 from xffl.journal.records import (
     Journal,
@@ -106,19 +106,50 @@ def meet_base(*cells: CellJournal) -> RoundRecord | None:
     return decision.base
 
 
-def test_a_cell_goes_on_from_a_checkpoint_in_doubt(opened: Callable[[], Journal]) -> None:
+def test_a_cell_goes_on_from_a_checkpoint(opened: Callable[[], Journal]) -> None:
+    """Saved while a round was in doubt, it is that of the model before, and its cell is behind who has taken it."""
     zero, one = (CellJournal(opened(), cell) for cell in range(2))
     make_round(zero, one)
     attempt = attempt_of(meet_base(zero, one), zero, one)
     model = one.holding.model
     zero.settle(zero.publish(attempt))
     again = CellJournal(opened(), 1)
-    again.restore(model, attempt)
-    assert again.end_doubt() is Fate.GAVE
-    assert meet(again) == Continue(attempt)
-    assert again.history.is_superseded(one.as_member())
+    again.begin(model)
+    again.check()
+    assert meet(again) == Wait(attempt, (0,))
+    assert meet(again, zero) == Continue(attempt)
+    assert again.holding.model == model
+    one.read_new()
+    with pytest.raises(ConfigError, match="another job is cell 1 of this run since record 3 of the journal"):
+        one.check()
+    again.begin(ModelId("f" * 32, 0, "f" * 32))
     with pytest.raises(ConfigError, match="cell 1 holds the model of record 0 of run"):
-        again.restore(ModelId("f" * 32, 0, "f" * 32), None)
+        again.check()
+
+
+def test_a_job_that_loads_an_older_model_is_another_start(opened: Callable[[], Journal]) -> None:
+    zero, one = (CellJournal(opened(), cell) for cell in range(2))
+    make_round(zero, one)
+    older = one.holding.model
+    make_round(zero, one)
+    before = one.start
+    one.begin(older)
+    one.check()
+    assert one.start != before
+    assert meet(zero, one) == Continue(next(zero.history.rounds()))
+    assert not zero.history.may_hold(1, next(zero.history.rounds()))
+
+
+def test_a_record_that_comes_in_time_is_waited_for(opened: Callable[[], Journal]) -> None:
+    zero, one = (CellJournal(opened(), cell) for cell in range(2))
+    make_round(zero, one)
+    attempt = attempt_of(meet_base(zero, one), zero, one)
+    assert one.ask_for(attempt, one.give_up_s / 2) is None
+    assert zero.publish(attempt) == attempt
+    assert one.ask_for(attempt, 0.0) == attempt
+    lost = attempt_of(meet_base(zero, one), zero, one)
+    assert isinstance(one.ask_for(lost, one.give_up_s), VoidRecord)
+    assert one.give_up_s >= 2 * LEAST_PUT_S  # so that a slow publisher does not always lose
 
 
 def test_cells_without_the_model_wait_for_one_that_has_it(opened: Callable[[], Journal]) -> None:
@@ -192,6 +223,6 @@ def test_an_old_view_is_read_again(opened: Callable[[], Journal], monkeypatch: p
 
 def test_an_attempt_is_given_up_after_many_times_a_put(opened: Callable[[], Journal]) -> None:
     cell = CellJournal(opened(), 0)
-    assert cell.give_up_s == PATIENCE_S
+    assert cell.give_up_s == UNKNOWN_PUT_S
     make_round(cell)
-    assert LEAST_PUT_S <= cell.give_up_s < PATIENCE_S
+    assert LEAST_PUT_S <= cell.give_up_s < UNKNOWN_PUT_S

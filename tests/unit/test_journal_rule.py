@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.journal_model import EVENTS, Broken, MemoryJournal, Process, World, happen, play
-from xffl.elastic.roster import CellRecord, Version, form_epoch
 from xffl.errors import CheckpointError, ConfigError
 from xffl.journal.records import (
     ForgetRecord,
@@ -311,18 +310,12 @@ def member(cell: int, held: RoundRecord | None = None, *, start: str = "", since
     return Member(cell, start or f"{cell:032x}", since, None if held is None else held.model)
 
 
-def test_finished_cells_that_return_fork_majorities_and_not_the_journal() -> None:
+def test_finished_cells_that_return_do_not_fork_the_run() -> None:
     """Cells 0 to 3 of five make a round, after which 2 and 3 have finished; cells 2 and 3 are started again later.
 
-    Cell 0 goes on with the newcomer 4: it is half of the voters that are left. Cell 1 goes on with 2 and 3, which have
-    inherited their votes: more than half of all voters. So the same votes count on both sides.
+    Cell 0 goes on with the newcomer 4, and cell 1 with 2 and 3. By a majority of the cells of the last round both would
+    be right: one is half of those that have not finished, the other more than half of all.
     """
-    version = Version(1, 100, "aa", ("0.a", "1.a", "2.a", "3.a"))
-    zero, one = (CellRecord(cell, 5, f"{cell}.a", version=version, left=(2, 3)) for cell in (0, 1))
-    again = [CellRecord(cell, 5, f"{cell}.b", restarts=1, version=version, inherited=(f"{cell}.a",)) for cell in (2, 3)]
-    sides = [[zero, CellRecord(4, 5, "4.a")], [one, *again]]
-    assert [form_epoch(side, 200, least=2, looks=0).refusal for side in sides] == ["", ""]  # the fork
-
     first = made(0, (0, 1, 2, 3), places=(0,) * 5)
     starts = (Start(2, "c" * 32, first.model), Start(3, "d" * 32, first.model), Start(4, f"{4:032x}", None))
     history = history_of(first, StartRecord(RUN, 1, "e" * 32, starts))

@@ -1,474 +1,252 @@
-"""The roster of an elastic federation: its rules, and thousands of interleavings of losses, doubts and returns."""
+"""The roster of an elastic federation: who may make a round, from which model, by what the journal has."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from xffl.elastic.roster import Attendance, CellRecord, Epoch, Standing, Version, form_epoch, least_cells
+from xffl.elastic.roster import CellRecord, Epoch, form_epoch, least_cells
 from xffl.errors import ConfigError
+from xffl.journal.records import (
+    ForgetRecord,
+    ModelId,
+    Record,
+    RoundRecord,
+    Start,
+    StartRecord,
+    VoidRecord,
+    next_lineage,
+)
+from xffl.journal.rule import Fate, History, Holding
+
+RUN = "f" * 32
+CELLS = 3
 
 
-def life(cell: int, number: int = 0) -> str:
-    return f"{cell}.{number}"
+def start_of(cell: int, number: int = 0) -> str:
+    return f"{number:016x}{cell:016x}"
 
 
-def agreed(number: int, *cells: int, lineage: str = "", created: int = 0) -> Version:
-    return Version(number, created or number, lineage or f"lineage {number}", tuple(map(life, cells)))
+class Journal:
+    """The records of a run that three cells have started, and that each of them has read to its end."""
+
+    def __init__(self, cells: int = CELLS) -> None:
+        self.cells = cells
+        self.history = History()
+        self.add(StartRecord(RUN, 0, RUN, tuple(Start(cell, start_of(cell), None) for cell in range(cells))))
+
+    def add(self, record: Record) -> None:
+        self.history.add([record])
+
+    def add_round(self, *cells: int, base: RoundRecord | None = None, left: tuple[int, ...] = ()) -> RoundRecord:
+        number = self.history.newest + 1
+        name = f"{number:032x}"
+        made = RoundRecord(
+            run=RUN,
+            number=number,
+            id=name,
+            round=1 if base is None else base.round + 1,
+            base=None if base is None else base.model,
+            lineage=next_lineage(base, name),
+            cells=cells,
+            weights=(1.0,) * len(cells),
+            places=(0,) * self.cells,
+            left=left,
+        )
+        self.add(made)
+        return made
+
+    def record(self, cell: int, held: RoundRecord | None = None, number: int = 0, **more: object) -> CellRecord:
+        plain = {
+            "start": start_of(cell, number),
+            "since": self.history.newest if number else -1,
+            "held": None if held is None else held.model,
+            "seen": self.history.newest,
+            "round": 0 if held is None else held.round,
+        }
+        return CellRecord(cell, self.cells, f"{cell}.{number}", **plain | more)  # type: ignore[arg-type]
+
+    def restart(self, cell: int, held: RoundRecord | None = None) -> CellRecord:
+        """Record another start of a cell, with what it holds from a checkpoint."""
+        number = self.history.newest + 1
+        model = None if held is None else held.model
+        self.add(StartRecord(RUN, number, f"{number:032x}", (Start(cell, start_of(cell, number), model),)))
+        return replace(self.record(cell, held, number), since=number - 1)
+
+    def meet(self, *records: CellRecord, least: int | None = None) -> Epoch:
+        return form_epoch(records, 1000, self.history, least=least)
 
 
-START = Version()
-
-
-def record(cell: int, version: Version = START, *, cells: int = 3, number: int = 0, **more: object) -> CellRecord:
-    return CellRecord(cell, cells, life(cell, number), restarts=number, version=version, **more)  # type: ignore[arg-type]
-
-
-def meet(*records: CellRecord, created: int = 1000, looks: int = 0) -> Epoch:
-    return form_epoch(records, created, looks=looks)
-
-
-def test_all_cells_begin_from_the_model_of_the_first() -> None:
-    epoch = meet(record(2), record(0), record(1))
+def test_a_run_begins_from_the_model_of_the_lowest_cell() -> None:
+    run = Journal()
+    epoch = run.meet(run.record(2), run.record(0), run.record(1))
     assert (epoch.cells, epoch.first, epoch.behind, epoch.refusal) == ((0, 1, 2), 0, {1, 2}, "")
-    assert epoch.next_version == meet(record(0), record(1), record(2)).next_version
+    attempt = epoch.attempt((3.0, 0.0, 0.0))
+    assert attempt == run.meet(run.record(0), run.record(1), run.record(2)).attempt((3.0, 0.0, 0.0))
+    assert (attempt.run, attempt.number, attempt.round, attempt.base) == (RUN, 1, 1, None)
+    assert attempt.weights == (3.0, 0.0, 0.0)
 
 
-def test_a_new_cell_takes_over_what_the_others_hold() -> None:
-    version = agreed(7, 0, 1, 2)
-    other = record(0, agreed(5, 0), number=1, total_weight=90.0)
-    epoch = meet(other, *(record(cell, version, total_weight=70.0) for cell in (1, 2)))
-    assert (epoch.first, epoch.behind, epoch.base.round, epoch.refusal) == (1, {0}, 7, "")
-    assert epoch.total_weight == 70.0  # and not what led to the model that is given up
-
-
-def test_cells_without_the_runs_model_wait_for_one_that_may_hold_it() -> None:
-    epoch = meet(record(1, number=1), record(2, number=1))
-    assert epoch.refusal == "no cell here holds an agreed model, and cell 0 may; see that it runs"
-    told = "a run begins with more than half of its cells, but only cell 1 came"
-    assert meet(record(1, cells=2)).refusal == told
-    assert not meet(record(1), record(2)).refusal  # in their first lives more than half: cell 0 has begun nothing
-    assert not meet(record(0, number=1), record(1, number=1), record(2, number=1)).refusal  # nobody else could
-
-
-def test_a_minority_makes_no_round() -> None:
-    assert meet(record(0, agreed(4, 0, 1, 2))).refusal == "a round needs 2 of 3 cells, but only cell 0 came"
+def test_a_run_begins_with_more_than_half_of_its_cells() -> None:
+    run = Journal()
+    assert run.meet(run.record(0, gone=(1, 2))).refusal == "a round needs 2 of 3 cells, but only cell 0 came"
+    epoch = run.meet(run.record(0), run.record(1))
+    assert (epoch.refusal, epoch.missing) == ("cell 2 may still come", (2,))
+    assert run.meet(run.record(0, gone=(2,)), run.record(1)).missing == (2,)
+    assert not run.meet(run.record(0, gone=(2,)), run.record(1, gone=(2,))).refusal
     assert [least_cells(cells) for cells in (1, 2, 3, 4, 5)] == [1, 1, 2, 3, 3]
 
 
-def test_of_two_cells_each_goes_on_alone() -> None:
-    for cell in (0, 1):
-        assert not meet(record(cell, agreed(4, 0, 1), cells=2)).refusal
+def test_a_run_goes_on_however_few_hold_its_model() -> None:
+    run = Journal()
+    first = run.add_round(0, 1, 2)
+    assert run.meet(run.record(2, first)).missing == (0, 1)  # they may only be late
+    alone = run.record(2, first, gone=(0, 1))
+    epoch = run.meet(alone)
+    assert (epoch.base, epoch.refusal) == (first, "")
+    assert run.meet(alone, least=2).refusal == "a round needs 2 of 3 cells, but only cell 2 came"
+    # What a cell says that is behind does not count: it has no way to ask those of the last round.
+    assert not run.meet(alone, run.restart(1)).refusal
 
 
-def test_of_two_halves_the_one_with_the_lowest_cell_goes_on() -> None:
-    version = agreed(4, 0, 1, 2, 3)
-    first, second = ([record(cell, version, cells=5) for cell in half] for half in ((0, 1), (2, 3)))
-    joiner = record(4, cells=5)
-    assert not meet(*first, joiner).refusal
-    assert meet(*second, joiner).refusal == "cells 0, 1 may hold a later model than round 4; see that they run"
-    # Their lives of then have ended; one alone may have gone on with the other before it did.
-    again = [record(cell, number=1, cells=5) for cell in (0, 1)]
-    assert meet(*second, joiner, again[0]).refusal == "cell 1 may hold a later model than round 4; see that it runs"
-    # And with one that has never met these.
-    assert meet(*second, *again).refusal == "cell 4 may hold a later model than round 4; see that it runs"
-    assert not meet(*second, *again, joiner).refusal
+def test_a_cell_that_is_behind_takes_over_and_gives_nothing() -> None:
+    run = Journal()
+    first = run.add_round(0, 1, 2)
+    second = run.add_round(1, 2, base=first)
+    late = run.record(0, first, total_weight=90.0, place=9)
+    here = [run.record(cell, second, total_weight=70.0, place=5) for cell in (1, 2)]
+    epoch = run.meet(late, *here)
+    assert (epoch.first, epoch.behind, epoch.base, epoch.refusal) == (1, {0}, second, "")
+    assert epoch.total_weight == 70.0  # and not what led to the model that is given up
+    attempt = epoch.attempt((4.0, 1.0, 1.0))
+    assert (attempt.weights, attempt.places) == ((0.0, 1.0, 1.0), (0, 5, 5))
+    fates = [Holding(member.cell, member.held).take(attempt) for member in epoch.members]
+    assert fates == [Fate.TOOK_OVER, Fate.GAVE, Fate.GAVE]
 
 
-def test_cells_that_see_which_lives_have_ended_go_on_however_few_they_are() -> None:
-    version = agreed(4, 0, 1, 2, 3)
-
-    def one(cell: int, *living: int, **more: object) -> CellRecord:
-        return record(cell, version, cells=4, living=tuple(map(life, living)), **more)
-
-    assert not form_epoch([one(2, 2, 3), one(3, 2, 3)], 1000).refusal  # nor do they look again
-    assert not form_epoch([one(3, 3)], 1000).refusal
-    assert not meet(one(3, 3), record(1, cells=4, number=1, living=(life(3),))).refusal
-    assert meet(one(2, 2, 3), one(3, 1, 2, 3)).refusal == "a round needs 3 of 4 cells, but only cells 2, 3 came"
-    assert meet(one(2, 2, 3), record(3, version, cells=4)).refusal  # is on another machine, and sees nothing
-    assert form_epoch([one(3, 3)], 1000, least=2).refusal == "a round needs 2 of 4 cells, but only cell 3 came"
-    # Nobody holds a model yet: a run begins with more than half.
-    assert meet(record(3, cells=4, living=())).refusal == "a round needs 3 of 4 cells, but only cell 3 came"
-
-
-def test_who_has_been_in_all_meetings_knows_that_nobody_went_on_without_it() -> None:
-    version = agreed(4, 0, 1)
-
-    def again(met: int, number: int, **more: Any) -> str:
-        own = record(1, version, met=met, **{"same_lighthouse": True, "has_met_all": True, **more})
-        return form_epoch([record(0, number=1), own], 1000, number, looks=0).refusal
-
-    told = "cell 2 may hold a later model than round 4; see that it runs"
-    assert not again(7, 8)  # cell 2 has not come yet
-    assert again(7, 9) == told  # cell 0 may have made a round with it
-    assert again(7, 8, same_lighthouse=False) == told
-    assert again(7, 8, has_met_all=False) == told
+def test_cells_without_the_newest_model_wait_for_those_that_may_hold_it() -> None:
+    run = Journal()
+    first = run.add_round(0, 1, 2)
+    second = run.add_round(0, 1, base=first)
+    epoch = run.meet(run.record(2, first))
+    assert epoch.wait is not None and epoch.wait.cells == (0, 1)
+    assert epoch.refusal == (
+        "cells 0, 1 took part in round 2 (record 2) and may hold its model; start them, or give up what they hold: "
+        "xffl cells URL --forget 0"
+    )
+    zero = run.restart(0, first)
+    epoch = run.meet(run.record(2, first), zero)
+    assert epoch.refusal == (
+        "cell 1 took part in round 2 (record 2) and may hold its model; start it, or give up what it holds: "
+        "xffl cells URL --forget 1"
+    )
+    run.add(ForgetRecord(RUN, run.history.newest + 1, "e" * 32, 1))
+    epoch = run.meet(run.record(2, first, gone=(1,)), replace(zero, gone=(1,)))
+    assert (epoch.base, epoch.refusal) == (first, "")
+    assert run.meet(run.record(1, second)).base == second  # it may come back, and still holds it
 
 
-def test_who_has_missed_a_meeting_never_claims_again_to_have_been_in_all() -> None:
-    """Cells 0 and 2 make round 2 in meeting 9, cell 2 is cut off, 0 and 1 make round 3 in meeting 10 and are lost."""
-    version = Version(2, 900, "lineage 2", (life(0), life(2)))
-    attendance = Attendance()
-    attendance.note(9, created=900)
-
-    def meets_cell_0(number: int, created: int) -> str:
-        """Let cell 2 meet cell 0, which was started again without a checkpoint."""
-        own = record(
-            2,
-            version,
-            same_lighthouse=True,
-            met=attendance.last_number,
-            has_met_all=attendance.covers(version),
-        )
-        epoch = form_epoch([record(0, number=1), own], created, number, looks=0)
-        attendance.note(number, created)
-        return epoch.refusal
-
-    told = "cell 1 may hold a later model than round 2; see that it runs"
-    # The refused meeting is one that cell 2 was in; it does not close the gap before it.
-    assert [meets_cell_0(number, 1000 + number) for number in (14, 14, 15, 16)] == [told] * 4
-    # Without the gap nobody can have gone on without it.
-    attendance = Attendance()
-    attendance.note(9, created=900)
-    assert not meets_cell_0(10, 1010)
+def test_cells_that_have_all_lost_the_model_begin_anew() -> None:
+    run = Journal()
+    run.add_round(0, 1, 2)
+    here = [run.restart(cell) for cell in range(3)]
+    epoch = run.meet(*here)
+    assert (epoch.base, epoch.first, epoch.behind, epoch.refusal) == (None, 0, {1, 2}, "")
 
 
-def test_a_gap_is_forgotten_with_the_round_that_it_came_before() -> None:
-    attendance = Attendance()
-    attendance.note(3, created=300)
-    attendance.note(5, created=500)  # meeting 4 was one of others
-    attendance.note(5, created=501)
-    attendance.note(6, created=600)
-    assert attendance.covers(agreed(1, 0, created=500), None)
-    assert attendance.covers(agreed(1, 0, created=501), agreed(2, 0, created=600))
-    assert not attendance.covers(agreed(1, 0, created=300), agreed(2, 0, created=600))
-    attendance.note(2, created=700)  # of a lighthouse that was started again
-    assert not attendance.covers(agreed(1, 0, created=600))
-    attendance.note(3, created=800)
-    attendance.forget_before(800)
-    assert attendance.covers(agreed(1, 0, created=800)) and not attendance.covers(agreed(1, 0, created=700))
+def test_starts_are_recorded_before_a_round_is_made() -> None:
+    run = Journal()
+    first = run.add_round(0, 1, 2)
+    new = replace(run.record(1, number=5), since=run.history.newest)
+    epoch = run.meet(run.record(0, first), new, run.record(2, first))
+    assert epoch.has_new_starts and epoch.refusal == "the cells' starts are being recorded"
 
 
-def test_the_next_life_of_a_cell_votes_for_one_that_has_ended_in_order() -> None:
-    version = agreed(4, 0, 1)
-    told = "cell 2 may hold a later model than round 4; see that it runs"
-    here = record(1, version)
-    # Cell 0, with which the lighthouse went, is back.
-    assert meet(record(0, version, number=1), here).refusal == told
-    assert not meet(record(0, version, number=1, inherited=(life(0),)), here).refusal
-    # Both are back.
-    again = [record(cell, version, number=1, inherited=(life(cell),)) for cell in (0, 1)]
-    assert not meet(*again).refusal
-    assert meet(replace(again[0], inherited=()), again[1]).refusal == told
-    # Of a version that is not the one they go on from it says nothing.
-    older = record(0, agreed(3, 0, 1), number=1, inherited=(life(0),))
-    assert meet(older, here).refusal == told
+def test_of_two_jobs_of_one_cell_the_later_one_stays() -> None:
+    run = Journal()
+    first = run.add_round(0, 1, 2)
+    again = run.restart(1)
+    epoch = run.meet(*(run.record(cell, first) for cell in range(3)), again)
+    assert epoch.lives == ("0.0", again.life, "2.0")
+    assert not run.meet(run.record(1, first)).members
 
 
-def test_an_old_checkpoint_does_not_outvote_who_may_be_alive() -> None:
-    old = agreed(4, 0, 1, 2)
-    assert "cell 2 may hold a later model" in meet(record(0, old, number=1), record(1, old, number=1)).refusal
-    assert not meet(*(record(cell, old, number=1) for cell in range(3))).refusal
+def test_cells_decide_by_what_all_of_them_have_read() -> None:
+    """One cell has read a record that the others have not; all form the same epoch, and the number is then taken."""
+    run = Journal()
+    first = run.add_round(0, 1, 2)
+    here = [run.record(cell, first) for cell in range(3)]
+    before = run.meet(*here)
+    run.add(VoidRecord(RUN, run.history.newest + 1, "d" * 32))
+    assert run.meet(*here) == before
+    seen = [here[0], replace(here[1], seen=run.history.newest), here[2]]
+    assert run.meet(*seen).number == before.number + 1
 
 
-def test_who_was_there_last_is_looked_for_twice() -> None:
-    version = agreed(4, 0, 1, 2)
-    here = [record(0, version), record(1, version)]
-    first = form_epoch(here, 1000)
-    assert first.looks_again
-    assert first.refusal == "cell 2 may still come"
-    assert not form_epoch([replace(one, looks=1) for one in here], 1001).refusal
-    assert not form_epoch([replace(one, left=(2,)) for one in here], 1000).refusal  # it has left
-    assert form_epoch([record(0), record(1)], 1000).refusal == "cell 2 may still come"  # all are started at once
-
-
-def test_a_lighthouse_that_has_formed_the_last_round_is_asked_once() -> None:
-    version, older = agreed(4, 0, 1, 2), agreed(3, 0, 1, 2)
-    here = [record(0, version), record(1, version, same_lighthouse=True)]
-    assert not form_epoch(here, 1000).refusal
-    # Nor does it look for anybody, where a newcomer has asked long before.
-    comer = [*(replace(one, cells=4) for one in here), record(3, cells=4)]
-    assert form_epoch(comer, 1000).refusal == "cell 2 may still come"
-    assert not form_epoch([replace(one, looks=1) for one in comer], 1000).refusal
-    # Of an older round it says nothing.
-    assert form_epoch([record(0, version), record(1, older, same_lighthouse=True)], 1000).looks_again
-
-
-def test_a_doubt_is_ended_by_who_took_the_round_or_refused_it() -> None:
-    old, new = agreed(4, 0, 1, 2), agreed(5, 0, 1, 2, created=900)
-    doubter = record(0, old, doubt=new)
-    assert meet(doubter, record(1, new)).base == new
-    assert meet(doubter, record(1, old)).base == old  # it was there and did not take it: nobody has
-    both = meet(doubter, record(1, old, doubt=new))
-    assert (both.base, both.behind) == (new, frozenset())  # cell 2 may have taken it
-    assert meet(doubter, record(1, number=1), record(2, number=1)).base == new
-
-
-def test_what_a_standing_makes_of_each_end_of_a_round() -> None:
-    epoch = meet(record(0), record(1), record(2, is_finished=True))
-    taken, doubting = Standing(), Standing()
-    taken.take(epoch)
-    assert (taken.version.round, taken.left) == (1, (2,))
-    doubting.suspect(epoch)
-    assert doubting.version == Version()
-    after = meet(record(0, taken.version, left=taken.left), record(1, doubt=doubting.doubt))
-    assert doubting.settle(after, 1) is True
-    assert (doubting.version, doubting.left, doubting.doubt) == (taken.version, (2,), None)
-    assert doubting.settle(after, 1) is None
+def test_cells_that_have_finished_are_not_missed() -> None:
+    run = Journal()
+    first = run.add_round(0, 1, 2, left=(1,))
+    epoch = run.meet(run.record(0, first), run.record(2, first, is_finished=True))
+    assert (epoch.left, epoch.refusal) == ((1,), "")
+    assert epoch.attempt((1.0, 1.0)).left == (1, 2)
+    back = run.restart(1, first)
+    epoch = run.meet(run.record(0, first), back, run.record(2, first))
+    assert epoch.attempt((1.0, 1.0, 1.0)).left == ()
 
 
 def test_a_group_is_kept_by_just_its_members() -> None:
-    version = agreed(4, 0, 1, 2)
-    name = meet(*(record(cell, version) for cell in range(3))).group
-    members = [record(cell, version, group=name) for cell in range(3)]
-    assert meet(*members).keeps_group
-    assert not meet(*members[:2]).keeps_group
-    assert not meet(*members[:2], record(2, number=1)).keeps_group
-    assert not meet(*members[:2], replace(members[2], group="")).keeps_group  # it is broken there
+    run = Journal()
+    first = run.add_round(0, 1, 2)
+    name = run.meet(*(run.record(cell, first) for cell in range(3))).group
+    members = [run.record(cell, first, group=name) for cell in range(3)]
+    assert run.meet(*members).keeps_group
+    assert not run.meet(*members[:2]).keeps_group
+    assert not run.meet(*members[:2], run.restart(2)).keeps_group
+    assert not run.meet(*members[:2], replace(members[2], group="")).keeps_group  # it is broken there
 
 
 def test_records_travel_as_text_and_must_go_together() -> None:
-    one = record(1, agreed(4, 0, 1), doubt=agreed(5, 0, 1), left=(2,), group="5.17/2", living=(life(1),))
-    assert CellRecord.from_plain(one.to_plain()) == one
+    run = Journal()
+    first = run.add_round(0, 1, 2)
+    told = run.record(1, first, gone=(2,), group="5.17/2", place=7, told='{"a": 1}')
+    assert CellRecord.from_plain(told.to_plain()) == told
+    alone = run.record(1)
+    assert CellRecord.from_plain(alone.to_plain()) == alone
     with pytest.raises(ConfigError, match=r"different numbers of cells \(cell 0: 3, cell 1: 4\)"):
-        meet(record(0), record(1, cells=4))
+        run.meet(run.record(0), replace(run.record(1), cells=4))
     with pytest.raises(ConfigError, match="^new of the record of cell 1 is unknown; .*run one version of xffl in all"):
-        CellRecord.from_plain({**one.to_plain(), "new": 1})
+        CellRecord.from_plain({**told.to_plain(), "new": 1})
+    with pytest.raises(ConfigError, match="start of the record of cell 1 is no id"):
+        CellRecord.from_plain({**told.to_plain(), "start": "x"})
     # The number is read before anything else, which may be told otherwise in that format.
     with pytest.raises(ConfigError, match=r"^the exchange format of cell 1 is 9 \(xffl 9.1\), that of this cell "):
         CellRecord.from_plain({"cell": 1, "format": 9, "runtime": {"xffl": "9.1"}, "new": 1})
     with pytest.raises(ConfigError, match=r"^the exchange format of cell 1 is unknown, that of this cell is \d "):
         CellRecord.from_plain({"cell": 1})
-    assert meet(record(0), record(0, number=1), record(1)).refusal.startswith("cell 0 is there twice")
 
 
 def test_a_newcomer_with_other_settings_ends_no_run() -> None:
-    version = agreed(4, 0, 1)
-    members = [record(0, version), record(1, version)]
-    for stranger in (record(2, cells=4), record(1, number=1, replica_size=2)):
-        epoch = meet(*members, stranger)
+    run = Journal()
+    first = run.add_round(0, 1)
+    members = [run.record(0, first), run.record(1, first)]
+    for stranger in (replace(run.record(2), cells=4), replace(run.record(2), replica_size=2)):
+        epoch = run.meet(*members, stranger)
         assert epoch.cells == (0, 1) and epoch.strangers == (stranger,) and not epoch.refusal
     with pytest.raises(ConfigError):
-        meet(*members, record(2, version, cells=4))  # it has a model, too: nobody can tell who is right
+        run.meet(*members, replace(run.record(2, first), cells=4))  # it has a model, too: nobody can tell who is right
 
 
-@dataclass
-class Job:
-    """A cell that runs: what it holds, as the steps that are in it, and the steps that no round has counted."""
-
-    life: str
-    restarts: int
-    standing: Standing
-    model: frozenset[str]
-    waiting: frozenset[str] = frozenset()
-    doubted: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())  # its model then, and its steps in it
-    kept: frozenset[str] = frozenset()  # its steps since it last took a model over: none may get lost
-    looks: int = 0
-    has_begun: bool = False  # it has entered an epoch, so it may hold the run's model
-    living: tuple[str, ...] | None = None  # what it has seen when it asked, and waits since
-    attendance: Attendance = field(default_factory=Attendance)
-    lighthouses: tuple[int, int] = (-1, -1)  # which has formed the epoch of its version, and of its doubt
-    inherited: tuple[Version, tuple[str, ...]] = (START, ())  # a version, and lives that have left it their votes
+def test_the_journal_of_a_run_of_other_cells_is_refused() -> None:
+    run = Journal()
+    first = run.add_round(0, 1, 2)
+    with pytest.raises(ConfigError, match="that of a run of 3 cells, and the cells here are of 4"):
+        run.meet(*(replace(run.record(cell, first), cells=4) for cell in range(3)))
 
 
-class Federation(RuleBasedStateMachine):
-    """Cells that step, meet in any company, die and return, while rounds break at any point.
-
-    Two cells count on it that who is absent is dead, so there all that live meet.
-    """
-
-    @initialize(cells=st.integers(2, 5), late=st.sampled_from([0, 0, 1]), sees_lives=st.booleans())
-    def begin(self, cells: int, late: int, sees_lives: bool) -> None:
-        self.cells, self.clock, self.sees_lives = cells, 0, sees_lives
-        self.lighthouse, self.number, self.met = 0, 0, set[str]()
-        self.jobs: dict[int, Job] = {}
-        self.lives = [0] * cells
-        self.saved: dict[int, tuple[Version, frozenset[str]]] = {}
-        self.contents: dict[Version, frozenset[str]] = {}
-        self.votes: dict[int, tuple[Version, tuple[str, ...]]] = {}
-        for cell in range(max(1, cells - late)):
-            self.start(cell, False)
-
-    def tick(self) -> int:
-        self.clock += 1
-        return self.clock
-
-    def start(self, cell: int, uses_checkpoint: bool) -> None:
-        number = self.lives[cell]
-        self.lives[cell] += 1
-        own = life(cell, number)
-        version, model = Version(), frozenset({f"start of {own}"})
-        if uses_checkpoint and cell in self.saved:
-            version, model = self.saved[cell]
-        self.jobs[cell] = Job(own, number, Standing(version), model)
-        self.jobs[cell].inherited = self.votes.pop(cell, (START, ()))
-
-    @rule(cell=st.integers(0, 4), fate=st.sampled_from(["dies", "is started again", "is started from a checkpoint"]))
-    def fail(self, cell: int, fate: str) -> None:
-        cell %= self.cells
-        self.jobs.pop(cell, None)
-        if fate != "dies":
-            self.start(cell, fate == "is started from a checkpoint")
-
-    @precondition(lambda self: self.jobs)
-    @rule(cell=st.integers(0, 4), comes_back=st.booleans())
-    def leave(self, cell: int, comes_back: bool) -> None:
-        """Let a cell end in order, between rounds: what it has saved has its vote, once."""
-        cell %= self.cells
-        job = self.jobs.get(cell)
-        if job is None or job.standing.doubt is not None:
-            return
-        self.save(cell)
-        version, lives = job.inherited
-        lives = (job.life, *(lives if version == job.standing.version else ()))
-        self.votes[cell] = job.standing.version, tuple(one for one in lives if one in job.standing.version.voters)
-        self.jobs.pop(cell)
-        if comes_back:
-            self.start(cell, True)
-
-    @precondition(lambda self: len(self.saved) > 1)
-    @rule()
-    def fail_all(self) -> None:
-        for cell in range(self.cells):
-            self.jobs.pop(cell, None)
-            self.start(cell, True)
-
-    @precondition(lambda self: self.jobs)
-    @rule(cell=st.integers(0, 4))
-    def save(self, cell: int) -> None:
-        if (job := self.jobs.get(cell % self.cells)) and job.standing.version.is_agreed:
-            self.saved[cell % self.cells] = job.standing.version, job.model
-
-    def living(self) -> tuple[str, ...] | None:
-        return tuple(job.life for job in self.jobs.values() if job.has_begun) if self.sees_lives else None
-
-    @precondition(lambda self: self.jobs)
-    @rule(cell=st.integers(0, 4))
-    def ask(self, cell: int) -> None:
-        if (job := self.jobs.get(cell % self.cells)) and job.living is None:
-            job.living = self.living()
-
-    @rule()
-    def start_lighthouse(self) -> None:
-        self.lighthouse, self.number, self.met = self.lighthouse + 1, 0, set()
-
-    # Most rules are meetings, since faults lie between them.
-    @precondition(lambda self: self.jobs)
-    @rule(data=st.data())
-    def meet_well(self, data: st.DataObject) -> None:
-        self.meet(data, "h")
-
-    @precondition(lambda self: self.jobs)
-    @rule(data=st.data())
-    def meet_in_doubt(self, data: st.DataObject) -> None:
-        self.meet(data, "hd")
-
-    @precondition(lambda self: self.jobs)
-    @rule(data=st.data())
-    def meet_badly(self, data: st.DataObject) -> None:
-        self.meet(data, "hhdxn")
-
-    def meet(self, data: st.DataObject, ends: str) -> None:
-        for job in self.jobs.values():
-            step = f"{job.life} step {self.tick()}"
-            job.waiting |= {step}
-            job.kept |= {step}
-        here = set(self.jobs)
-        if self.cells > 2:
-            enough = 1 if self.sees_lives else min(least_cells(self.cells), len(here))
-            here = data.draw(st.sets(st.sampled_from(sorted(here)), min_size=enough), "here")
-        jobs = {cell: self.jobs[cell] for cell in sorted(here)}
-        records = [
-            CellRecord(
-                cell,
-                self.cells,
-                job.life,
-                job.restarts,
-                version=job.standing.version,
-                doubt=job.standing.doubt,
-                inherited=job.inherited[1] if job.inherited[0] == job.standing.version else (),
-                looks=job.looks,
-                living=self.living() if job.living is None else job.living,
-                met=job.attendance.last_number,
-                has_met_all=job.attendance.covers(job.standing.version, job.standing.doubt),
-                same_lighthouse={*job.lighthouses[: 1 if job.standing.doubt is None else 2]} == {self.lighthouse},
-            )
-            for cell, job in jobs.items()
-        ]
-        lives = {job.life for job in jobs.values()}
-        self.number, self.met = self.number + (lives != self.met), lives
-        epoch = form_epoch(records, self.tick(), self.number, looks=0)
-        for job in jobs.values():
-            job.living = None
-            job.attendance.note(self.number, epoch.created)
-        assert not epoch.refusal or len(here) < self.cells, "all are here, so none is waited for"
-        if epoch.refusal:
-            return
-        for cell, job in jobs.items():
-            job.has_begun = True
-            if job.standing.settle(epoch, cell):
-                job.lighthouses = job.lighthouses[1], -1
-                job.model, used = job.doubted
-                job.waiting -= used
-        self.round(epoch, jobs, data, ends)
-
-    def round(self, epoch: Epoch, jobs: dict[int, Job], data: st.DataObject, ends: str) -> None:
-        first = jobs[epoch.first]
-        assert first.standing.version == epoch.base
-        if not epoch.base.is_agreed:
-            holders = [cell for cell, job in self.jobs.items() if job.standing.version.is_agreed]
-            assert not holders, f"cells {holders} hold the run's model, and others begin anew"
-        result = first.model
-        for cell, job in jobs.items():
-            if cell not in epoch.behind:
-                assert job.model == first.model, f"cell {cell} contributes steps from another model"
-                assert not job.waiting & result, "a step counts twice"
-                result |= job.waiting
-        fates = ["h"] * len(jobs)
-        if ends != "h":
-            fates = data.draw(st.lists(st.sampled_from(ends), min_size=len(jobs), max_size=len(jobs)), "fates")
-        for (cell, job), fate in zip(jobs.items(), fates, strict=True):
-            if fate == "x":
-                self.jobs.pop(cell)
-            elif fate == "n" or ("n" in fates and fate == "h"):  # without its yes nobody takes the round
-                job.standing.refuse()
-            elif fate == "d":
-                job.standing.suspect(epoch)
-                job.lighthouses = job.lighthouses[0], self.lighthouse
-                job.doubted = result, job.waiting
-                job.kept = frozenset() if cell in epoch.behind else job.kept
-            else:
-                job.standing.take(epoch)
-                job.lighthouses = self.lighthouse, -1
-                job.model, job.waiting = result, frozenset()
-                job.kept = frozenset() if cell in epoch.behind else job.kept
-                for other, alive in self.jobs.items():
-                    holds = alive.standing.version
-                    base = epoch.base
-                    # From a checkpoint; where runs were begun anew, the one with more rounds goes on.
-                    is_old = not alive.has_begun and (holds.round, holds.created) < (base.round, base.created)
-                    assert alive.model <= result or not holds.is_agreed or is_old, (
-                        f"a round leaves out what cell {other} holds"
-                    )
-
-    @invariant()
-    def holds(self) -> None:
-        for cell, job in self.jobs.items() if hasattr(self, "jobs") else ():
-            version, model = job.standing.version, job.model
-            if version.is_agreed:
-                assert self.contents.setdefault(version, model) == model, f"two models are called {version}"
-            if job.standing.doubt is not None:
-                model = self.contents.setdefault(job.standing.doubt, job.doubted[0])
-                assert model == job.doubted[0], f"two models are called {job.standing.doubt}"
-            assert job.kept <= job.waiting | model, f"cell {cell} lost steps"
-
-
-TestFederation = Federation.TestCase
-TestFederation.settings = settings(
-    max_examples=400, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-)
+def test_a_model_of_another_journal_is_no_base() -> None:
+    run = Journal()
+    run.add_round(0, 1, 2)
+    other = ModelId("e" * 32, 1, "e" * 32)
+    epoch = run.meet(*(replace(run.record(cell), held=other) for cell in range(3)))
+    assert epoch.base is None  # a cell refuses to hold it before it meets others: see CellJournal.check()

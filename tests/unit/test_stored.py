@@ -30,7 +30,6 @@ from xffl.cluster.run_token import token_of
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.replicas.plain_values import from_plain
 from xffl.distributed.sharding import dtype_of
-from xffl.elastic.federation import read_vote
 from xffl.errors import CheckpointError, XfflError
 from xffl.files import read_bytes, read_sealed, read_sealed_json, read_text, sealed_json
 from xffl.training.loggers import LineFile, cut_lines
@@ -332,7 +331,6 @@ def read_in_folder(file: Path) -> object:
         ("file", read_sealed_json),
         ("file", read_in_folder),
         ("place.pt", read_place_file),
-        ("vote.json", read_vote),
         ("checkpoint.json", lambda file: read_record(file.parent)),
         ("log.csv", lambda file: LineFile(file).lines),
         ("log.csv", lambda file: LineFile(file).append("line\n")),

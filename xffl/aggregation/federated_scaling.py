@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -338,15 +337,6 @@ class FederatedScaling:
         Call it on every rank. It waits for the round; the next one takes in what this one had taken.
         """
         self._rounds.discard()
-
-    def inherit_vote(self, file: Path) -> None:
-        """Take over what an elastic cell's life before this one has left in a file; local, before joining.
-
-        What this life may leave for the next one is written there when the block is left. Elsewhere it does nothing.
-
-        :param file: The path, in the cell's own folder.
-        """
-        self._rounds.inherit_vote(file)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs beside the model and the optimizers; local, each rank saves its own.

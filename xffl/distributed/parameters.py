@@ -140,8 +140,8 @@ class ElasticParameters(Options):
     :param journal: Where the run's journal is: a folder that all cells share, or ``http://HOST:PORT`` of a service; by
         default what ``XFFL_JOURNAL`` says.
     :param restarts: How often this cell's job was started before.
-    :param least_cells: Cells that a round needs; ``None`` means more than half of those that are known, of two one; and
-        where ``xffl exec`` has started all cells on one machine, all that live.
+    :param least_cells: Cells that a round needs; ``None`` means more than half of all, of two one, to begin the run,
+        and any number of them to continue it.
     :param meeting_timeout_s: How long a cell waits for others to make a round with.
     :param message_timeout_s: How long it waits for a message of a first round; later ones are measured.
     """

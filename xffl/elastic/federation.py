@@ -3,28 +3,27 @@
 Each cell is a job, and so a world, of its own. Before a round the first rank of the cell (its leader) meets the leaders
 of the other cells at the lighthouse (:meth:`ElasticFederation.meet`); then all ranks of the cells that met join one
 group (:meth:`ElasticFederation.enter`), make the round, and agree on its end (:meth:`ElasticFederation.agree_on_end`).
+The round counts if its record stands in the run's journal, which the leaders read and write.
 """
 
 from __future__ import annotations
 
-import logging
-import os
 import secrets
 import socket
 import sys
+import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import IntEnum
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from xffl.cluster.launch.failure import lives_of_run
 from xffl.cluster.lighthouse_address import bind_address, resolve_lighthouse
 from xffl.cluster.network import CELL_HEARTBEAT_TIMEOUT_S, CELL_JOIN_TIMEOUT_S
 from xffl.cluster.run_token import PROOF_KEY, prove_token, token_of
@@ -33,31 +32,33 @@ from xffl.distributed.consistency import compute_device, control_device, own_run
 from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.distributed.differences import tell_runtimes
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.failures.faults import is_planned
+from xffl.distributed.failures.faults import inject, is_planned
 from xffl.distributed.failures.faulty_group import FaultyGroup
 from xffl.distributed.startup.stores import serve_store
 from xffl.elastic.lighthouse import Lighthouse, Meeting
 from xffl.elastic.roster import (
-    MOST_LIVES,
     CellRecord,
     Epoch,
-    Standing,
     cell_of,
     cells_text,
     check_alike,
     form_epoch,
     is_life,
     name_cell,
-    read_life,
 )
-from xffl.errors import ConfigError, LaunchError, MeetingLeft, RoundError, StateError
-from xffl.files import read_sealed_json, remove_file, write_sealed_json
-from xffl.reading import Fields
+from xffl.errors import (
+    CheckpointError,
+    ConfigError,
+    LaunchError,
+    MeetingLeft,
+    RoundError,
+    StateError,
+)
+from xffl.journal.records import JournalUnreachable, Record, RoundRecord
+from xffl.journal.rule import Fate, Holding
 from xffl.topology import Topology
 
 __all__ = ["ElasticFederation", "RoundEnd"]
-
-LOG = logging.getLogger(__name__)
 
 SLICE_S = 10.0
 """How often a waiting leader sends a message to the ranks of its cell, so that their collective does not time out."""
@@ -65,8 +66,14 @@ FILE_S = 0.5
 """Seconds between two reads of the file that names the lighthouse."""
 CONNECT_S = 10.0
 """Timeout of the ranks of an epoch for connecting to each other; short, because all have just met."""
-DOUBLE_S = 30.0
-"""How long a job waits for another job of the same cell to end, which may still be in its grace time."""
+UNLIKE_S = 30.0
+"""How long all other cells must have had another token until this cell ends."""
+ASK_AGAIN_S = 0.1
+"""Seconds between two looks at the journal for the record of a round in doubt."""
+REFUSED_S = 0.5
+"""Seconds until cells meet again that must not make a round yet."""
+SOON_S = 0.05
+"""The same where only the journal or a look at a missing cell stood between."""
 MOST_TRIES = 5
 """After so many broken rounds in a row with the same members, the cells count as unable to reach each other."""
 
@@ -105,8 +112,14 @@ class ElasticFederation:
             raise StateError("this world is no cell of an elastic federation; join it with xffl.session(elastic=...)")
         self.cell, sizes = lone
         self.cells = len(sizes)
-        self.standing = Standing()
+        self.record: RoundRecord | None = None
+        """The round whose model this cell holds; ``None`` if it has only its own start"""
+        self.total_weight = 0.0
+        """Sum of all cells' weights over all rounds that led to that model"""
         self._state = state
+        self._journal = state.cell_journal
+        self.holding = Holding(self.cell) if self._journal is None else self._journal.holding
+        """What this cell holds and may be in doubt about, the same on all of its ranks"""
         self._parameters = parameters
         self._group: CrossWorldGroup | None = None
         self._group_name = ""
@@ -114,45 +127,66 @@ class ElasticFederation:
         """Lives of the members of the last epoch"""
         self._addresses: dict[int, str] = {}
         """By cell, the stores of the members of the last epoch"""
-        self._vote: Path | None = None
-        """File that bequeaths this life's vote to the next one"""
-        self._inherited: tuple[str, tuple[str, ...]] = ("", ())
-        """A lineage, and the earlier lives that ended with it and bequeathed their votes"""
-        self._may_have_agreed = False
-        """Whether this life has entered a round whose end it does not know"""
+        self._epoch: Epoch | None = None
+        """The last epoch that was entered"""
+        self._gone: set[int] = set()
+        """Absent cells that do not answer, or have been waited for"""
+        self._missed_since: dict[int, float] = {}
+        """By cell, since when it is missing in meetings"""
         self._message_s = parameters.message_timeout_s
         self._failures = 0
         self._said = ""
         self._warned: set[str] = set()
-        self._doubled_since: float | None = None
         self._unlike_since: float | None = None
         """Since when all other cells have another token"""
         self._spoofed_since: float | None = None
         """Since when somebody else sends requests in the name of a cell of the last round"""
         self._lighthouse: Lighthouse | None = None
-        self._lives = lives_of_run()
+        self._store: TCPStore | None = None
         if parameters.lighthouse.startswith("file:"):
             self._await_lighthouse()
         self._runtime = own_runtime(compute_device(state))
         self._known: dict[int, Runtime] = {}
         """By cell, the runtimes of the cells that this one has met"""
         life = [f"{self.cell}.{secrets.token_hex(6)}"]
+        self.restore(None, 0.0)
         with run_on_all_ranks("tokens and lighthouses"):
             self._token = token_of()
+            if state.rank == 0 and self._journal is None:
+                raise ConfigError(
+                    "an elastic federation needs a journal, and this cell is not told where it is; set XFFL_JOURNAL to "
+                    "a folder that all cells share, or to http://HOST:PORT of a service"
+                )
             if state.rank == 0:
                 host = bind_address(parameters.lighthouse)
-                self._store = serve_store(
+                store = serve_store(
                     host=host,
                     port=0,
                     world_size=None,
                     timeout=timedelta(seconds=CONNECT_S),
                     is_local=False,
                 )
-                self._store.set(PROOF_KEY, prove_token(self._token, life[0]))  # for xffl doctor
-                self._address = f"{host}:{self._store.port}"
+                store.set(PROOF_KEY, prove_token(self._token, life[0]))  # for xffl doctor
+                self._store = store
+                self._address = f"{host}:{store.port}"
                 self._lighthouse = Lighthouse(parameters.lighthouse, life[0], self._address, self._token)
         dist.broadcast_object_list(life, src=0)
         self.life = life[0]
+
+    def restore(self, record: RoundRecord | None, total_weight: float) -> None:
+        """Hold a model that was loaded, or only this cell's own start; local, on all ranks.
+
+        :param record: The round that made the model.
+        :param total_weight: Sum of all cells' weights over all rounds that led to it.
+        """
+        self.record = record
+        self.total_weight = total_weight
+        model = None if record is None else record.model
+        if self._journal is None:
+            self.holding.model = model
+            self.holding.doubt = None
+        else:
+            self._journal.begin(model)
 
     def _await_lighthouse(self) -> None:
         """Wait for the file that names the lighthouse; the leader's broadcasts keep the other ranks from timing out."""
@@ -182,39 +216,37 @@ class ElasticFederation:
         :param told: JSON text for the other cells.
         :param is_stopping: Called on the cell's first rank: whether the cell is to stop. It then stops waiting, unless
             it is in doubt.
-        :return: The epoch, whose records end this cell's doubt.
+        :return: The epoch.
         :raises RoundError: if no such meeting came about in time.
         :raises MeetingLeft: if the cell is to stop.
         """
         begun = time.monotonic()
         deadline = begun + self._parameters.meeting_timeout_s
-        looks = 0
+        self._missed_since.clear()
+        # After a broken round nobody has to be waited for who does not answer.
+        self._gone = {*self._silent_cells(self._addresses)} if self._failures else set()
         while True:
-            epoch = self._ask(looks, deadline, is_stopping, is_finished=is_finished, told=told)
+            epoch = self._ask(deadline, is_stopping, is_finished=is_finished, told=told)
             if epoch is not None and not epoch.refusal:
                 return epoch
-            if epoch is not None and epoch.looks_again:
-                looks += not self._is_late(epoch.missing) or time.monotonic() > begun + CELL_JOIN_TIMEOUT_S
 
-    def _ask(self, looks: int, deadline: float, is_stopping: Callable[[], bool] | None, **fields: Any) -> Epoch | None:
+    def _ask(self, deadline: float, is_stopping: Callable[[], bool] | None, **fields: Any) -> Epoch | None:
         """Let the leader request a meeting, and broadcast its result; ``None`` if there is none yet."""
-        result: list[Epoch | RoundError | ConfigError | MeetingLeft | None] = [None]
+        result: list[Epoch | RoundError | ConfigError | CheckpointError | MeetingLeft | None] = [None]
 
         def is_left() -> bool:
-            return is_stopping is not None and self.standing.doubt is None and is_stopping()
+            return is_stopping is not None and is_stopping()
 
         if self._lighthouse is not None:
             try:
                 within_s = max(0.1, min(SLICE_S, deadline - time.monotonic()))
-                epoch = self._ask_lighthouse(self._lighthouse, looks, within_s, is_left, **fields)
+                epoch = self._ask_lighthouse(self._lighthouse, within_s, is_left, **fields)
                 result[0] = epoch
                 if epoch is not None and epoch.refusal:
-                    self._say(epoch.refusal)
-                    is_new_lighthouse = epoch.looks_again and not epoch.has_same_lighthouse
-                    time.sleep(CELL_HEARTBEAT_TIMEOUT_S if is_new_lighthouse else 0.5)
-            except LaunchError as error:
+                    self._prepare_again(epoch)
+            except (LaunchError, JournalUnreachable) as error:
                 self._say(str(error))
-            except ConfigError as error:
+            except (ConfigError, CheckpointError) as error:
                 result[0] = error
             is_waiting = result[0] is None or (isinstance(result[0], Epoch) and bool(result[0].refusal))
             if is_waiting and is_left():
@@ -231,37 +263,68 @@ class ElasticFederation:
         return answer
 
     def _ask_lighthouse(
-        self, lighthouse: Lighthouse, looks: int, within_s: float, is_left: Callable[[], bool], **fields: Any
+        self, lighthouse: Lighthouse, within_s: float, is_left: Callable[[], bool], **fields: Any
     ) -> Epoch | None:
-        is_agreed = self.standing.version.is_agreed
-        ended = {} if self._lives is None else self._lives.ended_cells()
-        meeting = lighthouse.meet(replace(self._record(looks, ended), **fields), within_s, is_left)
+        journal = self._journal
+        assert journal is not None, "the leader has it"
+        journal.check()
+        meeting = lighthouse.meet(replace(self._make_record(), **fields), within_s, is_left)
         if meeting is None:
             return None
         # A cell that has made rounds continues without those of another version of xffl; one that has not ends here.
-        if meeting.unread and not is_agreed:
+        if meeting.unread and self.record is None:
             raise meeting.unread[0]
         self._check_token(meeting)
         self._warn_of_strangers(meeting)
         if self._awaits_member(meeting):
             return None
-        epoch = form_epoch(
-            meeting.records,
-            created=meeting.created,
-            number=meeting.number,
-            least=self._parameters.least_cells,
-        )
+        journal.read_for([record.member for record in meeting.records])
+        journal.check()
+        epoch = form_epoch(meeting.records, meeting.created, journal.history, least=self._parameters.least_cells)
         if self.life not in epoch.lives:
             check_alike((*epoch.members, *epoch.strangers))
-        self._check_double(epoch)
-        finished = [cell for cell, code in ended.items() if code == 0]
-        if finished and not epoch.base.is_agreed:
-            raise ConfigError(
-                f"cell {finished[0]} has finished the run, and no cell that is left holds its model: there is nothing "
-                "to go on from; take the result from that cell"
-            )
+        self._check_finished(epoch)
         self._warn_of(epoch)
         return epoch
+
+    def _check_finished(self, epoch: Epoch) -> None:
+        """Raise ConfigError if the cells wait only for cells that have finished the run."""
+        wait = epoch.wait
+        if wait is not None and {*wait.cells} <= {*wait.round.left}:
+            verb = "has" if len(wait.cells) == 1 else "have"
+            raise ConfigError(
+                f"{cells_text(wait.cells)} {verb} finished the run, and no cell that is left holds its model: there is "
+                f"nothing to go on from; take the result from cell {wait.cells[0]}"
+            )
+
+    def _prepare_again(self, epoch: Epoch) -> None:
+        """Do what this cell can do, on its leader, so that the next meeting may make a round."""
+        journal = self._journal
+        assert journal is not None, "the leader has it"
+        self._say(epoch.refusal)
+        pause_s = REFUSED_S
+        if epoch.has_new_starts:
+            pause_s = SOON_S
+            if self.cell == epoch.cells[0]:
+                journal.record_starts([member.member for member in epoch.members])
+        if epoch.missing:
+            pause_s = SOON_S
+            now = time.monotonic()
+            for cell in epoch.missing:
+                self._missed_since.setdefault(cell, now)
+            known = {cell: self._addresses[cell] for cell in epoch.missing if cell in self._addresses}
+            self._gone |= {*self._silent_cells(known)}
+            for cell in epoch.missing:
+                patience_s = CELL_JOIN_TIMEOUT_S if cell in known else CELL_HEARTBEAT_TIMEOUT_S
+                if now - self._missed_since[cell] > patience_s:
+                    self._gone.add(cell)
+        time.sleep(pause_s)
+
+    def _silent_cells(self, addresses: Mapping[int, str]) -> list[int]:
+        """Return the cells whose stores do not answer; on the leader, none elsewhere."""
+        if self._lighthouse is None:
+            return []
+        return [cell for cell, address in addresses.items() if cell != self.cell and not _answers(address)]
 
     def _check_token(self, meeting: Meeting) -> None:
         """Raise ConfigError if all other cells have had another token for a while, and this one holds no version yet.
@@ -269,61 +332,40 @@ class ElasticFederation:
         While cells are missing it is not known which token is the run's. A stranger's single request ends no run.
         """
         others = [life for life in meeting.unproven if is_life(life, self.cells)]
-        if len(meeting.records) > 1 or self.standing.version.is_agreed:
+        if len(meeting.records) > 1 or self.record is not None:
             self._unlike_since = None
         elif others and len({*map(cell_of, others)} - {self.cell}) >= self.cells - 1:
             if self._unlike_since is None:
                 self._unlike_since = time.monotonic()
-            elif time.monotonic() > self._unlike_since + DOUBLE_S:
+            elif time.monotonic() > self._unlike_since + UNLIKE_S:
                 raise ConfigError(
                     f"{name_cell(others[0])} runs with another token than this cell {self.cell}; give all cells of a "
                     "run the same one (XFFL_TOKEN, or XFFL_TOKEN_FILE)"
                 )
 
-    def _check_double(self, epoch: Epoch) -> None:
-        """Raise ConfigError if another job has been the same cell for a while, and takes precedence over this one."""
-        same = [member for member in epoch.members if member.cell == self.cell]
-        stays = max(
-            same,
-            key=lambda member: (member.life in epoch.base.voters, member.restarts, member.life),
-            default=None,
-        )
-        if stays is None or stays.life == self.life:
-            self._doubled_since = None
-            return
-        if self._doubled_since is None:
-            self._doubled_since = time.monotonic()
-        elif time.monotonic() > self._doubled_since + DOUBLE_S:
-            raise ConfigError(
-                f"another job is cell {self.cell} of this run already (its store is at {stays.address}); end that one, "
-                "or give this one another number (--cell)"
-            )
-
-    def _record(self, looks: int, ended: Collection[int]) -> CellRecord:
-        """Return this cell's record; ``ended`` are the cells that are known not to start again."""
-        standing, topology = self.standing, self._state.topology
+    def _make_record(self) -> CellRecord:
+        """Return what this cell tells the others."""
+        journal = self._journal
+        assert journal is not None, "the leader has it"
+        topology = self._state.topology
         return CellRecord(
             cell=self.cell,
             cells=self.cells,
             life=self.life,
+            start=journal.start,
+            since=journal.since,
+            held=self.holding.model,
+            seen=self.holding.seen,
+            round=0 if self.record is None else self.record.round,
+            gone=tuple(sorted(self._gone)),
             restarts=self._parameters.restarts,
             ranks=topology.world_size,
             replica_size=topology.replica_size,
             address=self._address,
-            version=standing.version,
-            doubt=standing.doubt,
             group=self._group_name,
-            left=tuple(sorted({*standing.left, *ended})),
-            inherited=self._inherited_votes(),
-            looks=looks,
-            living=None if self._lives is None else self._lives.living(),
-            total_weight=standing.total_weight,
+            total_weight=self.total_weight,
             runtime=self._runtime,
         )
-
-    def _inherited_votes(self) -> tuple[str, ...]:
-        lineage, lives = self._inherited
-        return lives if lineage == self.standing.version.lineage else ()
 
     def _awaits_member(self, meeting: Meeting) -> bool:
         """Return whether to meet again because a member of the last round was displaced by a request in its name.
@@ -348,7 +390,7 @@ class ElasticFederation:
     def _warn_of(self, epoch: Epoch) -> None:
         for stranger in epoch.strangers:
             self._warn(f"cell {stranger.cell} has another number of cells, or replica size, and is left out")
-        is_lost = not epoch.base.is_agreed and any(member.restarts for member in epoch.members)
+        is_lost = epoch.base is None and any(member.restarts for member in epoch.members)
         if is_lost and not epoch.refusal and self.cell == epoch.first:
             self._warn("no cell holds an agreed model; the run begins from round 1")
         if not epoch.refusal:
@@ -384,12 +426,10 @@ class ElasticFederation:
         if epoch.lives != self._members:
             self._members = epoch.lives
             self._failures = 0
-        self._may_have_agreed = True
+        self._epoch = epoch
         if epoch.keeps_group and self._group is not None:
             return Place(topology, first, self._group, is_new=False)
         self.drop()
-        if self._lives is not None and self._lighthouse is not None:
-            self._lives.begin(self.life)
         lost = [self._lost_member(epoch) if self._lighthouse is not None else ""]
         dist.broadcast_object_list(lost, src=0)
         if lost[0]:
@@ -426,17 +466,74 @@ class ElasticFederation:
                 return f"cell {member.cell} was lost after it had met: nothing listens at {member.address}"
         return ""
 
-    def _is_late(self, missing: Collection[int]) -> bool:
-        """Return whether the store of a missing cell still answers where it was in the last round; on the leader."""
-        places = [address for cell, address in self._addresses.items() if cell in missing]
-        return self._lighthouse is not None and any(_knock(place) is None for place in places)
+    @property
+    def publishes(self) -> bool:
+        """Whether this rank publishes the record of the round: the leader of the lowest cell does."""
+        return self._journal is not None and self._epoch is not None and self.cell == self._epoch.cells[0]
 
-    def agree_on_end(self, end: RoundEnd, epoch: Epoch) -> RoundEnd:
-        """Agree in the cell on how a round ended, and update the standing.
+    def publish(self, weights: tuple[float, ...]) -> bool:
+        """Publish the record of the round that all ranks have voted for; local, on the rank that publishes.
 
-        A rank that committed the round knows that all ranks had voted for it. If a rank had not voted to commit, then
-        nobody committed. If all ranks of the cell are in doubt, the next meeting decides.
+        :param weights: What each cell of the epoch contributes.
+        :return: Whether it stands, and not another one.
+        :raises JournalUnreachable: if that is not known.
         """
+        assert self._journal is not None and self._epoch is not None, "asked of the rank that publishes"
+        attempt = self._epoch.attempt(weights)
+        inject("publish")
+        standing = self._journal.publish(attempt)
+        inject("published")
+        return standing.id == attempt.id
+
+    def end_doubt(self) -> Fate:
+        """End this cell's doubt about a round by what stands in the journal.
+
+        The record may still come: its publisher may be slow. After a while the cell gives the number up.
+
+        :return: What becomes of the steps that the cell has made.
+        :raises RoundError: if the journal does not answer in time.
+        """
+        attempt = self.holding.doubt
+        assert attempt is not None, "asked for where there is one"
+        begun = time.monotonic()
+        while True:
+            answer: list[Record | RoundError | None] = [None]
+            if self._journal is not None:
+                waited_s = time.monotonic() - begun
+                try:
+                    answer[0] = self._journal.ask_for(attempt, waited_s)
+                except JournalUnreachable as error:
+                    self._say(str(error))
+                    if waited_s > self._parameters.meeting_timeout_s:
+                        answer[0] = error
+                if answer[0] is None:
+                    time.sleep(ASK_AGAIN_S)
+            dist.broadcast_object_list(answer, src=0)
+            [standing] = answer
+            if isinstance(standing, RoundError):
+                raise standing
+            if standing is not None:
+                fate = self.holding.settle(standing)
+                if isinstance(standing, RoundRecord) and fate is not Fate.PUT_BACK:
+                    self.record = standing
+                return fate
+
+    def drop_doubt(self) -> None:
+        """Forget a doubt, because other weights are loaded; local, on all ranks."""
+        self.holding.doubt = None
+
+    def agree_on_end(self, end: RoundEnd, epoch: Epoch, weights: Sequence[float]) -> tuple[RoundEnd, Fate]:
+        """Agree in the cell on how a round ended, and note what the cell holds now.
+
+        A rank that committed the round knows that its record stands. If a rank had not voted to commit, then nobody
+        published it. If all ranks of the cell are in doubt, :meth:`end_doubt` asks the journal.
+
+        :param end: How it ended on this rank.
+        :param epoch: The epoch.
+        :param weights: What each cell of the epoch contributes, if this rank has voted to commit.
+        :return: How it ended in the cell, and what becomes of the steps that the cell has made.
+        """
+        fate = Fate.PUT_BACK
         ends = torch.tensor([end, -end], dtype=torch.int64, device=control_device())
         dist.all_reduce(ends, op=dist.ReduceOp.MAX)
         most, least = RoundEnd(int(ends[0])), RoundEnd(-int(ends[1]))
@@ -446,15 +543,14 @@ class ElasticFederation:
                     f"the round of epoch {epoch.group} was taken, but a rank of cell {self.cell} could not write it; "
                     "start this cell again"
                 )
-            self.standing.take(epoch)
+            self.record = epoch.attempt(weights)
+            fate = self.holding.take(self.record)
             self._failures = 0
         elif least is RoundEnd.IN_DOUBT:
             most = RoundEnd.IN_DOUBT
-            self.standing.suspect(epoch)
+            self.holding.say_yes(epoch.attempt(weights))
         else:
             most = RoundEnd.REFUSED if most is RoundEnd.REFUSED else RoundEnd.BROKEN
-            self.standing.refuse()
-        self._may_have_agreed = most is RoundEnd.IN_DOUBT
         if least < RoundEnd.TAKEN and (most is not RoundEnd.REFUSED):
             self.drop()
         if most in (RoundEnd.BROKEN, RoundEnd.IN_DOUBT):
@@ -465,7 +561,7 @@ class ElasticFederation:
                     f"other ({', '.join(member.address for member in epoch.members)}); see that these addresses are "
                     "reached from all of them (XFFL_IFNAME)"
                 )
-        return most
+        return most, fate
 
     def limit_messages(self, seconds: float, quick_s: float) -> None:
         """Set the timeouts of messages, and of short ones such as votes, in this epoch and later ones; local."""
@@ -487,48 +583,28 @@ class ElasticFederation:
     def leave(self) -> None:
         """Leave the other cells; local."""
         self.drop()
+        self._store = None  # who still looks for this cell sees at once that it has left
         if self._lighthouse is not None:
             self._lighthouse.leave()
-            self._leave_vote()
-
-    def inherit_vote(self, file: Path) -> None:
-        """Read the vote that the previous life of this cell has bequeathed, and use the file for this life's; local.
-
-        A life that ends between rounds has agreed on nothing after its version, so the next life of the cell may vote
-        in its place. Otherwise the other cells would have to wait for the ended life. A vote is read once.
-
-        :param file: The file of the vote.
-        """
-        if self._lighthouse is None:
-            return
-        self._vote = file
-        if not os.path.lexists(file):
-            return
-        try:
-            self._inherited = read_vote(file)
-            remove_file(file)
-        except (OSError, ValueError, StateError) as error:  # without the vote more cells may have to be waited for
-            LOG.warning("%s cannot be used (%s): this cell votes for itself alone", file, error)
-
-    def _leave_vote(self) -> None:
-        """Write this life's vote, and inherited ones that still count, for the next life of its cell."""
-        version, latest = self.standing.version, self.standing.latest
-        if self._vote is None or not version.is_agreed or self._may_have_agreed or latest not in (None, version):
-            return
-        lives = [life for life in (self.life, *self._inherited_votes()) if life in version.voters]
-        if not lives:
-            return
-        with suppress(OSError):  # without it the others wait for this cell, which may hold a later version
-            write_sealed_json(self._vote, {"lineage": version.lineage, "lives": lives})
 
 
-def read_vote(file: Path) -> tuple[str, tuple[str, ...]]:
-    """Return the lineage and the lives of a vote that :meth:`ElasticFederation.leave` has written; local.
+def _answers(place: str) -> bool:
+    """Tell whether the store at HOST:PORT answers: its process has not ended, and is not stopped."""
+    if _knock(place) is not None:
+        return False
+    host, _, port = place.rpartition(":")
+    answered = threading.Event()
 
-    Raises what :func:`~xffl.files.read_sealed_json` does, and StateError if the file holds no vote.
-    """
-    fields = Fields(read_sealed_json(file), str(file), error=StateError)
-    return fields.text("lineage", 200), tuple(fields.list_of("lives", MOST_LIVES, read_life))
+    def ask() -> None:
+        with suppress(RuntimeError):
+            within = timedelta(seconds=CELL_HEARTBEAT_TIMEOUT_S)
+            store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=within)
+            store.check([PROOF_KEY])
+            answered.set()
+
+    # Its timeout does not hold where a process is stopped.
+    threading.Thread(target=ask, name="xffl-answers", daemon=True).start()
+    return answered.wait(CELL_HEARTBEAT_TIMEOUT_S)
 
 
 def _knock(place: str) -> OSError | None:

@@ -6,8 +6,7 @@ Two of its properties are compensated for here and in :mod:`xffl.elastic.roster`
 
 - It counts the sender of a request that has timed out as present for ever. So requests here never time out.
 - After a restart it answers the first request as if no other cell existed. So cells repeat the request while a cell is
-  missing, unless they know that the lighthouse was not restarted: they keep an idle connection to it (the *witness*),
-  which breaks when its process ends.
+  missing that still answers them.
 
 If a file names the lighthouse, another one may replace it at any time. The file is read once a second, and heartbeats
 and the pending request move to the lighthouse that it names.
@@ -36,7 +35,7 @@ from urllib.parse import urlsplit
 
 from xffl.cluster.lighthouse_address import resolve_lighthouse
 from xffl.compat.sockets import limit_silence, open_sockets
-from xffl.elastic.roster import Attendance, CellRecord, name_cell
+from xffl.elastic.roster import CellRecord, name_cell
 from xffl.errors import ConfigError, LaunchError
 from xffl.extras import optional_import
 
@@ -70,7 +69,6 @@ class Meeting:
 
     records: tuple[CellRecord, ...]  # the valid records
     created: int  # in nanoseconds, by the lighthouse's clock
-    number: int  # unchanged if the same lives met just before, else the next number
     unread: tuple[ConfigError, ...] = ()  # one for each record of another version of xffl
     unproven: tuple[str, ...] = ()  # lives whose records are not signed with the run's token
     refused: Mapping[str, str] = field(default_factory=dict)  # lives whose records are foreign or old, with the reason
@@ -155,7 +153,7 @@ class Lighthouse:
         self._serial = 0
         """Number of this life's last record"""
         self._url = ""
-        """Current address of the lighthouse: of the heartbeats, the client and the witness"""
+        """Current address of the lighthouse: of the heartbeats and the client"""
         self._asked_at: str | None = None
         """Address to which the pending request was sent"""
         self._connecting = threading.Lock()
@@ -164,10 +162,6 @@ class Lighthouse:
         self._client: LighthouseClient | None = None
         self._heart: threading.Thread | None = None
         self._answers: queue.SimpleQueue[Quorum | Exception] | None = None
-        self._witness: socket.socket | None = None
-        self._attendance = Attendance()
-        self._witnessed: set[int] = set()
-        """Creation times of the meetings since the witness was connected"""
         if place.startswith("file:"):
             threading.Thread(target=self._follow, name="xffl-lighthouse", daemon=True).start()
 
@@ -201,12 +195,8 @@ class Lighthouse:
                 if any(other.life == self._life and other.serial == self._serial for other in meeting.records):
                     self._trouble = None
                     self._register.note(meeting.records)
-                    if _is_open(self._witness):
-                        self._witnessed.add(meeting.created)
-                    self._attendance.note(meeting.number, meeting.created)
                     return meeting
                 # The others have not seen this cell's record, although the lighthouse counted this cell as present.
-                self._attendance.note_absence()
                 self._trouble = f"somebody else asks there in the name of {name_cell(self._life)}"
             else:
                 self._client = None  # the lighthouse may have been restarted
@@ -236,7 +226,6 @@ class Lighthouse:
         return Meeting(
             records=tuple(records),
             created=created,
-            number=answer.quorum_id,
             unread=tuple(unread),
             unproven=tuple(unproven),
             refused=refused,
@@ -249,7 +238,6 @@ class Lighthouse:
         self._heart = None
         if heart is not None:
             heart.join()
-        self._drop_witness()
 
     def _follow(self) -> None:
         """Move the heartbeats to the lighthouse that the file names, also while this cell trains."""
@@ -264,7 +252,6 @@ class Lighthouse:
         if url != self._url:
             self._url = url
             self._client = None
-            self._drop_witness()
         if self._heart is None:
             # No daemon: if the interpreter ended while it was inside torchft, the process would abort. It ends
             # by itself with the main thread.
@@ -289,12 +276,6 @@ class Lighthouse:
             except (RuntimeError, OSError):  # unreachable or replaced; a pending request reports it
                 client = None
 
-    def _drop_witness(self) -> None:
-        if self._witness is not None:
-            self._witness.close()
-        self._witness = None
-        self._witnessed = set()
-
     def _ask(self, record: CellRecord) -> queue.SimpleQueue[Quorum | Exception]:
         """Send a request in a new thread, since the call blocks until all cells have sent theirs.
 
@@ -312,15 +293,8 @@ class Lighthouse:
                         connect = timedelta(seconds=CONNECT_S)
                         self._client = self._torchft.LighthouseClient(addr=self._url, connect_timeout=connect)
                     client = self._client
-                    self._attendance.forget_before(record.version.created)
                     self._serial += 1
-                    signed = replace(
-                        record,
-                        serial=self._serial,
-                        same_lighthouse=self._is_same(record),
-                        met=self._attendance.last_number,
-                        has_met_all=self._attendance.covers(record.version, record.doubt),
-                    ).to_plain()
+                    signed = replace(record, serial=self._serial).to_plain()
                     self._asked_at = self._url
                     self._limit_silence()
                 answers.put(
@@ -329,7 +303,7 @@ class Lighthouse:
                         timeout=timedelta(seconds=REQUEST_S),
                         address="",
                         store_address=self._store,
-                        step=record.version.round,
+                        step=record.round,
                         world_size=record.ranks,
                         data=self._register.sign(signed),
                     )
@@ -340,42 +314,18 @@ class Lighthouse:
         threading.Thread(target=ask, name="xffl-meeting", daemon=True).start()
         return answers
 
-    def _is_same(self, record: CellRecord) -> bool:
-        """Tell whether this lighthouse process formed the meetings of the cell's version and of its doubt."""
-        if _is_open(self._witness):
-            self._witnessed = {created for created in self._witnessed if created >= record.version.created}
-            versions = (record.version, record.doubt)
-            return {version.created for version in versions if version is not None} <= self._witnessed
-        self._drop_witness()
-        place = urlsplit(self._url)
-        with suppress(OSError):  # the request will report it
-            self._witness = socket.create_connection((place.hostname, place.port), CONNECT_S)
-            self._witness.setblocking(False)
-        return False
-
     def _limit_silence(self) -> None:
         """Let this process's connections to the lighthouse fail if its host is silent.
 
         Otherwise a pending request would continue only at the kernel's next retransmission, which after a network
         failure may come as late again as the failure has lasted.
         """
-        if self._witness is not None:
+        place = urlsplit(self._url)
+        with suppress(OSError):  # the request will report it
+            peers = {found[4][:2] for found in socket.getaddrinfo(place.hostname, place.port, type=socket.SOCK_STREAM)}
             for descriptor in open_sockets():
-                limit_silence(descriptor, SILENT_S, self._witness.getpeername()[:2])
-
-
-def _is_open(connection: socket.socket | None) -> bool:
-    """Tell whether the process at the other end of a connection still exists; received data is dropped."""
-    if connection is None:
-        return False
-    try:
-        while connection.recv(4096):
-            continue
-        return False  # closed at the other end
-    except BlockingIOError:
-        return True  # nothing to read
-    except OSError:
-        return False  # reset, or the host does not answer
+                for host, port in peers:
+                    limit_silence(descriptor, SILENT_S, (str(host), int(port)))
 
 
 def coordination() -> ModuleType:

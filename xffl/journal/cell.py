@@ -11,7 +11,8 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from xffl.journal.records import Journal, JournalUnreachable, ModelId, Record, RoundRecord, make_id
+from xffl.errors import ConfigError
+from xffl.journal.records import Journal, JournalUnreachable, ModelId, Record, RoundRecord, VoidRecord, make_id
 from xffl.journal.rule import Fate, History, Holding, Member, void_of
 
 __all__ = ["CellJournal"]
@@ -22,6 +23,9 @@ PATIENCE_S = 60.0
 LEAST_PUT_S = 0.5
 PUTS = 10
 """An attempt that is not published after so many times a usual put is given up: else a slow publisher always loses."""
+UNKNOWN_PUT_S = 2.0
+"""The same for a cell that has not published yet; it waits twice as long after each attempt that it has given up."""
+MOST_DOUBLINGS = 5
 _PUTS_KEPT = 20
 
 
@@ -42,6 +46,7 @@ class CellJournal:
         self._journal = journal
         self._patience_s = patience_s
         self._puts: deque[float] = deque(maxlen=_PUTS_KEPT)
+        self._voids = 0  # attempts in a row that were given up here
         self.read_new()
         self.since = self.history.newest
         """Number of the newest record before this start has loaded anything"""
@@ -49,18 +54,36 @@ class CellJournal:
     @property
     def give_up_s(self) -> float:
         """Seconds without news of an attempt after which a cell in doubt publishes a void record in its place."""
-        return max(LEAST_PUT_S, PUTS * statistics.median(self._puts)) if self._puts else PATIENCE_S
+        usual_s = max(LEAST_PUT_S, PUTS * statistics.median(self._puts)) if self._puts else UNKNOWN_PUT_S
+        return usual_s * 2.0 ** min(self._voids, MOST_DOUBLINGS)
 
-    def restore(self, model: ModelId | None, doubt: RoundRecord | None) -> None:
-        """Hold what a checkpoint has: a model, and the attempt about which its cell was in doubt.
+    def begin(self, model: ModelId | None) -> None:
+        """Hold what was loaded, or only this cell's own start, as another start of the same job; local.
+
+        The others must not take what an earlier start has told them for what this one holds.
 
         :param model: The model.
-        :param doubt: The attempt.
-        :raises ConfigError: if the journal is not the one by which the cell has got the model.
         """
-        self.history.check_holder(self.holding.cell, model)
+        if not self.history.is_superseded(self.as_member()) and self.history.has_start(self.start):
+            self.since = self.history.newest
+        self.start = make_id()
         self.holding.model = model
-        self.holding.doubt = doubt
+        self.holding.doubt = None
+
+    def check(self) -> None:
+        """Raise ConfigError if this start of the job has to end.
+
+        Its model may be of another journal, or a later start of the same cell may have taken its place.
+        """
+        if self.holding.model is not None and self.history.round_of(self.holding.model) is None:
+            self.read_new()
+        self.history.check_holder(self.holding.cell, self.holding.model)
+        successor = self.history.successor_of(self.as_member())
+        if successor is not None:
+            raise ConfigError(
+                f"another job is cell {self.holding.cell} of this run since record {successor.number} of the journal, "
+                "so this one ends and saves nothing; give each job a number of its own (--cell)"
+            )
 
     def as_member(self) -> Member:
         """Return what the cell tells the others at a meeting, once its doubt has ended."""
@@ -109,6 +132,10 @@ class CellJournal:
         """
         begun = time.monotonic()
         standing = self._journal.put(record)
+        if isinstance(standing, VoidRecord):
+            self._voids += 1
+        elif isinstance(standing, RoundRecord):
+            self._voids = 0
         self._puts.append(time.monotonic() - begun)
         # Whoever loses has learnt that the number is taken, even if a listing does not show it yet.
         self.holding.note_seen(standing.number)
@@ -154,3 +181,17 @@ class CellJournal:
             return None
         [standing] = self.end_doubts([self.holding.doubt])
         return self.settle(standing)
+
+    def ask_for(self, attempt: RoundRecord, waited_s: float) -> Record | None:
+        """Return the record that stands under the number of an attempt, or ``None`` if another cell may yet publish it.
+
+        :param attempt: The attempt about which this cell is in doubt.
+        :param waited_s: How long it has asked.
+        :return: The record: a void one if the attempt was not published in time.
+        """
+        self.read_new()
+        if self.history.newest < attempt.number:
+            if waited_s < self.give_up_s:
+                return None
+            return self.publish(void_of(attempt))
+        return self.history[attempt.number]

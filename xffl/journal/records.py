@@ -46,6 +46,8 @@ __all__ = [
     "has_id_form",
     "make_id",
     "next_lineage",
+    "read_held",
+    "read_id",
     "read_record",
     "record_text",
 ]
@@ -241,9 +243,9 @@ def read_record(text: str | bytes, what: str) -> Record:
     given = Fields(value, what, error=CheckpointError, hint="run one version of xffl in all cells")
     given.integer("format", _FORMAT, _FORMAT)
     kind = given.choice("kind", [RoundRecord.kind, VoidRecord.kind, StartRecord.kind, ForgetRecord.kind])
-    run = _read_id(given, "run")
+    run = read_id(given, "run")
     number = given.integer("number", 0, MOST_RECORDS - 1)
-    attempt = _read_id(given, "id")
+    attempt = read_id(given, "id")
     record: Record
     if kind == RoundRecord.kind:
         _refuse_others(given, "round", "base", "lineage", "cells", "weights", "places", "left")
@@ -254,8 +256,8 @@ def read_record(text: str | bytes, what: str) -> Record:
             number=number,
             id=attempt,
             round=given.integer("round", 1, MOST_RECORDS),
-            base=_read_held(given, "base"),
-            lineage=_read_id(given, "lineage"),
+            base=read_held(given, "base"),
+            lineage=read_id(given, "lineage"),
             cells=cells,
             weights=tuple(given.list_of("weights", len(cells), Fields.number, 0)),
             places=tuple(places),
@@ -283,7 +285,8 @@ def _refuse_others(given: Fields, *names: str) -> None:
     given.refuse_others("format", "kind", "run", "number", "id", *names)
 
 
-def _read_id(given: Fields, name: str) -> str:
+def read_id(given: Fields, name: str) -> str:
+    """Return an id; the error of ``given`` if the value is none."""
     text = given.text(name, 64)
     if not has_id_form(text):
         given.fail(f"{given.place(name)} is no id of 16 to 64 hexadecimal digits: {text!r:.80}")
@@ -293,10 +296,10 @@ def _read_id(given: Fields, name: str) -> str:
 def _read_model(given: Fields, name: str) -> ModelId:
     fields = given.mapping(name)
     fields.refuse_others("run", "number", "id")
-    return ModelId(_read_id(fields, "run"), fields.integer("number", 0, MOST_RECORDS - 1), _read_id(fields, "id"))
+    return ModelId(read_id(fields, "run"), fields.integer("number", 0, MOST_RECORDS - 1), read_id(fields, "id"))
 
 
-def _read_held(given: Fields, name: str) -> ModelId | None:
+def read_held(given: Fields, name: str) -> ModelId | None:
     """Return the name of a model, or ``None`` where the value is null; a value that is missing is an error."""
     return None if given.any(name) is None else _read_model(given, name)
 
@@ -306,8 +309,8 @@ def _read_start(given: Fields, name: str) -> Start:
     fields.refuse_others("cell", "id", "held")
     return Start(
         cell=fields.integer("cell", 0, MOST_CELLS - 1),
-        id=_read_id(fields, "id"),
-        held=_read_held(fields, "held"),
+        id=read_id(fields, "id"),
+        held=read_held(fields, "held"),
     )
 
 

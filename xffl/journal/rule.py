@@ -58,7 +58,9 @@ __all__ = [
     "Holding",
     "Member",
     "Wait",
+    "attempt_of",
     "forget_of",
+    "largest_told",
     "void_of",
 ]
 
@@ -103,6 +105,7 @@ class History:
 
     def __init__(self) -> None:
         self._records: list[Record] = []
+        self._starts: list[StartRecord] = []
 
     @property
     def newest(self) -> int:
@@ -113,6 +116,15 @@ class History:
     def run(self) -> str:
         """Return the id of the run: that of the journal's first record; empty if there is none."""
         return self._records[0].id if self._records else ""
+
+    def until(self, number: int) -> History:
+        """Return the records up to a number, for cells that have to decide alike though some have read further."""
+        if number >= self.newest:
+            return self
+        history = History()
+        history._records = self._records[: number + 1]
+        history._starts = [record for record in self._starts if record.number <= number]
+        return history
 
     def add(self, records: Iterable[Record]) -> None:
         """Append the records that follow, as read from the journal.
@@ -129,6 +141,8 @@ class History:
             if isinstance(record, RoundRecord):
                 self._check_base(record)
             self._records.append(record)
+            if isinstance(record, StartRecord):
+                self._starts.append(record)
 
     def _check_base(self, record: RoundRecord) -> None:
         base = None if record.base is None else self.round_of(record.base)
@@ -221,26 +235,35 @@ class History:
 
         A listing of the journal may be old: each member's word that a record exists counts as well.
         """
-        known = (max(member.seen, -1 if member.held is None else member.held.number) for member in members)
-        return max(self.newest, *known, -1)
+        return max(self.newest, largest_told(members))
 
     # Starts -----------------------------------------------------------------------------------------------------------
 
     def is_superseded(self, member: Member) -> bool:
-        """Tell whether a later start of the same cell is in the journal, so that this one must stop and save nothing.
+        """Tell whether a later start of the same cell is recorded, so that this one must stop and save nothing."""
+        return self.successor_of(member) is not None
+
+    def successor_of(self, member: Member) -> StartRecord | None:
+        """Return the record of a later start of the same cell; ``None`` if there is none.
 
         If this start is recorded, a later one stands above it. If it is not, then any start of the cell that was
         recorded since it began is another job's, which may have gone further than what this one has loaded.
         """
-        for record in reversed(self._records[max(0, member.since + 1) :]):
+        for record in reversed(self._starts):
+            if record.number <= member.since:
+                break
             start = _start_of(member.cell, record)
             if start is not None:
-                return start.id != member.start
-        return False
+                return None if start.id == member.start else record
+        return None
+
+    def has_start(self, name: str) -> bool:
+        """Tell whether a start of a job is recorded."""
+        return any(start.id == name for record in self._starts for start in record.starts)
 
     def unrecorded(self, members: Iterable[Member]) -> tuple[Start, ...]:
         """Return the starts of the members that have to be recorded before these decide."""
-        recorded = {start.id for record in self._records if isinstance(record, StartRecord) for start in record.starts}
+        recorded = {start.id for record in self._starts for start in record.starts}
         new: dict[int, Member] = {}
         for member in members:
             if member.start not in recorded:
@@ -277,25 +300,16 @@ class History:
         :return: The record of the round, to be published once all members have said yes.
         """
         name = make_id()
-        first = min(member.cell for member in members)
-        giving = {
-            member.cell for member in members if (member.cell == first if base is None else member.held == base.model)
-        }
-        reached = [0] * cells if base is None else list(base.places)
-        for cell in giving:
-            reached[cell] = places[cell]
-        numbers = sorted(member.cell for member in members)
-        return RoundRecord(
+        return attempt_of(
             run=self.run or name,
             number=self.newest + 1,
-            id=name,
-            round=_next_round(base),
-            base=None if base is None else base.model,
-            lineage=next_lineage(base, name),
-            cells=tuple(numbers),
-            weights=tuple(weights[cell] if cell in giving else 0.0 for cell in numbers),
-            places=tuple(reached),
-            left=tuple(sorted(left)),
+            name=name,
+            base=base,
+            members=members,
+            weights=weights,
+            places=places,
+            cells=cells,
+            left=left,
         )
 
     def keeps_steps(self, cell: int, held: ModelId | None, base: ModelId | None) -> bool:
@@ -333,11 +347,11 @@ class Holding:
         """Note that a record with this number stands."""
         self.seen = max(self.seen, number)
 
-    def settle(self, standing: Record, history: History) -> Fate:
+    def settle(self, standing: Record, history: History | None = None) -> Fate:
         """End the doubt by the record that stands under the number of its attempt.
 
         :param standing: The record, as the journal has answered.
-        :param history: All records below it, or more.
+        :param history: All records below it, or more. Without it no steps are moved to another model.
         :return: What becomes of the steps that this cell has made.
         """
         attempt = self.doubt
@@ -351,7 +365,66 @@ class Holding:
         self.model = attempt.model
         if not attempt.is_behind(self.cell, held):
             return Fate.GAVE
-        return Fate.MOVED if history.keeps_steps(self.cell, held, attempt.base) else Fate.TOOK_OVER
+        is_moved = history is not None and history.keeps_steps(self.cell, held, attempt.base)
+        return Fate.MOVED if is_moved else Fate.TOOK_OVER
+
+    def take(self, attempt: RoundRecord) -> Fate:
+        """Note that the record of an attempt stands, and return what becomes of the steps that this cell has made."""
+        self.doubt = attempt
+        return self.settle(attempt)
+
+
+def largest_told(members: Iterable[Member]) -> int:
+    """Return the largest number of a record that any member knows of, the same for all who have heard them."""
+    known = [max(member.seen, -1 if member.held is None else member.held.number) for member in members]
+    return max(known, default=-1)
+
+
+def attempt_of(
+    *,
+    run: str,
+    number: int,
+    name: str,
+    base: RoundRecord | None,
+    members: Sequence[Member],
+    weights: Mapping[int, float],
+    places: Mapping[int, int],
+    cells: int,
+    left: Iterable[int],
+) -> RoundRecord:
+    """Return the attempt of some members to make a round.
+
+    :param run: Id of the run.
+    :param number: Number of the record.
+    :param name: Id of the attempt.
+    :param base: What :meth:`History.choose_base` has chosen.
+    :param members: The cells that take part.
+    :param weights: By cell, what it would contribute.
+    :param places: By cell, how far in its data its steps are.
+    :param cells: Number of cells of the federation.
+    :param left: Cells that have finished the run once the round is taken.
+    :return: The record of the round, to be published once all members have said yes.
+    """
+    first = min(member.cell for member in members)
+    giving = {
+        member.cell for member in members if (member.cell == first if base is None else member.held == base.model)
+    }
+    reached = [0] * cells if base is None else list(base.places)
+    for cell in giving:
+        reached[cell] = places[cell]
+    numbers = sorted(member.cell for member in members)
+    return RoundRecord(
+        run=run,
+        number=number,
+        id=name,
+        round=_next_round(base),
+        base=None if base is None else base.model,
+        lineage=next_lineage(base, name),
+        cells=tuple(numbers),
+        weights=tuple(weights[cell] if cell in giving else 0.0 for cell in numbers),
+        places=tuple(reached),
+        left=tuple(sorted(left)),
+    )
 
 
 def _next_round(base: RoundRecord | None) -> int:

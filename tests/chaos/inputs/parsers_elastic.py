@@ -22,7 +22,7 @@ from xffl.aggregation.federations.hand_over import read_hand_over, write_hand_ov
 from xffl.distributed.replicas.plain_values import to_plain
 from xffl.distributed.replicas.replica_transport import NONCE_BYTES, ShardTransport
 from xffl.elastic.lighthouse import NotOwnRecord, Register
-from xffl.elastic.roster import CellRecord, Version, form_epoch
+from xffl.elastic.roster import CellRecord, form_epoch
 from xffl.errors import ConfigError
 from xffl.journal import records as journal
 from xffl.journal.records import next_lineage, record_text
@@ -30,14 +30,13 @@ from xffl.journal.rule import History, Member
 
 TOKEN = b"the token of all of them"
 OWN = CellRecord(
-    0, 3, "0.a", replica_size=2, address="127.0.0.1:1", version=Version(4, 17, "abc", ("0.a", "1.b")), group="4.17/2"
+    0, 3, "0.a", start="1" * 32, replica_size=2, address="127.0.0.1:1", held=ModelId("2" * 32, 4, "3" * 32), round=4
 )
 
 
 def records(folder: Path) -> list[bytes]:
     """Return records of another cell."""
     del folder
-    version = Version(4, 17, "abc", ("0.a", "1.b"))
     first = CellRecord(
         cell=1,
         cells=3,
@@ -45,17 +44,19 @@ def records(folder: Path) -> list[bytes]:
         ranks=4,
         replica_size=2,
         address="127.0.0.1:2",
-        version=version,
-        doubt=Version(5, 18, "abd", ("0.a", "1.b")),
+        start="4" * 32,
+        since=3,
+        held=OWN.held,
+        seen=5,
+        round=4,
+        place=9,
+        gone=(2,),
         group="4.17/2",
-        left=(2,),
-        inherited=("1.a",),
         serial=7,
-        living=("0.a", "1.b"),
         told='{"metrics": {"loss": 0.5}, "ranks": 4}',
         total_weight=12.5,
     )
-    return [json.dumps(one.to_plain()).encode() for one in (first, replace(first, doubt=None, living=None, told=""))]
+    return [json.dumps(one.to_plain()).encode() for one in (first, replace(first, held=None, told=""))]
 
 
 def read_record(content: bytes, folder: Path) -> object:
@@ -73,7 +74,7 @@ def read_record(content: bytes, folder: Path) -> object:
         raise ConfigError(str(error)) from error
     except (ValueError, RecursionError) as error:  # nobody can sign it
         raise ConfigError(str(error)) from error
-    return None if record is None else form_epoch([OWN, record], 19).digest
+    return None if record is None else form_epoch([OWN, record], 19, History()).digest
 
 
 def signed_records(folder: Path) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""What is stored and sent as checkpoints: records, indexes, files of tensors, exports, states, votes, privacy, weights.
+"""What is stored and sent as checkpoints: records, indexes, files of tensors, exports, states, privacy, weights.
 
 Seals and checksums are made to fit what was mutated, where it can still be read: a hostile file has them, too.
 """
@@ -27,7 +27,6 @@ from xffl.aggregation.privacy import Accountant, Privacy
 from xffl.checkpoint import find_latest_checkpoint, load_checkpoint, save_checkpoint
 from xffl.checkpoint.manager import check_checkpoints
 from xffl.distributed.distributed_state import DistributedState
-from xffl.elastic.federation import read_vote
 from xffl.errors import CheckpointError
 from xffl.files import read_sealed, sealed_json, write_sealed
 from xffl.json_text import parse_json
@@ -247,18 +246,6 @@ def read_any_seal(content: bytes, folder: Path) -> None:
         raise CheckpointError(str(error)) from error
 
 
-def vote_examples(folder: Path) -> list[bytes]:
-    return [json.dumps({"lineage": "abc", "lives": ["0.1a", "0.2b"]}).encode()]
-
-
-def vote(content: bytes, folder: Path) -> None:
-    (folder / "vote.json").write_bytes(content)
-    try:
-        read_vote(folder / "vote.json")
-    except ValueError as error:  # as the federation does, which votes for itself alone then
-        raise CheckpointError(str(error)) from error
-
-
 def privacy_examples(folder: Path) -> list[bytes]:
     return [json.dumps({"spent": [[1.0, "cell", 3, 7], [0.5, "sum", 4, 1]]}).encode()]
 
@@ -337,7 +324,6 @@ PARSERS = (
     Parser("checkpoint: consolidate", "json", of_checkpoint(RECORD)[0], consolidate),
     Parser("elastic: place.pt", "bytes", place_examples, read_place),
     Parser("elastic: sealed file", "bytes", place_examples, read_any_seal),
-    Parser("elastic: vote.json", "json", vote_examples, vote),
     Parser("server state: of a network", "json", saved_examples, saved_server),
     Parser("privacy: accountant", "json", privacy_examples, privacy),
     Parser("weights: safetensors", "bytes", weight_examples, weights),

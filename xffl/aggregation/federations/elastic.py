@@ -6,11 +6,11 @@ The cells that have met for a round are an epoch. An epoch has a process group, 
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from xffl.aggregation.engine.global_state import agree_on_steps
 from xffl.aggregation.engine.gpu_memory import make_copies
 from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.engine.planning.coverage import check_lone_cell
+from xffl.aggregation.engine.votes import Seal
 from xffl.aggregation.federations.hand_over import read_hand_over, write_hand_over
 from xffl.aggregation.pending import PendingRound
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
@@ -33,10 +34,14 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.failures.faults import inject, start_round
 from xffl.distributed.groups import Groups, make_round_groups
 from xffl.elastic.federation import ElasticFederation, RoundEnd
-from xffl.elastic.roster import Epoch, Version
+from xffl.elastic.roster import Epoch
 from xffl.errors import CheckpointError, ConfigError, RoundError, StateError, XfflError
+from xffl.journal.records import RoundRecord, read_record, record_text
+from xffl.journal.rule import Fate
 
 __all__ = ["ElasticAggregator"]
+
+LOG = logging.getLogger(__name__)
 
 LEAST_TIMEOUT_S = 10.0
 """Shortest message timeout, in seconds: a fast link may be slow for a while."""
@@ -54,7 +59,7 @@ FOUNDING = ("policies", "bucket_bytes", "nonfinite", "form", "rails", "gradients
 
 @dataclass(frozen=True)
 class Doubt:
-    """A round of which this cell does not know whether the others took it: the next meeting tells."""
+    """A round of which this cell does not know whether its record stands: the journal tells."""
 
     epoch: Epoch
     aggregator: Aggregator
@@ -155,17 +160,19 @@ class ElasticAggregator:
     @property
     def rounds(self) -> int:
         """Number of rounds that this cell's model has behind it."""
-        return self._federation.standing.version.round
+        record = self._federation.record
+        return 0 if record is None else record.round
 
     @property
     def lineage(self) -> str:
         """Digest of these rounds: cells of one lineage hold the same model; empty before the first round."""
-        return self._federation.standing.version.lineage
+        record = self._federation.record
+        return "" if record is None else record.lineage
 
     @property
     def total_weight(self) -> float:
         """Sum of the weights that all cells had in these rounds, of which each fragment has its part."""
-        return self._federation.standing.total_weight / self.fragments
+        return self._federation.total_weight / self.fragments
 
     @property
     def next_fragment(self) -> int:
@@ -179,7 +186,7 @@ class ElasticAggregator:
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether it is unknown here if the last round was taken; the next :meth:`open` ends the doubt."""
+        """Whether it is unknown here if the last round was taken; the next :meth:`end_doubt` tells."""
         return self._doubted is not None
 
     @property
@@ -198,7 +205,7 @@ class ElasticAggregator:
         In a new federation all cells take over the model of the lowest one. A late cell waits for the next round of the
         others. ``prepare`` is called before each try. Raises MeetingLeft where ``is_stopping`` returns True.
         """
-        is_agreed = self._federation.standing.version.is_agreed
+        is_agreed = self._federation.record is not None
         has_taken_over = False
         while True:
             # A round that was in doubt was taken: the model is the others' already, and they wait for this round.
@@ -220,7 +227,7 @@ class ElasticAggregator:
     ) -> RoundReport | None:
         """Meet the other cells for a round; collective over the cell. One try to make the round must follow.
 
-        If the last round was in doubt and the others took it, its result is written now, and its report is returned.
+        If the last round was in doubt, :meth:`end_doubt` comes first, and what it returns is returned.
         ``is_finished`` says that this cell leaves after the round. ``told`` are plain values, the same on all ranks of
         the cell, that all cells find in the round's report. While this cell waits for others, its first rank asks
         ``is_stopping``, and MeetingLeft is raised if that returns True: there is no round, and the model is unchanged.
@@ -229,6 +236,7 @@ class ElasticAggregator:
         if self.is_closed:
             raise StateError("this aggregator is closed; make another one")
         self.check()
+        report = self.end_doubt()
         if not self._tries:
             self._opened_at = time.perf_counter()
         self._tries += 1
@@ -239,14 +247,24 @@ class ElasticAggregator:
         self._epoch = self._federation.meet(is_finished=is_finished, told=text, is_stopping=is_stopping)
         self._has_others = True
         self._is_leaving = is_finished
+        return report
+
+    def end_doubt(self) -> RoundReport | None:
+        """Ask the journal whether the last round was taken, if that is in doubt; collective over the cell.
+
+        If it was, its result is written now, and its report is returned. Raises RoundError where the journal does not
+        answer in time.
+        """
         self.has_taken_over = False
         doubted = self._doubted
-        self._doubted = None
-        if not self._federation.standing.settle(self._epoch, self._federation.cell):
+        if doubted is None:
             return None
-        assert doubted is not None, "kept while the round is in doubt"
+        fate = self._federation.end_doubt()
+        self._doubted = None
+        if fate is Fate.PUT_BACK:
+            return None
         report = doubted.write()
-        self._note_taken(doubted.aggregator, doubted.epoch, report)
+        self._note_taken(doubted.aggregator, doubted.epoch, report, fate)
         return self._spread(report, doubted.epoch, 1, report.seconds, is_last=False)
 
     def participate(self, given: RoundInput, *, least_divergence: float | None = None) -> RoundReport | None:
@@ -314,15 +332,15 @@ class ElasticAggregator:
 
     def _begin(self, epoch: Epoch) -> Aggregator:
         """Return the aggregator for the round of an epoch."""
-        start_round(epoch.base.round + 1)
+        start_round(epoch.base_round + 1)
         try:
             aggregator = self._enter(epoch)
         except XfflError as error:
             # A late cell with another model or other options fails; the cells that agree continue without it.
-            if self._federation.cell in epoch.behind or not epoch.behind or not epoch.base.is_agreed:
+            if self._federation.cell in epoch.behind or not epoch.behind or epoch.base is None:
                 raise
             raise RoundBroken(str(error)) from error
-        aggregator.resume_at(epoch.base.round)
+        aggregator.resume_at(epoch.base_round)
         return aggregator
 
     def _conclude(self, epoch: Epoch, run: Callable[[], RoundReport | None], **merge: Any) -> RoundReport | None:
@@ -330,11 +348,19 @@ class ElasticAggregator:
         federation = self._federation
         report: RoundReport | None = None
         error: XfflError | None = None
+        weights: tuple[float, ...] = ()
         try:
             report = run()
-            end = RoundEnd.REFUSED if report is not None and report.is_skipped else RoundEnd.TAKEN
+            # Without a report, or below a divergence, no round was made, and no record published.
+            is_made = report is not None and not report.is_skipped
+            end = RoundEnd.TAKEN if is_made else RoundEnd.REFUSED
+            weights = () if report is None else report.weights
+        except RoundInDoubt as doubt:
+            end = RoundEnd.IN_DOUBT
+            error = doubt
+            weights = doubt.context.weights
         except RoundBroken as broken:
-            end = RoundEnd.IN_DOUBT if isinstance(broken, RoundInDoubt) else RoundEnd.BROKEN
+            end = RoundEnd.BROKEN
             error = broken
         except XfflError as wrong:
             end = RoundEnd.REFUSED
@@ -348,7 +374,7 @@ class ElasticAggregator:
         if aggregator is not None and aggregator.accountant is not None:
             self._privacy = aggregator.accountant.state_dict()
         self._has_others = False
-        agreed = federation.agree_on_end(end, epoch)
+        agreed, fate = federation.agree_on_end(end, epoch, weights)
         self._has_others = not (agreed is RoundEnd.REFUSED and all(member.is_finished for member in epoch.members))
         if agreed in (RoundEnd.BROKEN, RoundEnd.IN_DOUBT):
             self._aggregator = None
@@ -368,25 +394,27 @@ class ElasticAggregator:
             assert aggregator is not None, "it has made the round"
             if end is RoundEnd.IN_DOUBT:
                 report = aggregator.resolve(**merge)
-            self._note_taken(aggregator, epoch, report)
-            if not epoch.base.is_agreed:
+            self._note_taken(aggregator, epoch, report, fate)
+            if epoch.base is None:
                 self._aggregator = None
-        if report is None:
+        is_over = report is not None and report.is_last and not any(report.weights) and not epoch.behind
+        if report is None or is_over:
             return None
         self._limit_messages(report)
         seconds = time.perf_counter() - self._opened_at
         return self._spread(report, epoch, tries, seconds, is_last=self._is_leaving)
 
-    def _note_taken(self, aggregator: Aggregator, epoch: Epoch, report: RoundReport | None) -> None:
+    def _note_taken(self, aggregator: Aggregator, epoch: Epoch, report: RoundReport | None, fate: Fate) -> None:
         """Note what the next round starts from, and whether this cell took the model over."""
         self._last = aggregator
-        is_behind = self._federation.cell in epoch.behind
-        standing = self._federation.standing
-        if is_behind or epoch.total_weight > standing.total_weight:
-            standing.adopt_weight(epoch.total_weight)
-        if report is not None and epoch.base.is_agreed:  # in the first round a model is taken over, and no step counts
-            standing.add_weight(report.weight_taken)
-        if is_behind and self.fragments > 1 and epoch.base.is_agreed:
+        is_behind = fate is not Fate.GAVE
+        federation = self._federation
+        if is_behind or epoch.total_weight > federation.total_weight:
+            federation.total_weight = epoch.total_weight
+        # In the first round a model is taken over, and no step counts.
+        if report is not None and epoch.base is not None:
+            federation.total_weight += report.weight_taken
+        if is_behind and self.fragments > 1 and epoch.base is not None:
             assert aggregator.global_model is not None, "kept with fragments"
             aggregator.global_model.write()
         # If no cell contributed, the model of one has replaced the models of all.
@@ -401,9 +429,17 @@ class ElasticAggregator:
         if self._aggregator is not None:
             self._aggregator.give_back_groups()
         groups = self._groups
-        scope = RoundScope(self._state, place.topology, place.first, groups, cross_world=place.group, arena=self._arena)
+        scope = RoundScope(
+            self._state,
+            place.topology,
+            place.first,
+            groups,
+            cross_world=place.group,
+            arena=self._arena,
+            seal=self._seal,
+        )
         self._aggregator = None
-        if not epoch.base.is_agreed:
+        if epoch.base is None:
             options = {name: self._options[name] for name in FOUNDING if name in self._options}
             # With norms the aggregator keeps the agreed model, which the aggregator of the next epoch starts from.
             options["norms"] = self._keeps_agreed
@@ -414,6 +450,17 @@ class ElasticAggregator:
             self._bring_up(aggregator, scope, epoch)
         self._aggregator = aggregator
         return aggregator
+
+    def _seal(self, weights: tuple[float, ...]) -> Seal:
+        """Publish the record of a round, where this rank does, and tell what stands; local."""
+        if not self._federation.publishes:
+            return Seal.NOT_ASKED
+        try:
+            is_standing = self._federation.publish(weights)
+        except XfflError as error:
+            LOG.warning("the record of a round may not stand: %s", error)
+            return Seal.UNKNOWN
+        return Seal.STANDS if is_standing else Seal.OTHER_STANDS
 
     def _bring_up(self, aggregator: Aggregator, scope: RoundScope, epoch: Epoch) -> None:
         """Give an epoch's aggregator the last agreed model, also in the cells that are behind; collective over it."""
@@ -435,7 +482,7 @@ class ElasticAggregator:
             model.take_over(self._last.global_model)
             return
         state = self._agreed()
-        if epoch.base.round == 1 and not state["optimizers"]:  # the first round is no step of a server
+        if epoch.base_round == 1 and not state["optimizers"]:  # the first round is no step of a server
             model.load_model(state["model"])
         else:
             model.load_state_dict(state)
@@ -464,7 +511,7 @@ class ElasticAggregator:
         return told[0].privacy
 
     def _agreed(self) -> dict[str, Any]:
-        """Return the state of the last agreed model, which belongs to the version that this rank holds."""
+        """Return the state of the last agreed model, which belongs to the round whose model this rank holds."""
         last = self._last
         agreed = last.global_model.state_dict() if isinstance(last, Aggregator) and last.global_model else None
         if isinstance(last, Mapping):
@@ -518,14 +565,7 @@ class ElasticAggregator:
         self._federation.drop()  # the next round gets a new aggregator, which starts from what is loaded
         self._aggregator = None
         self._doubted = None
-        self._federation.standing.refuse()
-
-    def inherit_vote(self, file: Path) -> None:
-        """Read the vote that this cell's last process left in a file, and write one there in :meth:`close`; local.
-
-        Call it before joining, with a path in the cell's own folder.
-        """
-        self._federation.inherit_vote(file)
+        self._federation.drop_doubt()
 
     def close(self) -> None:
         """Leave the other cells, which go on without this one; local."""
@@ -535,26 +575,22 @@ class ElasticAggregator:
         self._federation.leave()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the version of the model that this cell holds, and what belongs to it; local, each rank saves its own.
+        """Return which model this cell holds, and what belongs to it; local, each rank saves its own.
 
-        Raises StateError while a round is under way.
+        While a round is in doubt that is the model from before it. A cell that starts from such a state is behind those
+        that have taken the round. Raises StateError while a round is under way.
         """
         if self.under_way is not None:
             raise StateError("a round of this aggregator is under way; merge it before saving")
-        standing, last = self._federation.standing, self._last
-        version = standing.version
+        federation, last = self._federation, self._last
+        record = federation.record
         memory = {} if self._privacy is None else {"privacy": self._privacy}
         if (isinstance(last, Mapping) and "agreed" in last) or (isinstance(last, Aggregator) and last.global_model):
             memory["agreed"] = self._agreed()
         return {
-            "rounds": version.round,
-            "elastic": {
-                "created": version.created,
-                "lineage": version.lineage,
-                "voters": list(version.voters),
-                "left": list(standing.left),
-            },
-            "total_weight": standing.total_weight,
+            "rounds": self.rounds,
+            "elastic": {"record": "" if record is None else record_text(record)},
+            "total_weight": federation.total_weight,
             **memory,
         }
 
@@ -565,9 +601,26 @@ class ElasticAggregator:
                 "the state is that of a federation that is not elastic; resume it as it was, or load the model alone"
             )
         self.discard()
-        plain = {"round": state["rounds"], **state["elastic"]}
-        version = Version.from_plain(plain, "the state of an elastic federation", hint="load another one")
-        # Older states have neither the cells that had left nor the weight.
-        self._federation.standing.restore(version, tuple(plain.get("left", ())), float(state.get("total_weight", 0.0)))
+        record = _read_held(state["elastic"])
+        self._federation.restore(record, 0.0 if record is None else float(state["total_weight"]))
         self._last = dict(state)
         self._privacy = state.get("privacy")
+
+
+def _read_held(elastic: Mapping[str, Any]) -> RoundRecord | None:
+    """Return the round whose model a state holds; ``None`` where it is none that a journal has."""
+    text = elastic.get("record")
+    if text is None:
+        LOG.warning(
+            "the state was saved before elastic runs had a journal: its weights are loaded, and the run counts its "
+            "rounds anew"
+        )
+        return None
+    if not text:
+        return None
+    record = read_record(text, "the state of an elastic federation")
+    if not isinstance(record, RoundRecord):
+        raise CheckpointError(
+            f"the state of an elastic federation has a record of kind {record.kind}; load another one"
+        )
+    return record

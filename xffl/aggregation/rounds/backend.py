@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from xffl.aggregation.rounds.offer import HandedOver, Outcome, RoundOffer
@@ -95,9 +94,6 @@ class RoundBackend(Protocol):
 
     def close(self, error: BaseException | None) -> None:
         """Give back what :meth:`open` has made; local where an error has ended the loop."""
-
-    def inherit_vote(self, file: Path) -> None:
-        """Take over the vote of this cell's life before this one, in an elastic federation; local, before joining."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return ``aggregator``, ``start`` and ``total_weight``: what a resumed run needs; local."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -28,8 +27,8 @@ class ElasticRounds(AveragingRounds[ElasticAggregator]):
 
     :class:`~xffl.aggregation.federations.elastic.ElasticAggregator` makes each try.
 
-    A round that broke while this cell had voted for it is in doubt until the next meeting. What it took of the local
-    steps is kept aside until then, and counts as the meeting says.
+    A round that broke while this cell had voted for it is in doubt until the journal tells whether its record stands.
+    What it took of the local steps is kept aside until then, and counts if it does.
 
     :param model: The model that trains.
     :param state: The state of this cell's world, which was joined with ``elastic``.
@@ -97,14 +96,13 @@ class ElasticRounds(AveragingRounds[ElasticAggregator]):
         """
         aggregator = self.aggregator
         least = offer.least_divergence(aggregator.rounds)
-        given = offer.claim(aggregator.next_fragment)
         while True:
+            yield from self._end_doubt(offer)
+            given = offer.claim(aggregator.next_fragment)
             try:
-                yield from self._meet(offer, is_finished=given.is_finished)
+                self._meet(offer, is_finished=given.is_finished)
             except MeetingLeft:
                 return
-            # The round before may only now be known to be taken: its steps have counted.
-            given = offer.claim(aggregator.next_fragment)
             try:
                 report = aggregator.participate(given, least_divergence=least)
             except RoundBroken:
@@ -120,8 +118,9 @@ class ElasticRounds(AveragingRounds[ElasticAggregator]):
     def start(self, offer: RoundOffer) -> Iterator[Outcome]:
         """Meet the other cells and start a delayed round; a cell that is behind takes the model over in its place."""
         aggregator = self.aggregator
+        yield from self._end_doubt(offer)
         try:
-            yield from self._meet(offer, is_finished=False)
+            self._meet(offer, is_finished=False)
         except MeetingLeft:
             return
         if aggregator.is_behind:
@@ -166,24 +165,24 @@ class ElasticRounds(AveragingRounds[ElasticAggregator]):
         if self._aggregator is not None:
             self._aggregator.close()
 
-    def inherit_vote(self, file: Path) -> None:
-        """Take over what the life of this cell before this one has left; local, before joining."""
-        self.aggregator.inherit_vote(file)
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned; the cell joins the others anew."""
         super().load_state_dict(state)
         self.doubted = None
         self.needs_join = True
 
-    def _meet(self, offer: RoundOffer, *, is_finished: bool) -> Iterator[Outcome]:
-        """Meet the other cells for a round, and end a doubt: the round before was taken, or there was none."""
+    def _meet(self, offer: RoundOffer, *, is_finished: bool) -> None:
+        """Meet the other cells for a round."""
         hooks = offer.hooks
-        report = self.aggregator.open(
+        self.aggregator.open(
             is_finished=is_finished,
             told=None if hooks.tell is None else hooks.tell(),
             is_stopping=hooks.is_stopping,
         )
+
+    def _end_doubt(self, offer: RoundOffer) -> Iterator[Outcome]:
+        """End a doubt: the round before was taken, or there was none."""
+        report = self.aggregator.end_doubt()
         taken = self.doubted
         self.doubted = None
         if report is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -137,9 +136,6 @@ class FileRounds:
 
     def close(self, error: BaseException | None) -> None:
         """Do nothing: the export stands."""
-
-    def inherit_vote(self, file: Path) -> None:
-        """Do nothing: this job votes with nobody."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return which global model this job has started from; local, each rank saves its own."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from torch import nn
 
 from xffl.aggregation.aggregator import Aggregator
@@ -110,6 +108,3 @@ class NetworkRounds(AveragingRounds[Aggregator | Levels]):
         """Close the aggregator that was made here; nothing where an error has ended the loop, in which nobody waits."""
         if error is None and self._is_own:
             self.aggregator.close()
-
-    def inherit_vote(self, file: Path) -> None:
-        """Do nothing: the cells of one job start and end together."""

@@ -407,7 +407,7 @@ class SharedLighthouse:
     A job that finds no file, or has had no answer from the lighthouse that it names for some seconds, starts one, and
     writes its address once that answers. Where several jobs do so at once, the last to write is the one that the file
     names, and the others end theirs. So no file needs a lock; a moment with two lighthouses divides no run, since a
-    round needs more than half of the cells (:mod:`xffl.elastic.roster`).
+    round counts only if its record stands in the run's one journal (:mod:`xffl.elastic.roster`).
     """
 
     def __init__(self, file: str) -> None:

@@ -4,7 +4,7 @@ That is the given round, or the first one behind it that comes to this point. Fo
 cells do then, and for readers who want to see it. The process gets ``SIGKILL``, as if its host had gone; with ``:stop``
 behind the round ``SIGSTOP``, as if its network had. Phases, in their order:
 
-========  ==============================================================================================
+========= ==============================================================================================
 meet      before the cell asks for others to make a round with
 share     before what goes with the model is sent to a cell that is behind
 open      before the first vote
@@ -13,8 +13,10 @@ exchange  before a message with weights is sent to another cell
 close     all values have arrived here, before the second vote
 half      in the second vote, a cell's first rank has told one other cell, and nobody else
 told      in the second vote, a cell's first rank has told the other cells, and not its own
-agreed    the round is agreed, and nothing is written
-========  ==============================================================================================
+agreed    all have voted for the round, and nothing is written
+publish   in an elastic federation, before the round's record is published; on the rank that publishes it
+published the record stands, and nobody else knows
+========= ==============================================================================================
 
 Only the first life of a cell (``XFFL_RESTARTS``) has the fault.
 """
@@ -30,7 +32,7 @@ from xffl.errors import ConfigError
 
 __all__ = ["PHASES", "Fault", "arm", "inject", "is_armed", "is_planned", "start_round"]
 
-PHASES = ("meet", "share", "open", "opened", "exchange", "close", "half", "told", "agreed")
+PHASES = ("meet", "share", "open", "opened", "exchange", "close", "half", "told", "agreed", "publish", "published")
 """Points of a round, in their order."""
 
 

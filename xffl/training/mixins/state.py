@@ -26,7 +26,6 @@ LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PLACE = "place.pt"
-VOTE = "vote.json"
 """Where the last round of an elastic run has left a cell, in the folder of its run."""
 
 COUNTERS = (
@@ -224,7 +223,6 @@ class StateMixin(TrainerMixin):
         place, scaling = self._place, self.find_rounds()
         if self.state.elastic is None or scaling is None:
             return False
-        scaling.inherit_vote(self.run_directory.path / VOTE)
         scaling.join()  # before a batch is counted
         if place is None or self.place_step <= self.global_step:
             return False

@@ -384,10 +384,10 @@ class RoundCoordinator:
             run.way = self._exchange.hand_over
             context = RoundContext(weights, prepared.source, number, source=prepared.source)
             return AgreedRound(run, context, is_last=self.all_finished)
-        if is_over:
+        if is_over and self._seal is None:
             return None
-        if is_empty:
-            return AgreedRound(run, RoundContext(weights, 0, number), is_empty=True)
+        if is_empty or is_over:  # with a seal, a record tells that all have finished
+            return AgreedRound(run, RoundContext(weights, 0, number), is_last=self.all_finished, is_empty=True)
         if not any(weights):
             raise ConfigError(f"the weights of all cells are 0 {weights}; a round needs at least one positive weight")
         unfit: set[int] = set()
