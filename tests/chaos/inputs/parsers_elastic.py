@@ -25,7 +25,7 @@ from xffl.elastic.lighthouse import NotOwnRecord, Register
 from xffl.elastic.roster import CellRecord, form_epoch
 from xffl.errors import ConfigError
 from xffl.journal import records as journal
-from xffl.journal.records import next_lineage, record_text
+from xffl.journal.records import ModelId, next_lineage, record_text
 from xffl.journal.rule import History, Member
 
 TOKEN = b"the token of all of them"
