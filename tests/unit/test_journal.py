@@ -530,7 +530,7 @@ def test_a_client_waits_for_a_service_that_comes_back(folder: JournalFolder) -> 
     journal.put(first)
     service.close()
     impatient = RemoteJournal(service.url, TOKEN, patience_s=0.0)
-    with pytest.raises(JournalUnreachable, match="does not answer .*see that xffl lighthouse runs"):
+    with pytest.raises(JournalUnreachable, match="does not answer .*see that xffl lighthouse --journal runs"):
         impatient.put(second)
     answers: list[Record] = []
     asking = threading.Thread(target=lambda: answers.append(journal.put(second)))

@@ -277,8 +277,8 @@ class RemoteJournal:
                 if time.monotonic() + pause_s > begun + self._patience_s:
                     reason = str(error) or type(error).__name__
                     raise JournalUnreachable(
-                        f"the journal {self._url} does not answer ({reason}); see that xffl lighthouse runs, that this "
-                        "host reaches it, and that it has this run's token"
+                        f"the journal {self._url} does not answer ({reason}); see that xffl lighthouse --journal runs, "
+                        "that this host reaches it, and that it has this run's token"
                     ) from error
             time.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

@@ -16,7 +16,7 @@ from xffl.distributed.failures.faults import arm as arm_fault
 from xffl.distributed.parameters import ElasticParameters
 from xffl.errors import ConfigError
 from xffl.journal.cell import CellJournal
-from xffl.journal.place import open_journal, read_journal_variable
+from xffl.journal.place import derive_journal, open_journal, read_journal_variable
 
 __all__ = ["LoneCell", "read_lone_cell"]
 
@@ -55,7 +55,7 @@ class LoneCell:
         set_lone_cell(state, self.cell, sizes, elastic=self.elastic, journal=journal)
 
     def _read_journal(self, state: DistributedState, place: str | None, token: bytes) -> CellJournal | None:
-        """Read the run's journal on rank 0, if the cell is told where it is; the others hear how that went."""
+        """Read the run's journal on rank 0; the others hear how that went."""
         with run_on_all_ranks("the run's journal"):
             if place is not None and state.rank == 0:
                 return CellJournal(open_journal(place, token), self.cell)
@@ -99,8 +99,12 @@ def _read_elastic(elastic: str | ElasticParameters | None, named: object) -> Ela
             "elastic is given, but not which cell this job is; give cell and cells, such as cell=0, cells=2 (XFFL_CELL)"
         )
     if isinstance(elastic, ElasticParameters):
-        return elastic if elastic.journal is not None else replace(elastic, journal=read_journal_variable())
+        return elastic if elastic.journal is not None else replace(elastic, journal=_find_journal(elastic.lighthouse))
     what, text = ("XFFL_LIGHTHOUSE", os.environ["XFFL_LIGHTHOUSE"]) if elastic is None else ("elastic", elastic)
-    return ElasticParameters(
-        lighthouse=parse_lighthouse(what, text), journal=read_journal_variable(), restarts=restarts_of()
-    )
+    lighthouse = parse_lighthouse(what, text)
+    return ElasticParameters(lighthouse=lighthouse, journal=_find_journal(lighthouse), restarts=restarts_of())
+
+
+def _find_journal(lighthouse: str) -> str:
+    """Return where the run's journal is: as the environment says, or else by the address of the lighthouse."""
+    return read_journal_variable() or derive_journal(lighthouse)
