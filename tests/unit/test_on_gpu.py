@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from tests.worlds import fake_world
 from xffl.aggregation.aggregator import work_on
-from xffl.aggregation.engine.groups import Progress
+from xffl.aggregation.engine.messages import Progress
 from xffl.aggregation.mean import combined, weighted_mean
 from xffl.aggregation.pending import Background
 from xffl.aggregation.report import RoundProfile
