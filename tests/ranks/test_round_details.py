@@ -25,7 +25,7 @@ from xffl.aggregation import compression as feedback
 from xffl.aggregation.engine import groups as routes
 from xffl.aggregation.engine import transport
 from xffl.aggregation.engine.decision.consensus import RoundInput
-from xffl.aggregation.engine.groups import start_moves
+from xffl.aggregation.engine.messages import start_moves
 from xffl.aggregation.engine.stages.codecs import Codecs
 from xffl.aggregation.engine.stages.masks import Masks
 from xffl.aggregation.federations.hierarchical import Level, Levels

@@ -15,7 +15,7 @@ from torch.autograd.profiler import profile
 from torch.overrides import TorchFunctionMode
 
 from tests.worlds import fake_world
-from xffl.aggregation.engine.groups import Progress
+from xffl.aggregation.engine.messages import Progress
 from xffl.aggregation.engine.streams import GpuProfile, StreamWork
 from xffl.aggregation.mean import combined, weighted_mean
 from xffl.aggregation.pending import Background

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from xffl.aggregation.engine.exchange import RoundStage
+from xffl.aggregation.engine.stage import RoundStage
 from xffl.aggregation.engine.stages.order import ORDER, in_order
 
 

@@ -13,7 +13,8 @@ Once, when an aggregator is made:
 In each round:
 
 - ``planning.transfers``: the groups and buckets of the plan as one rank walks them, and whose values count.
-- ``groups``: the process groups of a round, and the messages on them.
+- ``groups``: the process groups of a round.
+- ``messages``: what ranks send and receive over these.
 - ``buffers``: views of the model bucket by bucket, and pools of buffers.
 - ``exchange``: the memory of a round, and the walk over all buckets: check, send, combine, broadcast, write; its
   docstring has the timeline.
@@ -23,7 +24,7 @@ In each round:
 - ``decision.inconsistent``: the mark of a model whose weights may differ between ranks, because one could not know.
 
 A ``RoundRun`` reads and checks the model; ``RoundCoordinator.run`` votes, has it exchange the buckets, and votes again;
-``RoundRun.commit`` writes the model. What a feature does to this is a stage (``exchange.RoundStage``) in the list of
+``RoundRun.commit`` writes the model. What a feature does to this is a stage (``stage.RoundStage``) in the list of
 the aggregator's rounds, or a way over the buckets of its own (``exchange.Way``), each in a file of ``stages``. A plain
 round has neither, and goes through none of these files:
 

@@ -13,7 +13,7 @@ from xffl.aggregation.algorithms.combiners import WeightedCombiner
 from xffl.aggregation.arithmetic import is_built_in
 from xffl.aggregation.engine.arithmetic_check import compare_arithmetic, processor_number
 from xffl.aggregation.engine.buffers import Layout
-from xffl.aggregation.engine.exchange import Exchange, RoundStage, Way
+from xffl.aggregation.engine.exchange import Exchange, Way
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.gpu_memory import make_copies, make_memory
 from xffl.aggregation.engine.groups import RoundScope, select_groups
@@ -32,6 +32,7 @@ from xffl.aggregation.engine.planning.tensors import (
     gather_axes,
     gather_replica_tensors,
 )
+from xffl.aggregation.engine.stage import RoundStage
 from xffl.aggregation.engine.stages.agreed import AgreedModel
 from xffl.aggregation.engine.stages.clip import Clip
 from xffl.aggregation.engine.stages.codecs import Codecs

@@ -10,7 +10,8 @@ import torch
 
 from xffl.aggregation.algorithms.combiners import Combiner, Coordinatewise
 from xffl.aggregation.engine.buffers import Copies, Pool, aligned
-from xffl.aggregation.engine.groups import Move, Progress, RoundGroups, RoundScope, start_moves
+from xffl.aggregation.engine.groups import RoundGroups, RoundScope
+from xffl.aggregation.engine.messages import Move, Progress, start_moves
 from xffl.aggregation.engine.planning.transfers import Bucket, BucketRun, FragmentPlan, GroupTransfer, RoundContext
 from xffl.aggregation.mean import combined, weighted_mean
 from xffl.aggregation.report import RoundProfile

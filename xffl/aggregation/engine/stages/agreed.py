@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from xffl.aggregation.engine.buffers import ModelCopy
-from xffl.aggregation.engine.exchange import Memory, RoundRun, RoundStage
+from xffl.aggregation.engine.exchange import Memory, RoundRun
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.planning.transfers import Bucket, GroupTransfer, RoundContext
+from xffl.aggregation.engine.stage import RoundStage
 from xffl.aggregation.engine.votes import RoundStatus
 from xffl.topology import Topology
 

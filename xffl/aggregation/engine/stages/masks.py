@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from xffl.aggregation.engine.buffers import aligned
-from xffl.aggregation.engine.exchange import RoundRun, RoundStage
+from xffl.aggregation.engine.exchange import RoundRun
 from xffl.aggregation.engine.planning.transfers import GroupTransfer, RoundContext
+from xffl.aggregation.engine.stage import RoundStage
 from xffl.aggregation.engine.transport import Crossing, ExactValues, Link
 from xffl.aggregation.engine.votes import RoundStatus
 from xffl.aggregation.privacy import Masker

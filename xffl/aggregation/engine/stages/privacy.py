@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 from xffl.aggregation.engine.buffers import ModelCopy
-from xffl.aggregation.engine.exchange import RoundRun, RoundStage
+from xffl.aggregation.engine.exchange import RoundRun
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.planning.transfers import RoundContext
+from xffl.aggregation.engine.stage import RoundStage
 from xffl.aggregation.privacy import Accountant, Masker, Noise, Privacy, privatize
 from xffl.distributed.consistency import control_device
 from xffl.errors import ConfigError
