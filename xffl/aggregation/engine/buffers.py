@@ -109,24 +109,23 @@ class Layout:
 
     def look_up(self) -> None:
         """Look all tensors up anew, where any has changed; local."""
-        tensors = list(itertools.chain.from_iterable(map(operator.methodcaller("values"), self._dicts)))
+        tensors = [tensor for held in self._dicts for tensor in held.values()]
         is_same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
         if not is_same or self._look_at_memory() != self._memory_seen:
             self._look_up_again(tensors)
 
     def _look_at_memory(self) -> list[list[object]]:
         """Return what changes when the model keeps its tensors elsewhere or otherwise; cheap."""
-        local = list(map(local_tensor, self._moving)) if self._is_sharded else self._moving
+        local = [local_tensor(tensor) for tensor in self._moving] if self._is_sharded else self._moving
         # An address cannot be taken by another tensor, since the views keep the old one alive. Numbers only, where
         # there can be thousands: tuples would set off Python's garbage collector.
-        is_whole: list[object] = list(map(torch.Tensor.is_contiguous, local))
-        with_gaps = itertools.compress(local, map(operator.not_, is_whole))
+        is_whole: list[object] = [tensor.is_contiguous() for tensor in local]
         return [
             is_whole,
-            list(map(torch.Tensor.stride, with_gaps)),
-            list(map(torch.Tensor.data_ptr, local)),
-            list(map(torch.Tensor.numel, local)),
-            list(map(operator.attrgetter("dtype"), local)),
+            [tensor.stride() for tensor, whole in zip(local, is_whole, strict=True) if not whole],
+            [tensor.data_ptr() for tensor in local],
+            [tensor.numel() for tensor in local],
+            [tensor.dtype for tensor in local],
         ]
 
     def _look_up_again(self, tensors: list[torch.Tensor | None]) -> None:
@@ -290,7 +289,7 @@ class TensorWatch:
 
 def _trains(tensors: Sequence[torch.Tensor | None]) -> list[bool | None]:
     """Return which tensors train; ``None`` for what is none."""
-    return list(map(getattr, tensors, itertools.repeat("requires_grad"), itertools.repeat(None)))
+    return [None if tensor is None else tensor.requires_grad for tensor in tensors]
 
 
 def _flat(view: torch.Tensor) -> torch.Tensor:
@@ -498,10 +497,10 @@ class FiniteCheck:
         """Return what was found in all of them."""
         items: set[int] = set()
         for buckets, energies in self._seen.values():  # each GPU is read once
-            is_finite = map(math.isfinite, torch.stack(energies).tolist())
-            for bucket in itertools.compress(buckets, map(operator.not_, is_finite)):
-                items.update(self._layout.nonfinite(bucket))
-        return FiniteReport(list(map(self._layout.name, sorted(items))))
+            for bucket, energy in zip(buckets, torch.stack(energies).tolist(), strict=True):
+                if not math.isfinite(energy):
+                    items.update(self._layout.nonfinite(bucket))
+        return FiniteReport([self._layout.name(item) for item in sorted(items)])
 
 
 def sum_of_squares(values: torch.Tensor) -> torch.Tensor:

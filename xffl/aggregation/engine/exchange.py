@@ -24,7 +24,6 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -162,7 +161,7 @@ class Exchange:
     @property
     def weighs_result(self) -> bool:
         """Whether all ranks have to know something of the result before they write."""
-        return any(map(attrgetter("weighs_result"), self.stages))
+        return any(stage.weighs_result for stage in self.stages)
 
     def conclude(self, context: RoundContext, statuses: Sequence[RoundStatus]) -> RoundContext:
         """Return the context with what follows from what all ranks tell of the result; pure."""
@@ -443,7 +442,7 @@ class RoundRun:
                 self.memory = exchange.memory.of_round(self.plan.transfers, copy, profile)
                 self.way.reserve(self.plan.transfers)
                 self.link.reserve(fragment, self.plan)
-            inspection = Inspection(FiniteCheck(self._layout), tuple(filter(attrgetter("inspects"), self.stages)))
+            inspection = Inspection(FiniteCheck(self._layout), [stage for stage in self.stages if stage.inspects])
             self.memory.inspect(self.plan.buckets, inspection)
             self.findings = inspection.finite_check.report()
 
@@ -527,7 +526,7 @@ class RoundRun:
         if self._lost is not None:
             walk.transport.lose(self._lost)
         for buckets in self.plan.runs:
-            interleave(itertools.starmap(walk.steps, buckets))
+            interleave(walk.steps(transfer, bucket) for transfer, bucket in buckets)
         self.memory.drain()
 
     def write(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> None:
@@ -663,7 +662,7 @@ def interleave(buckets: Iterable[Iterator[int]]) -> None:
             due.setdefault(tick, []).append((tick, started))
         elif not due:
             return
-        for number, bucket in sorted(due.pop(tick, ()), key=itemgetter(0)):
+        for number, bucket in sorted(due.pop(tick, ()), key=lambda one: one[0]):
             pause = next(bucket, None)
             if pause is not None:
                 due.setdefault(tick + pause, []).append((number, bucket))
@@ -677,9 +676,9 @@ def weigh_cells(
     if not isinstance(combiner, WeightedCombiner):
         return replace(context, counts=tuple(float(cell in cells) for cell in range(len(context.weights))))
     seen = CellStats(
-        weights=tuple(map(context.weights.__getitem__, cells)),
-        steps=tuple(map(context.steps.__getitem__, cells)),
-        norms=None if context.norms is None else tuple(map(context.norms.__getitem__, cells)),
+        weights=tuple(context.weights[cell] for cell in cells),
+        steps=tuple(context.steps[cell] for cell in cells),
+        norms=None if context.norms is None else tuple(context.norms[cell] for cell in cells),
         distances=None if distances is None else tuple(tuple(distances[c][d] for d in cells) for c in cells),
     )
     result = combiner.weigh(seen)

@@ -60,13 +60,13 @@ class Link:
     def reserve(self, fragment: int, plan: FragmentPlan) -> None:
         """Make the buffers that a round over a fragment needs; local."""
         if fragment not in self._needed:
-            self._needed[fragment] = max(map(self._at_a_time, plan.runs), default=0)
+            self._needed[fragment] = max((self._at_a_time(run) for run in plan.runs), default=0)
         self.slots.reserve(self._needed[fragment])
 
     def _at_a_time(self, run: BucketRun) -> int:
         """Return how many slots are lent at a time while buckets follow each other."""
         under_way = max((t.ahead + t.depth * self._held.get(t.number, 1) for t, _ in run), default=0)
-        sums = [0, *itertools.accumulate(itertools.starmap(self._takes_slot, run))]
+        sums = [0, *itertools.accumulate(self._takes_slot(transfer, bucket) for transfer, bucket in run)]
         return max(stop - start for start, stop in zip(sums, sums[under_way:] or sums[-1:], strict=False))
 
     def _takes_slot(self, transfer: GroupTransfer, bucket: Bucket) -> bool:
@@ -136,8 +136,8 @@ class CrossCellTransport:
         elif isinstance(self.link.combiner, Coordinatewise):
             combined(self.link.combiner.combine, values, out)
         else:
-            counts = map(self.context.counts.__getitem__, self.context.source_cells(transfer.group))
-            weighted_mean(values, tuple(counts), out)
+            counts = tuple(self.context.counts[cell] for cell in self.context.source_cells(transfer.group))
+            weighted_mean(values, counts, out)
 
     def _post(
         self,
@@ -255,8 +255,8 @@ class ExactValues:
         result = self.results[self.here]
         if result.numel():
             with self.transport.profile.capture_failure("combine"):
-                values = map(self.held.__getitem__, self.sources)
-                self.transport.combine(self.transfer, list(values), result)
+                values = [self.held[cell] for cell in self.sources]
+                self.transport.combine(self.transfer, values, result)
         self.link.slots.release(self.slot)
 
     def second_hop(self) -> tuple[Mapping[int, torch.Tensor], Mapping[int, torch.Tensor]]:

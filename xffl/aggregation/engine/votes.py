@@ -177,7 +177,7 @@ class VoteTree:
         if self._device.type == "cuda":
             Progress(self._device, within_s).drain()
         rows = PACKED.iter_unpack(self._table.cpu().numpy().tobytes())
-        return list(map(RoundStatus.unpacked, rows))
+        return [RoundStatus.unpacked(row) for row in rows]
 
     def cross(self, phase: VotePhase, receive: Sequence[Move], send: Sequence[Move], group: Group | None) -> None:
         """Swap the cells' parts of the table, as the first rank of a cell, with those of the others."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -72,7 +72,7 @@ def cell_weights(statuses: Sequence[RoundStatus], topology: Topology) -> tuple[f
             (uniform if status.is_uniform else weighed).append(rank)
     if uniform and weighed:
         raise ConfigError(f"ranks {uniform} gave no weight and others gave one; give a weight on every rank or on none")
-    weights = by_cell(list(map(attrgetter("weight"), statuses)), topology, max if uniform else sum)
+    weights = by_cell([status.weight for status in statuses], topology, max if uniform else sum)
     if not math.isfinite(sum(weights)):
         raise ConfigError(f"the weights of the cells {weights} have no finite sum; give smaller counts")
     return weights
@@ -80,9 +80,6 @@ def cell_weights(statuses: Sequence[RoundStatus], topology: Topology) -> tuple[f
 
 POINT = attrgetter("aggregator", "round", "phase", "is_encoding", "is_flushing", "merge", "alpha")
 """What has to be the same of all ranks in a vote: where a rank is, and how it takes part."""
-
-ANSWER = attrgetter("round", "phase", "is_failed")
-"""What a rank answers in a second vote."""
 
 
 def divergence_of(context: RoundContext) -> float:
@@ -361,9 +358,9 @@ class RoundCoordinator:
         except BaseException:
             self._phase = RoundPhase.CUT_OFF
             raise
-        self.all_finished = all(map(attrgetter("is_finished"), statuses))
+        self.all_finished = all(status.is_finished for status in statuses)
         self._check_point(statuses)
-        if any(map(attrgetter("is_failed"), statuses)):
+        if any(status.is_failed for status in statuses):
             with self._exchange_reasons():
                 check_consistent(f"opening of round {status.round}", "", error=error, group=self._round_groups.world)
         for stage in self._exchange.stages:
@@ -378,7 +375,7 @@ class RoundCoordinator:
         run, number = prepared.run, prepared.status.round
         assert run is not None, "a rank without one has failed, which its status says"
         weights = cell_weights(statuses, self._topology)
-        is_empty = all(map(attrgetter("is_absent"), statuses))
+        is_empty = all(status.is_absent for status in statuses)
         is_over = self.all_finished and not any(weights)
         if prepared.source is not None and (is_over or is_empty):
             run.way = self._exchange.hand_over
@@ -403,7 +400,7 @@ class RoundCoordinator:
             self.all_finished,
             nonfinite=self._share_nonfinite(dropped, run.findings.nonfinite) if dropped else {},
             unfit=frozenset(unfit),
-            step_seconds=by_cell(list(map(attrgetter("seconds"), statuses)), self._topology, max),
+            step_seconds=by_cell([status.seconds for status in statuses], self._topology, max),
         )
         if least_divergence is not None and not self.all_finished and divergence_of(context) < least_divergence:
             return replace(outcome, is_skipped=True)
@@ -437,7 +434,7 @@ class RoundCoordinator:
             tuple(counted),
             first=first,
             number=statuses[0].round,
-            steps=by_cell(list(map(attrgetter("steps"), statuses)), self._topology, itemgetter(0)),
+            steps=by_cell([status.steps for status in statuses], self._topology, lambda of_cell: of_cell[0]),
         )
         for stage in self._exchange.stages:
             context = stage.count(context, statuses)
@@ -521,7 +518,8 @@ class RoundCoordinator:
             )
             statuses = self._gather_status(status, run.profile, self._closes_within_s)
             # All ranks see the same statuses. One of another vote is no yes: that rank was interrupted, and went on.
-            is_agreed = set(map(ANSWER, statuses)) == {(number, VotePhase.COMMIT, False)}
+            yes = (number, VotePhase.COMMIT, False)
+            is_agreed = all((vote.round, vote.phase, vote.is_failed) == yes for vote in statuses)
             others_may_write = is_agreed
             self._check_point(statuses)
             is_recorded = is_agreed and (self._seal is None or self._is_recorded(run, context))

@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -144,7 +143,7 @@ class RoundContext:
     @cached_property
     def cells(self) -> tuple[int, ...]:
         """The cells that contribute, in order."""
-        return tuple(itertools.compress(range(len(self.weights)), self.weights))
+        return tuple(cell for cell, weight in enumerate(self.weights) if weight)
 
     def source_cells(self, group: BucketGroup) -> tuple[int, ...]:
         """Return the cells whose values a group needs, in order."""
@@ -255,7 +254,7 @@ def plan_fragments(transfers: Sequence[GroupTransfer]) -> dict[int, FragmentPlan
     for fragment, some in by_fragment.items():
         runs = tuple(
             tuple((transfer, bucket) for transfer in alike for bucket in transfer.buckets)
-            for _, alike in itertools.groupby(some, key=attrgetter("pace"))
+            for _, alike in itertools.groupby(some, key=lambda transfer: transfer.pace)
         )
         plans[fragment] = FragmentPlan(tuple(some), runs, tuple(itertools.chain.from_iterable(runs)))
     return plans
