@@ -256,7 +256,7 @@ def setup_distributed_process_group(
                 is_own_address=master_addr is not None or master_port is not None,
                 is_patient=join_timeout_s is not None,
             )
-            place, request = _agree(meeting, place, ask, error, join_s)
+            place, request = _agree(meeting, place, ask=ask, error=error, timeout_s=join_s)
             _join(meeting, place, request)
         except XfflError as wrong:
             if place.world_size > 1:
