@@ -8,6 +8,7 @@ Every arm runs in fresh processes on this machine, one arm after the other, seve
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -20,7 +21,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from xffl.cluster.hardware import describe_host
-from xffl.cluster.launch.affinity import allowed_cpus, bind_rank, find_cores
+from xffl.cluster.launch.affinity import allowed_cpus, bind_if_asked, find_cores
 
 ARMS = {
     "one thread": {"OMP_NUM_THREADS": "1"},
@@ -31,9 +32,9 @@ ARMS = {
 WIDTH, BATCH = 512, 64
 
 
-def train(rank: int, size: int, steps: int) -> None:
+def train(rank: int, steps: int) -> None:
     """Be one rank: the same work on every rank, and an all-reduce of the gradients after each step."""
-    bind_rank(rank, size)
+    bind_if_asked()
     import torch
     import torch.distributed as dist
 
@@ -55,6 +56,9 @@ def train(rank: int, size: int, steps: int) -> None:
     dist.barrier()
     if rank == 0:
         print(json.dumps({"steps_per_s": steps / (time.perf_counter() - started), "threads": torch.get_num_threads()}))
+    # The model goes first: while it holds the group, the group's threads outlive the interpreter, which aborts.
+    del step, model, layers
+    gc.collect()
     dist.destroy_process_group()
 
 
@@ -65,9 +69,15 @@ def measure(processes: int, steps: int, variables: dict[str, str]) -> dict[str, 
         port = probe.getsockname()[1]
     base = {name: text for name, text in os.environ.items() if name not in ("OMP_NUM_THREADS", "XFFL_BIND")}
     base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)} | variables
+    base |= {"LOCAL_WORLD_SIZE": str(processes), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
     command = [sys.executable, __file__, "--processes", str(processes), "--steps", str(steps), "--rank"]
     ranks = [
-        subprocess.Popen([*command, str(rank)], env={**base, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, str(rank)],
+            env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for rank in range(processes)
     ]
     outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
@@ -85,7 +95,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank is not None:
-        train(options.rank, options.processes, options.steps)
+        train(options.rank, options.steps)
         return
     samples: dict[str, list[float]] = {name: [] for name in ARMS}
     for _ in range(options.repeats):

@@ -6,6 +6,7 @@ import ast
 import configparser
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import os
 import pkgutil
@@ -512,3 +513,16 @@ def test_calls_with_many_arguments_name_them(path: Path) -> None:
         if first in of_xffl and len(call.args) > 4 and (rest or first).rpartition(".")[2] not in variadic_names():
             unnamed.append(f"line {call.lineno}: {ast.unparse(call)[:80]}")
     assert unnamed == [], "name the arguments"
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "benchmarks").glob("*.py")))
+def test_benchmarks_import_what_there_is(script: str) -> None:
+    """Nothing else runs them, so that a name which has moved would be noticed only by who measures."""
+    for node in ast.walk(ast.parse((ROOT / "benchmarks" / script).read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "xffl":
+            module = importlib.import_module(str(node.module))
+            for alias in node.names:
+                is_module = (
+                    importlib.util.find_spec(f"{node.module}.{alias.name}") if hasattr(module, "__path__") else None
+                )
+                assert hasattr(module, alias.name) or is_module, f"{node.module}.{alias.name}"

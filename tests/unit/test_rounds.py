@@ -33,7 +33,7 @@ from xffl.aggregation.rounds.offer import (
     outcome_of,
 )
 from xffl.aggregation.steps.contributions import Snapshot
-from xffl.errors import ConfigError, MeetingLeft, StateError
+from xffl.errors import ConfigError, MeetingLeft, RoundError, StateError
 from xffl.training import trainer
 
 CONFIG = RoundConfig(EverySteps(2), None, {}, delay=0, alpha=None)
@@ -73,13 +73,20 @@ class Meetings:
     def next_fragment(self) -> int:
         return 0
 
-    def open(self, *, is_finished: bool, told: object, is_stopping: Callable[[], bool] | None) -> RoundReport | None:
+    def open(self, *, is_finished: bool, told: object, is_stopping: Callable[[], bool] | None) -> None:
         self.told.append(told)
         self.has_taken_over = False
         if is_stopping is not None and is_stopping():
             raise MeetingLeft
-        was_in_doubt, self.is_in_doubt = self.is_in_doubt, False
-        if was_in_doubt and self.plan.pop(0) == "it was taken":
+
+    def end_doubt(self) -> RoundReport | None:
+        if not self.is_in_doubt:
+            return None
+        what = self.plan.pop(0)
+        if what == "no answer":
+            raise RoundError("the journal does not answer")
+        self.is_in_doubt = False
+        if what == "it was taken":
             self.rounds += 1
             return report_of(self.rounds)
         return None
@@ -174,23 +181,25 @@ def test_steps_of_a_round_in_doubt_count_once_it_is_known_to_be_taken_and_before
     assert second.report is not None and second.report.round == 2 and loop.meetings.given == [3.0, 2.0]
 
 
-@pytest.mark.parametrize("is_known", [True, False])
-def test_steps_of_a_round_in_doubt_are_kept_for_as_long_as_it_is(is_known: bool) -> None:
-    stops = LoopHooks(is_stopping=lambda: len(loop.meetings.given) == 1)
-    loop = Loop("in doubt", *(["it was not taken", "taken"] if is_known else []), hooks=None if is_known else stops)
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_steps_of_a_round_in_doubt_that_was_not_taken_count_in_the_next_one(is_stopped: bool) -> None:
+    hooks = LoopHooks(is_stopping=lambda: is_stopped and len(loop.meetings.given) == 1)
+    loop = Loop("in doubt", "it was not taken", *([] if is_stopped else ["taken"]), hooks=hooks)
     loop.step(3)
     outcomes = loop.make_round()
-    if is_known:
-        assert loop.meetings.given == [3.0, 3.0] and loop.ended == [(Averaged, 1, 3.0)] and loop.waiting == [0]
+    if is_stopped:
+        assert not outcomes and loop.waiting == [3] and loop.rounds.doubted is None
     else:
-        assert not outcomes and loop.waiting == [3] and loop.ledger.tracker.state_dict()["steps"] == [0]
+        assert loop.meetings.given == [3.0, 3.0] and loop.ended == [(Averaged, 1, 3.0)] and loop.waiting == [0]
 
 
 @pytest.mark.parametrize("how", ["load", "discard"])
 def test_other_weights_end_a_doubt_here_and_in_the_aggregator(how: str) -> None:
-    loop = Loop("in doubt", "taken", hooks=LoopHooks(is_stopping=lambda: loop.meetings.is_in_doubt))
+    loop = Loop("in doubt", "no answer", "taken")
     loop.step(3)
-    assert not loop.make_round() and loop.meetings.is_in_doubt
+    with pytest.raises(RoundError, match="does not answer"):
+        loop.make_round()
+    assert loop.meetings.is_in_doubt and loop.rounds.doubted is not None
     if how == "load":
         loop.rounds.load_state_dict({"aggregator": {"rounds": 0}, "total_weight": 5.0})
         assert loop.rounds.needs_join and loop.rounds.state_dict()["total_weight"] == 5.0

@@ -214,8 +214,7 @@ class ElasticFederation:
 
         :param is_finished: Whether this cell leaves after the round.
         :param told: JSON text for the other cells.
-        :param is_stopping: Called on the cell's first rank: whether the cell is to stop. It then stops waiting, unless
-            it is in doubt.
+        :param is_stopping: Called on the cell's first rank: whether the cell is to stop. It then stops waiting.
         :return: The epoch.
         :raises RoundError: if no such meeting came about in time.
         :raises MeetingLeft: if the cell is to stop.
