@@ -16,7 +16,7 @@ from xffl.distributed.failures.faults import arm as arm_fault
 from xffl.distributed.parameters import ElasticParameters
 from xffl.errors import ConfigError
 from xffl.journal.cell import CellJournal
-from xffl.journal.place import open_journal, read_journal_variable
+from xffl.journal.place import derive_journal, open_journal, read_journal_variable
 
 __all__ = ["LoneCell", "read_lone_cell"]
 
@@ -51,13 +51,14 @@ class LoneCell:
             if state.rank == 0:
                 warn_without_token(token)
             arm_fault(self.cell, state.rank or 0, self.elastic.restarts)
-            journal = self._read_journal(state, self.elastic.journal, token)
+            journal = self._read_journal(state, self.elastic, token)
         set_lone_cell(state, self.cell, sizes, elastic=self.elastic, journal=journal)
 
-    def _read_journal(self, state: DistributedState, place: str | None, token: bytes) -> CellJournal | None:
-        """Read the run's journal on rank 0, if the cell is told where it is; the others hear how that went."""
+    def _read_journal(self, state: DistributedState, elastic: ElasticParameters, token: bytes) -> CellJournal | None:
+        """Read the run's journal on rank 0; the others hear how that went."""
         with run_on_all_ranks("the run's journal"):
-            if place is not None and state.rank == 0:
+            if state.rank == 0:
+                place = elastic.journal or derive_journal(elastic.lighthouse)
                 return CellJournal(open_journal(place, token), self.cell)
         return None
 
