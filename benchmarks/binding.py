@@ -19,7 +19,7 @@ import time
 from datetime import datetime, timezone
 from pathlib import Path
 
-from xffl.cluster.hosts import describe_host
+from xffl.cluster.hardware import describe_host
 from xffl.cluster.launch.affinity import allowed_cpus, bind_rank, find_cores
 
 ARMS = {

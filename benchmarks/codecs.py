@@ -24,7 +24,7 @@ import torch
 from codec_tasks import TASKS, Ended, train, without_feedback
 
 import xffl
-from xffl.cluster.hosts import describe_host
+from xffl.cluster.hardware import describe_host
 
 
 class Contender(NamedTuple):

@@ -181,7 +181,7 @@ def head(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     import xffl
-    from xffl.cluster.hosts import describe_host
+    from xffl.cluster.hardware import describe_host
 
     return {
         "benchmark": f"diloco {options.what}",

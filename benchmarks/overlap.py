@@ -141,7 +141,7 @@ def record(options: argparse.Namespace, layers: int, found: dict[str, Any]) -> d
     from wan_rank import LAYER_BYTES, REPLICA_SIZE
 
     import xffl
-    from xffl.cluster.hosts import describe_host
+    from xffl.cluster.hardware import describe_host
 
     samples = found.pop("samples")
     congestion = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()

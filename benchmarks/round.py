@@ -39,8 +39,8 @@ from torch.distributed.tensor import DTensor
 
 import xffl
 from xffl.aggregation.engine.buffers import copy_memory
-from xffl.aggregation.engine.groups import start_moves
-from xffl.cluster.hosts import resident_bytes
+from xffl.aggregation.engine.messages import start_moves
+from xffl.cluster.hardware import resident_bytes
 from xffl.compat.pytorch import memory_of
 
 KINDS = {"atomic": True, "in-place": False}

@@ -29,7 +29,7 @@ from pairs import summary, write_record
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from xffl.cluster.hosts import resident_bytes
+from xffl.cluster.hardware import resident_bytes
 from xffl.distributed import DeviceParameters
 from xffl.parallel import DistributedConfig, DistributedStrategy, StrategyConfig
 

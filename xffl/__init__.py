@@ -16,7 +16,7 @@ from xffl.errors import (
     TopologyError,
     XfflError,
 )
-from xffl.extras import lazy_names
+from xffl.lazy import lazy_names
 from xffl.topology import Topology
 
 if TYPE_CHECKING:

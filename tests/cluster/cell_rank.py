@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import xffl
-from xffl.cluster.sizes import parse_federation
+from xffl.cluster.sizes_text import parse_federation
 
 
 def by_rule(text: str) -> dict[str, object]:

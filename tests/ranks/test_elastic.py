@@ -492,7 +492,7 @@ def test_of_two_jobs_with_one_number_the_earlier_one_ends(lighthouse: str) -> No
 def mixed_member(rank: int, world: int, plan: Plan, formats: dict[int, int], torches: dict[int, str]) -> Any:
     """Be the only rank of a cell that runs another xffl or torch; return what it has written, and seen or raised."""
     if rank in formats:
-        for module in ("xffl.elastic.roster", "xffl.cluster.runtimes"):
+        for module in ("xffl.elastic.roster", "xffl.costs"):
             sys.modules[module].EXCHANGE_FORMAT = formats[rank]  # type: ignore[attr-defined]
         to_plain = CellRecord.to_plain
         CellRecord.to_plain = lambda one: to_plain(one) | {"format": formats[rank]}  # type: ignore[method-assign]

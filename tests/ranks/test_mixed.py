@@ -23,7 +23,8 @@ from xffl.aggregation.mean import weighted_mean
 from xffl.cli.main import main
 from xffl.cluster.runtimes import Runtime, runtime_table
 from xffl.costs import EXCHANGE_FORMAT
-from xffl.distributed.consistency import holders_text, own_runtime
+from xffl.distributed.consistency import own_runtime
+from xffl.distributed.differences import holders_text
 from xffl.training.run_directory import RunDirectory
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +33,7 @@ ADVICE = "run versions of xffl that have one exchange format in all cells"
 
 def of_another_format(rank: int, world_size: int, port: int) -> str:
     if rank == 2:
-        sys.modules["xffl.cluster.runtimes"].EXCHANGE_FORMAT = 9
+        sys.modules["xffl.costs"].EXCHANGE_FORMAT = 9
     be_launched(rank, world_size, port)
     with pytest.raises(xffl.ConfigError) as raised, xffl.session(federated=2):
         raise AssertionError("the ranks have met")
@@ -52,7 +53,7 @@ def test_another_exchange_format_is_refused_on_all_ranks_before_they_join() -> N
 
 def of_another_patch(rank: int, world_size: int, port: int) -> str:
     if rank == 1:
-        for module in ("xffl.cluster.runtimes", "xffl.distributed.consistency"):
+        for module in ("xffl.costs", "xffl.distributed.consistency"):
             sys.modules[module].__version__ = "0.1.99"
     be_launched(rank, world_size, port)
     err = io.StringIO()

@@ -37,7 +37,7 @@ def try_worlds(rank: int, world_size: int, cases: list[tuple[int, list[dict[str,
         began = time.monotonic()
         with (
             mock.patch.dict(os.environ, environ, clear=True),
-            mock.patch("xffl.distributed.startup.places.host_identity", lambda host=host: host),
+            mock.patch("xffl.distributed.startup.meeting.host_identity", lambda host=host: host),
         ):
             try:
                 with xffl.session(device="cpu", timeout_s=60) as state:

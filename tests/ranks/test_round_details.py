@@ -25,7 +25,7 @@ from xffl.aggregation import compression as feedback
 from xffl.aggregation.engine import groups as routes
 from xffl.aggregation.engine import transport
 from xffl.aggregation.engine.decision.consensus import RoundInput
-from xffl.aggregation.engine.groups import start_moves
+from xffl.aggregation.engine.messages import start_moves
 from xffl.aggregation.engine.stages.codecs import Codecs
 from xffl.aggregation.engine.stages.masks import Masks
 from xffl.aggregation.federations.hierarchical import Level, Levels
@@ -252,7 +252,7 @@ def merged_by_size(rank: int, world_size: int) -> None:
                 parameter.fill_(float(rank))
         aggregator.aggregate_async().merge()
         assert all(bool((parameter == 0.5).all()) for parameter in model)
-        assert [buffer.nbytes for buffer in aggregator._exchange.memory.staging.packs._free] == [400]
+        assert [buffer.nbytes for buffer in aggregator._exchange.memory.packs._free] == [400]
 
 
 def told_of_a_delay(rank: int, world_size: int) -> None:

@@ -326,16 +326,16 @@ def no_memory(rank: int, world_size: int, atomic: bool) -> None:
     state = make_state(rank, (1, 1), None)
     model = nn.Sequential(linear(64, seed=rank), nn.BatchNorm1d(5))
     aggregator = xffl.Aggregator(model, state, bucket_bytes=256, atomic=atomic)
-    take, calls = pool.Pool.acquire, 0
+    make, calls = pool.Pool._make, 0
 
-    def fails(self: Any, nbytes: int = 0) -> Any:
+    def fails(self: Any) -> Any:
         nonlocal calls
         calls += 1
         if rank == 1 and calls == 3:
             raise torch.OutOfMemoryError("planted")
-        return take(self, nbytes)
+        return make(self)
 
-    pool.Pool.acquire = fails  # type: ignore[method-assign]
+    pool.Pool._make = fails  # type: ignore[method-assign]
     start = time.monotonic()
     with pytest.raises(xffl.RoundError, match="planted"):
         aggregator.aggregate()
@@ -348,9 +348,9 @@ def no_memory(rank: int, world_size: int, atomic: bool) -> None:
         made += options.get("dtype") == torch.uint8
         return empty(*args, **options)
 
-    RoundRun(aggregator._exchange, 0, RoundProfile(torch.device("cpu")))
+    RoundRun(aggregator._exchange, 0, RoundProfile())
     torch.empty = counted  # type: ignore[assignment]
-    pool.Pool.acquire = take  # type: ignore[method-assign]
+    pool.Pool._make = make  # type: ignore[method-assign]
     try:
         aggregator.aggregate()
     finally:

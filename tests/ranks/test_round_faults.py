@@ -306,7 +306,7 @@ def memory(rank: int, world_size: int) -> tuple[int, ...]:
     aggregator = xffl.Aggregator(model, state, bucket_bytes=4096, atomic=False)
     aggregator.aggregate()
     exchange: Any = aggregator._exchange
-    pools = (exchange.link.slots, exchange.memory.staging.packs, *exchange.memory.cell_rows.values())
+    pools = (exchange.link.slots, exchange.memory.packs, exchange.memory.cell_rows)
     return tuple(sum(buffer.nbytes for buffer in pool._free) for pool in pools)
 
 

@@ -30,7 +30,7 @@ from tests.rounds import aggregator_of
 from tests.worlds import run_world
 from xffl.aggregation.engine import transport
 from xffl.aggregation.engine.exchange import RoundRun
-from xffl.aggregation.engine.groups import Move, start_moves
+from xffl.aggregation.engine.messages import Move, start_moves
 from xffl.aggregation.report import RoundProfile
 
 LAYOUTS = [((1, 1), None), ((2, 4), 2), ((3, 1), None), ((1, 2, 1), None)]
@@ -258,7 +258,7 @@ def in_turn(
         sent.extend(values.numel() for values, _ in send)
         return start_moves(receive, send, group, tag)
 
-    RoundRun(exchange, 0, RoundProfile(torch.device("cpu")))
+    RoundRun(exchange, 0, RoundProfile())
     ready = len(exchange.link.slots._free)
     with mock.patch.object(transport, "start_moves", counted):
         report = aggregator.aggregate(1.0 + 2.0 * rank)

@@ -25,7 +25,7 @@ from tests.rounds import aggregator_of, replace_exchange
 from tests.worlds import run_world
 from xffl.aggregation.engine import buffers as pool
 from xffl.aggregation.engine import transport
-from xffl.aggregation.engine.groups import Move, start_moves
+from xffl.aggregation.engine.messages import Move, start_moves
 from xffl.aggregation.engine.planning.transfers import RoundContext
 
 

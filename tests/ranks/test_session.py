@@ -23,13 +23,14 @@ from torch import nn
 import xffl
 from tests.ports import free_port
 from tests.worlds import run_world
+from xffl.cluster.launch.failure import describe_failure
 from xffl.distributed import (
     DistributedState,
     cleanup_distributed_process_group,
-    consistency,
     setup_distributed_process_group,
 )
-from xffl.distributed.consistency import check_consistent_on_store
+from xffl.distributed.startup import meeting
+from xffl.distributed.startup.meeting import check_consistent_on_store
 from xffl.errors import TopologyError, XfflError
 
 ROOT = Path(__file__).parents[2]
@@ -292,7 +293,7 @@ def test_a_rank_with_an_error_is_not_taken_for_one_with_another_set_up() -> None
 def test_rank_0_says_who_has_not_come_to_meet(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(consistency, "TELL_AFTER_S", 0.1)
+    monkeypatch.setattr(meeting, "TELL_AFTER_S", 0.1)
     with pytest.raises(xffl.errors.LaunchError, match="ranks 1-2 did not come"):
         check_consistent_on_store(dist.HashStore(), 0, 3, "value", None, 0.3)
     assert "rank 0 has waited 0.1 s for all of 3 ranks to meet: ranks 1-2 did not come. " in capsys.readouterr().err
@@ -375,6 +376,24 @@ def one_dies(rank: int, world_size: int, port: int) -> tuple[str, float]:
             what = "told"
         dist.destroy_process_group()  # the world is broken: a barrier at the end of the session could not work
     return what, time.monotonic() - start
+
+
+def cell_is_named(rank: int, world_size: int, port: int) -> str:
+    be_rank(rank, world_size, port)
+    try:
+        with xffl.session(federated=(1, 1), timeout_s=20):
+            if rank == 1:
+                os._exit(17)
+            for _ in range(3):
+                dist.all_reduce(torch.ones(4))
+    except RuntimeError as error:
+        return describe_failure(error).headline
+    return "nothing was lost"
+
+
+def test_a_job_of_all_cells_names_the_cell_of_a_rank_that_was_lost() -> None:
+    headline, _ = run_world(2, cell_is_named, free_port(), init=False, mortal=[1])
+    assert "nothing was heard since of rank 1 (cell 1), which was killed" in headline
 
 
 def test_a_dead_rank_is_noticed_within_the_timeout() -> None:

@@ -20,7 +20,7 @@ from torch import nn
 import xffl
 from tests.decoder import Block, Decoder, loss_of, text_batch
 from tests.ranks.test_strategies import configure, full_weights
-from xffl.cluster.hosts import pick_gpu
+from xffl.cluster.hardware import pick_gpu
 from xffl.cluster.launch.launch import launch_distributed
 from xffl.distributed import DeviceParameters
 from xffl.parallel import DistributedStrategy, shard

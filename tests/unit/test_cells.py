@@ -18,7 +18,8 @@ from xffl.cli.main import main
 from xffl.cluster import cells as cells_module
 from xffl.cluster.cells import Arrangement, arrange, match_hosts, name_cells, order_hosts, sizes_of_ranks
 from xffl.cluster.environment import federation_variables, request_federation, requested_federation
-from xffl.cluster.sizes import parse_federation, parse_sizes, read_federation, read_replica_size
+from xffl.cluster.sizes import read_federation, read_replica_size
+from xffl.cluster.sizes_text import parse_federation, parse_sizes
 from xffl.cluster.slurm.allocation import Host, read_topology, with_switches
 from xffl.errors import ConfigError, TopologyError, XfflError
 from xffl.parallel.config import DistributedConfig

@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xffl.cli.main import main as command_line
-from xffl.cluster.environment import federation_variables, requested_federation, requested_settings
+from xffl.cluster.environment import federation_variables, requested_federation
 from xffl.distributed.parameters import DeviceParameters
 from xffl.errors import ConfigError, TopologyError
 from xffl.extras import install_command
@@ -44,6 +44,7 @@ from xffl.training.config.configuration import (
     to_plain,
 )
 from xffl.training.config.dataclasses import BaseTrainerConfig, ExperimentConfig
+from xffl.training.config.variables import requested_settings
 from xffl.yaml_text import parse_yaml, write_yaml
 
 

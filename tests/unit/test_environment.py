@@ -19,19 +19,19 @@ from xffl.cluster.environment import (
     accept_cells,
     checks_world,
     detect_environment,
-    parse_sizes,
     requested_federation,
-    requested_settings,
-    use_interface,
 )
 from xffl.cluster.host_lists import expand_counts, expand_hosts
-from xffl.cluster.hosts import interface_address, node_address
+from xffl.cluster.hosts import node_address
 from xffl.cluster.lighthouse_address import elastic_cell, parse_lighthouse, restarts_of
+from xffl.cluster.network import interface_address, use_interface
 from xffl.cluster.recognition.claims import Claim
 from xffl.cluster.run_token import make_token_file, token_of
+from xffl.cluster.sizes_text import parse_sizes
 from xffl.distributed.parameters import DeviceParameters
 from xffl.distributed.session import setup_distributed_process_group
 from xffl.errors import ConfigError, LaunchError, XfflError
+from xffl.training.config.variables import requested_settings
 
 RECORDED = Path(__file__).parent / "recorded"
 """Environments of real processes: common variables first, then a block for each process, in rank order."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -24,7 +25,8 @@ from xffl.cluster.launch.failure import (
     note_hint,
     note_unmet,
 )
-from xffl.cluster.listening import PortHeldError, UnansweredError
+from xffl.cluster.listening import PortHeldError
+from xffl.cluster.reaching import UnansweredError
 from xffl.distributed.failures.first_failure import JoinedWorld, tell_failure
 from xffl.errors import ConfigError, LaunchError, TopologyError
 from xffl.topology import Topology
@@ -154,3 +156,31 @@ def test_ranks_that_are_left_name_the_one_that_is_gone(told: bool, text: str) ->
     for thread in asking:
         thread.join()
     assert all(text in describe_failure(error).headline for error in errors)
+
+
+def test_a_bounded_number_of_ranks_looks_for_those_that_are_gone() -> None:
+    class Counting:
+        """A store that counts its questions."""
+
+        def __init__(self) -> None:
+            self.store = HashStore()
+            self.looks: Counter[str] = Counter()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.store, name)
+
+        def check(self, keys: list[str]) -> bool:
+            self.looks.update(key for key in keys if key.startswith("xffl_left/"))
+            return self.store.check(keys)
+
+    store: Any = Counting()
+    lost = 9
+    worlds = [JoinedWorld(store, rank, 12, Topology(12, (6, 6))) for rank in range(12) if rank != lost]
+    errors = [RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]") for _ in worlds]
+    asking = [threading.Thread(target=tell_failure, args=each) for each in zip(errors, worlds, strict=True)]
+    for thread in asking:
+        thread.start()
+    for thread in asking:
+        thread.join()
+    assert all("since of rank 9 (cell 1), which was killed" in describe_failure(error).headline for error in errors)
+    assert set(store.looks.values()) == {4}

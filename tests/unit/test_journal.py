@@ -28,49 +28,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.journal_records import BASE, ID, RECORDS, ROUND, RUN
 from xffl.errors import CheckpointError, ConfigError, LaunchError
 from xffl.journal.folder import JournalFolder, hold_folder
 from xffl.journal.records import (
     LONGEST_RECORD,
     MOST_CELLS,
     MOST_RECORDS,
-    ForgetRecord,
     Journal,
     JournalUnreachable,
     ModelId,
     Record,
-    RoundRecord,
     Start,
     StartRecord,
     VoidRecord,
     make_id,
-    next_lineage,
     read_record,
     record_text,
 )
 from xffl.journal.service import JournalService, RemoteJournal
-
-RUN, ID = "a" * 32, "b" * 32
-BASE = ModelId(RUN, 6, "c" * 32)
-ROUND = RoundRecord(
-    run=RUN,
-    number=7,
-    id=ID,
-    round=5,
-    base=BASE,
-    lineage=next_lineage(None, ID),
-    cells=(0, 2),
-    weights=(0.1, 0.0),
-    places=(10, 0, 2**40),
-    left=(1,),
-)
-RECORDS: list[Record] = [
-    ROUND,
-    replace(ROUND, base=None, left=()),
-    VoidRecord(RUN, 0, RUN),
-    StartRecord(RUN, 8, ID, (Start(0, "d" * 32, BASE), Start(3, "e" * 32, None))),
-    ForgetRecord(RUN, MOST_RECORDS - 1, ID, 5),
-]
 
 # Text -----------------------------------------------------------------------------------------------------------------
 
@@ -420,7 +396,7 @@ def check_answers(answers: list[list[list[str]]], folder: JournalFolder, numbers
 
 
 KILLED = """
-import os, signal, sys
+import os, pathlib, signal, sys
 from pathlib import Path
 from xffl.journal.folder import JournalFolder
 from xffl.journal.records import VoidRecord
@@ -437,6 +413,8 @@ def call(*words, **more):
         os.kill(os.getpid(), signal.SIGKILL)
     return answer
 setattr(os, name, call)
+if name == "unlink" and hasattr(pathlib, "_normal_accessor"):  # Python 3.10 has looked it up already
+    pathlib._normal_accessor.unlink = call
 journal.put(VoidRecord("a" * 32, 1, "1" * 32))
 """
 
@@ -552,7 +530,7 @@ def test_a_client_waits_for_a_service_that_comes_back(folder: JournalFolder) -> 
     journal.put(first)
     service.close()
     impatient = RemoteJournal(service.url, TOKEN, patience_s=0.0)
-    with pytest.raises(JournalUnreachable, match="does not answer .*see that xffl lighthouse runs"):
+    with pytest.raises(JournalUnreachable, match="does not answer .*see that xffl lighthouse --journal runs"):
         impatient.put(second)
     answers: list[Record] = []
     asking = threading.Thread(target=lambda: answers.append(journal.put(second)))

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from xffl.distributed.parameters import ElasticParameters
+from xffl.distributed.startup.lone_cell import read_lone_cell
 from xffl.errors import ConfigError, LaunchError
 from xffl.journal.folder import JournalFolder
 from xffl.journal.place import derive_journal, open_journal, parse_journal, read_journal_variable
@@ -66,3 +68,19 @@ def test_a_file_is_no_folder_of_a_journal(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="the journal's folder .*file cannot be used"):
         open_journal(str(tmp_path / "file"), TOKEN)
+
+
+@pytest.mark.parametrize("named", [None, "/scratch/journal"])
+def test_an_elastic_cell_has_a_journal(named: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if named is not None:
+        monkeypatch.setenv("XFFL_JOURNAL", named)
+    asked: tuple[str | ElasticParameters, ...] = (
+        "http://10.0.0.1:29510",
+        ElasticParameters(lighthouse="http://10.0.0.1:29510"),
+    )
+    for elastic in asked:
+        cell = read_lone_cell(0, 2, elastic)
+        assert cell is not None and cell.elastic is not None
+        assert cell.elastic.journal == (named or "http://10.0.0.1:29511")
+    cell = read_lone_cell(0, 2, ElasticParameters(lighthouse="file:/lighthouse", journal="/scratch/another"))
+    assert cell is not None and cell.elastic is not None and cell.elastic.journal == "/scratch/another"

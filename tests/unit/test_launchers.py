@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from xffl.cluster.environment import ProcessEnvironment, detect_environment
-from xffl.cluster.hosts import pick_gpu
+from xffl.cluster.hardware import pick_gpu
 from xffl.cluster.launch.affinity import bind_if_asked
 from xffl.cluster.launch.ssh import shared_environment
 from xffl.cluster.recognition.claims import Claim
-from xffl.cluster.recognition.find import find_launcher, launcher_of, told_rank
+from xffl.cluster.recognition.find import find_launcher, launcher_of
 from xffl.cluster.recognition.launchers import LAUNCHERS, launcher_variables
 from xffl.cluster.recognition.placement import Place, number_nodes, place_ranks
+from xffl.cluster.recognition.refusals import told_rank
 from xffl.errors import ConfigError, LaunchError
 
 MEETING = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"}

@@ -19,10 +19,9 @@ from xffl.aggregation.engine.buffers import (
     Layout,
     ModelCopy,
     Pool,
-    RoundBuffers,
-    StagingBuffers,
     aligned,
 )
+from xffl.aggregation.engine.exchange import Memory, RoundMemory
 from xffl.aggregation.engine.groups import RoundGroups
 from xffl.aggregation.engine.planning.plan import plan_groups, plan_transfers
 from xffl.aggregation.engine.planning.tensors import Division, Manifest, canonical_axis
@@ -191,23 +190,25 @@ def test_what_was_packed_is_kept_for_its_flight_and_not_for_the_next_round() -> 
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     layout, (transfer,) = prepare(model, 10**6)
     (bucket,) = transfer.buckets
-    staging = StagingBuffers(layout, CPU, atomic=False, moving=Copies())
-    buffers: RoundBuffers
+    kept = Memory(layout, [transfer], CPU, copies=Copies(), atomic=False)
+    memory: RoundMemory
 
     def look() -> torch.Tensor:
-        nonlocal buffers
+        nonlocal memory
         layout.look_up()
-        buffers = RoundBuffers(staging, [transfer], {transfer.number: 4}, ModelCopy.NONE)
-        values, lent = buffers.pack(transfer, bucket)
-        buffers.keep(bucket, lent)
-        return values.clone()
+        memory = kept.of_round([transfer], ModelCopy.NONE, RoundProfile())
+        place = memory.acquire(transfer, bucket)
+        memory.pack(bucket, place.values)
+        assert place.lent is not None
+        memory.keep(bucket, place.lent)
+        return place.values.clone()
 
     def fly() -> torch.Tensor:
-        values, out, lent = buffers.acquire(transfer, bucket)
-        assert lent is not None and out is values
-        buffers.fill(bucket, values)
-        buffers.release(lent)
-        return values.clone()
+        place = memory.acquire(transfer, bucket)
+        assert place.lent is not None and place.out is place.values
+        memory.fill(bucket, place.values)
+        memory.release(place)
+        return place.values.clone()
 
     with torch.no_grad():
         first = look()
@@ -248,7 +249,7 @@ def test_rows_are_aligned_and_kept() -> None:
 
 
 def test_a_journal_keeps_the_first_failure_and_adds_seconds_up() -> None:
-    profile = RoundProfile(torch.device("cpu"))
+    profile = RoundProfile()
     assert profile.hidden == 0.0
     for text in ("first", "second"):
         with profile.capture_failure("combine"):

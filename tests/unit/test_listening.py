@@ -17,18 +17,22 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.listening import Listener, find_listeners
 from tests.ports import free_port
-from xffl.cluster import listening
+from xffl.cluster import listening, reaching
 from xffl.cluster.environment import ProcessEnvironment
-from xffl.cluster.listening import (
-    await_listener,
+from xffl.cluster.listening import open_listener
+from xffl.cluster.network import (
+    LOCAL_VARIABLE,
+    Interface,
+    control_address,
     gloo_beyond_this_host,
     keep_gloo_local,
-    open_listener,
+    list_interfaces,
     release_gloo,
 )
-from xffl.cluster.network import LOCAL_VARIABLE, Interface, control_address, list_interfaces
-from xffl.distributed.startup import stores
-from xffl.distributed.startup.stores import join_store, serve_store
+from xffl.cluster.reaching import await_listener
+from xffl.distributed.startup import joining, stores
+from xffl.distributed.startup.joining import join_store
+from xffl.distributed.startup.stores import serve_store
 from xffl.errors import LaunchError
 
 OWN = [one.address for one in list_interfaces() if one.address and not one.is_loopback]
@@ -147,7 +151,7 @@ def test_a_port_that_another_program_has(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_an_address_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "_NO_WAY_S", 0.2)
+    monkeypatch.setattr(reaching, "_NO_WAY_S", 0.2)
     for call in (
         lambda: serve_store("no-such-host.invalid", 1, 2, timedelta(seconds=600), is_local=False),
         lambda: join_store("no-such-host.invalid", 1, 2, 600, is_local=False),
@@ -168,7 +172,7 @@ def test_a_network_that_is_down(number: int | None, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(socket, "create_connection", connect)
     for name, value in (("_NO_WAY_S", 0.1), ("_SILENT_S", 0.1), ("_PAUSE_S", 0.02)):
-        monkeypatch.setattr(listening, name, value)
+        monkeypatch.setattr(reaching, name, value)
     with pytest.raises(LaunchError, match=r"nothing answers at 127.0.0.1:9, .*MASTER_ADDR and MASTER_PORT"):
         join_store("127.0.0.1", 9, 2, 600, is_local=False)
     few = len(tries)
@@ -179,7 +183,7 @@ def test_a_network_that_is_down(number: int | None, monkeypatch: pytest.MonkeyPa
 
 def test_a_rank_0_that_comes_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     for limit in ("_NO_WAY_S", "_SILENT_S"):
-        monkeypatch.setattr(listening, limit, 0.1)
+        monkeypatch.setattr(reaching, limit, 0.1)
     port, made = free_port(), []
     timer = threading.Timer(
         0.7, lambda: made.append(serve_store("localhost", port, 2, timedelta(seconds=5), is_local=True))
@@ -212,7 +216,7 @@ def test_another_program_at_the_port_is_no_store(
     answer: Callable[[socket.socket], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch itself waits without end for the first."""
-    monkeypatch.setattr(stores, "_ANSWER_S", 0.3)
+    monkeypatch.setattr(joining, "_ANSWER_S", 0.3)
 
     def serve(listener: socket.socket) -> None:
         while True:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from xffl.cluster.hosts import host_identity
 from xffl.cluster.launch import elastic
 from xffl.cluster.launch.failure import CellLives
+from xffl.cluster.network import host_identity
 
 LEADER = """
 import os, sys
@@ -68,7 +68,7 @@ def test_cells_that_are_not_started_again_are_told(tmp_path: Path) -> None:
 
 HOLD = """
 import sys, time
-from xffl.cluster.hosts import host_identity
+from xffl.cluster.network import host_identity
 from xffl.cluster.launch import elastic
 with elastic._run_folder() as folder:
     print(folder, flush=True)

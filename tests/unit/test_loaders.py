@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import multiprocessing
 import pickle
 import random
 from collections.abc import Callable, Iterator
@@ -382,6 +384,29 @@ def test_each_pass_starts_at_the_beginning() -> None:
         validation_loader(Noisy(0), DataPlace(LAYOUT, 0), batch_size=4)
     with pytest.raises(ConfigError, match="over must be one of 'cell', 'federation', got 'world'"):
         validation_loader(Noisy(9), DataPlace(LAYOUT, 0), batch_size=4, over="world")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda place: CellLoader(Noisy(50), place, batch_size=8, workers=1),
+        lambda place: validation_loader(Noisy(50), place, batch_size=8, workers=1),
+    ],
+    ids=["training", "validation"],
+)
+def test_workers_end_with_the_last_reference_to_their_loader(make: Callable[[DataPlace], Any]) -> None:
+    """Python's search for cycles would end them seconds later, while something else is done."""
+    others = {worker.pid for worker in multiprocessing.active_children()}
+    loader = make(DataPlace(LAYOUT, 0))
+    next(iter(loader))
+    (worker,) = [worker for worker in multiprocessing.active_children() if worker.pid not in others]
+    gc.disable()
+    try:
+        del loader
+        worker.join(30.0)
+        assert not worker.is_alive()
+    finally:
+        gc.enable()
 
 
 # Loaders of the user's ------------------------------------------------------------------------------------------------

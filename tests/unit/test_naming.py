@@ -23,7 +23,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "xffl"
 GETATTR = "getattr(torch, ...), which imports what it is asked for"
 ALLOWED = {
     ("naming.py", "import_module"): "the one resolver of names",
-    ("extras.py", "import_module"): "homes of names that a package of xffl lists in its own source",
+    ("lazy.py", "import_module"): "homes of names that a package of xffl lists in its own source",
     ("cli/main.py", "import_module"): "modules of the table of commands",
     ("training/models/weights.py", "import_module"): "packages of extras, by names in the source",
     ("training/config/configuration.py", "import_module"): "the trainer that the user's configuration names",

@@ -13,7 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.unit.test_environment import FakeWorld, fake_mpi
 from xffl.cluster import hosts, network
-from xffl.cluster.environment import ProcessEnvironment, requested_settings, use_interface
+from xffl.cluster.environment import ProcessEnvironment
 from xffl.cluster.hosts import resolve
 from xffl.cluster.network import (
     Interface,
@@ -21,11 +21,13 @@ from xffl.cluster.network import (
     control_address,
     ephemeral_ports,
     list_interfaces,
+    use_interface,
 )
 from xffl.cluster.recognition import launchers
 from xffl.cluster.recognition.claims import Claim
-from xffl.distributed.session import _world_store
+from xffl.distributed.startup.meeting import world_store
 from xffl.errors import ConfigError, LaunchError
+from xffl.training.config.variables import requested_settings
 
 GOOD = {"connect_s": 5.0, "home_s": 60.0, "across_s": 90.0, "session_s": 120.0}
 
@@ -168,9 +170,9 @@ def test_the_store_of_the_world_is_on_the_control_interface(
     meeting = TCPStore("127.0.0.1", 0, 1, True)
     places = [ProcessEnvironment(rank, 2, rank, 2, 0, 1, "localhost", meeting.port) for rank in range(2)]
     monkeypatch.setenv(name, interface)
-    first = _world_store(meeting, places[0], Timeouts.within(30))
+    first = world_store(meeting, places[0], Timeouts.within(30))
     monkeypatch.setenv("XFFL_CONTROL_IFNAME", "none9")
-    second = _world_store(meeting, places[1], Timeouts.within(30))
+    second = world_store(meeting, places[1], Timeouts.within(30))
     assert isinstance(first, TCPStore) and isinstance(second, TCPStore)
     assert (first.host, first.port) == (second.host, second.port) and first.host == expected
 

@@ -15,11 +15,10 @@ from torch.autograd.profiler import profile
 from torch.overrides import TorchFunctionMode
 
 from tests.worlds import fake_world
-from xffl.aggregation.aggregator import work_on
-from xffl.aggregation.engine.groups import Progress
+from xffl.aggregation.engine.messages import Progress
+from xffl.aggregation.engine.streams import GpuProfile, StreamWork
 from xffl.aggregation.mean import combined, weighted_mean
 from xffl.aggregation.pending import Background
-from xffl.aggregation.report import RoundProfile
 from xffl.aggregation.steps.contributions import StepTimer
 from xffl.cluster.environment import detect_environment
 from xffl.cluster.network import Timeouts
@@ -123,11 +122,11 @@ def test_the_callers_stream_does_not_wait_for_a_round_that_failed(
 
     with pytest.raises(RoundError, match="planted"):
         Background(fail, other).result()
-    with pytest.raises(RoundError, match="planted"), work_on(other):
+    with pytest.raises(RoundError, match="planted"), StreamWork(other):
         fail()
     assert joined == []
     assert Background(lambda: 7, other).result() == 7
-    with work_on(other):
+    with StreamWork(other):
         pass
     assert joined == [other, other]
 
@@ -253,7 +252,7 @@ def test_phases_are_timed_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Mark)
     monkeypatch.setattr(Mark, "made", [])
     marks: list[Any] = []
-    profile = RoundProfile(GPU, marks)
+    profile = GpuProfile(marks)
     with profile.phase("across"):
         profile.record_send(8)
     with profile.phase("across"):
@@ -272,7 +271,7 @@ def test_phases_are_timed_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert profile.phases == phases and profile.bytes_across == 8
     profile.add("wait", 2.0)
     assert profile.phases == phases | {"wait": 2.0}
-    following = RoundProfile(GPU, marks)
+    following = GpuProfile(marks)
     for _ in range(5):
         with following.phase("across"):
             pass

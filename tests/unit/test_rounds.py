@@ -131,7 +131,8 @@ class Loop:
 
     def step(self, count: int) -> None:
         for _ in range(count):
-            self.ledger.add_step(1.0)
+            self.ledger.tracker.add_step(1.0)
+            self.ledger.timer.steps += 1
 
     def make_round(self) -> list[Outcome]:
         outcomes = []

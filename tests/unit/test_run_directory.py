@@ -22,7 +22,7 @@ import pytest
 import torch
 import yaml
 
-from xffl.cluster.hosts import host_identity
+from xffl.cluster.network import host_identity
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError
 from xffl.topology import Topology

@@ -389,6 +389,8 @@ def test_schedules_are_functions_of_the_step(schedule: object, rates: list[float
         (f"{__name__}.made_by_function", "lr"),
         ("fedadm", "choose one of sgd, fedavgm, fedadagrad, fedadam, fedyogi, adam, adamw, adagrad, diloco, SGD"),
         ("fedadam:mu=1", "no option mu; there are: lr, betas, tau"),
+        ("fedadam:rule=yogi", "'fedadam' has the rule adam, got the option rule=yogi; leave rule out"),
+        ({"name": "fedyogi", "rule": "yogi"}, "'fedyogi' has the rule yogi"),
         ("fedadam:lr=fast", "lr='fast'"),
         ("fedadam:lr", "write name:option=value"),
         ("fedadam:betas=(0.9,x)", "not a list of values"),

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from xffl.aggregation.engine.exchange import RoundStage
+from xffl.aggregation.engine.stage import RoundStage
 from xffl.aggregation.engine.stages.order import ORDER, in_order
 
 
@@ -21,7 +21,7 @@ def test_stages_keep_their_order_whichever_are_there() -> None:
             assert [type(stage) for stage in in_order(map(bare, kinds))] == list(kinds)
 
 
-@pytest.mark.parametrize("first, second", itertools.product(range(len(ORDER)), repeat=2))
+@pytest.mark.parametrize("first, second", list(itertools.product(range(len(ORDER)), repeat=2)))
 def test_stages_out_of_order_and_twice_are_refused(first: int, second: int) -> None:
     stages = [bare(ORDER[first]), bare(ORDER[second])]
     if first < second:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 
 from xffl.aggregation.algorithms.combiners import Combiner
@@ -26,17 +26,24 @@ from xffl.aggregation.engine.decision.consensus import (
     RoundInput,
     RoundNumbers,
 )
-from xffl.aggregation.engine.decision.inconsistent import count_inconsistent, find_inconsistent, mark_inconsistent
+from xffl.aggregation.engine.decision.inconsistent import (
+    count_inconsistent,
+    find_inconsistent,
+    mark_inconsistent,
+    without_wrappers,
+)
 from xffl.aggregation.engine.exchange import RoundRun
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.global_state import load_memory, save_memory, share_global_model
 from xffl.aggregation.engine.planning.tensors import Manifest, Pattern
-from xffl.aggregation.engine.setup import compare_models, compare_processors, make_exchange, stream_of
+from xffl.aggregation.engine.setup import compare_models, compare_processors, make_exchange
 from xffl.aggregation.engine.stages.agreed import AgreedModel
 from xffl.aggregation.engine.stages.first_round import FirstRound
 from xffl.aggregation.engine.stages.order import in_order
 from xffl.aggregation.engine.stages.privacy import Protection
+from xffl.aggregation.engine.streams import GpuProfile, StreamWork, stream_of
 from xffl.aggregation.engine.votes import MergeMode, RoundStatus
+from xffl.aggregation.engine.weight_keepers import read_weights
 from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, Options, check_merge, refuse_removed
 from xffl.aggregation.pending import Background, PendingRound
 from xffl.aggregation.privacy import Accountant, Privacy, SecureSum
@@ -45,7 +52,6 @@ from xffl.distributed.consistency import barrier
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
 from xffl.errors import ConfigError, RoundError, StateError, TornError, XfflError
-from xffl.parallel.zero_mark import find_masters
 
 __all__ = ["Aggregator", "PendingRound"]
 
@@ -149,7 +155,8 @@ class Aggregator:
         """The round that :meth:`aggregate_async` has started and nobody has merged yet."""
         self.is_closed = False
         """Whether :meth:`close` has given process groups back."""
-        self._inconsistent_count = count_inconsistent(model)
+        self._bare_model = without_wrappers(model)  # which has the mark of an inconsistent model
+        self._inconsistent_count = count_inconsistent(self._bare_model)
 
         def read() -> tuple[Options, Manifest]:
             self.check()
@@ -170,7 +177,8 @@ class Aggregator:
             )
             if extra is not None and fragments > 1:
                 raise ConfigError("extra tensors go with every round, so they need fragments=1")
-            return options, Manifest(self._read_masters(), policies, codec, extra)
+            weights, self._keepers = read_weights(model)
+            return options, Manifest(weights, policies, codec, extra)
 
         scope, options, self._manifest, axes, replica_tensors = compare_models(
             model, state, read, is_reduced_by_caller=gradients_reduced_by_caller
@@ -178,7 +186,6 @@ class Aggregator:
         processor = compare_processors(scope, options, self._manifest, replica_tensors)
         self._device = scope.device
         self._options = options
-        self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         # The global model, what servers keep and buffers outlive this call: a later round writes them outside of an
         # inference mode in which this is called.
         with torch.inference_mode(False):
@@ -199,23 +206,16 @@ class Aggregator:
         )
         self._exchange.stages = in_order([self._first_round, *self._exchange.stages])
         self._activity = scope.state.activity
-        self._marks: list[torch.cuda.Event] = []  # for all rounds' profiles
-        self._stream = stream_of(scope)  # that rounds work on
-
-    def _read_masters(self) -> nn.Module:
-        """Return the model that rounds move: its master weights, where an engine keeps them beside it."""
-        self._masters = find_masters(self.model)
-        if self._masters is None:
-            return self.model
-        with torch.inference_mode(False):
-            self._masters.read()
-        self._masters.check()  # after what is collective
-        return self._masters.view
+        self._make_profile = partial(GpuProfile, []) if self._device.type == "cuda" else RoundProfile
+        self._stream = None if scope.gpu is None else stream_of(scope, scope.gpu)  # that rounds work on
+        self._stream_work: AbstractContextManager[None] = (
+            nullcontext() if self._stream is None else StreamWork(self._stream)
+        )
 
     @property
     def is_torn(self) -> bool:
         """Whether a failed round may have left different weights on different ranks."""
-        return find_inconsistent(self.model) is not None
+        return find_inconsistent(self._bare_model) is not None
 
     @property
     def can_go_on(self) -> bool:
@@ -264,19 +264,29 @@ class Aggregator:
             raise StateError("the aggregator was made without norms=True, which measures how far the cells have gone")
         self._coordinator.reconnect()
         prepared = self._prepare(given)
-        with self._mark_inconsistent(), self._coordinator.tear_if_unwritten():
-            with work_on(self._stream):
+        try:
+            with self._stream_work:
                 outcome = self._coordinator.run(prepared, least_divergence)
             return None if outcome is None else self._conclude(outcome, start)
+        except BaseException as stop:
+            torn = self._coordinator.torn_by(stop)
+            if torn is None:
+                raise
+            self._mark_inconsistent(torn)
 
     def resolve(self, *, is_merged: bool = False, alpha: float | None = None) -> RoundReport:
         """Write the round that was in doubt, now that it is known to be taken; local.
 
         ``is_merged`` says that steps made since it started stay, as for :meth:`PendingRound.merge`.
         """
-        with self._mark_inconsistent(), self._coordinator.tear_if_unwritten():
+        try:
             outcome = self._coordinator.resolve()
             return self._conclude(outcome, time.perf_counter(), is_merged=is_merged, alpha=alpha)
+        except BaseException as stop:
+            torn = self._coordinator.torn_by(stop)
+            if torn is None:
+                raise
+            self._mark_inconsistent(torn)
 
     def _prepare(
         self, given: RoundInput, merge: MergeMode = MergeMode.REPLACE, alpha: float | None = None
@@ -284,7 +294,7 @@ class Aggregator:
         """Read the model and fill in this rank's status; local. What goes wrong is told to all ranks by the vote."""
         fragment = self.next_fragment
         copy = {MergeMode.BLEND: ModelCopy.STAGED, MergeMode.KEEP_STEPS: ModelCopy.KEPT}.get(merge, ModelCopy.NONE)
-        profile = RoundProfile(self._device, self._marks)
+        profile = self._make_profile()
         numbers = RoundNumbers()
         run: RoundRun | None = None
         error: XfflError | None = None
@@ -295,7 +305,9 @@ class Aggregator:
             error = wrong
         except Exception as wrong:  # noqa: BLE001 - told to all ranks
             error = RoundError(f"the round could not be opened: {type(wrong).__name__}: {wrong}")
-        told = {name: value for stage in self._exchange.stages for name, value in stage.status(fragment).items()}
+        told: dict[str, Any] = {}
+        for stage in self._exchange.stages:
+            told |= stage.status(fragment)
         findings = None if run is None else run.findings
         status = RoundStatus(
             round=self.rounds + 1,
@@ -322,11 +334,8 @@ class Aggregator:
 
     def _read(self, given: RoundInput, fragment: int, alpha: float | None) -> RoundNumbers:
         """Bring the model and all that has a part in the round up to date, and read what this rank says of itself."""
-        for module in self._fsdp_modules:  # so that no stale gathered copy outlives a round
-            module.reshard()
-        if self._masters is not None:
-            self._masters.read()
-            self._masters.check()  # after what is collective
+        for keeper in self._keepers:
+            keeper.before_read()
         self._watch.check()
         for stage in self._exchange.stages:
             stage.open(fragment, is_weighed=given.weight is not None)
@@ -362,13 +371,13 @@ class Aggregator:
         :return: The round under way. An invalid argument raises when it is merged, on all ranks.
         :raises StateError: if the aggregator was made without ``overlap``, or a round of it is under way.
         """
-        self._check_open()
+        self.check_free()
         if not self.overlaps:
             raise StateError("the aggregator was made without overlap=True, which makes the groups that this needs")
-        self.check_free()
         self._coordinator.reconnect()
         start = time.perf_counter()
-        fragment, inconsistent_count = self.next_fragment, count_inconsistent(self.model)
+        fragment = self.next_fragment
+        inconsistent_count = self._inconsistent_count
         merge = MergeMode.KEEP_STEPS if alpha is None else MergeMode.BLEND
         prepared = self._prepare(RoundInput(weight, steps=steps, seconds=seconds), merge, alpha)
         background = Background(lambda: self._coordinator.run(prepared), self._stream)
@@ -377,22 +386,26 @@ class Aggregator:
             if self.under_way is not pending:
                 raise StateError("this round has ended already: merge() has written or refused it")
             asked = time.perf_counter()
-            with self._mark_inconsistent(), record_function("xffl.wait"):
-                try:
+            try:
+                with record_function("xffl.wait"):
                     outcome = background.result()
-                except BaseException as error:
-                    if background.has_raised(error):  # else this was interrupted, and the round is still to be merged
-                        self.under_way = None
-                    raise
+            except BaseException as error:
+                if background.has_raised(error):  # else this was interrupted, and the round is still to be merged
+                    self.under_way = None
+                if isinstance(error, TornError):
+                    self._mark_inconsistent(error)
+                raise
             self.check()
-            if pending.is_overtaken or count_inconsistent(self.model) != inconsistent_count:
+            if pending.is_overtaken or count_inconsistent(self._bare_model) != inconsistent_count:
                 self.under_way = None
                 self._coordinator.release()
                 pending.refuse()
             assert outcome is not None, "a rank that has not finished always gets a round"
             prepared.profile.add("wait", time.perf_counter() - asked)
-            with self._mark_inconsistent():
+            try:
                 return self._conclude(outcome, start, is_merged=keeps_steps, alpha=alpha)
+            except TornError as torn:
+                self._mark_inconsistent(torn)
 
         self.under_way = PendingRound(background, conclude, self._exchange.layout.moving(fragment))
         self._activity.add_round_under_way(self.under_way)
@@ -438,14 +451,11 @@ class Aggregator:
         """Raise unless a round may start here; local."""
         self.check()
         self._forget_if_inconsistent()
-        self._check_open()
+        if self.is_closed:
+            raise StateError("this aggregator is closed; make another one")
         if self.under_way is not None:
             raise StateError("a round of this aggregator is under way; merge or discard it first")
         self._coordinator.check()
-
-    def _check_open(self) -> None:
-        if self.is_closed:
-            raise StateError("this aggregator is closed; make another one")
 
     def check(self) -> None:
         """Raise while the model is inconsistent; local.
@@ -453,7 +463,8 @@ class Aggregator:
         :raises RoundError: if a failed round may have left different weights on different ranks, until a state dict has
             been loaded into the model.
         """
-        if (mark := find_inconsistent(self.model)) is not None:
+        mark = find_inconsistent(self._bare_model)
+        if mark is not None:
             mark.check()
 
     def state_dict(self) -> dict[str, Any]:
@@ -481,7 +492,7 @@ class Aggregator:
         self._coordinator.reconnect()
         load_memory(self._exchange, state, fragments=self.fragments)
         self.rounds = int(state["rounds"])
-        self._inconsistent_count = count_inconsistent(self.model)
+        self._inconsistent_count = count_inconsistent(self._bare_model)
         self._first_round.note_start()
 
     @property
@@ -494,20 +505,17 @@ class Aggregator:
         """Bring the global model of a cell, of which all know the plain state, to others; collective over all cells."""
         share_global_model(self._exchange, state, source, targets)
 
-    @contextmanager
-    def _mark_inconsistent(self) -> Iterator[None]:
-        """Mark the model where the ranks may hold different weights."""
+    def _mark_inconsistent(self, torn: TornError) -> NoReturn:
+        """Mark the model whose ranks may hold different weights, and raise in the error's place."""
         try:
-            yield
-        except TornError as torn:
-            try:
-                mark_inconsistent(self.model, torn)
-            finally:
-                self._forget_if_inconsistent()
+            mark_inconsistent(self.model, torn)
+        finally:
+            self._forget_if_inconsistent()
 
     def _forget_if_inconsistent(self) -> None:
         """Forget what codecs and servers start from if the model became inconsistent since, by any aggregator."""
-        if (inconsistent_count := count_inconsistent(self.model)) != self._inconsistent_count:
+        inconsistent_count = count_inconsistent(self._bare_model)
+        if inconsistent_count != self._inconsistent_count:
             self._inconsistent_count = inconsistent_count
             for stage in self._exchange.stages:
                 stage.forget()
@@ -521,8 +529,6 @@ class Aggregator:
                 self.under_way = None  # an interrupt from here on leaves an inconsistent model
                 # A cell with values that are not finite has nothing that could stay.
                 is_merged = is_merged and self._exchange.link.cell not in outcome.unfit
-                for module in self._fsdp_modules:
-                    module.reshard()
                 if not outcome.is_empty:
                     self._write(outcome, is_merged=is_merged, alpha=alpha)
             except BaseException as error:
@@ -537,13 +543,12 @@ class Aggregator:
         return outcome.report(time.perf_counter() - start)
 
     def _write(self, outcome: AgreedRound, *, is_merged: bool, alpha: float | None) -> None:
-        """Write the new values into the model, or into ZeRO's masters and from there."""
-        if self._masters is not None:
-            self._masters.read_again()
-            self._masters.check()
+        """Write the new values into the model, and tell rounds under way that have read the old ones."""
+        for keeper in self._keepers:
+            keeper.before_write()
         outcome.run.commit(outcome.context, is_merged=is_merged, alpha=alpha)
-        if self._masters is not None:
-            self._masters.write()
+        for keeper in self._keepers:
+            keeper.after_write()
         for pending in self._activity.rounds_under_way:
             pending.note_written(self._exchange.layout.moving(outcome.run.fragment))
 
@@ -569,16 +574,3 @@ class Aggregator:
     def restart(self) -> None:
         """Let codecs and a server optimizer go on from the model as it stands; local, with the same in all cells."""
         self._exchange.restart()
-
-
-@contextmanager
-def work_on(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Let a block work on a stream of its own, if any, which the caller's waits for once the block has succeeded."""
-    if stream is None:
-        yield
-        return
-    current = torch.cuda.current_stream(stream.device)
-    stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        yield
-    current.wait_stream(stream)

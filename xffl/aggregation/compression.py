@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from xffl.checks import integer, number, one_of
-from xffl.costs import MAX_BLOCK, block_bytes, kept_values, read_codec, scale_bytes, topk_bytes
+from xffl.codec_sizes import MAX_BLOCK, block_bytes, kept_values, read_codec, scale_bytes, topk_bytes
 from xffl.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ class TopK(Codec):
 def codec_of(name: str | Codec) -> Codec | None:
     """Return the codec of a name such as ``int8:block=128`` or ``topk:0.01,value=fp16``, ``None`` for ``none``.
 
-    A codec is returned as it is. ``xffl.costs.CODECS`` has the names with their options.
+    A codec is returned as it is. ``xffl.codec_sizes.CODECS`` has the names with their options.
     """
     if isinstance(name, Codec):
         return name

@@ -37,8 +37,7 @@ from xffl.checkpoint.load import load_with_record
 from xffl.checkpoint.save import save_checkpoint
 from xffl.checkpoint.tables import read_counts
 from xffl.checks import integer, shown
-from xffl.cluster.runtimes import format_refusal
-from xffl.costs import EXPORT_FORMAT
+from xffl.costs import EXPORT_FORMAT, format_refusal
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import bytes_of, dtype_of, from_bytes, local_tensor

@@ -17,18 +17,20 @@ from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.algorithms.clients import Client
 from xffl.aggregation.algorithms.every_steps import Schedule
 from xffl.aggregation.config import RoundArguments, check_stepped, parse_round_config
+from xffl.aggregation.engine.decision.inconsistent import find_inconsistent, without_wrappers
 from xffl.aggregation.engine.setup import check_given
 from xffl.aggregation.federations.hierarchical import Levels
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.aggregation.rounds.choose import choose_rounds
 from xffl.aggregation.rounds.hooks import FormerAttribute, LoopHooks, check_hooks
-from xffl.aggregation.rounds.offer import Outcome, RoundOffer, StepLedger
+from xffl.aggregation.rounds.offer import FinalOffer, Outcome, RoundOffer, StepLedger
 from xffl.aggregation.rounds.uncounted import CountingCheck
-from xffl.aggregation.steps.contributions import Snapshot, check_outside_backward
+from xffl.aggregation.steps.contributions import backward_error
 from xffl.aggregation.steps.step_observers import ClientSteps, MomentumSteps, StepObserver
 from xffl.aggregation.steps.weight_copies import CopyWatch, tell_swaps
 from xffl.aggregation.steps.wrapped_optimizers import StepHook, outermost, steps_may_nest
 from xffl.checks import integer
+from xffl.compat.pytorch import is_in_backward
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
@@ -141,6 +143,8 @@ class FederatedScaling:
         """The local steps that this rank has made."""
         self._model = model
         """The model that trains."""
+        self._bare_model = without_wrappers(model)
+        """The same without wrappers: it has the mark of an inconsistent model."""
         self._config = config
         """When there are rounds, and what the cells do in between."""
         self._cell = cell
@@ -157,6 +161,8 @@ class FederatedScaling:
         """How far the next round is."""
         self._counting = CountingCheck(model, has_optimizers=bool(config.optimizers))
         """Whether the loop trains without counting its steps."""
+        self._offer = self._make_offer()
+        """What this rank gives to each round between local steps."""
         self._is_deferred = False
         """Whether a delayed round starts before the next step."""
         self._is_entered = False
@@ -169,8 +175,8 @@ class FederatedScaling:
         """What features do at each step, while the block is entered."""
         self._copy_watch: CopyWatch | None = None
         """Looks for what rounds do not average, in the first steps and at the end."""
-        self._effort_of_step: Callable[[], float] = plain_effort
-        """Returns the effective number of the local step that was made last."""
+        self._effort_of_step: Callable[[], float] | None = None
+        """Returns the effective number of the local step that was made last; ``None`` where each step counts 1."""
         self._activity = state.activity
         """What the run has done."""
         self._entry = state.activity.expect_entry(self) if state.rank == 0 else None
@@ -183,6 +189,7 @@ class FederatedScaling:
         """
         check_hooks(hooks)
         self._hooks = self._hooks.joined_with(hooks)
+        self._offer = self._make_offer()
 
     @property
     def aggregator(self) -> Aggregator | Levels | ElasticAggregator:
@@ -259,7 +266,7 @@ class FederatedScaling:
                 failure = self._finish() or self._find_uncounted()
         elif kind is None:
             self._ledger.add_rest()
-            self._conclude(self._rounds.round(self._offer()))
+            self._conclude(self._rounds.round(self._offer))
         self._rounds.close(error)  # collective without an error: also where a round was rejected
         if self._copy_watch is not None:
             for optimizer in self._config.optimizers:
@@ -277,7 +284,7 @@ class FederatedScaling:
             return
         self.meetings += 1
         with self._ledger.timer.paused():
-            outcome = self._rounds.join(self._offer())
+            outcome = self._rounds.join(self._offer)
         if self._config.client is not None:
             self._config.client.after_round(is_dropped=False)
         if outcome.has_taken_over:
@@ -300,8 +307,11 @@ class FederatedScaling:
             )
         if not self._is_entered:
             raise StateError("local steps are counted in the with block; enter it first")
-        check_outside_backward("scaling.step() was called")
-        self._rounds.check()
+        if is_in_backward():
+            raise backward_error("scaling.step() was called")
+        mark = find_inconsistent(self._bare_model)
+        if mark is not None:
+            mark.check()
         self.start_deferred()
         self._after_local_step(1.0)
 
@@ -385,13 +395,13 @@ class FederatedScaling:
         """Return what features do at each step; nothing after the first round, without clients and momentum."""
         observers: list[StepObserver] = []
         normalized_steps = self._ledger.normalized_steps
-        self._effort_of_step = normalized_steps.of_step
+        self._effort_of_step = None
         if self._config.client is not None:
             observers.append(ClientSteps(self._config.client, normalized_steps))
+            self._effort_of_step = normalized_steps.of_step
         elif normalized_steps.needs_following:
             observers.append(MomentumSteps(normalized_steps))
-        else:
-            self._effort_of_step = plain_effort
+            self._effort_of_step = normalized_steps.of_step
         if self._tells_copies:
             tell_swaps(self._config.optimizers)
             self._copy_watch = CopyWatch()
@@ -399,8 +409,11 @@ class FederatedScaling:
         return tuple(observers)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        check_outside_backward(f"optimizer {type(optimizer).__name__} makes a step")
-        self._rounds.check()
+        if is_in_backward():
+            raise backward_error(f"optimizer {type(optimizer).__name__} makes a step")
+        mark = find_inconsistent(self._bare_model)
+        if mark is not None:
+            mark.check()
         if self._is_deferred:
             self.start_deferred()
         self._ledger.tracker.note_change()  # even by a step that raises on its way
@@ -411,17 +424,18 @@ class FederatedScaling:
         for observer in self._observers:
             observer.after_step(optimizer)
         if optimizer is self._config.optimizers[-1]:
-            self._after_local_step(self._effort_of_step())
+            self._after_local_step(1.0 if self._effort_of_step is None else self._effort_of_step())
 
     def _after_local_step(self, effort: float) -> None:
         self.local_steps += 1
-        self._countdown.count_step()
-        self._ledger.add_step(effort)
+        self._countdown.since += 1
+        self._ledger.tracker.add_step(effort)
+        self._ledger.timer.steps += 1
         if self._config.delay:
             self._follow_delayed_round()
         elif self._countdown.is_due:
             with self._ledger.timer.paused():
-                self._round(self._offer())
+                self._round(self._offer)
 
     def _follow_delayed_round(self) -> None:
         """Merge the round that is under way, and start the next one, if it is time."""
@@ -435,16 +449,9 @@ class FederatedScaling:
                 elif is_due:
                     self._start()
 
-    def _offer(self, *, is_finishing: bool = False, gives_up: bool = False) -> RoundOffer:
-        """Return what this rank gives to the next round."""
-        return RoundOffer(
-            self._ledger,
-            self._config,
-            self._hooks,
-            self._check_counted,
-            is_finishing=is_finishing,
-            gives_up=gives_up,
-        )
+    def _make_offer(self) -> RoundOffer:
+        """Return what this rank gives to each round while it makes local steps."""
+        return RoundOffer(self._ledger, self._config, self._hooks, self._check_counted)
 
     def _round(self, offer: RoundOffer) -> bool:
         """Participate in a round; tell whether it was the last."""
@@ -454,7 +461,7 @@ class FederatedScaling:
     def _start(self) -> None:
         """Start a round that is merged some steps later."""
         self.meetings += 1
-        self._conclude(self._rounds.start(self._offer()))
+        self._conclude(self._rounds.start(self._offer))
         self._ledger.timer.clear()
         self._countdown.restart(self._rounds.rounds + 1)
 
@@ -472,7 +479,9 @@ class FederatedScaling:
                     self.settle()
                 else:
                     # After a rejected round this rank has finished whatever waits: else the next may be rejected, too.
-                    is_last = self._round(self._offer(is_finishing=True, gives_up=rejected is not None))
+                    gives_up = rejected is not None
+                    offer = FinalOffer(self._ledger, self._config, self._hooks, self._check_counted, gives_up=gives_up)
+                    is_last = self._round(offer)
             except XfflError as error:
                 if not self._rounds.can_go_on:
                     raise
@@ -484,25 +493,24 @@ class FederatedScaling:
         is_last = False
         for outcome in outcomes:
             is_last = outcome.is_last
-            if outcome.report is not None and outcome.taken is not None:
-                self._account(outcome, outcome.report, outcome.taken)
+            report = outcome.report
+            taken = outcome.taken
+            if report is None or taken is None:
+                continue
+            self._countdown.report = report
+            if outcome.counts:
+                self._ledger.tracker.commit(taken)
+            else:
+                self._ledger.tracker.rollback(taken)
+            if outcome.has_taken_over:
+                self._forget_steps()
+            if not self._config.delay:
+                self._countdown.restart(self._rounds.rounds)
+            if outcome.counts and self._observers:
+                self._tell_observers(is_dropped=self._cell in report.dropped)
+            if self._on_round is not None and any(report.weights):
+                self._on_round(report)
         return is_last
-
-    def _account(self, outcome: Outcome, report: RoundReport, taken: Snapshot) -> None:
-        """Update the counters after a round, or a check that skipped it, and tell of it."""
-        self._countdown.report = report
-        if outcome.counts:
-            self._ledger.tracker.commit(taken)
-        else:
-            self._ledger.tracker.rollback(taken)
-        if outcome.has_taken_over:
-            self._forget_steps()
-        if not self._config.delay:
-            self._countdown.restart(self._rounds.rounds)
-        if outcome.counts and self._observers:
-            self._tell_observers(is_dropped=self._cell in report.dropped)
-        if self._on_round is not None and any(report.weights):
-            self._on_round(report)
 
     def _tell_observers(self, *, is_dropped: bool) -> None:
         for observer in self._observers:
@@ -524,11 +532,6 @@ class FederatedScaling:
         except XfflError as error:
             return error
         return None
-
-
-def plain_effort() -> float:
-    """Return the effective number of a local step whose optimizer does not go farther with what it holds."""
-    return 1.0
 
 
 class Countdown:
@@ -559,10 +562,6 @@ class Countdown:
     def is_due(self) -> bool:
         """Whether the next round is to be made now."""
         return self.since >= self.target
-
-    def count_step(self) -> None:
-        """Count a local step."""
-        self.since += 1
 
     def restart(self, rounds: int) -> None:
         """Count anew after so many rounds."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -25,26 +26,33 @@ def weighted_mean(values: Sequence[torch.Tensor], weights: Sequence[float], out:
     order, over the differences from the heaviest value and is divided once. Equal values therefore keep every bit (the
     sign of a zero, too: that is why the shift is subtracted), also in fp64, where the plain sum would lose one.
     """
-    base, scaled = _scaled(tuple(weights))
-    others = [index for index, weight in enumerate(scaled) if index != base and weight > 0.0]
+    base, scaled, others = _scaled(tuple(weights))
     is_of_two = len(others) == 1 and out.dtype == torch.float32 and scaled[others[0]] > TINY * scaled[base]
     if not others:
         out.copy_(values[base])
     elif is_of_two:
         _mean_of_two(values[base], values[others[0]], scaled[others[0]] / (scaled[base] + scaled[others[0]]), out)
     else:
-        length = piece_length(out.device)
-        for chunk in zip(*(torch.split(tensor, length) for tensor in (out, *values)), strict=True):
-            _mean_of_chunk(chunk[1:], scaled, base, chunk[0])
+        _mean_of_many(values, scaled, base, out)
+
+
+class _Scaled(NamedTuple):
+    """The weights of a mean, scaled such that their digits stay and none overflows."""
+
+    base: int  # the place of the heaviest value
+    weights: list[float]
+    others: list[int]  # the places of all others that count
 
 
 @lru_cache(maxsize=64)
-def _scaled(weights: tuple[float, ...]) -> tuple[int, list[float]]:
-    """Return the place of the heaviest value, and the weights scaled; a round asks for each bucket."""
+def _scaled(weights: tuple[float, ...]) -> _Scaled:
+    """Scale weights; a round asks for each bucket."""
     heaviest = max(range(len(weights)), key=lambda index: weights[index])
     # A power of two keeps the weights' digits and prevents overflow.
     exponent = math.frexp(weights[heaviest])[1]
-    return heaviest, [math.ldexp(weight, -exponent) for weight in weights]
+    scaled = [math.ldexp(weight, -exponent) for weight in weights]
+    others = [index for index, weight in enumerate(scaled) if index != heaviest and weight > 0.0]
+    return _Scaled(heaviest, scaled, others)
 
 
 def _mean_of_two(base: torch.Tensor, other: torch.Tensor, share: float, out: torch.Tensor) -> None:
@@ -56,7 +64,9 @@ def _mean_of_two(base: torch.Tensor, other: torch.Tensor, share: float, out: tor
     length = min(piece_length(out.device), out.numel())
     step, half = torch.empty(2, length, dtype=out.dtype, device=out.device)
     for start in range(0, out.numel(), length or 1):
-        before, after, result = (tensor[start : start + length] for tensor in (base, other, out))
+        before = base[start : start + length]
+        after = other[start : start + length]
+        result = out[start : start + length]
         if result.numel() < length:
             step, half = step[: result.numel()], half[: result.numel()]
         torch.mul(before, 0.5, out=step)
@@ -67,22 +77,38 @@ def _mean_of_two(base: torch.Tensor, other: torch.Tensor, share: float, out: tor
         torch.sub(before, step, out=result)
 
 
-def _mean_of_chunk(values: Sequence[torch.Tensor], weights: Sequence[float], base: int, out: torch.Tensor) -> None:
-    origin = values[base].double()
-    shift: torch.Tensor | None = None
-    pairs = zip(values, weights, strict=True)
-    others = [(value, weight) for index, (value, weight) in enumerate(pairs) if index != base and weight > 0.0]
-    for value, weight in others:
-        term = torch.sub(origin, value.double()).mul_(weight)
-        shift = term if shift is None else shift.add_(term)
-    assert shift is not None, "there is at least one other value"
-    mean = torch.sub(origin, divide(shift, math.fsum(weights), out=shift), out=shift)
-    # A GPU is not asked, since its answer would be waited for.
-    if out.dtype == torch.float64 and (mean.device.type != "cpu" or not mean.isfinite().all()):
-        # Differences that leave 64 bits: half as large they do not.
-        halves = [torch.sub(origin * 0.5, value * 0.5).mul_(weight / math.fsum(weights)) for value, weight in others]
-        mean = torch.where(mean.isfinite(), mean, (origin * 0.5 - sum(halves)) * 2.0)
-    out.copy_(mean if out.dtype in (torch.float32, torch.float64) else mean.float())
+def _mean_of_many(values: Sequence[torch.Tensor], weights: Sequence[float], base: int, out: torch.Tensor) -> None:
+    """Write the mean of values of any type, of which at least two have a weight; ``out`` may be one of them."""
+    total = math.fsum(weights)
+    others = [
+        (value, weight)
+        for index, (value, weight) in enumerate(zip(values, weights, strict=True))
+        if index != base and weight > 0.0
+    ]
+    length = min(piece_length(out.device), out.numel())
+    # Made once: pages that the system hands out anew for each piece cost more than the arithmetic.
+    origin, shift, term = torch.empty(3, length, dtype=torch.float64, device=out.device)
+    for start in range(0, out.numel(), length or 1):
+        result = out[start : start + length]
+        if result.numel() < length:
+            origin, shift, term = (memory[: result.numel()] for memory in (origin, shift, term))
+        origin.copy_(values[base][start : start + length])
+        for number, (value, weight) in enumerate(others):
+            difference = term if number else shift
+            difference.copy_(value[start : start + length])
+            torch.sub(origin, difference, out=difference)
+            difference.mul_(weight)
+            if number:
+                shift.add_(term)
+        divide(shift, total, out=shift)
+        mean = torch.sub(origin, shift, out=shift)
+        # A GPU is not asked, since its answer would be waited for.
+        if out.dtype == torch.float64 and (mean.device.type != "cpu" or not mean.isfinite().all()):
+            # Differences that leave 64 bits: half as large they do not.
+            pieces = [(value[start : start + length], weight) for value, weight in others]
+            halves = [torch.sub(origin * 0.5, piece * 0.5).mul_(weight / total) for piece, weight in pieces]
+            mean = torch.where(mean.isfinite(), mean, (origin * 0.5 - sum(halves)) * 2.0)
+        result.copy_(mean if out.dtype in (torch.float32, torch.float64) else mean.float())
 
 
 def combined(

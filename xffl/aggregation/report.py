@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch.autograd import profiler
 
 from xffl.compat.pytorch import is_profiling
 
-__all__ = ["ElasticRoundReport", "RoundProfile", "RoundReport"]
+__all__ = ["ElasticRoundReport", "Phase", "RoundProfile", "RoundReport"]
 
 
 @dataclass(frozen=True)
@@ -72,8 +71,12 @@ class RoundReport:
     @property
     def weight_taken(self) -> float:
         """Sum of the weights of the cells whose values were taken in: how many samples, where weights are samples."""
-        taken = (weight for cell, weight in enumerate(self.weights) if cell not in self.dropped)
-        return 0.0 if self.is_skipped else sum(taken)
+        if self.is_skipped:
+            return 0.0
+        taken = list(self.weights)
+        for cell in self.dropped:
+            taken[cell] = 0.0
+        return sum(taken)
 
 
 @dataclass(frozen=True)
@@ -105,37 +108,30 @@ class ElasticRoundReport(RoundReport):
 class RoundProfile:
     """Seconds of each phase, bytes sent, and the first local failure of one round.
 
-    A GPU's phases are timed on its current stream: the host only hands them over. Rounds use ``marks``, events of the
-    GPU, again: the profile of a round must not be asked any more once the next one has begun.
+    This form is for what the host does; :class:`~xffl.aggregation.engine.streams.GpuProfile` times what a GPU does.
     """
 
-    def __init__(self, device: torch.device, marks: list[torch.cuda.Event] | None = None) -> None:
-        self.is_on_gpu = device.type == "cuda"
-        self._marks = [] if marks is None else marks
-        self._marked = 0
+    def __init__(self) -> None:
         self.failure: Exception | None = None
+        self.is_cut_off = False
+        """Whether another cell was lost"""
         self.bytes_across = 0
         self.bytes_home = 0
         self._seconds: dict[str, float] = {}
-        # A GPU's phases, which it may not have come to, with the seconds that they took the host, their start and end.
-        self.handed_over: list[tuple[str, float, torch.cuda.Event, torch.cuda.Event]] = []
-        self._first_post: float | torch.cuda.Event | None = None
-        self._last_arrival: float | torch.cuda.Event | None = None
+        self._first_post: float | None = None
+        self._last_arrival: float | None = None
 
     @property
     def phases(self) -> dict[str, float]:
-        """Seconds by phase. Of what a GPU has still to do, those that it took the host: nobody waits for the others."""
-        found = dict(self._seconds)
-        for name, seconds, start, end in self.handed_over:
-            found[name] = found.get(name, 0.0) + _between(start, end, seconds)
-        return found
+        """Seconds by phase."""
+        return dict(self._seconds)
 
     @property
     def hidden(self) -> float:
         """Seconds from the first post to the last arrival in which this rank did not wait for the slow link."""
         if self._first_post is None or self._last_arrival is None:
             return 0.0
-        return max(0.0, _between(self._first_post, self._last_arrival, 0.0) - self.phases.get("across", 0.0))
+        return max(0.0, self._last_arrival - self._first_post - self._seconds.get("across", 0.0))
 
     def add(self, phase: str, seconds: float) -> None:
         """Add to the seconds of a phase."""
@@ -145,34 +141,28 @@ class RoundProfile:
         """Note that something has been asked for on the slow link, or ``nbytes`` have been given to it."""
         self.bytes_across += nbytes
         if self._first_post is None:
-            self._first_post = self.mark() if self.is_on_gpu else time.perf_counter()
+            self._first_post = time.perf_counter()
 
     def arrived(self) -> None:
         """Note that something has come over the slow link."""
-        self._last_arrival = self.mark() if self.is_on_gpu else time.perf_counter()
-
-    def mark(self) -> torch.cuda.Event:
-        """Mark where the GPU's current stream is."""
-        if self._marked == len(self._marks):
-            self._marks.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
-        mark = self._marks[self._marked]
-        self._marked += 1
-        mark.record()
-        return mark
+        self._last_arrival = time.perf_counter()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Add the seconds of a phase up, and show it to a profiler as ``xffl.NAME``."""
-        return _Phase(self, name, is_noting=False)
+        return Phase(self, name, is_noting=False)
 
     def capture_failure(self, phase: str) -> AbstractContextManager[None]:
         """Note a local failure for the vote and go on, so that no other rank waits for this one."""
-        return _Phase(self, phase, is_noting=True)
+        return Phase(self, phase, is_noting=True)
 
 
-class _Phase:
-    """A phase while it lasts. A bucket goes through six of them, and a generator would cost several times as much."""
+class Phase:
+    """A phase while it lasts. A bucket goes through six of them, and a generator would cost several times as much.
 
-    __slots__ = ("_from", "_is_noting", "_name", "_profile", "_span", "_start")
+    With ``is_noting`` an exception that ends it is the round's failure, and goes no further.
+    """
+
+    __slots__ = ("_is_noting", "_name", "_profile", "_seconds", "_span", "_start")
 
     def __init__(self, profile: RoundProfile, name: str, *, is_noting: bool) -> None:
         self._profile = profile
@@ -181,7 +171,6 @@ class _Phase:
 
     def __enter__(self) -> None:
         self._start = time.perf_counter()
-        self._from = self._profile.mark() if self._profile.is_on_gpu else None
         # Not where nobody looks, since it costs 10 us and more even then, some hundred times in a round.
         self._span: AbstractContextManager[object] | None = None
         if is_profiling():
@@ -194,22 +183,10 @@ class _Phase:
     ) -> bool:
         if self._span is not None:
             self._span.__exit__(kind, error, trace)
-        profile, seconds = self._profile, time.perf_counter() - self._start
-        if self._from is None:
-            profile.add(self._name, seconds)
-        else:
-            profile.handed_over.append((self._name, seconds, self._from, profile.mark()))
+        profile = self._profile
+        self._seconds = time.perf_counter() - self._start
+        profile.add(self._name, self._seconds)
         if not self._is_noting or not isinstance(error, Exception):
             return False
         profile.failure = profile.failure or error  # told to all ranks by the vote
         return True
-
-
-def _between(start: float | torch.cuda.Event, end: float | torch.cuda.Event, otherwise: float) -> float:
-    """Return the seconds between two moments; ``otherwise`` before a GPU has come to the second one."""
-    if isinstance(start, float) or isinstance(end, float):
-        return float(end) - float(start)  # type: ignore[arg-type]
-    if not end.query():  # type: ignore[no-untyped-call]
-        return otherwise
-    milliseconds: float = start.elapsed_time(end)
-    return milliseconds / 1e3

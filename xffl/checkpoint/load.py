@@ -30,7 +30,8 @@ from xffl.checkpoint.generators import RandomState
 from xffl.distributed.consistency import check_consistent, ranks_text
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.replicas.plain_values import from_plain, tensors_named
-from xffl.distributed.sharding import bytes_of, load_optimizer, sharded_parameters, spread_whole
+from xffl.distributed.sharding import bytes_of, sharded_parameters
+from xffl.distributed.spread_like import load_optimizer, spread_whole
 from xffl.errors import CheckpointError, ConfigError, ReplacedError, XfflError
 from xffl.topology import Topology
 

@@ -14,8 +14,9 @@ from jsonargparse import ArgumentParser, Namespace
 from xffl.cli import execute
 from xffl.cli.main import command_parser
 from xffl.cli.numbers import size_in
-from xffl.cluster.environment import detect_environment, parse_sizes
+from xffl.cluster.environment import detect_environment
 from xffl.cluster.recognition.find import launcher_of
+from xffl.cluster.sizes_text import parse_sizes
 from xffl.errors import ConfigError
 from xffl.files import write_whole
 

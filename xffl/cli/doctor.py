@@ -59,7 +59,7 @@ def run(options: Namespace) -> int:
     from xffl.cluster.doctor.probe import Request
     from xffl.cluster.environment import complete_federation
     from xffl.cluster.lighthouse_address import resolve_lighthouse
-    from xffl.cluster.sizes import parse_federation
+    from xffl.cluster.sizes_text import parse_federation
     from xffl.cluster.slurm.allocation import parse_hosts
 
     needs = tuple(word.strip() for word in options.need.split(",") if word.strip())

@@ -42,7 +42,8 @@ from xffl.cluster.launch.srun import launch_srun
 from xffl.cluster.launch.ssh import launch_ssh
 from xffl.cluster.over_files import OverFiles, read_over_files
 from xffl.cluster.recognition.find import find_launcher, launcher_of
-from xffl.cluster.sizes import Federation, check_cells, parse_cell, parse_federation
+from xffl.cluster.sizes import Federation, check_cells
+from xffl.cluster.sizes_text import parse_cell, parse_federation
 from xffl.cluster.slurm.allocation import Allocation, Host, ask_switches, own_host, parse_hosts
 from xffl.errors import ConfigError, LaunchError, XfflError
 from xffl.files import TEXT_FILE_LIMIT, read_text

@@ -19,6 +19,7 @@ from xffl.cli.main import command_parser
 from xffl.cli.terminal import new_table, print_table
 from xffl.cluster import environment
 from xffl.cluster.launch.logs import Stream, list_rank_files
+from xffl.cluster.network import use_interface
 from xffl.cluster.recognition.launchers import LAUNCHERS
 from xffl.errors import ConfigError
 from xffl.extras import install_command
@@ -78,7 +79,7 @@ def _parse_env() -> ArgumentParser:
 
 def _env(options: Namespace) -> int:
     """Print what was detected. Under an MPI launcher it is collective, like the detection itself."""
-    interface = environment.use_interface(None)
+    interface = use_interface(None)
     found = environment.detect_environment()
     federated, hsdp = environment.requested_federation()
     missing = {row.name: row.missing(os.environ) for row in LAUNCHERS if row.is_told}

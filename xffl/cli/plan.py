@@ -21,7 +21,8 @@ from xffl.cli.numbers import count, real, size_in
 from xffl.cluster.batch import find_job
 from xffl.cluster.cells import Arrangement, arrange
 from xffl.cluster.environment import complete_federation, sources_named
-from xffl.cluster.sizes import Federation, lone_cell, parse_federation
+from xffl.cluster.sizes import Federation, lone_cell
+from xffl.cluster.sizes_text import parse_federation
 from xffl.cluster.slurm.allocation import (
     Host,
     parse_hosts,

@@ -27,7 +27,8 @@ from xffl.cluster.launch.failure import ExitCode, code_of_signal
 from xffl.cluster.launch.script import CONFIGURATIONS, check_command, is_stream, name_of
 from xffl.cluster.lighthouse_address import parse_lighthouse
 from xffl.cluster.run_token import has_token, make_token_file, token_of
-from xffl.cluster.sizes import Federation, parse_federation
+from xffl.cluster.sizes import Federation
+from xffl.cluster.sizes_text import parse_federation
 from xffl.cluster.slurm import submit
 from xffl.cluster.slurm.job_monitor import Follower, exit_code_of, expand_pattern, log_pattern
 from xffl.cluster.slurm.submit import Job, SlurmConfig, cancel_jobs, shape_cell, tasks_of_node, tasks_of_sweep, word_of

@@ -19,7 +19,7 @@ from typing import Any
 
 from xffl.checks import group, shorten, shown
 from xffl.cluster.host_lists import expand_hosts
-from xffl.cluster.sizes import FORMS, parse_federation
+from xffl.cluster.sizes_text import FORMS, parse_federation
 from xffl.cluster.slurm.allocation import Host
 from xffl.errors import ConfigError, LaunchError, TopologyError
 from xffl.files import read_given

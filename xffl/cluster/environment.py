@@ -7,7 +7,6 @@ This package is the only reader of the environment's process variables; the laun
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -16,13 +15,12 @@ from itertools import chain
 from typing import Any
 
 from xffl.checks import integer
-from xffl.cluster.hosts import interface_address
-from xffl.cluster.listening import is_loopback
-from xffl.cluster.network import LOCAL_VARIABLE, control_address
-from xffl.cluster.recognition.find import find_launcher, launcher_of, refuse_half_a_place, refuse_other_launchers
-from xffl.cluster.recognition.launcher import Fields, honour_master, read_number
+from xffl.cluster.network import is_loopback
+from xffl.cluster.recognition.arguments import complete_arguments
+from xffl.cluster.recognition.find import find_launcher, launcher_of
+from xffl.cluster.recognition.launcher import Fields, read_number
 from xffl.cluster.recognition.launchers import KNOWS_NODES
-from xffl.cluster.sizes import Federation, check_cells, lone_cell, parse_federation, parse_sizes, read_replica_size
+from xffl.cluster.sizes import Federation, check_cells, lone_cell, read_federation, read_replica_size
 from xffl.errors import ConfigError, LaunchError, TopologyError
 
 __all__ = [
@@ -33,14 +31,11 @@ __all__ = [
     "detect_environment",
     "federation_variables",
     "is_lone_cell_requested",
-    "parse_sizes",
     "request_federation",
     "requested_federation",
-    "requested_settings",
     "require_cells",
     "required_cells",
     "sources_named",
-    "use_interface",
 ]
 
 _PARTS = (("rank", "world_size"), ("node_local_rank", "node_local_size"), ("node_rank", "node_world_size"))
@@ -56,7 +51,7 @@ class ProcessEnvironment:
 
     The rendezvous is ``None`` where the world is this one process and no address was given. Nodes may hold different
     numbers of ranks; ``node_local_size`` is that of this rank's node. What the launcher does not tell of the nodes is
-    ``None``: the ranks find it out together when they meet (:mod:`xffl.distributed.startup.places`).
+    ``None``: the ranks find it out together when they meet (:mod:`xffl.distributed.startup.meeting`).
     """
 
     rank: int = 0
@@ -111,7 +106,7 @@ def detect_environment(
     row = find_launcher(environ)
     told = row.read(environ) if row is not None else {}
     if row is None or found.get("world_size", told["world_size"]) != told["world_size"]:
-        _complete_arguments(found, environ, called)
+        complete_arguments(found, environ, called)
         launcher, reason = ProcessEnvironment.launcher, ProcessEnvironment.reason
         if found:
             launcher, reason = "arguments", "rank and world size were given"
@@ -132,31 +127,6 @@ def detect_environment(
     is_open = found.get("world_size", 1) > 1
     fields = {**dict.fromkeys(_OF_NODES), **found} if is_open else found
     return ProcessEnvironment(**fields, launcher=launcher, reason=reason)
-
-
-def _complete_arguments(found: Fields, environ: Mapping[str, str], called: Mapping[str, str]) -> None:
-    """Fill in what arguments leave open where no launcher is to be asked."""
-    shown = ", ".join(f"{called[name]}={value!r}" for name, value in found.items())
-    if "rank" not in found and found.get("world_size", 1) == 1:
-        refuse_other_launchers(environ)
-        if not found:
-            refuse_half_a_place(environ)
-            return
-        found.take("a single process", rank=0, world_size=1)
-    if "rank" not in found or "world_size" not in found:
-        raise LaunchError(f"{shown} without a launcher of that world needs rank and world_size; give both")
-    world = found["world_size"]
-    places = _ARGUMENTS[2:6]
-    if not any(name in found for name in places) or found.get("node_local_size") == world:
-        found.take(found.sources["rank"], node_local_rank=found["rank"])
-        found.take(found.sources["world_size"], node_local_size=world, node_rank=0, node_world_size=1)
-    absent = [name for name in places if name not in found]
-    if world > 1:
-        honour_master(found, environ)
-        absent += [name for name in ("master_addr", "master_port") if name not in found]
-    if absent:
-        wanted = ", ".join(called[name] for name in absent)
-        raise LaunchError(f"{shown} leaves {wanted} open; give them, or start with a launcher")
 
 
 def _check(found: Fields) -> None:
@@ -188,10 +158,10 @@ def _check(found: Fields) -> None:
 
 def requested_federation(environ: Mapping[str, str] = os.environ) -> tuple[Federation | None, int | None]:
     """Return sizes or a rule from ``XFFL_FEDERATED``, and the replica size from ``XFFL_HSDP``; ``None`` where unset."""
-    federated, hsdp = (environ.get(name, "").strip() for name in ("XFFL_FEDERATED", "XFFL_HSDP"))
+    federated, hsdp = (environ.get(name, "").strip() or None for name in ("XFFL_FEDERATED", "XFFL_HSDP"))
     return (
-        parse_federation(federated, "XFFL_FEDERATED") if federated else None,
-        read_replica_size(hsdp, "XFFL_HSDP") if hsdp else None,
+        read_federation(federated, "XFFL_FEDERATED"),
+        None if hsdp is None else read_replica_size(hsdp, "XFFL_HSDP"),
     )
 
 
@@ -268,17 +238,17 @@ def accept_cells(
         print(lone_cell(asked, world_size), file=sys.stderr, flush=True)
 
 
-_FOREIGN_SIZES = "XFFL_FEDERATED_LOCAL_WORLD_SIZE"
+FOREIGN_SIZES = "XFFL_FEDERATED_LOCAL_WORLD_SIZE"
 """What alpha-unito/xffl reads the sizes of cells from."""
 
 
 def _foreign_sizes(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return the line for sizes that nothing reads; ``None`` without any, and in a job that is one of several cells."""
-    text = environ.get(_FOREIGN_SIZES, "").strip()
+    text = environ.get(FOREIGN_SIZES, "").strip()
     if not text or environ.get("XFFL_FEDERATED", "").strip() or environ.get("XFFL_CELL", "").strip():
         return None
     return (
-        f"xffl: {_FOREIGN_SIZES}={text} has no effect: alpha-unito/xffl reads the sizes of cells from it, this package "
+        f"xffl: {FOREIGN_SIZES}={text} has no effect: alpha-unito/xffl reads the sizes of cells from it, this package "
         f"from XFFL_FEDERATED; set XFFL_FEDERATED={text}"
     )
 
@@ -291,58 +261,3 @@ def checks_world(environ: Mapping[str, str] = os.environ) -> bool:
             f"XFFL_CHECK_WORLD is {text!r}; give 1 to have collectives of the script over all cells reported, or 0"
         )
     return text == "1"
-
-
-_OWN = (
-    *("XFFL_BIND", "XFFL_CELL", "XFFL_CHECK_WORLD", "XFFL_CONTROL_IFNAME", "XFFL_EARLIER_JOBS"),
-    *("XFFL_EXPORT", "XFFL_FEDERATED"),
-    *(_FOREIGN_SIZES, "XFFL_FROM", "XFFL_HOST"),
-    *(
-        "XFFL_HSDP",
-        "XFFL_IFNAME",
-        "XFFL_ISLAND",
-        "XFFL_JOURNAL",
-        "XFFL_LAUNCHED_CELLS",
-        "XFFL_LIGHTHOUSE",
-        "XFFL_LIVES",
-    ),
-    *(LOCAL_VARIABLE, "XFFL_PYTHON"),
-    *("XFFL_REQUIRE_CELLS", "XFFL_RESOLVED", "XFFL_RESTARTS", "XFFL_SCHED", "XFFL_SRUN", "XFFL_SSH", "XFFL_TEMPLATES"),
-    *("XFFL_TOKEN", "XFFL_TOKEN_FILE"),
-)
-"""Variables that this package knows; all other ``XFFL_`` ones may be for configurations."""
-
-
-def requested_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables that may set values of a configuration, such as ``XFFL_TRAINING__EPOCHS``."""
-    environ = os.environ if environ is None else environ
-    return {name: text for name, text in environ.items() if name.startswith("XFFL_") and name not in _OWN}
-
-
-def use_interface(name: str | None, environ: MutableMapping[str, str] = os.environ) -> str | None:
-    """Bind gloo and NCCL to a network interface, by ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME``.
-
-    Call it before :func:`detect_environment`, whose rendezvous under MPI follows it, and before process groups exist.
-    ``XFFL_CONTROL_IFNAME`` names another interface for the rendezvous and its store. Whichever these use must have an
-    address on every host, which is only looked for here. Where ``XFFL_IFNAME`` says another one than ``name``, it is
-    changed, since whatever else looks for the interface reads it first.
-    """
-    chosen = name or environ.get("XFFL_IFNAME") or None
-    if chosen is None:
-        control_address(environ)  # every host may be that of rank 0
-        return None
-    known = sorted(interface for _, interface in socket.if_nameindex())
-    source = "argument ifname" if name else "XFFL_IFNAME"
-    if chosen not in known:
-        raise LaunchError(
-            f"{source}: interface {chosen!r} does not exist on {socket.gethostname()}; give one of: {', '.join(known)}"
-        )
-    names = {"GLOO_SOCKET_IFNAME": chosen, "NCCL_SOCKET_IFNAME": chosen}
-    if environ.get("XFFL_IFNAME"):
-        names["XFFL_IFNAME"] = chosen
-    if environ.get("XFFL_CONTROL_IFNAME"):
-        control_address(environ)
-    else:
-        interface_address(chosen, source)
-    environ.update(names)
-    return chosen

@@ -11,7 +11,7 @@ from pathlib import Path
 from xffl.checks import decimal, integer
 from xffl.cluster.hosts import route_address
 from xffl.cluster.network import control_address
-from xffl.cluster.sizes import parse_cell
+from xffl.cluster.sizes_text import parse_cell
 from xffl.errors import LaunchError
 from xffl.files import read_text
 

@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from xffl.checks import decimal, group
-from xffl.cluster.network import connection_error
+from xffl.cluster.reaching import connection_error
 from xffl.cluster.run_token import prove_token, run_token
 from xffl.errors import LaunchError
 

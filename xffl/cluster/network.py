@@ -1,30 +1,40 @@
-"""Network interfaces of this host, ports and connections, and how long each level of a job waits for the other side."""
+"""This host in the network: its identity, its interfaces and which of them ranks use, and how long each level waits."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
-from contextlib import suppress
+import struct
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 
-from xffl.cluster.hosts import interface_address
 from xffl.errors import ConfigError, LaunchError
 
 __all__ = [
     "CELL_HEARTBEAT_TIMEOUT_S",
     "CELL_JOIN_TIMEOUT_S",
     "LOCAL_VARIABLE",
+    "LOOPBACK",
     "SLURM_PORTS",
     "Interface",
     "Timeouts",
-    "connection_error",
     "control_address",
     "ephemeral_ports",
+    "gloo_beyond_this_host",
+    "host_identity",
+    "interface_address",
+    "is_loopback",
+    "keep_gloo_local",
     "list_interfaces",
+    "release_gloo",
+    "use_interface",
 ]
+
+LOOPBACK = "127.0.0.1"
+"""The address of this host that only its own processes reach."""
 
 LOCAL_VARIABLE = "XFFL_LOCAL_IFNAME"
 """The interface that a session has given gloo by itself, since all of its ranks are on one host. It is in the
@@ -40,8 +50,21 @@ CELL_JOIN_TIMEOUT_S = 20
 """Seconds that a cell which is late for a round, but lives, is waited for."""
 
 _CONNECT_S = 30.0
+_GLOO = "GLOO_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915  # Linux: ask a socket for the IPv4 address of an interface
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _INTERFACES = Path("/sys/class/net")
+
+
+def host_identity() -> str:
+    """Name this machine; the kernel's boot id, where there is one, tells hosts of the same name apart."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()}/{boot_id.read_text().strip() if boot_id.exists() else ''}"
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether a host is written as an address of loopback, or by loopback's name."""
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 @dataclass(frozen=True)
@@ -90,23 +113,89 @@ def control_address(environ: Mapping[str, str] = os.environ) -> str | None:
     return interface_address(name if variable == variables[0] else name.partition(",")[0], variable)
 
 
+def interface_address(name: str, source: str = "XFFL_IFNAME") -> str:
+    """Find the IPv4 address of a network interface of this host."""
+    import fcntl  # POSIX only: a module-level import would break the parsing of host lists elsewhere
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("256s", name.encode()[:15])
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+        except OSError as error:
+            known = ", ".join(sorted(interface for _, interface in socket.if_nameindex()))
+            raise LaunchError(
+                f"{source}: interface {name!r} has no IPv4 address on {socket.gethostname()} ({error.strerror}); give "
+                f"one of: {known}"
+            ) from error
+    return socket.inet_ntoa(answer[20:24])
+
+
+def use_interface(name: str | None, environ: MutableMapping[str, str] = os.environ) -> str | None:
+    """Bind gloo and NCCL to a network interface, by ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME``.
+
+    Call it before :func:`~xffl.cluster.environment.detect_environment`, whose rendezvous under MPI follows it, and
+    before process groups exist. ``XFFL_CONTROL_IFNAME`` names another interface for the rendezvous and its store.
+    Whichever these use must have an address on every host, which is only looked for here. Where ``XFFL_IFNAME`` says
+    another one than ``name``, it is changed, since whatever else looks for the interface reads it first.
+    """
+    chosen = name or environ.get("XFFL_IFNAME") or None
+    if chosen is None:
+        control_address(environ)  # every host may be that of rank 0
+        return None
+    known = sorted(interface for _, interface in socket.if_nameindex())
+    source = "argument ifname" if name else "XFFL_IFNAME"
+    if chosen not in known:
+        raise LaunchError(
+            f"{source}: interface {chosen!r} does not exist on {socket.gethostname()}; give one of: {', '.join(known)}"
+        )
+    names = {"GLOO_SOCKET_IFNAME": chosen, "NCCL_SOCKET_IFNAME": chosen}
+    if environ.get("XFFL_IFNAME"):
+        names["XFFL_IFNAME"] = chosen
+    if environ.get("XFFL_CONTROL_IFNAME"):
+        control_address(environ)
+    else:
+        interface_address(chosen, source)
+    environ.update(names)
+    return chosen
+
+
+# gloo listens at the address of the host's name, or at that of the interface which a variable names -------------------
+
+
+def keep_gloo_local(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Let gloo listen on loopback in this process, unless an interface is named; :func:`release_gloo` takes it back."""
+    if environ.get(_GLOO):
+        return
+    loopback = next((one.name for one in list_interfaces() if one.is_up and one.address == LOOPBACK), None)
+    if loopback is not None:
+        environ.update({_GLOO: loopback, LOCAL_VARIABLE: loopback})
+
+
+def release_gloo(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Take back what :func:`keep_gloo_local` has set, here or in a process above this one."""
+    local = environ.pop(LOCAL_VARIABLE, None)
+    if local is not None and environ.get(_GLOO) == local:
+        del environ[_GLOO]
+
+
+@contextmanager
+def gloo_beyond_this_host(store: str, environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
+    """Let gloo listen while the block runs where ranks at other hosts reach it, unless their store is on loopback."""
+    kept = {name: environ[name] for name in (_GLOO, LOCAL_VARIABLE) if name in environ}
+    try:
+        if not is_loopback(store):
+            release_gloo(environ)
+        yield
+    finally:
+        environ.update(kept)
+
+
 def ephemeral_ports() -> tuple[int, int]:
     """Return the first and last port that Linux hands out by itself: stores, gloo and NCCL listen there."""
     if not _EPHEMERAL.exists():
         return 32768, 60999
     first, last = _EPHEMERAL.read_text().split()
     return int(first), int(last)
-
-
-def connection_error(host: str, port: int | str, timeout_s: float) -> str | None:
-    """Try to connect to a port; return why that is not possible."""
-    try:
-        socket.create_connection((host, int(port)), timeout_s).close()
-    except TimeoutError:
-        return "no answer: packets are dropped"
-    except (OSError, ValueError, OverflowError) as error:
-        return getattr(error, "strerror", None) or str(error)
-    return None
 
 
 @dataclass(frozen=True, kw_only=True)

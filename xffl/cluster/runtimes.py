@@ -1,4 +1,8 @@
-"""What ranks run: versions of software and kinds of processors, and how they differ."""
+"""What ranks run: versions of software and kinds of processors, and how they differ.
+
+A federation may be mixed: processors, torch, CUDA, NCCL, xffl and Python may differ. Only the number of the exchange
+format (:data:`xffl.costs.EXCHANGE_FORMAT`) must be the same.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import TypeVar
 
-from xffl import __version__
 from xffl.checks import group
-from xffl.costs import EXCHANGE_FORMAT
 
 __all__ = [
     "Runtime",
     "differing_columns",
-    "format_refusal",
     "group_by_runtime",
-    "own_format",
     "runtime_table",
 ]
 
@@ -34,19 +34,6 @@ class Runtime:
     nccl: str = ""  # NCCL or RCCL, or "none"
     xffl: str = ""
     python: str = ""
-
-
-def own_format() -> str:
-    """Return this xffl's exchange format as messages show it."""
-    return f"{EXCHANGE_FORMAT} (xffl {__version__})"
-
-
-def format_refusal(who: str, theirs: str, others: str = "this process", ours: str | None = None) -> str:
-    """Return the line that tells why who has another exchange format is refused."""
-    return (
-        f"the exchange format of {who} is {theirs}, that of {others} is {own_format() if ours is None else ours}; run "
-        "versions of xffl that have one exchange format in all cells"
-    )
 
 
 def group_by_runtime(named: Iterable[tuple[T, Runtime]]) -> dict[Runtime, list[T]]:

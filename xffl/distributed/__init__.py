@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from xffl.extras import lazy_names
+from xffl.lazy import lazy_names
 
 if TYPE_CHECKING:
     from xffl.distributed.distributed_state import DistributedState

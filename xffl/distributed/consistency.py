@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import platform
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import astuple
-from datetime import timedelta
-from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
 
 from xffl import __version__
 from xffl.cluster.launch.failure import note_alike
-from xffl.cluster.runtimes import Runtime, format_refusal, group_by_runtime, own_format, runtime_table
+from xffl.cluster.runtimes import Runtime, group_by_runtime
 from xffl.distributed.collectives import Group, all_gather_json, all_reduce, own_rank
 from xffl.distributed.cross_world import CrossWorldGroup
-from xffl.distributed.differences import Describe, describe_difference, rebuild_error
+from xffl.distributed.differences import Describe, describe_difference
 from xffl.distributed.failures.waits import NamedWait
 from xffl.distributed.sharding import bytes_of
-from xffl.errors import ConfigError, LaunchError, XfflError, public_name
+from xffl.errors import XfflError, public_name
 from xffl.topology import ranks_text
 
 if TYPE_CHECKING:
@@ -48,7 +43,6 @@ __all__ = [
     "ranks_text",
     "sends_from_gpu",
     "sum_of_bits",
-    "tell_runtimes",
     "transfer_device",
 ]
 
@@ -189,8 +183,6 @@ def run_on_all_ranks(
     check_consistent(what, values[-1], error=error, describe=describe, group=group)
 
 
-TELL_AFTER_S = 30.0
-"""How long rank 0 waits for the others to meet before it says who has not come"""
 CHECKSUM_RANGE = 2**40  # sums of ranks are taken modulo this before they are added up, so that thousands fit 64 bits
 PRIME = 1_000_003  # steps of the factors of elements, so that two that change places change the sum
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -220,110 +212,6 @@ def find_unequal_cells(
         if others := [number for number, value in enumerate(column) if value != column[0]]:
             return index, others
     return None
-
-
-def check_consistent_on_store(
-    store: Store,
-    rank: int,
-    world_size: int,
-    value: str,
-    error: XfflError | None,
-    timeout_s: float,
-    *,
-    judge: Callable[[], XfflError | None] = lambda: None,
-) -> None:
-    """Do what :func:`check_consistent` does before there is a process group, over the store that ranks meet at.
-
-    Collective over the world: a handful of small requests to the store from each rank. The rank that arrives last calls
-    ``judge`` for what else is wrong with what all have left at the store; all ranks raise it.
-    """
-    # compare_set() gives the value that stands in the store: the first rank's.
-    ours = own_format()
-    theirs = store.compare_set("format", "", ours).decode()
-    # Where the format's number is another one, whatever else is compared may be told in another way there.
-    if theirs.partition(" ")[0] != ours.partition(" ")[0]:
-        error = ConfigError(format_refusal(f"rank {rank}", ours, "other ranks", theirs))
-    if error is not None:  # this rank has no value to compare
-        store.compare_set("error", "", json.dumps([public_name(error), f"{error} (first told by rank {rank})"]))
-    elif (common := store.compare_set("value", "", value).decode()) != value:
-        text = f"ranks were given different set-ups: rank {rank}: {value}; others: {common}; give all ranks the same"
-        store.compare_set("error", "", json.dumps([ConfigError.__name__, text]))
-    store.set(f"here/{rank}", "")
-    if store.add("arrived", 1) == world_size:
-        if (wrong := judge()) is not None:
-            store.compare_set("error", "", json.dumps([public_name(wrong), str(wrong)]))
-        store.set("verdict", store.compare_set("error", "", "null").decode())
-    try:
-        _await_verdict(store, rank, world_size, timeout_s)
-    except RuntimeError as late:
-        raise LaunchError(
-            f"rank {rank} waited for all of {world_size} ranks for {timeout_s:g} s at most, but "
-            f"{_absent(store, world_size)}: {late}; see the other ranks' output, or raise timeout_s"
-        ) from late
-    verdict: list[str] | None = json.loads(store.get("verdict").decode())
-    if verdict is not None:
-        _wait_for_readers(store, rank, world_size, timeout_s)
-        refused = rebuild_error(*verdict)
-        note_alike(refused, is_speaker=rank == 0)
-        raise refused
-
-
-def _await_verdict(store: Store, rank: int, world_size: int, timeout_s: float) -> None:
-    """Wait for the verdict; after a while rank 0 says in a line which ranks have not come to the store."""
-    first_s = min(TELL_AFTER_S, timeout_s)
-    try:
-        store.wait(["verdict"], timedelta(seconds=first_s))
-        return
-    except RuntimeError:
-        if first_s == timeout_s:
-            raise
-    if rank == 0:
-        print(
-            f"xffl: rank 0 has waited {first_s:g} s for all of {world_size} ranks to meet: "
-            f"{_absent(store, world_size)}. See their output, and that all were given the same MASTER_ADDR and "
-            "MASTER_PORT",
-            file=sys.stderr,
-        )
-    store.wait(["verdict"], timedelta(seconds=timeout_s - first_s))
-
-
-def end_on_store(
-    store: Store, rank: int | None, world_size: int | None, error: XfflError, timeout_s: float, *, is_speaker: bool
-) -> NoReturn:
-    """Raise an error on all ranks that wait at the store where they meet, or come to it later, and on this one.
-
-    Local, for a rank that cannot take part: the others find the verdict in :func:`check_consistent_on_store`.
-    ``is_speaker``: whether it tells the error; rank 0 does, where it waits with the others.
-    """
-    teller = "a process whose rank cannot be read" if rank is None else f"rank {rank}"
-    store.compare_set("error", "", json.dumps([public_name(error), f"{error} (first told by {teller})"]))
-    verdict = store.get("error").decode()
-    store.set("verdict", verdict)
-    _wait_for_readers(store, rank, world_size, timeout_s)
-    refused = rebuild_error(*json.loads(verdict))
-    note_alike(refused, is_speaker=is_speaker)
-    raise refused
-
-
-_READ_S = 10.0
-
-
-def _wait_for_readers(store: Store, rank: int | None, world_size: int | None, timeout_s: float) -> None:
-    """Note that this rank knows the verdict; rank 0, in which the store may live, waits until all others do, too."""
-    if store.add("read", 1) == world_size:
-        store.set("all_read", "")
-    if rank == 0:
-        with suppress(RuntimeError):  # the verdict says more than who has not come for it
-            store.wait(["all_read"], timedelta(seconds=min(timeout_s, _READ_S)))
-
-
-def _absent(store: Store, world_size: int) -> str:
-    """Say which ranks have not come to the store where all meet."""
-    try:
-        absent = [rank for rank in range(world_size) if not store.check([f"here/{rank}"])]
-    except RuntimeError:  # it went with rank 0
-        absent = []
-    return f"{ranks_text(absent)} did not come" if absent else "not all came"
 
 
 def processor_of(device: torch.device) -> str:
@@ -358,26 +246,3 @@ def gather_runtimes(state: DistributedState) -> dict[Runtime, list[int]]:
         return {own: list(range(dist.get_world_size()))}
     told = all_gather_json(astuple(own), control_device())
     return group_by_runtime((rank, Runtime(*texts)) for rank, texts in enumerate(told))
-
-
-def tell_runtimes(rows: Sequence[tuple[str, Runtime]]) -> None:
-    """Write the table of what the cells run, where something differs; local."""
-    if lines := runtime_table(rows):
-        where = "docs: Versions and formats, What may differ between cells"
-        title = f"what the cells run differs, which is allowed ({where}):"
-        text = "\n".join(f"xffl: {line}" for line in (title, *(f"  {line}" for line in lines)))
-        print(text, file=sys.stderr, flush=True)
-
-
-def holders_text(ranks: Iterable[int], sizes: Sequence[int], first: int = 0) -> str:
-    """Write which ranks these are: ``cells 0, 2`` where they are whole cells, ``cell 0, rank 5`` with others.
-
-    Cells are numbered from ``first``.
-    """
-    left, whole = {*ranks}, []
-    for cell, (start, stop) in enumerate(pairwise(accumulate(sizes, initial=0))):
-        if left.issuperset(range(start, stop)):
-            whole.append(first + cell)
-            left -= {*range(start, stop)}
-    cells = [ranks_text(whole).replace("rank", "cell")] if whole else []
-    return ", ".join(cells + ([ranks_text(left)] if left else []))

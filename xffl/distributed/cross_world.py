@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from xffl.cluster.listening import gloo_beyond_this_host
+from xffl.cluster.network import gloo_beyond_this_host
 from xffl.compat.sockets import find_connections, limit_silence, name_of_socket, open_sockets
 
 __all__ = ["WEIGHTS_TAG", "CrossWorldGroup", "Work"]

@@ -1,15 +1,18 @@
-"""The one error that all ranks raise where they were given different things, or some of them failed."""
+"""What is told where ranks were given different things, some of them failed, or they run different software."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
 
 from xffl import errors
 from xffl.checks import group
+from xffl.cluster.runtimes import Runtime, runtime_table
 from xffl.errors import ConfigError, XfflError
 from xffl.topology import ranks_text
 
-__all__ = ["Describe", "describe_difference", "difference_of", "rebuild_error"]
+__all__ = ["Describe", "describe_difference", "difference_of", "holders_text", "rebuild_error", "tell_runtimes"]
 
 Describe = Callable[[dict[int, str]], XfflError] | None
 """What makes the error of different values, by rank"""
@@ -48,3 +51,26 @@ def rebuild_error(name: str, text: str) -> XfflError:
     if not (isinstance(kind, type) and issubclass(kind, XfflError)):
         return XfflError(f"{name}: {text}")
     return kind(text)
+
+
+def tell_runtimes(rows: Sequence[tuple[str, Runtime]]) -> None:
+    """Write the table of what the cells run, where something differs; local."""
+    if lines := runtime_table(rows):
+        where = "docs: Versions and formats, What may differ between cells"
+        title = f"what the cells run differs, which is allowed ({where}):"
+        text = "\n".join(f"xffl: {line}" for line in (title, *(f"  {line}" for line in lines)))
+        print(text, file=sys.stderr, flush=True)
+
+
+def holders_text(ranks: Iterable[int], sizes: Sequence[int], first: int = 0) -> str:
+    """Write which ranks these are: ``cells 0, 2`` where they are whole cells, ``cell 0, rank 5`` with others.
+
+    Cells are numbered from ``first``.
+    """
+    left, whole = {*ranks}, []
+    for cell, (start, stop) in enumerate(pairwise(accumulate(sizes, initial=0))):
+        if left.issuperset(range(start, stop)):
+            whole.append(first + cell)
+            left -= {*range(start, stop)}
+    cells = [ranks_text(whole).replace("rank", "cell")] if whole else []
+    return ", ".join(cells + ([ranks_text(left)] if left else []))

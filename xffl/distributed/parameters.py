@@ -138,8 +138,7 @@ class ElasticParameters(Options):
 
     :param lighthouse: Where the lighthouse listens, ``http://HOST:PORT``, or ``file:PATH`` with a file that names it.
     :param journal: Where the run's journal is: a folder that all cells share, or ``http://HOST:PORT`` of a service; by
-        default what ``XFFL_JOURNAL`` says, or else beside the lighthouse: the folder ``PATH.journal``, or the service
-        at the port behind the lighthouse's.
+        default what ``XFFL_JOURNAL`` says, else it is found by the lighthouse.
     :param restarts: How often this cell's job was started before.
     :param least_cells: Cells that a round needs; ``None`` means more than half of all, of two one, to begin the run,
         and any number of them to continue it.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from xffl.checks import number
 from xffl.cluster.environment import (
@@ -25,28 +24,13 @@ from xffl.cluster.environment import (
     is_lone_cell_requested,
     required_cells,
     sources_named,
-    use_interface,
 )
-from xffl.cluster.hosts import pick_gpu
+from xffl.cluster.hardware import pick_gpu
 from xffl.cluster.launch.failure import note_unmet
-from xffl.cluster.listening import (
-    LOOPBACK,
-    PortHeldError,
-    UnansweredError,
-    await_listener,
-    keep_gloo_local,
-    release_gloo,
-)
-from xffl.cluster.network import Timeouts, control_address
+from xffl.cluster.network import Timeouts, keep_gloo_local, release_gloo, use_interface
+from xffl.cluster.reaching import UnansweredError
 from xffl.cluster.sizes import Federation, read_federation, read_replica_size
-from xffl.distributed.consistency import (
-    barrier,
-    check_consistent_on_store,
-    gather_runtimes,
-    holders_text,
-    run_on_all_ranks,
-    tell_runtimes,
-)
+from xffl.distributed.consistency import barrier, gather_runtimes, run_on_all_ranks
 from xffl.distributed.distributed_state import DEFAULT_TIMEOUT_S, DistributedState, make_state, take_off_setups
 from xffl.distributed.failures.uncaught import keep_store, note_end, tell_once
 from xffl.distributed.groups import (
@@ -60,8 +44,7 @@ from xffl.distributed.groups import (
     with_host_side,
 )
 from xffl.distributed.parameters import DeviceParameters, ElasticParameters
-from xffl.distributed.startup.places import PlaceBook, check_world_size
-from xffl.distributed.startup.stores import agents_store, arrive, has_agents_store, join_store, serve_store
+from xffl.distributed.startup.meeting import PlaceBook, check_consistent_on_store, meet, world_store
 from xffl.errors import ConfigError, LaunchError, StateError, XfflError
 from xffl.topology import Topology
 
@@ -217,7 +200,8 @@ def setup_distributed_process_group(
     ``XFFL_FEDERATED`` and ``XFFL_HSDP``); without a launcher the world is this one process, which needs no port. With
     federated sizes federated scaling is set up, else with a replica size HSDP over the world, else FSDP over the world.
     The ranks compare what they were asked for as soon as they meet, so that all raise the same error, and resolve rules
-    that find cells (:func:`xffl.cluster.sizes.parse_federation`). Rank 0 lists software and processors that differ.
+    that find cells (:func:`xffl.cluster.sizes_text.parse_federation`). Rank 0 lists software and processors that
+    differ.
 
     The first six arguments say where this process stands in the world, on its node, and among the nodes; rank 0 listens
     at ``master_addr`` and ``master_port`` (on loopback, if all ranks are on its host), and ranks are waited for
@@ -248,66 +232,88 @@ def setup_distributed_process_group(
         "master_addr": master_addr,
         "master_port": master_port,
     }
-    try:
-        place = detect_environment(names=_ARGUMENTS, **told)
-    except LaunchError as wrong:
-        from xffl.distributed.startup.mistakes import claimed_place, raise_at_meeting
-
-        raise_at_meeting(wrong, claimed_place(told))
+    place = _find_place(told)
     if place.is_on_one_host:
         keep_gloo_local()
     if place.world_size > 1:
         tell_once()
+    ask = partial(
+        _request,
+        backend=backend,
+        device=device,
+        federated=federated,
+        hsdp=hsdp,
+        streams=streams,
+        timeouts=levels,
+        parameters=device_parameters,
+        link_backend=link_backend,
+    )
     try:
-        meeting = _meet(
-            place,
-            join_s,
-            is_own_address=master_addr is not None or master_port is not None,
-            is_patient=join_timeout_s is not None,
-        )
-        book = PlaceBook(meeting, place)
-        book.claim()
-        request: _Request | None = None
         try:
-            if error is not None:
-                raise error
-            request = _request(
+            meeting = meet(
                 place,
-                backend=backend,
-                device=device,
-                federated=federated,
-                hsdp=hsdp,
-                streams=streams,
-                timeouts=levels,
-                parameters=device_parameters,
-                link_backend=link_backend,
+                join_s,
+                is_own_address=master_addr is not None or master_port is not None,
+                is_patient=join_timeout_s is not None,
             )
+            place, request = _agree(meeting, place, ask=ask, error=error, timeout_s=join_s)
+            _join(meeting, place, request)
         except XfflError as wrong:
-            error = wrong
-        check_consistent_on_store(
-            meeting,
-            rank=place.rank,
-            world_size=place.world_size,
-            value=str(request),
-            error=error,
-            timeout_s=join_s,
-            judge=book.judge,
-        )
-        assert request is not None, "the ranks agree on errors only by raising one"
-        place = book.complete()
-        _join(meeting, place, request)
-    except BaseException as wrong:
-        release_gloo()
-        if place.world_size > 1 and isinstance(wrong, XfflError):
-            # Rank 0 need not know that nobody reaches it.
-            speaker = 1 if place.rank and isinstance(wrong, UnansweredError) else 0
-            note_unmet(wrong, place.rank, is_speaker=place.rank == speaker)
-        raise
-    try:
+            if place.world_size > 1:
+                note_unmet(wrong, place.rank, is_speaker=_is_speaker(wrong, place.rank))
+            raise
         return _begin(place, request)
     except BaseException:
         release_gloo()
         raise
+
+
+def _find_place(told: Mapping[str, Any]) -> ProcessEnvironment:
+    """Return where this process stands among all; the others hear of it where that cannot be told."""
+    try:
+        return detect_environment(names=_ARGUMENTS, **told)
+    except LaunchError as wrong:
+        from xffl.distributed.startup.mistakes import claimed_place, raise_at_meeting
+
+        raise_at_meeting(wrong, claimed_place(told))
+
+
+def _agree(
+    meeting: Store,
+    place: ProcessEnvironment,
+    ask: Callable[[ProcessEnvironment], _Request],
+    error: XfflError | None,
+    timeout_s: float,
+) -> tuple[ProcessEnvironment, _Request]:
+    """Return the place of this rank, and what all ranks ask for; all raise the same error where one has an error."""
+    book = PlaceBook(meeting, place)
+    book.claim()
+    request: _Request | None = None
+    if error is None:
+        try:
+            request = ask(place)
+        except XfflError as wrong:
+            error = wrong
+    check_consistent_on_store(
+        meeting,
+        rank=place.rank,
+        world_size=place.world_size,
+        value=str(request),
+        error=error,
+        timeout_s=timeout_s,
+        judge=book.judge,
+    )
+    assert request is not None, "the ranks agree on errors only by raising one"
+    return book.complete(), request
+
+
+def _is_speaker(error: XfflError, rank: int) -> bool:
+    """Tell whether this rank is to tell all of an error by which the ranks have not met."""
+    if rank and isinstance(error, UnansweredError):
+        # Rank 0 need not know that nobody reaches it, and others may be missing with it: ranks 1, 2, 4, 8 and so on
+        # tell what to do, a few lines in any world.
+        return rank & (rank - 1) == 0
+    return rank == 0
 
 
 def _begin(place: ProcessEnvironment, request: _Request) -> DistributedState:
@@ -328,6 +334,8 @@ def _compare_runtimes(state: DistributedState) -> None:
     """Let rank 0 write what the cells run, where something differs; collective over the world."""
     runtimes = gather_runtimes(state)
     if state.rank == 0 and len(runtimes) > 1:
+        from xffl.distributed.differences import holders_text, tell_runtimes
+
         tell_runtimes([(holders_text(ranks, state.topology.sizes), one) for one, ranks in runtimes.items()])
 
 
@@ -408,84 +416,6 @@ def _lesson_of(state: DistributedState) -> str | None:
                 "block of xffl.FederatedScaling, or call xffl.aggregation.exports.export_cell"
             )
     return None
-
-
-def _meet(place: ProcessEnvironment, timeout_s: float, *, is_own_address: bool, is_patient: bool) -> Store:
-    """Return a store that nobody has used before this world; a process that is alone needs no port."""
-    if place.master_addr is None or place.master_port is None:
-        return HashStore()
-    # torchrun's agent may listen at its address itself, which torch's own rendezvous knows.
-    is_agents = has_agents_store(place) and not is_own_address
-    try:
-        if not is_agents:
-            return _own_store(place.master_addr, place.master_port, place, timeout_s, is_patient=is_patient)
-        await_listener(place.master_addr, place.master_port, timeout_s, is_patient=is_patient)
-        return agents_store(place.rank, place.world_size, timeout_s)
-    except XfflError:
-        raise
-    except RuntimeError as broken:
-        raise LaunchError(
-            f"rank {place.rank} of {place.world_size} ({place.launcher}) could not meet the others at "
-            f"{place.master_addr}:{place.master_port}: {broken}; check the address, that the port is free on rank 0's "
-            "host, and that all ranks were started"
-        ) from broken
-
-
-def _own_store(address: str, port: int, place: ProcessEnvironment, timeout_s: float, *, is_patient: bool) -> Store:
-    """Return a store at rank 0; other ranks wait until that of a set-up that failed before, if any, is gone."""
-    if place.rank == 0:
-        gc.collect()  # a set-up that failed may have left its store, and so this port, in a cycle with its error
-    is_local = place.is_on_one_host
-    deadline = time.monotonic() + timeout_s
-    while True:
-        left_s = max(deadline - time.monotonic(), 1.0)
-        timeout = timedelta(seconds=left_s)
-        if place.rank == 0:
-            try:
-                store = serve_store(address, port, place.world_size, timeout, is_local=is_local)
-            except PortHeldError as held:
-                from xffl.distributed.startup.mistakes import refuse_second_rank_0
-
-                refuse_second_rank_0(held, place, address, port)
-        else:
-            store = join_store(
-                address,
-                port,
-                place.world_size,
-                left_s,
-                is_local=is_local,
-                is_patient=is_patient,
-                waiting=f"rank {place.rank}" if place.rank == 1 or place.node_local_rank == 0 else "",
-            )
-        try:
-            check_world_size(store, place, timeout_s)
-            if arrive(store, place.world_size) == 0:
-                return store
-            store.wait(["xffl_end"], timeout)  # nobody sets it: what comes is the end of the store
-        except dist.DistNetworkError:
-            if place.rank == 0 or time.monotonic() > deadline:
-                raise
-
-
-def _world_store(meeting: Store, place: ProcessEnvironment, timeouts: Timeouts) -> Store:
-    """Return the store that the world keeps: not the one at the given port, which is free again once all have met.
-
-    torch's caches hold on to process groups, and so to their store, longer than the world lasts.
-    """
-    if place.master_addr is None or not isinstance(meeting, TCPStore):
-        return meeting
-    timeout = timedelta(seconds=timeouts.session_s)
-    if place.rank == 0:  # it tells where: every rank has looked for the control interface before (use_interface)
-        named = control_address()
-        is_local = named is None and place.is_on_one_host
-        store = serve_store(named or place.master_addr, 0, place.world_size, timeout, is_local=is_local)
-        address = LOOPBACK if is_local else named or place.master_addr
-        meeting.set("store", f"{address} {store.port}")
-        return store
-    address, port = meeting.get("store").decode().split()
-    store = TCPStore(address, int(port), place.world_size, False, timedelta(seconds=timeouts.connect_s), False)
-    store.set_timeout(timeout)
-    return store
 
 
 @dataclass(frozen=True)
@@ -581,7 +511,7 @@ def _join(meeting: Store, place: ProcessEnvironment, request: _Request) -> None:
     try:
         dist.init_process_group(
             backend,
-            store=PrefixStore("world", _world_store(meeting, place, request.timeouts)),
+            store=PrefixStore("world", world_store(meeting, place, request.timeouts)),
             rank=place.rank,
             world_size=place.world_size,
             timeout=timedelta(seconds=request.timeouts.session_s),

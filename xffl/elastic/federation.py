@@ -28,14 +28,9 @@ from xffl.cluster.lighthouse_address import bind_address, resolve_lighthouse
 from xffl.cluster.network import CELL_HEARTBEAT_TIMEOUT_S, CELL_JOIN_TIMEOUT_S
 from xffl.cluster.run_token import PROOF_KEY, prove_token, token_of
 from xffl.cluster.runtimes import Runtime, group_by_runtime
-from xffl.distributed.consistency import (
-    compute_device,
-    control_device,
-    own_runtime,
-    run_on_all_ranks,
-    tell_runtimes,
-)
+from xffl.distributed.consistency import compute_device, control_device, own_runtime, run_on_all_ranks
 from xffl.distributed.cross_world import CrossWorldGroup
+from xffl.distributed.differences import tell_runtimes
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.failures.faults import inject, is_planned
 from xffl.distributed.failures.faulty_group import FaultyGroup

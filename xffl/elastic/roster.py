@@ -34,8 +34,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from xffl.checks import shown
-from xffl.cluster.runtimes import Runtime, format_refusal
-from xffl.costs import EXCHANGE_FORMAT
+from xffl.cluster.runtimes import Runtime
+from xffl.costs import EXCHANGE_FORMAT, format_refusal
 from xffl.errors import ConfigError
 from xffl.journal.records import MOST_CELLS, MOST_RECORDS, ModelId, RoundRecord, make_id, read_held, read_id
 from xffl.journal.rule import History, Member, Wait, attempt_of, largest_told

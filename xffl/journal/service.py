@@ -32,7 +32,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from xffl.checks import decimal
-from xffl.cluster.listening import is_loopback, open_listener
+from xffl.cluster.listening import open_listener
+from xffl.cluster.network import is_loopback
 from xffl.errors import CheckpointError, ConfigError, LaunchError, XfflError
 from xffl.journal.folder import JournalFolder, hold_folder
 from xffl.journal.records import (
@@ -276,8 +277,8 @@ class RemoteJournal:
                 if time.monotonic() + pause_s > begun + self._patience_s:
                     reason = str(error) or type(error).__name__
                     raise JournalUnreachable(
-                        f"the journal {self._url} does not answer ({reason}); see that xffl lighthouse runs, that this "
-                        "host reaches it, and that it has this run's token"
+                        f"the journal {self._url} does not answer ({reason}); see that xffl lighthouse --journal runs, "
+                        "that this host reaches it, and that it has this run's token"
                     ) from error
             time.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

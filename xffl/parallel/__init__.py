@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from xffl.extras import lazy_names
+from xffl.lazy import lazy_names
 
 if TYPE_CHECKING:
     from xffl.parallel.config import DDPConfig, DistributedConfig, StrategyConfig, TrainingConfig, read_config

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from xffl.extras import lazy_names
+from xffl.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from xffl.costs import codec_bytes, codec_ratio
+    from xffl.codec_sizes import codec_bytes, codec_ratio
     from xffl.planning.bench import bench_figure, bench_table
     from xffl.planning.figures import topology_figure
     from xffl.planning.forecast import Link, forecast_data_parallel, forecast_round

@@ -163,7 +163,7 @@ def forecast_round(
     :param form: ``all_gather``, ``two_hop``, or ``auto``: as the aggregator chooses.
     :param rails: Whether every replica of a shard sends a part of its buckets, instead of one sender.
     :param own_links: Whether every rank that sends has a link of its own, instead of one for its cell.
-    :param codec_ratio: Bytes that cross over bytes of the model, above 0; see :func:`~xffl.costs.codec_ratio`.
+    :param codec_ratio: Bytes that cross over bytes of the model, above 0; see :func:`~xffl.codec_sizes.codec_ratio`.
         ``None``: values cross as they are. A codec takes time even if its ratio is 1 (bf16 for a model in bf16).
     :param bucket_bytes: Bytes of the model in a bucket, at least 1.
     :param fragments: Parts of the model, of which a round exchanges one; at least 1.

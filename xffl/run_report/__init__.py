@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from xffl.extras import lazy_names
+from xffl.lazy import lazy_names
 
 if TYPE_CHECKING:
     from xffl.run_report.page import Report, write_report

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from xffl.extras import lazy_names
+from xffl.lazy import lazy_names
 
 if TYPE_CHECKING:
     from xffl.training.callbacks.base import Callback, CallbackCollection

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from xffl.checks import decimal
-from xffl.cluster.hosts import host_identity
+from xffl.cluster.network import host_identity
 from xffl.errors import ConfigError
 from xffl.files import ENOTSUPP, create, naming_errors, open_regular, read_text, remove_file
 from xffl.json_text import parse_json

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from tests.chaos.inputs.parser import Parser
+from tests.journal_records import BASE, RECORDS, ROUND, RUN
 from xffl.aggregation.federations.hand_over import read_hand_over, write_hand_over
 from xffl.distributed.replicas.plain_values import to_plain
 from xffl.distributed.replicas.replica_transport import NONCE_BYTES, ShardTransport
@@ -24,17 +25,7 @@ from xffl.elastic.lighthouse import NotOwnRecord, Register
 from xffl.elastic.roster import CellRecord, form_epoch
 from xffl.errors import ConfigError
 from xffl.journal import records as journal
-from xffl.journal.records import (
-    ForgetRecord,
-    ModelId,
-    Record,
-    RoundRecord,
-    Start,
-    StartRecord,
-    VoidRecord,
-    next_lineage,
-    record_text,
-)
+from xffl.journal.records import ModelId, next_lineage, record_text
 from xffl.journal.rule import History, Member
 
 TOKEN = b"the token of all of them"
@@ -104,30 +95,11 @@ def read_stranger(content: bytes, folder: Path) -> object:
         raise ConfigError(str(error)) from error
 
 
-RUN = "a" * 32
-MODEL = ModelId(RUN, 6, "b" * 32)
-
-
 def journal_records(folder: Path) -> list[bytes]:
-    """Return a record of each kind."""
+    """Return a record of each kind, and the first of a run."""
     del folder
-    attempt = "c" * 32
-    round_ = RoundRecord(
-        run=RUN,
-        number=7,
-        id=attempt,
-        round=5,
-        base=MODEL,
-        lineage=next_lineage(None, attempt),
-        cells=(0, 2),
-        weights=(0.5, 0.0),
-        places=(10, 0, 12),
-        left=(1,),
-    )
-    first = replace(round_, number=0, id=RUN, round=1, base=None, lineage=next_lineage(None, RUN))
-    kept: list[Record] = [round_, first, VoidRecord(RUN, 8, attempt), ForgetRecord(RUN, 9, RUN, 1)]
-    kept.append(StartRecord(RUN, 8, attempt, (Start(0, RUN, MODEL), Start(1, attempt, None))))
-    return [record_text(record).encode() for record in kept]
+    first = replace(ROUND, number=0, id=RUN, round=1, base=None, lineage=next_lineage(None, RUN))
+    return [record_text(record).encode() for record in (*RECORDS, first)]
 
 
 def read_journal_record(content: bytes, folder: Path) -> object:
@@ -139,7 +111,7 @@ def read_journal_record(content: bytes, folder: Path) -> object:
     history = History()
     if record.number == 0:
         history.add([record])
-    return history.choose_base([Member(0, RUN, -1, MODEL)])
+    return history.choose_base([Member(0, RUN, -1, BASE)])
 
 
 OPTIMIZER = {"step": 3, "elements": {"momentum": {}}, "asked": {"class": "SGD"}}

@@ -39,7 +39,7 @@ class AggregationWeights:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if not all(math.isfinite(weight) and weight >= 0.0 for weight in self.weights) or not any(self.weights):
+        if not all(map(math.isfinite, self.weights)) or min(self.weights, default=0.0) < 0.0 or not any(self.weights):
             raise ConfigError(
                 f"the cells were given the weights {self.weights}, which must be finite, none negative and one "
                 "positive; choose another combiner or correct its options"

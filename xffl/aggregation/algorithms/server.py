@@ -270,6 +270,11 @@ def server_of(spec: object, *, writer: Writer) -> ServerOptimizer | None:
             f"device {str(device)[:40]!r} of the server comes from a file, where only cpu and cuda are allowed"
         )
     target, preset = locate("server", name, writer=writer)
+    if "rule" in preset and "rule" in options:
+        raise ConfigError(
+            f"server {name!r} has the rule {preset['rule']}, got the option rule={options['rule']}; leave rule out, or "
+            "give the server with that rule: fedadagrad, fedadam or fedyogi"
+        )
     checked = check_options(
         f"server {name!r}", target, options, bound=preset, writer=writer, beside=options_beside("server")
     )

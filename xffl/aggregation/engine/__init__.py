@@ -13,16 +13,18 @@ Once, when an aggregator is made:
 In each round:
 
 - ``planning.transfers``: the groups and buckets of the plan as one rank walks them, and whose values count.
-- ``groups``: the process groups of a round, and the messages on them.
-- ``buffers``: views of the model bucket by bucket, staging buffers, pools of buffers.
-- ``exchange``: the walk over all buckets: check, send, combine, broadcast, write; its docstring has the timeline.
+- ``groups``: the process groups of a round.
+- ``messages``: what ranks send and receive over these.
+- ``buffers``: views of the model bucket by bucket, and pools of buffers.
+- ``exchange``: the memory of a round, and the walk over all buckets: check, send, combine, broadcast, write; its
+  docstring has the timeline.
 - ``transport``: how one bucket gets from cell to cell, in one hop or two.
 - ``votes``: what each rank says in a vote, and how all ranks learn it.
 - ``decision.consensus``: whether a round takes place and whether its result counts, on all ranks alike.
 - ``decision.inconsistent``: the mark of a model whose weights may differ between ranks, because one could not know.
 
 A ``RoundRun`` reads and checks the model; ``RoundCoordinator.run`` votes, has it exchange the buckets, and votes again;
-``RoundRun.commit`` writes the model. What a feature does to this is a stage (``exchange.RoundStage``) in the list of
+``RoundRun.commit`` writes the model. What a feature does to this is a stage (``stage.RoundStage``) in the list of
 the aggregator's rounds, or a way over the buckets of its own (``exchange.Way``), each in a file of ``stages``. A plain
 round has neither, and goes through none of these files:
 
@@ -32,6 +34,8 @@ round has neither, and goes through none of these files:
 - ``decision.faulty_votes``: votes in which this process ends, for tests of what the others do then.
 - ``cell``: the mean of buffers over the ranks of a cell.
 - ``gpu_memory``: buffers on both sides, where values cross in the host's memory beside a GPU.
+- ``streams``: the stream of a GPU that rounds work on, and how long it takes for them.
+- ``weight_keepers``: what FSDP2 and ZeRO keep beside the model's tensors, before a round reads and writes these.
 - ``global_model``: the last agreed model, and the server rule that goes on from it.
 - ``global_state``: its state, brought to cells that are behind, and read from checkpoints.
 """

@@ -7,7 +7,7 @@ import itertools
 import math
 import operator
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from xffl.aggregation.engine.planning.plan import Item
 from xffl.aggregation.engine.planning.tensors import Axis, ModelTensor, canonical_axis
-from xffl.aggregation.engine.planning.transfers import Bucket, GroupTransfer, Piece
-from xffl.aggregation.mean import piece_length, wide_type
+from xffl.aggregation.engine.planning.transfers import Bucket, Piece
 from xffl.compat.pytorch import memory_of
 from xffl.distributed.sharding import local_tensor
 from xffl.errors import ConfigError
@@ -34,11 +33,10 @@ __all__ = [
     "Layout",
     "ModelCopy",
     "Pool",
-    "RoundBuffers",
-    "StagingBuffers",
     "TensorWatch",
     "aligned",
     "copy_memory",
+    "host_or_gpu",
     "sum_of_squares",
 ]
 
@@ -85,7 +83,8 @@ class Layout:
         self._origin = tuple(start for start, _ in held)
         self._held = tuple(stop - start for start, stop in held)
         self._moving: list[torch.Tensor] = []
-        self._found: list[list[object]] = []
+        self._is_sharded = False
+        self._memory_seen: list[list[object]] = []
         # Flat, where a tensor's elements follow each other in memory.
         self._views: list[torch.Tensor] = []
         # By identity: the exchange keeps its buckets, and hashing one would cost as much as walking it.
@@ -109,11 +108,28 @@ class Layout:
         return [tensor for tensor in kept if tensor is not None]
 
     def look_up(self) -> None:
-        """Look all tensors up anew; local."""
-        tensors = [*itertools.chain.from_iterable(held.values() for held in self._dicts)]
+        """Look all tensors up anew, where any has changed; local."""
+        tensors = [tensor for held in self._dicts for tensor in held.values()]
         is_same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
-        if is_same and _places(self._moving) == self._found:
-            return
+        if not is_same or self._look_at_memory() != self._memory_seen:
+            self._look_up_again(tensors)
+
+    def _look_at_memory(self) -> list[list[object]]:
+        """Return what changes when the model keeps its tensors elsewhere or otherwise; cheap."""
+        local = [local_tensor(tensor) for tensor in self._moving] if self._is_sharded else self._moving
+        # An address cannot be taken by another tensor, since the views keep the old one alive. Numbers only, where
+        # there can be thousands: tuples would set off Python's garbage collector.
+        is_whole: list[object] = [tensor.is_contiguous() for tensor in local]
+        return [
+            is_whole,
+            [tensor.stride() for tensor, whole in zip(local, is_whole, strict=True) if not whole],
+            [tensor.data_ptr() for tensor in local],
+            [tensor.numel() for tensor in local],
+            [tensor.dtype for tensor in local],
+        ]
+
+    def _look_up_again(self, tensors: list[torch.Tensor | None]) -> None:
+        """Find the views of ``tensors``, all that the model has."""
         views = [
             torch.empty(0, dtype=torch.float32) if entry is None else entry.elements(axis)
             for entry, axis in zip(self._entries, self._axis, strict=True)
@@ -135,11 +151,12 @@ class Layout:
         self.shares_memory = shared is not None
         self._views = [view.view(-1) if view.is_contiguous() else view for view in views]
         self._moving = [entry.tensor() for entry in self._entries if entry is not None]
+        self._is_sharded = any(isinstance(tensor, DTensor) for tensor in self._moving)
         self._of_bucket.clear()
         self._cuts.clear()
         # Last: an interrupt before this has the next round look once more.
         self._tensors = tensors
-        self._found = _places(self._moving)
+        self._memory_seen = self._look_at_memory()
 
     def _find_shared(self, views: Sequence[torch.Tensor]) -> tuple[int, int] | None:
         """Return two tensors whose memory overlaps, by their places in the plan, if there are any."""
@@ -244,7 +261,7 @@ class TensorWatch:
         self._roots = tuple(roots)
         self._changed = changed
         self._tensors: list[torch.Tensor | None] = []
-        self._trains: list[bool] = []
+        self._trains: list[bool | None] = []
         self.note()
 
     def note(self) -> None:
@@ -262,25 +279,17 @@ class TensorWatch:
 
     def _look(self) -> list[torch.Tensor | None]:
         """Return parameters and buffers, also those that are ``None``; a step of Python for each module only."""
-        modules = itertools.chain.from_iterable(root.modules() for root in self._roots)
-        held = ((module._parameters.values(), module._buffers.values()) for module in modules)
-        return [*itertools.chain.from_iterable(itertools.chain.from_iterable(held))]
+        tensors: list[torch.Tensor | None] = []
+        for root in self._roots:
+            for module in root.modules():
+                tensors += module._parameters.values()
+                tensors += module._buffers.values()
+        return tensors
 
 
-def _trains(tensors: Sequence[torch.Tensor | None]) -> list[bool]:
-    return [tensor.requires_grad for tensor in tensors if tensor is not None]
-
-
-def _places(tensors: list[torch.Tensor]) -> list[list[object]]:
-    """Return what changes when the model keeps its tensors elsewhere or otherwise; cheap."""
-    is_any_sharded = any(issubclass(kind, DTensor) for kind in set(map(type, tensors)))
-    local = list(map(local_tensor, tensors)) if is_any_sharded else tensors
-    # An address cannot be taken by another tensor, since the views keep the old one alive. Numbers only, where there
-    # can be thousands: tuples would set off Python's garbage collector.
-    look_at = (torch.Tensor.data_ptr, torch.Tensor.numel, operator.attrgetter("dtype"))
-    is_whole: list[object] = list(map(torch.Tensor.is_contiguous, local))
-    gaps: list[object] = [tensor.stride() for tensor, whole in zip(local, is_whole, strict=True) if not whole]
-    return [gaps, is_whole, *(list(map(look, local)) for look in look_at)]
+def _trains(tensors: Sequence[torch.Tensor | None]) -> list[bool | None]:
+    """Return which tensors train; ``None`` for what is none."""
+    return [None if tensor is None else tensor.requires_grad for tensor in tensors]
 
 
 def _flat(view: torch.Tensor) -> torch.Tensor:
@@ -347,9 +356,6 @@ class Copies:
     def settle(self, bucket: Bucket) -> None:
         """Let the host wait until a bucket's values have come, if they are on their way."""
 
-    def hold_writes(self) -> None:
-        """Make the caller's streams wait for pending copies out of the model."""
-
     def bring(self, values: torch.Tensor, into: torch.Tensor) -> None:
         """Copy a bucket's result to where the ranks of the cell get it."""
         into.copy_(values)
@@ -397,48 +403,6 @@ class Arena:
         return self._memory[start : start + nbytes].view(dtype)
 
 
-class StagingBuffers:
-    """The buffers between the model and the exchange, made in the first round and kept, since fresh memory is slow.
-
-    With ``atomic``, ``stages`` has the new values of each transfer, by its number, until they are committed.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        device: torch.device,
-        *,
-        atomic: bool,
-        moving: Copies,
-        arena: Arena | None = None,
-    ) -> None:
-        self.layout = layout
-        self.device = device
-        self.atomic = atomic
-        self._arena = arena
-        self.moving = moving
-        self.stages: dict[int, torch.Tensor] = {}
-        self.copies: dict[int, torch.Tensor] = {}
-        self.packs = Pool(0, device)
-        self.packed: dict[int, torch.Tensor] = {}  # by the id of a bucket: its values, until the exchange asks for them
-
-    def make(self, transfers: Sequence[GroupTransfer], *, keeps: bool) -> None:
-        """Make where the new values of groups wait, and, if asked, where the old ones are kept; once."""
-        for transfer in transfers:
-            for buffers, is_needed in ((self.stages, self.atomic), (self.copies, keeps)):
-                if not is_needed or transfer.number in buffers:
-                    continue
-                numel, dtype = transfer.group.numel, transfer.dtype
-                if self._arena is None or buffers is not self.stages:
-                    buffers[transfer.number] = host_or_gpu(numel, dtype, self.device)
-                else:
-                    buffers[transfer.number] = self._arena.take(numel, dtype)
-
-    def stage(self, transfer: GroupTransfer, bucket: Bucket) -> torch.Tensor:
-        """Return where a bucket's new values wait."""
-        return self.stages[transfer.number][bucket.start : bucket.stop]
-
-
 class BucketMemory(NamedTuple):
     """Where a bucket's values lie on one rank in a round, and the buffers lent for them."""
 
@@ -447,127 +411,6 @@ class BucketMemory(NamedTuple):
     lent: torch.Tensor | None
     result: torch.Tensor  # what all ranks of the cell get: out, or memory of the GPU
     result_lent: torch.Tensor | None = None
-
-
-class RoundBuffers:
-    """Where one round reads this rank's values and leaves its results; local.
-
-    Made before the round reads anything, with all that it needs, so that it does not run out of memory on its way.
-    ``pause_of`` tells for each transfer how many of its buckets are under way at a time.
-    """
-
-    def __init__(
-        self, staging: StagingBuffers, transfers: Sequence[GroupTransfer], pause_of: Mapping[int, int], copy: ModelCopy
-    ) -> None:
-        self._staging = staging
-        self._layout = staging.layout
-        self._device = staging.device
-        self.copy = copy
-        self._reads_stages = False
-        self._copies = staging.moving
-        self._postponed: set[int] = set()  # by the id of a bucket
-        self._copies.finish()  # those of a round that did not take place, or is still being written
-        while staging.packed:  # of a round that did not take place
-            staging.packs.release(staging.packed.popitem()[1])
-        staging.make(transfers, keeps=copy is ModelCopy.KEPT)
-        packed = [
-            ((bucket.stop - bucket.start) * transfer.dtype.itemsize, pause_of[transfer.number])
-            for transfer in transfers
-            for bucket in (() if staging.atomic else transfer.buckets)
-            if self._layout.run_of(bucket, self._device) is None
-        ]
-        count = min(len(packed), max((pause for _, pause in packed), default=0))
-        self._has_room = count == len(packed)
-        staging.packs.reserve(count, max((nbytes for nbytes, _ in packed), default=0))
-
-    def acquire(
-        self, transfer: GroupTransfer, bucket: Bucket
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return where a bucket's values are read and where they are written, and the buffer lent for that, if any."""
-        if not self._staging.atomic:
-            values, lent = self.acquire_values(transfer, bucket)
-            return values, values, lent
-        stage = self._staging.stage(transfer, bucket)
-        if transfer.group.is_mean_in_cell or self._reads_stages:
-            return stage, stage, None
-        if self.copy is not ModelCopy.NONE:
-            return self.copy_of(transfer, bucket), stage, None
-        run = self._layout.run_of(bucket, self._device)
-        return (stage if run is None else run), stage, None
-
-    def acquire_values(self, transfer: GroupTransfer, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return where a bucket's values lie in the model, or a buffer to pack them into, which is lent."""
-        run = self._layout.run_of(bucket, self._device)
-        if run is not None:
-            return run, None
-        lent = self._staging.packed.get(id(bucket))
-        if lent is None:
-            lent = self._staging.packs.acquire((bucket.stop - bucket.start) * transfer.dtype.itemsize)
-        return lent[: (bucket.stop - bucket.start) * transfer.dtype.itemsize].view(transfer.dtype), lent
-
-    def release(self, lent: torch.Tensor | None) -> None:
-        """Take back what was lent."""
-        self._staging.packs.release(lent)
-
-    def pack(self, transfer: GroupTransfer, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Copy a bucket out of the model where it has to be; a copy from a GPU may still be on its way."""
-        values, _, lent = self.acquire(transfer, bucket)
-        run = self._layout.run_of(bucket, self._device)
-        if run is None or run.data_ptr() != values.data_ptr():
-            self._copies.start(self._layout, bucket, values)
-        return values, lent
-
-    def postpone(self, bucket: Bucket) -> None:
-        """Leave a bucket in the model until :meth:`fill` asks for it."""
-        self._postponed.add(id(bucket))
-
-    def settle(self, bucket: Bucket) -> None:
-        """Let the host wait until a bucket's values have come."""
-        self._copies.settle(bucket)
-
-    def keep(self, bucket: Bucket, lent: torch.Tensor | None) -> None:
-        """Keep what :meth:`pack` has copied until :meth:`fill` asks for it, where there is room for all of a round."""
-        if lent is not None and self._has_room:
-            self._staging.packed[id(bucket)] = lent
-        else:
-            self.release(lent)
-
-    def is_to_fill(self, bucket: Bucket, lent: torch.Tensor | None) -> bool:
-        """Tell whether :meth:`fill` is to be called before a bucket's values are read."""
-        return lent is not None or id(bucket) in self._postponed
-
-    def fill(self, bucket: Bucket, values: torch.Tensor) -> None:
-        """Copy a bucket out of the model where it was postponed, or was not kept; it may still be on its way."""
-        if self._staging.packed.pop(id(bucket), None) is None:
-            self._copies.start(self._layout, bucket, values)
-
-    def copy_of(self, transfer: GroupTransfer, bucket: Bucket) -> torch.Tensor:
-        """Return a bucket as it was copied out of the model when the round began."""
-        copies = self._staging.copies if self.copy is ModelCopy.KEPT else self._staging.stages
-        return copies[transfer.number][bucket.start : bucket.stop]
-
-    def read_from_stages(self) -> None:
-        """Read values from the stages from now on: something has written there what is to leave this rank."""
-        self._reads_stages = True
-
-    def merge(self, transfer: GroupTransfer, bucket: Bucket, mean: torch.Tensor, alpha: float | None) -> None:
-        """Write a mean into a model that has gone on since; ``mean`` itself stays what all ranks agreed on."""
-        lent = self._staging.packs.acquire(mean.nbytes)
-        local = lent[: mean.nbytes].view(mean.dtype)
-        self._layout.pack(bucket, local)
-        copy = mean if alpha is not None else self.copy_of(transfer, bucket)
-        self.settle(bucket)
-        # Piece by piece on a CPU: what is computed stays in its cache, and in memory that it has at hand.
-        length = piece_length(local.device)
-        for pieces in zip(*(torch.split(one, length) for one in (local, copy, mean)), strict=True):
-            now, before, agreed = (piece.to(wide_type(mean.dtype)) for piece in pieces)  # rounded once
-            if alpha is not None:
-                merged = torch.lerp(agreed, now, alpha)
-            else:  # what has not moved keeps the sign of a zero
-                merged = torch.where(now == before, agreed, torch.sub(now, before).add_(agreed))
-            pieces[0].copy_(merged)
-        self._layout.unpack(bucket, local)
-        self._staging.packs.release(lent)
 
 
 LINE = 64
@@ -585,9 +428,10 @@ class Pool:
 
     def reserve(self, count: int, nbytes: int = 0) -> None:
         """Make as many buffers of at least ``nbytes`` as will be lent at a time, where all are here."""
-        lent = [self.acquire(nbytes) for _ in range(count)]
-        for buffer in lent:
-            self.release(buffer)
+        if nbytes > self._nbytes:
+            self.widen(nbytes)
+        while len(self._free) < count:
+            self._free.append(self._make())
 
     def widen(self, nbytes: int) -> None:
         """Have all buffers from now on hold at least ``nbytes``."""
@@ -598,9 +442,12 @@ class Pool:
 
     def acquire(self, nbytes: int = 0) -> torch.Tensor:
         """Lend a buffer of at least ``nbytes``."""
-        self.widen(nbytes)
-        if self._free:
-            return self._free.popleft()  # in turn, so that a round uses each for what the round before did
+        if nbytes > self._nbytes:
+            self.widen(nbytes)
+        # In turn, so that a round uses each for what the round before did.
+        return self._free.popleft() if self._free else self._make()
+
+    def _make(self) -> torch.Tensor:
         # A buffer outlives the round, so it must not be an inference tensor if that is where the round takes place.
         with torch.inference_mode(False):
             return host_or_gpu(self._nbytes, torch.uint8, self._device)
@@ -637,21 +484,23 @@ class FiniteCheck:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._energies: dict[torch.device, list[tuple[Bucket, torch.Tensor]]] = {}
+        # By device: buckets, and a number for each that is finite only if all values are.
+        self._seen: dict[torch.device, tuple[list[Bucket], list[torch.Tensor]]] = {}
 
     def add(self, bucket: Bucket, values: torch.Tensor) -> None:
         """Look at a bucket's values; a GPU is not waited for."""
-        self._energies.setdefault(values.device, []).append((bucket, sum_of_squares(values)))
+        buckets, energies = self._seen.setdefault(values.device, ([], []))
+        buckets.append(bucket)
+        energies.append(sum_of_squares(values))
 
     def report(self) -> FiniteReport:
         """Return what was found in all of them."""
-        found: set[int] = set()
-        for some in self._energies.values():  # each GPU is read once
-            read = torch.stack([energy for _, energy in some]).tolist()
-            for (bucket, _), energy in zip(some, read, strict=True):
+        items: set[int] = set()
+        for buckets, energies in self._seen.values():  # each GPU is read once
+            for bucket, energy in zip(buckets, torch.stack(energies).tolist(), strict=True):
                 if not math.isfinite(energy):
-                    found.update(self._layout.nonfinite(bucket))
-        return FiniteReport([self._layout.name(item) for item in sorted(found)])
+                    items.update(self._layout.nonfinite(bucket))
+        return FiniteReport([self._layout.name(item) for item in sorted(items)])
 
 
 def sum_of_squares(values: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import torch.distributed as dist
 
@@ -23,11 +21,8 @@ def cell_rows_nbytes(transfer: GroupTransfer) -> int:
     return aligned(largest * transfer.dtype.itemsize) * transfer.cell_group.size()
 
 
-def mean_in_cell(
-    pools: Mapping[torch.device, Pool], profile: RoundProfile, home: dist.ProcessGroup, values: torch.Tensor
-) -> None:
+def mean_in_cell(pool: Pool, profile: RoundProfile, home: dist.ProcessGroup, values: torch.Tensor) -> None:
     """Replace a bucket by its mean over the ranks of ``home``, each counted alike."""
-    pool = pools[values.device]
     with profile.phase("home"):
         lent = pool.acquire(aligned(values.nbytes) * home.size())
         rows = [row[: values.nbytes] for row in pool.rows(lent, torch.uint8, home.size())]

@@ -1,6 +1,6 @@
 """The exchange of a round: send buckets between cells, combine them, and broadcast the result inside each cell.
 
-A bucket's way is a generator, :meth:`Walk.steps`; :class:`BucketPipeline` keeps several under way::
+A bucket's way is a generator, :meth:`Walk.steps`; :func:`interleave` keeps several under way::
 
     bucket 0   pack  recv.. send ....wire....  mean  bcast-in-cell  write
     bucket 1         pack  recv.. send ....wire....  mean  bcast ...
@@ -20,48 +20,58 @@ other rank waits for it, and votes no afterwards. Only a failed communication en
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from operator import itemgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from xffl.aggregation.algorithms.combiners import CellStats, Combiner, WeightedCombiner
 from xffl.aggregation.engine.buffers import (
+    Arena,
     BucketMemory,
+    Copies,
     FiniteCheck,
-    FiniteReport,
     Layout,
     ModelCopy,
     Pool,
-    RoundBuffers,
-    StagingBuffers,
     aligned,
+    host_or_gpu,
 )
 from xffl.aggregation.engine.cell import cell_rows_nbytes, mean_in_cell
 from xffl.aggregation.engine.groups import RoundGroups
-from xffl.aggregation.engine.planning.transfers import Bucket, GroupTransfer, RoundContext
+from xffl.aggregation.engine.planning.transfers import (
+    Bucket,
+    BucketRun,
+    FragmentPlan,
+    GroupTransfer,
+    RoundContext,
+    plan_fragments,
+)
 from xffl.aggregation.engine.transport import CrossCellTransport, Crossing, ExactValues, Link
 from xffl.aggregation.engine.votes import RoundStatus
+from xffl.aggregation.mean import piece_length, wide_type
 from xffl.aggregation.report import RoundProfile
 from xffl.distributed.collectives import broadcast
 from xffl.errors import RoundError
 
+if TYPE_CHECKING:
+    from xffl.aggregation.engine.stage import RoundStage
+
 __all__ = [
     "HOME_LAG",
-    "BucketPipeline",
     "Exchange",
     "ExchangeWalk",
     "Inspection",
     "Memory",
     "RoundMemory",
     "RoundRun",
-    "RoundStage",
     "Walk",
     "Way",
+    "interleave",
     "share_in_cell",
     "weigh_cells",
 ]
@@ -75,13 +85,14 @@ def share_in_cell(
     link: Link, profile: RoundProfile, transfer: GroupTransfer, bucket: Bucket, out: torch.Tensor, result: torch.Tensor
 ) -> Iterator[int]:
     """Broadcast a sender's ``out`` inside the cell, into ``result`` of all ranks, which may be the same memory."""
-    home, is_sender = transfer.cell_group, transfer.is_sent_here(bucket)
+    home = transfer.cell_group
+    is_sender = transfer.sends[bucket.number]
     assert home is not None
     if is_sender and result is not out:
         with profile.capture_failure("home"):
             link.copies.bring(out, result)
     with profile.phase("home"):
-        source = link.round_groups.first + transfer.senders_of(bucket)[transfer.cell]
+        source = link.round_groups.first + transfer.senders[bucket.number][transfer.cell]
         work = dist.broadcast(result.view(torch.uint8), src=source, group=home, async_op=True)
     profile.bytes_home += result.nbytes * (home.size() - 1) if is_sender else 0
     yield HOME_LAG
@@ -113,6 +124,7 @@ class Exchange:
     ) -> None:
         self.layout = layout
         self.transfers = tuple(transfers)
+        self.plans = plan_fragments(transfers)
         self.link = link
         self.device = link.device
         self.atomic = atomic
@@ -138,7 +150,7 @@ class Exchange:
         """Yield what training changes of the model that this rank sends: tensor, first element, values; local."""
         for transfer in self.transfers:
             for bucket in transfer.buckets if transfer.group.is_stepped else ():
-                if not transfer.is_sent_here(bucket):
+                if not transfer.sends[bucket.number]:
                     continue
                 values = torch.empty(bucket.stop - bucket.start, dtype=transfer.dtype, device=self.device)
                 self.layout.pack(bucket, values)
@@ -159,9 +171,12 @@ class Exchange:
 
     def end_round(self) -> None:
         """Conclude a round; stages that rounds no longer need are left out of the next one."""
+        staying: list[RoundStage] = []
         for stage in self.stages:
             stage.end()
-        self.stages = tuple(stage for stage in self.stages if not stage.is_over)
+            if not stage.is_over:
+                staying.append(stage)
+        self.stages = tuple(staying)
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -169,109 +184,6 @@ class Exchange:
         self.layout.look_up()
         for stage in self.stages:
             stage.restart()
-
-
-class RoundStage:
-    """What a feature does to a round; a plain round has none.
-
-    The methods follow in the order of a round, and do nothing here. They are local where they do not say otherwise.
-    """
-
-    key: str | None = None
-    """The name, in an aggregator's state dict, of what the stage remembers from round to round."""
-
-    weighs_result = False
-    """Whether :meth:`result` tells something that all ranks have to know before they write."""
-
-    inspects = False
-    """Whether :meth:`inspect` looks at values, which have to be with the host then."""
-
-    def open(self, fragment: int, *, is_weighed: bool) -> None:
-        """Raise, before the model is read, where no round can be made: the first vote tells all ranks.
-
-        ``is_weighed`` tells whether the caller gave a weight.
-        """
-
-    def read(self, *, has_steps: bool) -> None:
-        """Look at the model before its values are read; ``has_steps`` tells whether this cell has trained."""
-
-    def begin(self, fragment: int, copy: ModelCopy) -> ModelCopy:
-        """Forget a round that was not taken; return what this one has to copy, if that is more than ``copy``."""
-        return copy
-
-    def inspect(self, transfer: GroupTransfer, bucket: Bucket, values: torch.Tensor) -> None:
-        """Look at what this rank is going to send of a bucket that training changes."""
-
-    def end_inspection(self) -> None:
-        """Conclude what :meth:`inspect` has seen."""
-
-    def status(self, fragment: int) -> Mapping[str, Any]:
-        """Return fields of this rank's status in the first vote."""
-        return {}
-
-    def compare(self, statuses: Sequence[RoundStatus]) -> None:
-        """Compare what ranks have told in the first vote; raise on all alike. May communicate over all ranks."""
-
-    def count(self, context: RoundContext, statuses: Sequence[RoundStatus]) -> RoundContext:
-        """Add to what a round counts with what all ranks have told; pure."""
-        return context
-
-    def check(self, context: RoundContext) -> None:
-        """Raise where these cells cannot be combined so; pure, the same on all ranks."""
-
-    def weighed(self, run: RoundRun, context: RoundContext) -> RoundContext:
-        """Change what the combiner has weighed the cells with; may communicate over all ranks."""
-        return context
-
-    def before_exchange(self, run: RoundRun, context: RoundContext) -> None:
-        """Change what is sent, once it is known who contributes; may communicate within the cell."""
-
-    def payload(self, crossing: Crossing) -> ExactValues | None:
-        """Return what crosses in place of the values as they are."""
-        return None
-
-    def written(self, transfer: GroupTransfer, bucket: Bucket, new: torch.Tensor) -> None:
-        """Note what a bucket has become, where it is written during the exchange (``atomic=False``)."""
-
-    def write(self, run: RoundRun, context: RoundContext) -> Iterator[tuple[GroupTransfer, Bucket, torch.Tensor]]:
-        """Yield what is written in place of the collected values, behind the second vote."""
-        return iter(())
-
-    def result(self, run: RoundRun) -> Mapping[str, Any]:
-        """Return fields of this rank's status that tell of the combined values, for the second vote; local."""
-        return {}
-
-    def conclude(self, context: RoundContext, statuses: Sequence[RoundStatus]) -> RoundContext:
-        """Return the context with what follows from everybody's :meth:`result`; pure, the same on all ranks."""
-        return context
-
-    def commit(self, run: RoundRun) -> None:
-        """Conclude a round that was taken and written."""
-
-    def report(self) -> Mapping[str, Any]:
-        """Return fields of the round's report."""
-        return {}
-
-    def end(self) -> None:
-        """Conclude a round, also one that moved nothing."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether rounds no longer need this stage: it is taken out of their list."""
-        return False
-
-    def restart(self) -> None:
-        """Go on from the model as it stands, the same in all cells."""
-
-    def forget(self) -> None:
-        """Forget what may differ between ranks since a round tore the model."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs, of a stage that has a ``key``."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned."""
 
 
 class Inspection(NamedTuple):
@@ -284,94 +196,219 @@ class Inspection(NamedTuple):
 class Memory:
     """The memory that rounds of a rank use again: made in the first round and kept, since fresh memory is slow.
 
-    This form is for values that are sent from where the model lies. Beside a GPU whose values cross in the host's
-    memory there is another one, see :mod:`xffl.aggregation.engine.gpu_memory`.
+    With ``atomic``, ``stages`` has the new values of each transfer, by its number, until they are committed. This form
+    is for values that are sent from where the model lies. Beside a GPU whose values cross in the host's memory there is
+    another one, see :mod:`xffl.aggregation.engine.gpu_memory`.
     """
 
-    def __init__(self, layout: Layout, transfers: Sequence[GroupTransfer], link: Link, *, atomic: bool) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        transfers: Sequence[GroupTransfer],
+        device: torch.device,
+        *,
+        copies: Copies,
+        atomic: bool,
+        arena: Arena | None = None,
+    ) -> None:
         self.layout = layout
-        self.link = link
-        self.cell_rows = {link.device: Pool(0, link.device)}
-        """Buffers for the values of all ranks of a cell whose mean is taken, by the device where it is."""
-        if link.arena is not None:
-            link.arena.restart(sum(aligned(one.group.numel * one.dtype.itemsize) for one in transfers))
-        self.staging = StagingBuffers(layout, link.device, atomic=atomic, moving=link.copies, arena=link.arena)
-
-    @property
-    def results(self) -> dict[int, torch.Tensor]:
-        """Where new values wait, by the number of the transfer."""
-        return self.staging.stages
+        self.device = device
+        self.copies = copies
+        self.atomic = atomic
+        self._arena = arena
+        if arena is not None:
+            arena.restart(sum(aligned(transfer.group.numel * transfer.dtype.itemsize) for transfer in transfers))
+        self.stages: dict[int, torch.Tensor] = {}
+        self.results: Mapping[int, torch.Tensor] = self.stages
+        """Where new values wait, by the number of the transfer"""
+        self.kept: dict[int, torch.Tensor] = {}
+        """Where old values are kept, with ``ModelCopy.KEPT``"""
+        self.packs = Pool(0, device)
+        self.packed: dict[int, torch.Tensor] = {}
+        """By the id of a bucket its values, until the exchange asks for them"""
+        self.keeps_packed = True
+        """Whether there is room for all that a round packs"""
+        cell_rows_bytes = max(map(cell_rows_nbytes, transfers), default=0)
+        self.cell_rows = Pool(cell_rows_bytes, device)
+        """Buffers for the values of all ranks of a cell whose mean is taken"""
+        self._cell_rows_count = 1 if cell_rows_bytes else 0
 
     def of_round(self, transfers: Sequence[GroupTransfer], copy: ModelCopy, profile: RoundProfile) -> RoundMemory:
         """Make what a round needs, so that it does not run out of memory on its way."""
-        return RoundMemory(self, RoundBuffers(self.staging, transfers, self.pauses(transfers), copy), profile)
+        self.prepare(transfers, copy)
+        return RoundMemory(self, copy, profile)
 
-    def pauses(self, transfers: Sequence[GroupTransfer]) -> dict[int, int]:
-        """Return, by the number of the transfer, how many buckets are started while one of them is under way."""
-        return {transfer.number: self.link.pause(transfer) + HOME_LAG for transfer in transfers}
+    def prepare(self, transfers: Sequence[GroupTransfer], copy: ModelCopy) -> None:
+        """Make where the values of groups wait, once; take back what a round that did not take place has packed."""
+        while self.packed:
+            self.packs.release(self.packed.popitem()[1])
+        for transfer in transfers:
+            if self.atomic and transfer.number not in self.stages:
+                self.stages[transfer.number] = self._make_stage(transfer)
+            if copy is ModelCopy.KEPT and transfer.number not in self.kept:
+                self.kept[transfer.number] = host_or_gpu(transfer.group.numel, transfer.dtype, self.device)
+        if not self.atomic:
+            self._reserve_packs(transfers)
+        self.cell_rows.reserve(self._cell_rows_count)
 
-    def home_device_of(self, transfer: GroupTransfer) -> torch.device:
-        """Return where the ranks of this cell get a group's result."""
-        return self.link.device
+    def _make_stage(self, transfer: GroupTransfer) -> torch.Tensor:
+        if self._arena is None:
+            return host_or_gpu(transfer.group.numel, transfer.dtype, self.device)
+        return self._arena.take(transfer.group.numel, transfer.dtype)
 
-    def reserve_cell_rows(self, transfers: Sequence[GroupTransfer]) -> None:
-        """Make room for the buckets whose mean over the cell is taken; local."""
-        for device, pool in self.cell_rows.items():
-            nbytes = [cell_rows_nbytes(transfer) for transfer in transfers if self.home_device_of(transfer) == device]
-            if any(nbytes):
-                pool.reserve(1, max(nbytes))
+    def _reserve_packs(self, transfers: Sequence[GroupTransfer]) -> None:
+        """Make buffers for the buckets that are no run of memory: for all of them, or for those under way at a time."""
+        packed = [
+            ((bucket.stop - bucket.start) * transfer.dtype.itemsize, transfer.pause + HOME_LAG)
+            for transfer in transfers
+            for bucket in transfer.buckets
+            if self.layout.run_of(bucket, self.device) is None
+        ]
+        count = min(len(packed), max((pause for _, pause in packed), default=0))
+        self.keeps_packed = count == len(packed)
+        self.packs.reserve(count, max((nbytes for nbytes, _ in packed), default=0))
+
+    def stage(self, transfer: GroupTransfer, bucket: Bucket) -> torch.Tensor:
+        """Return where a bucket's new values wait."""
+        return self.stages[transfer.number][bucket.start : bucket.stop]
 
 
 class RoundMemory:
-    """The memory of one round."""
+    """Where one round reads this rank's values and leaves its results; local."""
 
-    def __init__(self, memory: Memory, buffers: RoundBuffers, profile: RoundProfile) -> None:
-        self.memory = memory
-        self.buffers = buffers
+    def __init__(self, memory: Memory, copy: ModelCopy, profile: RoundProfile) -> None:
+        self.buffers = memory
+        self.copy = copy
         self.profile = profile
+        self.is_atomic = memory.atomic
+        self._layout = memory.layout
+        self._reads_stages = False
+        self._postponed: set[int] = set()  # by the id of a bucket
 
-    def buffers_of(self, transfer: GroupTransfer) -> RoundBuffers:
-        """Return the buffers between the model and the result of a group."""
-        return self.buffers
+    def inspect(self, buckets: BucketRun, inspection: Inspection) -> None:
+        """Pack what has to be copied; check what this rank sends for NaN and infinity."""
+        for transfer, bucket in buckets:
+            self.inspect_bucket(transfer, bucket, inspection)
+        for stage in inspection.stages:
+            stage.end_inspection()
 
-    def inspect(self, transfer: GroupTransfer, bucket: Bucket, inspection: Inspection) -> None:
-        """Pack a bucket where it has to be copied; check what this rank sends for NaN and infinity."""
-        is_sender = transfer.is_sent_here(bucket)
-        if not (self.buffers.copy is ModelCopy.KEPT or transfer.group.is_mean_in_cell or is_sender):
+    def inspect_bucket(self, transfer: GroupTransfer, bucket: Bucket, inspection: Inspection) -> None:
+        """Pack a bucket where it has to be copied, and check it."""
+        is_sender = transfer.sends[bucket.number]
+        if not (self.copy is ModelCopy.KEPT or transfer.group.is_mean_in_cell or is_sender):
             return
-        values, lent = self.buffers.pack(transfer, bucket)
+        place = self.acquire(transfer, bucket)
+        self.pack(bucket, place.values)
         if transfer.group.rule == "average":
-            inspection.finite_check.add(bucket, values)
+            inspection.finite_check.add(bucket, place.values)
         if is_sender and transfer.group.is_stepped:
             for stage in inspection.stages:
-                stage.inspect(transfer, bucket, values)
-        self.buffers.keep(bucket, lent)
+                stage.inspect(transfer, bucket, place.values)
+        if place.lent is not None:
+            self.keep(bucket, place.lent)
 
     def acquire(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
         """Return where a bucket's values are read and its result goes."""
-        values, out, lent = self.buffers.acquire(transfer, bucket)
-        return BucketMemory(values, out, lent, out)
+        if not self.is_atomic:
+            return self._acquire_in_place(transfer, bucket)
+        stage = self.buffers.stage(transfer, bucket)
+        values: torch.Tensor | None = stage
+        if not (transfer.group.is_mean_in_cell or self._reads_stages):
+            if self.copy is ModelCopy.NONE:
+                values = self._layout.run_of(bucket, self.buffers.device)
+            else:
+                values = self.copy_of(transfer, bucket)
+        return BucketMemory(stage if values is None else values, out=stage, lent=None, result=stage)
+
+    def _acquire_in_place(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
+        """Return where a bucket's values lie in the model, or a buffer to pack them into, which is lent."""
+        values = self._layout.run_of(bucket, self.buffers.device)
+        lent: torch.Tensor | None = None
+        if values is None:
+            nbytes = (bucket.stop - bucket.start) * transfer.dtype.itemsize
+            lent = self.buffers.packed.get(id(bucket))
+            if lent is None:
+                lent = self.buffers.packs.acquire(nbytes)
+            values = lent[:nbytes].view(transfer.dtype)
+        return BucketMemory(values, out=values, lent=lent, result=values)
+
+    def pack(self, bucket: Bucket, values: torch.Tensor) -> None:
+        """Copy a bucket out of the model, unless it is read there; a copy from a GPU may still be on its way."""
+        run = self._layout.run_of(bucket, self.buffers.device)
+        if run is None or run.data_ptr() != values.data_ptr():
+            self.buffers.copies.start(self._layout, bucket, values)
+
+    def keep(self, bucket: Bucket, lent: torch.Tensor) -> None:
+        """Keep what :meth:`pack` has copied until :meth:`fill` asks for it, where there is room for all of a round."""
+        if self.buffers.keeps_packed:
+            self.buffers.packed[id(bucket)] = lent
+        else:
+            self.buffers.packs.release(lent)
+
+    def postpone(self, bucket: Bucket) -> None:
+        """Leave a bucket in the model until :meth:`fill` asks for it."""
+        self._postponed.add(id(bucket))
 
     def read(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
         """Return where a bucket lies, with its values, of buffers their mean over the cell."""
-        memory = self.acquire(transfer, bucket)
+        place = self.acquire(transfer, bucket)
         home = transfer.cell_group if transfer.group.is_mean_in_cell else None
-        if (home is not None or transfer.is_sent_here(bucket)) and self.buffers.is_to_fill(bucket, memory.lent):
+        if (home is not None or transfer.sends[bucket.number]) and self.is_to_fill(bucket, place.lent):
             with self.profile.capture_failure("pack"):
-                self.buffers.fill(bucket, memory.values)
+                self.fill(bucket, place.values)
         if home is not None:
             with self.profile.capture_failure("pack"):
-                self.buffers.settle(bucket)
-            mean_in_cell(self.memory.cell_rows, self.profile, home, memory.values)
-        return memory
+                self.settle(bucket)
+            mean_in_cell(self.buffers.cell_rows, self.profile, home, place.values)
+        return place
 
-    def release(self, memory: BucketMemory) -> None:
+    def is_to_fill(self, bucket: Bucket, lent: torch.Tensor | None) -> bool:
+        """Tell whether :meth:`fill` is to be called before a bucket's values are read."""
+        return lent is not None or id(bucket) in self._postponed
+
+    def fill(self, bucket: Bucket, values: torch.Tensor) -> None:
+        """Copy a bucket out of the model where it was postponed, or was not kept; it may still be on its way."""
+        if self.buffers.packed.pop(id(bucket), None) is None:
+            self.buffers.copies.start(self._layout, bucket, values)
+
+    def settle(self, bucket: Bucket) -> None:
+        """Let the host wait until a bucket's values have come."""
+        self.buffers.copies.settle(bucket)
+
+    def release(self, place: BucketMemory) -> None:
         """Give the buffers of a bucket back."""
-        self.buffers.release(memory.lent)
+        self.buffers.packs.release(place.lent)
 
     def drain(self) -> None:
-        """Wait until what was handed round inside the cell has come."""
-        self.memory.link.home_progress.drain()
+        """Wait until what was handed round inside the cell has come, if that is not yet so."""
+
+    def copy_of(self, transfer: GroupTransfer, bucket: Bucket) -> torch.Tensor:
+        """Return a bucket as it was copied out of the model when the round began."""
+        copies = self.buffers.kept if self.copy is ModelCopy.KEPT else self.buffers.stages
+        return copies[transfer.number][bucket.start : bucket.stop]
+
+    def read_from_stages(self) -> None:
+        """Read values from the stages from now on: something has written there what is to leave this rank."""
+        self._reads_stages = True
+
+    def merge(self, transfer: GroupTransfer, bucket: Bucket, mean: torch.Tensor, alpha: float | None) -> None:
+        """Write a mean into a model that has gone on since; ``mean`` itself stays what all ranks agreed on."""
+        lent = self.buffers.packs.acquire(mean.nbytes)
+        local = lent[: mean.nbytes].view(mean.dtype)
+        self._layout.pack(bucket, local)
+        copy = mean if alpha is not None else self.copy_of(transfer, bucket)
+        self.settle(bucket)
+        # Piece by piece on a CPU: what is computed stays in its cache, and in memory that it has at hand.
+        length = piece_length(local.device)
+        for pieces in zip(*(torch.split(values, length) for values in (local, copy, mean)), strict=True):
+            now, before, agreed = (piece.to(wide_type(mean.dtype)) for piece in pieces)  # rounded once
+            if alpha is not None:
+                merged = torch.lerp(agreed, now, alpha)
+            else:  # what has not moved keeps the sign of a zero
+                merged = torch.where(now == before, agreed, torch.sub(now, before).add_(agreed))
+            pieces[0].copy_(merged)
+        self._layout.unpack(bucket, local)
+        self.buffers.packs.release(lent)
 
 
 class RoundRun:
@@ -386,88 +423,46 @@ class RoundRun:
         self, exchange: Exchange, fragment: int, profile: RoundProfile, copy: ModelCopy = ModelCopy.NONE
     ) -> None:
         self._exchange = exchange
-        self._link = exchange.link
+        self.link = exchange.link
         self._layout = exchange.layout
         self.fragment = fragment
+        self.plan = exchange.plans.get(fragment, FragmentPlan())
+        self.stages = exchange.stages
         self.profile = profile
-        self._transfers = [transfer for transfer in exchange.transfers if transfer.group.fragment == fragment]
         self.way = exchange.way
-        self._transports: list[CrossCellTransport] = []
-        self._lost: RuntimeError | None = None  # what has ended a message before there was a transport
-        self._link.home_progress.forget()
-        for stage in exchange.stages:
+        self._transport: CrossCellTransport | None = None  # of the last walk
+        self._lost: RuntimeError | None = None  # what has ended a message before there was a walk
+        for stage in self.stages:
             copy = stage.begin(fragment, copy)
         with profile.phase("pack"):
             self._layout.look_up()
-            # Buffers outlive the round, so they must not be inference tensors if that is where the round takes place.
+            # Made now, so that the round does not run out of memory on its way. Buffers outlive the round, so they must
+            # not be inference tensors if that is where it takes place.
             with torch.inference_mode(False):
-                self.memory = self._make_memory(copy)
-            self.findings = self._inspect()
+                self.memory = exchange.memory.of_round(self.plan.transfers, copy, profile)
+                self.way.reserve(self.plan.transfers)
+                self.link.reserve(fragment, self.plan)
+            inspection = Inspection(FiniteCheck(self._layout), [stage for stage in self.stages if stage.inspects])
+            self.memory.inspect(self.plan.buckets, inspection)
+            self.findings = inspection.finite_check.report()
 
     @property
     def reported(self) -> dict[str, Any]:
         """What stages add to the round's report."""
-        return {name: value for stage in self._exchange.stages for name, value in stage.report().items()}
-
-    @property
-    def stages(self) -> dict[int, torch.Tensor]:
-        """Where new values wait that this rank sends, by the number of the transfer."""
-        return self._exchange.memory.staging.stages
-
-    @property
-    def results(self) -> dict[int, torch.Tensor]:
-        """Where new values wait, also those that only come back to GPUs."""
-        return self._exchange.memory.results
-
-    @property
-    def staging(self) -> StagingBuffers:
-        """The buffers between the model and the exchange."""
-        return self._exchange.memory.staging
-
-    @property
-    def buffers(self) -> RoundBuffers:
-        """Where this round reads values and leaves its results."""
-        return self.memory.buffers
-
-    @property
-    def link(self) -> Link:
-        """The link between cells."""
-        return self._link
+        fields: dict[str, Any] = {}
+        for stage in self.stages:
+            fields |= stage.report()
+        return fields
 
     @property
     def round_groups(self) -> RoundGroups:
         """The process groups of the round."""
         return self._exchange.round_groups
 
-    def before_exchange(self, context: RoundContext) -> None:
-        """Let features change what is sent."""
-        for stage in self._exchange.stages:
-            stage.before_exchange(self, context)
-
     @property
     def device(self) -> torch.device:
         """The device that values are sent from."""
         return self._exchange.device
-
-    def _make_memory(self, copy: ModelCopy) -> RoundMemory:
-        """Make what a round needs, so that it does not run out of memory on its way."""
-        memory = self._exchange.memory
-        made = memory.of_round(self._transfers, copy, self.profile)
-        self.way.reserve(self._transfers)
-        self._link.reserve(self._transfers)
-        memory.reserve_cell_rows(self._transfers)
-        return made
-
-    def _inspect(self) -> FiniteReport:
-        """Pack what has to be copied, and check what this rank sends for NaN and infinity."""
-        inspecting = [stage for stage in self._exchange.stages if stage.inspects]
-        inspection = Inspection(FiniteCheck(self._layout), inspecting)
-        for transfer, bucket in self.buckets():
-            self.memory.inspect(transfer, bucket, inspection)
-        self._link.copies.hold_writes()
-        for stage in inspecting:
-            stage.end_inspection()
-        return inspection.finite_check.report()
 
     @torch.no_grad()
     def exchange(self, context: RoundContext) -> RoundContext:
@@ -482,21 +477,21 @@ class RoundRun:
     def commit(self, context: RoundContext, *, is_merged: bool = False, alpha: float | None = None) -> None:
         """Write the collected values into the model; local. Without ``atomic`` they are there."""
         exchange = self._exchange
-        results = exchange.memory.results
+        results = self.memory.buffers.results
         stepped: set[int] = set()
         with self.profile.phase("commit"):
-            if is_merged or self.memory.buffers.copy is not ModelCopy.NONE:
+            if is_merged or self.memory.copy is not ModelCopy.NONE:
                 self._layout.look_up()  # local steps may have moved tensors since
-            for stage in exchange.stages:
+            for stage in self.stages:
                 for transfer, bucket, new in stage.write(self, context):
                     stepped.add(transfer.number)
                     self._write_agreed(transfer, bucket, new, is_merged=is_merged, alpha=alpha)
-            for transfer, bucket in self.buckets() if exchange.atomic else ():
+            for transfer, bucket in self.plan.buckets if exchange.atomic else ():
                 if transfer.number not in stepped:
                     new = results[transfer.number][bucket.start : bucket.stop]
                     self._write_agreed(transfer, bucket, new, is_merged=is_merged, alpha=alpha)
-            self._link.copies.end_writes()
-            for stage in exchange.stages:
+            self.link.copies.end_writes()
+            for stage in self.stages:
                 stage.commit(self)
 
     def _write_agreed(
@@ -505,82 +500,40 @@ class RoundRun:
         """Write a bucket's new values, which all ranks have agreed on, into the model."""
         keeps_some = is_merged and alpha != 0.0 and transfer.group.rule == "average"
         if keeps_some and not transfer.group.is_mean_in_cell:
-            self.memory.buffers_of(transfer).merge(transfer, bucket, new, alpha)
+            self.memory.merge(transfer, bucket, new, alpha)
         else:
-            self._link.copies.write(self._layout, bucket, new)
+            self.link.copies.write(self._layout, bucket, new)
 
     @torch.no_grad()
     def result(self) -> dict[str, Any]:
         """Return what this rank tells all others of the combined values, in its status; local."""
         told: dict[str, Any] = {}
-        if not self._exchange.weighs_result:
-            return told
-        with self.profile.capture_failure("combine"):
-            for stage in self._exchange.stages:
-                told |= stage.result(self)
+        for stage in self.stages:
+            if stage.weighs_result:
+                with self.profile.capture_failure("combine"):
+                    told |= stage.result(self)
         return told
-
-    @property
-    def is_cut_off(self) -> bool:
-        """Whether another cell was lost while values were exchanged."""
-        return any(transport.is_cut_off for transport in self._transports)
-
-    def transport(self, context: RoundContext) -> CrossCellTransport:
-        """Make what takes buckets to the other cells from now on."""
-        transport = CrossCellTransport(self._link, context, self.profile)
-        lost = self._lost
-        self._lost = None
-        if lost is not None:
-            transport.lose(lost)
-        self._transports.append(transport)
-        return transport
-
-    def weighed(self, context: RoundContext) -> RoundContext:
-        """Return what cells count for once all ranks have it from one of them, where they have to; collective then."""
-        for stage in self._exchange.stages:
-            context = stage.weighed(self, context)
-        return context
-
-    def payload(self, crossing: Crossing) -> ExactValues:
-        """Return what this rank exchanges of a bucket."""
-        for stage in self._exchange.stages:
-            payload = stage.payload(crossing)
-            if payload is not None:
-                return payload
-        return ExactValues(crossing)
-
-    def buckets(self) -> Iterator[tuple[GroupTransfer, Bucket]]:
-        """Yield all buckets of the round, by their groups."""
-        return ((transfer, bucket) for transfer in self._transfers for bucket in transfer.buckets)
 
     def sent(self) -> Iterator[tuple[GroupTransfer, Bucket]]:
         """Yield what this rank sends of what training changes."""
-        for transfer, bucket in self.buckets():
-            if transfer.group.is_stepped and transfer.is_sent_here(bucket):
+        for transfer, bucket in self.plan.buckets:
+            if transfer.group.is_stepped and transfer.sends[bucket.number]:
                 yield transfer, bucket
 
     def walk(self, walk: Walk) -> None:
         """Start the way of each bucket, in order, and keep several under way."""
-        pipeline = BucketPipeline()
-        before: tuple[object, ...] = ()
-        for transfer in self._transfers:
-            # Buckets of two groups may overlap only if the same ranks take part in both and post receives equally far
-            # ahead.
-            if transfer.pace != before:
-                pipeline.drain()
-            before = transfer.pace
-            for bucket in transfer.buckets:
-                pipeline.start(walk.steps(transfer, bucket))
-        pipeline.drain()
+        self._transport = walk.transport
+        if self._lost is not None:
+            walk.transport.lose(self._lost)
+        for buckets in self.plan.runs:
+            interleave(walk.steps(transfer, bucket) for transfer, bucket in buckets)
         self.memory.drain()
 
     def write(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> None:
-        """Write a bucket into the model, unless it waits for the commit."""
-        if self._exchange.atomic:
-            return
+        """Write a bucket into the model while others are exchanged, where it does not wait for the commit."""
         with self.profile.capture_failure("commit"):
             self._layout.unpack(bucket, memory.result)
-            for stage in self._exchange.stages:
+            for stage in self.stages:
                 stage.written(transfer, bucket, memory.out)
         self.memory.release(memory)
 
@@ -589,11 +542,11 @@ class RoundRun:
         groups = self._exchange.round_groups
         try:
             broadcast(numbers, groups.first, groups.world)
-        except RuntimeError as lost:  # ranks of the cell that have heard it still wait for this one
-            if self._transports:
-                self._transports[-1].lose(lost)
-            else:
+        except RuntimeError as lost:
+            if self._transport is None:  # ranks of the cell that have heard it still wait for this one
                 self._lost = lost
+            else:
+                self._transport.lose(lost)
 
 
 class Walk(ABC):
@@ -601,6 +554,9 @@ class Walk(ABC):
 
     The methods follow in the order in which they are called for a bucket.
     """
+
+    crosses = True
+    """Whether a bucket's sender exchanges it with other cells."""
 
     reaches_cell = True
     """Whether a bucket's sender hands the result round inside its cell."""
@@ -613,9 +569,9 @@ class Walk(ABC):
     def steps(self, transfer: GroupTransfer, bucket: Bucket) -> Iterator[int]:
         """Take one bucket on its way; yields the number of buckets to start before it resumes."""
         memory = self.read(transfer, bucket)
-        payload = self.payload(transfer, bucket, memory)
-        if payload is not None:
-            yield from self.transport.move(payload)
+        if self.crosses and transfer.sends[bucket.number]:
+            crossing = Crossing(self.transport, transfer, bucket, values=memory.values, out=memory.out)
+            yield from self.transport.move(self.payload(crossing))
         elif pause := self.pause(transfer):
             yield pause
         if self.reaches_cell and transfer.cell_group is not None:
@@ -628,17 +584,13 @@ class Walk(ABC):
     def read(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
         """Return where a bucket lies, with its values."""
 
-    def crossing(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> Crossing:
-        """Return a bucket that was read, as a payload takes it to the other cells."""
-        return Crossing(self.transport, transfer, bucket, values=memory.values, out=memory.out)
-
     @abstractmethod
-    def payload(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> ExactValues | None:
-        """Return what this rank exchanges of a bucket with other cells, if it does."""
+    def payload(self, crossing: Crossing) -> ExactValues:
+        """Return what this rank exchanges of a bucket with other cells."""
 
     def pause(self, transfer: GroupTransfer) -> int:
         """Return how many buckets are started meanwhile by a rank that does not send this one, to stay in step."""
-        return 0 if transfer.cell_group is None else self.link.pause(transfer)
+        return 0 if transfer.cell_group is None else transfer.pause
 
     @abstractmethod
     def end(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> None:
@@ -648,23 +600,27 @@ class Walk(ABC):
 class ExchangeWalk(Walk):
     """Takes each bucket of a round from the model to the other cells, and the combined values back."""
 
-    def __init__(self, run: RoundRun, transport: CrossCellTransport) -> None:
-        super().__init__(transport)
+    def __init__(self, run: RoundRun, context: RoundContext) -> None:
+        super().__init__(CrossCellTransport(run.link, context, run.profile))
         self.run = run
+        self._is_atomic = run.memory.is_atomic
 
     def read(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
         """Read a bucket from the model, of buffers their mean over the cell."""
         return self.run.memory.read(transfer, bucket)
 
-    def payload(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> ExactValues | None:
+    def payload(self, crossing: Crossing) -> ExactValues:
         """Send what the first stage makes of a bucket that has a payload of its own, or the values as they are."""
-        if not transfer.is_sent_here(bucket):
-            return None
-        return self.run.payload(self.crossing(transfer, bucket, memory))
+        for stage in self.run.stages:
+            payload = stage.payload(crossing)
+            if payload is not None:
+                return payload
+        return ExactValues(crossing)
 
     def end(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> None:
         """Write the result into the model, or leave it where it waits for the commit."""
-        self.run.write(transfer, bucket, memory)
+        if not self._is_atomic:
+            self.run.write(transfer, bucket, memory)
 
 
 class Way:
@@ -682,39 +638,34 @@ class Way:
 
     def exchange(self, run: RoundRun, context: RoundContext) -> RoundContext:
         """Walk over the buckets; return what the cells counted for. Collective over the world."""
-        context = run.weighed(weigh_cells(context, self.combiner))
-        run.before_exchange(context)
-        run.walk(ExchangeWalk(run, run.transport(context)))
+        context = weigh_cells(context, self.combiner)
+        for stage in run.stages:
+            context = stage.weighed(run, context)
+        for stage in run.stages:
+            stage.before_exchange(run, context)
+        run.walk(ExchangeWalk(run, context))
         return context
 
 
-class BucketPipeline:
-    """Interleaves the steps of several buckets, so that link, processor and cell work at the same time.
+def interleave(buckets: Iterable[Iterator[int]]) -> None:
+    """Interleave the steps of several buckets, so that link, processor and cell work at the same time.
 
-    A bucket is an iterator that yields how many buckets to start before it resumes. Local and deterministic: the order
-    of steps depends on these numbers alone.
+    A bucket is an iterator that yields how many buckets, one or more, to start before it resumes. Local and
+    deterministic: the order of steps depends on these numbers alone.
     """
-
-    def __init__(self) -> None:
-        self._tick = 0
-        # By the tick at which they resume: the tick at which they were started, and the bucket.
-        self._due: dict[int, list[tuple[int, Iterator[int]]]] = {}
-
-    def start(self, bucket: Iterator[int]) -> None:
-        """Start a bucket, and resume all that are due, in the order in which they were started."""
-        self._due.setdefault(self._tick, []).append((self._tick, bucket))
-        self._advance(self._tick)
-        self._tick += 1
-
-    def drain(self) -> None:
-        """Run all buckets to their end."""
-        while self._due:
-            self._advance(min(self._due))
-
-    def _advance(self, tick: int) -> None:
-        for number, bucket in sorted(self._due.pop(tick, ()), key=itemgetter(0)):
-            if (pause := next(bucket, None)) is not None:
-                self._due.setdefault(tick + pause, []).append((number, bucket))
+    coming = iter(buckets)
+    # By the tick at which they resume: the tick at which they were started, and the bucket.
+    due: dict[int, list[tuple[int, Iterator[int]]]] = {}
+    for tick in itertools.count():
+        started = next(coming, None)
+        if started is not None:
+            due.setdefault(tick, []).append((tick, started))
+        elif not due:
+            return
+        for number, bucket in sorted(due.pop(tick, ()), key=lambda one: one[0]):
+            pause = next(bucket, None)
+            if pause is not None:
+                due.setdefault(tick + pause, []).append((number, bucket))
 
 
 def weigh_cells(
@@ -736,7 +687,7 @@ def weigh_cells(
             f"{type(combiner).__name__}.weigh returned {len(result.weights)} weights for {len(cells)} cells; return "
             "one for each"
         )
-    counts = dict(zip(cells, result.weights, strict=True))
-    return replace(
-        context, counts=tuple(counts.get(cell, 0.0) for cell in range(len(context.weights))), scale=result.scale
-    )
+    counts = [0.0] * len(context.weights)
+    for cell, weight in zip(cells, result.weights, strict=True):
+        counts[cell] = weight
+    return replace(context, counts=tuple(counts), scale=result.scale)

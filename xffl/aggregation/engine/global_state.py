@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 
 from xffl.aggregation.engine.buffers import BucketMemory
-from xffl.aggregation.engine.exchange import BucketPipeline, Exchange, RoundStage, Walk
+from xffl.aggregation.engine.exchange import Exchange, Walk, interleave
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.planning.transfers import Bucket, GroupTransfer, RoundContext
+from xffl.aggregation.engine.stage import RoundStage
 from xffl.aggregation.engine.stages.agreed import AgreedModel
 from xffl.aggregation.engine.stages.hand_over import SharedValues
-from xffl.aggregation.engine.transport import CrossCellTransport
+from xffl.aggregation.engine.transport import CrossCellTransport, Crossing, ExactValues
 from xffl.aggregation.report import RoundProfile
 from xffl.distributed.collectives import Group, all_reduce
 from xffl.distributed.consistency import control_device, run_on_all_ranks
@@ -35,7 +36,7 @@ def share_global_model(exchange: Exchange, state: Mapping[str, Any], source: int
     those that neither send nor receive, which may take as long as all of its messages: cells that send less in a round
     would take a late one for a lost one else. Raises RuntimeError where a rank was lost.
     """
-    link, profile, agreed = exchange.link, RoundProfile(exchange.device), exchange.find(AgreedModel)
+    link, profile, agreed = exchange.link, RoundProfile(), exchange.find(AgreedModel)
     world = exchange.round_groups.world
     assert agreed is not None and isinstance(world, CrossWorldGroup), "shared where there is one, across worlds"
     weights = tuple(float(cell == source) for cell in range(link.cells))
@@ -46,11 +47,10 @@ def share_global_model(exchange: Exchange, state: Mapping[str, Any], source: int
     # As they are: each bucket in one hop.
     plain = [replace(one, reduce_scatter=False, codec=None) for one in exchange.transfers]
     for table, _ in agreed.global_model.tables(state):
-        pipeline, walk = BucketPipeline(), _TableWalk(transport, table, targets)
+        walk = _TableWalk(transport, table, targets)
         for transfer in plain if is_concerned else ():
-            for bucket in transfer.buckets if transfer.number in table else ():
-                pipeline.start(walk.steps(transfer, bucket))
-            pipeline.drain()
+            if transfer.number in table:
+                interleave(walk.steps(transfer, bucket) for bucket in transfer.buckets)
         if profile.failure is not None:
             raise profile.failure
         # Another cell may have as many messages on one rank as this one on all.
@@ -74,13 +74,11 @@ class _TableWalk(Walk):
         values = self._kept(transfer, bucket).to(self.link.device)
         return BucketMemory(values, values, None, values)
 
-    def payload(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> SharedValues | None:
-        if not transfer.is_sent_here(bucket):
-            return None
-        return SharedValues(self.crossing(transfer, bucket, memory), self._targets)
+    def payload(self, crossing: Crossing) -> ExactValues:
+        return SharedValues(crossing, self._targets)
 
     def pause(self, transfer: GroupTransfer) -> int:
-        return self.link.pause(transfer) if self.reaches_cell else 0
+        return transfer.pause if self.reaches_cell else 0
 
     def end(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> None:
         kept = self._kept(transfer, bucket)

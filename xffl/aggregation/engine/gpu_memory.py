@@ -9,6 +9,7 @@ through memory as follows, each arrow behind the one before on streams of their 
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,13 +20,10 @@ from xffl.aggregation.engine.buffers import (
     FiniteCheck,
     Layout,
     ModelCopy,
-    Pool,
-    RoundBuffers,
-    StagingBuffers,
 )
 from xffl.aggregation.engine.cell import mean_in_cell
 from xffl.aggregation.engine.exchange import Inspection, Memory, RoundMemory
-from xffl.aggregation.engine.planning.transfers import Bucket, GroupTransfer
+from xffl.aggregation.engine.planning.transfers import Bucket, BucketRun, GroupTransfer
 from xffl.aggregation.engine.transport import Link
 from xffl.aggregation.report import RoundProfile
 
@@ -39,8 +37,9 @@ def make_copies(home_device: torch.device | None) -> Copies:
 
 def make_memory(layout: Layout, transfers: Sequence[GroupTransfer], link: Link, *, atomic: bool) -> Memory:
     """Return the memory of rounds, in the form that their copies need."""
-    kind = GpuMemory if isinstance(link.copies, HostCopies) else Memory
-    return kind(layout, transfers, link, atomic=atomic)
+    if isinstance(link.copies, HostCopies):
+        return GpuMemory(layout, transfers, link, atomic=atomic)
+    return Memory(layout, transfers, link.device, copies=link.copies, atomic=atomic, arena=link.arena)
 
 
 class HostCopies(Copies):
@@ -132,55 +131,51 @@ class GpuMemory(Memory):
     """Buffers in the host's memory, and on the GPU for groups whose result the cell gets there."""
 
     def __init__(self, layout: Layout, transfers: Sequence[GroupTransfer], link: Link, *, atomic: bool) -> None:
-        super().__init__(layout, transfers, link, atomic=atomic)
-        self.gpu_staging: StagingBuffers | None = None
+        elsewhere = [transfer for transfer in transfers if not transfer.is_shared_on_gpu]
+        super().__init__(layout, elsewhere, link.device, copies=link.copies, atomic=atomic, arena=link.arena)
+        self.link = link
+        self.on_gpu: Memory | None = None
         if link.home_device is not None:
-            self.gpu_staging = StagingBuffers(layout, link.home_device, atomic=atomic, moving=link.copies)
-            self.cell_rows.setdefault(link.home_device, Pool(0, link.home_device))
-
-    @property
-    def results(self) -> dict[int, torch.Tensor]:
-        """Where new values wait, on the GPU where the cell gets them there."""
-        return self.staging.stages if self.gpu_staging is None else self.staging.stages | self.gpu_staging.stages
-
-    def home_device_of(self, transfer: GroupTransfer) -> torch.device:
-        """Return where the ranks of this cell get a group's result, on the GPU for some."""
-        home = self.link.home_device
-        return home if home is not None and transfer.is_shared_on_gpu else self.link.device
+            shared = [transfer for transfer in transfers if transfer.is_shared_on_gpu]
+            self.on_gpu = Memory(layout, shared, link.home_device, copies=link.copies, atomic=atomic)
+            # On the GPU where the cell gets them there.
+            self.results = ChainMap(self.on_gpu.stages, self.stages)
 
     def of_round(self, transfers: Sequence[GroupTransfer], copy: ModelCopy, profile: RoundProfile) -> RoundMemory:
         """Make what a round needs on both sides."""
-        pauses = self.pauses(transfers)
+        self.copies.finish()  # those of a round that did not take place, or is still being written
+        self.link.home_progress.forget()
         crossing = [transfer for transfer in transfers if transfer.is_sender or not transfer.is_shared_on_gpu]
-        buffers = RoundBuffers(self.staging, crossing, pauses, copy)
-        gpu_buffers = buffers
-        if self.gpu_staging is not None:
+        self.prepare(crossing, copy)
+        on_gpu: RoundMemory | None = None
+        if self.on_gpu is not None:
             # What is sent is copied in the host's memory, what steps are measured from where the result comes.
             kept = copy if copy is ModelCopy.KEPT else ModelCopy.NONE
             shared = [transfer for transfer in transfers if transfer.is_shared_on_gpu]
-            gpu_buffers = RoundBuffers(self.gpu_staging, shared, pauses, kept)
-        return _GpuRoundMemory(self, buffers, gpu_buffers, profile)
+            on_gpu = self.on_gpu.of_round(shared, kept, profile)
+        return _GpuRoundMemory(self, on_gpu, copy, profile)
 
 
 class _GpuRoundMemory(RoundMemory):
-    """The memory of one round on both sides."""
+    """The memory of one round on both sides: this object's own is with the host."""
 
-    def __init__(self, memory: Memory, buffers: RoundBuffers, gpu_buffers: RoundBuffers, profile: RoundProfile) -> None:
-        super().__init__(memory, buffers, profile)
-        self._gpu_buffers = gpu_buffers
-        assert isinstance(memory.link.copies, HostCopies)
-        self._copies = memory.link.copies
+    def __init__(self, buffers: GpuMemory, on_gpu: RoundMemory | None, copy: ModelCopy, profile: RoundProfile) -> None:
+        super().__init__(buffers, copy, profile)
+        self._on_gpu: RoundMemory = self if on_gpu is None else on_gpu
+        self._link = buffers.link
+        assert isinstance(buffers.copies, HostCopies)
+        self._copies = buffers.copies
 
-    def buffers_of(self, transfer: GroupTransfer) -> RoundBuffers:
-        return self._gpu_buffers if transfer.is_shared_on_gpu else self.buffers
+    def inspect(self, buckets: BucketRun, inspection: Inspection) -> None:
+        super().inspect(buckets, inspection)
+        self._copies.hold_writes()
 
-    def inspect(self, transfer: GroupTransfer, bucket: Bucket, inspection: Inspection) -> None:
+    def inspect_bucket(self, transfer: GroupTransfer, bucket: Bucket, inspection: Inspection) -> None:
         """Check what lies on a GPU there; copy it to the host while others cross, unless it may change before."""
-        buffers = self.buffers
         finite_check = inspection.finite_check
         is_average = transfer.group.rule == "average"
-        is_sender = transfer.is_sent_here(bucket)
-        is_read = buffers.copy is ModelCopy.KEPT or transfer.group.is_mean_in_cell or is_sender
+        is_sender = transfer.sends[bucket.number]
+        is_read = self.copy is ModelCopy.KEPT or transfer.group.is_mean_in_cell or is_sender
         if transfer.is_shared_on_gpu:
             is_read = is_sender and not transfer.group.is_mean_in_cell
             self._pack_on_gpu(transfer, bucket, finite_check)
@@ -188,65 +183,75 @@ class _GpuRoundMemory(RoundMemory):
             return
         is_inspected = is_sender and transfer.group.is_stepped and bool(inspection.stages)
         checked = self._find_on_gpu(bucket)
-        if checked is not None and buffers.copy is ModelCopy.NONE and not is_inspected:
-            buffers.postpone(bucket)
+        if checked is not None and self.copy is ModelCopy.NONE and not is_inspected:
+            self.postpone(bucket)
             if is_average:
                 finite_check.add(bucket, checked)
             return
-        values, lent = buffers.pack(transfer, bucket)
+        place = super().acquire(transfer, bucket)
+        self.pack(bucket, place.values)
         if is_average:
-            finite_check.add(bucket, values if checked is None else checked)
+            finite_check.add(bucket, place.values if checked is None else checked)
         if is_inspected:
-            buffers.settle(bucket)
+            self.settle(bucket)
             for stage in inspection.stages:
-                stage.inspect(transfer, bucket, values)
-        buffers.keep(bucket, lent)
+                stage.inspect(transfer, bucket, place.values)
+        if place.lent is not None:
+            self.keep(bucket, place.lent)
 
     def _find_on_gpu(self, bucket: Bucket) -> torch.Tensor | None:
         """Return a bucket's values where they lie, if that is a GPU and they are sent from the host's memory."""
-        layout, sent_from = self.memory.layout, self.memory.link.device
+        layout = self.buffers.layout
         device = layout.device_of(bucket)
-        is_apart = device is not None and device.type == "cuda" and device != sent_from
+        is_apart = device is not None and device.type == "cuda" and device != self._link.device
         return layout.values_of(bucket) if is_apart else None
 
     def _pack_on_gpu(self, transfer: GroupTransfer, bucket: Bucket, finite_check: FiniteCheck) -> None:
         """Copy what the GPU needs beside the model: what steps are measured from, and buffers before their mean."""
-        if self.buffers.copy is ModelCopy.KEPT or transfer.group.is_mean_in_cell:
-            values, lent = self._gpu_buffers.pack(transfer, bucket)
-            self._gpu_buffers.keep(bucket, lent)
+        if self.copy is ModelCopy.KEPT or transfer.group.is_mean_in_cell:
+            place = self._on_gpu.acquire(transfer, bucket)
+            self._on_gpu.pack(bucket, place.values)
+            if place.lent is not None:
+                self._on_gpu.keep(bucket, place.lent)
             if transfer.group.is_mean_in_cell and transfer.group.rule == "average":
-                finite_check.add(bucket, values)
+                finite_check.add(bucket, place.values)
 
     def acquire(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
         if not transfer.is_shared_on_gpu:
             return super().acquire(transfer, bucket)
-        own, result, result_lent = self._gpu_buffers.acquire(transfer, bucket)
-        if not transfer.is_sent_here(bucket):
-            return BucketMemory(own, out=result, lent=None, result=result, result_lent=result_lent)
-        return BucketMemory(*self.buffers.acquire(transfer, bucket), result, result_lent)
+        there = self._on_gpu.acquire(transfer, bucket)
+        if not transfer.sends[bucket.number]:
+            return there._replace(lent=None, result_lent=there.lent)
+        return super().acquire(transfer, bucket)._replace(result=there.result, result_lent=there.lent)
 
     def read(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
         home = transfer.cell_group if transfer.group.is_mean_in_cell else None
         if home is None or not transfer.is_shared_on_gpu:
             return super().read(transfer, bucket)
-        memory = self.acquire(transfer, bucket)
+        place = self.acquire(transfer, bucket)
         with self.profile.capture_failure("pack"):
-            if self._gpu_buffers.is_to_fill(bucket, memory.result_lent):
-                self._gpu_buffers.fill(bucket, memory.result)
-        mean_in_cell(self.memory.cell_rows, self.profile, home, memory.result)
-        if transfer.is_sent_here(bucket):
+            if self._on_gpu.is_to_fill(bucket, place.result_lent):
+                self._on_gpu.fill(bucket, place.result)
+        mean_in_cell(self._on_gpu.buffers.cell_rows, self.profile, home, place.result)
+        if transfer.sends[bucket.number]:
             with self.profile.capture_failure("pack"):
-                self._copies.start_from(memory.result, bucket, memory.values)
-        return memory
+                self._copies.start_from(place.result, bucket, place.values)
+        return place
 
-    def release(self, memory: BucketMemory) -> None:
-        super().release(memory)
-        self._gpu_buffers.release(memory.result_lent)
+    def release(self, place: BucketMemory) -> None:
+        super().release(place)
+        self._on_gpu.buffers.packs.release(place.result_lent)
+
+    def merge(self, transfer: GroupTransfer, bucket: Bucket, mean: torch.Tensor, alpha: float | None) -> None:
+        if transfer.is_shared_on_gpu:
+            self._on_gpu.merge(transfer, bucket, mean, alpha)
+        else:
+            super().merge(transfer, bucket, mean, alpha)
 
     def drain(self) -> None:
-        """Time the wait where results come on the host's time; a GPU's own phases are timed on its stream."""
-        if self.memory.link.home_device is None:
-            super().drain()
+        """Wait for the GPU; time that where results come on the host's time, since its own phases are on its stream."""
+        if self._link.home_device is None:
+            self._link.home_progress.drain()
             return
         with self.profile.phase("home"):
-            super().drain()
+            self._link.home_progress.drain()

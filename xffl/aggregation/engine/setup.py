@@ -13,7 +13,7 @@ from xffl.aggregation.algorithms.combiners import WeightedCombiner
 from xffl.aggregation.arithmetic import is_built_in
 from xffl.aggregation.engine.arithmetic_check import compare_arithmetic, processor_number
 from xffl.aggregation.engine.buffers import Layout
-from xffl.aggregation.engine.exchange import Exchange, RoundStage, Way
+from xffl.aggregation.engine.exchange import Exchange, Way
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.gpu_memory import make_copies, make_memory
 from xffl.aggregation.engine.groups import RoundScope, select_groups
@@ -32,6 +32,7 @@ from xffl.aggregation.engine.planning.tensors import (
     gather_axes,
     gather_replica_tensors,
 )
+from xffl.aggregation.engine.stage import RoundStage
 from xffl.aggregation.engine.stages.agreed import AgreedModel
 from xffl.aggregation.engine.stages.clip import Clip
 from xffl.aggregation.engine.stages.codecs import Codecs
@@ -52,7 +53,7 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError
 from xffl.topology import Topology
 
-__all__ = ["check_given", "compare_models", "compare_processors", "make_exchange", "stream_of"]
+__all__ = ["check_given", "compare_models", "compare_processors", "make_exchange"]
 
 
 def compare_models(
@@ -148,14 +149,6 @@ def compare_processors(
     return processor_number(*places)
 
 
-def stream_of(scope: RoundScope) -> torch.cuda.Stream | None:
-    """Return the stream that rounds work on, on a GPU."""
-    if scope.gpu is None:
-        return None
-    streams = scope.state.streams
-    return streams[0] if streams else torch.cuda.Stream(scope.gpu)  # type: ignore[no-untyped-call]
-
-
 def make_exchange(
     scope: RoundScope,
     options: Options,
@@ -227,9 +220,9 @@ def make_exchange(
         stages.append(Norms(model, topology))
     if model is not None and options.server is not None and options.server.clip is not None:
         cell, cells = topology.cell_of(rank), topology.cells
-        stages.append(Clip(options.server.clip, model, exchange.memory.staging, cell=cell, cells=cells))
+        stages.append(Clip(options.server.clip, model, exchange.memory, cell=cell, cells=cells))
     if model is not None:
-        stages.append(AgreedModel(model, exchange.memory.staging, topology, is_encoded=has_codecs))
+        stages.append(AgreedModel(model, exchange.memory, topology, is_encoded=has_codecs))
     exchange.stages = in_order(stages)
     if model is not None:
         if not scope.goes_on:

@@ -10,8 +10,9 @@ import torch
 
 from xffl.aggregation.algorithms.combiners import Combiner, Coordinatewise
 from xffl.aggregation.engine.buffers import Copies, Pool, aligned
-from xffl.aggregation.engine.groups import Progress, RoundGroups, RoundScope, start_moves
-from xffl.aggregation.engine.planning.transfers import Bucket, GroupTransfer, RoundContext
+from xffl.aggregation.engine.groups import RoundGroups, RoundScope
+from xffl.aggregation.engine.messages import Move, Progress, start_moves
+from xffl.aggregation.engine.planning.transfers import Bucket, BucketRun, FragmentPlan, GroupTransfer, RoundContext
 from xffl.aggregation.mean import combined, weighted_mean
 from xffl.aggregation.report import RoundProfile
 from xffl.distributed.cross_world import WEIGHTS_TAG, CrossWorldGroup, Work
@@ -45,7 +46,7 @@ class Link:
         self.progress = self.home_progress = Progress(device, timeouts.across_s)
         if self.home_device is not None:  # as the groups that hand results on, which outlast the exchange
             self.home_progress = Progress(self.home_device, (timeouts.across_s + timeouts.session_s) / 2)
-        self._needed: dict[tuple[int, ...], int] = {}
+        self._needed: dict[int, int] = {}  # slots, by fragment
         # Buffers are made in the first round and kept, since fresh memory is slow.
         self.slots = Pool(max((self._slot_bytes(t, b) for t in transfers for b in t.buckets), default=0), device)
         # Hops for which each bucket of a group holds a slot, whatever arrives; by the number of the transfer.
@@ -56,35 +57,23 @@ class Link:
         self._held[transfer.number] = hops
         self.slots.widen(nbytes)
 
-    def reserve(self, transfers: Sequence[GroupTransfer]) -> None:
-        """Make the buffers that a round over some groups needs; local."""
-        key = tuple(transfer.number for transfer in transfers)
-        if key not in self._needed:
-            runs = itertools.groupby(transfers, key=lambda transfer: transfer.pace)  # these go on one behind the other
-            self._needed[key] = max((self._at_a_time(list(transfers)) for _, transfers in runs), default=0)
-        self.slots.reserve(self._needed[key])
+    def reserve(self, fragment: int, plan: FragmentPlan) -> None:
+        """Make the buffers that a round over a fragment needs; local."""
+        if fragment not in self._needed:
+            self._needed[fragment] = max((self._at_a_time(run) for run in plan.runs), default=0)
+        self.slots.reserve(self._needed[fragment])
 
-    def _at_a_time(self, transfers: Sequence[GroupTransfer]) -> int:
-        """Return how many slots are lent at a time while groups follow each other."""
-        under_way = max(self.ahead(t) + t.depth * self._held.get(t.number, 1) for t in transfers)
-        takes = (self._takes_slot(transfer, bucket) for transfer in transfers for bucket in transfer.buckets)
-        sums = [0, *itertools.accumulate(takes)]
+    def _at_a_time(self, run: BucketRun) -> int:
+        """Return how many slots are lent at a time while buckets follow each other."""
+        under_way = max((t.ahead + t.depth * self._held.get(t.number, 1) for t, _ in run), default=0)
+        sums = [0, *itertools.accumulate(self._takes_slot(transfer, bucket) for transfer, bucket in run)]
         return max(stop - start for start, stop in zip(sums, sums[under_way:] or sums[-1:], strict=False))
 
     def _takes_slot(self, transfer: GroupTransfer, bucket: Bucket) -> bool:
-        if not transfer.is_sent_here(bucket):
+        if not transfer.sends[bucket.number]:
             return False
         here = transfer.parts(bucket)[self.cell]
         return here.stop > here.start or transfer.number in self._held
-
-    def pause(self, transfer: GroupTransfer) -> int:
-        """Return how many buckets are started while one of a group is on its way across and back."""
-        hops = 2 if transfer.reduce_scatter else 1
-        return self.ahead(transfer) + transfer.depth * hops
-
-    def ahead(self, transfer: GroupTransfer) -> int:
-        """Return how many buckets ahead of its sends a rank posts its receives; over NCCL both are posted together."""
-        return transfer.ahead if self.device.type == "cpu" else 0
 
     def _slot_bytes(self, transfer: GroupTransfer, bucket: Bucket) -> int:
         """Return what a bucket needs for what arrives from each other cell."""
@@ -105,17 +94,16 @@ class CrossCellTransport:
         self.link = link
         self.context = context
         self.profile = profile
-        self.is_cut_off = False
-        """Whether another cell was lost. This rank goes on inside its cell, so that no replica waits, and votes no."""
 
     def move(self, payload: ExactValues) -> Iterator[int]:
         """Exchange a bucket with its senders in the other cells; yields how many buckets to start before it resumes."""
         transfer, bucket = payload.transfer, payload.bucket
         works: list[Work] = []
         receive = payload.receive
-        if ahead := self.link.ahead(transfer):
-            works, receive = self._post(transfer, bucket=bucket, hop=1, send={}, receive=receive), {}
-            yield ahead
+        if transfer.ahead:
+            works = self._post(transfer, bucket=bucket, hop=1, send={}, receive=receive)
+            receive = {}
+            yield transfer.ahead
         with self.profile.capture_failure("pack"):
             self.link.copies.settle(bucket)
         payload.write()
@@ -130,11 +118,14 @@ class CrossCellTransport:
         payload.finish()
 
     def lose(self, lost: RuntimeError) -> None:
-        """Where cells are worlds of their own, go on without one and let all others know; else raise the error."""
+        """Where cells are worlds of their own, go on without one and let all others know; else raise the error.
+
+        This rank goes on inside its cell, so that no replica waits, and votes no.
+        """
         world = self.link.round_groups.world
         if not isinstance(world, CrossWorldGroup):
             raise lost
-        self.is_cut_off = True
+        self.profile.is_cut_off = True
         self.profile.failure = self.profile.failure or lost
         world.poison()
 
@@ -145,7 +136,7 @@ class CrossCellTransport:
         elif isinstance(self.link.combiner, Coordinatewise):
             combined(self.link.combiner.combine, values, out)
         else:
-            counts = [self.context.counts[cell] for cell in self.context.source_cells(transfer.group)]
+            counts = tuple(self.context.counts[cell] for cell in self.context.source_cells(transfer.group))
             weighted_mean(values, counts, out)
 
     def _post(
@@ -157,16 +148,25 @@ class CrossCellTransport:
         receive: Mapping[int, torch.Tensor],
     ) -> list[Work]:
         """Start sending to other cells' senders of a bucket, and receiving from them."""
-        groups, first = self.link.round_groups.across, self.link.round_groups.first
-        group = groups[bucket.number % len(groups)] if groups else None
-        senders = transfer.senders_of(bucket)
-        # Messages are matched by tag (the hop) and by order.
-        arriving = [(values, first + senders[cell]) for cell, values in receive.items() if values.numel()]
-        leaving = [(values, first + senders[cell]) for cell, values in send.items() if values.numel()]
-        if self.is_cut_off:
+        if self.profile.is_cut_off:
             return []
+        groups = self.link.round_groups.across
+        group = groups[bucket.number % len(groups)] if groups else None
+        first = self.link.round_groups.first
+        senders = transfer.senders[bucket.number]
+        arriving: list[Move] = []
+        for cell, values in receive.items():
+            if values.numel():
+                arriving.append((values, first + senders[cell]))
+        leaving: list[Move] = []
+        nbytes = 0
+        for cell, values in send.items():
+            if values.numel():
+                leaving.append((values, first + senders[cell]))
+                nbytes += values.nbytes
         if arriving or leaving:
-            self.profile.record_send(sum(values.nbytes for values, _ in leaving))
+            self.profile.record_send(nbytes)
+        # Messages are matched by tag (the hop) and by order.
         with self.profile.phase("post"):
             try:
                 return start_moves(arriving, leaving, group, WEIGHTS_TAG + hop)
@@ -175,7 +175,7 @@ class CrossCellTransport:
                 return []
 
     def _arrive(self, works: list[Work]) -> None:
-        if self.is_cut_off:
+        if self.profile.is_cut_off:
             return
         with self.profile.phase("across"):
             try:
@@ -205,8 +205,8 @@ class ExactValues:
     :class:`CrossCellTransport` calls them.
     """
 
-    send: Mapping[int, torch.Tensor]
-    receive: Mapping[int, torch.Tensor]
+    send: dict[int, torch.Tensor]
+    receive: dict[int, torch.Tensor]
 
     def __init__(self, crossing: Crossing) -> None:
         self.transport = crossing.transport
@@ -219,7 +219,9 @@ class ExactValues:
         self.others = self.link.others
         self.sources = self.transport.context.source_cells(self.transfer.group)
         self.is_source = self.here in self.sources
-        self.arriving = [cell for cell in self.others if cell in self.sources]
+        self.arriving = list(self.sources)
+        if self.is_source:
+            self.arriving.remove(self.here)
         self.slot: torch.Tensor | None = None
         self.prepare()
 
@@ -228,16 +230,22 @@ class ExactValues:
         parts = self.transfer.cut(self.bucket, self.values)
         self.results = parts if self.out is self.values else self.transfer.cut(self.bucket, self.out)
         own = parts[self.here]
-        held, arriving = {self.here: own}, list(self.arriving)
+        self.held = {self.here: own}
+        arriving = list(self.arriving)
         if arriving and self.out.data_ptr() != self.values.data_ptr():
-            held[arriving.pop()] = self.results[self.here]  # combined where it arrives
+            self.held[arriving.pop()] = self.results[self.here]  # combined where it arrives
         if arriving and own.numel():
             self.slot = self.link.slots.acquire()
             rows = self.link.slots.rows(self.slot, self.transfer.dtype, len(self.others))
-            held |= {cell: row[: own.numel()] for cell, row in zip(arriving, rows, strict=False)}
-        self.held = held
-        self.send = {cell: parts[cell] for cell in self.others} if self.is_source else {}
-        self.receive = {cell: held[cell] for cell in self.others if cell in held}
+            for cell, row in zip(arriving, rows, strict=False):
+                self.held[cell] = row[: own.numel()]
+        self.send = {}
+        self.receive = {}
+        for cell in self.others:
+            if self.is_source:
+                self.send[cell] = parts[cell]
+            if cell in self.held:
+                self.receive[cell] = self.held[cell]
 
     def write(self) -> None:
         """Write what is sent, just before it is sent."""
@@ -247,13 +255,9 @@ class ExactValues:
         result = self.results[self.here]
         if result.numel():
             with self.transport.profile.capture_failure("combine"):
-                found = [self.held[cell] for cell in self.sources]
-                self.make_result(found, result)
-        self.release()
-
-    def make_result(self, values: list[torch.Tensor], out: torch.Tensor) -> None:
-        """Combine this cell's part of what the cells have sent."""
-        self.transport.combine(self.transfer, values, out)
+                values = [self.held[cell] for cell in self.sources]
+                self.transport.combine(self.transfer, values, result)
+        self.link.slots.release(self.slot)
 
     def second_hop(self) -> tuple[Mapping[int, torch.Tensor], Mapping[int, torch.Tensor]]:
         """Return what to send of the result and where to receive the others' results, by the other cell."""
@@ -261,8 +265,3 @@ class ExactValues:
 
     def finish(self) -> None:
         """Take over what all cells have made of the bucket."""
-
-    def release(self) -> None:
-        """Give the buffers back."""
-        self.link.slots.release(self.slot)
-        self.slot = None

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from xffl.aggregation.engine.groups import Move, Progress, start_moves
+from xffl.aggregation.engine.messages import Move, Progress, start_moves
 from xffl.costs import STATUS_BYTES
 from xffl.distributed.collectives import Group
 from xffl.topology import Topology
@@ -135,37 +135,49 @@ class VoteTree:
     def __init__(self, topology: Topology, rank: int, first: int, device: torch.device) -> None:
         self._device = device
         self._rank = rank
-        self._cell = topology.cell_of(rank)
-        self._sizes = [stop - start for start, stop in pairwise(topology.offsets)]
-        start, stop = topology.offsets[self._cell], topology.offsets[self._cell + 1]
+        cell = topology.cell_of(rank)
+        start = topology.offsets[cell]
+        stop = topology.offsets[cell + 1]
         place = rank - start
-        children = (2 * place + 1, 2 * place + 2)
-        self._children = [first + start + child for child in children if start + child < stop]
-        self._parent = None if place == 0 else first + start + (place - 1) // 2
-        self._others = {cell: first + offset for cell, offset in enumerate(topology.offsets[:-1]) if cell != self._cell}
+        below = [first + start + child for child in (2 * place + 1, 2 * place + 2) if start + child < stop]
+        self._is_first = place == 0
+        # The table outlives a vote, so it must not be an inference tensor if that is where it is made.
+        with torch.inference_mode(False):
+            self._table = torch.zeros(topology.world_size, STATUS_BYTES, dtype=torch.uint8, device=device)
+            rows = torch.split(self._table, [stop - start for start, stop in pairwise(topology.offsets)])
+            self._here = rows[cell]
+            self._tables_below = self._here.new_zeros(len(below), *self._here.shape)
+            self._from_below: list[Move] = list(zip(self._tables_below.unbind(), below, strict=True))
+        self._to_below: list[Move] = [(self._table, child) for child in below]
+        self._to_above: list[Move] = []
+        self._from_above: list[Move] = []
+        if not self._is_first:
+            parent = first + start + (place - 1) // 2
+            self._to_above.append((self._here, parent))
+            self._from_above.append((self._table, parent))
+        others = [(number, first + offset) for number, offset in enumerate(topology.offsets[:-1]) if number != cell]
+        self._from_others: list[Move] = [(rows[number], rank) for number, rank in others]
+        self._to_others: list[Move] = [(self._here, rank) for _, rank in others]
 
     def gather(self, status: RoundStatus, group: Group | None, within_s: float) -> list[RoundStatus]:
         """Give this rank's status and return everybody's, by rank; collective over ``group``, all ranks that vote.
 
         Over NCCL it raises RuntimeError after ``within_s`` seconds; gloo has its own timeout.
         """
-        table = torch.zeros(sum(self._sizes), STATUS_BYTES, dtype=torch.uint8, device=self._device)
-        table[self._rank] = torch.frombuffer(bytearray(status.packed()), dtype=torch.uint8)
-        rows = torch.split(table, self._sizes)
-        here = rows[self._cell]
-        below = here.new_zeros(len(self._children), *here.shape)
-        swap(list(zip(below, self._children, strict=True)), [], group)
-        here += below.sum(0, dtype=torch.uint8)  # each row is zero in all tables but one
-        if self._parent is None:
-            receive = [(rows[cell], rank) for cell, rank in self._others.items()]
-            self.cross(status.phase, receive, [(here, rank) for _, rank in receive], group)
+        self._table.zero_()
+        self._table[self._rank] = torch.frombuffer(bytearray(status.packed()), dtype=torch.uint8)
+        swap(self._from_below, [], group)
+        self._here.add_(self._tables_below.sum(0, dtype=torch.uint8))  # each row is zero in all tables but one
+        if self._is_first:
+            self.cross(status.phase, self._from_others, self._to_others, group)
         else:
-            swap([], [(here, self._parent)], group)
-            swap([(table, self._parent)], [], group)
-        swap([], [(table, child) for child in self._children], group)
+            swap([], self._to_above, group)
+            swap(self._from_above, [], group)
+        swap([], self._to_below, group)
         if self._device.type == "cuda":
             Progress(self._device, within_s).drain()
-        return [RoundStatus.unpacked(row) for row in PACKED.iter_unpack(table.cpu().numpy().tobytes())]
+        rows = PACKED.iter_unpack(self._table.cpu().numpy().tobytes())
+        return [RoundStatus.unpacked(row) for row in rows]
 
     def cross(self, phase: VotePhase, receive: Sequence[Move], send: Sequence[Move], group: Group | None) -> None:
         """Swap the cells' parts of the table, as the first rank of a cell, with those of the others."""

@@ -62,11 +62,6 @@ class AveragingRounds(Generic[Held]):
         """Whether another round may follow a rejected one: the model is whole, and there are cells for it."""
         return self.aggregator.can_go_on
 
-    def check(self) -> None:
-        """Raise RoundError while the model is inconsistent; local."""
-        if self._aggregator is not None:
-            self._aggregator.check()
-
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs; local, each rank saves its own."""
         return {"aggregator": self.aggregator.state_dict(), "start": None, "total_weight": self._weight_taken}

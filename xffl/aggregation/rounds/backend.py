@@ -92,9 +92,6 @@ class RoundBackend(Protocol):
     def discard(self) -> None:
         """Drop the round under way, if any, and put back what it had taken."""
 
-    def check(self) -> None:
-        """Raise RoundError while the model is inconsistent; local."""
-
     def close(self, error: BaseException | None) -> None:
         """Give back what :meth:`open` has made; local where an error has ended the loop."""
 

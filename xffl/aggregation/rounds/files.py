@@ -134,9 +134,6 @@ class FileRounds:
     def discard(self) -> None:
         """Do nothing: no round is under way."""
 
-    def check(self) -> None:
-        """Do nothing: no other rank can leave this cell's model inconsistent."""
-
     def close(self, error: BaseException | None) -> None:
         """Do nothing: the export stands."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import ClassVar
 
@@ -20,6 +20,7 @@ from xffl.aggregation.steps.contributions import ContributionTracker, Normalized
 __all__ = [
     "Averaged",
     "Empty",
+    "FinalOffer",
     "HandedOver",
     "Outcome",
     "Part",
@@ -52,11 +53,6 @@ class StepLedger:
         self.tracker.add_count(checked_weight(self._weigh))
         return self.tracker.count(fragment)
 
-    def add_step(self, effort: float) -> None:
-        """Note a local step and its effective number."""
-        self.tracker.add_step(effort)
-        self.timer.steps += 1
-
     def add_rest(self) -> None:
         """Note what optimizers have stepped since the last local step."""
         self.tracker.add_effort(self.normalized_steps.of_step())
@@ -82,17 +78,12 @@ class RoundOffer:
         config: RoundConfig,
         hooks: LoopHooks,
         check_counted: Callable[[], None],
-        *,
-        is_finishing: bool = False,
-        gives_up: bool = False,
     ) -> None:
         self._ledger = ledger
         self._config = config
         self.hooks = hooks
         self.check_counted = check_counted
         """Raise StateError where the model has changed and no step was counted; collective over the world."""
-        self._is_finishing = is_finishing
-        self._gives_up = gives_up
 
     def claim(self, fragment: int) -> RoundInput:
         """Return what this rank gives to the next try of a fragment's round; the weight is a function to ask."""
@@ -100,7 +91,6 @@ class RoundOffer:
         return RoundInput(
             weight=(lambda: self._ledger.count(fragment)) if self._ledger.is_weighed else None,
             is_absent=not tracker.is_waiting(fragment),
-            is_finished=self._is_finishing and (self._gives_up or not tracker.has_others(fragment)),
             steps=tracker.effort(fragment),
             seconds=self._ledger.timer.step_seconds,
             prepare=None if client is None else client.before_round,
@@ -130,6 +120,30 @@ class RoundOffer:
     def put_back(self, taken: Snapshot) -> None:
         """Let these steps wait for the next round, because this one does not count."""
         self._ledger.tracker.rollback(taken)
+
+
+class FinalOffer(RoundOffer):
+    """What a rank offers that has made its last step: it has finished once nothing waits for other fragments.
+
+    With ``gives_up`` it has finished whatever waits.
+    """
+
+    def __init__(
+        self,
+        ledger: StepLedger,
+        config: RoundConfig,
+        hooks: LoopHooks,
+        check_counted: Callable[[], None],
+        *,
+        gives_up: bool,
+    ) -> None:
+        super().__init__(ledger, config, hooks, check_counted)
+        self._gives_up = gives_up
+
+    def claim(self, fragment: int) -> RoundInput:
+        """Return what this rank gives to the next try of a fragment's round, and whether it has finished then."""
+        is_finished = self._gives_up or not self._ledger.tracker.has_others(fragment)
+        return replace(super().claim(fragment), is_finished=is_finished)
 
 
 class Part(Enum):

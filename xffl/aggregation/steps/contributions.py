@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import SGD, Optimizer
 
-from xffl.compat.pytorch import is_in_backward
 from xffl.errors import CheckpointError, ConfigError
 
 __all__ = [
@@ -20,7 +19,7 @@ __all__ = [
     "NormalizedSteps",
     "Snapshot",
     "StepTimer",
-    "check_outside_backward",
+    "backward_error",
 ]
 
 
@@ -171,13 +170,12 @@ class StepTimer:
             self._since = time.perf_counter()
 
 
-def check_outside_backward(what: str) -> None:
-    """Raise where a step is made during a backward pass, in which a round would change what it still reads."""
-    if is_in_backward():
-        raise ConfigError(
-            f"{what} inside a backward pass, where a round would change parameters that gradients are still computed "
-            "from; give optimizer=None, and call scaling.step() after backward()"
-        )
+def backward_error(what: str) -> ConfigError:
+    """Return what is raised where a step is made in a backward pass, which still reads what a round would change."""
+    return ConfigError(
+        f"{what} inside a backward pass, where a round would change parameters that gradients are still computed "
+        "from; give optimizer=None, and call scaling.step() after backward()"
+    )
 
 
 class NormalizedSteps:

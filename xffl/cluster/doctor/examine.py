@@ -28,11 +28,9 @@ from xffl.cluster.doctor.lines import Line, Message, Program
 from xffl.cluster.doctor.messages import read_facts, read_welcome
 from xffl.cluster.doctor.probe import ERROR, OK, WARNING, Finding, HostChecks, Request, answer_requests, take_part
 from xffl.cluster.environment import ProcessEnvironment, detect_environment
-from xffl.cluster.hosts import host_identity, interface_address
 from xffl.cluster.launch.affinity import limit_threads
 from xffl.cluster.launch.ssh import job_of_hosts, shared_environment, ssh_command
-from xffl.cluster.listening import LOOPBACK
-from xffl.cluster.network import SLURM_PORTS
+from xffl.cluster.network import LOOPBACK, SLURM_PORTS, host_identity, interface_address
 from xffl.cluster.recognition.find import find_launcher
 from xffl.cluster.sizes import Federation
 from xffl.cluster.slurm.allocation import Host

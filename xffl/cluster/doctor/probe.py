@@ -30,11 +30,11 @@ import xffl
 from xffl.checks import decimal
 from xffl.cluster.doctor.lines import Line, Message, Program
 from xffl.cluster.doctor.messages import read_request
-from xffl.cluster.hosts import host_identity, resolve
+from xffl.cluster.hosts import resolve
 from xffl.cluster.launch.ssh_agent import free_port, refusal
 from xffl.cluster.lighthouse_page import visit_run
-from xffl.cluster.listening import LOOPBACK
-from xffl.cluster.network import Interface, connection_error, list_interfaces
+from xffl.cluster.network import LOOPBACK, Interface, host_identity, list_interfaces
+from xffl.cluster.reaching import connection_error
 from xffl.cluster.run_token import PROOF_KEY
 from xffl.cluster.sizes import Federation
 from xffl.cluster.slurm.allocation import own_host

@@ -22,7 +22,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from xffl.cluster.hosts import host_identity, node_address, reachable_address
+from xffl.cluster.hosts import node_address, reachable_address
 from xffl.cluster.launch.affinity import Share
 from xffl.cluster.launch.child import child_command
 from xffl.cluster.launch.failure import CellLives, ExitCode, caught_signals, code_of_signal, read_failure
@@ -30,7 +30,8 @@ from xffl.cluster.launch.job_layout import JobLayout
 from xffl.cluster.launch.launch import held_port
 from xffl.cluster.launch.runner import RankJob
 from xffl.cluster.lighthouse_address import ADDRESS_BYTES, bind_address, read_address, restarts_of
-from xffl.cluster.network import CELL_HEARTBEAT_TIMEOUT_S, CELL_JOIN_TIMEOUT_S, connection_error, control_address
+from xffl.cluster.network import CELL_HEARTBEAT_TIMEOUT_S, CELL_JOIN_TIMEOUT_S, control_address, host_identity
+from xffl.cluster.reaching import connection_error
 from xffl.cluster.slurm.allocation import Host, own_host
 from xffl.compat.libc import die_with_parent
 from xffl.errors import ConfigError, LaunchError

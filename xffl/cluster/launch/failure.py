@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from xffl.callers import find_place, is_of_package, is_of_python
 from xffl.checks import decimal, visible
-from xffl.cluster.recognition.find import told_rank
+from xffl.cluster.recognition.refusals import told_rank
 from xffl.errors import ConfigError, TopologyError, XfflError, public_name
 from xffl.files import create, read_bytes, write_whole
 from xffl.json_text import parse_json

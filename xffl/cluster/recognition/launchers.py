@@ -2,8 +2,8 @@
 
 A row tells the place of a process where all of its variables exist; MPI stands before SLURM, since ``mpirun`` inside an
 allocation inherits SLURM's variables. Where no row does, but variables show that a launcher was at work that tells too
-little, or is only known by name, the process is refused (:func:`xffl.cluster.recognition.find.launcher_of`): it would
-train alone, as each of the others would.
+little, or is only known by name, the process is refused (:mod:`xffl.cluster.recognition.refusals`): it would train
+alone, as each of the others would.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from itertools import chain
 from typing import NamedTuple
 
 from xffl.cluster.host_lists import expand_counts, expand_hosts
-from xffl.cluster.hosts import host_identity, node_address, reachable_address
-from xffl.cluster.network import control_address
+from xffl.cluster.hosts import node_address, reachable_address
+from xffl.cluster.network import control_address, host_identity
 from xffl.cluster.recognition.claims import Claim
 from xffl.cluster.recognition.launcher import Environ, Fields, Launcher, honour_master, read_number
 from xffl.cluster.recognition.placement import place_ranks

@@ -27,6 +27,10 @@ _FIRST = "xffl_first_failure"
 
 _LEFT = "xffl_left"
 
+_SILENT = "xffl_silent"
+
+_MOST_LOOKING = 4  # ranks that look for those that are gone, each with a question for every rank; they tell the others
+
 _SHOWN = 200  # characters of an error that other ranks show
 
 
@@ -79,12 +83,24 @@ def _find_silent(world: JoinedWorld) -> tuple[int, ...]:
     """Return the ranks that do not say in time that they are left."""
     store = world.store
     store.set(f"{_LEFT}/{world.rank}", "")
-    here = store.add(_LEFT, 1)
+    place = store.add(_LEFT, 1)
+    here = place
     deadline = time.monotonic() + _MARK_S
     while here < world.size and time.monotonic() < deadline:
         time.sleep(_POLL_S)
         here = store.add(_LEFT, 0)
-    return tuple(rank for rank in range(world.size) if not store.check([f"{_LEFT}/{rank}"]))
+    if here >= world.size:
+        return ()
+    if place <= _MOST_LOOKING:
+        silent = tuple(rank for rank in range(world.size) if not store.check([f"{_LEFT}/{rank}"]))
+        store.set(_SILENT, json.dumps(silent))
+        return silent
+    deadline += _MARK_S
+    while not store.check([_SILENT]):
+        if time.monotonic() >= deadline:
+            return ()
+        time.sleep(_POLL_S)
+    return tuple(rank for rank in json.loads(store.get(_SILENT).decode()) if rank != world.rank)
 
 
 def _named(ranks: Sequence[int], world: JoinedWorld) -> str:

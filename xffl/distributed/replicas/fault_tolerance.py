@@ -26,8 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from xffl.checks import one_of
 from xffl.cluster.lighthouse_address import bind_address, lighthouse_of, replica_group_of
-from xffl.cluster.listening import release_gloo
-from xffl.cluster.network import list_interfaces
+from xffl.cluster.network import list_interfaces, release_gloo
 from xffl.cluster.run_token import token_of, warn_without_token
 from xffl.compat.torchft import managers_at
 from xffl.distributed.consistency import control_device, run_on_all_ranks

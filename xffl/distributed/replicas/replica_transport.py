@@ -32,6 +32,7 @@ from xffl.checks import shown
 from xffl.cluster.lighthouse_address import read_address
 from xffl.distributed import sharding
 from xffl.distributed.replicas import plain_values
+from xffl.distributed.spread_like import load_optimizer, spread_as, spread_whole
 from xffl.errors import CheckpointError, ConfigError, LaunchError, XfflError
 from xffl.json_text import parse_json
 from xffl.reading import Fields
@@ -409,7 +410,7 @@ def give(name: str, part: Any, saved: Any) -> None:
             number: {key: _spread(value, parameters[number]) for key, value in values.items()}
             for number, values in saved["state"].items()
         }
-        sharding.load_optimizer(part, {"state": state, "param_groups": saved["param_groups"]})
+        load_optimizer(part, {"state": state, "param_groups": saved["param_groups"]})
     else:
         part.load_state_dict(_spread_like(saved, part.state_dict(), name))
 
@@ -461,7 +462,7 @@ def _spread_like(value: Any, like: Any, where: str) -> Any:
     if _is_cut(value):
         if not isinstance(like, DTensor) or local(like).shape != value["cut"].shape:
             raise ConfigError(f"{where} is spread in another replica group and not alike here; start all alike")
-        return sharding.spread_as(value["cut"].to(local(like).device), like)
+        return spread_as(value["cut"].to(local(like).device), like)
     if isinstance(value, dict):
         known = like if isinstance(like, Mapping) else {}
         return {key: _spread_like(one, known.get(key), f"{where}/{key}") for key, one in value.items()}
@@ -500,4 +501,4 @@ def _spread(value: Any, parameter: torch.Tensor) -> Any:
     assert isinstance(parameter, DTensor), "cut alike in all groups, or the model was refused"
     values = value["cut"].to(parameter.device)
     is_alike = tuple(value["shape"]) == tuple(parameter.shape)
-    return sharding.spread_as(values, parameter) if is_alike else sharding.spread_whole(values, parameter)
+    return spread_as(values, parameter) if is_alike else spread_whole(values, parameter)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from xffl.cluster.lighthouse_address import parse_lighthouse, restarts_of
 from xffl.cluster.over_files import read_over_files
 from xffl.cluster.run_token import token_of, warn_without_token
-from xffl.cluster.sizes import parse_cell
+from xffl.cluster.sizes_text import parse_cell
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState, set_lone_cell
 from xffl.distributed.failures.faults import arm as arm_fault
@@ -51,14 +51,13 @@ class LoneCell:
             if state.rank == 0:
                 warn_without_token(token)
             arm_fault(self.cell, state.rank or 0, self.elastic.restarts)
-            journal = self._read_journal(state, self.elastic, token)
+            journal = self._read_journal(state, self.elastic.journal, token)
         set_lone_cell(state, self.cell, sizes, elastic=self.elastic, journal=journal)
 
-    def _read_journal(self, state: DistributedState, elastic: ElasticParameters, token: bytes) -> CellJournal | None:
+    def _read_journal(self, state: DistributedState, place: str | None, token: bytes) -> CellJournal | None:
         """Read the run's journal on rank 0; the others hear how that went."""
         with run_on_all_ranks("the run's journal"):
-            if state.rank == 0:
-                place = elastic.journal or derive_journal(elastic.lighthouse)
+            if place is not None and state.rank == 0:
                 return CellJournal(open_journal(place, token), self.cell)
         return None
 
@@ -100,8 +99,12 @@ def _read_elastic(elastic: str | ElasticParameters | None, named: object) -> Ela
             "elastic is given, but not which cell this job is; give cell and cells, such as cell=0, cells=2 (XFFL_CELL)"
         )
     if isinstance(elastic, ElasticParameters):
-        return elastic if elastic.journal is not None else replace(elastic, journal=read_journal_variable())
+        return elastic if elastic.journal is not None else replace(elastic, journal=_find_journal(elastic.lighthouse))
     what, text = ("XFFL_LIGHTHOUSE", os.environ["XFFL_LIGHTHOUSE"]) if elastic is None else ("elastic", elastic)
-    return ElasticParameters(
-        lighthouse=parse_lighthouse(what, text), journal=read_journal_variable(), restarts=restarts_of()
-    )
+    lighthouse = parse_lighthouse(what, text)
+    return ElasticParameters(lighthouse=lighthouse, journal=_find_journal(lighthouse), restarts=restarts_of())
+
+
+def _find_journal(lighthouse: str) -> str:
+    """Return where the run's journal is: as the environment says, or else by the address of the lighthouse."""
+    return read_journal_variable() or derive_journal(lighthouse)

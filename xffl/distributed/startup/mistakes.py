@@ -6,6 +6,7 @@ own to tell them there what is wrong: the address of the store suffices.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,16 +17,20 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from xffl.checks import decimal, index_of
 from xffl.cluster.environment import ProcessEnvironment, detect_environment
-from xffl.cluster.launch.failure import note_unmet
-from xffl.cluster.listening import LOOPBACK, PortHeldError, find_listener
-from xffl.cluster.recognition.find import told_rank
+from xffl.cluster.launch.failure import note_alike, note_unmet
+from xffl.cluster.listening import PortHeldError
+from xffl.cluster.network import LOOPBACK
+from xffl.cluster.reaching import find_listener
 from xffl.cluster.recognition.launchers import LAUNCHERS
-from xffl.distributed.consistency import end_on_store
+from xffl.cluster.recognition.refusals import told_rank
+from xffl.distributed.differences import rebuild_error
 from xffl.distributed.failures.uncaught import tell_once
-from xffl.distributed.startup.stores import agents_store, has_agents_store, join_store, serve_store
-from xffl.errors import LaunchError, XfflError
+from xffl.distributed.startup.joining import agents_store, join_store
+from xffl.distributed.startup.meeting import wait_for_readers
+from xffl.distributed.startup.stores import has_agents_store, serve_store
+from xffl.errors import LaunchError, XfflError, public_name
 
-__all__ = ["ClaimedPlace", "claimed_place", "own_place", "raise_at_meeting", "refuse_second_rank_0"]
+__all__ = ["ClaimedPlace", "claimed_place", "end_on_store", "own_place", "raise_at_meeting", "refuse_second_rank_0"]
 
 _REACH_S = 10.0
 """How long a rank tries to reach the store, which may be started after it."""
@@ -144,6 +149,25 @@ def refuse_second_rank_0(held: PortHeldError, place: ProcessEnvironment, address
     if store is None:
         raise LaunchError(str(held)) from None
     end_on_store(store, rank=place.rank, world_size=place.world_size, error=error, timeout_s=_KNOWN_S, is_speaker=False)
+
+
+def end_on_store(
+    store: Store, rank: int | None, world_size: int | None, error: XfflError, timeout_s: float, *, is_speaker: bool
+) -> NoReturn:
+    """Raise an error on all ranks that wait at the store where they meet, or come to it later, and on this one.
+
+    Local, for a rank that cannot take part: the others find the verdict in
+    :func:`~xffl.distributed.startup.meeting.check_consistent_on_store`.
+    ``is_speaker``: whether it tells the error; rank 0 does, where it waits with the others.
+    """
+    teller = "a process whose rank cannot be read" if rank is None else f"rank {rank}"
+    store.compare_set("error", "", json.dumps([public_name(error), f"{error} (first told by {teller})"]))
+    verdict = store.get("error").decode()
+    store.set("verdict", verdict)
+    wait_for_readers(store, rank, world_size, timeout_s)
+    refused = rebuild_error(*json.loads(verdict))
+    note_alike(refused, is_speaker=is_speaker)
+    raise refused
 
 
 def _raise_unmet(error: XfflError, rank: int | None) -> NoReturn:

@@ -1,46 +1,30 @@
-"""Stores at which ranks meet: rank 0's listens at one address only, and the others find out soon if it is not there."""
+"""Stores at which ranks meet: that of torchrun's agent, or one of rank 0, which listens at one address only."""
 
 from __future__ import annotations
 
 import os
 import sys
-import threading
-import time
 from collections.abc import Mapping
 from datetime import timedelta
-from queue import Empty, SimpleQueue
-from typing import TypeAlias
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from xffl.cluster.environment import ProcessEnvironment
-from xffl.cluster.listening import LOOPBACK, await_listener, open_listener
-from xffl.compat.sockets import cut_connection, open_sockets
-from xffl.errors import LaunchError
+from xffl.cluster.listening import open_listener
+from xffl.cluster.network import LOOPBACK
+from xffl.cluster.reaching import await_listener
 
-__all__ = ["agents_store", "arrive", "has_agents_store", "join_store", "serve_store"]
+__all__ = ["arrive", "has_agents_store", "serve_store"]
 
 _BACK_S = 10.0
 """How long rank 0 tries whether an address leads back to it."""
-_ANSWER_S = 20.0
-"""How long what takes connections may take to answer as a store does; a store's own thread answers at once."""
-_CUT_S = 5.0
-"""How long a connection that was cut may take to end its thread, which writes torch's warnings first."""
 
 
 def has_agents_store(place: ProcessEnvironment, environ: Mapping[str, str] = os.environ) -> bool:
     """Tell whether torchrun's agent has a store for the ranks, at the address where they meet."""
     shares = environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
     return place.launcher == "torchrun" and dist.is_torchelastic_launched() and shares
-
-
-def agents_store(rank: int, world_size: int, timeout_s: float) -> Store:
-    """Return the part of the store of torchrun's agent that is for this world alone; collective over its ranks."""
-    timeout = timedelta(seconds=timeout_s)
-    store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
-    # The agent's store outlives a world and serves the next one, too: each takes a name of its own.
-    return PrefixStore(f"xffl_{arrive(store, world_size)}", store)
 
 
 def arrive(store: Store, world_size: int) -> int:
@@ -76,60 +60,3 @@ def serve_store(host: str, port: int, world_size: int | None, timeout: timedelta
         wait_for_workers=False,
         master_listen_fd=opened.socket.detach(),
     )
-
-
-_Answer: TypeAlias = "SimpleQueue[TCPStore | RuntimeError]"
-
-
-def join_store(
-    host: str,
-    port: int,
-    world_size: int | None,
-    timeout_s: float,
-    *,
-    is_local: bool,
-    is_patient: bool = False,
-    waiting: str = "",
-) -> TCPStore:
-    """Connect to the store of rank 0, which may be started later; see :func:`~xffl.cluster.listening.await_listener`.
-
-    Raises LaunchError if it does not come, or something else is at its port.
-    """
-    host = LOOPBACK if is_local else host
-    begun = time.monotonic()
-    taken_since: float | None = None
-    while True:
-        left_s = max(1.0, begun + timeout_s - time.monotonic())
-        await_listener(host, port, left_s, is_patient=is_patient, waiting=waiting)
-        taken_since = taken_since or time.monotonic()
-        answer_s = min(left_s, _ANSWER_S)
-        answers: _Answer = SimpleQueue()
-        others = open_sockets()
-        # In a thread: torch waits without end for what takes a connection and says nothing.
-        words = (answers, host, port, world_size, answer_s)
-        connecting = threading.Thread(target=_connect, args=words, name="xffl-store", daemon=True)
-        connecting.start()
-        try:
-            answer = answers.get(timeout=answer_s)
-        except Empty:
-            answer = RuntimeError("it takes connections, and says nothing")
-            for descriptor in open_sockets() - others:
-                cut_connection(descriptor, port)  # so that the thread ends
-            # A thread that is still in torch's code when the interpreter ends aborts the process.
-            connecting.join(_CUT_S)
-        if isinstance(answer, TCPStore):
-            answer.set_timeout(timedelta(seconds=timeout_s))
-            return answer
-        if time.monotonic() - taken_since > min(_ANSWER_S, timeout_s) - 0.5:
-            raise LaunchError(
-                f"what listens at {host}:{port} is not the store of rank 0 ({answer}); another program has the port: "
-                "set MASTER_PORT to a port that is free on rank 0's host, the same on all ranks"
-            )
-
-
-def _connect(answers: _Answer, host: str, port: int, world_size: int | None, answer_s: float) -> None:
-    timeout = timedelta(seconds=answer_s)
-    try:
-        answers.put(TCPStore(host, port, world_size, is_master=False, timeout=timeout, wait_for_workers=False))
-    except (RuntimeError, ValueError) as error:
-        answers.put(RuntimeError(" ".join(str(error).split())[:200]))

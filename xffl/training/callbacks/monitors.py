@@ -13,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from xffl.checks import integer, integer_fields
-from xffl.cluster.hosts import resident_bytes
+from xffl.cluster.hardware import resident_bytes
 from xffl.training.callbacks.base import Callback
 
 if TYPE_CHECKING:

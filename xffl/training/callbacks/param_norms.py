@@ -21,7 +21,8 @@ from xffl.checks import integer
 from xffl.compat.pytorch import enclosing_steps
 from xffl.distributed.consistency import gather_objects
 from xffl.distributed.norms import total_norm
-from xffl.distributed.sharding import local_tensor, reshard, sharded_parameters, spread_as
+from xffl.distributed.sharding import local_tensor, reshard, sharded_parameters
+from xffl.distributed.spread_like import spread_as
 from xffl.errors import ConfigError
 from xffl.training.callbacks.base import Callback
 

@@ -21,13 +21,7 @@ from types import SimpleNamespace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from xffl.checks import closest
-from xffl.cluster.environment import (
-    detect_environment,
-    request_federation,
-    requested_federation,
-    requested_settings,
-    sources_named,
-)
+from xffl.cluster.environment import detect_environment, request_federation, requested_federation, sources_named
 from xffl.cluster.launch.failure import ExitCode, tell_unmet
 from xffl.cluster.sizes import Federation
 from xffl.cluster.slurm.submit import SlurmConfig
@@ -46,6 +40,7 @@ from xffl.training.config.settings import (
     to_plain,
     walk,
 )
+from xffl.training.config.variables import requested_settings
 from xffl.yaml_text import parse_yaml, write_yaml
 
 __all__ = [

@@ -15,7 +15,7 @@ import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
@@ -159,10 +159,14 @@ class CellLoader(Iterable[Any]):
         self.samples = self.sampler.samples
         """The rank's cell, samples of each rank in a step, at most, and those of the whole cell in an epoch."""
         place, _ = share_of(place_of(state))
+        # Of a partition, or indices, a rank may have no other samples than its cell's.
+        is_common = part is None or (isinstance(part, str) and part == WHOLE)
+        self._keys = _EpochKeys(
+            self.sampler, Probe((0, len(dataset) // 2) if is_common else (self.sampler.first_index,))
+        )
         self.batches = open_loader(
             _Batches(dataset, collate, Randomness(seed, AUGMENTING, self.cell), place),
-            # The length is of what is left: torch's loader warns where it yields more or fewer than it says.
-            _Keys(self._keys, lambda: self.sampler.steps - self.sampler.position),
+            self._keys,
             seed=seed,
             workers=workers,
             pin_memory=pin_memory,
@@ -173,9 +177,6 @@ class CellLoader(Iterable[Any]):
             start_method=start_method,
         )
         """Torch's loader. To put something around it that draws ahead, iterate over ``sampler.follow(...)`` of that."""
-        # Of a partition, or indices, a rank may have no other samples than its cell's.
-        is_common = part is None or (isinstance(part, str) and part == WHOLE)
-        self._probe = Probe((0, len(dataset) // 2) if is_common else (self.sampler.first_index,))
         self._meeting: Meeting | None = None
         if is_compared:
             meeting = Meeting(
@@ -188,7 +189,6 @@ class CellLoader(Iterable[Any]):
                 length=len(dataset),
             )
             self._meeting = meeting if meeting.is_needed else None
-        self._is_probing = False
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the rest of the epoch, then stand at the start of the next one."""
@@ -198,23 +198,18 @@ class CellLoader(Iterable[Any]):
         """Count the batches of a whole epoch."""
         return self.sampler.steps
 
-    def _keys(self) -> Iterator[Key | Probe]:
-        epoch, position = self.sampler.epoch, self.sampler.position
-        keys = (Key(epoch, step, indices) for step, indices in enumerate(self.sampler.draw(), start=position))
-        return chain([self._probe], keys) if self._is_probing else keys
-
     def _compared(self) -> Iterator[Any]:
         """Yield the batches, once the ranks have compared samples; they are read where the batches are."""
         meeting = self._meeting
         self._meeting = None
-        self._is_probing = True
+        self._keys.begin_with_probe = True
         assert meeting is not None, "only called with one"
         try:
             batches = iter(self.batches)  # with workers it asks for the keys twice
-            self._is_probing = False
+            self._keys.begin_with_probe = False
             first = next(batches)
         except Exception as error:
-            self._is_probing = False
+            self._keys.begin_with_probe = False
             with suppress(ConfigError):  # the others would wait for this rank
                 meeting.compare(FirstSamples(error=f"{type(error).__name__}: {error}"))
             raise
@@ -439,15 +434,14 @@ class ValidationLoader(Iterable[Any]):
         """Samples of all ranks that share them out."""
         if not self.samples:
             raise ConfigError("the dataset for validation has no samples; give it some, or do not validate")
-        self._place = place
-        self._places = places
         self.steps = -(-self.samples // (self.batch_size * places))
         """Batches of a pass: the same number on all ranks that share the samples out."""
         self.batch_samples = 0
         """Samples that count in the batch that was yielded last."""
+        self._shares = _Shares(samples=self.samples, steps=self.steps, place=place, places=places)
         self.batches = open_loader(
             _Batches(dataset, collate, Randomness(seed, AUGMENTING), place),
-            _Keys(self._keys, lambda: self.steps),
+            self._shares,
             seed=seed,
             workers=workers,
             pin_memory=pin_memory,
@@ -466,15 +460,9 @@ class ValidationLoader(Iterable[Any]):
         """Count the batches."""
         return self.steps
 
-    def _keys(self) -> Iterator[Key]:
-        # A rank without a sample reads the first one of the dataset.
-        return (Key(0, step, np.array(self.share(step) or [0])) for step in range(self.steps))
-
     def share(self, step: int) -> range:
         """Return this rank's samples of a step."""
-        start, stop = even_cut(self.samples, self.steps, step)
-        first, last = even_cut(stop - start, self._places, self._place)
-        return range(start + first, start + last)
+        return self._shares.of_step(step)
 
 
 @takes_state
@@ -527,18 +515,50 @@ class Probe(NamedTuple):
     indices: tuple[int, ...]
 
 
-class _Keys(Iterable[Key | Probe]):
-    """The keys of the batches to come, drawn anew whenever torch's loader is iterated over."""
+# Torch's loader holds its keys, which must not lead back to the loader of this file that holds it: Python's search for
+# cycles closes the queues of workers before it tells them to end, and each of them is waited for for 5 s.
 
-    def __init__(self, draw: Callable[[], Iterator[Key | Probe]], count: Callable[[], int]) -> None:
-        self._draw = draw
-        self._count = count
+
+class _EpochKeys(Iterable[Key | Probe]):
+    """The keys of the batches that are left of an epoch, drawn anew whenever torch's loader is iterated over."""
+
+    def __init__(self, sampler: CellBatchSampler, probe: Probe) -> None:
+        self._sampler = sampler
+        self._probe = probe
+        self.begin_with_probe = False
+        """Whether the samples that ranks compare come before the first batch."""
 
     def __iter__(self) -> Iterator[Key | Probe]:
-        return self._draw()
+        epoch, position = self._sampler.epoch, self._sampler.position
+        keys = (Key(epoch, step, indices) for step, indices in enumerate(self._sampler.draw(), start=position))
+        return chain([self._probe], keys) if self.begin_with_probe else keys
 
     def __len__(self) -> int:
-        return self._count()
+        # Of what is left: torch's loader warns where it yields more or fewer than it says.
+        return self._sampler.steps - self._sampler.position
+
+
+@dataclass(frozen=True)
+class _Shares(Iterable[Key]):
+    """The keys of the batches of a pass over all samples, of which each rank has an even share of each step."""
+
+    samples: int
+    steps: int
+    place: int
+    places: int
+
+    def __iter__(self) -> Iterator[Key]:
+        # A rank without a sample reads the first one of the dataset.
+        return (Key(0, step, np.array(self.of_step(step) or [0])) for step in range(self.steps))
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def of_step(self, step: int) -> range:
+        """Return this rank's samples of a step."""
+        start, stop = even_cut(self.samples, self.steps, step)
+        first, last = even_cut(stop - start, self.places, self.place)
+        return range(start + first, start + last)
 
 
 class Randomness:

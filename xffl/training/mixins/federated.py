@@ -26,7 +26,7 @@ from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.aggregation.rounds.hooks import LoopHooks
 from xffl.checks import index_of, integer_fields, number, one_of
 from xffl.cluster.recognition.find import find_launcher
-from xffl.cluster.sizes import parse_cell
+from xffl.cluster.sizes_text import parse_cell
 from xffl.distributed.distributed_state import set_data_place, set_meeting_timeout
 from xffl.distributed.sharding import sharded_parameters
 from xffl.errors import ConfigError, StateError, XfflError

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from operator import itemgetter
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -65,14 +65,21 @@ def checked_number(what: str, value: object, hint: str) -> float:
 
 def cell_weights(statuses: Sequence[RoundStatus], topology: Topology) -> tuple[float, ...]:
     """Add the ranks' counts up to one weight for each cell; where no rank gave one, 1, or 0 once a cell is absent."""
-    kinds = {status.is_uniform for status in statuses if not status.is_absent}
-    if len(kinds) > 1:
-        uniform = [rank for rank, status in enumerate(statuses) if status.is_uniform and not status.is_absent]
+    uniform: list[int] = []
+    weighed: list[int] = []
+    for rank, status in enumerate(statuses):
+        if not status.is_absent:
+            (uniform if status.is_uniform else weighed).append(rank)
+    if uniform and weighed:
         raise ConfigError(f"ranks {uniform} gave no weight and others gave one; give a weight on every rank or on none")
-    weights = by_cell([status.weight for status in statuses], topology, max if True in kinds else sum)
+    weights = by_cell([status.weight for status in statuses], topology, max if uniform else sum)
     if not math.isfinite(sum(weights)):
         raise ConfigError(f"the weights of the cells {weights} have no finite sum; give smaller counts")
     return weights
+
+
+POINT = attrgetter("aggregator", "round", "phase", "is_encoding", "is_flushing", "merge", "alpha")
+"""What has to be the same of all ranks in a vote: where a rank is, and how it takes part."""
 
 
 def divergence_of(context: RoundContext) -> float:
@@ -164,8 +171,12 @@ class AgreedRound:
 
     def report(self, seconds: float) -> RoundReport:
         """Tell what the round did, and that it took so many seconds here; local."""
-        context, profile = self.context, self.run.profile
+        context = self.context
+        profile = self.run.profile
         total = math.fsum(context.counts)
+        shares: list[float] = []
+        for count in context.counts:
+            shares.append(count / total)
         return RoundReport(
             round=context.number,
             weights=context.weights,
@@ -175,7 +186,7 @@ class AgreedRound:
             dropped=self.dropped,
             is_last=self.is_last,
             fragment=self.run.fragment,
-            shares=tuple(count / total for count in context.counts),
+            shares=tuple(shares),
             scale=context.scale,
             step_norm=context.step_norm,
             steps=context.steps,
@@ -300,16 +311,17 @@ class RoundCoordinator:
             raise StateError("no round of this aggregator is in doubt")
         return outcome
 
-    @contextmanager
-    def tear_if_unwritten(self) -> Iterator[None]:
-        """Raise TornError where the block ends after all ranks have agreed and before this one has written its part."""
-        try:
-            yield
-        except BaseException as stop:
-            if self._phase is RoundPhase.COMMITTED:
-                self.release()
-                raise TornError(f"a round was agreed, but {type(stop).__name__} came before it was written") from stop
-            raise
+    def torn_by(self, stop: BaseException) -> TornError | None:
+        """Return what is wrong with the model where this has stopped a round; ``None`` where all keep their weights.
+
+        That is where all ranks have agreed and this one has not written its part, or cannot learn what others do.
+        """
+        if self._phase is not RoundPhase.COMMITTED:
+            return stop if isinstance(stop, TornError) else None
+        self.release()
+        torn = TornError(f"a round was agreed, but {type(stop).__name__} came before it was written")
+        torn.__cause__ = stop
+        return torn
 
     @contextmanager
     def _exchange_reasons(self) -> Iterator[None]:
@@ -346,9 +358,9 @@ class RoundCoordinator:
         except BaseException:
             self._phase = RoundPhase.CUT_OFF
             raise
-        self.all_finished = all(other.is_finished for other in statuses)
+        self.all_finished = all(status.is_finished for status in statuses)
         self._check_point(statuses)
-        if any(other.is_failed for other in statuses):
+        if any(status.is_failed for status in statuses):
             with self._exchange_reasons():
                 check_consistent(f"opening of round {status.round}", "", error=error, group=self._round_groups.world)
         for stage in self._exchange.stages:
@@ -375,7 +387,10 @@ class RoundCoordinator:
             return AgreedRound(run, RoundContext(weights, 0, number), is_last=self.all_finished, is_empty=True)
         if not any(weights):
             raise ConfigError(f"the weights of all cells are 0 {weights}; a round needs at least one positive weight")
-        unfit = frozenset(self._topology.cell_of(rank) for rank, status in enumerate(statuses) if status.is_nonfinite)
+        unfit: set[int] = set()
+        for rank, status in enumerate(statuses):
+            if status.is_nonfinite:
+                unfit.add(self._topology.cell_of(rank))
         dropped = self._drop(unfit, weights, run.findings.nonfinite) if unfit else ()
         context = self._count(statuses, weights, dropped)
         outcome = AgreedRound(
@@ -384,7 +399,7 @@ class RoundCoordinator:
             dropped,
             self.all_finished,
             nonfinite=self._share_nonfinite(dropped, run.findings.nonfinite) if dropped else {},
-            unfit=unfit,
+            unfit=frozenset(unfit),
             step_seconds=by_cell([status.seconds for status in statuses], self._topology, max),
         )
         if least_divergence is not None and not self.all_finished and divergence_of(context) < least_divergence:
@@ -403,21 +418,23 @@ class RoundCoordinator:
         self, statuses: Sequence[RoundStatus], weights: tuple[float, ...], dropped: tuple[int, ...]
     ) -> RoundContext:
         """Return whose values count, and what the combiner is told about them."""
-        counted = tuple(0.0 if cell in dropped else weight for cell, weight in enumerate(weights))
+        counted = list(weights)
+        for cell in dropped:
+            counted[cell] = 0.0
         if not any(counted):
             raise RoundError(
                 f"no cell with a positive weight is left after dropping cells {dropped}; all ranks keep their weights"
             )
         # Tensors of policy "first" are taken from this cell. Where cells are worlds of their own, one of weight 0 may
         # only just have come, with those of a new model.
-        first = next(
-            cell for cell, weight in enumerate(counted) if cell not in dropped and (weight or not self._is_cross_world)
-        )
+        first = 0
+        while first in dropped or (self._is_cross_world and not counted[first]):
+            first += 1
         context = RoundContext(
-            counted,
+            tuple(counted),
             first=first,
             number=statuses[0].round,
-            steps=by_cell([status.steps for status in statuses], self._topology, itemgetter(0)),
+            steps=by_cell([status.steps for status in statuses], self._topology, lambda of_cell: of_cell[0]),
         )
         for stage in self._exchange.stages:
             context = stage.count(context, statuses)
@@ -441,19 +458,7 @@ class RoundCoordinator:
 
     def _check_point(self, statuses: Sequence[RoundStatus]) -> None:
         """Raise RoundError, on all ranks alike, where they are not at the same point of the same round."""
-        points = {
-            (
-                status.aggregator,
-                status.round,
-                status.phase,
-                status.is_encoding,
-                status.is_flushing,
-                status.merge,
-                status.alpha,
-            )
-            for status in statuses
-        }
-        if len(points) > 1:
+        if len(set(map(POINT, statuses))) > 1:
             check_rounds(statuses, self._topology)
 
     def _refuse_nonfinite(self, cells: tuple[int, ...], found: list[str]) -> None:
@@ -508,14 +513,13 @@ class RoundCoordinator:
                 number,
                 phase=VotePhase.COMMIT,
                 is_failed=failure is not None,
-                is_cut_off=run.is_cut_off or isinstance(failure, RoundBroken),
+                is_cut_off=run.profile.is_cut_off or isinstance(failure, RoundBroken),
                 **told,
             )
             statuses = self._gather_status(status, run.profile, self._closes_within_s)
             # All ranks see the same statuses. One of another vote is no yes: that rank was interrupted, and went on.
-            is_agreed = all(
-                other.round == number and other.phase is VotePhase.COMMIT and not other.is_failed for other in statuses
-            )
+            yes = (number, VotePhase.COMMIT, False)
+            is_agreed = all((vote.round, vote.phase, vote.is_failed) == yes for vote in statuses)
             others_may_write = is_agreed
             self._check_point(statuses)
             is_recorded = is_agreed and (self._seal is None or self._is_recorded(run, context))

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from xffl.errors import RoundError, TornError
 
-__all__ = ["InconsistentModel", "count_inconsistent", "find_inconsistent", "mark_inconsistent"]
+__all__ = ["InconsistentModel", "count_inconsistent", "find_inconsistent", "mark_inconsistent", "without_wrappers"]
 
 _MARK = "_xffl_tear"
 _COUNT = "_xffl_tears"
@@ -29,7 +29,7 @@ class InconsistentModel:
         self.reason = reason
         self.is_repaired = False
         """Whether a whole state dict has been loaded."""
-        self._model = _without_wrappers(model)
+        self._model = without_wrappers(model)
         self._errors: Sequence[str] = ()
         self._uses = [
             module.register_forward_pre_hook(self._refuse) for module in {*model.modules(), *self._model.modules()}
@@ -72,8 +72,9 @@ def mark_inconsistent(model: nn.Module, torn: TornError) -> NoReturn:
     A RoundError is raised in its place; an interrupt that caused it goes on as it is.
     """
     cause = torn.__cause__
-    object.__setattr__(_without_wrappers(model), _COUNT, count_inconsistent(model) + 1)
-    if find_inconsistent(model) is None:
+    bare = without_wrappers(model)
+    object.__setattr__(bare, _COUNT, count_inconsistent(bare) + 1)
+    if find_inconsistent(bare) is None:
         InconsistentModel(model, str(torn))
     if cause is not None and not isinstance(cause, Exception):
         raise cause from None
@@ -82,18 +83,21 @@ def mark_inconsistent(model: nn.Module, torn: TornError) -> NoReturn:
     ) from cause
 
 
-def find_inconsistent(model: nn.Module) -> InconsistentModel | None:
-    """Return the mark of an inconsistent model, wrapped or not; ``None`` where it is whole."""
-    mark: InconsistentModel | None = getattr(_without_wrappers(model), _MARK, None)
+def find_inconsistent(bare: nn.Module) -> InconsistentModel | None:
+    """Return the mark of an inconsistent model, given without wrappers; ``None`` where it is whole."""
+    mark: InconsistentModel | None = getattr(bare, _MARK, None)
     if mark is not None and mark.is_repaired:
         mark.remove()
         return None
     return mark
 
 
-def count_inconsistent(model: nn.Module) -> int:
-    """Return how often a model became inconsistent, even if it is repaired: what was remembered of it is void then."""
-    return int(getattr(_without_wrappers(model), _COUNT, 0))
+def count_inconsistent(bare: nn.Module) -> int:
+    """Return how often a model, given without wrappers, became inconsistent, even if it is repaired.
+
+    What was remembered of it before is void then.
+    """
+    return int(getattr(bare, _COUNT, 0))
 
 
 def _forget_compiled() -> None:
@@ -102,8 +106,8 @@ def _forget_compiled() -> None:
         torch.compiler.reset()
 
 
-def _without_wrappers(model: nn.Module) -> nn.Module:
-    """Take DDP and torch.compile off a model."""
+def without_wrappers(model: nn.Module) -> nn.Module:
+    """Take DDP and torch.compile off a model: the module inside has the mark."""
     while True:
         inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         inner = getattr(inner, "_orig_mod", inner)

@@ -263,8 +263,9 @@ def plan_transfers(
                 round_groups=round_groups,
                 rank=rank,
                 cell=cell,
-                senders=tuple(senders[key] for key in keys),
+                senders=tuple(senders[keys[bucket.number % len(keys)]] for bucket in buckets),
                 depth=depth * turns,
+                ahead=depth * turns // 2 if is_on_cpu else 0,
                 combiners=combiners,
                 home_device=home_device,
             )

@@ -8,11 +8,12 @@ before.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,16 @@ from xffl.aggregation.engine.groups import RoundGroups
 from xffl.costs import IN_FLIGHT
 from xffl.distributed.consistency import sends_from_gpu
 
-__all__ = ["Bucket", "BucketGroup", "GroupTransfer", "Piece", "RoundContext"]
+__all__ = [
+    "Bucket",
+    "BucketGroup",
+    "BucketRun",
+    "FragmentPlan",
+    "GroupTransfer",
+    "Piece",
+    "RoundContext",
+    "plan_fragments",
+]
 
 
 class Piece(NamedTuple):
@@ -133,7 +143,7 @@ class RoundContext:
     @cached_property
     def cells(self) -> tuple[int, ...]:
         """The cells that contribute, in order."""
-        return tuple(cell for cell, weight in enumerate(self.weights) if weight > 0.0)
+        return tuple(cell for cell, weight in enumerate(self.weights) if weight)
 
     def source_cells(self, group: BucketGroup) -> tuple[int, ...]:
         """Return the cells whose values a group needs, in order."""
@@ -155,9 +165,13 @@ class GroupTransfer:
     round_groups: RoundGroups  # the process groups
     rank: int  # this rank, as the topology counts
     cell: int  # and its cell
-    senders: tuple[tuple[int, ...], ...]  # in turn, bucket by bucket: the sender in each cell
+    senders: tuple[tuple[int, ...], ...]  # by bucket: the sender in each cell
     # buckets that are on the link between cells at a time, in each hop, of all replicas that take turns
     depth: int = IN_FLIGHT
+    # Buckets that a rank is ready to receive before it sends its own. gloo sends only what a receiver has asked for,
+    # and the asking queues behind what the receiver sends itself: without this the link between cells would pause for
+    # its latency. Over NCCL both directions are posted together.
+    ahead: int = IN_FLIGHT // 2
     # in two hops, by bucket the cell that combines all of it; None where each cell combines a part
     combiners: tuple[int | None, ...] = ()
     # the GPU from which NCCL sends inside cells, where values cross in the host's memory
@@ -176,31 +190,24 @@ class GroupTransfer:
         return self.home_device is not None and self.cell_group is not None and sends_from_gpu(self.cell_group)
 
     @cached_property
+    def sends(self) -> tuple[bool, ...]:
+        """By bucket, whether this rank sends it for its cell."""
+        return tuple(senders[self.cell] == self.rank for senders in self.senders)
+
+    @property
     def is_sender(self) -> bool:
         """Whether this rank sends any bucket."""
-        return any(map(self.is_sent_here, self.buckets))
+        return any(self.sends)
 
-    def senders_of(self, bucket: Bucket) -> tuple[int, ...]:
-        """Return the sender of a bucket in each cell."""
-        return self.senders[bucket.number % len(self.senders)]
-
-    def is_sent_here(self, bucket: Bucket) -> bool:
-        """Tell whether this rank sends a bucket for its cell."""
-        return self.senders_of(bucket)[self.cell] == self.rank
-
-    @property
-    def ahead(self) -> int:
-        """Buckets that a rank is ready to receive before it sends its own.
-
-        gloo sends only what a receiver has asked for, and the asking queues behind what the receiver sends itself:
-        without this the link between cells would pause for its latency.
-        """
-        return self.depth // 2
-
-    @property
+    @cached_property
     def pace(self) -> tuple[object, ...]:
         """What groups have in common whose buckets follow each other without a pause: who takes part, how far ahead."""
-        return self.group.participants, self.ahead
+        return self.group.participants, self.depth // 2
+
+    @cached_property
+    def pause(self) -> int:
+        """Buckets that are started while one is on its way across and back."""
+        return self.ahead + self.depth * (2 if self.reduce_scatter else 1)
 
     def parts(self, bucket: Bucket) -> list[slice]:
         """Return what each cell combines of a bucket, counted in it."""
@@ -222,3 +229,32 @@ class GroupTransfer:
     def _sizes(self) -> list[list[int]]:
         """Elements of each part of each bucket."""
         return [[part.stop - part.start for part in self.parts(bucket)] for bucket in self.buckets]
+
+
+BucketRun: TypeAlias = tuple[tuple[GroupTransfer, Bucket], ...]
+"""Buckets that follow each other without a pause, with their groups."""
+
+
+class FragmentPlan(NamedTuple):
+    """What this rank exchanges in a round, of the part of the model that the round averages."""
+
+    transfers: tuple[GroupTransfer, ...] = ()
+    # Buckets of two groups may overlap only if the same ranks take part in both and post receives equally far ahead:
+    # runs wait for the ones before.
+    runs: tuple[BucketRun, ...] = ()
+    buckets: BucketRun = ()  # of all runs
+
+
+def plan_fragments(transfers: Sequence[GroupTransfer]) -> dict[int, FragmentPlan]:
+    """Return what this rank exchanges in a round, by fragment."""
+    by_fragment: dict[int, list[GroupTransfer]] = {}
+    for transfer in transfers:
+        by_fragment.setdefault(transfer.group.fragment, []).append(transfer)
+    plans = {}
+    for fragment, some in by_fragment.items():
+        runs = tuple(
+            tuple((transfer, bucket) for transfer in alike for bucket in transfer.buckets)
+            for _, alike in itertools.groupby(some, key=lambda transfer: transfer.pace)
+        )
+        plans[fragment] = FragmentPlan(tuple(some), runs, tuple(itertools.chain.from_iterable(runs)))
+    return plans

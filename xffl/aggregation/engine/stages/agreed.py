@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from xffl.aggregation.engine.buffers import ModelCopy, StagingBuffers
-from xffl.aggregation.engine.exchange import RoundRun, RoundStage
+from xffl.aggregation.engine.buffers import ModelCopy
+from xffl.aggregation.engine.exchange import Memory, RoundRun
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.planning.transfers import Bucket, GroupTransfer, RoundContext
+from xffl.aggregation.engine.stage import RoundStage
 from xffl.aggregation.engine.votes import RoundStatus
 from xffl.topology import Topology
 
@@ -26,11 +27,9 @@ class AgreedModel(RoundStage):
 
     key = "agreed"
 
-    def __init__(
-        self, global_model: GlobalModel, staging: StagingBuffers, topology: Topology, *, is_encoded: bool
-    ) -> None:
+    def __init__(self, global_model: GlobalModel, memory: Memory, topology: Topology, *, is_encoded: bool) -> None:
         self.global_model = global_model
-        self._staging = staging
+        self._memory = memory
         self._topology = topology
         self._is_encoded = is_encoded
         self._numbers: dict[str, float] = {}
@@ -63,9 +62,9 @@ class AgreedModel(RoundStage):
         if context.source is not None and self.global_model.has_optimizer:
             return  # what was agreed on last has come to all cells
         numbers = dict(zip(self._numbers, context.numbers, strict=False))  # a vote has room for more than these
-        for transfer, bucket, new in self.global_model.step(run.fragment, run.results, context.scale, numbers):
-            if self._is_encoded and transfer.number in run.stages:
-                self._staging.stage(transfer, bucket).copy_(new)
+        for transfer, bucket, new in self.global_model.step(run.fragment, self._memory.results, context.scale, numbers):
+            if self._is_encoded and transfer.number in self._memory.stages:
+                self._memory.stage(transfer, bucket).copy_(new)
             yield transfer, bucket, new
 
     def restart(self) -> None:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from xffl.aggregation.algorithms.combiners import total_of
-from xffl.aggregation.engine.buffers import StagingBuffers
-from xffl.aggregation.engine.exchange import RoundRun, RoundStage
+from xffl.aggregation.engine.exchange import Memory, RoundRun
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.planning.transfers import RoundContext
+from xffl.aggregation.engine.stage import RoundStage
 from xffl.aggregation.engine.votes import RoundStatus
 
 __all__ = ["Clip"]
@@ -30,12 +30,10 @@ class Clip(RoundStage):
 
     weighs_result = True
 
-    def __init__(
-        self, limit: float, global_model: GlobalModel, staging: StagingBuffers, *, cell: int, cells: int
-    ) -> None:
+    def __init__(self, limit: float, global_model: GlobalModel, memory: Memory, *, cell: int, cells: int) -> None:
         self._limit = limit
         self._global_model = global_model
-        self._staging = staging
+        self._memory = memory
         self._cell = cell
         self._cells = cells
 
@@ -48,7 +46,7 @@ class Clip(RoundStage):
         for transfer, bucket in run.sent():
             part = bucket.part(self._cell, self._cells)
             own = bucket._replace(start=bucket.start + part.start, stop=bucket.start + part.stop)
-            squares.append(self._global_model.squared_distance(transfer, own, self._staging.stage(transfer, own)))
+            squares.append(self._global_model.squared_distance(transfer, own, self._memory.stage(transfer, own)))
         return {"square": total_of(torch.stack(squares).tolist() if squares else ())}
 
     def conclude(self, context: RoundContext, statuses: Sequence[RoundStatus]) -> RoundContext:

@@ -11,8 +11,9 @@ import torch
 
 from xffl.aggregation.compression import CodePlace, ErrorFeedback
 from xffl.aggregation.engine.buffers import Layout, ModelCopy, aligned
-from xffl.aggregation.engine.exchange import RoundRun, RoundStage
+from xffl.aggregation.engine.exchange import RoundRun
 from xffl.aggregation.engine.planning.transfers import Bucket, GroupTransfer
+from xffl.aggregation.engine.stage import RoundStage
 from xffl.aggregation.engine.transport import Crossing, ExactValues, Link
 from xffl.errors import CheckpointError
 
@@ -128,7 +129,7 @@ class Codecs(RoundStage):
 
     def commit(self, run: RoundRun) -> None:
         """Conclude a round that was taken: where its values wait is the agreed state now, and the old one is free."""
-        stages, fragment = run.stages, run.fragment
+        stages, fragment = run.memory.buffers.stages, run.fragment
         for place, feedback in self.feedback.items():
             if self._transfers[place].group.fragment == fragment:
                 spare = feedback.commit(stages.get(place))
@@ -211,4 +212,4 @@ class EncodedSteps(ExactValues):
             else:
                 self._combine_codes(self._mean)
             self.feedback.advance(self.bucket, self._mean, self.out)
-        self.release()
+        self.link.slots.release(self.slot)

@@ -10,7 +10,7 @@ from xffl.aggregation.engine.buffers import BucketMemory
 from xffl.aggregation.engine.exchange import ExchangeWalk, RoundRun, Way
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.planning.transfers import Bucket, GroupTransfer, RoundContext
-from xffl.aggregation.engine.transport import CrossCellTransport, Crossing, ExactValues
+from xffl.aggregation.engine.transport import Crossing, ExactValues
 
 __all__ = ["HandOver", "SharedValues"]
 
@@ -27,18 +27,22 @@ class HandOver(Way):
 
     def exchange(self, run: RoundRun, context: RoundContext) -> RoundContext:
         """Bring the model of the context's source to all others."""
-        run.walk(_HandOverWalk(run, run.transport(context), self._global_model))
+        run.walk(_HandOverWalk(run, context, self._global_model))
         return context
 
 
 class _HandOverWalk(ExchangeWalk):
     """Brings each bucket from the source to all others as it is, in one hop."""
 
-    def __init__(self, run: RoundRun, transport: CrossCellTransport, global_model: GlobalModel | None) -> None:
-        super().__init__(run, transport)
+    def __init__(self, run: RoundRun, context: RoundContext, global_model: GlobalModel | None) -> None:
+        super().__init__(run, context)
         self._global_model = global_model
-        self._is_source = self.link.cell == transport.context.source
-        self._targets = {*range(self.link.cells)} - {transport.context.source}
+        self._is_source = self.link.cell == context.source
+        self._targets = {*range(self.link.cells)} - {context.source}
+        # Values move as they are, in one hop.
+        self._plain = {
+            transfer.number: replace(transfer, reduce_scatter=False, codec=None) for transfer in run.plan.transfers
+        }
 
     def read(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
         memory = (
@@ -51,18 +55,12 @@ class _HandOverWalk(ExchangeWalk):
                 return memory._replace(values=self._global_model.written(transfer, bucket))
         return memory
 
-    def payload(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> ExactValues | None:
-        if not transfer.is_sent_here(bucket):
-            return None
-        return SharedValues(self.crossing(_plain(transfer), bucket, memory), self._targets)
+    def payload(self, crossing: Crossing) -> ExactValues:
+        plain = self._plain[crossing.transfer.number]
+        return SharedValues(crossing._replace(transfer=plain), self._targets)
 
     def pause(self, transfer: GroupTransfer) -> int:
-        return super().pause(_plain(transfer))
-
-
-def _plain(transfer: GroupTransfer) -> GroupTransfer:
-    """Return a group whose values move as they are, in one hop."""
-    return replace(transfer, reduce_scatter=False, codec=None)
+        return super().pause(self._plain[transfer.number])
 
 
 class SharedValues(ExactValues):

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from xffl.aggregation.engine.buffers import aligned
-from xffl.aggregation.engine.exchange import RoundRun, RoundStage
+from xffl.aggregation.engine.exchange import RoundRun
 from xffl.aggregation.engine.planning.transfers import GroupTransfer, RoundContext
+from xffl.aggregation.engine.stage import RoundStage
 from xffl.aggregation.engine.transport import Crossing, ExactValues, Link
 from xffl.aggregation.engine.votes import RoundStatus
 from xffl.aggregation.privacy import Masker
@@ -87,13 +88,17 @@ class MaskedValues(ExactValues):
         with self.transport.profile.capture_failure("encode"):
             for row in self._shares.values():
                 row.zero_()  # what is sent if masking fails
-            ranks = enumerate(transfer.senders_of(self.bucket))
+            ranks = enumerate(transfer.senders[self.bucket.number])
             senders = {cell: rank for cell, rank in ranks if cell in context.cells}
             for cell, row in self._shares.items():
                 place = (transfer.group.key, self.bucket.number, cell if transfer.reduce_scatter else -1)
                 values, share = self.values[self._parts[cell]], context.share(self.here)
                 self._masker.encode(values, share, row, place=place, senders=senders)
 
-    def make_result(self, values: list[torch.Tensor], out: torch.Tensor) -> None:
+    def combine(self) -> None:
         """Add the rows up: the masks cancel."""
-        self._masker.decode(values, out)
+        result = self.results[self.here]
+        if result.numel():
+            with self.transport.profile.capture_failure("combine"):
+                self._masker.decode([self.held[cell] for cell in self.sources], result)
+        self.link.slots.release(self.slot)

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 from xffl.aggregation.engine.buffers import ModelCopy
-from xffl.aggregation.engine.exchange import RoundRun, RoundStage
+from xffl.aggregation.engine.exchange import RoundRun
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.planning.transfers import RoundContext
+from xffl.aggregation.engine.stage import RoundStage
 from xffl.aggregation.privacy import Accountant, Masker, Noise, Privacy, privatize
 from xffl.distributed.consistency import control_device
 from xffl.errors import ConfigError
@@ -56,23 +57,25 @@ class Protection(RoundStage):
         something fails, nothing of the update is left in the stages, since they are sent all the same; and they are
         sent without masks, since masked they would bare the sum of the other cells, which then has too little noise.
         """
-        buffers, staging, profile, sent = run.buffers, run.staging, run.profile, list(run.sent())
+        memory = run.memory
+        profile = run.profile
+        sent = list(run.sent())
         global_model, group, cells = self._global_model, run.round_groups.cell, context.cells
         self.accountant.spend(len(cells))  # also where the round is rejected later: it has been seen then
         if run.link.cell not in cells:
             return
-        buffers.read_from_stages()
+        memory.read_from_stages()
         # What could not be measured is too long to be clipped, on all ranks of the cell.
         total = torch.full((), math.inf, dtype=torch.float64, device=global_model.device)
         with profile.capture_failure("protect"):
             for transfer, bucket in sent:
-                buffers.settle(bucket)
-                stage = staging.stage(transfer, bucket)
-                values = buffers.copy_of(transfer, bucket)
+                memory.settle(bucket)
+                stage = memory.buffers.stage(transfer, bucket)
+                values = memory.copy_of(transfer, bucket)
                 if values.data_ptr() != stage.data_ptr():
                     stage.copy_(values)  # the copy is what later steps are measured from
             norms = [
-                global_model.squared_distance(transfer, bucket, staging.stage(transfer, bucket))
+                global_model.squared_distance(transfer, bucket, memory.buffers.stage(transfer, bucket))
                 for transfer, bucket in sent
             ]
             total = torch.stack(norms).sum() if norms else torch.zeros_like(total)
@@ -87,7 +90,7 @@ class Protection(RoundStage):
             noise = Noise(self._rank, self._privacy.seed, self.accountant.rounds)
             for transfer, bucket in sent:
                 privatize(
-                    staging.stage(transfer, bucket),
+                    memory.buffers.stage(transfer, bucket),
                     anchor=global_model.written(transfer, bucket),
                     scale=scale,
                     deviation=deviation,
@@ -97,6 +100,6 @@ class Protection(RoundStage):
         if profile.failure is None:
             return
         for transfer, bucket in sent[protected:]:
-            staging.stage(transfer, bucket).zero_()
+            memory.buffers.stage(transfer, bucket).zero_()
         if self._masker is not None:
             self._masker.abandon()

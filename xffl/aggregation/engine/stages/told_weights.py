@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from xffl.aggregation.engine.exchange import RoundRun, RoundStage
+from xffl.aggregation.engine.exchange import RoundRun
 from xffl.aggregation.engine.planning.transfers import RoundContext
+from xffl.aggregation.engine.stage import RoundStage
 from xffl.distributed.consistency import control_device
 
 __all__ = ["ToldWeights"]

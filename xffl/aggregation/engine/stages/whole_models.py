@@ -12,7 +12,7 @@ from xffl.aggregation.engine.buffers import BucketMemory
 from xffl.aggregation.engine.exchange import ExchangeWalk, RoundRun, Way, weigh_cells
 from xffl.aggregation.engine.planning.transfers import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.engine.stages.codecs import Codecs, EncodedSteps
-from xffl.aggregation.engine.transport import CrossCellTransport, ExactValues, Link
+from xffl.aggregation.engine.transport import Crossing, ExactValues, Link
 from xffl.aggregation.mean import piece_length
 from xffl.distributed.consistency import control_device
 
@@ -52,12 +52,15 @@ class WholeModels(Way):
 
     def exchange(self, run: RoundRun, context: RoundContext) -> RoundContext:
         """Gather, compare, and spread; return what the cells counted for. Collective over the world."""
-        run.before_exchange(context)
-        run.walk(_GatherWalk(run, run.transport(context), self))
+        for stage in run.stages:
+            stage.before_exchange(run, context)
+        run.walk(_GatherWalk(run, context, self))
         with run.profile.phase("weigh"):
             distances = self._compare(run, context)
-        context = run.weighed(weigh_cells(context, self.combiner, distances))
-        run.walk(_SpreadWalk(run, run.transport(context), self))
+        context = weigh_cells(context, self.combiner, distances)
+        for stage in run.stages:
+            context = stage.weighed(run, context)
+        run.walk(_SpreadWalk(run, context, self))
         return context
 
     def _compare(self, run: RoundRun, context: RoundContext) -> list[list[float]]:
@@ -81,19 +84,16 @@ class _GatherWalk(ExchangeWalk):
 
     reaches_cell = False
 
-    def __init__(self, run: RoundRun, transport: CrossCellTransport, models: WholeModels) -> None:
-        super().__init__(run, transport)
+    def __init__(self, run: RoundRun, context: RoundContext, models: WholeModels) -> None:
+        super().__init__(run, context)
         self._models = models
 
-    def payload(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> ExactValues | None:
-        if not transfer.is_sent_here(bucket):
-            return None
+    def payload(self, crossing: Crossing) -> ExactValues:
         with self.profile.capture_failure("pack"):
-            self.link.copies.settle(bucket)  # read as soon as the payload is made
-        rows = self._models.rows_of(transfer, bucket)
-        crossing = self.crossing(transfer, bucket, memory)._replace(out=rows)
+            self.link.copies.settle(crossing.bucket)  # read as soon as the payload is made
+        crossing = crossing._replace(out=self._models.rows_of(crossing.transfer, crossing.bucket))
         codecs = self._models.codecs
-        if codecs is not None and codecs.is_encoding(transfer):
+        if codecs is not None and codecs.is_encoding(crossing.transfer):
             return _GatheredSteps(crossing, codecs)
         return _GatheredValues(crossing)
 
@@ -107,18 +107,17 @@ class _GatherWalk(ExchangeWalk):
 class _SpreadWalk(ExchangeWalk):
     """Combines each bucket of what was kept, and hands the result round."""
 
-    def __init__(self, run: RoundRun, transport: CrossCellTransport, models: WholeModels) -> None:
-        super().__init__(run, transport)
+    crosses = False  # all of it has come
+
+    def __init__(self, run: RoundRun, context: RoundContext, models: WholeModels) -> None:
+        super().__init__(run, context)
         self._models = models
 
     def read(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
         memory = self.run.memory.acquire(transfer, bucket)
-        if transfer.is_sent_here(bucket):
+        if transfer.sends[bucket.number]:
             self._combine(transfer, bucket, memory.out)
         return memory
-
-    def payload(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> None:
-        return None  # all of it has come
 
     def pause(self, transfer: GroupTransfer) -> int:
         return 0
@@ -160,7 +159,7 @@ class _GatheredSteps(EncodedSteps):
 
     def finish(self) -> None:
         """Give the buffers back; what was kept is combined later."""
-        self.release()
+        self.link.slots.release(self.slot)
 
 
 @torch.no_grad()

@@ -1,0 +1,88 @@
+"""Engines that keep weights beside the tensors of a model: FSDP2 its gathered copies, ZeRO its master weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from xffl.parallel.zero_mark import find_masters
+
+if TYPE_CHECKING:
+    from xffl.parallel.zero_view import Masters
+
+__all__ = ["GatheredCopies", "MasterWeights", "WeightKeeper", "read_weights"]
+
+
+class WeightKeeper:
+    """What an engine has to do before a round reads a model's tensors, and around its writing; does nothing here."""
+
+    def before_read(self) -> None:
+        """Bring the tensors that a round reads up to date. May be collective over the cell."""
+
+    def before_write(self) -> None:
+        """Bring what is not written up to date, and drop what would outlive the new values."""
+
+    def after_write(self) -> None:
+        """Bring the new values to wherever the model uses them."""
+
+
+class GatheredCopies(WeightKeeper):
+    """Drops what FSDP2 has gathered, so that no stale copy outlives a round."""
+
+    def __init__(self, modules: Sequence[FSDPModule]) -> None:
+        self._modules = modules
+
+    def before_read(self) -> None:
+        """Drop the copies that the last step has left."""
+        for module in self._modules:
+            module.reshard()
+
+    def before_write(self) -> None:
+        """Drop the copies of local steps that were made since the round has read."""
+        for module in self._modules:
+            module.reshard()
+
+
+class MasterWeights(WeightKeeper):
+    """Reads ZeRO's master weights, which rounds move, and writes them."""
+
+    def __init__(self, masters: Masters) -> None:
+        self._masters = masters
+
+    def before_read(self) -> None:
+        """Read the masters; collective over the cell."""
+        self._masters.read()
+        self._masters.check()  # after what is collective
+
+    def before_write(self) -> None:
+        """Read again what local steps have changed since the round has read."""
+        self._masters.read_again()
+        self._masters.check()
+
+    def after_write(self) -> None:
+        """Write the masters, and the model's weights from them."""
+        self._masters.write()
+
+
+def read_weights(model: nn.Module) -> tuple[nn.Module, tuple[WeightKeeper, ...]]:
+    """Return the module whose tensors rounds move, and what keeps weights beside it; reads masters, if there are any.
+
+    That is the model, or a view of its master weights. Collective over the cell where there are masters.
+    """
+    keepers: list[WeightKeeper] = []
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if sharded:
+        keepers.append(GatheredCopies(sharded))
+    masters = find_masters(model)
+    if masters is None:
+        return model, tuple(keepers)
+    keeper = MasterWeights(masters)
+    with torch.inference_mode(False):
+        masters.read()
+    masters.check()  # after what is collective
+    keepers.append(keeper)
+    return masters.view, tuple(keepers)
