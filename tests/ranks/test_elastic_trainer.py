@@ -322,7 +322,7 @@ def test_two_of_three_cells_that_leave_in_order_go_on_when_they_are_back(tmp_pat
             time.sleep(0.2)
 
     def rounds(cell: int = 0) -> list[int]:
-        file = tmp_path / f"runs/digits/cell_{cell}/rounds/cell_{cell}.jsonl"
+        file = tmp_path / f"runs/digits/cell_{cell}/rounds/cell_0.jsonl"
         text = file.read_text() if file.exists() else ""
         return [json.loads(line)["round"] for line in text[: text.rfind("\n") + 1].splitlines()]
 

@@ -218,7 +218,10 @@ def test_cells_make_all_their_rounds_while_a_stranger_tells_their_old_records(
 
 @pytest.mark.parametrize("token", ["", "short", "none"])
 def test_a_session_without_a_token_is_refused(
-    token: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    token: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    journal: None,  # noqa: F811
 ) -> None:
     monkeypatch.delenv("XFFL_TOKEN_FILE", raising=False)
     monkeypatch.setenv("XFFL_TOKEN", token)

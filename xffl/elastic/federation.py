@@ -152,11 +152,6 @@ class ElasticFederation:
         self.restore(None, 0.0)
         with run_on_all_ranks("tokens and lighthouses"):
             self._token = token_of()
-            if state.rank == 0 and self._journal is None:
-                raise ConfigError(
-                    "an elastic federation needs a journal, and this cell is not told where it is; set XFFL_JOURNAL to "
-                    "a folder that all cells share, or to http://HOST:PORT of a service"
-                )
             if state.rank == 0:
                 host = bind_address(parameters.lighthouse)
                 store = serve_store(

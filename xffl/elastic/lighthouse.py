@@ -322,7 +322,9 @@ class Lighthouse:
         """
         place = urlsplit(self._url)
         with suppress(OSError):  # the request will report it
-            peers = {found[4][:2] for found in socket.getaddrinfo(place.hostname, place.port, type=socket.SOCK_STREAM)}
+            peers = {
+                answer[4][:2] for answer in socket.getaddrinfo(place.hostname, place.port, type=socket.SOCK_STREAM)
+            }
             for descriptor in open_sockets():
                 for host, port in peers:
                     limit_silence(descriptor, SILENT_S, (str(host), int(port)))
