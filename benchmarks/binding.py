@@ -33,12 +33,24 @@ WIDTH, BATCH = 512, 64
 
 
 def train(rank: int, steps: int) -> None:
-    """Be one rank: the same work on every rank, and an all-reduce of the gradients after each step."""
+    """Be one rank, whose threads have the cores that it is given."""
     bind_if_asked()
     import torch
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
+    rate = steps_per_second(steps)
+    if rank == 0:
+        print(json.dumps({"steps_per_s": rate, "threads": torch.get_num_threads()}))
+    gc.collect()  # while a model holds the group, the group's threads outlive the interpreter, which aborts
+    dist.destroy_process_group()
+
+
+def steps_per_second(steps: int) -> float:
+    """Time the same work on every rank, with an all-reduce of the gradients after each step."""
+    import torch
+    import torch.distributed as dist
+
     torch.manual_seed(0)
     layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)]
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers))
@@ -54,12 +66,7 @@ def train(rank: int, steps: int) -> None:
     for _ in range(steps):
         step()
     dist.barrier()
-    if rank == 0:
-        print(json.dumps({"steps_per_s": steps / (time.perf_counter() - started), "threads": torch.get_num_threads()}))
-    # The model goes first: while it holds the group, the group's threads outlive the interpreter, which aborts.
-    del step, model, layers
-    gc.collect()
-    dist.destroy_process_group()
+    return steps / (time.perf_counter() - started)
 
 
 def measure(processes: int, steps: int, variables: dict[str, str]) -> dict[str, float]:

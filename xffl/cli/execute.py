@@ -586,7 +586,6 @@ def _start_all_cells(
             restarts=_restarts(options),
             timeout_s=options.timeout,
             lighthouse=lighthouse,
-            are_all_here=is_local,
             folder=temporary,
         )
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from xffl.cluster.hosts import node_address, reachable_address
 from xffl.cluster.launch.affinity import Share
 from xffl.cluster.launch.child import child_command
-from xffl.cluster.launch.failure import CellLives, ExitCode, caught_signals, code_of_signal, read_failure
+from xffl.cluster.launch.failure import ExitCode, caught_signals, code_of_signal, read_failure
 from xffl.cluster.launch.job_layout import JobLayout
 from xffl.cluster.launch.launch import held_port
 from xffl.cluster.launch.runner import RankJob
@@ -76,7 +76,6 @@ def launch_cells(
     restarts: int,
     timeout_s: float | None = None,
     lighthouse: LighthouseProcess | SharedLighthouse | None = None,
-    are_all_here: bool = False,
     folder: str | None = None,
 ) -> int:
     """Start cells, all of a run or one, and wait until each has ended for good; return the exit code of them all.
@@ -84,8 +83,7 @@ def launch_cells(
     A cell that ends with another code than 0 is started again after a pause, as often as ``restarts`` says, unless the
     run was asked to end, or the cell would fail in the same way. One that is not started again, and has no checkpoint,
     has lost what it held: the run's journal is told so, and the others do not wait for it. Signals to this process go
-    to the launchers of all cells, which pass them on to their ranks. If this process is killed, they get SIGTERM. Where
-    all cells of the run are here (``are_all_here``), on this machine, they are told which of them have ended.
+    to the launchers of all cells, which pass them on to their ranks. If this process is killed, they get SIGTERM.
     ``folder`` is what :func:`run_folder` has made, if the caller needs one, too.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, exit codes are lost
@@ -94,8 +92,7 @@ def launch_cells(
     asked: dict[int, bool] = {}
     is_late = is_refused = False
     with nullcontext(folder) if folder else run_folder() as folder, caught_signals() as take_signals:
-        lives = CellLives(folder) if are_all_here else None
-        cells = [_Cell(job, restarts, folder, lives) for job in jobs]
+        cells = [_Cell(job, restarts, folder) for job in jobs]
         try:
             while any(cell.is_busy for cell in cells):
                 signals = take_signals()
@@ -176,13 +173,12 @@ def _has_lost_launcher(folder: Path) -> bool:
 class _Cell:
     """One cell: the process that launches its ranks, and between two of them the time of the next."""
 
-    def __init__(self, job: CellJob, restarts: int, folder: str, lives: CellLives | None) -> None:
+    def __init__(self, job: CellJob, restarts: int, folder: str) -> None:
         self.code: int | None = None  # how it has ended for good
         self.ended_at = 0.0
         self._job = job
         self._restarts = restarts
         self._folder = folder
-        self._lives = lives
         self._first = restarts_of()
         self._restarted = 0
         self._process: subprocess.Popen[bytes] | None = None
@@ -253,8 +249,6 @@ class _Cell:
             options.append(f"--log-dir={os.path.join(job.log_dir, f'cell_{job.number}', f'life_{life}')}")
         self._failures = tempfile.mkdtemp(dir=self._folder)
         told = {"XFFL_RESTARTS": str(life), **RankJob(failures=self._failures, source=job.source).variables()}
-        if self._lives is not None:
-            told["XFFL_LIVES"] = self._folder
         self._process = subprocess.Popen(
             [*child_command("xffl.cli.main"), "exec", *options, "--", *job.command],
             env={**job.environ, **told},
@@ -291,8 +285,6 @@ class _Cell:
     def _end(self, code: int) -> None:
         self.code = code
         self.ended_at = time.monotonic()
-        if self._lives is not None:
-            self._lives.end_cell(self._job.number, code)
 
 
 def _begin_cell(share: Share | None) -> None:

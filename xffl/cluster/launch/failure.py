@@ -6,7 +6,6 @@ first failure alone, so ranks print no traceback but write a record, and :func:`
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
@@ -21,18 +20,17 @@ from enum import IntEnum
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 from xffl.callers import find_place, is_of_package, is_of_python
 from xffl.checks import decimal, visible
 from xffl.cluster.recognition.refusals import told_rank
 from xffl.errors import ConfigError, TopologyError, XfflError, public_name
-from xffl.files import create, read_bytes, write_whole
+from xffl.files import read_bytes, write_whole
 from xffl.json_text import parse_json
 from xffl.reading import Fields
 
 __all__ = [
-    "CellLives",
     "ExitCode",
     "FailureRecord",
     "JobWatch",
@@ -47,7 +45,6 @@ __all__ = [
     "is_only_lost_peer",
     "leave_together",
     "line_of",
-    "lives_of_run",
     "note_alike",
     "note_end",
     "note_failure",
@@ -535,58 +532,3 @@ def caught_signals() -> Iterator[Callable[[], list[tuple[int, bool]]]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def lives_of_run() -> CellLives | None:
-    """Return the lives of the run's cells where ``XFFL_LIVES`` names their folder: all are on this machine."""
-    folder = os.environ.get("XFFL_LIVES", "").strip()
-    return CellLives(folder) if folder else None
-
-
-class CellLives:
-    """The lives of all cells of a run, as one process sees them, in a folder of the launcher that has started them all.
-
-    A life is one start of a cell's job. The process that leads it holds a lock on a file for as long as it is there,
-    however it ends, so the kernel knows which lives last.
-    """
-
-    def __init__(self, folder: str | Path) -> None:
-        self._folder = Path(folder)
-        self._own: tuple[str, IO[bytes]] | None = None
-
-    def begin(self, life: str) -> None:
-        """Note that this process leads a life that may hold the run's model from now on, and until it ends."""
-        if self._own is not None:
-            return
-        hidden = self._folder / f".{life}"
-        file = create(hidden)
-        # A record lock: children of this process do not have it, so it ends with this process alone.
-        fcntl.lockf(file, fcntl.LOCK_EX)
-        hidden.rename(self._folder / f"life.{life}")
-        self._own = life, file
-
-    def living(self) -> tuple[str, ...]:
-        """Return the lives that have begun, and have not ended."""
-        lives = [path.name.removeprefix("life.") for path in self._folder.glob("life.*")]
-        return tuple(sorted(life for life in lives if self._is_alive(life)))
-
-    def _is_alive(self, life: str) -> bool:
-        if self._own is not None and life == self._own[0]:
-            return True  # to close the file a second time would end the lock
-        with (self._folder / f"life.{life}").open("rb") as file:
-            try:
-                fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-        return False
-
-    def end_cell(self, cell: int, code: int) -> None:
-        """Note how a cell has ended that is not started again."""
-        (self._folder / f"cell.{cell}.{code}").touch()
-
-    def ended_cells(self) -> Mapping[int, int]:
-        """Return the exit codes of the cells that are not started again, and of which no life lasts."""
-        names = [path.name.split(".") for path in self._folder.glob("cell.*.*")]
-        # A leader may outlive its launcher for a moment, where that was killed.
-        living = {life.partition(".")[0] for life in self.living()} if names else set()
-        return {int(cell): int(code) for _, cell, code in names if cell not in living}

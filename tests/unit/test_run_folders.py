@@ -1,11 +1,10 @@
-"""Lives of cells on one machine: they end with the process that leads them, however it ends."""
+"""Folders of launchers: those that killed ones have left are removed by the next one."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -14,57 +13,7 @@ from pathlib import Path
 import pytest
 
 from xffl.cluster.launch import elastic
-from xffl.cluster.launch.failure import CellLives
 from xffl.cluster.network import host_identity
-
-LEADER = """
-import os, sys
-from xffl.cluster.launch.failure import CellLives
-lives = CellLives(sys.argv[1])
-assert not lives.living()
-lives.begin(sys.argv[2])
-child = os.fork()  # such as the worker of a data loader, which may outlive it
-if child == 0:
-    os.close(1)
-    sys.stdin.readline()
-    os._exit(0)
-print(lives.living(), lives.living(), flush=True)  # to look does not end the own one
-os.kill(os.getpid(), int(sys.argv[3]))
-"""
-
-
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_life_lasts_as_long_as_the_process_that_leads_it(end: signal.Signals, tmp_path: Path) -> None:
-    lives = CellLives(tmp_path)
-    command = [sys.executable, "-c", LEADER, str(tmp_path), "1.b", str(int(end))]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as leader:
-        try:
-            assert leader.stdout is not None
-            assert leader.stdout.readline() == "('1.b',) ('1.b',)\n"
-            if end == signal.SIGKILL:
-                leader.wait()
-                assert lives.living() == ()
-            else:
-                assert lives.living() == lives.living() == ("1.b",)  # it may go on
-                lives.end_cell(1, 137)
-                assert lives.ended_cells() == {}  # its launcher has ended, and it has not
-        finally:
-            leader.kill()
-    assert lives.living() == ()
-    assert lives.ended_cells() == ({} if end == signal.SIGKILL else {1: 137})
-
-
-def test_cells_that_are_not_started_again_are_told(tmp_path: Path) -> None:
-    launcher, cell = CellLives(tmp_path), CellLives(tmp_path)
-    assert cell.ended_cells() == {}
-    launcher.end_cell(0, 0)
-    launcher.end_cell(2, 137)
-    assert cell.ended_cells() == {0: 0, 2: 137}
-    assert cell.living() == ()
-
-
-# Folders of launchers -------------------------------------------------------------------------------------------------
-
 
 HOLD = """
 import sys, time
