@@ -558,8 +558,8 @@ def _start_all_cells(
         if folder is not None:
             environ[JOURNAL_VARIABLE] = lighthouse.journal or str(folder)
             environ[JOURNAL_FOLDER_VARIABLE] = str(folder)
-        command = cells_command(url, environ[JOURNAL_VARIABLE], environ)
-        print(f"xffl: {command} shows the cells of this run", file=sys.stderr)
+        shows = cells_command(url, environ[JOURNAL_VARIABLE], environ)
+        print(f"xffl: {shows} shows the cells of this run", file=sys.stderr)
         more = _options_of_cell(options, "grace", "hsdp")
         if options.merge and log_dir is None:
             more.append("--merge")
