@@ -43,6 +43,9 @@ from xffl.elastic import federation
 from xffl.elastic.federation import ElasticFederation
 from xffl.elastic.lighthouse import Lighthouse, coordination
 from xffl.elastic.roster import CellRecord, Epoch
+from xffl.journal.folder import JournalFolder
+from xffl.journal.records import JournalUnreachable, make_id
+from xffl.journal.rule import Member, attempt_of
 
 pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="needs the extra elastic")
 
@@ -990,6 +993,104 @@ def test_a_cell_that_comes_in_a_round_in_doubt_takes_part_in_the_next_one(lighth
         assert max(one.seconds.values()) < 8.0  # to connect to a cell that is not there takes ten
     assert max(survivors[0].tries.values()) <= 2
     assert survivors[0].cells[min(survivors[1].cells) - 2] == (0, 1, 2)  # that was in doubt
+
+
+def lose_the_journal(rank: int, world: int, plan: Plan, method: str, loser: int) -> Told:
+    """Be one of two cells, of which one cannot use the journal from its third round to the fourth of the others."""
+    enter = ElasticFederation.enter
+    used = getattr(JournalFolder, method)
+    is_lost = False
+
+    def entering(self: ElasticFederation, epoch: Epoch) -> Any:
+        nonlocal is_lost
+        is_lost = is_lost or (rank == loser and epoch.base_round == 2)
+        return enter(self, epoch)
+
+    def using(self: JournalFolder, *given: Any) -> Any:
+        if is_lost and not (Path(plan.folder) / "late").exists():
+            raise JournalUnreachable("no space left, or no network")
+        return used(self, *given)
+
+    with (
+        mock.patch.object(ElasticFederation, "enter", entering),
+        mock.patch.object(JournalFolder, method, using),
+        mock.patch.object(federation, "CONNECT_S", 1.0),
+        mock.patch.object(federation, "CELL_JOIN_TIMEOUT_S", 1.0),
+        mock.patch.object(federation, "MOST_TRIES", 3),
+    ):
+        return member(rank, world, plan)
+
+
+@pytest.mark.parametrize(("method", "loser"), [("read_from", 1), ("put", 0)], ids=["read", "write"])
+def test_a_cell_that_cannot_use_the_journal_is_left_out_until_it_can(journal: None, method: str, loser: int) -> None:
+    port = free_port()
+    server = start_lighthouse(port, join_s=1.0)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            plan = Plan(f"http://127.0.0.1:{port}", (1, 1), (free_port(), free_port()), folder, rounds=60)
+            plan.step_s = 0.05
+            told = run_world(2, lose_the_journal, plan, method, loser, init=False, timeout_s=70)
+    finally:
+        server.shutdown()
+    check_alike(told)
+    by_cell = {one.cell: one for one in told}
+    assert by_cell[1 - loser].cells[4] == (1 - loser,)
+    assert by_cell[loser].cells[60] == (0, 1)
+
+
+def meet_a_damaged_journal(rank: int, world: int, plan: Plan) -> str:
+    be_launched(rank, world, plan.ports[0])
+    with xffl.session(cell=0, cells=2, elastic=plan.url, timeout_s=60) as state:
+        joined = ElasticFederation(state)
+        name = make_id()
+        joined.holding.say_yes(
+            attempt_of(
+                run=name,
+                number=0,
+                name=name,
+                base=None,
+                members=[Member(0, make_id(), -1)],
+                weights={0: 1.0},
+                places={0: 0},
+                cells=2,
+                left=(),
+            )
+        )
+        (Path(os.environ["XFFL_JOURNAL"]) / "000000000.json").write_text("no record")
+        with pytest.raises(xffl.CheckpointError) as refused:
+            joined.end_doubt()
+        joined.leave()
+    return str(refused.value)
+
+
+def test_all_ranks_of_a_cell_in_doubt_hear_that_the_journal_is_damaged(lighthouse: str) -> None:
+    told = run_world(2, meet_a_damaged_journal, Plan(lighthouse, (2,), (free_port(),)), init=False, timeout_s=60)
+    assert all("000000000.json" in text for text in told)
+
+
+def come_seconds_later(rank: int, world: int, plan: Plan) -> Told:
+    """Be one of two cells, of which the second one asks for others seconds after the first."""
+    meet = Lighthouse.meet
+    is_late = rank == 1
+
+    def meeting(self: Lighthouse, *given: Any) -> Any:
+        nonlocal is_late
+        if is_late:
+            time.sleep(6.0)
+            is_late = False
+        return meet(self, *given)
+
+    with mock.patch.object(Lighthouse, "meet", meeting):
+        return member(rank, world, plan)
+
+
+def test_cells_that_start_again_wait_for_each_other(lighthouse: str, tmp_path: Path) -> None:
+    run(lighthouse, (1, 1), saves={0: 4, 1: 4}, checkpoints=str(tmp_path), rounds=4)
+    with tempfile.TemporaryDirectory() as folder:
+        plan = Plan(lighthouse, (1, 1), (free_port(), free_port()), folder, rounds=8, checkpoints=str(tmp_path))
+        told = run_world(2, come_seconds_later, plan, init=False, timeout_s=100)
+    check_alike(told)
+    assert all(set(one.cells.values()) == {(0, 1)} for one in told)
 
 
 def wait_for_a_lighthouse(rank: int, world: int, plan: Plan) -> str:

@@ -12,7 +12,7 @@ from xffl.distributed.parameters import ElasticParameters
 from xffl.distributed.startup.lone_cell import read_lone_cell
 from xffl.errors import ConfigError, LaunchError
 from xffl.journal.folder import JournalFolder
-from xffl.journal.place import derive_journal, open_journal, parse_journal, read_journal_variable
+from xffl.journal.place import cells_command, derive_journal, open_journal, parse_journal, read_journal_variable
 from xffl.journal.records import VoidRecord, make_id
 from xffl.journal.service import JournalService
 
@@ -30,6 +30,17 @@ def test_the_journal_is_found_by_the_lighthouse(tmp_path: Path) -> None:
     assert derive_journal("http://10.0.0.1:29510") == "http://10.0.0.1:29511"
     assert derive_journal("[::1]:29510") == "http://[::1]:29511"
     assert derive_journal(f"file:{tmp_path}/lighthouse") == f"{tmp_path}/lighthouse.journal"
+
+
+def test_the_command_for_operators_names_a_journal_that_the_lighthouse_does_not(tmp_path: Path) -> None:
+    at = "http://10.0.0.1:29510"
+    assert cells_command(at, derive_journal(at)) == f"xffl cells {at}"
+    assert cells_command(at, None) == f"xffl cells {at}"
+    assert cells_command(at, f"{tmp_path}/my journal") == f"xffl cells {at} --journal '{tmp_path}/my journal'"
+    served = cells_command(at, derive_journal(at), {"XFFL_JOURNAL_FOLDER": "/runs/journal"})
+    assert served == f"xffl cells {at} --journal /runs/journal"
+    last = "http://10.0.0.1:65535"
+    assert cells_command(last, "/runs/journal") == f"xffl cells {last} --journal /runs/journal"
 
 
 @pytest.mark.parametrize(

@@ -132,14 +132,12 @@ def test_cells_without_the_newest_model_wait_for_those_that_may_hold_it() -> Non
     epoch = run.meet(run.record(2, first))
     assert epoch.wait is not None and epoch.wait.cells == (0, 1)
     assert epoch.refusal == (
-        "cells 0, 1 took part in round 2 (record 2) and may hold its model; start them, or give up what they hold: "
-        "xffl cells URL --forget 0"
+        "cells 0, 1 took part in round 2 (record 2) and may hold its model; start them, or give up what they hold"
     )
     zero = run.restart(0, first)
     epoch = run.meet(run.record(2, first), zero)
     assert epoch.refusal == (
-        "cell 1 took part in round 2 (record 2) and may hold its model; start it, or give up what it holds: "
-        "xffl cells URL --forget 1"
+        "cell 1 took part in round 2 (record 2) and may hold its model; start it, or give up what it holds"
     )
     run.add(ForgetRecord(RUN, run.history.newest + 1, "e" * 32, 1))
     epoch = run.meet(run.record(2, first, gone=(1,)), replace(zero, gone=(1,)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import shutil
 import signal
 import sys
@@ -47,7 +46,7 @@ from xffl.cluster.sizes_text import parse_cell, parse_federation
 from xffl.cluster.slurm.allocation import Allocation, Host, ask_switches, own_host, parse_hosts
 from xffl.errors import ConfigError, LaunchError, XfflError
 from xffl.files import TEXT_FILE_LIMIT, read_text
-from xffl.journal.place import JOURNAL_VARIABLE, derive_journal
+from xffl.journal.place import JOURNAL_FOLDER_VARIABLE, JOURNAL_VARIABLE, cells_command, derive_journal
 from xffl.json_text import parse_json
 from xffl.topology import Topology
 
@@ -558,8 +557,9 @@ def _start_all_cells(
         environ["XFFL_LIGHTHOUSE"] = url = f"http://{lighthouse.address}"
         if folder is not None:
             environ[JOURNAL_VARIABLE] = lighthouse.journal or str(folder)
-        journal = shlex.quote(environ[JOURNAL_VARIABLE] if folder is None else str(folder))
-        print(f"xffl: xffl cells {url} --journal {journal} shows the cells of this run", file=sys.stderr)
+            environ[JOURNAL_FOLDER_VARIABLE] = str(folder)
+        shows = cells_command(url, environ[JOURNAL_VARIABLE], environ)
+        print(f"xffl: {shows} shows the cells of this run", file=sys.stderr)
         more = _options_of_cell(options, "grace", "hsdp")
         if options.merge and log_dir is None:
             more.append("--merge")

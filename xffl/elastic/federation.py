@@ -53,7 +53,9 @@ from xffl.errors import (
     MeetingLeft,
     RoundError,
     StateError,
+    XfflError,
 )
+from xffl.journal.place import cells_command
 from xffl.journal.records import JournalUnreachable, Record, RoundRecord
 from xffl.journal.rule import Fate, Holding
 from xffl.topology import Topology
@@ -134,11 +136,15 @@ class ElasticFederation:
         self._missed_since: dict[int, float] = {}
         """By cell, since when it is missing in meetings"""
         self._message_s = parameters.message_timeout_s
+        self._lacks_journal = False
+        """Whether the journal did not answer this cell, or did not take its record"""
         self._failures = 0
         self._said = ""
         self._warned: set[str] = set()
         self._unlike_since: float | None = None
         """Since when all other cells have another token"""
+        self._finished_since: float | None = None
+        """Since when this cell waits only for cells that have finished the run"""
         self._spoofed_since: float | None = None
         """Since when somebody else sends requests in the name of a cell of the last round"""
         self._lighthouse: Lighthouse | None = None
@@ -238,8 +244,16 @@ class ElasticFederation:
                 result[0] = epoch
                 if epoch is not None and epoch.refusal:
                     self._prepare_again(epoch)
-            except (LaunchError, JournalUnreachable) as error:
+            except LaunchError as error:
                 self._say(str(error))
+            except JournalUnreachable as error:
+                self._say(str(error))
+                self._lacks_journal = True
+                # The others may wait for this cell, in the round of this meeting or at the next one.
+                self._lighthouse.pause()
+                self.poison()
+                self.drop()
+                time.sleep(REFUSED_S)
             except (ConfigError, CheckpointError) as error:
                 result[0] = error
             is_waiting = result[0] is None or (isinstance(result[0], Epoch) and bool(result[0].refusal))
@@ -261,6 +275,10 @@ class ElasticFederation:
     ) -> Epoch | None:
         journal = self._journal
         assert journal is not None, "the leader has it"
+        if self._lacks_journal:
+            # Whoever meets this cell would try a round that it cannot decide on, or publish.
+            journal.try_again()
+            self._lacks_journal = False
         journal.check()
         meeting = lighthouse.meet(replace(self._make_record(), **fields), within_s, is_left)
         if meeting is None:
@@ -282,9 +300,18 @@ class ElasticFederation:
         return epoch
 
     def _check_finished(self, epoch: Epoch) -> None:
-        """Raise ConfigError if the cells wait only for cells that have finished the run."""
+        """Raise ConfigError if the cells wait only for cells that have finished the run, and do not come back.
+
+        Cells that continue a finished run come one after another.
+        """
         wait = epoch.wait
-        if wait is not None and {*wait.cells} <= {*wait.round.left}:
+        if wait is None or not {*wait.cells} <= {*wait.round.left}:
+            self._finished_since = None
+            return
+        now = time.monotonic()
+        if self._finished_since is None:
+            self._finished_since = now
+        if now > self._finished_since + CELL_JOIN_TIMEOUT_S:
             verb = "has" if len(wait.cells) == 1 else "have"
             raise ConfigError(
                 f"{cells_text(wait.cells)} {verb} finished the run, and no cell that is left holds its model: there is "
@@ -295,7 +322,11 @@ class ElasticFederation:
         """Do what this cell can do, on its leader, so that the next meeting may make a round."""
         journal = self._journal
         assert journal is not None, "the leader has it"
-        self._say(epoch.refusal)
+        if epoch.wait is None:
+            self._say(epoch.refusal)
+        else:
+            command = cells_command(self._parameters.lighthouse, self._parameters.journal)
+            self._say(f"{epoch.refusal}: {command} --forget {epoch.wait.cells[0]}")
         pause_s = REFUSED_S
         if epoch.has_new_starts:
             pause_s = SOON_S
@@ -308,8 +339,11 @@ class ElasticFederation:
                 self._missed_since.setdefault(cell, now)
             known = {cell: self._addresses[cell] for cell in epoch.missing if cell in self._addresses}
             self._gone |= {*self._silent_cells(known)}
+            # Cells that start again together come one after another, and this one does not know where the others were.
+            is_back = self._epoch is None and epoch.base is not None
             for cell in epoch.missing:
-                patience_s = CELL_JOIN_TIMEOUT_S if cell in known else CELL_HEARTBEAT_TIMEOUT_S
+                is_awaited = cell in known or is_back
+                patience_s = CELL_JOIN_TIMEOUT_S if is_awaited else CELL_HEARTBEAT_TIMEOUT_S
                 if now - self._missed_since[cell] > patience_s:
                     self._gone.add(cell)
         time.sleep(pause_s)
@@ -475,7 +509,11 @@ class ElasticFederation:
         assert self._journal is not None and self._epoch is not None, "asked of the rank that publishes"
         attempt = self._epoch.attempt(weights)
         inject("publish")
-        standing = self._journal.publish(attempt)
+        try:
+            standing = self._journal.publish(attempt)
+        except JournalUnreachable:
+            self._lacks_journal = True
+            raise
         inject("published")
         return standing.id == attempt.id
 
@@ -486,12 +524,14 @@ class ElasticFederation:
 
         :return: What becomes of the steps that the cell has made.
         :raises RoundError: if the journal does not answer in time.
+        :raises CheckpointError: if it holds something else than records of this run.
+        :raises ConfigError: if its service refuses to answer.
         """
         attempt = self.holding.doubt
         assert attempt is not None, "asked for where there is one"
         begun = time.monotonic()
         while True:
-            answer: list[Record | RoundError | None] = [None]
+            answer: list[Record | XfflError | None] = [None]
             if self._journal is not None:
                 waited_s = time.monotonic() - begun
                 try:
@@ -500,11 +540,13 @@ class ElasticFederation:
                     self._say(str(error))
                     if waited_s > self._parameters.meeting_timeout_s:
                         answer[0] = error
+                except XfflError as error:  # the journal is damaged, or another one: the other ranks wait for this
+                    answer[0] = error
                 if answer[0] is None:
                     time.sleep(ASK_AGAIN_S)
             dist.broadcast_object_list(answer, src=0)
             [standing] = answer
-            if isinstance(standing, RoundError):
+            if isinstance(standing, XfflError):
                 raise standing
             if standing is not None:
                 fate = self.holding.settle(standing)

@@ -158,6 +158,8 @@ class Lighthouse:
         """Address to which the pending request was sent"""
         self._connecting = threading.Lock()
         self._has_left = threading.Event()
+        self._is_paused = False
+        """Whether no heartbeats are sent until the next request"""
         self._trouble: str | None = None
         self._client: LighthouseClient | None = None
         self._heart: threading.Thread | None = None
@@ -239,6 +241,10 @@ class Lighthouse:
         if heart is not None:
             heart.join()
 
+    def pause(self) -> None:
+        """Stop the heartbeats until the next request: the lighthouse lets cells wait for others that live."""
+        self._is_paused = True
+
     def _follow(self) -> None:
         """Move the heartbeats to the lighthouse that the file names, also while this cell trains."""
         while not self._has_left.wait(FOLLOW_S):
@@ -268,6 +274,8 @@ class Lighthouse:
         url = ""
         limit = timedelta(seconds=BEAT_LIMIT_S)
         while not self._has_left.wait(HEARTBEAT_S) and threading.main_thread().is_alive():
+            if self._is_paused:
+                continue
             try:
                 if client is None or url != self._url:
                     url = self._url
@@ -284,6 +292,7 @@ class Lighthouse:
         answers: queue.SimpleQueue[Quorum | Exception] = queue.SimpleQueue()
         self._answers = answers
         self._asked_at = None
+        self._is_paused = False
 
         def ask() -> None:
             try:

@@ -337,11 +337,12 @@ def _with_enough(epoch: Epoch, least: int | None) -> Epoch:
 
 def wait_text(wait: Wait) -> str:
     """Return in words whom cells wait for, and how to end that."""
-    them, hold = ("it", "holds") if len(wait.cells) == 1 else ("them", "hold")
+    is_lone = len(wait.cells) == 1
+    them = "it" if is_lone else "them"
+    they_hold = "it holds" if is_lone else "they hold"
     return (
         f"{cells_text(wait.cells)} took part in round {wait.round.round} (record {wait.round.number}) and may hold its "
-        f"model; start {them}, or give up what {'it' if them == 'it' else 'they'} {hold}: xffl cells URL --forget "
-        f"{wait.cells[0]}"
+        f"model; start {them}, or give up what {they_hold}"
     )
 
 

@@ -15,7 +15,7 @@ from xffl.errors import ConfigError
 from xffl.journal.records import Journal, JournalUnreachable, ModelId, Record, RoundRecord, VoidRecord, make_id
 from xffl.journal.rule import Fate, History, Holding, Member, void_of
 
-__all__ = ["CellJournal"]
+__all__ = ["PATIENCE_S", "CellJournal"]
 
 READ_AGAIN_S = 0.1
 PATIENCE_S = 60.0
@@ -140,6 +140,15 @@ class CellJournal:
         # Whoever loses has learnt that the number is taken, even if a listing does not show it yet.
         self.holding.note_seen(standing.number)
         return standing
+
+    def try_again(self) -> None:
+        """Raise JournalUnreachable unless the journal can be read and written here.
+
+        The newest record is put once more, which changes nothing.
+        """
+        self.read_new()
+        if self.history.newest >= 0:
+            self._journal.put(self.history[self.history.newest])
 
     def record_starts(self, members: Sequence[Member]) -> bool:
         """Publish the starts of the members that are not recorded; the members then meet again.

@@ -7,6 +7,7 @@ the address of its lighthouse: beside the file that names the lighthouse, or beh
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,10 +15,12 @@ from xffl.cluster.lighthouse_address import parse_lighthouse, read_address
 from xffl.errors import LaunchError
 from xffl.journal.folder import JournalFolder
 from xffl.journal.records import Journal
-from xffl.journal.service import RemoteJournal
+from xffl.journal.service import PATIENCE_S, RemoteJournal
 
 __all__ = [
+    "JOURNAL_FOLDER_VARIABLE",
     "JOURNAL_VARIABLE",
+    "cells_command",
     "derive_journal",
     "find_journal",
     "next_port",
@@ -28,6 +31,8 @@ __all__ = [
 
 JOURNAL_VARIABLE = "XFFL_JOURNAL"
 """The environment variable that says where a run's journal is"""
+JOURNAL_FOLDER_VARIABLE = "XFFL_JOURNAL_FOLDER"
+"""The one that says in which folder a service has it, for operators, who do not know the token of the run"""
 _URL = "http://"
 _BESIDE = ".journal"
 _LARGEST_PORT = 65535
@@ -75,6 +80,25 @@ def derive_journal(lighthouse: str) -> str:
     return f"{_URL}{host}:{next_port(port)}"
 
 
+def cells_command(lighthouse: str, journal: str | None, environ: Mapping[str, str] = os.environ) -> str:
+    """Return the command that shows the cells of a run, as a line of a shell.
+
+    :param lighthouse: Where the run's lighthouse is.
+    :param journal: Where its journal is, if that is known.
+    :param environ: The environment, which may name the folder of a journal behind a service.
+    :return: The command, which names the journal where the lighthouse's address does not.
+    """
+    journal = environ.get(JOURNAL_FOLDER_VARIABLE) or journal
+    words = ["xffl", "cells", lighthouse]
+    try:
+        is_derived = journal is None or journal == derive_journal(lighthouse)
+    except LaunchError:
+        is_derived = False
+    if journal is not None and not is_derived:
+        words += ["--journal", journal]
+    return shlex.join(words)
+
+
 def next_port(lighthouse_port: int) -> int:
     """Return the port at which the host of a lighthouse has its journal.
 
@@ -95,26 +119,25 @@ def find_journal(place: str, token: bytes, patience_s: float | None = None) -> J
 
     :param place: The place in its full form.
     :param token: The run's token, which the service asks for; empty if the run has none.
-    :param patience_s: How long to ask a service; by default as long as a cell does.
+    :param patience_s: How long to ask a service; by default a minute.
     :return: The journal.
     :raises LaunchError: if there is no such folder.
     :raises ConfigError: if the folder cannot be used.
     """
-    if place.startswith(_URL) and patience_s is not None:
-        return RemoteJournal(place, token, patience_s)
     if not place.startswith(_URL) and not Path(place).is_dir():
         raise LaunchError(f"there is no journal {place}")
-    return open_journal(place, token)
+    return open_journal(place, token, patience_s)
 
 
-def open_journal(place: str, token: bytes) -> Journal:
+def open_journal(place: str, token: bytes, patience_s: float | None = None) -> Journal:
     """Open the journal at a place; a folder is made if it does not exist, and its file system is tried.
 
     :param place: The place in its full form.
     :param token: The run's token, which the service asks for; empty if the run has none.
+    :param patience_s: How long to ask a service each time; by default a minute.
     :return: The journal. Whether a service answers shows when it is asked.
     :raises ConfigError: if the folder cannot be made or used.
     """
     if place.startswith(_URL):
-        return RemoteJournal(place, token)
+        return RemoteJournal(place, token, PATIENCE_S if patience_s is None else patience_s)
     return JournalFolder(Path(place))

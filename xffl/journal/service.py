@@ -47,7 +47,7 @@ from xffl.journal.records import (
 from xffl.json_text import parse_json
 from xffl.reading import Fields
 
-__all__ = ["JournalService", "RemoteJournal"]
+__all__ = ["PATIENCE_S", "JournalService", "RemoteJournal"]
 
 PUT, READ = "/put", "/read"
 NONCE, PROOF = "X-Xffl-Nonce", "X-Xffl-Proof"

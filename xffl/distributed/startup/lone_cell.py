@@ -15,10 +15,13 @@ from xffl.distributed.distributed_state import DistributedState, set_lone_cell
 from xffl.distributed.failures.faults import arm as arm_fault
 from xffl.distributed.parameters import ElasticParameters
 from xffl.errors import ConfigError
-from xffl.journal.cell import CellJournal
+from xffl.journal.cell import PATIENCE_S, CellJournal
 from xffl.journal.place import derive_journal, open_journal, read_journal_variable
 
 __all__ = ["LoneCell", "read_lone_cell"]
+
+PATIENT_PART = 0.1
+"""The most of a session's timeout for which the leader asks the journal, while the other ranks of its cell wait"""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,9 @@ class LoneCell:
         """Read the run's journal on rank 0; the others hear how that went."""
         with run_on_all_ranks("the run's journal"):
             if place is not None and state.rank == 0:
-                return CellJournal(open_journal(place, token), self.cell)
+                # The other ranks wait in a collective meanwhile, and in later ones for several such questions.
+                patience_s = min(PATIENCE_S, state.timeouts.session_s * PATIENT_PART)
+                return CellJournal(open_journal(place, token, patience_s), self.cell, patience_s=patience_s)
         return None
 
 
