@@ -77,7 +77,7 @@ def test_folder_and_service_open_the_same_journal(tmp_path: Path) -> None:
 
 def test_a_file_is_no_folder_of_a_journal(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="the journal's folder .*file cannot be used"):
+    with pytest.raises(ConfigError, match=r"folder .*file cannot be used \(it is a file, not a folder\); give"):
         open_journal(str(tmp_path / "file"), TOKEN)
 
 

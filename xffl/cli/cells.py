@@ -39,6 +39,8 @@ cell is asked.
 """
 _LOOK_S = 2.0
 """How long to ask a journal for a look; a first try has longer"""
+_FORGET_S = 10.0
+"""How long to ask a journal to forget a cell"""
 
 
 def build_parser() -> ArgumentParser:
@@ -146,7 +148,7 @@ class _JournalReader:
         """Publish the record that forgets what a cell holds; tell what follows from it."""
         from xffl.journal.rule import forget_of
 
-        journal = self._read()
+        journal = self._read(_FORGET_S)
         if not self._history.has_cell(cell):
             return f"no record of the journal {self._place} has a cell {cell}: there is nothing to forget"
         record = forget_of(self._history, cell)
@@ -160,7 +162,7 @@ class _JournalReader:
         status = self.look()
         return f"record {record.number} forgets what cell {cell} holds; {status.tell(status.holders)}"
 
-    def _read(self, patience_s: float | None = None) -> Journal:
+    def _read(self, patience_s: float) -> Journal:
         """Read the records that are not known yet, and return the journal."""
         from xffl.journal.place import find_journal
 

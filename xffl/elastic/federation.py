@@ -315,19 +315,20 @@ class ElasticFederation:
             verb = "has" if len(wait.cells) == 1 else "have"
             raise ConfigError(
                 f"{cells_text(wait.cells)} {verb} finished the run, and no cell that is left holds its model: there is "
-                f"nothing to go on from; take the result from cell {wait.cells[0]}"
+                f"nothing to go on from; take the result from cell {wait.cells[0]}, or start it again with its "
+                "checkpoint"
             )
 
     def _prepare_again(self, epoch: Epoch) -> None:
         """Do what this cell can do, on its leader, so that the next meeting may make a round."""
         journal = self._journal
         assert journal is not None, "the leader has it"
-        if epoch.wait is None:
-            self._say(epoch.refusal)
-        else:
+        pause_s = REFUSED_S
+        if epoch.wait is not None:
             command = cells_command(self._parameters.lighthouse, self._parameters.journal)
             self._say(f"{epoch.refusal}: {command} --forget {epoch.wait.cells[0]}")
-        pause_s = REFUSED_S
+        elif not epoch.has_new_starts:  # to record starts takes a moment, at each start of a run
+            self._say(epoch.refusal)
         if epoch.has_new_starts:
             pause_s = SOON_S
             if self.cell == epoch.cells[0]:

@@ -65,8 +65,10 @@ class JournalFolder:
             make_folders(path)
             self._check_links()
         except OSError as error:
+            is_file = path.exists() and not path.is_dir()
+            reason = "it is a file, not a folder" if is_file else error.strerror or error
             raise ConfigError(
-                f"the journal's folder {path} cannot be used ({error}); give a folder of a file system with hard "
+                f"the journal's folder {path} cannot be used ({reason}); give a folder of a file system with hard "
                 "links that this job may write, or use the journal of the lighthouse"
             ) from error
 

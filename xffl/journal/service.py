@@ -23,6 +23,7 @@ import json
 import random
 import secrets
 import socket
+import sys
 import threading
 import time
 from contextlib import ExitStack
@@ -31,7 +32,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
-from xffl.checks import decimal
+from xffl.checks import decimal, visible
 from xffl.cluster.listening import open_listener
 from xffl.cluster.network import is_loopback
 from xffl.errors import CheckpointError, ConfigError, LaunchError, XfflError
@@ -61,6 +62,8 @@ REQUEST_S = 30.0
 """How long the service reads one request; its answer has SILENT_S of its own"""
 PATIENCE_S = 60.0
 """How long a client asks, all its tries together, by default"""
+QUIET_S = 5.0
+"""How long a client asks in vain before it says so"""
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
 
@@ -229,6 +232,10 @@ class _Handler(BaseHTTPRequestHandler):
         """Say nothing of single requests."""
 
 
+class _Unproven(JournalUnreachable):
+    """An answer that the run's token does not prove."""
+
+
 class RemoteJournal:
     """The journal of a :class:`JournalService`, as a cell sees it.
 
@@ -269,19 +276,35 @@ class RemoteJournal:
         begun = time.monotonic()
         deadline = begun + max(self._patience_s, SILENT_S)
         pause_s = FIRST_PAUSE_S
+        has_said = False
         while True:
             try:
                 lines = self._try(path, body, deadline).splitlines()
                 return [read_record(line, f"the answer of the journal {self._url}") for line in lines]
             except (OSError, http.client.HTTPException, JournalUnreachable, CheckpointError) as error:
-                if time.monotonic() + pause_s > begun + self._patience_s:
-                    reason = str(error) or type(error).__name__
-                    raise JournalUnreachable(
-                        f"the journal {self._url} does not answer ({reason}); see that xffl lighthouse --journal runs, "
-                        "that this host reaches it, and that it has this run's token"
-                    ) from error
+                now = time.monotonic()
+                if now + pause_s > begun + self._patience_s:
+                    raise JournalUnreachable(self._describe(error)) from error
+                if now > begun + QUIET_S and not has_said:
+                    has_said = True
+                    rest_s = begun + self._patience_s - now
+                    text = f"{self._describe(error)}; it is asked again for {rest_s:.0f} s"
+                    print(f"xffl: {visible(text)}", file=sys.stderr, flush=True)
             time.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _describe(self, error: Exception) -> str:
+        """Return in words why there is no answer, and what to do."""
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+        if isinstance(error, _Unproven):
+            return (
+                f"the journal {self._url} has another token, or it is no journal ({reason}); set XFFL_TOKEN_FILE or "
+                "XFFL_TOKEN to this run's token, and see that xffl lighthouse --journal has printed this address"
+            )
+        return (
+            f"the journal {self._url} does not answer ({reason}); see that xffl lighthouse --journal runs and that "
+            "this host reaches it, or set XFFL_JOURNAL to where the journal is"
+        )
 
     def _try(self, path: str, body: bytes, deadline: float) -> bytes:
         """Ask once. An answer that the run's token does not prove raises as a lost one does."""
@@ -299,7 +322,7 @@ class RemoteJournal:
         told = answer[:300].decode(errors="replace").strip()
         wanted = _proof(self._token, str(response.status), nonce, answer)
         if not hmac.compare_digest((response.headers.get(PROOF) or "").encode(), wanted.encode()):
-            raise JournalUnreachable(f"its answer is not signed with this run's token: {told}")
+            raise _Unproven(f"its answer is not signed with this run's token: {told}")
         if response.status == HTTPStatus.BAD_REQUEST:
             raise ConfigError(f"the journal {self._url} refuses a request: {told}")
         if response.status != HTTPStatus.OK:
