@@ -196,7 +196,7 @@ class Inspection(NamedTuple):
 class Memory:
     """The memory that rounds of a rank use again: made in the first round and kept, since fresh memory is slow.
 
-    With ``atomic``, ``stages`` has the new values of each transfer, by its number, until they are committed. This form
+    With ``atomic``, ``staging`` has the new values of each transfer, by its number, until they are committed. This form
     is for values that are sent from where the model lies. Beside a GPU whose values cross in the host's memory there is
     another one, see :mod:`xffl.aggregation.engine.gpu_memory`.
     """
@@ -218,8 +218,8 @@ class Memory:
         self._arena = arena
         if arena is not None:
             arena.restart(sum(aligned(transfer.group.numel * transfer.dtype.itemsize) for transfer in transfers))
-        self.stages: dict[int, torch.Tensor] = {}
-        self.results: Mapping[int, torch.Tensor] = self.stages
+        self.staging: dict[int, torch.Tensor] = {}
+        self.results: Mapping[int, torch.Tensor] = self.staging
         """Where new values wait, by the number of the transfer"""
         self.kept: dict[int, torch.Tensor] = {}
         """Where old values are kept, with ``ModelCopy.KEPT``"""
@@ -243,15 +243,15 @@ class Memory:
         while self.packed:
             self.packs.release(self.packed.popitem()[1])
         for transfer in transfers:
-            if self.atomic and transfer.number not in self.stages:
-                self.stages[transfer.number] = self._make_stage(transfer)
+            if self.atomic and transfer.number not in self.staging:
+                self.staging[transfer.number] = self._make_staging(transfer)
             if copy is ModelCopy.KEPT and transfer.number not in self.kept:
                 self.kept[transfer.number] = host_or_gpu(transfer.group.numel, transfer.dtype, self.device)
         if not self.atomic:
             self._reserve_packs(transfers)
         self.cell_rows.reserve(self._cell_rows_count)
 
-    def _make_stage(self, transfer: GroupTransfer) -> torch.Tensor:
+    def _make_staging(self, transfer: GroupTransfer) -> torch.Tensor:
         if self._arena is None:
             return host_or_gpu(transfer.group.numel, transfer.dtype, self.device)
         return self._arena.take(transfer.group.numel, transfer.dtype)
@@ -268,9 +268,9 @@ class Memory:
         self.keeps_packed = count == len(packed)
         self.packs.reserve(count, max((nbytes for nbytes, _ in packed), default=0))
 
-    def stage(self, transfer: GroupTransfer, bucket: Bucket) -> torch.Tensor:
+    def staging_of(self, transfer: GroupTransfer, bucket: Bucket) -> torch.Tensor:
         """Return where a bucket's new values wait."""
-        return self.stages[transfer.number][bucket.start : bucket.stop]
+        return self.staging[transfer.number][bucket.start : bucket.stop]
 
 
 class RoundMemory:
@@ -282,7 +282,7 @@ class RoundMemory:
         self.profile = profile
         self.is_atomic = memory.atomic
         self._layout = memory.layout
-        self._reads_stages = False
+        self._reads_staging = False
         self._postponed: set[int] = set()  # by the id of a bucket
 
     def inspect(self, buckets: BucketRun, inspection: Inspection) -> None:
@@ -311,14 +311,14 @@ class RoundMemory:
         """Return where a bucket's values are read and its result goes."""
         if not self.is_atomic:
             return self._acquire_in_place(transfer, bucket)
-        stage = self.buffers.stage(transfer, bucket)
-        values: torch.Tensor | None = stage
-        if not (transfer.group.is_mean_in_cell or self._reads_stages):
+        staging = self.buffers.staging_of(transfer, bucket)
+        values: torch.Tensor | None = staging
+        if not (transfer.group.is_mean_in_cell or self._reads_staging):
             if self.copy is ModelCopy.NONE:
                 values = self._layout.run_of(bucket, self.buffers.device)
             else:
                 values = self.copy_of(transfer, bucket)
-        return BucketMemory(stage if values is None else values, out=stage, lent=None, result=stage)
+        return BucketMemory(staging if values is None else values, out=staging, lent=None, result=staging)
 
     def _acquire_in_place(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
         """Return where a bucket's values lie in the model, or a buffer to pack them into, which is lent."""
@@ -384,12 +384,12 @@ class RoundMemory:
 
     def copy_of(self, transfer: GroupTransfer, bucket: Bucket) -> torch.Tensor:
         """Return a bucket as it was copied out of the model when the round began."""
-        copies = self.buffers.kept if self.copy is ModelCopy.KEPT else self.buffers.stages
+        copies = self.buffers.kept if self.copy is ModelCopy.KEPT else self.buffers.staging
         return copies[transfer.number][bucket.start : bucket.stop]
 
-    def read_from_stages(self) -> None:
-        """Read values from the stages from now on: something has written there what is to leave this rank."""
-        self._reads_stages = True
+    def read_from_staging(self) -> None:
+        """Read values from where new ones wait, since something has written there what is to leave this rank."""
+        self._reads_staging = True
 
     def merge(self, transfer: GroupTransfer, bucket: Bucket, mean: torch.Tensor, alpha: float | None) -> None:
         """Write a mean into a model that has gone on since; ``mean`` itself stays what all ranks agreed on."""

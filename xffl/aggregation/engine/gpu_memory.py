@@ -139,7 +139,7 @@ class GpuMemory(Memory):
             shared = [transfer for transfer in transfers if transfer.is_shared_on_gpu]
             self.on_gpu = Memory(layout, shared, link.home_device, copies=link.copies, atomic=atomic)
             # On the GPU where the cell gets them there.
-            self.results = ChainMap(self.on_gpu.stages, self.stages)
+            self.results = ChainMap(self.on_gpu.staging, self.staging)
 
     def of_round(self, transfers: Sequence[GroupTransfer], copy: ModelCopy, profile: RoundProfile) -> RoundMemory:
         """Make what a round needs on both sides."""

@@ -63,8 +63,8 @@ class AgreedModel(RoundStage):
             return  # what was agreed on last has come to all cells
         numbers = dict(zip(self._numbers, context.numbers, strict=False))  # a vote has room for more than these
         for transfer, bucket, new in self.global_model.step(run.fragment, self._memory.results, context.scale, numbers):
-            if self._is_encoded and transfer.number in self._memory.stages:
-                self._memory.stage(transfer, bucket).copy_(new)
+            if self._is_encoded and transfer.number in self._memory.staging:
+                self._memory.staging_of(transfer, bucket).copy_(new)
             yield transfer, bucket, new
 
     def restart(self) -> None:

@@ -46,7 +46,7 @@ class Clip(RoundStage):
         for transfer, bucket in run.sent():
             part = bucket.part(self._cell, self._cells)
             own = bucket._replace(start=bucket.start + part.start, stop=bucket.start + part.stop)
-            squares.append(self._global_model.squared_distance(transfer, own, self._memory.stage(transfer, own)))
+            squares.append(self._global_model.squared_distance(transfer, own, self._memory.staging_of(transfer, own)))
         return {"square": total_of(torch.stack(squares).tolist() if squares else ())}
 
     def conclude(self, context: RoundContext, statuses: Sequence[RoundStatus]) -> RoundContext:

@@ -129,12 +129,13 @@ class Codecs(RoundStage):
 
     def commit(self, run: RoundRun) -> None:
         """Conclude a round that was taken: where its values wait is the agreed state now, and the old one is free."""
-        stages, fragment = run.memory.buffers.stages, run.fragment
+        staging = run.memory.buffers.staging
+        fragment = run.fragment
         for place, feedback in self.feedback.items():
             if self._transfers[place].group.fragment == fragment:
-                spare = feedback.commit(stages.get(place))
+                spare = feedback.commit(staging.get(place))
                 if spare is not None:
-                    stages[place] = spare
+                    staging[place] = spare
         self._seeded.add(fragment)
 
 

@@ -51,11 +51,11 @@ class Protection(RoundStage):
         self.accountant.load_state_dict(state)
 
     def before_exchange(self, run: RoundRun, context: RoundContext) -> None:
-        """Clip this cell's update and add noise to what this rank sends of it, in the stages.
+        """Clip this cell's update and add noise to what this rank sends of it, where new values wait.
 
         Collective over the cell. The norm is added up inside the cell only: it tells about the data, too. Where
-        something fails, nothing of the update is left in the stages, since they are sent all the same; and they are
-        sent without masks, since masked they would bare the sum of the other cells, which then has too little noise.
+        something fails, nothing of the update is left there, since it is sent all the same; and it is sent without
+        masks, since masked it would bare the sum of the other cells, which then has too little noise.
         """
         memory = run.memory
         profile = run.profile
@@ -64,18 +64,18 @@ class Protection(RoundStage):
         self.accountant.spend(len(cells))  # also where the round is rejected later: it has been seen then
         if run.link.cell not in cells:
             return
-        memory.read_from_stages()
+        memory.read_from_staging()
         # What could not be measured is too long to be clipped, on all ranks of the cell.
         total = torch.full((), math.inf, dtype=torch.float64, device=global_model.device)
         with profile.capture_failure("protect"):
             for transfer, bucket in sent:
                 memory.settle(bucket)
-                stage = memory.buffers.stage(transfer, bucket)
+                staging = memory.buffers.staging_of(transfer, bucket)
                 values = memory.copy_of(transfer, bucket)
-                if values.data_ptr() != stage.data_ptr():
-                    stage.copy_(values)  # the copy is what later steps are measured from
+                if values.data_ptr() != staging.data_ptr():
+                    staging.copy_(values)  # the copy is what later steps are measured from
             norms = [
-                global_model.squared_distance(transfer, bucket, memory.buffers.stage(transfer, bucket))
+                global_model.squared_distance(transfer, bucket, memory.buffers.staging_of(transfer, bucket))
                 for transfer, bucket in sent
             ]
             total = torch.stack(norms).sum() if norms else torch.zeros_like(total)
@@ -90,7 +90,7 @@ class Protection(RoundStage):
             noise = Noise(self._rank, self._privacy.seed, self.accountant.rounds)
             for transfer, bucket in sent:
                 privatize(
-                    memory.buffers.stage(transfer, bucket),
+                    memory.buffers.staging_of(transfer, bucket),
                     anchor=global_model.written(transfer, bucket),
                     scale=scale,
                     deviation=deviation,
@@ -100,6 +100,6 @@ class Protection(RoundStage):
         if profile.failure is None:
             return
         for transfer, bucket in sent[protected:]:
-            memory.buffers.stage(transfer, bucket).zero_()
+            memory.buffers.staging_of(transfer, bucket).zero_()
         if self._masker is not None:
             self._masker.abandon()
