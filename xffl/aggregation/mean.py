@@ -18,7 +18,7 @@ TINY = 1e-30
 
 
 def weighted_mean(values: Sequence[torch.Tensor], weights: Sequence[float], out: torch.Tensor) -> None:
-    """Write ``sum(w * x) / sum(w)`` into ``out``, rounded once from 64 bits (fp16 and bf16: from the fp32 mean).
+    """Write ``sum(w * x) / sum(w)`` of flat tensors into ``out``, rounded once from 64 bits (fp16, bf16: from fp32).
 
     Two fp32 values are combined in fp32, within ``1e-6 * sum(w * |x|) / sum(w)``.
 

@@ -192,7 +192,8 @@ def _describe(entry: AlgorithmInfo) -> str | None:
     try:
         return describe_entry(entry)
     except ConfigError as wrong:
-        if isinstance(missing := wrong.__cause__, ModuleNotFoundError) and missing.name == "torch":
+        missing = wrong.__cause__
+        if isinstance(missing, ModuleNotFoundError) and str(missing.name).partition(".")[0] == "torch":
             return None
         raise
 
