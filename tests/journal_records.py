@@ -1,4 +1,4 @@
-"""Samples of what an elastic run's journal holds: one record of each kind."""
+"""What an elastic run's journal holds, for tests: one record of each kind, and rounds that follow each other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from xffl.journal.records import (
     next_lineage,
 )
 
-__all__ = ["BASE", "ID", "RECORDS", "ROUND", "RUN"]
+__all__ = ["BASE", "ID", "RECORDS", "ROUND", "RUN", "next_round"]
 
 RUN, ID = "a" * 32, "b" * 32
 BASE = ModelId(RUN, 6, "c" * 32)
@@ -39,3 +39,28 @@ RECORDS: list[Record] = [
     StartRecord(RUN, 8, ID, (Start(0, "d" * 32, BASE), Start(3, "e" * 32, None))),
     ForgetRecord(RUN, MOST_RECORDS - 1, ID, 5),
 ]
+
+
+def next_round(
+    number: int,
+    cells: tuple[int, ...],
+    base: RoundRecord | None = None,
+    *,
+    places: tuple[int, ...] = (0, 0, 0),
+    left: tuple[int, ...] = (),
+    run: str = RUN,
+) -> RoundRecord:
+    """Return a round in which all of its cells have the weight 1; its id is its number, that of record 0 the run's."""
+    name = f"{number:032x}" if number else run
+    return RoundRecord(
+        run=run,
+        number=number,
+        id=name,
+        round=1 if base is None else base.round + 1,
+        base=None if base is None else base.model,
+        lineage=next_lineage(base, name),
+        cells=cells,
+        weights=(1.0,) * len(cells),
+        places=places,
+        left=left,
+    )

@@ -24,7 +24,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from tests.chaos.storm import REPO, Job, Xffl, wait_for_all
 from tests.ports import free_port
 from xffl.cli.main import main
-from xffl.cluster.lighthouse_page import read_lighthouse
+from xffl.cluster.lighthouse.page import read_lighthouse
 from xffl.cluster.run_token import PROOF_KEY, prove_token
 from xffl.elastic.lighthouse import Lighthouse, coordination
 from xffl.elastic.roster import CellRecord

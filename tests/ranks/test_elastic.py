@@ -34,7 +34,7 @@ from xffl.aggregation.engine.decision.consensus import RoundInput
 from xffl.aggregation.engine.stages.hand_over import SharedValues
 from xffl.aggregation.federations import elastic
 from xffl.aggregation.federations.elastic import ElasticAggregator
-from xffl.cluster.lighthouse_page import read_lighthouse
+from xffl.cluster.lighthouse.page import read_lighthouse
 from xffl.costs import EXCHANGE_FORMAT
 from xffl.distributed import ElasticParameters
 from xffl.distributed.failures import faults

@@ -7,36 +7,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.journal_records import RUN, next_round
 from tests.unit.test_lighthouse_page import FULL, served
 from xffl.cli.main import main
 from xffl.journal.folder import JournalFolder
-from xffl.journal.records import ForgetRecord, Record, RoundRecord, Start, StartRecord, make_id, next_lineage
+from xffl.journal.records import ForgetRecord, Record, Start, StartRecord, make_id
 from xffl.journal.service import JournalService
 
 TOKEN = "the token of this run"
-RUN = make_id()
 
-
-def round_of(number: int, cells: tuple[int, ...], base: RoundRecord | None = None) -> RoundRecord:
-    name = make_id()
-    return RoundRecord(
-        run=RUN,
-        number=number,
-        id=name,
-        round=1 if base is None else base.round + 1,
-        base=None if base is None else base.model,
-        lineage=next_lineage(base, name),
-        cells=cells,
-        weights=(1.0,) * len(cells),
-        places=(0, 0, 0),
-    )
-
-
-FIRST = round_of(1, (0, 1, 2))
+FIRST = next_round(1, (0, 1, 2))
 RECORDS: tuple[Record, ...] = (
     StartRecord(RUN, 0, RUN, tuple(Start(cell, make_id(), None) for cell in (0, 1, 2))),
     FIRST,
-    round_of(2, (0, 2), FIRST),
+    next_round(2, (0, 2), FIRST),
 )
 
 
@@ -86,7 +70,7 @@ def test_who_loses_the_number_is_told_what_stands(
     folder: JournalFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put = JournalFolder.put
-    other = round_of(3, (0, 2), FIRST)
+    other = next_round(3, (0, 2), FIRST)
 
     def put_after_another(self: JournalFolder, record: Record) -> Record:
         put(self, other)

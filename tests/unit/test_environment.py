@@ -23,7 +23,7 @@ from xffl.cluster.environment import (
 )
 from xffl.cluster.host_lists import expand_counts, expand_hosts
 from xffl.cluster.hosts import node_address
-from xffl.cluster.lighthouse_address import elastic_cell, parse_lighthouse, restarts_of
+from xffl.cluster.lighthouse.address import elastic_cell, parse_lighthouse, restarts_of
 from xffl.cluster.network import interface_address, use_interface
 from xffl.cluster.recognition.claims import Claim
 from xffl.cluster.run_token import make_token_file, token_of

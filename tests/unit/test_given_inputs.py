@@ -17,7 +17,7 @@ from xffl.cli.main import main
 from xffl.cluster.cells import name_cells
 from xffl.cluster.host_lists import MAX_HOSTS, expand_counts, expand_hosts
 from xffl.cluster.launch.failure import FailureRecord, first_failure, parse_failure, read_failure, record_failure
-from xffl.cluster.lighthouse_page import parse_page
+from xffl.cluster.lighthouse.page import parse_page
 from xffl.cluster.sizes_text import parse_cell, parse_federation
 from xffl.cluster.slurm.allocation import Host, parse_hosts, read_topology
 from xffl.cluster.slurm.submit import earlier_jobs

@@ -64,11 +64,17 @@ def attempt_of(base: RoundRecord | None, *cells: CellJournal, place: int = 0) ->
     return attempt
 
 
+def settle(cell: CellJournal, standing: Record) -> Fate:
+    """End a cell's doubt by a record, with the history that is below it."""
+    cell.read_to(standing.number)
+    return cell.holding.settle(standing, cell.history)
+
+
 def make_round(*cells: CellJournal, place: int = 0) -> list[Fate]:
     decision = meet(*cells)
     assert isinstance(decision, Continue)
     standing = cells[0].publish(attempt_of(decision.base, *cells, place=place))
-    return [cell.settle(standing) for cell in cells]
+    return [settle(cell, standing) for cell in cells]
 
 
 def test_rounds_and_a_cell_that_comes_late(opened: Callable[[], Journal]) -> None:
@@ -89,14 +95,16 @@ def test_a_doubt_ends_by_what_stands(opened: Callable[[], Journal]) -> None:
     make_round(zero, one)
     base = next(zero.history.rounds())
     taken = attempt_of(base, zero, one)
-    assert zero.settle(zero.publish(taken)) is Fate.GAVE  # and is lost before it tells
-    assert (one.end_doubt(), one.holding.model) == (Fate.GAVE, taken.model)
-    assert one.end_doubt() is None
+    assert settle(zero, zero.publish(taken)) is Fate.GAVE  # and is lost before it tells
+    told = one.ask_for(taken, 0.0)
+    assert told == taken
+    assert (settle(one, told), one.holding.model) == (Fate.GAVE, taken.model)
     lost = attempt_of(meet_base(zero, one), zero, one)  # nobody publishes it
-    [void] = one.end_doubts([lost, lost])
-    assert isinstance(void, VoidRecord) and one.settle(void) is Fate.PUT_BACK
+    assert one.ask_for(lost, 0.0) is None  # it may still come
+    void = one.ask_for(lost, 2 * one.give_up_s)
+    assert isinstance(void, VoidRecord) and settle(one, void) is Fate.PUT_BACK
     assert zero.publish(lost) == void  # the late link of a slow publisher
-    assert (zero.settle(void), zero.holding.model) == (Fate.PUT_BACK, taken.model)
+    assert (settle(zero, void), zero.holding.model) == (Fate.PUT_BACK, taken.model)
     assert make_round(zero, one) == [Fate.GAVE, Fate.GAVE]
 
 
@@ -112,7 +120,7 @@ def test_a_cell_goes_on_from_a_checkpoint(opened: Callable[[], Journal]) -> None
     make_round(zero, one)
     attempt = attempt_of(meet_base(zero, one), zero, one)
     model = one.holding.model
-    zero.settle(zero.publish(attempt))
+    settle(zero, zero.publish(attempt))
     again = CellJournal(opened(), 1)
     again.begin(model)
     again.check()
@@ -173,7 +181,7 @@ def test_of_many_attempts_one_is_taken(opened: Callable[[], Journal]) -> None:
     fates: dict[int, Fate] = {}
 
     def publish(number: int) -> None:
-        fates[number] = cells[number].settle(cells[number].publish(attempts[number]))
+        fates[number] = settle(cells[number], cells[number].publish(attempts[number]))
 
     threads = [threading.Thread(target=publish, args=(number,)) for number in range(3)]
     for thread in threads:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.journal_model import EVENTS, Broken, MemoryJournal, Process, World, happen, play
+from tests.journal_records import RUN, next_round
 from xffl.errors import CheckpointError, ConfigError
 from xffl.journal.records import (
     ForgetRecord,
@@ -21,7 +22,6 @@ from xffl.journal.records import (
     Start,
     StartRecord,
     VoidRecord,
-    next_lineage,
 )
 from xffl.journal.rule import Continue, Fate, History, Holding, Member, Wait, void_of
 
@@ -280,26 +280,6 @@ class TestCells(Cells.TestCase):  # type: ignore[name-defined,misc]
     )
 
 
-RUN = "a" * 32
-
-
-def made(
-    number: int, cells: tuple[int, ...], base: RoundRecord | None = None, places: tuple[int, ...] = (0, 0, 0)
-) -> RoundRecord:
-    name = f"{number:032x}" if number else RUN
-    return RoundRecord(
-        run=RUN,
-        number=number,
-        id=name,
-        round=1 if base is None else base.round + 1,
-        base=None if base is None else base.model,
-        lineage=next_lineage(base, name),
-        cells=cells,
-        weights=(1.0,) * len(cells),
-        places=places,
-    )
-
-
 def history_of(*records: Record) -> History:
     history = History()
     history.add(records)
@@ -316,7 +296,7 @@ def test_finished_cells_that_return_do_not_fork_the_run() -> None:
     Cell 0 goes on with the newcomer 4, and cell 1 with 2 and 3. By a majority of the cells of the last round both would
     be right: one is half of those that have not finished, the other more than half of all.
     """
-    first = made(0, (0, 1, 2, 3), places=(0,) * 5)
+    first = next_round(0, (0, 1, 2, 3), places=(0,) * 5)
     starts = (Start(2, "c" * 32, first.model), Start(3, "d" * 32, first.model), Start(4, f"{4:032x}", None))
     history = history_of(first, StartRecord(RUN, 1, "e" * 32, starts))
     members = [[member(0, first), member(4)], [member(1, first), member(2, first), member(3, first)]]
@@ -333,8 +313,8 @@ def test_finished_cells_that_return_do_not_fork_the_run() -> None:
 
 def test_an_older_model_is_not_taken_while_a_newer_one_lives() -> None:
     """Three cells: 0 and 2 make a round, 0 makes another one with 1 and is killed, and meets 2 without its model."""
-    second = made(0, (0, 2))
-    third = made(1, (0, 1), second)
+    second = next_round(0, (0, 2))
+    third = next_round(1, (0, 1), second)
     restart = StartRecord(RUN, 2, "b" * 32, (Start(0, "c" * 32, None),))
     history = history_of(second, third, restart)
     here = [member(0, start="c" * 32), member(2, second)]
@@ -345,19 +325,19 @@ def test_an_older_model_is_not_taken_while_a_newer_one_lives() -> None:
 
 
 def test_a_holder_that_is_forgotten_is_not_waited_for() -> None:
-    first = made(0, (0, 1))
-    second = made(1, (1,), first)
+    first = next_round(0, (0, 1))
+    second = next_round(1, (1,), first)
     history = history_of(first, second)
     assert history.choose_base([member(0, first)]) == Wait(second, (1,))
     history.add([ForgetRecord(RUN, 2, "f" * 32, 1)])
     assert history.choose_base([member(0, first)]) == Continue(first)
-    again = made(3, (0, 1), first)
+    again = next_round(3, (0, 1), first)
     history.add([again])
     assert history.choose_base([member(2)]) == Wait(again, (0, 1))  # it counts for what it has taken part in since
 
 
 def test_cells_begin_anew_once_all_models_are_lost() -> None:
-    first = made(0, (0, 1))
+    first = next_round(0, (0, 1))
     starts = (Start(0, "c" * 32, None), Start(1, "d" * 32, None))
     history = history_of(first, StartRecord(RUN, 1, "e" * 32, starts))
     here = [member(0, start="c" * 32), member(1, start="d" * 32)]
@@ -367,8 +347,8 @@ def test_cells_begin_anew_once_all_models_are_lost() -> None:
 
 
 def test_a_cell_that_was_behind_takes_over_or_moves_its_steps() -> None:
-    first = made(0, (0, 1), places=(2, 2, 0))
-    second = made(1, (0,), first, places=(4, 2, 0))
+    first = next_round(0, (0, 1), places=(2, 2, 0))
+    second = next_round(1, (0,), first, places=(4, 2, 0))
     history = history_of(first, second)
     here = [member(0, second), member(1, first)]
     attempt = history.attempt(second, here, weights={0: 2, 1: 2}, places={0: 6, 1: 4}, cells=3)
@@ -387,7 +367,7 @@ def test_a_cell_that_was_behind_takes_over_or_moves_its_steps() -> None:
 
 
 def test_a_journal_is_refused_by_a_cell_that_holds_what_it_lacks() -> None:
-    first = made(0, (0, 1))
+    first = next_round(0, (0, 1))
     history = history_of(first)
     history.check_holder(0, first.model)
     history.check_holder(1, None)
@@ -397,15 +377,15 @@ def test_a_journal_is_refused_by_a_cell_that_holds_what_it_lacks() -> None:
 
 
 def test_records_that_do_not_follow_are_refused() -> None:
-    first = made(0, (0, 1))
+    first = next_round(0, (0, 1))
     history = history_of(first)
     wrong: list[Record] = [
         VoidRecord(RUN, 2, "b" * 32),
         VoidRecord("b" * 32, 1, "b" * 32),
-        replace(made(1, (0,), first), lineage="0" * 16),
-        replace(made(1, (0,), first), round=3),
-        replace(made(1, (0,), first), base=ModelId(RUN, 0, "b" * 32)),
-        made(1, (0,), first, places=(0, 0)),
+        replace(next_round(1, (0,), first), lineage="0" * 16),
+        replace(next_round(1, (0,), first), round=3),
+        replace(next_round(1, (0,), first), base=ModelId(RUN, 0, "b" * 32)),
+        next_round(1, (0,), first, places=(0, 0)),
     ]
     for record in wrong:
         with pytest.raises(CheckpointError, match="does not follow"):

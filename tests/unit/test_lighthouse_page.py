@@ -20,8 +20,8 @@ import pytest
 from tests.ports import free_port
 from xffl.cli.main import main
 from xffl.cluster.doctor.compare import compare_runs
-from xffl.cluster.lighthouse_address import resolve_lighthouse
-from xffl.cluster.lighthouse_page import CellStatus, parse_page, read_lighthouse
+from xffl.cluster.lighthouse.address import resolve_lighthouse
+from xffl.cluster.lighthouse.page import CellStatus, parse_page, read_lighthouse
 from xffl.cluster.run_token import prove_token, run_token
 from xffl.errors import LaunchError
 

@@ -356,7 +356,7 @@ def test_tests_for_gpus_are_collected_with_what_a_machine_with_a_gpu_has() -> No
 
 READ_WITHOUT_LIMIT = {
     "no files": {
-        "lighthouse_page: answer.read()",  # that of a lighthouse, which was received whole, up to a limit
+        "page: answer.read()",  # that of a lighthouse, which was received whole, up to a limit
         "monitors: self._clock.read()",
         "progress: run.clock.read()",
         "progress: clock.read()",

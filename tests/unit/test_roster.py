@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.journal_records import next_round
 from xffl.elastic.roster import CellRecord, Epoch, form_epoch, least_cells
 from xffl.errors import ConfigError
 from xffl.journal.records import (
@@ -16,7 +17,6 @@ from xffl.journal.records import (
     Start,
     StartRecord,
     VoidRecord,
-    next_lineage,
 )
 from xffl.journal.rule import Fate, History, Holding
 
@@ -41,19 +41,7 @@ class Journal:
 
     def add_round(self, *cells: int, base: RoundRecord | None = None, left: tuple[int, ...] = ()) -> RoundRecord:
         number = self.history.newest + 1
-        name = f"{number:032x}"
-        made = RoundRecord(
-            run=RUN,
-            number=number,
-            id=name,
-            round=1 if base is None else base.round + 1,
-            base=None if base is None else base.model,
-            lineage=next_lineage(base, name),
-            cells=cells,
-            weights=(1.0,) * len(cells),
-            places=(0,) * self.cells,
-            left=left,
-        )
+        made = next_round(number, cells, base, places=(0,) * self.cells, left=left, run=RUN)
         self.add(made)
         return made
 

@@ -15,13 +15,14 @@ from jsonargparse import ArgumentParser, Namespace
 from xffl.checks import integer, number, visible
 from xffl.cli.main import command_parser
 from xffl.cli.terminal import new_table, print_table
-from xffl.cluster import lighthouse_address, run_token
+from xffl.cluster import run_token
+from xffl.cluster.lighthouse import address as lighthouse_address
 from xffl.errors import ConfigError, StateError, XfflError
 
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from xffl.cluster.lighthouse_page import CellStatus, LighthouseStatus
+    from xffl.cluster.lighthouse.page import CellStatus, LighthouseStatus
     from xffl.journal.records import Journal, Record
 
 __all__ = ["build_parser", "run"]
@@ -205,7 +206,7 @@ class _Look:
 
 
 def _look(address: str, journal: _JournalReader) -> _Look:
-    from xffl.cluster.lighthouse_page import read_lighthouse
+    from xffl.cluster.lighthouse.page import read_lighthouse
 
     url = lighthouse_address.resolve_lighthouse(address)
     return _Look(url, read_lighthouse(url), journal.look())

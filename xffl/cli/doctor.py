@@ -58,7 +58,7 @@ def run(options: Namespace) -> int:
     from xffl.cluster.doctor.examine import examine, examine_hosts
     from xffl.cluster.doctor.probe import Request
     from xffl.cluster.environment import complete_federation
-    from xffl.cluster.lighthouse_address import resolve_lighthouse
+    from xffl.cluster.lighthouse.address import resolve_lighthouse
     from xffl.cluster.sizes_text import parse_federation
     from xffl.cluster.slurm.allocation import parse_hosts
 

@@ -20,7 +20,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from xffl.checks import integer
 from xffl.cli.main import command_parser
-from xffl.cluster import environment, lighthouse_address, run_token
+from xffl.cluster import environment, run_token
 from xffl.cluster.batch import find_job, is_here
 from xffl.cluster.launch.affinity import share_machine
 from xffl.cluster.launch.elastic import (
@@ -39,6 +39,7 @@ from xffl.cluster.launch.runner import RankJob, be_rank, run_script, take_share
 from xffl.cluster.launch.script import CONFIGURATIONS, check_command, is_module, is_stream, read_source
 from xffl.cluster.launch.srun import launch_srun
 from xffl.cluster.launch.ssh import launch_ssh
+from xffl.cluster.lighthouse import address as lighthouse_address
 from xffl.cluster.over_files import OverFiles, read_over_files
 from xffl.cluster.recognition.find import find_launcher, launcher_of
 from xffl.cluster.sizes import Federation, check_cells

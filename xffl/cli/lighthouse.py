@@ -14,7 +14,8 @@ from jsonargparse import ArgumentParser, Namespace
 
 from xffl.checks import integer, number
 from xffl.cli.main import command_parser
-from xffl.cluster import lighthouse_address, run_token
+from xffl.cluster import run_token
+from xffl.cluster.lighthouse import address as lighthouse_address
 from xffl.errors import ConfigError
 from xffl.extras import optional_import
 

@@ -25,7 +25,7 @@ from xffl.cli.execute import is_lighthouse, print_help
 from xffl.cli.main import command_parser
 from xffl.cluster.launch.failure import ExitCode, code_of_signal
 from xffl.cluster.launch.script import CONFIGURATIONS, check_command, is_stream, name_of
-from xffl.cluster.lighthouse_address import parse_lighthouse
+from xffl.cluster.lighthouse.address import parse_lighthouse
 from xffl.cluster.run_token import has_token, make_token_file, token_of
 from xffl.cluster.sizes import Federation
 from xffl.cluster.sizes_text import parse_federation

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from xffl.cluster.lighthouse_address import bind_address, resolve_lighthouse
+from xffl.cluster.lighthouse.address import bind_address, resolve_lighthouse
 from xffl.cluster.network import CELL_HEARTBEAT_TIMEOUT_S, CELL_JOIN_TIMEOUT_S
 from xffl.cluster.run_token import PROOF_KEY, prove_token, token_of
 from xffl.cluster.runtimes import Runtime, group_by_runtime

@@ -33,7 +33,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from xffl.cluster.lighthouse_address import resolve_lighthouse
+from xffl.cluster.lighthouse.address import resolve_lighthouse
 from xffl.compat.sockets import limit_silence, open_sockets
 from xffl.elastic.roster import CellRecord, name_cell
 from xffl.errors import ConfigError, LaunchError

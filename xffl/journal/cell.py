@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from xffl.errors import ConfigError
 from xffl.journal.records import Journal, JournalUnreachable, ModelId, Record, RoundRecord, VoidRecord, make_id
-from xffl.journal.rule import Fate, History, Holding, Member, void_of
+from xffl.journal.rule import History, Holding, Member, void_of
 
 __all__ = ["PATIENCE_S", "CellJournal"]
 
@@ -160,36 +160,6 @@ class CellJournal:
         if starts:
             self.publish(self.history.start_record(starts))
         return bool(starts)
-
-    def end_doubts(self, attempts: Iterable[RoundRecord]) -> list[Record]:
-        """End doubts of any cells, and return what stands under the number of each attempt.
-
-        :param attempts: The attempts about which cells are in doubt.
-        :return: The records, in the same order.
-        """
-        ended: dict[RoundRecord, Record] = {}
-        for attempt in attempts:
-            if attempt not in ended:
-                ended[attempt] = self.publish(void_of(attempt))
-        return list(ended.values())
-
-    def settle(self, standing: Record) -> Fate:
-        """End this cell's doubt by the record that stands under its number.
-
-        :param standing: The record, as this cell or another one has read it.
-        :return: What becomes of the steps that the cell has made.
-        """
-        self.read_to(standing.number - 1)
-        if self.history.newest < standing.number:
-            self.history.add([standing])
-        return self.holding.settle(standing, self.history)
-
-    def end_doubt(self) -> Fate | None:
-        """End this cell's own doubt by the journal; ``None`` if it has none."""
-        if self.holding.doubt is None:
-            return None
-        [standing] = self.end_doubts([self.holding.doubt])
-        return self.settle(standing)
 
     def ask_for(self, attempt: RoundRecord, waited_s: float) -> Record | None:
         """Return the record that stands under the number of an attempt, or ``None`` if another cell may yet publish it.

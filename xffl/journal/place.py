@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from xffl.cluster.lighthouse_address import parse_lighthouse, read_address
+from xffl.cluster.lighthouse.address import parse_lighthouse, read_address
 from xffl.errors import LaunchError
 from xffl.journal.folder import JournalFolder
 from xffl.journal.records import Journal

@@ -16,8 +16,8 @@ from xffl.cluster.environment import detect_environment, requested_federation, r
 from xffl.cluster.host_lists import expand_counts, expand_hosts
 from xffl.cluster.launch.failure import FailureRecord, first_failure, read_failure, record_failure
 from xffl.cluster.launch.logs import MarkedLines, mark
-from xffl.cluster.lighthouse_address import elastic_cell, resolve_lighthouse, restarts_of
-from xffl.cluster.lighthouse_page import parse_page
+from xffl.cluster.lighthouse.address import elastic_cell, resolve_lighthouse, restarts_of
+from xffl.cluster.lighthouse.page import parse_page
 from xffl.cluster.over_files import read_over_files
 from xffl.cluster.sizes_text import parse_federation
 from xffl.cluster.slurm.allocation import find_allocation, own_host, parse_hosts, read_topology

@@ -16,7 +16,7 @@ from xffl.cluster.doctor import probe
 from xffl.cluster.doctor.lines import Line, Message
 from xffl.cluster.doctor.messages import explain, read_answer, read_probe, read_time
 from xffl.cluster.doctor.probe import ERROR, OK, WARNING, Finding, Request
-from xffl.cluster.lighthouse_page import CellStatus
+from xffl.cluster.lighthouse.page import CellStatus
 from xffl.cluster.network import SLURM_PORTS, ephemeral_ports
 from xffl.cluster.runtimes import Runtime, group_by_runtime, runtime_table
 from xffl.cluster.sizes import Federation

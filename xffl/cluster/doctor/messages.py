@@ -167,7 +167,7 @@ def _read_torch(fields: Fields) -> Message:
 
 
 def _read_run(fields: Fields) -> Message:
-    """Read what a host sees of an elastic run, see :func:`xffl.cluster.lighthouse_page.visit_run`."""
+    """Read what a host sees of an elastic run, see :func:`xffl.cluster.lighthouse.page.visit_run`."""
     if "error" in fields:
         return {"error": _text(fields, "error", _LONG_TEXT)}
     stores = fields.mapping("stores")

@@ -32,7 +32,7 @@ from xffl.cluster.doctor.lines import Line, Message, Program
 from xffl.cluster.doctor.messages import read_request
 from xffl.cluster.hosts import resolve
 from xffl.cluster.launch.ssh_agent import free_port, refusal
-from xffl.cluster.lighthouse_page import visit_run
+from xffl.cluster.lighthouse.page import visit_run
 from xffl.cluster.network import LOOPBACK, Interface, host_identity, list_interfaces
 from xffl.cluster.reaching import connection_error
 from xffl.cluster.run_token import PROOF_KEY

@@ -33,7 +33,7 @@ from xffl.cluster.launch.failure import (
 )
 from xffl.cluster.launch.logs import RankFile, mark, redirect
 from xffl.cluster.launch.script import OWN_FILES, run_command
-from xffl.cluster.lighthouse_address import elastic_cell
+from xffl.cluster.lighthouse.address import elastic_cell
 from xffl.cluster.recognition.find import find_launcher
 from xffl.compat.libc import die_with_parent
 from xffl.errors import XfflError

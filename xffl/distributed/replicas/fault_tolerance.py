@@ -25,7 +25,7 @@ from torch.distributed import GradBucket, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.fsdp import FSDPModule
 
 from xffl.checks import one_of
-from xffl.cluster.lighthouse_address import bind_address, lighthouse_of, replica_group_of
+from xffl.cluster.lighthouse.address import bind_address, lighthouse_of, replica_group_of
 from xffl.cluster.network import list_interfaces, release_gloo
 from xffl.cluster.run_token import token_of, warn_without_token
 from xffl.compat.torchft import managers_at

@@ -29,7 +29,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 
 from xffl.checks import shown
-from xffl.cluster.lighthouse_address import read_address
+from xffl.cluster.lighthouse.address import read_address
 from xffl.distributed import sharding
 from xffl.distributed.replicas import plain_values
 from xffl.distributed.spread_like import load_optimizer, spread_as, spread_whole

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from xffl.cluster.lighthouse_address import parse_lighthouse, restarts_of
+from xffl.cluster.lighthouse.address import parse_lighthouse, restarts_of
 from xffl.cluster.over_files import read_over_files
 from xffl.cluster.run_token import token_of, warn_without_token
 from xffl.cluster.sizes_text import parse_cell

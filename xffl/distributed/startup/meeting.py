@@ -116,7 +116,14 @@ def world_store(meeting: Store, place: ProcessEnvironment, timeouts: Timeouts) -
         meeting.set("store", f"{address} {store.port}")
         return store
     address, port = meeting.get("store").decode().split()
-    store = TCPStore(address, int(port), place.world_size, False, timedelta(seconds=timeouts.connect_s), False)
+    store = TCPStore(
+        address,
+        int(port),
+        world_size=place.world_size,
+        is_master=False,
+        timeout=timedelta(seconds=timeouts.connect_s),
+        wait_for_workers=False,
+    )
     store.set_timeout(timeout)
     return store
 

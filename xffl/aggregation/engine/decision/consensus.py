@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -76,10 +75,6 @@ def cell_weights(statuses: Sequence[RoundStatus], topology: Topology) -> tuple[f
     if not math.isfinite(sum(weights)):
         raise ConfigError(f"the weights of the cells {weights} have no finite sum; give smaller counts")
     return weights
-
-
-POINT = attrgetter("aggregator", "round", "phase", "is_encoding", "is_flushing", "merge", "alpha")
-"""What has to be the same of all ranks in a vote: where a rank is, and how it takes part."""
 
 
 def divergence_of(context: RoundContext) -> float:
@@ -458,7 +453,11 @@ class RoundCoordinator:
 
     def _check_point(self, statuses: Sequence[RoundStatus]) -> None:
         """Raise RoundError, on all ranks alike, where they are not at the same point of the same round."""
-        if len(set(map(POINT, statuses))) > 1:
+        points = {
+            (one.aggregator, one.round, one.phase, one.is_encoding, one.is_flushing, one.merge, one.alpha)
+            for one in statuses
+        }
+        if len(points) > 1:
             check_rounds(statuses, self._topology)
 
     def _refuse_nonfinite(self, cells: tuple[int, ...], found: list[str]) -> None:
