@@ -40,7 +40,6 @@ from xffl.elastic.roster import (
     CellRecord,
     Epoch,
     cell_of,
-    cells_text,
     check_alike,
     form_epoch,
     is_life,
@@ -58,7 +57,7 @@ from xffl.errors import (
 from xffl.journal.place import cells_command
 from xffl.journal.records import JournalUnreachable, Record, RoundRecord
 from xffl.journal.rule import Fate, Holding
-from xffl.topology import Topology
+from xffl.topology import Topology, cells_text
 
 __all__ = ["ElasticFederation", "RoundEnd"]
 
