@@ -205,6 +205,7 @@ class Aggregator:
         )
         self._exchange.stages = in_order([self._first_round, *self._exchange.stages])
         self._activity = scope.state.activity
+        # The profiles of all rounds have one list of marks, which they use again.
         self._make_profile = partial(GpuProfile, []) if self._device.type == "cuda" else RoundProfile
         self._stream = None if scope.gpu is None else stream_of(scope, scope.gpu)  # that rounds work on
         self._stream_work: AbstractContextManager[None] = (
