@@ -36,13 +36,11 @@ __all__ = [
     "read_given",
     "read_limited",
     "read_sealed",
-    "read_sealed_json",
     "read_text",
     "remove_file",
     "sealed_json",
     "sync",
     "write_sealed",
-    "write_sealed_json",
     "write_whole",
     "written_whole",
 ]
@@ -211,28 +209,6 @@ def sealed_json(fields: Mapping[str, Any]) -> str:
     body = {name: value for name, value in fields.items() if name != "sha256"}
     digest = hashlib.sha256(json.dumps(body, indent=1).encode()).hexdigest()
     return json.dumps({**body, "sha256": digest}, indent=1) + "\n"
-
-
-def write_sealed_json(path: Path, fields: Mapping[str, Any]) -> None:
-    """Write fields as :func:`sealed_json`, whole."""
-    write_whole(path, sealed_json(fields))
-
-
-def read_sealed_json(path: Path) -> dict[str, Any]:
-    """Return the fields of a file of :func:`write_sealed_json`, or of JSON without a seal.
-
-    Earlier versions wrote it without. A ValueError says what is wrong with the file.
-    """
-    text = read_text(path)
-    fields = parse_json(text)
-    if not isinstance(fields, dict):
-        raise ValueError(f"it holds a {type(fields).__name__}, not an object")
-    if "sha256" not in fields:
-        return fields
-    if text != sealed_json(fields):
-        raise ValueError("it is not as it was written (its sha256 differs)")
-    del fields["sha256"]
-    return fields
 
 
 # Reading them ---------------------------------------------------------------------------------------------------------

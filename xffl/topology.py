@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, SupportsIndex
 from xffl.checks import integer, shown
 from xffl.errors import TopologyError
 
-__all__ = ["REPLICATE_AXIS", "Coordinates", "DataPlace", "RankGroup", "Topology", "ranks_text"]
+__all__ = ["REPLICATE_AXIS", "Coordinates", "DataPlace", "RankGroup", "Topology", "cells_text", "ranks_text"]
 
 MAX_RANKS = 1_000_000
 """The most ranks of a world. A larger number is a mistake: to write out the cells of a thousand million ranks takes
@@ -359,3 +359,8 @@ def ranks_text(ranks: Iterable[int]) -> str:
             runs.append([rank])
     text = ", ".join("-".join(map(str, run)) for run in runs)
     return f"rank {text}" if len(runs) == 1 and len(runs[0]) == 1 else f"ranks {text}"
+
+
+def cells_text(cells: Collection[int]) -> str:
+    """Write cells by their numbers, such as ``cells 0, 1, 3``."""
+    return f"cell{'s' if len(cells) != 1 else ''} {', '.join(map(str, cells))}"

@@ -26,11 +26,9 @@ from xffl.files import (
     open_regular,
     read_bytes,
     read_sealed,
-    read_sealed_json,
     remove_file,
     sync,
     write_sealed,
-    write_sealed_json,
     write_whole,
     written_whole,
 )
@@ -128,15 +126,6 @@ def test_a_sealed_file_is_whole_or_refused(tmp_path: Path) -> None:
             read_sealed(path)
     path.write_bytes(content)  # as an earlier version wrote it
     assert read_sealed(path) == content
-    write_sealed_json(path, {"b": 1, "a": ["ä", None]})
-    text = path.read_text()
-    assert read_sealed_json(path) == {"b": 1, "a": ["ä", None]} and '"sha256"' in text
-    for wrong in (text.replace("1", "2", 1), text[:-3], "[1]", "", "\0" * 40, text.replace("\n", "")):
-        path.write_text(wrong)
-        with pytest.raises(ValueError, match=r"sha256 differs|not an object|Expecting|Unterminated"):
-            read_sealed_json(path)
-    path.write_text('{"b": 1}')
-    assert read_sealed_json(path) == {"b": 1}
 
 
 def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
@@ -145,7 +134,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
         listener.bind(str(tmp_path / "socket"))
     (tmp_path / "link").symlink_to("fifo")
     for name, said in (("fifo", "a FIFO"), ("link", "a FIFO"), ("socket", "No such device"), (".", "a folder")):
-        for read in (read_bytes, read_sealed, read_sealed_json, open_regular):
+        for read in (read_bytes, read_sealed, open_regular):
             with pytest.raises(OSError, match=said) as told:
                 read(tmp_path / name)
             assert told.value.filename is not None

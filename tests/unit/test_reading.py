@@ -12,7 +12,7 @@ import pytest
 
 from xffl.checks import number, shown
 from xffl.errors import CheckpointError, ConfigError
-from xffl.files import read_fields, write_sealed_json
+from xffl.files import read_fields, sealed_json
 from xffl.json_text import parse_json
 from xffl.reading import Fields
 from xffl.yaml_text import parse_yaml, write_yaml
@@ -183,7 +183,7 @@ def test_a_value_that_is_no_mapping() -> None:
 def test_files_of_fields(tmp_path: Path) -> None:
     """Whatever is wrong with a file is one error with its path."""
     file = tmp_path / "a.json"
-    write_sealed_json(file, {"round": 3})
+    file.write_text(sealed_json({"round": 3}))
     assert read_fields(file).integer("round") == 3
     assert len(read_fields(file, limit=file.stat().st_size)) == 2
     cases: list[tuple[Path, str]] = [(tmp_path, "it is a folder"), (tmp_path / "none", "No such file")]

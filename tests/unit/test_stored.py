@@ -31,7 +31,7 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.replicas.plain_values import from_plain
 from xffl.distributed.sharding import dtype_of
 from xffl.errors import CheckpointError, XfflError
-from xffl.files import read_bytes, read_sealed, read_sealed_json, read_text, sealed_json
+from xffl.files import read_bytes, read_sealed, read_text, sealed_json
 from xffl.training.loggers import LineFile, cut_lines
 from xffl.training.mixins.state import read_place_file
 
@@ -328,7 +328,6 @@ def read_in_folder(file: Path) -> object:
         ("file", read_bytes),
         ("file", read_text),
         ("file", read_sealed),
-        ("file", read_sealed_json),
         ("file", read_in_folder),
         ("place.pt", read_place_file),
         ("checkpoint.json", lambda file: read_record(file.parent)),

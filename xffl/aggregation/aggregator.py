@@ -86,8 +86,7 @@ class Aggregator:
     :param form: ``all_gather``: each sender sends its shard to every other cell, ``C - 1`` copies. ``two_hop``: of each
         bucket, every cell combines one part and sends the result round, ``2 (C - 1) / C`` copies and a second latency;
         over gloo and without rails, two cells combine whole buckets in turn.
-        ``auto``: two hops for three cells and more, except for what is tiny, and for two cells above 32 MiB; two cells
-        without replicas swap fp32 values over gloo, and each rank takes the mean when it writes it.
+        ``auto``: two hops for three cells and more, except for what is tiny, and for two cells above 32 MiB.
     :param rails: Let the replicas of a shard take turns in sending its buckets, so that all their network cards work,
         instead of one sender. What crosses stays the same.
     :param codec: How averaged parameters are written on the slow link: ``none``, ``bf16``, ``fp16``, ``int8``,
@@ -206,6 +205,7 @@ class Aggregator:
         )
         self._exchange.stages = in_order([self._first_round, *self._exchange.stages])
         self._activity = scope.state.activity
+        # The profiles of all rounds have one list of marks, which they use again.
         self._make_profile = partial(GpuProfile, []) if self._device.type == "cuda" else RoundProfile
         self._stream = None if scope.gpu is None else stream_of(scope, scope.gpu)  # that rounds work on
         self._stream_work: AbstractContextManager[None] = (
@@ -269,10 +269,8 @@ class Aggregator:
                 outcome = self._coordinator.run(prepared, least_divergence)
             return None if outcome is None else self._conclude(outcome, start)
         except BaseException as stop:
-            torn = self._coordinator.torn_by(stop)
-            if torn is None:
-                raise
-            self._mark_inconsistent(torn)
+            self._mark_if_torn(stop)
+            raise
 
     def resolve(self, *, is_merged: bool = False, alpha: float | None = None) -> RoundReport:
         """Write the round that was in doubt, now that it is known to be taken; local.
@@ -283,10 +281,8 @@ class Aggregator:
             outcome = self._coordinator.resolve()
             return self._conclude(outcome, time.perf_counter(), is_merged=is_merged, alpha=alpha)
         except BaseException as stop:
-            torn = self._coordinator.torn_by(stop)
-            if torn is None:
-                raise
-            self._mark_inconsistent(torn)
+            self._mark_if_torn(stop)
+            raise
 
     def _prepare(
         self, given: RoundInput, merge: MergeMode = MergeMode.REPLACE, alpha: float | None = None
@@ -504,6 +500,12 @@ class Aggregator:
     def share_global_model(self, state: Mapping[str, Any], source: int, targets: Collection[int]) -> None:
         """Bring the global model of a cell, of which all know the plain state, to others; collective over all cells."""
         share_global_model(self._exchange, state, source, targets)
+
+    def _mark_if_torn(self, stop: BaseException) -> None:
+        """Mark the model, and raise in the place of ``stop``, where ranks may hold different weights since."""
+        torn = self._coordinator.torn_by(stop)
+        if torn is not None:
+            self._mark_inconsistent(torn)
 
     def _mark_inconsistent(self, torn: TornError) -> NoReturn:
         """Mark the model whose ranks may hold different weights, and raise in the error's place."""

@@ -26,14 +26,15 @@ def weighted_mean(values: Sequence[torch.Tensor], weights: Sequence[float], out:
     order, over the differences from the heaviest value and is divided once. Equal values therefore keep every bit (the
     sign of a zero, too: that is why the shift is subtracted), also in fp64, where the plain sum would lose one.
     """
-    base, scaled, others = _scaled(tuple(weights))
-    is_of_two = len(others) == 1 and out.dtype == torch.float32 and scaled[others[0]] > TINY * scaled[base]
+    scaled = _scaled(tuple(weights))
+    base, numbers, others = scaled
+    is_of_two = len(others) == 1 and out.dtype == torch.float32 and numbers[others[0]] > TINY * numbers[base]
     if not others:
         out.copy_(values[base])
     elif is_of_two:
-        _mean_of_two(values[base], values[others[0]], scaled[others[0]] / (scaled[base] + scaled[others[0]]), out)
+        _mean_of_two(values[base], values[others[0]], numbers[others[0]] / (numbers[base] + numbers[others[0]]), out)
     else:
-        _mean_of_many(values, scaled, base, out)
+        _mean_of_many(values, scaled, out)
 
 
 class _Scaled(NamedTuple):
@@ -77,14 +78,11 @@ def _mean_of_two(base: torch.Tensor, other: torch.Tensor, share: float, out: tor
         torch.sub(before, step, out=result)
 
 
-def _mean_of_many(values: Sequence[torch.Tensor], weights: Sequence[float], base: int, out: torch.Tensor) -> None:
+def _mean_of_many(values: Sequence[torch.Tensor], scaled: _Scaled, out: torch.Tensor) -> None:
     """Write the mean of values of any type, of which at least two have a weight; ``out`` may be one of them."""
-    total = math.fsum(weights)
-    others = [
-        (value, weight)
-        for index, (value, weight) in enumerate(zip(values, weights, strict=True))
-        if index != base and weight > 0.0
-    ]
+    base = values[scaled.base]
+    others = [(values[index], scaled.weights[index]) for index in scaled.others]
+    total = math.fsum(scaled.weights)
     length = min(piece_length(out.device), out.numel())
     # Made once: pages that the system hands out anew for each piece cost more than the arithmetic.
     origin, shift, term = torch.empty(3, length, dtype=torch.float64, device=out.device)
@@ -92,7 +90,7 @@ def _mean_of_many(values: Sequence[torch.Tensor], weights: Sequence[float], base
         result = out[start : start + length]
         if result.numel() < length:
             origin, shift, term = (memory[: result.numel()] for memory in (origin, shift, term))
-        origin.copy_(values[base][start : start + length])
+        origin.copy_(base[start : start + length])
         for number, (value, weight) in enumerate(others):
             difference = term if number else shift
             difference.copy_(value[start : start + length])

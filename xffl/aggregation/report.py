@@ -87,7 +87,7 @@ class ElasticRoundReport(RoundReport):
     :param membership: What their epoch is called: the same as in the round before where nobody was lost or has come.
     :param tries: How often the round was begun: more than once where a cell was lost on the way.
     :param restarts: How often each of ``cells`` was started again before.
-    :param left: The cells that had left for good before: they had finished, or are not started again.
+    :param left: The cells that had finished the run before, and are not here.
     :param told: What each of ``cells`` has told the others at the meeting for this round, see
         :class:`xffl.aggregation.LoopHooks`.
     """

@@ -18,6 +18,7 @@ from xffl.cli.terminal import new_table, print_table
 from xffl.cluster import run_token
 from xffl.cluster.lighthouse import address as lighthouse_address
 from xffl.errors import ConfigError, StateError, XfflError
+from xffl.topology import cells_text
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -117,10 +118,10 @@ class _JournalStatus:
         if waited_for := self.waited_for(living):
             they, them, hold = ("it", "it", "holds") if len(waited_for) == 1 else ("they", "them", "hold")
             return (
-                f"{_name_cells(waited_for)} may hold {model}, the newest: others wait for {them}; start {them}, or "
+                f"{cells_text(waited_for)} may hold {model}, the newest: others wait for {them}; start {them}, or "
                 f"give up what {they} {hold} by --forget {waited_for[0]}"
             )
-        return f"{_name_cells(self.holders)} may hold {model}, the newest"
+        return f"{cells_text(self.holders)} may hold {model}, the newest"
 
 
 class _JournalReader:
@@ -178,16 +179,12 @@ def _describe_record(record: Record) -> str:
     from xffl.journal.records import ForgetRecord, RoundRecord, StartRecord
 
     if isinstance(record, RoundRecord):
-        return f"round {record.round} of {_name_cells(record.cells)}"
+        return f"round {record.round} of {cells_text(record.cells)}"
     if isinstance(record, StartRecord):
-        return f"a start of {_name_cells([start.cell for start in record.starts])}"
+        return f"a start of {cells_text([start.cell for start in record.starts])}"
     if isinstance(record, ForgetRecord):
         return f"which forgets what cell {record.cell} holds"
     return "which gives up a round"
-
-
-def _name_cells(cells: Collection[int]) -> str:
-    return f"{'cell' if len(cells) == 1 else 'cells'} {', '.join(map(str, cells))}"
 
 
 # What is shown --------------------------------------------------------------------------------------------------------

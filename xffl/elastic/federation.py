@@ -40,7 +40,6 @@ from xffl.elastic.roster import (
     CellRecord,
     Epoch,
     cell_of,
-    cells_text,
     check_alike,
     form_epoch,
     is_life,
@@ -58,7 +57,7 @@ from xffl.errors import (
 from xffl.journal.place import cells_command
 from xffl.journal.records import JournalUnreachable, Record, RoundRecord
 from xffl.journal.rule import Fate, Holding
-from xffl.topology import Topology
+from xffl.topology import Topology, cells_text
 
 __all__ = ["ElasticFederation", "RoundEnd"]
 
@@ -356,7 +355,7 @@ class ElasticFederation:
         return [cell for cell, address in addresses.items() if cell != self.cell and not _answers(address)]
 
     def _check_token(self, meeting: Meeting) -> None:
-        """Raise ConfigError if all other cells have had another token for a while, and this one holds no version yet.
+        """Raise ConfigError if all other cells have had another token for a while, and this one holds no agreed model.
 
         While cells are missing it is not known which token is the run's. A stranger's single request ends no run.
         """
@@ -594,8 +593,8 @@ class ElasticFederation:
             self._failures += 1
             if self._failures >= MOST_TRIES:
                 raise RoundError(
-                    f"cells {', '.join(map(str, epoch.cells))} met {self._failures} times and could not reach each "
-                    f"other ({', '.join(member.address for member in epoch.members)}); see that these addresses are "
+                    f"{cells_text(epoch.cells)} met {self._failures} times and could not reach each other "
+                    f"({', '.join(member.address for member in epoch.members)}); see that these addresses are "
                     "reached from all of them (XFFL_IFNAME)"
                 )
         return most, fate

@@ -41,19 +41,18 @@ from xffl.journal.records import MOST_CELLS, MOST_RECORDS, ModelId, RoundRecord,
 from xffl.journal.rule import History, Member, Wait, attempt_of, largest_told
 from xffl.json_text import parse_json
 from xffl.reading import Fields
+from xffl.topology import cells_text
 
 __all__ = [
     "LONGEST_TOLD",
     "CellRecord",
     "Epoch",
     "cell_of",
-    "cells_text",
     "check_alike",
     "form_epoch",
     "is_life",
     "least_cells",
     "name_cell",
-    "wait_text",
 ]
 
 LONGEST_TOLD = 1 << 18
@@ -312,7 +311,7 @@ def form_epoch(records: Iterable[CellRecord], created: int, history: History, *,
     if starts:
         return replace(epoch, refusal="the cells' starts are being recorded", has_new_starts=True)
     if isinstance(chosen, Wait):
-        return replace(epoch, refusal=wait_text(chosen), wait=chosen)
+        return replace(epoch, refusal=_wait_text(chosen), wait=chosen)
     return _with_enough(epoch, least)
 
 
@@ -335,7 +334,7 @@ def _with_enough(epoch: Epoch, least: int | None) -> Epoch:
     return epoch
 
 
-def wait_text(wait: Wait) -> str:
+def _wait_text(wait: Wait) -> str:
     """Return in words whom cells wait for, and how to end that."""
     is_lone = len(wait.cells) == 1
     them = "it" if is_lone else "them"
@@ -366,8 +365,3 @@ def check_alike(members: Sequence[CellRecord]) -> None:
             by_cell = sorted(first_cell.items(), key=lambda item: item[1])
             shown = ", ".join(f"cell {cell}: {value}" for value, cell in by_cell)
             raise ConfigError(f"the cells were given different {text} ({shown}); give all the same ({option})")
-
-
-def cells_text(cells: Sequence[int]) -> str:
-    """Name cells by their numbers."""
-    return f"cell{'s' if len(cells) != 1 else ''} {', '.join(map(str, cells))}"

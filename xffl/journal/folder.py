@@ -42,7 +42,6 @@ __all__ = ["JournalFolder", "hold_folder"]
 
 _NAME = re.compile(r"([0-9]{9})\.json")
 _TEMPORARY = re.compile(r"\.([0-9]{9}\.json|check)\.[0-9a-f]{32}")
-_PROBE = re.compile(r"\.probe\.[0-9a-f]{32}")
 _LOCK = ".lock"
 _READ_AGAIN_S = 0.05
 """Seconds until a name is looked up again that exists and cannot be read: the lookup may have been cached."""
@@ -221,44 +220,10 @@ class JournalFolder:
             raise
         return path
 
-    # Between hosts ----------------------------------------------------------------------------------------------------
-
-    def write_probe(self) -> str:
-        """Write a file by which another host can tell that it sees this folder, and return its name."""
-        name = f".probe.{make_id()}"
-        try:
-            self._write(name, name.encode())
-            sync(self.path)
-        except OSError as error:
-            raise JournalUnreachable(f"the journal {self.path} cannot be written ({error})") from error
-        return name
-
-    def check_probe(self, name: str, host: str) -> None:
-        """Read a file that another host has written by :meth:`write_probe`.
-
-        :param name: What the call returned there.
-        :param host: The other host, for errors.
-        :raises ConfigError: if it is not there: the hosts do not share the folder.
-        """
-        for _ in range(_LOOKUPS):
-            with suppress(OSError):
-                if _PROBE.fullmatch(name) and read_bytes(self.path / name, len(name)) == name.encode():
-                    return
-            time.sleep(_READ_AGAIN_S)
-        raise ConfigError(
-            f"{self.path} on host {os.uname().nodename} is not the folder that {host} has under this name; give the "
-            "cells a folder that all of their hosts share, or use the journal of the lighthouse"
-        )
-
-    def remove_probe(self, name: str) -> None:
-        """Remove a file of :meth:`write_probe`."""
-        if _PROBE.fullmatch(name):
-            (self.path / name).unlink(missing_ok=True)
-
     def remove_temporaries(self) -> None:
         """Remove what killed processes have left; only a process that holds the folder alone may do it."""
         for path in list(self.path.iterdir()):
-            if _TEMPORARY.fullmatch(path.name) or _PROBE.fullmatch(path.name):
+            if _TEMPORARY.fullmatch(path.name):
                 path.unlink(missing_ok=True)
 
 

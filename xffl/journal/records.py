@@ -96,10 +96,6 @@ class RoundRecord:
         """Return the name of the model that the round makes."""
         return ModelId(self.run, self.number, self.id)
 
-    def weight_of(self, cell: int) -> float:
-        """Return what a cell contributed: 0 if it was behind or absent."""
-        return self.weights[self.cells.index(cell)] if cell in self.cells else 0.0
-
     def is_behind(self, cell: int, held: ModelId | None) -> bool:
         """Tell whether a cell of this round that holds a model did not start from the base."""
         if self.base is None:

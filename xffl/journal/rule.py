@@ -200,16 +200,14 @@ class History:
 
     def may_hold(self, cell: int, record: RoundRecord) -> bool:
         """Tell whether a cell of a round may still hold its model."""
-        for later in reversed(self._records[record.number + 1 :]):
-            if isinstance(later, ForgetRecord) and later.cell == cell:
-                return False
-            # Only its newest start counts: an earlier one has ended, or stops when it reads of the newest.
-            start = _start_of(cell, later)
-            if start is not None:
-                if start.held is None or start.held.number < record.number:
-                    return False
-                break
-        return not self._is_forgotten(cell, record.number)
+        if self._is_forgotten(cell, record.number):
+            return False
+        # Only its newest start counts: an earlier one has ended, or stops when it reads of the newest.
+        newest = self._find_start(cell, record.number)
+        if newest is None:
+            return True
+        _, start = newest
+        return start.held is not None and start.held.number >= record.number
 
     def find_holders(self) -> tuple[RoundRecord, tuple[int, ...]] | None:
         """Return the newest round whose model a cell may still hold, and all such cells; ``None`` if there is none."""
@@ -221,10 +219,7 @@ class History:
 
     def has_cell(self, cell: int) -> bool:
         """Tell whether a cell has been started, or has taken part in a round."""
-        for record in self._records:
-            if _start_of(cell, record) is not None or (isinstance(record, RoundRecord) and cell in record.cells):
-                return True
-        return False
+        return self._find_start(cell, -1) is not None or any(cell in record.cells for record in self.rounds())
 
     def _is_forgotten(self, cell: int, number: int) -> bool:
         later = self._records[number + 1 :]
@@ -249,12 +244,20 @@ class History:
         If this start is recorded, a later one stands above it. If it is not, then any start of the cell that was
         recorded since it began is another job's, which may have gone further than what this one has loaded.
         """
+        newest = self._find_start(member.cell, member.since)
+        if newest is None:
+            return None
+        record, start = newest
+        return None if start.id == member.start else record
+
+    def _find_start(self, cell: int, number: int) -> tuple[StartRecord, Start] | None:
+        """Return the newest start of a cell that is recorded above a number, with its record; ``None`` without one."""
         for record in reversed(self._starts):
-            if record.number <= member.since:
+            if record.number <= number:
                 break
-            start = _start_of(member.cell, record)
+            start = _start_of(cell, record)
             if start is not None:
-                return None if start.id == member.start else record
+                return record, start
         return None
 
     def has_start(self, name: str) -> bool:
@@ -448,8 +451,6 @@ def forget_of(history: History, cell: int) -> ForgetRecord:
     return ForgetRecord(history.run or name, history.newest + 1, name, cell)
 
 
-def _start_of(cell: int, record: Record) -> Start | None:
+def _start_of(cell: int, record: StartRecord) -> Start | None:
     """Return the start of a cell in a record; ``None`` if it has none."""
-    if not isinstance(record, StartRecord):
-        return None
     return next((start for start in record.starts if start.cell == cell), None)

@@ -584,8 +584,7 @@ def participation_figure(history: History, title: str) -> tuple[Figure, str]:
     figure.legend(handles=handles, loc="lower center", ncols=4, frameon=False, fontsize=9)
     caption = [
         "Each row is a cell, each column a round. With weight 0 a cell takes the model over, or has no new steps. One "
-        "that has left for good has finished, or is not started again. Bands: epochs, in which the same cells made the "
-        "rounds."
+        "that has left for good has finished. Bands: epochs, in which the same cells made the rounds."
     ]
     if len(history.epochs) > MAX_EPOCHS:
         caption.append(f"The {len(history.epochs):,} epochs are too many for bands.")

@@ -54,8 +54,7 @@ class Places(NamedTuple):
 class Layout:
     """This rank's elements of the moving tensors, in canonical order.
 
-    Views are kept from round to round while the model keeps its tensors where they are. ``shares_memory`` tells, once
-    they have been looked up, whether some of them overlap.
+    Views are kept from round to round while the model keeps its tensors where they are.
     """
 
     def __init__(
@@ -72,7 +71,6 @@ class Layout:
         self._fragments = tuple(item.fragment for item in items)
         # A module's parameters and buffers, once each: taken together they cost less than one by one.
         self._dicts = list({id(entry.held): entry.held for entry in entries if entry is not None}.values())
-        self.shares_memory = False
         self._tensors: list[torch.Tensor | None] = []
         self._axis = tuple(
             0 if entry is None else canonical_axis(entry, [cell[i] for cell in axes]) for i, entry in enumerate(entries)
@@ -142,13 +140,12 @@ class Layout:
                     f"this rank holds {view.numel()} elements of tensor {entry.name!r} and held {held} when the "
                     "Aggregator was made; make a new Aggregator after sharding the model"
                 )
-        shared = self._find_shared(views)
-        if shared is not None and self._needs_memory_of_its_own:
+        shared = self._find_shared(views) if self._needs_memory_of_its_own else None
+        if shared is not None:
             raise ConfigError(
                 f"tensors {self.name(shared[0])!r} and {self.name(shared[1])!r} share memory, which atomic=False and "
                 "overlap=True cannot average; make them one parameter, or leave these options out"
             )
-        self.shares_memory = shared is not None
         self._views = [view.view(-1) if view.is_contiguous() else view for view in views]
         self._moving = [entry.tensor() for entry in self._entries if entry is not None]
         self._is_sharded = any(isinstance(tensor, DTensor) for tensor in self._moving)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,8 +43,7 @@ def share_global_model(exchange: Exchange, state: Mapping[str, Any], source: int
     is_concerned = link.cell in (source, *targets)
     if link.cell == source:
         inject("share")
-    # As they are: each bucket in one hop.
-    plain = [replace(one, reduce_scatter=False, codec=None) for one in exchange.transfers]
+    plain = [transfer.as_plain() for transfer in exchange.transfers]
     for table, _ in agreed.global_model.tables(state):
         walk = _TableWalk(transport, table, targets)
         for transfer in plain if is_concerned else ():

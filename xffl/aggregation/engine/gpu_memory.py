@@ -14,13 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from xffl.aggregation.engine.buffers import (
-    BucketMemory,
-    Copies,
-    FiniteCheck,
-    Layout,
-    ModelCopy,
-)
+from xffl.aggregation.engine.buffers import BucketMemory, Copies, FiniteCheck, Layout, ModelCopy
 from xffl.aggregation.engine.cell import mean_in_cell
 from xffl.aggregation.engine.exchange import Inspection, Memory, RoundMemory
 from xffl.aggregation.engine.planning.transfers import Bucket, BucketRun, GroupTransfer

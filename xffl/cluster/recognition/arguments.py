@@ -10,7 +10,7 @@ from xffl.errors import LaunchError
 
 __all__ = ["complete_arguments"]
 
-_OF_NODES = ("node_local_rank", "node_local_size", "node_rank", "node_world_size")
+_PLACE_ON_NODES = ("node_local_rank", "node_local_size", "node_rank", "node_world_size")
 """Fields that say where the process stands on its node, and among the nodes"""
 
 
@@ -26,10 +26,10 @@ def complete_arguments(found: Fields, environ: Mapping[str, str], called: Mappin
     if "rank" not in found or "world_size" not in found:
         raise LaunchError(f"{shown} without a launcher of that world needs rank and world_size; give both")
     world = found["world_size"]
-    if not any(name in found for name in _OF_NODES) or found.get("node_local_size") == world:
+    if not any(name in found for name in _PLACE_ON_NODES) or found.get("node_local_size") == world:
         found.take(found.sources["rank"], node_local_rank=found["rank"])
         found.take(found.sources["world_size"], node_local_size=world, node_rank=0, node_world_size=1)
-    absent = [name for name in _OF_NODES if name not in found]
+    absent = [name for name in _PLACE_ON_NODES if name not in found]
     if world > 1:
         honour_master(found, environ)
         absent += [name for name in ("master_addr", "master_port") if name not in found]

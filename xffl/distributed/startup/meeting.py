@@ -219,7 +219,9 @@ def check_consistent_on_store(
     *,
     judge: Callable[[], XfflError | None] = lambda: None,
 ) -> None:
-    """Do what :func:`check_consistent` does before there is a process group, over the store that ranks meet at.
+    """Compare a value before there is a process group, over the store that ranks meet at.
+
+    It does what :func:`~xffl.distributed.consistency.check_consistent` does over a group.
 
     Collective over the world: a handful of small requests to the store from each rank. The rank that arrives last calls
     ``judge`` for what else is wrong with what all have left at the store; all ranks raise it.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
@@ -208,6 +208,10 @@ class GroupTransfer:
     def pause(self) -> int:
         """Buckets that are started while one is on its way across and back."""
         return self.ahead + self.depth * (2 if self.reduce_scatter else 1)
+
+    def as_plain(self) -> GroupTransfer:
+        """Return the group with values that move as they are, in one hop."""
+        return replace(self, reduce_scatter=False, codec=None)
 
     def parts(self, bucket: Bucket) -> list[slice]:
         """Return what each cell combines of a bucket, counted in it."""

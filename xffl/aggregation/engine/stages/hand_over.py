@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 
 from xffl.aggregation.algorithms.combiners import Combiner
 from xffl.aggregation.engine.buffers import BucketMemory
@@ -39,10 +38,7 @@ class _HandOverWalk(ExchangeWalk):
         self._global_model = global_model
         self._is_source = self.link.cell == context.source
         self._targets = {*range(self.link.cells)} - {context.source}
-        # Values move as they are, in one hop.
-        self._plain = {
-            transfer.number: replace(transfer, reduce_scatter=False, codec=None) for transfer in run.plan.transfers
-        }
+        self._plain = {transfer.number: transfer.as_plain() for transfer in run.plan.transfers}
 
     def read(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
         memory = (
