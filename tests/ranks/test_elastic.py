@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import io
 import json
+import math
 import os
 import signal
 import subprocess
@@ -1091,6 +1092,80 @@ def test_cells_that_start_again_wait_for_each_other(lighthouse: str, tmp_path: P
         told = run_world(2, come_seconds_later, plan, init=False, timeout_s=100)
     check_alike(told)
     assert all(set(one.cells.values()) == {(0, 1)} for one in told)
+
+
+def come_back_late(
+    rank: int, world: int, url: str, ports: tuple[int, ...], options: dict[str, Any], is_weighed: bool
+) -> dict[int, tuple[int, tuple[float, ...], tuple[float, ...], float]]:
+    """Be a cell whose parameters count the local steps in them; the second one starts from what it saved after a round.
+
+    Return by round the fragment that has moved, the weights, the steps, and what the fragment's parameter has counted.
+    """
+    be_launched(0, 1, ports[rank])
+    os.environ["XFFL_TOKEN"] = "the run's own token"
+    told = {}
+    count = 0
+
+    def weigh() -> float:
+        nonlocal count
+        counted = count
+        count = 0
+        return float(counted)
+
+    def on_round(report: Any) -> None:
+        told[report.round] = report.fragment, report.weights, report.steps, parameters[report.fragment].item()
+
+    with xffl.session(cell=rank, cells=world, elastic=url, timeout_s=60) as state:
+        model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+        parameters = list(model.parameters())
+        for parameter in parameters:
+            nn.init.zeros_(parameter)
+        optimizer = torch.optim.SGD(parameters, lr=1.0)
+        with xffl.FederatedScaling(
+            model,
+            optimizer,
+            state,
+            every=10,
+            weight=weigh if is_weighed else None,
+            on_round=on_round,
+            aggregator=options,
+        ) as scaling:
+            is_back = False
+            while scaling.aggregator.rounds < 7:
+                model(torch.zeros(1, 1))
+                for parameter in parameters:
+                    parameter.grad = torch.full_like(parameter, -1.0)
+                count += 1
+                optimizer.step()
+                if rank == 1 and scaling.aggregator.rounds == 3 and scaling.steps_left == 3 and not is_back:
+                    is_back = True
+                    scaling.load_state_dict(scaling.state_dict())
+                    assert scaling.join() == (not options)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("options", "is_weighed"),
+    [({}, False), ({}, True), ({"fragments": 2}, True)],
+    ids=["plain", "weighed", "fragments"],
+)
+def test_steps_that_a_cell_loses_when_it_joins_with_a_checkpoint_of_the_newest_round_do_not_count(
+    lighthouse: str, options: dict[str, Any], is_weighed: bool
+) -> None:
+    """It was saved some steps after the round. With fragments only the one that moves is replaced."""
+    ports = (free_port(), free_port())
+    told = run_world(2, come_back_late, lighthouse, ports, options, is_weighed, init=False, timeout_s=60)
+    counted = [0.0, 0.0]
+    for number, (fragment, weights, steps, value) in told[0].items():
+        counted[fragment] += sum(map(math.prod, zip(weights, steps, strict=True))) / sum(weights)
+        assert value == pytest.approx(counted[fragment]), number
+        assert told[1].get(number, told[0][number]) == told[0][number]
+        if is_weighed:
+            assert weights == tuple(made if weight else 0.0 for weight, made in zip(weights, steps, strict=True))
+    assert {number for number in told[0] if number not in told[1]} == {4}
+    assert told[0][4][1][1] == 0.0
+    assert told[1][5][2] == ((20.0, 17.0) if options else (10.0, 10.0))
+    assert told[1][6][2] == ((20.0, 20.0) if options else (10.0, 10.0))
 
 
 def wait_for_a_lighthouse(rank: int, world: int, plan: Plan) -> str:

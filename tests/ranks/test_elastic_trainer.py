@@ -241,14 +241,22 @@ class Trainer(TaskTrainer):
 """
 
 
-def test_a_cell_that_comes_back_goes_on_in_its_data(tmp_path: Path) -> None:
-    """Without a checkpoint: what it had given to rounds is not trained on again, and its schedule goes on, too."""
+@pytest.mark.parametrize(
+    "callbacks",
+    ["", "callbacks: [{class_path: CheckpointCallback, init_args: {save_frequency: 1}}]\n"],
+    ids=["bare", "saved"],
+)
+def test_a_cell_that_comes_back_goes_on_in_its_data(tmp_path: Path, callbacks: str) -> None:
+    """What it had given to rounds is not trained on again, and its schedule goes on, too.
+
+    Steps that are lost are made again, with or without a checkpoint of them.
+    """
     (tmp_path / "train.py").write_text(TRAINER)
     (tmp_path / "run.yaml").write_text(
         "trainer: train.Trainer\n"
         "training: {epochs: 2, batch_size: 10, log_every: 1}\n"
         "federation: {every: 2}\n"
-        "experiment: {name: digits}\n"
+        "experiment: {name: digits}\n" + callbacks
     )
     command = [sys.executable, "-m", "xffl", "exec", "--elastic", "--federated", "1,1", "run.yaml"]
     environ = os.environ | {"XFFL_FAULT": "1:0:exchange:5", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

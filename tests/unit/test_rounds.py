@@ -63,7 +63,8 @@ class Meetings:
 
     def __init__(self, *unused: object, **options: object) -> None:
         self.rounds = 0
-        self.is_in_doubt = self.is_behind = self.has_taken_over = False
+        self.is_in_doubt = self.is_behind = False
+        self.taken_over: frozenset[int] = frozenset()
         self.plan: list[str] = []
         self.given: list[float | None] = []
         self.told: list[object] = []
@@ -75,7 +76,7 @@ class Meetings:
 
     def open(self, *, is_finished: bool, told: object, is_stopping: Callable[[], bool] | None) -> None:
         self.told.append(told)
-        self.has_taken_over = False
+        self.taken_over = frozenset()
         if is_stopping is not None and is_stopping():
             raise MeetingLeft
 
@@ -100,10 +101,10 @@ class Meetings:
         if what == "over":
             return None
         self.rounds += 1
-        self.has_taken_over = what in ("taken over", "handed over")
+        self.taken_over = frozenset({0} if what in ("taken over", "handed over") else ())
         return report_of(self.rounds, (0.0, 0.0) if what == "handed over" else (1.0, 1.0))
 
-    def join(self, prepare: object, *, is_stopping: Callable[[], bool] | None) -> None:
+    def join(self, prepare: object, *, is_waiting: object, is_stopping: Callable[[], bool] | None) -> None:
         if is_stopping is not None and is_stopping():
             raise MeetingLeft
 
@@ -217,7 +218,20 @@ def test_a_cell_whose_model_was_replaced_is_told_so(what: str, kind: type) -> No
     loop = Loop(what)
     loop.step(1)
     [outcome] = loop.make_round()
-    assert type(outcome) is kind and outcome.has_taken_over and outcome.parts == {0: Part.TOOK_OVER}
+    assert type(outcome) is kind and outcome.taken_over == {0} and outcome.parts == {0: Part.TOOK_OVER}
+
+
+def test_steps_of_fragments_that_were_replaced_are_forgotten_and_others_wait_on() -> None:
+    counts = [5.0, 2.0]
+    ledger = StepLedger(nn.Linear(2, 2), (), lambda: counts.pop())
+    ledger.clear(fragments=2)
+    ledger.tracker.add_step()
+    assert ledger.count(0) == 2.0
+    ledger.tracker.add_step()
+    ledger.forget_steps({0})
+    assert not counts and not ledger.tracker.is_waiting(0) and ledger.tracker.is_waiting(1)
+    state = ledger.tracker.state_dict()
+    assert (state["steps"], state["efforts"], state["counts"]) == ([0, 2], [0.0, 2.0], [0.0, 7.0])
 
 
 def test_where_all_have_finished_there_is_no_round() -> None:

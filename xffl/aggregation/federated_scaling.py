@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from xffl.aggregation.federations.hierarchical import Levels
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.aggregation.rounds.choose import choose_rounds
 from xffl.aggregation.rounds.hooks import FormerAttribute, LoopHooks, check_hooks
-from xffl.aggregation.rounds.offer import FinalOffer, Outcome, RoundOffer, StepLedger
+from xffl.aggregation.rounds.offer import Averaged, FinalOffer, Outcome, RoundOffer, StepLedger
 from xffl.aggregation.rounds.uncounted import CountingCheck
 from xffl.aggregation.steps.contributions import backward_error
 from xffl.aggregation.steps.step_observers import ClientSteps, MomentumSteps, StepObserver
@@ -274,22 +274,27 @@ class FederatedScaling:
         if failure is not None:
             raise failure
 
-    def join(self) -> None:
+    def join(self) -> bool:
         """Take over the model of an elastic federation, unless this was done since the block was entered or resumed.
 
         Collective over the cell; waits for the other cells' next round. The first forward pass does it by itself.
         Elsewhere it does nothing.
+
+        :return: Whether steps are lost that no round had taken in: the other cells' mean has replaced all of the model.
         """
         if not self._rounds.needs_join:
-            return
+            return False
         self.meetings += 1
         with self._ledger.timer.paused():
             outcome = self._rounds.join(self._offer)
+        # A model that is handed over may be this cell's, with its steps.
+        has_lost_steps = isinstance(outcome, Averaged) and any(map(self._offer.is_waiting, outcome.taken_over))
         if self._config.client is not None:
-            self._config.client.after_round(is_dropped=False)
-        if outcome.has_taken_over:
-            self._forget_steps()
+            self._config.client.after_round(is_dropped=has_lost_steps)
+        if outcome.taken_over:
+            self._forget_steps(outcome.taken_over)
         self._countdown.restart(self._rounds.rounds)
+        return has_lost_steps and len(outcome.taken_over) == self._rounds.fragments
 
     def step(self) -> None:
         """Count a local step in a loop that no optimizer counts for: this object was made with ``optimizer=None``.
@@ -502,12 +507,13 @@ class FederatedScaling:
                 self._ledger.tracker.commit(taken)
             else:
                 self._ledger.tracker.rollback(taken)
-            if outcome.has_taken_over:
-                self._forget_steps()
+            if outcome.taken_over:
+                self._forget_steps(outcome.taken_over)
             if not self._config.delay:
                 self._countdown.restart(self._rounds.rounds)
             if outcome.counts and self._observers:
-                self._tell_observers(is_dropped=self._cell in report.dropped)
+                has_lost_steps = bool(outcome.taken_over) and taken.has_steps
+                self._tell_observers(is_dropped=has_lost_steps or self._cell in report.dropped)
             if self._on_round is not None and any(report.weights):
                 self._on_round(report)
         return is_last
@@ -517,9 +523,9 @@ class FederatedScaling:
             observer.after_round(is_dropped=is_dropped)
         self._observers = tuple(observer for observer in self._observers if not observer.is_over)
 
-    def _forget_steps(self) -> None:
-        """Forget the steps of a model that the last round has replaced."""
-        self._ledger.forget_steps(self._rounds.fragments)
+    def _forget_steps(self, fragments: Collection[int]) -> None:
+        """Forget the steps of fragments that the last round has replaced."""
+        self._ledger.forget_steps(fragments)
         self._is_deferred = False
 
     def _check_counted(self) -> None:

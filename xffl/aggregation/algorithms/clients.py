@@ -67,7 +67,8 @@ class Client(ABC):
     def after_round(self, *, is_dropped: bool) -> None:  # noqa: B027 - not all need it
         """Read the result of the round, which the model and :attr:`extra` hold now.
 
-        :param is_dropped: Whether this cell was left out of the round for values that are not finite.
+        :param is_dropped: Whether this cell was left out of the round: for values that are not finite, or because the
+            model that it took over has replaced steps of its own.
         """
 
     @abstractmethod
@@ -212,7 +213,8 @@ class Scaffold(Client):
     (:mod:`xffl.aggregation.steps.contributions`); gradients of earlier rounds that the momentum still holds make the
     mean less exact. Weight decay counts as a part of the gradient. A parameter that was not stepped since the last
     round sends ``c`` again. A sparse gradient stays sparse, and gets the rows whose correction is not 0. A cell that a
-    round leaves out for values that are not finite keeps its correction.
+    round leaves out for values that are not finite, or whose steps are lost because it takes the model over, keeps its
+    correction.
 
     Local, except that each round sends the size of the model in fp32 in addition. Memory: four copies of this rank's
     shard, one of which only during a round; in fp32, or wider if the parameters are.

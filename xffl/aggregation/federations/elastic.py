@@ -66,6 +66,8 @@ class Doubt:
     """Holds the result."""
     write: Callable[[], RoundReport]
     """Writes it into the model, if the round was taken."""
+    withholds_steps: bool
+    """Whether this cell held steps that it did not give to the round."""
 
 
 class ElasticRound:
@@ -130,8 +132,8 @@ class ElasticAggregator:
         self._last: Aggregator | Mapping[str, Any] | None = None
         self._privacy: dict[str, Any] | None = None
         self._arena = Arena(make_copies(None))
-        self.has_taken_over = False
-        """Whether the last round replaced this cell's model, and with it the steps that the cell had made."""
+        self.taken_over: frozenset[int] = frozenset()
+        """Fragments of this cell's model that the last round replaced, and with them the steps made on them."""
         self._epoch: Epoch | None = None
         self._is_leaving = False
         # Whether another round may follow: the cells met for the last one, all know its end, and not all have finished.
@@ -185,6 +187,11 @@ class ElasticAggregator:
         return self._epoch is not None and self._federation.cell in self._epoch.behind
 
     @property
+    def has_taken_over(self) -> bool:
+        """Whether the last round replaced any part of this cell's model, and with it the steps made on that part."""
+        return bool(self.taken_over)
+
+    @property
     def is_in_doubt(self) -> bool:
         """Whether it is unknown here if the last round was taken; the next :meth:`end_doubt` tells."""
         return self._doubted is not None
@@ -199,24 +206,36 @@ class ElasticAggregator:
         if self._aggregator is not None:
             self._aggregator.check()
 
-    def join(self, prepare: Callable[[], None] | None = None, *, is_stopping: Callable[[], bool] | None = None) -> None:
+    def join(
+        self,
+        prepare: Callable[[], None] | None = None,
+        *,
+        is_waiting: Callable[[int], bool] | None = None,
+        is_stopping: Callable[[], bool] | None = None,
+    ) -> RoundReport | None:
         """Take over the model of the other cells, or give them this cell's; collective over the cell.
 
         In a new federation all cells take over the model of the lowest one. A late cell waits for the next round of the
-        others. ``prepare`` is called before each try. Raises MeetingLeft where ``is_stopping`` returns True.
+        others. ``prepare`` is called before each try. ``is_waiting`` tells whether steps of this cell wait for a
+        fragment's round, as in a checkpoint of the newest round that was saved some steps later: the round replaces
+        them. Returns the report of the round that was taken. Raises MeetingLeft where ``is_stopping`` returns True.
         """
         is_agreed = self._federation.record is not None
-        has_taken_over = False
+        taken_over: frozenset[int] = frozenset()
         while True:
             # A round that was in doubt was taken: the model is the others' already, and they wait for this round.
             if self.open(is_stopping=is_stopping) is not None:
-                is_agreed, prepare, has_taken_over = True, None, has_taken_over or self.has_taken_over
+                is_agreed = True
+                prepare = None
+                taken_over |= self.taken_over
+            given = RoundInput(is_absent=is_agreed, prepare=prepare)
+            withholds_steps = is_agreed and is_waiting is not None and is_waiting(self.next_fragment)
             try:
-                self.participate(RoundInput(is_absent=is_agreed, prepare=prepare))
+                report = self.participate(given, withholds_steps=withholds_steps)
             except RoundBroken:
                 continue  # with the cells that are left
-            self.has_taken_over = self.has_taken_over or has_taken_over
-            return
+            self.taken_over |= taken_over
+            return report
 
     def open(
         self,
@@ -255,7 +274,7 @@ class ElasticAggregator:
         If it was, its result is written now, and its report is returned. Raises RoundError where the journal does not
         answer in time.
         """
-        self.has_taken_over = False
+        self.taken_over = frozenset()
         doubted = self._doubted
         if doubted is None:
             return None
@@ -264,24 +283,30 @@ class ElasticAggregator:
         if fate is Fate.PUT_BACK:
             return None
         report = doubted.write()
-        self._note_taken(doubted.aggregator, doubted.epoch, report, fate)
+        self._note_taken(doubted.aggregator, doubted.epoch, report, fate, withholds_steps=doubted.withholds_steps)
         return self._spread(report, doubted.epoch, 1, report.seconds, is_last=False)
 
-    def participate(self, given: RoundInput, *, least_divergence: float | None = None) -> RoundReport | None:
+    def participate(
+        self, given: RoundInput, *, least_divergence: float | None = None, withholds_steps: bool = False
+    ) -> RoundReport | None:
         """Try to make a round with the cells that :meth:`open` has met; collective over the cell.
 
         Returns ``None`` where all of these cells have finished and none had anything to give. If a cell is behind, the
         round always takes place, also below ``least_divergence``; if then no cell contributes, all take over the model
-        of the lowest cell that is not behind. Raises RoundBroken where the round has to be tried again; RoundError
-        where a model or an option is the reason, as :meth:`xffl.Aggregator.participate` does, or where the cells cannot
-        reach each other.
+        of the lowest cell that is not behind. ``withholds_steps`` says that this cell is absent though it holds steps.
+        Raises RoundBroken where the round has to be tried again; RoundError where a model or an option is the reason,
+        as :meth:`xffl.Aggregator.participate` does, or where the cells cannot reach each other.
         """
         is_absent = given.is_absent or self.is_behind
         epoch = self._opened()
         source = epoch.index_of(epoch.first) if epoch.behind else None
         given = replace(given, is_absent=is_absent, is_finished=self._is_leaving, source=source)
         least = None if epoch.behind else least_divergence
-        return self._conclude(epoch, lambda: self._begin(epoch).participate(given, least_divergence=least))
+        return self._conclude(
+            epoch,
+            lambda: self._begin(epoch).participate(given, least_divergence=least),
+            withholds_steps=withholds_steps,
+        )
 
     def aggregate_async(
         self,
@@ -343,7 +368,9 @@ class ElasticAggregator:
         aggregator.resume_at(epoch.base_round)
         return aggregator
 
-    def _conclude(self, epoch: Epoch, run: Callable[[], RoundReport | None], **merge: Any) -> RoundReport | None:
+    def _conclude(
+        self, epoch: Epoch, run: Callable[[], RoundReport | None], *, withholds_steps: bool = False, **merge: Any
+    ) -> RoundReport | None:
         """Run this rank's part of a try, or of its merge, and agree on how it ended; collective over the cell."""
         federation = self._federation
         report: RoundReport | None = None
@@ -382,7 +409,7 @@ class ElasticAggregator:
                 assert aggregator is not None, "it has voted"
                 later = {"is_merged": True} if merge else {}  # keeps the steps that are made until the doubt ends
                 write = partial(aggregator.resolve, **{**merge, **later})
-                self._doubted = Doubt(epoch, aggregator, write)
+                self._doubted = Doubt(epoch, aggregator, write, withholds_steps)
             raise RoundBroken(f"the round is tried again: {error or 'another rank of the cell has lost one'}")
         tries = self._tries
         self._tries = 0
@@ -394,7 +421,7 @@ class ElasticAggregator:
             assert aggregator is not None, "it has made the round"
             if end is RoundEnd.IN_DOUBT:
                 report = aggregator.resolve(**merge)
-            self._note_taken(aggregator, epoch, report, fate)
+            self._note_taken(aggregator, epoch, report, fate, withholds_steps=withholds_steps)
             if epoch.base is None:
                 self._aggregator = None
         is_over = report is not None and report.is_last and not any(report.weights) and not epoch.behind
@@ -404,8 +431,10 @@ class ElasticAggregator:
         seconds = time.perf_counter() - self._opened_at
         return self._spread(report, epoch, tries, seconds, is_last=self._is_leaving)
 
-    def _note_taken(self, aggregator: Aggregator, epoch: Epoch, report: RoundReport | None, fate: Fate) -> None:
-        """Note what the next round starts from, and whether this cell took the model over."""
+    def _note_taken(
+        self, aggregator: Aggregator, epoch: Epoch, report: RoundReport | None, fate: Fate, *, withholds_steps: bool
+    ) -> None:
+        """Note what the next round starts from, and what this cell took over."""
         self._last = aggregator
         is_behind = fate is not Fate.GAVE
         federation = self._federation
@@ -417,9 +446,14 @@ class ElasticAggregator:
         if is_behind and self.fragments > 1 and epoch.base is not None:
             assert aggregator.global_model is not None, "kept with fragments"
             aggregator.global_model.write()
-        # If no cell contributed, the model of one has replaced the models of all.
-        is_replaced = report is not None and not any(report.weights) and self.fragments == 1
-        self.has_taken_over = is_behind or (bool(epoch.behind) and is_replaced)
+        is_replaced = is_behind
+        moved: Sequence[int] = range(self.fragments)
+        if report is not None and not is_behind:
+            # If no cell contributed and some were behind, the model of one has replaced the models of all.
+            is_replaced = withholds_steps if any(report.weights) else bool(epoch.behind)
+            if epoch.base is not None:
+                moved = (report.fragment,)
+        self.taken_over = frozenset(moved if is_replaced else ())
 
     def _enter(self, epoch: Epoch) -> Aggregator:
         """Join the ranks of an epoch, and return its aggregator; a new one compares the models of all ranks."""

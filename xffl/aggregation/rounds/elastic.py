@@ -14,7 +14,7 @@ from xffl.aggregation.federations.elastic import ElasticAggregator
 from xffl.aggregation.report import RoundReport
 from xffl.aggregation.rounds.averaging import AveragingRounds
 from xffl.aggregation.rounds.delayed import StartedRound
-from xffl.aggregation.rounds.offer import Empty, HandedOver, Outcome, Part, RoundOffer, outcome_of
+from xffl.aggregation.rounds.offer import Averaged, Empty, HandedOver, Outcome, Part, RoundOffer, outcome_of
 from xffl.aggregation.steps.contributions import Snapshot
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError, MeetingLeft, StateError, XfflError
@@ -72,7 +72,7 @@ class ElasticRounds(AveragingRounds[ElasticAggregator]):
         self._state.activity.note_round()  # a cell that comes and goes may be in none, which is no mistake
         self.needs_join = True
 
-    def join(self, offer: RoundOffer) -> HandedOver:
+    def join(self, offer: RoundOffer) -> Averaged | HandedOver:
         """Take over the model of the cells that are there, or give them this one's; collective over the cell.
 
         Waits for the other cells' next round.
@@ -80,13 +80,16 @@ class ElasticRounds(AveragingRounds[ElasticAggregator]):
         self.needs_join = False
         prepare = offer.claim(self.next_fragment).prepare
         try:
-            self.aggregator.join(prepare, is_stopping=offer.hooks.is_stopping)
+            report = self.aggregator.join(prepare, is_waiting=offer.is_waiting, is_stopping=offer.hooks.is_stopping)
         except MeetingLeft:
             self.needs_join = True
             if offer.hooks.before_final_rounds is not None:
                 offer.hooks.before_final_rounds()
             raise
-        return HandedOver(None, parts=self._parts_taken_over())
+        parts = self._parts_taken_over()
+        if report is not None and any(report.weights):
+            return Averaged(None, parts=parts)
+        return HandedOver(None, parts=parts)
 
     def round(self, offer: RoundOffer) -> Iterator[Outcome]:
         """Make a round with the cells that are there, again until one is taken; collective over the cell.
@@ -221,10 +224,8 @@ class ElasticRounds(AveragingRounds[ElasticAggregator]):
             return outcome
         if not any(report.weights):
             return HandedOver(report, taken, parts)
-        return replace(outcome, parts=parts)
+        return replace(outcome, parts={**outcome.parts, **parts})
 
     def _parts_taken_over(self) -> dict[int, Part]:
-        """Return what this cell has taken over in the last round: all of the model, or nothing."""
-        if not self.aggregator.has_taken_over:
-            return {}
-        return dict.fromkeys(range(self.fragments), Part.TOOK_OVER)
+        """Return what this cell has taken over in the last round."""
+        return dict.fromkeys(sorted(self.aggregator.taken_over), Part.TOOK_OVER)

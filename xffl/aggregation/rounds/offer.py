@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import ClassVar
@@ -57,11 +57,12 @@ class StepLedger:
         """Note what optimizers have stepped since the last local step."""
         self.tracker.add_effort(self.normalized_steps.of_step())
 
-    def forget_steps(self, fragments: int) -> None:
-        """Forget the steps of a model that another one has replaced."""
+    def forget_steps(self, fragments: Collection[int]) -> None:
+        """Forget the steps of fragments that a round has replaced; those of other fragments wait on."""
+        self.add_rest()
         if self._weigh is not None:
-            self._weigh()  # what it has counted is gone with them
-        self.tracker = ContributionTracker(fragments)
+            self.tracker.add_count(checked_weight(self._weigh))
+        self.tracker.forget(fragments)
 
 
 class RoundOffer:
@@ -174,9 +175,9 @@ class Ended:
     parts: Mapping[int, Part] = field(default_factory=dict)
 
     @property
-    def has_taken_over(self) -> bool:
-        """Whether this cell's model was replaced, so that its steps since are gone."""
-        return Part.TOOK_OVER in self.parts.values()
+    def taken_over(self) -> frozenset[int]:
+        """The fragments of this cell's model that were replaced, so that its steps since are gone."""
+        return frozenset(fragment for fragment, part in self.parts.items() if part is Part.TOOK_OVER)
 
     @property
     def is_last(self) -> bool:

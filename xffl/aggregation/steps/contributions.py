@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -31,6 +31,11 @@ class Snapshot(NamedTuple):
     effort: float
     amount: float
     is_changed: bool
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether there are steps in it, whole ones or not."""
+        return self.steps > 0 or self.is_changed
 
 
 class ContributionTracker:
@@ -104,6 +109,14 @@ class ContributionTracker:
         self._steps[snapshot.fragment] += snapshot.steps
         self._efforts[snapshot.fragment] += snapshot.effort
         self._is_changed[snapshot.fragment] |= snapshot.is_changed
+
+    def forget(self, fragments: Collection[int]) -> None:
+        """Forget what waits for rounds of some fragments."""
+        for fragment in fragments:
+            self._steps[fragment] = 0
+            self._efforts[fragment] = 0.0
+            self._counts[fragment] = 0.0
+            self._is_changed[fragment] = False
 
     def state_dict(self, doubted: Snapshot | None = None) -> dict[str, Any]:
         """Return what waits, with what an open snapshot has taken: a resumed run does not know of its round."""

@@ -218,13 +218,16 @@ class StateMixin(TrainerMixin):
     def take_place(self) -> bool:
         """Join the other cells, and go on where the last round has left this cell, if they hold a model that has it.
 
-        Collective over the cell, of an elastic run. Returns whether the cell's records go on, too.
+        So does a cell with a newer checkpoint whose steps since that round are lost: it makes them again. Collective
+        over the cell, of an elastic run. Returns whether the cell's records go on, too.
         """
         place, scaling = self._place, self.find_rounds()
         if self.state.elastic is None or scaling is None:
             return False
-        scaling.join()  # before a batch is counted
-        if place is None or self.place_step <= self.global_step:
+        has_lost_steps = scaling.join()  # before a batch is counted
+        if has_lost_steps:
+            self.steps_since_round = 0
+        if place is None or (self.place_step <= self.global_step and not has_lost_steps):
             return False
         if scaling.aggregator.rounds >= place["trainer"]["rounds"]:
             for name, part in self.checkpoint_parts().items():
