@@ -2,9 +2,10 @@
 
     python -m tests.chaos.oracle [--runs 200] [--seed 0] [--only NUMBER ...] [--keep FOLDER] [--out FILE]
 
-A run is two to four cells of one or two ranks, a command for each, with a lighthouse and a journal. It follows from its
-number which options the rounds have, which processes are killed when, which cells come late or leave, and whether a
-start leaves out its newest checkpoint (``oracle_draws.py``). At its end all cells leave in order.
+A run is two to four cells of one or two ranks, all started by one command, or a command for each, with a lighthouse and
+a journal. It follows from its number which options the rounds have, which processes are killed when, which cells come
+late or leave, and whether a start leaves out its newest checkpoint (``oracle_draws.py``). At its end all cells leave in
+order.
 
 The model has a slot for each local step of each cell (``oracle_cell.py``). The journal tells which rounds led to the
 model at the end, and what each cell weighed in each of them. So for each round:
@@ -14,11 +15,12 @@ unequal    cells of one round have agreed on different models, to the bit. What 
            the wrong thing
 shares     a slot that moved has not got the share of its cell in the round, or has moved in a round before
 weights    a cell's weight is not the number of its slots that moved, or of the steps that it was told have counted
+total      the sum of all weights so far that a cell is told is not that of the rounds
 told       the slots that moved are not the steps of which the cell was told so
 lost       steps that are not in the last model, though their cell has left in order, and was not told that they are
            gone with a model that was replaced
 last       a cell that left in the last round has another model than that of the journal's newest round
-failed     a cell has ended by itself with an error
+failed     a cell has ended by itself with an error, or a round did not come in time
 left       processes that were there after the end
 
 Where a server or a client moves more than the steps do, the slots are not compared, all else is. Printed as JSON: a
@@ -29,13 +31,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import re
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -44,22 +51,24 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.chaos.jobs import LIGHTHOUSE, Jobs
-from tests.chaos.ledger import kill, read
+from tests.chaos.ledger import kill, read, tree
 from tests.chaos.oracle_draws import PARTS, SLOTS, Draw, draw
-from tests.chaos.storm import Job, watch
+from tests.chaos.storm import HERE, Job, System, environment, watch
 from xffl.cluster.launch.launch import held_port
 from xffl.journal.folder import JournalFolder
 from xffl.journal.records import RoundRecord
 
 __all__ = ["FINDINGS", "audit", "run_draw"]
 
-FINDINGS = ("unequal", "shares", "weights", "told", "lost", "last", "failed", "left")
+FINDINGS = ("unequal", "shares", "weights", "total", "told", "lost", "last", "failed", "left")
 """What must not be."""
+ENDED = re.compile(r"cell ([0-9]+) ended with exit code ([0-9]+)")
+KILLED = "137"
 RESTART_S = 0.5
 LONGEST_S = 90.0
 """For a federation to make its first round, to make one after the last fault, and to end."""
-ALLOWED = 1e-4
-"""By how much a slot may differ from a share: means of equal values round."""
+MOVED = 1e-4
+"""By how much a slot differs that has moved: means of equal values round."""
 
 Slots = npt.NDArray[np.float32]
 Told = dict[str, Any]
@@ -113,6 +122,67 @@ class Federation(Jobs):
         cells = [self.processes.get(cell) for cell in range(self.job.cells)]
         return all(process is not None and process.poll() == 0 for process in cells)
 
+    def end(self, kind: str, cell: int) -> None:
+        """Kill one kind of process, or several at once."""
+        kill(kind, cell, self)
+
+
+class OneCommand(System):
+    """All cells of a draw and their lighthouse, started by one command; so all of them start at once."""
+
+    def __init__(self, drawn: Draw, folder: Path) -> None:
+        super().__init__(Job(cells=drawn.cells, sizes=drawn.sizes), folder)
+        self.failed: list[tuple[int, int]] = []
+        self._drawn = drawn
+        self._launcher = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "xffl", "exec", "--elastic", "--federated", ",".join(map(str, self.job.sizes))]
+        command += ["--restarts", "1000", "--grace", "1", str(HERE / "oracle_cell.py"), str(self.folder)]
+        variables = {"XFFL_JOURNAL": str(self.folder / "journal"), "XFFL_FAULT": self._drawn.phase}
+        with (self.folder / "output.log").open("ab") as output:
+            return subprocess.Popen(
+                command, env=environment() | variables, stdout=output, stderr=output, start_new_session=True
+            )
+
+    def poll(self) -> None:
+        if self._launcher.poll() not in (None, 0):
+            self._launcher = self._start()
+
+    def has_ended(self) -> bool:
+        """Tell whether all cells have left in order."""
+        return self._launcher.poll() == 0
+
+    def end(self, kind: str, cell: int) -> None:
+        """Kill one kind of process, or several at once; the launcher is that of all cells."""
+        ranks = [pid for (owner, _), (pid, _) in self.living().items() if owner == cell]
+        family = tree(self._launcher.pid)
+        if kind in ("rank", "cell"):
+            victims = ranks[-1:] if kind == "rank" else ranks
+        elif kind == "lighthouse":
+            victims = [pid for pid in family if b"lighthouse" in command_of(pid)]
+        else:
+            victims = family if kind == "all" else [self._launcher.pid]
+        for pid in victims:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def stop(self) -> None:
+        self._launcher.send_signal(signal.SIGTERM)
+        try:
+            self._launcher.wait(timeout=30)
+        finally:
+            for pid in tree(self._launcher.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def command_of(pid: int) -> bytes:
+    """Return the command line of a process; empty where it has ended."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
 
 def run_draw(drawn: Draw, folder: Path) -> Told:
     """Run a federation until all cells have left, kill what is drawn, and audit what is left."""
@@ -120,19 +190,22 @@ def run_draw(drawn: Draw, folder: Path) -> Told:
     (folder / "draw.json").write_text(json.dumps(asdict(drawn)))
     begun = time.time()
     with held_port() as port:
-        federation = Federation(drawn, folder, f"127.0.0.1:{port}")
+        address = f"127.0.0.1:{port}"
+        federation = OneCommand(drawn, folder) if drawn.is_one_command else Federation(drawn, folder, address)
         try:
             ends = _strike(drawn, federation)
         finally:
             federation.stop()
     result = audit(drawn, folder)
-    result["failed"] = federation.failed + ends
+    log = (folder / "output.log").read_text()
+    failed = [f"cell {cell}: exit code {code}" for cell, code in ENDED.findall(log) if code != KILLED]
+    result["failed"] = [*federation.failed, *failed, *ends]
     result["left"] = federation.left()
     result["seconds"] = round(time.time() - begun, 1)
     return result
 
 
-def _strike(drawn: Draw, federation: Federation) -> list[str]:
+def _strike(drawn: Draw, federation: Federation | OneCommand) -> list[str]:
     """Let a federation train and end, and kill what is drawn; return what did not come about in time."""
     folder = federation.folder
     lasting = [cell for cell in range(drawn.cells) if drawn.leaves[cell] >= SLOTS]
@@ -141,7 +214,7 @@ def _strike(drawn: Draw, federation: Federation) -> list[str]:
     for pause, kind, cell in drawn.faults:
         watch([federation], time.time() + pause)
         if cell in lasting or kind in ("lighthouse", "all"):
-            kill(kind, cell, federation)
+            federation.end(kind, cell)
     watch([federation], time.time() + 0.5)
     if not _await_round(federation, lasting, time.time()):
         return ["no round of all cells after the faults"]
@@ -155,7 +228,7 @@ def _strike(drawn: Draw, federation: Federation) -> list[str]:
     return []
 
 
-def _await_round(federation: Federation, cells: list[int], since: float) -> bool:
+def _await_round(federation: Federation | OneCommand, cells: list[int], since: float) -> bool:
     """Wait for a round after a time to which all these cells contribute, and tell whether it came."""
     deadline = time.time() + LONGEST_S
     while time.time() < deadline:
@@ -189,7 +262,8 @@ def audit(drawn: Draw, folder: Path) -> Told:
     result: Told = {name: [] for name in FINDINGS}
     models, result["unequal"] = agreed_models(folder, lines)
     result["weights"] = check_told_weights(drawn, chain, told)
-    if drawn.is_exact:
+    result["total"] = check_totals(drawn, chain, told)
+    if drawn.shows_steps:
         for part in range(PARTS):
             for change in changes(drawn, chain, models, part):
                 check_change(drawn, change, told, result)
@@ -261,6 +335,19 @@ def check_told_weights(drawn: Draw, chain: list[RoundRecord], told: dict[int, di
     return wrong
 
 
+def check_totals(drawn: Draw, chain: list[RoundRecord], told: dict[int, dict[str, Told]]) -> list[Any]:
+    """Return the rounds after which a cell was told another sum of weights than that of all rounds so far."""
+    wrong = []
+    total = 0.0
+    for record in chain:
+        total += sum(record.weights) if record.base is not None else 0.0
+        for cell in range(drawn.cells):
+            found = told[cell].get(record.lineage, {}).get("total")
+            if found is not None and found != total / drawn.fragments:
+                wrong.append([record.round, cell, found, total / drawn.fragments])
+    return wrong
+
+
 def changes(drawn: Draw, chain: list[RoundRecord], models: dict[str, Slots], part: int) -> Iterator[Change]:
     """Yield what the rounds have moved of a part of the model; those whose model nobody has told go with the next."""
     before = np.zeros(drawn.cells * SLOTS, dtype=np.float32)
@@ -277,7 +364,7 @@ def changes(drawn: Draw, chain: list[RoundRecord], models: dict[str, Slots], par
 
 def check_change(drawn: Draw, change: Change, told: dict[int, dict[str, Told]], result: Told) -> None:
     """Compare the slots that have moved with the shares of the cells, and with what these were told."""
-    moved = np.flatnonzero(np.abs(change.after - change.before) > ALLOWED)
+    moved = np.flatnonzero(np.abs(change.after - change.before) > MOVED)
     numbers = [record.round for record in change.rounds]
     again = [int(slot) for slot in moved if change.before[slot]]
     if again:
@@ -286,7 +373,9 @@ def check_change(drawn: Draw, change: Change, told: dict[int, dict[str, Told]], 
         slots = [int(slot) for slot in moved if slot // SLOTS == cell]
         weights = [dict(zip(record.cells, record.weights, strict=True)).get(cell, 0.0) for record in change.rounds]
         shares = [weight / sum(record.weights) for record, weight in zip(change.rounds, weights, strict=True) if weight]
-        strange = [slot for slot in slots if not any(abs(change.after[slot] - share) < ALLOWED for share in shares)]
+        strange = [
+            slot for slot in slots if not any(abs(change.after[slot] / share - 1) < drawn.allowed for share in shares)
+        ]
         if strange:
             values = sorted({round(float(change.after[slot]), 5) for slot in strange})
             result["shares"].append([numbers, cell, values[:5], len(strange)])

@@ -210,6 +210,7 @@ class Cell:
             fragment=fragment,
             steps=counted,
             taken_over=sorted(taken_over),
+            total=self.scaling.total_weight,
         )
         self._drop(taken_over)
         self._lineage = self.scaling.lineage
@@ -240,7 +241,9 @@ class Cell:
         agreed = np.stack([part.detach().numpy().copy() for part in parts])
         for index, part in enumerate(agreed):
             steps = self._account.waiting[index % self._draw.fragments]
-            part[[self.cell * SLOTS + slot for slot in steps]] -= 1
+            places = [self.cell * SLOTS + slot for slot in steps]
+            # FedProx pulls a step back a little; what it must not move are the slots of others.
+            part[places] -= 1 if self._draw.client is None else part[places]
         digests = [hashlib.sha256(part.tobytes()).hexdigest()[:16] for part in agreed]
         lineage = self.scaling.lineage
         path = self._folder / "models" / f"{lineage}.{'.'.join(digests)}.npz"
