@@ -1,6 +1,6 @@
 """Draw elastic federations with faults, and compare their models with the steps that the journal's rounds took in.
 
-    python -m tests.chaos.oracle [--runs 200] [--seed 0] [--only NUMBER ...] [--keep FOLDER] [--out FILE]
+    python -m tests.chaos.oracle [--runs 200] [--seed 0] [--only NUMBER ...] [--jobs 2] [--keep FOLDER] [--out FILE]
 
 A run is two to four cells of one or two ranks, all started by one command, or a command for each, with a lighthouse and
 a journal. It follows from its number which options the rounds have, which processes are killed when, which cells come
@@ -42,8 +42,10 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -412,29 +414,37 @@ def check_lost(
                     result["lost"].append([cell, fragment, gone[:5], len(gone), len(end["waiting"][fragment])])
 
 
+def run_number(number: int, keep: Path | None = None) -> Told:
+    """Run what is drawn for a number in a folder, which stays if something was found."""
+    folder = Path(tempfile.mkdtemp(prefix=f"oracle-{number}-", dir=keep))
+    result = run_draw(draw(number), folder)
+    found = [name for name in FINDINGS if result[name]]
+    if not found:
+        shutil.rmtree(folder)
+    return {"run": number, "found": found} | result | ({"folder": str(folder)} if found else {})
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="the number of the first run")
     parser.add_argument("--only", type=int, nargs="+")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--keep", type=Path, help="where the folders of runs are made that found something")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     counts: Counter[str] = Counter()
-    for number in args.only or range(args.seed, args.seed + args.runs):
-        folder = Path(tempfile.mkdtemp(prefix=f"oracle-{number}-", dir=args.keep))
-        drawn = draw(number)
-        result = run_draw(drawn, folder)
-        found = [name for name in FINDINGS if result[name]]
-        counts.update(found)
-        counts.update(runs=1, wrong=bool(found), rounds=result["rounds"], steps=result["steps"], lives=result["lives"])
-        line = json.dumps({"run": number, "found": found} | result | ({"folder": str(folder)} if found else {}))
-        print(line, flush=True)
-        if args.out is not None:
-            with args.out.open("a") as file:
-                file.write(line + "\n")
-        if not found:
-            shutil.rmtree(folder)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        numbers = args.only or range(args.seed, args.seed + args.runs)
+        for result in pool.map(partial(run_number, keep=args.keep), numbers):
+            found = result["found"]
+            counts.update(found)
+            counts.update(runs=1, wrong=bool(found), **{name: result[name] for name in ("rounds", "steps", "lives")})
+            line = json.dumps(result)
+            print(line, flush=True)
+            if args.out is not None:
+                with args.out.open("a") as file:
+                    file.write(line + "\n")
     print(json.dumps(counts))
     return int(bool(counts["wrong"]))
 
