@@ -24,7 +24,8 @@ failed     a cell has ended by itself with an error, or a round did not come in 
 left       processes that were there after the end
 
 Where a server or a client moves more than the steps do, the slots are not compared, all else is. Printed as JSON: a
-line for each run, and one with the sums. The exit code is 1 if something was found that must not be.
+line for each run, and one with the sums; ``dropped`` are the steps that went with a model that was replaced. The exit
+code is 1 if something was found that must not be.
 """
 
 from __future__ import annotations
@@ -439,7 +440,9 @@ def main() -> int:
         for result in pool.map(partial(run_number, keep=args.keep), numbers):
             found = result["found"]
             counts.update(found)
-            counts.update(runs=1, wrong=bool(found), **{name: result[name] for name in ("rounds", "steps", "lives")})
+            counts.update(
+                runs=1, wrong=bool(found), **{name: result[name] for name in ("rounds", "steps", "lives", "dropped")}
+            )
             line = json.dumps(result)
             print(line, flush=True)
             if args.out is not None:

@@ -76,8 +76,8 @@ FEDPROX = {"name": "fedprox", "mu": 2.0**-10}
 def draw(number: int) -> Draw:
     """Draw what is run."""
     dice = random.Random(f"oracle {number}")
-    cells = dice.choice([2, 2, 2, 3, 3, 4])
-    sizes = tuple(dice.choice([1, 1, 1, 1, 2]) for _ in range(cells))
+    cells = dice.choice([2, 2, 2, 2, 3, 3, 3, 4])
+    sizes = tuple(dice.choice([1, 1, 1, 1, 1, 2]) for _ in range(cells))
     every = dice.randint(2, 8)
     options: dict[str, Any] = {"fragments": dice.choice([1, 1, 1, 2])}
     kind = dice.choice(["plain", "plain", "delay", "delay", "server", "client", "codec", "threshold"])
@@ -128,4 +128,4 @@ def draw(number: int) -> Draw:
 def _faults(dice: random.Random, cells: int) -> tuple[tuple[float, str, int], ...]:
     """Draw what is killed when; the second of two may come while the first one's victim is on its way back."""
     kinds = ["rank", "rank", "launcher", "cell", "cell", "lighthouse", "all"]
-    return tuple((dice.uniform(0.3, 5.0), dice.choice(kinds), dice.randrange(cells)) for _ in range(dice.randint(1, 3)))
+    return tuple((dice.uniform(0.3, 5.0), dice.choice(kinds), dice.randrange(cells)) for _ in range(dice.randint(1, 2)))
