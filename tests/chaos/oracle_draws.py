@@ -129,6 +129,8 @@ def draw(number: int) -> Draw:
 
 
 def _faults(dice: random.Random, cells: int) -> tuple[tuple[float, str, int], ...]:
-    """Draw what is killed when; the second of two may come while the first one's victim is on its way back."""
-    kinds = ["rank", "launcher", "cell", "cell", "lighthouse", "all", "all", "pause", "pause"]
-    return tuple((dice.uniform(0.3, 5.0), dice.choice(kinds), dice.randrange(cells)) for _ in range(dice.randint(1, 2)))
+    """Draw what is killed when, and which cells are stopped; a fault may come while a victim is on its way back."""
+    kills = ["rank", "launcher", "cell", "cell", "lighthouse", "all", "all"]
+    kinds = [dice.choice(kills), *["pause"] * dice.randint(0, 2), *[dice.choice(kills)] * (dice.random() < 0.3)]
+    dice.shuffle(kinds)
+    return tuple((dice.uniform(0.3, 5.0), kind, dice.randrange(cells)) for kind in kinds)
