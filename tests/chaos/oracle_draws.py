@@ -93,6 +93,7 @@ def draw(number: int) -> Draw:
     elif kind == "codec":
         options["codec"] = dice.choice(LOSSY)
     elif kind == "threshold":
+        options["fragments"] = 1
         options["threshold"] = dice.choice([2.5, 4.0])
     faults = _faults(dice, cells)
     phase = ""

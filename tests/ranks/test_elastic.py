@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import io
 import json
@@ -1166,6 +1167,61 @@ def test_steps_that_a_cell_loses_when_it_joins_with_a_checkpoint_of_the_newest_r
     assert told[0][4][1][1] == 0.0
     assert told[1][5][2] == ((20.0, 17.0) if options else (10.0, 10.0))
     assert told[1][6][2] == ((20.0, 20.0) if options else (10.0, 10.0))
+
+
+def come_back_behind(rank: int, world: int, url: str, ports: tuple[int, ...]) -> dict[int, tuple[Any, ...]]:
+    """Be a cell whose parameter counts the local steps in it; both start again, the second one from an older round.
+
+    Return by round the weights, what the cell was told of all weights, and what the parameter has counted.
+    """
+    be_launched(0, 1, ports[rank])
+    os.environ["XFFL_TOKEN"] = "the run's own token"
+    told = {}
+    count = 0
+    older: dict[str, Any] = {}
+
+    def weigh() -> float:
+        nonlocal count
+        counted = count
+        count = 0
+        return float(counted)
+
+    def on_round(report: Any) -> None:
+        told[report.round] = report.weights, scaling.total_weight, model.weight.item()
+
+    with xffl.session(cell=rank, cells=world, elastic=url, timeout_s=60) as state:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with xffl.FederatedScaling(model, optimizer, state, every=10, weight=weigh, on_round=on_round) as scaling:
+            has_come_back = False
+            while scaling.aggregator.rounds < 5:
+                model(torch.zeros(1, 1))
+                model.weight.grad = torch.full_like(model.weight, -1.0)
+                count += 1
+                optimizer.step()
+                if scaling.aggregator.rounds == 2 and not older:
+                    older = copy.deepcopy({"model": model.state_dict(), "scaling": scaling.state_dict()})
+                if scaling.aggregator.rounds == 3 and scaling.steps_left == 7 and not has_come_back:
+                    has_come_back = True
+                    if rank == 1:
+                        model.load_state_dict(older["model"])
+                        count = 0
+                    scaling.load_state_dict(older["scaling"] if rank == 1 else scaling.state_dict())
+                    scaling.join()
+    return told
+
+
+def test_steps_in_a_model_that_is_handed_over_count_in_the_next_round(lighthouse: str) -> None:
+    """No cell has anything to give when both start again, so one takes over what the other one holds."""
+    ports = (free_port(), free_port())
+    told = run_world(2, come_back_behind, lighthouse, ports, init=False, timeout_s=60)
+    assert told[0] == told[1]
+    assert told[0] == {
+        2: ((10.0, 10.0), 20.0, 10.0),
+        3: ((10.0, 10.0), 40.0, 20.0),
+        5: ((13.0, 10.0), 63.0, 33.0),
+    }
 
 
 def wait_for_a_lighthouse(rank: int, world: int, plan: Plan) -> str:

@@ -449,8 +449,12 @@ class ElasticAggregator:
         is_replaced = is_behind
         moved: Sequence[int] = range(self.fragments)
         if report is not None and not is_behind:
-            # If no cell contributed and some were behind, the model of one has replaced the models of all.
-            is_replaced = withholds_steps if any(report.weights) else bool(epoch.behind)
+            is_replaced = withholds_steps
+            if not any(report.weights):
+                # The model of one cell has replaced those of all others. Its own stays, with its steps since, unless it
+                # has a global model to hand over.
+                is_source = federation.cell == epoch.first and aggregator.global_model is None
+                is_replaced = bool(epoch.behind) and not is_source
             if epoch.base is not None:
                 moved = (report.fragment,)
         self.taken_over = frozenset(moved if is_replaced else ())
