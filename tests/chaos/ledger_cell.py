@@ -51,9 +51,17 @@ class Checkpoints:
         for old in sorted(self._turns(self._rank))[:-KEPT]:
             self._path(old).unlink()
 
-    def load(self) -> dict[str, Any] | None:
-        """Return this rank's part of the newest checkpoint that all ranks have; what is newer is deleted."""
-        turn = max(set.intersection(*map(self._turns, range(self._ranks))), default=-1)
+    def whole(self) -> list[int]:
+        """Return the turns of the checkpoints that all ranks have, in order."""
+        return sorted(set.intersection(*map(self._turns, range(self._ranks))))
+
+    def load(self, turn: int | None = None) -> dict[str, Any] | None:
+        """Return this rank's part of a checkpoint, by default the newest one that all ranks have.
+
+        What is newer is deleted.
+        """
+        if turn is None:
+            turn = max(self.whole(), default=-1)
         for newer in self._turns(self._rank):
             if newer > turn:
                 self._path(newer).unlink()

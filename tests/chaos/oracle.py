@@ -1,0 +1,453 @@
+"""Draw elastic federations with faults, and compare their models with the steps that the journal's rounds took in.
+
+    python -m tests.chaos.oracle [--runs 200] [--seed 0] [--only NUMBER ...] [--jobs 2] [--keep FOLDER] [--out FILE]
+
+A run is two to four cells of one or two ranks, all started by one command, or a command for each, with a lighthouse and
+a journal. It follows from its number which options the rounds have, which processes are killed when, which cells come
+late or leave, and whether a start leaves out its newest checkpoint (``oracle_draws.py``). At its end all cells leave in
+order.
+
+The model has a slot for each local step of each cell (``oracle_cell.py``). The journal tells which rounds led to the
+model at the end, and what each cell weighed in each of them. So for each round:
+
+unequal    cells of one round have agreed on different models, to the bit. What a cell has agreed on is its model
+           without the steps of which it was told that they still wait, so this also finds a step of which it was told
+           the wrong thing
+shares     a slot that moved has not got the share of its cell in the round, or has moved in a round before
+weights    a cell's weight is not the number of its slots that moved, or of the steps that it was told have counted
+total      the sum of all weights so far that a cell is told is not that of the rounds
+told       the slots that moved are not the steps of which the cell was told so
+lost       steps that are not in the last model, though their cell has left in order, and was not told that they are
+           gone with a model that was replaced
+last       a cell that left in the last round has another model than that of the journal's newest round
+failed     a cell has ended by itself with an error, or a round did not come in time
+left       processes that were there after the end
+
+Where a server or a client moves more than the steps do, the slots are not compared, all else is. Printed as JSON: a
+line for each run, and one with the sums. The exit code is 1 if something was found that must not be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.chaos.jobs import LIGHTHOUSE, Jobs
+from tests.chaos.ledger import kill, read, tree
+from tests.chaos.oracle_draws import PARTS, SLOTS, Draw, draw
+from tests.chaos.storm import HERE, Job, System, environment, watch
+from xffl.cluster.launch.launch import held_port
+from xffl.journal.folder import JournalFolder
+from xffl.journal.records import RoundRecord
+
+__all__ = ["FINDINGS", "audit", "run_draw"]
+
+FINDINGS = ("unequal", "shares", "weights", "total", "told", "lost", "last", "failed", "left")
+"""What must not be."""
+ENDED = re.compile(r"cell ([0-9]+) ended with exit code ([0-9]+)")
+KILLED = "137"
+RESTART_S = 0.5
+LONGEST_S = 90.0
+"""For a federation to make its first round, to make one after the last fault, and to end."""
+MOVED = 1e-4
+"""By how much a slot differs that has moved: means of equal values round."""
+
+Slots = npt.NDArray[np.float32]
+Told = dict[str, Any]
+
+
+class Federation(Jobs):
+    """The jobs of a draw: some start late, what is killed starts again, and what has left in order does not."""
+
+    def __init__(self, drawn: Draw, folder: Path, address: str) -> None:
+        self.drawn = drawn
+        self.begun = time.time()
+        self._due: dict[int, float] = {int(cell): self.begun + late for cell, late in (drawn.late or {}).items()}
+        self._is_started: set[int] = set()
+        self.failed: list[tuple[int, int]] = []
+        super().__init__(
+            Job(cells=drawn.cells, sizes=drawn.sizes, every=drawn.every, step_s=drawn.step_s),
+            folder,
+            address=address,
+            script="oracle_cell.py",
+            wrap=self._with_fault,
+            environ={"XFFL_JOURNAL": str(folder / "journal")} if drawn.is_shared else {},
+        )
+
+    def __post_init__(self) -> None:
+        self.processes = {}
+        self.poll()
+
+    def _with_fault(self, place: int, command: list[str]) -> list[str]:
+        """Return the command of a job, whose first start may have a fault."""
+        is_first = place not in self._is_started
+        self._is_started.add(place)
+        return ["env", f"XFFL_FAULT={self.drawn.phase}", *command] if is_first and self.drawn.phase else command
+
+    def poll(self) -> None:
+        now = time.time()
+        for place in (LIGHTHOUSE, *range(self.job.cells)):
+            process = self.processes.get(place)
+            code = None if process is None else process.poll()
+            if (process is not None and code is None) or (place != LIGHTHOUSE and code == 0):
+                continue
+            if code is not None and place not in self._due:
+                self._due[place] = now + RESTART_S
+                if code > 0:
+                    self.failed.append((place, code))
+            if now >= self._due.get(place, 0.0):
+                self._due.pop(place, None)
+                self._start(place)
+
+    def has_ended(self) -> bool:
+        """Tell whether all cells have left in order."""
+        cells = [self.processes.get(cell) for cell in range(self.job.cells)]
+        return all(process is not None and process.poll() == 0 for process in cells)
+
+    def end(self, kind: str, cell: int) -> None:
+        """Kill one kind of process, or several at once."""
+        kill(kind, cell, self)
+
+
+class OneCommand(System):
+    """All cells of a draw and their lighthouse, started by one command; so all of them start at once."""
+
+    def __init__(self, drawn: Draw, folder: Path) -> None:
+        super().__init__(Job(cells=drawn.cells, sizes=drawn.sizes), folder)
+        self.failed: list[tuple[int, int]] = []
+        self._drawn = drawn
+        self._launcher = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "xffl", "exec", "--elastic", "--federated", ",".join(map(str, self.job.sizes))]
+        command += ["--restarts", "1000", "--grace", "1", str(HERE / "oracle_cell.py"), str(self.folder)]
+        variables = {"XFFL_JOURNAL": str(self.folder / "journal"), "XFFL_FAULT": self._drawn.phase}
+        with (self.folder / "output.log").open("ab") as output:
+            return subprocess.Popen(
+                command, env=environment() | variables, stdout=output, stderr=output, start_new_session=True
+            )
+
+    def poll(self) -> None:
+        if self._launcher.poll() not in (None, 0):
+            self._launcher = self._start()
+
+    def has_ended(self) -> bool:
+        """Tell whether all cells have left in order."""
+        return self._launcher.poll() == 0
+
+    def end(self, kind: str, cell: int) -> None:
+        """Kill one kind of process, or several at once; the launcher is that of all cells."""
+        ranks = [pid for (owner, _), (pid, _) in self.living().items() if owner == cell]
+        family = tree(self._launcher.pid)
+        if kind in ("rank", "cell"):
+            victims = ranks[-1:] if kind == "rank" else ranks
+        elif kind == "lighthouse":
+            victims = [pid for pid in family if b"lighthouse" in command_of(pid)]
+        else:
+            victims = family if kind == "all" else [self._launcher.pid]
+        for pid in victims:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def stop(self) -> None:
+        self._launcher.send_signal(signal.SIGTERM)
+        try:
+            self._launcher.wait(timeout=30)
+        finally:
+            for pid in tree(self._launcher.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def command_of(pid: int) -> bytes:
+    """Return the command line of a process; empty where it has ended."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
+def run_draw(drawn: Draw, folder: Path) -> Told:
+    """Run a federation until all cells have left, kill what is drawn, and audit what is left."""
+    (folder / "models").mkdir(parents=True)
+    (folder / "draw.json").write_text(json.dumps(asdict(drawn)))
+    begun = time.time()
+    with held_port() as port:
+        address = f"127.0.0.1:{port}"
+        federation = OneCommand(drawn, folder) if drawn.is_one_command else Federation(drawn, folder, address)
+        try:
+            ends = _strike(drawn, federation)
+        finally:
+            federation.stop()
+    result = audit(drawn, folder)
+    log = (folder / "output.log").read_text()
+    failed = [f"cell {cell}: exit code {code}" for cell, code in ENDED.findall(log) if code != KILLED]
+    result["failed"] = [*federation.failed, *failed, *ends]
+    result["left"] = federation.left()
+    result["seconds"] = round(time.time() - begun, 1)
+    return result
+
+
+def _strike(drawn: Draw, federation: Federation | OneCommand) -> list[str]:
+    """Let a federation train and end, and kill what is drawn; return what did not come about in time."""
+    folder = federation.folder
+    lasting = [cell for cell in range(drawn.cells) if drawn.leaves[cell] >= SLOTS]
+    if not _await_round(federation, lasting, 0.0):
+        return ["no first round of all cells"]
+    for pause, kind, cell in drawn.faults:
+        watch([federation], time.time() + pause)
+        if cell in lasting or kind in ("lighthouse", "all"):
+            federation.end(kind, cell)
+    watch([federation], time.time() + 0.5)
+    if not _await_round(federation, lasting, time.time()):
+        return ["no round of all cells after the faults"]
+    watch([federation], time.time() + random.Random(drawn.number).uniform(0.0, 1.0))
+    (folder / "finish").touch()
+    deadline = time.time() + LONGEST_S
+    while not federation.has_ended():
+        if time.time() > deadline:
+            return ["the cells have not ended"]
+        watch([federation], time.time() + 0.1)
+    return []
+
+
+def _await_round(federation: Federation | OneCommand, cells: list[int], since: float) -> bool:
+    """Wait for a round after a time to which all these cells contribute, and tell whether it came."""
+    deadline = time.time() + LONGEST_S
+    while time.time() < deadline:
+        watch([federation], time.time() + 0.1)
+        lines = read(federation.folder, federation.job.cells)
+        rounds = (line for told in lines for line in told if line["what"] == "round" and line["time"] > since)
+        if any(all(line["weights"][cell] for cell in cells) for line in rounds if "weights" in line):
+            return True
+    return False
+
+
+# What is left of a run ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Change:
+    """What one or more rounds of a fragment have moved, between two models that are known."""
+
+    rounds: list[RoundRecord]
+    before: Slots
+    after: Slots
+
+
+def audit(drawn: Draw, folder: Path) -> Told:
+    """Compare what cells have told with the journal and the models."""
+    lines = read(folder, drawn.cells)
+    chain = surviving(folder)
+    told = {
+        cell: {line["lineage"]: line for line in lines[cell] if line["what"] == "round"} for cell in range(drawn.cells)
+    }
+    result: Told = {name: [] for name in FINDINGS}
+    models, result["unequal"] = agreed_models(folder, lines)
+    result["weights"] = check_told_weights(drawn, chain, told)
+    result["total"] = check_totals(drawn, chain, told)
+    if drawn.shows_steps:
+        for part in range(PARTS):
+            for change in changes(drawn, chain, models, part):
+                check_change(drawn, change, told, result)
+        check_lost(drawn, lines, models, chain, result)
+    last = chain[-1]
+    ends = [line for cell in lines for line in cell if line["what"] == "end"]
+    result["last"] = [] if any(line["lineage"] == last.lineage for line in ends) else [last.number]
+    made = sum(line["what"] == "step" for cell in lines for line in cell)
+    return {
+        "rounds": len(chain),
+        "steps": made,
+        "lives": sum(line["what"] == "start" for cell in lines for line in cell),
+    } | result
+
+
+def surviving(folder: Path) -> list[RoundRecord]:
+    """Return the rounds that led to the model at the end, the first one first."""
+    journal = JournalFolder(folder / "journal")
+    records: list[Any] = []
+    while more := journal.read_from(len(records)):
+        records += more
+    chain: list[RoundRecord] = []
+    at = next((record for record in reversed(records) if isinstance(record, RoundRecord)), None)
+    while at is not None:
+        chain.append(at)
+        at = None if at.base is None else records[at.base.number]
+    return chain[::-1]
+
+
+def agreed_models(folder: Path, lines: list[list[Told]]) -> tuple[dict[str, Slots], list[Any]]:
+    """Return what the cells have agreed on by lineage, and where that was not the same in all of them."""
+    digests: dict[str, dict[tuple[str, ...], set[int]]] = {}
+    for cell, told in enumerate(lines):
+        for line in told:
+            if line["what"] == "model" and line["lineage"]:
+                digests.setdefault(line["lineage"], {}).setdefault(tuple(line["digests"]), set()).add(cell)
+    unequal = [
+        [lineage, {".".join(names): sorted(cells) for names, cells in by.items()}]
+        for lineage, by in digests.items()
+        if len(by) > 1
+    ]
+    models = {}
+    for lineage, by in digests.items():
+        path = folder / "models" / f"{lineage}.{'.'.join(next(iter(by)))}.npz"
+        if path.exists():
+            models[lineage] = load_model(path, len(lines))
+    return models, unequal
+
+
+def load_model(path: Path, cells: int) -> Slots:
+    """Return a model of which only the values are saved that are not 0."""
+    saved = np.load(path)
+    model = np.zeros((PARTS, cells * SLOTS), dtype=np.float32)
+    model[saved["rows"], saved["columns"]] = saved["values"]
+    return model
+
+
+def check_told_weights(drawn: Draw, chain: list[RoundRecord], told: dict[int, dict[str, Told]]) -> list[Any]:
+    """Return the rounds in which a cell's weight is not the number of the steps that it was told have counted."""
+    wrong = []
+    for record in chain:
+        for cell, weight in zip(record.cells, record.weights, strict=True):
+            line = told[cell].get(record.lineage)
+            if line is None or "weights" not in line:
+                continue
+            expected = len(line["steps"]) if drawn.is_weighed else float(bool(line["steps"]))
+            if weight != expected and record.base is not None:
+                wrong.append([record.round, cell, weight, len(line["steps"])])
+    return wrong
+
+
+def check_totals(drawn: Draw, chain: list[RoundRecord], told: dict[int, dict[str, Told]]) -> list[Any]:
+    """Return the rounds after which a cell was told another sum of weights than that of all rounds so far."""
+    wrong = []
+    total = 0.0
+    for record in chain:
+        total += sum(record.weights) if record.base is not None else 0.0
+        for cell in range(drawn.cells):
+            found = told[cell].get(record.lineage, {}).get("total")
+            if found is not None and found != total / drawn.fragments:
+                wrong.append([record.round, cell, found, total / drawn.fragments])
+    return wrong
+
+
+def changes(drawn: Draw, chain: list[RoundRecord], models: dict[str, Slots], part: int) -> Iterator[Change]:
+    """Yield what the rounds have moved of a part of the model; those whose model nobody has told go with the next."""
+    before = np.zeros(drawn.cells * SLOTS, dtype=np.float32)
+    rounds: list[RoundRecord] = []
+    for record in chain:
+        rounds.append(record)
+        if record.lineage not in models:
+            continue
+        after = models[record.lineage][part]
+        moved = [one for one in rounds if (one.round - 1) % drawn.fragments == part % drawn.fragments]
+        yield Change(moved, before, after)
+        before, rounds = after, []
+
+
+def check_change(drawn: Draw, change: Change, told: dict[int, dict[str, Told]], result: Told) -> None:
+    """Compare the slots that have moved with the shares of the cells, and with what these were told."""
+    moved = np.flatnonzero(np.abs(change.after - change.before) > MOVED)
+    numbers = [record.round for record in change.rounds]
+    again = [int(slot) for slot in moved if change.before[slot]]
+    if again:
+        result["shares"].append([numbers, "moved before", again[:5], len(again)])
+    for cell in range(drawn.cells):
+        slots = [int(slot) for slot in moved if slot // SLOTS == cell]
+        weights = [dict(zip(record.cells, record.weights, strict=True)).get(cell, 0.0) for record in change.rounds]
+        shares = [weight / sum(record.weights) for record, weight in zip(change.rounds, weights, strict=True) if weight]
+        strange = [
+            slot for slot in slots if not any(abs(change.after[slot] / share - 1) < drawn.allowed for share in shares)
+        ]
+        if strange:
+            values = sorted({round(float(change.after[slot]), 5) for slot in strange})
+            result["shares"].append([numbers, cell, values[:5], len(strange)])
+        if len(change.rounds) != 1 or change.rounds[0].base is None:
+            continue
+        if drawn.is_weighed and len(slots) != weights[0]:
+            result["weights"].append([*numbers, cell, weights[0], f"{len(slots)} slots"])
+        line = told[cell].get(change.rounds[0].lineage)
+        steps = [cell * SLOTS + slot for slot in (line or {}).get("steps", [])]
+        if line is not None and sorted(steps) != slots:
+            result["told"].append([*numbers, cell, len(steps), f"{len(slots)} slots"])
+
+
+def check_lost(
+    drawn: Draw, lines: list[list[Told]], models: dict[str, Slots], chain: list[RoundRecord], result: Told
+) -> None:
+    """Find steps of lives that have left in order that are not in the last model, without a word to them."""
+    last = next((models[record.lineage] for record in reversed(chain) if record.lineage in models), None)
+    if last is None:
+        return
+    for cell, told in enumerate(lines):
+        ended = {line["life"]: line for line in told if line["what"] == "end"}
+        for life, end in ended.items():
+            for fragment in range(drawn.fragments):
+                dropped = {
+                    slot
+                    for line in told
+                    if line["what"] == "dropped" and line["life"] == life
+                    for slot in line["steps"].get(str(fragment), [])
+                }
+                steps = {line["slot"] for line in told if line["what"] == "step" and line["life"] == life}
+                gone = [slot for slot in sorted(steps - dropped) if not last[fragment][cell * SLOTS + slot]]
+                if gone or end["waiting"][fragment]:
+                    result["lost"].append([cell, fragment, gone[:5], len(gone), len(end["waiting"][fragment])])
+
+
+def run_number(number: int, keep: Path | None = None) -> Told:
+    """Run what is drawn for a number in a folder, which stays if something was found."""
+    folder = Path(tempfile.mkdtemp(prefix=f"oracle-{number}-", dir=keep))
+    result = run_draw(draw(number), folder)
+    found = [name for name in FINDINGS if result[name]]
+    if not found:
+        shutil.rmtree(folder)
+    return {"run": number, "found": found} | result | ({"folder": str(folder)} if found else {})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0, help="the number of the first run")
+    parser.add_argument("--only", type=int, nargs="+")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--keep", type=Path, help="where the folders of runs are made that found something")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    counts: Counter[str] = Counter()
+    with ThreadPoolExecutor(args.jobs) as pool:
+        numbers = args.only or range(args.seed, args.seed + args.runs)
+        for result in pool.map(partial(run_number, keep=args.keep), numbers):
+            found = result["found"]
+            counts.update(found)
+            counts.update(runs=1, wrong=bool(found), **{name: result[name] for name in ("rounds", "steps", "lives")})
+            line = json.dumps(result)
+            print(line, flush=True)
+            if args.out is not None:
+                with args.out.open("a") as file:
+                    file.write(line + "\n")
+    print(json.dumps(counts))
+    return int(bool(counts["wrong"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
