@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.journal_records import RUN, next_round
+from tests.journal_records import RUN, newest_of, next_round
 from tests.unit.test_lighthouse_page import FULL, served
 from xffl.cli.main import main
 from xffl.journal.folder import JournalFolder
@@ -63,7 +63,7 @@ def test_a_cell_is_forgotten_through_the_service(
         assert "record 3 forgets what cell 2 holds" in capsys.readouterr().out
     finally:
         service.close()
-    assert folder.list_newest() == 3
+    assert newest_of(folder) == 3
 
 
 def test_who_loses_the_number_is_told_what_stands(
@@ -95,7 +95,7 @@ def test_what_cannot_be_forgotten(folder: JournalFolder, tmp_path: Path, capsys:
     words = ["cells", "http://127.0.0.1:1", "--journal", str(folder.path), "--forget", "0", "--json"]
     assert main(words) == 2
     assert "leave --watch and --json out" in capsys.readouterr().err
-    assert folder.list_newest() == 2
+    assert newest_of(folder) == 2
 
 
 def test_cells_shows_who_holds_the_newest_model(folder: JournalFolder, capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,6 +40,7 @@ from xffl.journal.folder import JournalFolder, hold_folder
 from xffl.journal.records import (
     LONGEST_RECORD,
     MOST_RECORDS,
+    PATIENCE_S,
     JournalUnreachable,
     Record,
     read_record,
@@ -48,7 +49,7 @@ from xffl.journal.records import (
 from xffl.json_text import parse_json
 from xffl.reading import Fields
 
-__all__ = ["PATIENCE_S", "JournalService", "RemoteJournal"]
+__all__ = ["JournalService", "RemoteJournal"]
 
 PUT, READ = "/put", "/read"
 NONCE, PROOF = "X-Xffl-Nonce", "X-Xffl-Proof"
@@ -60,8 +61,6 @@ SILENT_S = 10.0
 """How long either side waits for the next bytes of the other"""
 REQUEST_S = 30.0
 """How long the service reads one request; its answer has SILENT_S of its own"""
-PATIENCE_S = 60.0
-"""How long a client asks, all its tries together, by default"""
 QUIET_S = 5.0
 """How long a client asks in vain before it says so"""
 FIRST_PAUSE_S = 0.05

@@ -15,8 +15,9 @@ from xffl.distributed.distributed_state import DistributedState, set_lone_cell
 from xffl.distributed.failures.faults import arm as arm_fault
 from xffl.distributed.parameters import ElasticParameters
 from xffl.errors import ConfigError
-from xffl.journal.cell import PATIENCE_S, CellJournal
+from xffl.journal.cell import CellJournal
 from xffl.journal.place import derive_journal, open_journal, read_journal_variable
+from xffl.journal.records import PATIENCE_S
 
 __all__ = ["LoneCell", "read_lone_cell"]
 
