@@ -24,7 +24,8 @@ failed     a cell has ended by itself with an error, or a round did not come in 
 left       processes that were there after the end
 
 Where a server or a client moves more than the steps do, the slots are not compared, all else is. Printed as JSON: a
-line for each run, and one with the sums. The exit code is 1 if something was found that must not be.
+line for each run, and one with the sums; ``dropped`` are the steps that went with a model that was replaced. The exit
+code is 1 if something was found that must not be.
 """
 
 from __future__ import annotations
@@ -76,6 +77,37 @@ Slots = npt.NDArray[np.float32]
 Told = dict[str, Any]
 
 
+class Pauses:
+    """Processes that are stopped for a while, as if their host did not answer."""
+
+    def __init__(self) -> None:
+        self._until: dict[int, float] = {}
+
+    def begin(self, pids: list[int], seconds: float) -> None:
+        """Stop processes."""
+        for pid in pids:
+            send(pid, signal.SIGSTOP)
+            self._until[pid] = time.time() + seconds
+
+    def end(self, *, everything: bool = False) -> None:
+        """Let those go on whose time is over, or all."""
+        for pid, until in list(self._until.items()):
+            if everything or time.time() > until:
+                send(pid, signal.SIGCONT)
+                del self._until[pid]
+
+
+def send(pid: int, number: int) -> None:
+    """Send a signal to a process, which may have ended."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def ranks_of(system: System, cell: int) -> list[int]:
+    """Return the processes of a cell's ranks that are at work."""
+    return [pid for (owner, _), (pid, _) in system.living().items() if owner == cell]
+
+
 class Federation(Jobs):
     """The jobs of a draw: some start late, what is killed starts again, and what has left in order does not."""
 
@@ -85,6 +117,7 @@ class Federation(Jobs):
         self._due: dict[int, float] = {int(cell): self.begun + late for cell, late in (drawn.late or {}).items()}
         self._is_started: set[int] = set()
         self.failed: list[tuple[int, int]] = []
+        self._pauses = Pauses()
         super().__init__(
             Job(cells=drawn.cells, sizes=drawn.sizes, every=drawn.every, step_s=drawn.step_s),
             folder,
@@ -105,6 +138,7 @@ class Federation(Jobs):
         return ["env", f"XFFL_FAULT={self.drawn.phase}", *command] if is_first and self.drawn.phase else command
 
     def poll(self) -> None:
+        self._pauses.end()
         now = time.time()
         for place in (LIGHTHOUSE, *range(self.job.cells)):
             process = self.processes.get(place)
@@ -125,8 +159,15 @@ class Federation(Jobs):
         return all(process is not None and process.poll() == 0 for process in cells)
 
     def end(self, kind: str, cell: int) -> None:
-        """Kill one kind of process, or several at once."""
-        kill(kind, cell, self)
+        """Kill one kind of process, or several at once; or stop a cell for a while."""
+        if kind == "pause":
+            self._pauses.begin(ranks_of(self, cell), self.drawn.pause_s)
+        else:
+            kill(kind, cell, self)
+
+    def stop(self) -> None:
+        self._pauses.end(everything=True)
+        super().stop()
 
 
 class OneCommand(System):
@@ -136,6 +177,7 @@ class OneCommand(System):
         super().__init__(Job(cells=drawn.cells, sizes=drawn.sizes), folder)
         self.failed: list[tuple[int, int]] = []
         self._drawn = drawn
+        self._pauses = Pauses()
         self._launcher = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -148,6 +190,7 @@ class OneCommand(System):
             )
 
     def poll(self) -> None:
+        self._pauses.end()
         if self._launcher.poll() not in (None, 0):
             self._launcher = self._start()
 
@@ -156,27 +199,30 @@ class OneCommand(System):
         return self._launcher.poll() == 0
 
     def end(self, kind: str, cell: int) -> None:
-        """Kill one kind of process, or several at once; the launcher is that of all cells."""
-        ranks = [pid for (owner, _), (pid, _) in self.living().items() if owner == cell]
+        """Kill one kind of process, or several at once, or stop a cell; the launcher is that of all cells."""
         family = tree(self._launcher.pid)
-        if kind in ("rank", "cell"):
-            victims = ranks[-1:] if kind == "rank" else ranks
-        elif kind == "lighthouse":
-            victims = [pid for pid in family if b"lighthouse" in command_of(pid)]
-        else:
-            victims = family if kind == "all" else [self._launcher.pid]
-        for pid in victims:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        ranks = ranks_of(self, cell)
+        if kind == "pause":
+            self._pauses.begin(ranks, self._drawn.pause_s)
+            return
+        victims = {
+            "rank": ranks[-1:],
+            "cell": ranks,
+            "lighthouse": [pid for pid in family if b"lighthouse" in command_of(pid)],
+            "launcher": [self._launcher.pid],
+            "all": family,
+        }
+        for pid in victims[kind]:
+            send(pid, signal.SIGKILL)
 
     def stop(self) -> None:
+        self._pauses.end(everything=True)
         self._launcher.send_signal(signal.SIGTERM)
         try:
             self._launcher.wait(timeout=30)
         finally:
             for pid in tree(self._launcher.pid):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                send(pid, signal.SIGKILL)
 
 
 def command_of(pid: int) -> bytes:
@@ -439,7 +485,9 @@ def main() -> int:
         for result in pool.map(partial(run_number, keep=args.keep), numbers):
             found = result["found"]
             counts.update(found)
-            counts.update(runs=1, wrong=bool(found), **{name: result[name] for name in ("rounds", "steps", "lives")})
+            counts.update(
+                runs=1, wrong=bool(found), **{name: result[name] for name in ("rounds", "steps", "lives", "dropped")}
+            )
             line = json.dumps(result)
             print(line, flush=True)
             if args.out is not None:

@@ -135,8 +135,7 @@ class Cell:
             self.scaling.join()
             self._settle()
             self._write_model()
-            if self._rank == 0:
-                (self._folder / f"{self.cell}.{self._rank}.pid").write_text(f"{os.getpid()} 0")
+            (self._folder / f"{self.cell}.{self._rank}.pid").write_text(f"{os.getpid()} 0")
             while not self._is_over(slot):
                 self._settle()
                 self._write("step", slot=slot)

@@ -44,7 +44,9 @@ class Draw:
     threshold: float | None = None
     """Divergence below which a round is skipped."""
     faults: tuple[tuple[float, str, int], ...] = ()
-    """Seconds after the fault before, what is killed, and in which cell."""
+    """Seconds after the fault before, what is killed (or stopped for a while), and in which cell."""
+    pause_s: float = 0.0
+    """How long a cell is stopped."""
     phase: str = ""
     """The first fault: where a process of a cell ends by itself, as ``XFFL_FAULT`` says it."""
     late: Mapping[str, float] | None = None
@@ -76,8 +78,8 @@ FEDPROX = {"name": "fedprox", "mu": 2.0**-10}
 def draw(number: int) -> Draw:
     """Draw what is run."""
     dice = random.Random(f"oracle {number}")
-    cells = dice.choice([2, 2, 2, 3, 3, 4])
-    sizes = tuple(dice.choice([1, 1, 1, 1, 2]) for _ in range(cells))
+    cells = dice.choice([2, 2, 2, 2, 3, 3, 3, 4])
+    sizes = tuple(dice.choice([1, 1, 1, 1, 1, 2]) for _ in range(cells))
     every = dice.randint(2, 8)
     options: dict[str, Any] = {"fragments": dice.choice([1, 1, 1, 2])}
     kind = dice.choice(["plain", "plain", "delay", "delay", "server", "client", "codec", "threshold"])
@@ -118,6 +120,7 @@ def draw(number: int) -> Draw:
         is_shared=dice.random() < 0.5,
         is_one_command=is_one_command,
         faults=faults,
+        pause_s=dice.choice([3.0, 5.0, 13.0]),
         phase=phase,
         late=late,
         leaves=tuple(leaves),
@@ -126,6 +129,8 @@ def draw(number: int) -> Draw:
 
 
 def _faults(dice: random.Random, cells: int) -> tuple[tuple[float, str, int], ...]:
-    """Draw what is killed when; the second of two may come while the first one's victim is on its way back."""
-    kinds = ["rank", "rank", "launcher", "cell", "cell", "lighthouse", "all"]
-    return tuple((dice.uniform(0.3, 5.0), dice.choice(kinds), dice.randrange(cells)) for _ in range(dice.randint(1, 3)))
+    """Draw what is killed when, and which cells are stopped; a fault may come while a victim is on its way back."""
+    kills = ["rank", "launcher", "cell", "cell", "lighthouse", "all", "all"]
+    kinds = [dice.choice(kills), *["pause"] * dice.randint(0, 2), *[dice.choice(kills)] * (dice.random() < 0.3)]
+    dice.shuffle(kinds)
+    return tuple((dice.uniform(0.3, 5.0), kind, dice.randrange(cells)) for kind in kinds)
