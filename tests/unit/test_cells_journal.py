@@ -78,7 +78,7 @@ def test_who_loses_the_number_is_told_what_stands(
 
     monkeypatch.setattr(JournalFolder, "put", put_after_another)
     code, told = forget(2, folder.path, capsys)
-    assert code == 2 and told == (
+    assert code == 1 and told == (
         "xffl: StateError: cell 2 is not forgotten: meanwhile record 3 has come to the journal, round 2 of cells 0, 2; "
         "look at the run again, and ask again if it is still needed\n"
     )
@@ -87,8 +87,8 @@ def test_who_loses_the_number_is_told_what_stands(
 
 def test_what_cannot_be_forgotten(folder: JournalFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert forget(3, folder.path, capsys) == (
-        0,
-        f"no record of the journal {folder.path} has a cell 3: there is nothing to forget\n",
+        2,
+        f"xffl: ConfigError: no record of the journal {folder.path} has a cell 3: there is nothing to forget\n",
     )
     code, told = forget(0, tmp_path / "other", capsys)
     assert code == 2 and f"there is no journal {tmp_path}/other" in told and not (tmp_path / "other").exists()

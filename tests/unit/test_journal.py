@@ -37,6 +37,7 @@ from xffl.journal.records import (
     MOST_CELLS,
     MOST_RECORDS,
     Journal,
+    JournalUnproven,
     JournalUnreachable,
     ModelId,
     Record,
@@ -451,9 +452,7 @@ def test_who_does_not_know_the_token_reads_and_writes_nothing(service: JournalSe
     folder.put(void(0))
     stranger = RemoteJournal(service.url, b"another token", patience_s=0.0)
     for ask in (lambda: stranger.put(void(1)), lambda: stranger.read_from(0)):
-        with pytest.raises(
-            JournalUnreachable, match="has another token.*: who asks does not know .*set XFFL_TOKEN_FILE"
-        ):
+        with pytest.raises(JournalUnproven, match="has another token.*: who asks does not know .*set XFFL_TOKEN_FILE"):
             ask()
     assert newest_of(folder) == 0
 

@@ -37,6 +37,7 @@ __all__ = [
     "PATIENCE_S",
     "ForgetRecord",
     "Journal",
+    "JournalUnproven",
     "JournalUnreachable",
     "ModelId",
     "Record",
@@ -149,6 +150,10 @@ Record: TypeAlias = RoundRecord | VoidRecord | StartRecord | ForgetRecord
 
 class JournalUnreachable(RoundError):
     """A journal could not be asked, or did not answer: whether what was put stands there is not known."""
+
+
+class JournalUnproven(JournalUnreachable):
+    """Whoever answers does not know the run's token, or has heard another one."""
 
 
 class Journal(Protocol):
