@@ -43,10 +43,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +115,7 @@ class Federation(Jobs):
         self.begun = time.time()
         self._due: dict[int, float] = {int(cell): self.begun + late for cell, late in (drawn.late or {}).items()}
         self._is_started: set[int] = set()
+        self._left: set[int] = set()
         self.failed: list[tuple[int, int]] = []
         self._pauses = Pauses()
         super().__init__(
@@ -140,29 +140,28 @@ class Federation(Jobs):
     def poll(self) -> None:
         self._pauses.end()
         now = time.time()
-        for place in (LIGHTHOUSE, *range(self.job.cells)):
+        for place in {LIGHTHOUSE, *range(self.job.cells)} - self._left:
             process = self.processes.get(place)
             code = None if process is None else process.poll()
-            if (process is not None and code is None) or (place != LIGHTHOUSE and code == 0):
-                continue
-            if code is not None and place not in self._due:
+            if code is not None:
+                del self.processes[place]  # somebody else may get its number
                 self._due[place] = now + RESTART_S
-                if code > 0:
-                    self.failed.append((place, code))
-            if now >= self._due.get(place, 0.0):
-                self._due.pop(place, None)
+            if code == 0 and place != LIGHTHOUSE:
+                self._left.add(place)
+            elif place not in self.processes and now >= self._due.get(place, 0.0):
                 self._start(place)
+            if code is not None and code > 0:
+                self.failed.append((place, code))
 
     def has_ended(self) -> bool:
         """Tell whether all cells have left in order."""
-        cells = [self.processes.get(cell) for cell in range(self.job.cells)]
-        return all(process is not None and process.poll() == 0 for process in cells)
+        return len(self._left) == self.job.cells
 
     def end(self, kind: str, cell: int) -> None:
         """Kill one kind of process, or several at once; or stop a cell for a while."""
         if kind == "pause":
             self._pauses.begin(ranks_of(self, cell), self.drawn.pause_s)
-        else:
+        elif cell in self.processes or kind in ("lighthouse", "all"):
             kill(kind, cell, self)
 
     def stop(self) -> None:
@@ -256,15 +255,13 @@ def run_draw(drawn: Draw, folder: Path) -> Told:
 def _strike(drawn: Draw, federation: Federation | OneCommand) -> list[str]:
     """Let a federation train and end, and kill what is drawn; return what did not come about in time."""
     folder = federation.folder
-    lasting = [cell for cell in range(drawn.cells) if drawn.leaves[cell] >= SLOTS]
-    if not _await_round(federation, lasting, 0.0):
+    if not _await_round(federation, 0.0):
         return ["no first round of all cells"]
     for pause, kind, cell in drawn.faults:
         watch([federation], time.time() + pause)
-        if cell in lasting or kind in ("lighthouse", "all"):
-            federation.end(kind, cell)
+        federation.end(kind, cell)
     watch([federation], time.time() + 0.5)
-    if not _await_round(federation, lasting, time.time()):
+    if not _await_round(federation, time.time()):
         return ["no round of all cells after the faults"]
     watch([federation], time.time() + random.Random(drawn.number).uniform(0.0, 1.0))
     (folder / "finish").touch()
@@ -276,14 +273,15 @@ def _strike(drawn: Draw, federation: Federation | OneCommand) -> list[str]:
     return []
 
 
-def _await_round(federation: Federation | OneCommand, cells: list[int], since: float) -> bool:
-    """Wait for a round after a time to which all these cells contribute, and tell whether it came."""
+def _await_round(federation: Federation | OneCommand, since: float) -> bool:
+    """Wait for a round after a time to which all cells contribute that have not left, and tell whether it came."""
     deadline = time.time() + LONGEST_S
     while time.time() < deadline:
         watch([federation], time.time() + 0.1)
         lines = read(federation.folder, federation.job.cells)
+        staying = [cell for cell, told in enumerate(lines) if not any(line["what"] == "end" for line in told)]
         rounds = (line for told in lines for line in told if line["what"] == "round" and line["time"] > since)
-        if any(all(line["weights"][cell] for cell in cells) for line in rounds if "weights" in line):
+        if any(all(line["weights"][cell] for cell in staying) for line in rounds if "weights" in line):
             return True
     return False
 
@@ -460,7 +458,7 @@ def check_lost(
                     result["lost"].append([cell, fragment, gone[:5], len(gone), len(end["waiting"][fragment])])
 
 
-def run_number(number: int, keep: Path | None = None) -> Told:
+def run_number(number: int, keep: Path | None) -> Told:
     """Run what is drawn for a number in a folder, which stays if something was found."""
     folder = Path(tempfile.mkdtemp(prefix=f"oracle-{number}-", dir=keep))
     result = run_draw(draw(number), folder)
@@ -482,7 +480,8 @@ def main() -> int:
     counts: Counter[str] = Counter()
     with ThreadPoolExecutor(args.jobs) as pool:
         numbers = args.only or range(args.seed, args.seed + args.runs)
-        for result in pool.map(partial(run_number, keep=args.keep), numbers):
+        for run in as_completed(pool.submit(run_number, number, args.keep) for number in numbers):
+            result = run.result()
             found = result["found"]
             counts.update(found)
             counts.update(
