@@ -8,7 +8,8 @@ delayed against each other, and the world advances one meeting, or lets somethin
 (a) a cell holds a model only if its record stands,
 (b) no round starts from an older base while a cell that is not forgotten holds a newer model,
 (c) cells make a round once a holder of the newest model is here, or once all cells are here,
-(d) the steps of a cell in a model are those up to the record's place, each of them once.
+(d) each step is at most once in a model, and was made on it or on one that led to it; and the steps of a cell whose
+    model was not replaced are all in the model that it holds, or wait for a round.
 
 Conditions are left out by subclasses: of the rule (``histories``, ``holdings``), of the journal (``journals``), or of
 the world itself, for what cells do with the rule's answers.
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import ClassVar
 
+from tests.journal_records import attempt_after
 from xffl.errors import CheckpointError
 from xffl.journal.records import (
     ForgetRecord,
@@ -30,9 +32,27 @@ from xffl.journal.records import (
     RoundRecord,
     StartRecord,
 )
-from xffl.journal.rule import Continue, Fate, History, Holding, Member, Wait, forget_of, void_of
+from xffl.journal.rule import (
+    Continue,
+    Fate,
+    History,
+    Holding,
+    Member,
+    Wait,
+    forget_of,
+    is_behind,
+    largest_told,
+    void_of,
+)
 
-Step = tuple[int, int]  # cell, and index in its data
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one cell."""
+
+    cell: int
+    index: int  # among all steps of the world
+    model: ModelId | None  # that the cell held when it made it
 
 
 class Broken(AssertionError):
@@ -65,7 +85,7 @@ class Saved:
     doubt: RoundRecord | None
     mark: int
     local: tuple[Step, ...]
-    place: int
+    owed: frozenset[Step]
 
 
 class Process:
@@ -79,17 +99,18 @@ class Process:
         self.holding.note_seen(since)
         self.local: list[Step] = [] if saved is None else list(saved.local)
         self.mark = 0 if saved is None else saved.mark
-        self.place = 0 if saved is None else saved.place
+        self.owed: set[Step] = set() if saved is None else {*saved.owed}
+        """The steps that are to be in the model that it holds, or to wait for a round"""
         self.reaches = True
         self.meeting: Meeting | None = None
         if saved is not None:
             self.holding.model = saved.model
             self.holding.doubt = saved.doubt
 
-    def make_step(self) -> None:
-        """Train one step."""
-        self.local.append((self.cell, self.place))
-        self.place += 1
+    def drop_steps(self) -> None:
+        """Drop all steps, because another model takes the place of that on which they were made."""
+        self.local = []
+        self.owed = set()
 
     def as_member(self) -> Member:
         """Return what it tells the others."""
@@ -99,7 +120,14 @@ class Process:
     def saved(self) -> Saved:
         """Return what a checkpoint of it holds, with its doubt if it has one."""
         holding = self.holding
-        return Saved(self.start, holding.model, holding.doubt, self.mark, tuple(self.local), self.place)
+        return Saved(
+            start=self.start,
+            model=holding.model,
+            doubt=holding.doubt,
+            mark=self.mark,
+            local=tuple(self.local),
+            owed=frozenset(self.owed),
+        )
 
 
 class Meeting:
@@ -126,6 +154,7 @@ class World:
         self.chance = chance
         self.cells = cells
         self.journal = self.journals()
+        self.steps_made = 0
         self.steps: dict[str, tuple[Step, ...]] = {}
         """By id of an attempt, the steps that it would add"""
         self.read_before: dict[tuple[str, ...], History] = {}
@@ -193,10 +222,22 @@ class World:
         for cell, start, model in self.held_models():
             if base < model.number != record.number and self.stands(model) and not self.is_given_up(cell, start, model):
                 raise Broken(f"b: round {record.number} starts from {base}, and cell {cell} holds {model.number}")
-        counted = Counter(step for round_ in History.chain(self.history(), record) for step in self.steps[round_.id])
-        wanted = {(cell, index) for cell, place in enumerate(record.places) for index in range(place)}
-        if wrong := {step for step in {*wanted, *counted} if counted[step] != (step in wanted)}:
-            raise Broken(f"d: steps {sorted(wrong)[:4]} of round {record.number} do not count once")
+        chain = list(self.chain(record))
+        counted = Counter(step for round_ in chain for step in self.steps[round_.id])
+        if twice := [step for step, times in counted.items() if times > 1]:
+            raise Broken(f"d: steps {twice[:4]} of round {record.number} do not count once")
+        models = {round_.model for round_ in chain}
+        for step in self.steps[record.id]:
+            is_own = step.cell == chain[-1].cells[0] if step.model is None else step.model in models
+            if not is_own:
+                raise Broken(f"d: step {step} of round {record.number} was made on another model")
+
+    def chain(self, record: RoundRecord | None) -> Iterator[RoundRecord]:
+        """Yield the rounds that lead to a model, itself first."""
+        history = self.history()
+        while record is not None:
+            yield record
+            record = History.round_of(history, record.base)
 
     def held_models(self) -> Iterator[tuple[int, str, ModelId]]:
         """Yield all models that some cell has, on its disk, or as one of two in doubt, with the start that got it."""
@@ -235,15 +276,24 @@ class World:
             held = process.holding.model
             if held is not None and not self.stands(held):
                 raise Broken(f"a: cell {process.cell} holds {held.number} with an id that does not stand")
-            chain = History.chain(self.history(), History.round_of(self.history(), held))
+            chain = self.chain(History.round_of(self.history(), held))
             taken = {step for record in chain for step in self.steps[record.id]}
             if taken & {*process.local}:
                 raise Broken(f"d: cell {process.cell} has steps again that its model holds")
+            if lost := process.owed - taken - {*process.local}:
+                raise Broken(f"d: cell {process.cell} has lost the steps {lost}, though its model was not replaced")
 
     # What happens to one cell -----------------------------------------------------------------------------------------
 
     def newest_processes(self) -> dict[int, Process]:
         return {process.cell: process for process in self.processes}
+
+    def make_step(self, process: Process) -> None:
+        """Let a cell train one step."""
+        step = Step(process.cell, self.steps_made, process.holding.model)
+        self.steps_made += 1
+        process.local.append(step)
+        process.owed.add(step)
 
     def start(self, cell: int) -> None:
         """Start a cell's job, even if an earlier one is running."""
@@ -290,19 +340,16 @@ class World:
             self.resolve(process)
 
     def settle(self, process: Process, standing: Record) -> None:
-        doubt = process.holding.doubt
-        fate = process.holding.settle(standing, self.history(standing.number - 1))
+        fate = process.holding.settle(standing)
         self.say(f"  cell {process.cell} {fate.value}")
         self.counts[fate.value] += 1
-        assert doubt is not None
-        self.keep_steps(process, fate, doubt)
+        self.keep_steps(process, fate)
 
-    def keep_steps(self, process: Process, fate: Fate, attempt: RoundRecord) -> None:
+    def keep_steps(self, process: Process, fate: Fate) -> None:
         if fate is Fate.GAVE:
             process.local = process.local[process.mark :]
         elif fate is Fate.TOOK_OVER:
-            process.local = []
-            process.place = attempt.places[process.cell]
+            process.drop_steps()
 
     # Meetings ---------------------------------------------------------------------------------------------------------
 
@@ -381,8 +428,11 @@ class World:
     def read(self, members: Iterable[Process]) -> History:
         """Read the journal, as far as a listing and the members know of."""
         history = self.history(self.listed())
-        newest = history.largest_seen(process.as_member() for process in members)
-        return self.history(newest)
+        return self.history(self.newest_for(history, members))
+
+    def newest_for(self, history: History, members: Iterable[Process]) -> int:
+        """Return the number up to which members read the journal."""
+        return max(history.newest, largest_told(process.as_member() for process in members))
 
     def try_round(self, meeting: Meeting, history: History, decision: Continue, is_calm: bool) -> Iterator[None]:
         members, chance = meeting.members, self.chance
@@ -392,14 +442,14 @@ class World:
 
         is_smooth = is_calm or chance.random() < self.p_smooth
         told = [process.as_member() for process in members]
-        attempt = history.attempt(
-            decision.base,
-            told,
-            weights={process.cell: float(len(process.local)) for process in members},
-            places={process.cell: process.place for process in members},
-            cells=self.cells,
-        )
-        giving = [process for process in members if not attempt.is_behind(process.cell, process.holding.model)]
+        weights = {process.cell: float(len(process.local)) for process in members}
+        attempt = attempt_after(history, decision.base, told, weights, federation=self.cells)
+        lowest = attempt.cells[0]
+        giving = [
+            process
+            for process in members
+            if not is_behind(process.cell, process.holding.model, attempt.base, lowest=lowest)
+        ]
         marks = {process.cell: len(process.local) for process in members}
         self.steps[attempt.id] = tuple(step for process in giving for step in process.local)
         self.say(f"  attempt {attempt}")
@@ -421,7 +471,7 @@ class World:
         if refusing is not None or len(agreed) < len(members):
             for process in agreed:
                 if process.meeting is meeting and process.holding.doubt is attempt:
-                    self.hear_end(process, attempt, hears_no=refusing is not None and chance.random() < 0.6)
+                    self.hear_end(process, hears_no=refusing is not None and chance.random() < 0.6)
             return
         self.counts["all said yes"] += 1
         publisher = self.choose_publisher(members)
@@ -443,7 +493,7 @@ class World:
                 continue
             is_told = publisher in self.processes and not is_late and (is_smooth or chance.random() < 0.7)
             if not is_told or process.meeting is not meeting:
-                self.hear_end(process, attempt, hears_no=False)
+                self.hear_end(process, hears_no=False)
                 continue
             self.settle(process, standing)
             if not is_calm and standing is attempt and chance.random() < self.p_finish:
@@ -465,10 +515,10 @@ class World:
         """Put an attempt, and return what its publisher believes to stand."""
         return self.put(attempt)
 
-    def hear_end(self, process: Process, attempt: RoundRecord, *, hears_no: bool) -> None:
+    def hear_end(self, process: Process, *, hears_no: bool) -> None:
         """Let a cell hear that another has said no, or hear nothing any more: then it is in doubt."""
         if hears_no:
-            process.holding.hear_no(attempt)
+            process.holding.doubt = None
 
     def finish(self, process: Process) -> None:
         self.say(f"finished {process.cell}")
@@ -560,7 +610,7 @@ def happen(world: World, event: str) -> None:
         members = [one for one in world.processes if one.meeting is None and chance.random() < 0.6]
         for one in members:
             if one.holding.doubt is None and chance.random() < 0.7:
-                one.make_step()
+                world.make_step(one)
         if members:
             world.meet(members)
     elif event == "forget":
@@ -572,7 +622,7 @@ def happen(world: World, event: str) -> None:
             world.start(process.cell)
     elif event == "step":
         if process.meeting is None or process.holding.doubt is not None:
-            process.make_step()
+            world.make_step(process)
     elif event == "crash":
         world.stop(process)
     elif event == "save":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from xffl.journal.folder import JournalFolder
 from xffl.journal.records import (
     MOST_RECORDS,
     ForgetRecord,
@@ -13,10 +15,12 @@ from xffl.journal.records import (
     Start,
     StartRecord,
     VoidRecord,
+    make_id,
     next_lineage,
 )
+from xffl.journal.rule import History, Member, attempt_of
 
-__all__ = ["BASE", "ID", "RECORDS", "ROUND", "RUN", "next_round"]
+__all__ = ["BASE", "ID", "RECORDS", "ROUND", "RUN", "attempt_after", "newest_of", "next_round"]
 
 RUN, ID = "a" * 32, "b" * 32
 BASE = ModelId(RUN, 6, "c" * 32)
@@ -29,7 +33,7 @@ ROUND = RoundRecord(
     lineage=next_lineage(None, ID),
     cells=(0, 2),
     weights=(0.1, 0.0),
-    places=(10, 0, 2**40),
+    federation=3,
     left=(1,),
 )
 RECORDS: list[Record] = [
@@ -46,7 +50,7 @@ def next_round(
     cells: tuple[int, ...],
     base: RoundRecord | None = None,
     *,
-    places: tuple[int, ...] = (0, 0, 0),
+    federation: int = 3,
     left: tuple[int, ...] = (),
     run: str = RUN,
 ) -> RoundRecord:
@@ -61,6 +65,31 @@ def next_round(
         lineage=next_lineage(base, name),
         cells=cells,
         weights=(1.0,) * len(cells),
-        places=places,
+        federation=federation,
         left=left,
     )
+
+
+def attempt_after(
+    history: History,
+    base: RoundRecord | None,
+    members: Sequence[Member],
+    weights: Mapping[int, float],
+    *,
+    federation: int = 3,
+) -> RoundRecord:
+    """Return an attempt of some cells to make the next round, with an id of its own."""
+    return attempt_of(
+        run=history.run,
+        number=history.newest + 1,
+        name=make_id(),
+        base=base,
+        members=members,
+        weights=weights,
+        federation=federation,
+    )
+
+
+def newest_of(folder: JournalFolder) -> int:
+    """Return the number of the newest record in a folder; -1 if there is none."""
+    return len(folder.read_from(0)) - 1

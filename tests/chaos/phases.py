@@ -34,7 +34,13 @@ from xffl.distributed.failures.faults import PHASES
 
 SIZES = (2, 2, 1)
 LEADER, OTHER, WHOLE = (0, 0), (0, 1), (2, 0)
-OF_LEADERS = ("half", "told")
+VICTIMS = dict.fromkeys(PHASES, (LEADER, OTHER, WHOLE)) | {
+    "half": (LEADER, WHOLE),
+    "told": (LEADER, WHOLE),
+    "publish": (LEADER,),
+    "published": (LEADER,),
+}
+"""Ranks that come to each phase: the first rank of each cell tells votes, that of the lowest one puts the record."""
 NEVER = ("repeated", "without a cell", "unequal", "anew", "left")
 """What must not be. Rounds that a cell's end broke may be made again; those runs do not count them."""
 RUNS = ("kills", "stops", "lighthouse")
@@ -91,13 +97,13 @@ def run(name: str, victim: tuple[int, int], job: Job, stop_s: float) -> dict[str
     return told | {"unequal": found["unequal"], "anew": found["anew"], "left": federation.left(), "folder": str(folder)}
 
 
-def run_without_lighthouse(phase: str, job: Job, away_s: float) -> dict[str, Any]:
+def run_without_lighthouse(phase: str, victim: tuple[int, int], job: Job, away_s: float) -> dict[str, Any]:
     """Start a federation, kill its lighthouse while a cell is at a phase, and keep it away for so many seconds."""
     federation = Xffl(job, folder := Path(tempfile.mkdtemp(prefix="phases-")))
     try:
         wait_for_all([federation], SLOWEST_START_S)
         begun = time.time()
-        pid, _ = federation.living()[WHOLE]
+        pid, _ = federation.living()[victim]
         while state_of(pid) != "T":
             watch([federation], time.time() + 0.01)
         killed_at = time.time()
@@ -156,16 +162,16 @@ def main() -> int:
         "kills": [
             (partial(run, phase, victim, stop_s=0), fault_of(victim, phase))
             for phase in args.phases
-            for victim in (LEADER, OTHER, WHOLE)
-            if victim != OTHER or phase not in OF_LEADERS
+            for victim in VICTIMS[phase]
         ],
         "stops": [
             (partial(run, "stopped in its steps", WHOLE, stop_s=args.stop_s), ""),
             (partial(run, "stopped in the exchange", WHOLE, stop_s=args.stop_s), fault_of(WHOLE, "exchange", "stop")),
         ],
         "lighthouse": [
-            (partial(run_without_lighthouse, phase, away_s=args.lighthouse_s), fault_of(WHOLE, phase, "stop"))
+            (partial(run_without_lighthouse, phase, victim, away_s=args.lighthouse_s), fault_of(victim, phase, "stop"))
             for phase in args.phases
+            for victim in VICTIMS[phase][-1:]
         ],
     }
     results: list[dict[str, Any]] = []

@@ -1053,9 +1053,7 @@ def meet_a_damaged_journal(rank: int, world: int, plan: Plan) -> str:
                 base=None,
                 members=[Member(0, make_id(), -1)],
                 weights={0: 1.0},
-                places={0: 0},
-                cells=2,
-                left=(),
+                federation=2,
             )
         )
         (Path(os.environ["XFFL_JOURNAL"]) / "000000000.json").write_text("no record")

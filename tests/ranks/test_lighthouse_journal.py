@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +18,7 @@ from xffl.cluster.launch.elastic import CellJob, launch_cells
 from xffl.journal.folder import JournalFolder
 from xffl.journal.place import derive_journal, open_journal
 from xffl.journal.records import ForgetRecord, Start, StartRecord, VoidRecord, make_id
+from xffl.journal.service import JournalService
 
 needs_torchft = pytest.mark.skipif(find_spec("torchft") is None, reason="needs the extra elastic")
 
@@ -86,6 +87,18 @@ def test_what_is_no_journal_of_a_lighthouse(
     assert told in capsys.readouterr().err
 
 
+def job_of(folder: Path, journal: str, has_saved: Callable[[], bool] | None = None, **variables: str) -> CellJob:
+    """Return the job of cell 1 of two, which runs a script in a folder."""
+    told = {"XFFL_CELL": "1/2", "XFFL_LIGHTHOUSE": "http://127.0.0.1:1", "XFFL_JOURNAL": journal}
+    return CellJob(
+        number=1,
+        options=["--launcher=local", "--processes=1"],
+        command=[str(folder / "script.py")],
+        environ={**os.environ, **told, **variables},
+        has_saved=has_saved,
+    )
+
+
 @pytest.mark.parametrize(
     ("has_saved", "forgotten"), [(False, [1]), (True, []), (None, [])], ids=["lost", "saved", "unknown"]
 )
@@ -96,14 +109,40 @@ def test_a_cell_that_is_lost_for_good_is_forgotten(
     name = make_id()
     folder.put(StartRecord(name, 0, name, (Start(1, make_id(), None),)))
     (tmp_path / "script.py").write_text("import sys\nsys.exit(7)\n")
-    job = CellJob(
-        number=1,
-        options=["--launcher=local", "--processes=1"],
-        command=[str(tmp_path / "script.py")],
-        environ=os.environ
-        | {"XFFL_CELL": "1/2", "XFFL_LIGHTHOUSE": "http://127.0.0.1:1", "XFFL_JOURNAL": str(folder.path)},
-        has_saved=None if has_saved is None else lambda: bool(has_saved),
-    )
+    job = job_of(tmp_path, str(folder.path), has_saved=None if has_saved is None else lambda: bool(has_saved))
     assert launch_cells([job], restarts=0) == 7
     assert [record.cell for record in folder.read_from(1) if isinstance(record, ForgetRecord)] == forgotten
     assert ("forgets what cell 1 holds" in capfd.readouterr().err) == bool(forgotten)
+
+
+def test_a_cell_that_its_journal_has_no_record_of_is_not_forgotten_again_and_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = JournalFolder(tmp_path / "journal")
+    (tmp_path / "script.py").write_text("import sys\nsys.exit(7)\n")
+    job = job_of(tmp_path, str(folder.path), has_saved=lambda: False)
+    assert launch_cells([job], restarts=0) == 7
+    assert capfd.readouterr().err.count("has a cell 1: there is nothing to forget") == 1
+    assert folder.read_from(0) == []
+
+
+SESSION = """
+import xffl
+with xffl.session(timeout_s=20):
+    pass
+"""
+
+
+def test_a_cell_with_another_token_than_the_journal_is_not_started_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    service = JournalService(JournalFolder(tmp_path / "journal"), TOKEN.encode(), "127.0.0.1", 0)
+    try:
+        (tmp_path / "script.py").write_text(SESSION)
+        job = job_of(tmp_path, service.url, XFFL_TOKEN="the token of another run")
+        assert launch_cells([job], restarts=3) == 2
+    finally:
+        service.close()
+    told = capfd.readouterr().err
+    assert f"ConfigError: the journal {service.url} has another token" in told
+    assert "is not started again: it would fail in the same way" in told

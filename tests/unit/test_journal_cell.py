@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.journal_records import attempt_after
 from xffl.errors import ConfigError
 from xffl.journal.cell import LEAST_PUT_S, UNKNOWN_PUT_S, CellJournal
 from xffl.journal.folder import JournalFolder
@@ -50,43 +51,38 @@ def meet(*cells: CellJournal) -> Continue | Wait:
     raise AssertionError("the starts are never recorded")
 
 
-def attempt_of(base: RoundRecord | None, *cells: CellJournal, place: int = 0) -> RoundRecord:
+def attempt_of(base: RoundRecord | None, *cells: CellJournal) -> RoundRecord:
     """Let all cells say yes to an attempt."""
-    attempt = cells[0].history.attempt(
-        base,
-        [cell.as_member() for cell in cells],
-        weights=dict.fromkeys(range(3), 1.0),
-        places=dict.fromkeys(range(3), place),
-        cells=3,
-    )
+    members = [cell.as_member() for cell in cells]
+    attempt = attempt_after(cells[0].history, base, members, dict.fromkeys(range(3), 1.0))
     for cell in cells:
         cell.holding.say_yes(attempt)
     return attempt
 
 
 def settle(cell: CellJournal, standing: Record) -> Fate:
-    """End a cell's doubt by a record, with the history that is below it."""
+    """End a cell's doubt by a record, and read it."""
     cell.read_to(standing.number)
-    return cell.holding.settle(standing, cell.history)
+    return cell.holding.settle(standing)
 
 
-def make_round(*cells: CellJournal, place: int = 0) -> list[Fate]:
+def make_round(*cells: CellJournal) -> list[Fate]:
     decision = meet(*cells)
     assert isinstance(decision, Continue)
-    standing = cells[0].publish(attempt_of(decision.base, *cells, place=place))
+    standing = cells[0].publish(attempt_of(decision.base, *cells))
     return [settle(cell, standing) for cell in cells]
 
 
 def test_rounds_and_a_cell_that_comes_late(opened: Callable[[], Journal]) -> None:
     zero, one = (CellJournal(opened(), cell) for cell in range(2))
-    assert make_round(zero, one, place=1) == [Fate.GAVE, Fate.TOOK_OVER]
-    assert make_round(zero, one, place=2) == [Fate.GAVE, Fate.GAVE]
+    assert make_round(zero, one) == [Fate.GAVE, Fate.TOOK_OVER]
+    assert make_round(zero, one) == [Fate.GAVE, Fate.GAVE]
     two = CellJournal(opened(), 2)
     assert two.since == two.history.newest == 2  # the starts, and two rounds
-    assert make_round(zero, one, two, place=3) == [Fate.GAVE, Fate.GAVE, Fate.TOOK_OVER]
+    assert make_round(zero, one, two) == [Fate.GAVE, Fate.GAVE, Fate.TOOK_OVER]
     assert {cell.holding.model for cell in (zero, one, two)} == {zero.holding.model}
     newest = next(zero.history.rounds())
-    assert (newest.round, newest.cells, newest.places) == (3, (0, 1, 2), (3, 3, 0))
+    assert (newest.round, newest.cells, newest.weights) == (3, (0, 1, 2), (1.0, 1.0, 0.0))
     assert meet(two) == Continue(newest)  # the others are gone, and it holds the model
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.journal_model import EVENTS, Broken, MemoryJournal, Process, World, happen, play
-from tests.journal_records import RUN, next_round
+from tests.journal_records import RUN, attempt_after, next_round
 from xffl.errors import CheckpointError, ConfigError
 from xffl.journal.records import (
     ForgetRecord,
@@ -58,11 +58,6 @@ class BelievesAnyStart(History):
         return not any(older) and super().may_hold(cell, record)
 
 
-class BelievesTheListing(History):
-    def largest_seen(self, members: object) -> int:
-        return self.newest
-
-
 class KeepsOldStarts(History):
     def is_superseded(self, member: Member) -> bool:
         return False
@@ -74,14 +69,9 @@ class TrustsUnrecordedStarts(History):
         return member.start in recorded and super().is_superseded(member)
 
 
-class KeepsAllSteps(History):
-    def keeps_steps(self, cell: int, held: ModelId | None, base: ModelId | None) -> bool:
-        return True
-
-
 class ComparesNumbers(Holding):
-    def settle(self, standing: Record, history: History) -> Fate:
-        fate = super().settle(standing, history)
+    def settle(self, standing: Record) -> Fate:
+        fate = super().settle(standing)
         if fate is Fate.PUT_BACK and isinstance(standing, RoundRecord):
             self.model = ModelId(standing.run, standing.number, "0" * 32)
             return Fate.GAVE
@@ -91,8 +81,8 @@ class ComparesNumbers(Holding):
 class CountsAsGiven(Holding):
     """A cell that was behind goes on with its steps."""
 
-    def settle(self, standing: Record, history: History) -> Fate:
-        fate = super().settle(standing, history)
+    def settle(self, standing: Record) -> Fate:
+        fate = super().settle(standing)
         return Fate.GAVE if fate is Fate.TOOK_OVER else fate
 
 
@@ -123,9 +113,14 @@ def world_of(
     return Changed
 
 
+class BelievesTheListing(World):
+    def newest_for(self, history: History, members: object) -> int:
+        return history.newest
+
+
 class TakesLostContactForANo(World):
-    def hear_end(self, process: Process, attempt: RoundRecord, *, hears_no: bool) -> None:
-        process.holding.hear_no(attempt)
+    def hear_end(self, process: Process, *, hears_no: bool) -> None:
+        process.holding.doubt = None
 
 
 class JudgesByTheError(World):
@@ -143,7 +138,7 @@ class SavesTheDoubtfulModel(World):
         assert saved is not None
         if saved.doubt is not None:
             local = saved.local[saved.mark :]
-            self.disks[process.cell] = type(saved)(saved.start, saved.doubt.model, None, 0, local, saved.place)
+            self.disks[process.cell] = replace(saved, model=saved.doubt.model, doubt=None, mark=0, local=local)
 
 
 class SavesTheBaseOnly(World):
@@ -153,40 +148,37 @@ class SavesTheBaseOnly(World):
         super().save(process)
         saved = self.disks[process.cell]
         assert saved is not None
-        self.disks[process.cell] = type(saved)(
-            saved.start, saved.model, None, 0, saved.local[saved.mark :], saved.place
-        )
+        self.disks[process.cell] = replace(saved, doubt=None, mark=0, local=saved.local[saved.mark :])
 
 
 class TakesOverBeforeTheRound(World):
     """A cell that is behind takes the base over before the record stands, so that no record names it as a holder."""
 
     def take_base(self, process: Process, base: RoundRecord) -> None:
-        process.holding.model = base.model
-        process.local = []
-        process.place = base.places[process.cell]
+        if process.holding.model != base.model:
+            process.holding.model = base.model
+            process.drop_steps()
 
 
 class LosesStepsOfAVoid(World):
-    def keep_steps(self, process: Process, fate: Fate, attempt: RoundRecord) -> None:
-        super().keep_steps(process, fate, attempt)
+    def keep_steps(self, process: Process, fate: Fate) -> None:
+        super().keep_steps(process, fate)
         if fate is Fate.PUT_BACK:
             process.local = process.local[process.mark :]
 
 
 class CountsStepsTwice(World):
-    def keep_steps(self, process: Process, fate: Fate, attempt: RoundRecord) -> None:
+    def keep_steps(self, process: Process, fate: Fate) -> None:
         if fate is not Fate.GAVE:
-            super().keep_steps(process, fate, attempt)
+            super().keep_steps(process, fate)
 
 
-class StaysInItsData(World):
-    """A cell whose model is replaced goes on behind its own steps."""
+class KeepsReplacedSteps(World):
+    """A cell whose model is replaced goes on with its steps."""
 
-    def keep_steps(self, process: Process, fate: Fate, attempt: RoundRecord) -> None:
-        place = process.place
-        super().keep_steps(process, fate, attempt)
-        process.place = place
+    def keep_steps(self, process: Process, fate: Fate) -> None:
+        if fate is not Fate.TOOK_OVER:
+            super().keep_steps(process, fate)
 
 
 class PublishesByTheLowest(World):
@@ -199,10 +191,10 @@ WITHOUT = {
     "waits for absent holders": (world_of(history=GoesOnWithWhoIsHere), "b"),
     "forgetting ends with a later record": (world_of(history=ForgetsForEver), "b"),
     "only the newest start counts": (world_of(history=BelievesAnyStart), "b"),
-    "a number that a member has seen exists": (world_of(history=BelievesTheListing), "abcd"),
+    "a number that a member has seen exists": (BelievesTheListing, "abcd"),
     "an older start stops": (world_of(history=KeepsOldStarts), "abcd"),
     "a start that others have overtaken stops": (world_of(history=TrustsUnrecordedStarts), "abcd"),
-    "steps that are in a later round are dropped": (world_of(history=KeepsAllSteps), "d"),
+    "steps of a model that was replaced are dropped": (KeepsReplacedSteps, "d"),
     "a model is known by its id": (world_of(holding=ComparesNumbers), "ad"),
     "who was behind drops its steps": (world_of(holding=CountsAsGiven), "d"),
     "a record is never overwritten": (world_of(journal=Overwrites), "abcd"),
@@ -214,7 +206,6 @@ WITHOUT = {
     "a cell holds only what it took part in": (TakesOverBeforeTheRound, "b"),
     "steps of a void are put back": (LosesStepsOfAVoid, "d"),
     "steps of a round are dropped": (CountsStepsTwice, "d"),
-    "a cell continues at the record's place": (StaysInItsData, "d"),
     "a member that reaches the journal publishes": (PublishesByTheLowest, "c"),
 }
 
@@ -296,16 +287,13 @@ def test_finished_cells_that_return_do_not_fork_the_run() -> None:
     Cell 0 goes on with the newcomer 4, and cell 1 with 2 and 3. By a majority of the cells of the last round both would
     be right: one is half of those that have not finished, the other more than half of all.
     """
-    first = next_round(0, (0, 1, 2, 3), places=(0,) * 5)
+    first = next_round(0, (0, 1, 2, 3), federation=5)
     starts = (Start(2, "c" * 32, first.model), Start(3, "d" * 32, first.model), Start(4, f"{4:032x}", None))
     history = history_of(first, StartRecord(RUN, 1, "e" * 32, starts))
     members = [[member(0, first), member(4)], [member(1, first), member(2, first), member(3, first)]]
     decisions = [history.choose_base(side) for side in members]
     assert decisions == [Continue(first)] * 2  # both may try, but there is one number
-    attempts = [
-        history.attempt(first, side, weights=dict.fromkeys(range(5), 1), places=dict.fromkeys(range(5), 1), cells=5)
-        for side in members
-    ]
+    attempts = [attempt_after(history, first, side, dict.fromkeys(range(5), 1), federation=5) for side in members]
     assert [attempt.number for attempt in attempts] == [2, 2]
     history.add(attempts[:1])
     assert history.choose_base(members[1]) == Wait(attempts[0], (0, 4))
@@ -342,28 +330,28 @@ def test_cells_begin_anew_once_all_models_are_lost() -> None:
     history = history_of(first, StartRecord(RUN, 1, "e" * 32, starts))
     here = [member(0, start="c" * 32), member(1, start="d" * 32)]
     assert history.choose_base(here) == Continue(None)
-    attempt = history.attempt(None, here, weights={0: 3, 1: 4}, places={0: 3, 1: 4}, cells=3)
-    assert (attempt.cells, attempt.weights, attempt.places, attempt.base) == ((0, 1), (3, 0), (3, 0, 0), None)
+    attempt = attempt_after(history, None, here, {0: 3, 1: 4})
+    assert (attempt.cells, attempt.weights, attempt.federation, attempt.base) == ((0, 1), (3, 0), 3, None)
 
 
-def test_a_cell_that_was_behind_takes_over_or_moves_its_steps() -> None:
-    first = next_round(0, (0, 1), places=(2, 2, 0))
-    second = next_round(1, (0,), first, places=(4, 2, 0))
+def test_a_cell_that_was_behind_takes_over() -> None:
+    first = next_round(0, (0, 1))
+    second = next_round(1, (0,), first)
     history = history_of(first, second)
     here = [member(0, second), member(1, first)]
-    attempt = history.attempt(second, here, weights={0: 2, 1: 2}, places={0: 6, 1: 4}, cells=3)
-    assert (attempt.weights, attempt.places) == ((2, 0), (6, 2, 0))
+    attempt = attempt_after(history, second, here, {0: 2, 1: 2})
+    assert attempt.weights == (2, 0)
     fates = []
     for cell, held in ((0, second), (1, first), (2, None)):
         holding = Holding(cell, None if held is None else held.model)
         holding.say_yes(attempt)
-        fates.append(holding.settle(attempt, history))
+        fates.append(holding.settle(attempt))
         assert holding.model == attempt.model and holding.doubt is None and holding.seen == 2
-    assert fates == [Fate.GAVE, Fate.MOVED, Fate.TOOK_OVER]
+    assert fates == [Fate.GAVE, Fate.TOOK_OVER, Fate.TOOK_OVER]
     holding.say_yes(attempt)
-    assert holding.settle(void_of(attempt), history) is Fate.PUT_BACK
+    assert holding.settle(void_of(attempt)) is Fate.PUT_BACK
     with pytest.raises(ValueError, match="cell 2 has no doubt"):
-        holding.settle(attempt, history)
+        holding.settle(attempt)
 
 
 def test_a_journal_is_refused_by_a_cell_that_holds_what_it_lacks() -> None:
@@ -385,7 +373,7 @@ def test_records_that_do_not_follow_are_refused() -> None:
         replace(next_round(1, (0,), first), lineage="0" * 16),
         replace(next_round(1, (0,), first), round=3),
         replace(next_round(1, (0,), first), base=ModelId(RUN, 0, "b" * 32)),
-        next_round(1, (0,), first, places=(0, 0)),
+        next_round(1, (0,), first, federation=2),
     ]
     for record in wrong:
         with pytest.raises(CheckpointError, match="does not follow"):

@@ -41,7 +41,7 @@ class Journal:
 
     def add_round(self, *cells: int, base: RoundRecord | None = None, left: tuple[int, ...] = ()) -> RoundRecord:
         number = self.history.newest + 1
-        made = next_round(number, cells, base, places=(0,) * self.cells, left=left, run=RUN)
+        made = next_round(number, cells, base, federation=self.cells, left=left, run=RUN)
         self.add(made)
         return made
 
@@ -102,13 +102,13 @@ def test_a_cell_that_is_behind_takes_over_and_gives_nothing() -> None:
     run = Journal()
     first = run.add_round(0, 1, 2)
     second = run.add_round(1, 2, base=first)
-    late = run.record(0, first, total_weight=90.0, place=9)
-    here = [run.record(cell, second, total_weight=70.0, place=5) for cell in (1, 2)]
+    late = run.record(0, first, total_weight=90.0)
+    here = [run.record(cell, second, total_weight=70.0) for cell in (1, 2)]
     epoch = run.meet(late, *here)
     assert (epoch.first, epoch.behind, epoch.base, epoch.refusal) == (1, {0}, second, "")
     assert epoch.total_weight == 70.0  # and not what led to the model that is given up
     attempt = epoch.attempt((4.0, 1.0, 1.0))
-    assert (attempt.weights, attempt.places) == ((0.0, 1.0, 1.0), (0, 5, 5))
+    assert attempt.weights == (0.0, 1.0, 1.0)
     fates = [Holding(member.cell, member.held).take(attempt) for member in epoch.members]
     assert fates == [Fate.TOOK_OVER, Fate.GAVE, Fate.GAVE]
 
@@ -195,7 +195,7 @@ def test_a_group_is_kept_by_just_its_members() -> None:
 def test_records_travel_as_text_and_must_go_together() -> None:
     run = Journal()
     first = run.add_round(0, 1, 2)
-    told = run.record(1, first, gone=(2,), group="5.17/2", place=7, told='{"a": 1}')
+    told = run.record(1, first, gone=(2,), group="5.17/2", told='{"a": 1}')
     assert CellRecord.from_plain(told.to_plain()) == told
     alone = run.record(1)
     assert CellRecord.from_plain(alone.to_plain()) == alone

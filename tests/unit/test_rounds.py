@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import nn
 from xffl.aggregation.algorithms.every_steps import EverySteps
 from xffl.aggregation.config import RoundArguments, RoundConfig
 from xffl.aggregation.engine.decision.consensus import RoundBroken, RoundInput
-from xffl.aggregation.federated_scaling import FederatedScaling
+from xffl.aggregation.federated_scaling import Countdown, FederatedScaling
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.aggregation.rounds import elastic
 from xffl.aggregation.rounds.choose import choose_rounds
@@ -268,6 +269,27 @@ def test_outcomes_say_what_this_cell_did() -> None:
     assert parts(report_of(1, is_skipped=True)) == (Skipped, Part.NEITHER, False)
     assert outcome_of(report_of(1, is_last=True), taken, 0, is_absent=False).is_last
     assert isinstance(ElasticRoundReport(**vars(report_of(1))), RoundReport)
+
+
+def test_schedules_and_clients_see_only_rounds_to_which_cells_gave_something() -> None:
+    assert {kind: (kind.has_values, kind.is_written) for kind in (Averaged, HandedOver, Empty, Skipped)} == {
+        Averaged: (True, True),
+        HandedOver: (False, True),  # the model is another one, of which a client takes note, but no mean of variates
+        Empty: (False, False),
+        Skipped: (True, False),  # all have told how long their steps take
+    }
+    scheduled: list[RoundReport | None] = []
+
+    class Noting(EverySteps):
+        def steps(self, rounds: int, cell: int, report: RoundReport | None) -> int:
+            scheduled.append(report)
+            return 1
+
+    countdown = Countdown(Noting(1), 0, is_endless=False)
+    for weights in ((1.0, 1.0), (0.0, 0.0)):
+        countdown.load({"since": 0, "target": 1, "report": asdict(report_of(2, weights))})
+        countdown.restart(2)
+    assert scheduled == [report_of(2), None]
 
 
 def test_hooks_that_cannot_be_called_and_what_are_no_hooks_are_refused_by_name() -> None:

@@ -289,8 +289,8 @@ class FederatedScaling:
             outcome = self._rounds.join(self._offer)
         # A model that is handed over may be this cell's, with its steps.
         has_lost_steps = isinstance(outcome, Averaged) and any(map(self._offer.is_waiting, outcome.taken_over))
-        if self._config.client is not None:
-            self._config.client.after_round(is_dropped=has_lost_steps)
+        if self._config.client is not None and outcome.is_written:
+            self._config.client.after_round(is_dropped=has_lost_steps or not outcome.has_values)
         if outcome.taken_over:
             self._forget_steps(outcome.taken_over)
         self._countdown.restart(self._rounds.rounds)
@@ -502,7 +502,8 @@ class FederatedScaling:
             taken = outcome.taken
             if report is None or taken is None:
                 continue
-            self._countdown.report = report
+            if outcome.has_values:
+                self._countdown.report = report
             if outcome.counts:
                 self._ledger.tracker.commit(taken)
             else:
@@ -511,9 +512,10 @@ class FederatedScaling:
                 self._forget_steps(outcome.taken_over)
             if not self._config.delay:
                 self._countdown.restart(self._rounds.rounds)
-            if outcome.counts and self._observers:
+            if outcome.is_written and self._observers:
                 has_lost_steps = bool(outcome.taken_over) and taken.has_steps
-                self._tell_observers(is_dropped=has_lost_steps or self._cell in report.dropped)
+                is_left_out = self._cell in report.dropped or not outcome.has_values
+                self._tell_observers(is_dropped=has_lost_steps or is_left_out)
             if self._on_round is not None and any(report.weights):
                 self._on_round(report)
         return is_last
@@ -557,7 +559,7 @@ class Countdown:
         self.target = 0
         """Local steps between the last round and the next one."""
         self.report: RoundReport | None = None
-        """What the last round did, by which a schedule may go."""
+        """What the last round did to which cells gave something, by which a schedule may go."""
 
     @property
     def steps_left(self) -> int:
@@ -587,4 +589,5 @@ class Countdown:
         self.target = sys.maxsize if self._is_endless else int(state["target"])
         report = state["report"]
         kind = ElasticRoundReport if report is not None and "membership" in report else RoundReport
-        self.report = None if report is None else kind(**report)
+        # States of before have the report of a round to which no cell gave anything, too.
+        self.report = None if report is None or not any(report["weights"]) else kind(**report)

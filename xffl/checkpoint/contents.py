@@ -493,7 +493,7 @@ def select_rank_state(
         )
     saved, here = _layout(record.cells, record), _layout(topology.sizes, topology)
     if wanted and saved != here:
-        raise CheckpointError(
+        raise ConfigError(
             f"checkpoint {folder} was saved by {saved}, this run is {here}: what each rank keeps for itself, "
             f"{sorted(wanted)}, fits that layout only; start in it, or give reset={sorted(wanted)} (a trainer's "
             "experiment.reset: true) to leave these as they are"

@@ -104,7 +104,8 @@ def load_checkpoint(
     :param reset: Names of own state that are left as they are, whatever the checkpoint holds of them; ``*`` for all.
     :param local: Names of trained tensors, such as ``model/head.weight``, that may differ between the saved cells.
     :return: The values.
-    :raises ConfigError: if an argument is invalid, or the ranks were given different ones.
+    :raises ConfigError: if an argument is invalid, or the ranks were given different ones, or what each rank keeps for
+        itself was saved in another layout.
     :raises StateError: if the state does not fit torch.distributed.
     :raises CheckpointError: if the checkpoint cannot be trusted or does not fit; the same on all ranks.
     """

@@ -17,7 +17,7 @@ from xffl.cli.main import command_parser
 from xffl.cli.terminal import new_table, print_table
 from xffl.cluster import run_token
 from xffl.cluster.lighthouse import address as lighthouse_address
-from xffl.errors import ConfigError, StateError, XfflError
+from xffl.errors import ConfigError, StateError, XfflError, public_name
 from xffl.topology import cells_text
 
 if TYPE_CHECKING:
@@ -66,8 +66,7 @@ def run(options: Namespace) -> int:
     if options.forget is not None:
         if options.watch is not None or options.json:
             raise ConfigError("--forget writes a record and shows nothing; leave --watch and --json out")
-        print(visible(journal.forget(integer("--forget", options.forget, 0))))
-        return 0
+        return _forget(journal, integer("--forget", options.forget, 0))
     if options.watch is not None:
         number("--watch", options.watch, 0.1, below=1e6, hint="in seconds")
     first = _look(options.url, journal)
@@ -78,6 +77,18 @@ def run(options: Namespace) -> int:
 
         with Live(auto_refresh=False) as live:
             _follow(options, journal, first, lambda *told: live.update(_draw_look(*told), refresh=True))
+    return 0
+
+
+def _forget(journal: _JournalReader, cell: int) -> int:
+    """Have the journal forget a cell, and tell what follows; 1 where the same command may succeed later."""
+    from xffl.journal.records import JournalUnreachable
+
+    try:
+        print(visible(journal.forget(cell)))
+    except (JournalUnreachable, StateError) as error:
+        print(visible(f"xffl: {public_name(error)}: {error}"), file=sys.stderr)
+        return 1
     return 0
 
 
@@ -152,7 +163,7 @@ class _JournalReader:
 
         journal = self._read(_FORGET_S)
         if not self._history.has_cell(cell):
-            return f"no record of the journal {self._place} has a cell {cell}: there is nothing to forget"
+            raise ConfigError(f"no record of the journal {self._place} has a cell {cell}: there is nothing to forget")
         record = forget_of(self._history, cell)
         standing = journal.put(record)
         if standing.id != record.id:

@@ -38,7 +38,7 @@ from xffl.cluster.runtimes import Runtime
 from xffl.costs import EXCHANGE_FORMAT, format_refusal
 from xffl.errors import ConfigError
 from xffl.journal.records import MOST_CELLS, MOST_RECORDS, ModelId, RoundRecord, make_id, read_held, read_id
-from xffl.journal.rule import History, Member, Wait, attempt_of, largest_told
+from xffl.journal.rule import History, Member, Wait, attempt_of, is_behind, largest_told
 from xffl.json_text import parse_json
 from xffl.reading import Fields
 from xffl.topology import cells_text
@@ -59,7 +59,6 @@ LONGEST_TOLD = 1 << 18
 """The most characters of the JSON text that a cell's program passes to the other cells."""
 _LONGEST_NAME = 300
 _MOST_RANKS = 1 << 24
-_MOST_STEPS = 1 << 62
 _LIFE = re.compile(r"([0-9]{1,9})\.[0-9a-f]{1,64}")
 
 
@@ -75,7 +74,6 @@ class CellRecord:
     held: ModelId | None = None  # the agreed model that it holds; None: it has only its own start
     seen: int = -1  # the largest number of a record that it knows of
     round: int = 0  # rounds that lead to its model
-    place: int = 0  # how far in its data the steps in its model are, once those that it has made are taken
     gone: tuple[int, ...] = ()  # absent cells that do not answer it, or for which it has waited
     restarts: int = 0  # number of earlier starts of its job
     ranks: int = 1
@@ -121,7 +119,6 @@ class CellRecord:
             held=read_held(given, "held"),
             seen=given.integer("seen", -1, MOST_RECORDS),
             round=given.integer("round", 0, MOST_RECORDS),
-            place=given.integer("place", 0, _MOST_STEPS),
             gone=tuple(given.list_of("gone", cells, Fields.integer, 0, cells - 1)),
             restarts=given.integer("restarts"),
             ranks=ranks,
@@ -258,8 +255,7 @@ class Epoch:
             base=self.base,
             members=[member.member for member in self.members],
             weights=dict(zip(self.cells, weights, strict=True)),
-            places={member.cell: member.place for member in self.members},
-            cells=self.members[0].cells,
+            federation=self.members[0].cells,
             left={*self.left, *(member.cell for member in self.members if member.is_finished)},
         )
 
@@ -287,13 +283,14 @@ def form_epoch(records: Iterable[CellRecord], created: int, history: History, *,
     starts = history.unrecorded(asked)
     chosen = history.choose_base(asked)
     base = chosen.round if isinstance(chosen, Wait) else chosen.base
-    if base is not None and members and len(base.places) != members[0].cells:
+    if base is not None and members and base.federation != members[0].cells:
         raise ConfigError(
-            f"the journal is that of a run of {len(base.places)} cells, and the cells here are of {members[0].cells}; "
+            f"the journal is that of a run of {base.federation} cells, and the cells here are of {members[0].cells}; "
             "give each run a journal of its own"
         )
-    holders = [member.cell for member in members if base is not None and member.held == base.model]
-    first = min(holders, default=min((member.cell for member in members), default=0))
+    model = None if base is None else base.model
+    lowest = min((member.cell for member in members), default=0)
+    behind = {member.cell for member in members if is_behind(member.cell, member.held, model, lowest=lowest)}
     groups = {member.group for member in members}
     epoch = Epoch(
         created=created,
@@ -301,8 +298,8 @@ def form_epoch(records: Iterable[CellRecord], created: int, history: History, *,
         run=history.run,
         number=history.newest + 1,
         base=base,
-        first=first,
-        behind=frozenset(member.cell for member in members if member.cell not in (holders or [first])),
+        first=min((member.cell for member in members if member.cell not in behind), default=lowest),
+        behind=frozenset(behind),
         keeps_group=len(groups) == 1 and members[0].group.endswith(f"/{len(members)}"),
         strangers=strangers,
     )

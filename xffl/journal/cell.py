@@ -12,14 +12,21 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from xffl.errors import ConfigError
-from xffl.journal.records import Journal, JournalUnreachable, ModelId, Record, RoundRecord, VoidRecord, make_id
-from xffl.journal.rule import History, Holding, Member, void_of
+from xffl.journal.records import (
+    PATIENCE_S,
+    Journal,
+    JournalUnreachable,
+    ModelId,
+    Record,
+    RoundRecord,
+    VoidRecord,
+    make_id,
+)
+from xffl.journal.rule import History, Holding, Member, largest_told, void_of
 
-__all__ = ["PATIENCE_S", "CellJournal"]
+__all__ = ["CellJournal"]
 
 READ_AGAIN_S = 0.1
-PATIENCE_S = 60.0
-"""How long to read again for a record that another cell has seen"""
 LEAST_PUT_S = 0.5
 PUTS = 10
 """An attempt that is not published after so many times a usual put is given up: else a slow publisher always loses."""
@@ -119,7 +126,7 @@ class CellJournal:
     def read_for(self, members: Iterable[Member]) -> None:
         """Read all that the members of a meeting have seen, so that they may decide."""
         self.read_new()
-        self.read_to(self.history.largest_seen(members))
+        self.read_to(largest_told(members))
 
     # Publishing -------------------------------------------------------------------------------------------------------
 

@@ -40,7 +40,6 @@ from xffl.journal.records import (
 
 __all__ = ["JournalFolder", "hold_folder"]
 
-_NAME = re.compile(r"([0-9]{9})\.json")
 _TEMPORARY = re.compile(r"\.([0-9]{9}\.json|check)\.[0-9a-f]{32}")
 _LOCK = ".lock"
 _READ_AGAIN_S = 0.05
@@ -178,15 +177,6 @@ class JournalFolder:
         """Flush the folder, in which all records before a number exist."""
         sync(self.path)
         self._flushed = max(self._flushed, end)
-
-    def list_newest(self) -> int:
-        """Return the largest number in a listing of the folder, which may be old; -1 if there is none."""
-        try:
-            with os.scandir(self.path) as entries:
-                names = [_NAME.fullmatch(entry.name) for entry in entries]
-                return max((int(name[1]) for name in names if name is not None), default=-1)
-        except OSError as error:
-            raise JournalUnreachable(f"the journal {self.path} cannot be listed ({error})") from error
 
     def _place(self, number: int) -> Path:
         return self.path / f"{number:09d}.json"

@@ -14,8 +14,8 @@ from pathlib import Path
 from xffl.cluster.lighthouse.address import parse_lighthouse, read_address
 from xffl.errors import LaunchError
 from xffl.journal.folder import JournalFolder
-from xffl.journal.records import Journal
-from xffl.journal.service import PATIENCE_S, RemoteJournal
+from xffl.journal.records import PATIENCE_S, Journal
+from xffl.journal.service import RemoteJournal
 
 __all__ = [
     "JOURNAL_FOLDER_VARIABLE",

@@ -3,8 +3,8 @@
 A journal has at most one record for each number. There are four kinds:
 
 round
-    The cells in it agreed on a model. The record names the model that the round started from (its base), what each cell
-    contributed, and the place in its data that each cell's steps in the model have reached.
+    The cells in it agreed on a model. The record names the model that the round started from (its base), and what each
+    cell contributed.
 void
     The number was given up: a cell that did not know how its attempt had ended published this in its place.
 start
@@ -34,8 +34,10 @@ __all__ = [
     "LONGEST_RECORD",
     "MOST_CELLS",
     "MOST_RECORDS",
+    "PATIENCE_S",
     "ForgetRecord",
     "Journal",
+    "JournalUnproven",
     "JournalUnreachable",
     "ModelId",
     "Record",
@@ -58,7 +60,11 @@ MOST_CELLS = 1 << 12
 """The most cells of a federation that a journal records"""
 MOST_RECORDS = 10**9
 """One more than the largest number of a record, so that numbers have nine digits"""
-_FORMAT = 1
+PATIENCE_S = 60.0
+"""How long a journal is asked, or read again for a record that another cell has seen"""
+_FORMAT = 2
+_FORMAT_WITH_PLACES = 1
+"""Round records of this one have a list of zeros, one for each cell, in place of the number of cells."""
 _ID = re.compile(r"[0-9a-f]{16,64}")
 _MOST_DEPTH = 4
 
@@ -88,19 +94,13 @@ class RoundRecord:
     lineage: str  # see next_lineage()
     cells: tuple[int, ...]  # that took part, ascending; from this record on they hold its model
     weights: tuple[float, ...]  # what each of them contributed; 0 for a cell that was behind
-    places: tuple[int, ...]  # by cell of the federation: how far in its data the steps are that the model holds
+    federation: int  # number of cells of the federation, present or not
     left: tuple[int, ...] = ()  # cells that have finished the run
 
     @property
     def model(self) -> ModelId:
         """Return the name of the model that the round makes."""
         return ModelId(self.run, self.number, self.id)
-
-    def is_behind(self, cell: int, held: ModelId | None) -> bool:
-        """Tell whether a cell of this round that holds a model did not start from the base."""
-        if self.base is None:
-            return cell != self.cells[0]
-        return held != self.base
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,10 @@ Record: TypeAlias = RoundRecord | VoidRecord | StartRecord | ForgetRecord
 
 class JournalUnreachable(RoundError):
     """A journal could not be asked, or did not answer: whether what was put stands there is not known."""
+
+
+class JournalUnproven(JournalUnreachable):
+    """Whoever answers does not know the run's token, or has heard another one."""
 
 
 class Journal(Protocol):
@@ -205,7 +209,7 @@ def record_text(record: Record) -> str:
             "lineage": record.lineage,
             "cells": record.cells,
             "weights": record.weights,
-            "places": record.places,
+            "federation": record.federation,
             "left": record.left,
         }
     elif isinstance(record, StartRecord):
@@ -237,16 +241,21 @@ def read_record(text: str | bytes, what: str) -> Record:
     except ValueError as error:
         raise CheckpointError(f"{what} is no record of a run's journal: {error}") from error
     given = Fields(value, what, error=CheckpointError, hint="run one version of xffl in all cells")
-    given.integer("format", _FORMAT, _FORMAT)
+    number_of_format = given.integer("format", _FORMAT_WITH_PLACES, _FORMAT)
     kind = given.choice("kind", [RoundRecord.kind, VoidRecord.kind, StartRecord.kind, ForgetRecord.kind])
     run = read_id(given, "run")
     number = given.integer("number", 0, MOST_RECORDS - 1)
     attempt = read_id(given, "id")
     record: Record
     if kind == RoundRecord.kind:
-        _refuse_others(given, "round", "base", "lineage", "cells", "weights", "places", "left")
-        places = given.list_of("places", MOST_CELLS, Fields.integer)
-        cells = _read_cells(given, "cells", len(places))
+        if number_of_format == _FORMAT_WITH_PLACES:
+            size = "places"
+            federation = len(given.list_of(size, MOST_CELLS, Fields.integer))
+        else:
+            size = "federation"
+            federation = given.integer(size, 1, MOST_CELLS)
+        _refuse_others(given, "round", "base", "lineage", "cells", "weights", size, "left")
+        cells = _read_cells(given, "cells", federation)
         record = RoundRecord(
             run=run,
             number=number,
@@ -256,8 +265,8 @@ def read_record(text: str | bytes, what: str) -> Record:
             lineage=read_id(given, "lineage"),
             cells=cells,
             weights=tuple(given.list_of("weights", len(cells), Fields.number, 0)),
-            places=tuple(places),
-            left=_read_cells(given, "left", len(places)),
+            federation=federation,
+            left=_read_cells(given, "left", federation),
         )
         if not cells or len(record.weights) != len(cells):
             given.fail(f"{given.place('weights')} has {len(record.weights)} items for {len(cells)} cells")

@@ -24,9 +24,13 @@ cell that is not forgotten holds w, or ever will.
    newest in the journal; it stops when it reads that, and saves nothing.
 3. A cell that started again after w holds what its newest start says, by the same argument.
 
-**Why no step counts twice.** A record has the place in its data that each cell's steps have reached in its model.
-A cell continues from there when it takes a model over, unless its steps since its own model are in no later round
-(:meth:`History.keeps_steps`); and it drops the steps of an attempt if and only if its record stands.
+**Why no step counts twice.** Claim: a cell has no step that the model it holds has already.
+
+1. It drops the steps that it gave to an attempt if and only if the record of that stands, so exactly when it holds a
+   model that has them.
+2. When another model takes the place of its own, it drops all of its steps, also those of which no round knows.
+3. A checkpoint has a model and steps made on it. If a later round has these, the cell does not hold that round's model:
+   it is behind, and drops them when it takes that over.
 
 **Why it makes progress.** Who holds the newest model waits for nobody. A doubt ends as soon as any cell here reaches
 the journal. A wait names cells, and ends when they come, start again without the model, or are forgotten.
@@ -60,6 +64,7 @@ __all__ = [
     "Wait",
     "attempt_of",
     "forget_of",
+    "is_behind",
     "largest_told",
     "void_of",
 ]
@@ -95,8 +100,7 @@ class Fate(Enum):
     """What becomes of the steps that a cell has made, once an attempt to make a round has ended."""
 
     GAVE = "gave"  # those sent are in the model; those made since the yes continue from it
-    TOOK_OVER = "took over"  # the model was replaced: all are dropped, and the record's place in the data applies
-    MOVED = "moved"  # the model was replaced by a later one of the same chain, and they apply to it as well
+    TOOK_OVER = "took over"  # the model was replaced: all are dropped
     PUT_BACK = "put back"  # no round: they apply to the model that the cell holds
 
 
@@ -147,7 +151,7 @@ class History:
     def _check_base(self, record: RoundRecord) -> None:
         base = None if record.base is None else self.round_of(record.base)
         is_known = (base is None) == (record.base is None)
-        is_alike = base is None or len(base.places) == len(record.places)
+        is_alike = base is None or base.federation == record.federation
         is_next = record.round == _next_round(base) and record.lineage == next_lineage(base, record.id)
         if not (is_known and is_alike and is_next):
             raise CheckpointError(f"record {record.number} of run {record.run} does not follow from its base")
@@ -173,12 +177,6 @@ class History:
     def rounds(self) -> Iterator[RoundRecord]:
         """Yield the rounds, the newest first."""
         return (record for record in reversed(self._records) if isinstance(record, RoundRecord))
-
-    def chain(self, record: RoundRecord | None) -> Iterator[RoundRecord]:
-        """Yield the rounds that lead to a model, itself first."""
-        while record is not None:
-            yield record
-            record = self.round_of(record.base)
 
     # Who may continue -------------------------------------------------------------------------------------------------
 
@@ -224,13 +222,6 @@ class History:
     def _is_forgotten(self, cell: int, number: int) -> bool:
         later = self._records[number + 1 :]
         return any(isinstance(record, ForgetRecord) and record.cell == cell for record in later)
-
-    def largest_seen(self, members: Iterable[Member]) -> int:
-        """Return the number up to which records must be read before the members may decide.
-
-        A listing of the journal may be old: each member's word that a record exists counts as well.
-        """
-        return max(self.newest, largest_told(members))
 
     # Starts -----------------------------------------------------------------------------------------------------------
 
@@ -280,49 +271,6 @@ class History:
         attempt = make_id()
         return StartRecord(self.run or attempt, self.newest + 1, attempt, starts)
 
-    # A round ----------------------------------------------------------------------------------------------------------
-
-    def attempt(
-        self,
-        base: RoundRecord | None,
-        members: Sequence[Member],
-        *,
-        weights: Mapping[int, float],
-        places: Mapping[int, int],
-        cells: int,
-        left: Iterable[int] = (),
-    ) -> RoundRecord:
-        """Return an attempt of the members to make the next round.
-
-        :param base: What :meth:`choose_base` has chosen.
-        :param members: The cells that take part.
-        :param weights: By cell, what it would contribute.
-        :param places: By cell, how far in its data its steps are.
-        :param cells: Number of cells of the federation.
-        :param left: Cells that have finished the run once the round is taken.
-        :return: The record of the round, to be published once all members have said yes.
-        """
-        name = make_id()
-        return attempt_of(
-            run=self.run or name,
-            number=self.newest + 1,
-            name=name,
-            base=base,
-            members=members,
-            weights=weights,
-            places=places,
-            cells=cells,
-            left=left,
-        )
-
-    def keeps_steps(self, cell: int, held: ModelId | None, base: ModelId | None) -> bool:
-        """Tell whether the steps that a cell has made on its model apply to a later base, and none of them is in it."""
-        own = self.round_of(held)
-        later = self.round_of(base)
-        if own is None or later is None or own not in self.chain(later):
-            return False
-        return later.places[cell] == own.places[cell]
-
 
 @dataclass
 class Holding:
@@ -337,24 +285,14 @@ class Holding:
         """Note that this cell is about to say yes to an attempt: from now on it may become a round."""
         self.doubt = attempt
 
-    def hear_no(self, attempt: RoundRecord) -> Fate:
-        """Note that a cell of the attempt has said no, so that nobody will publish it.
-
-        Lost contact is no such word.
-        """
-        if self.doubt == attempt:
-            self.doubt = None
-        return Fate.PUT_BACK
-
     def note_seen(self, number: int) -> None:
         """Note that a record with this number stands."""
         self.seen = max(self.seen, number)
 
-    def settle(self, standing: Record, history: History | None = None) -> Fate:
+    def settle(self, standing: Record) -> Fate:
         """End the doubt by the record that stands under the number of its attempt.
 
         :param standing: The record, as the journal has answered.
-        :param history: All records below it, or more. Without it no steps are moved to another model.
         :return: What becomes of the steps that this cell has made.
         """
         attempt = self.doubt
@@ -366,10 +304,8 @@ class Holding:
             return Fate.PUT_BACK
         held = self.model
         self.model = attempt.model
-        if not attempt.is_behind(self.cell, held):
-            return Fate.GAVE
-        is_moved = history is not None and history.keeps_steps(self.cell, held, attempt.base)
-        return Fate.MOVED if is_moved else Fate.TOOK_OVER
+        has_taken_over = is_behind(self.cell, held, attempt.base, lowest=attempt.cells[0])
+        return Fate.TOOK_OVER if has_taken_over else Fate.GAVE
 
     def take(self, attempt: RoundRecord) -> Fate:
         """Note that the record of an attempt stands, and return what becomes of the steps that this cell has made."""
@@ -378,9 +314,24 @@ class Holding:
 
 
 def largest_told(members: Iterable[Member]) -> int:
-    """Return the largest number of a record that any member knows of, the same for all who have heard them."""
+    """Return the largest number of a record that any member knows of, the same for all who have heard them.
+
+    All records up to it must be read before the members decide: a listing of the journal may be old.
+    """
     known = [max(member.seen, -1 if member.held is None else member.held.number) for member in members]
     return max(known, default=-1)
+
+
+def is_behind(cell: int, held: ModelId | None, base: ModelId | None, *, lowest: int) -> bool:
+    """Tell whether a cell of a round does not start from the round's base.
+
+    :param cell: The cell.
+    :param held: The model that it holds.
+    :param base: The base; without one the round starts from what the lowest cell has.
+    :param lowest: The lowest cell of the round.
+    :return: Whether it takes the round's model over, and gives nothing.
+    """
+    return cell != lowest if base is None else held != base
 
 
 def attempt_of(
@@ -391,9 +342,8 @@ def attempt_of(
     base: RoundRecord | None,
     members: Sequence[Member],
     weights: Mapping[int, float],
-    places: Mapping[int, int],
-    cells: int,
-    left: Iterable[int],
+    federation: int,
+    left: Iterable[int] = (),
 ) -> RoundRecord:
     """Return the attempt of some members to make a round.
 
@@ -403,29 +353,23 @@ def attempt_of(
     :param base: What :meth:`History.choose_base` has chosen.
     :param members: The cells that take part.
     :param weights: By cell, what it would contribute.
-    :param places: By cell, how far in its data its steps are.
-    :param cells: Number of cells of the federation.
+    :param federation: Number of cells of the federation.
     :param left: Cells that have finished the run once the round is taken.
     :return: The record of the round, to be published once all members have said yes.
     """
-    first = min(member.cell for member in members)
-    giving = {
-        member.cell for member in members if (member.cell == first if base is None else member.held == base.model)
-    }
-    reached = [0] * cells if base is None else list(base.places)
-    for cell in giving:
-        reached[cell] = places[cell]
+    model = None if base is None else base.model
     numbers = sorted(member.cell for member in members)
+    behind = {member.cell for member in members if is_behind(member.cell, member.held, model, lowest=numbers[0])}
     return RoundRecord(
         run=run,
         number=number,
         id=name,
         round=_next_round(base),
-        base=None if base is None else base.model,
+        base=model,
         lineage=next_lineage(base, name),
         cells=tuple(numbers),
-        weights=tuple(weights[cell] if cell in giving else 0.0 for cell in numbers),
-        places=tuple(reached),
+        weights=tuple(0.0 if cell in behind else weights[cell] for cell in numbers),
+        federation=federation,
         left=tuple(sorted(left)),
     )
 

@@ -40,6 +40,8 @@ from xffl.journal.folder import JournalFolder, hold_folder
 from xffl.journal.records import (
     LONGEST_RECORD,
     MOST_RECORDS,
+    PATIENCE_S,
+    JournalUnproven,
     JournalUnreachable,
     Record,
     read_record,
@@ -48,7 +50,7 @@ from xffl.journal.records import (
 from xffl.json_text import parse_json
 from xffl.reading import Fields
 
-__all__ = ["PATIENCE_S", "JournalService", "RemoteJournal"]
+__all__ = ["JournalService", "RemoteJournal"]
 
 PUT, READ = "/put", "/read"
 NONCE, PROOF = "X-Xffl-Nonce", "X-Xffl-Proof"
@@ -60,8 +62,6 @@ SILENT_S = 10.0
 """How long either side waits for the next bytes of the other"""
 REQUEST_S = 30.0
 """How long the service reads one request; its answer has SILENT_S of its own"""
-PATIENCE_S = 60.0
-"""How long a client asks, all its tries together, by default"""
 QUIET_S = 5.0
 """How long a client asks in vain before it says so"""
 FIRST_PAUSE_S = 0.05
@@ -232,10 +232,6 @@ class _Handler(BaseHTTPRequestHandler):
         """Say nothing of single requests."""
 
 
-class _Unproven(JournalUnreachable):
-    """An answer that the run's token does not prove."""
-
-
 class RemoteJournal:
     """The journal of a :class:`JournalService`, as a cell sees it.
 
@@ -267,7 +263,7 @@ class RemoteJournal:
 
         :param number: Number of the first record to return.
         :return: The records: none if there is no record of that number.
-        :raises JournalUnreachable: if the service does not answer.
+        :raises JournalUnreachable: if the service does not answer; JournalUnproven if it does, but with another token.
         """
         return self._ask(READ, json.dumps({"from": number}).encode())
 
@@ -284,7 +280,8 @@ class RemoteJournal:
             except (OSError, http.client.HTTPException, JournalUnreachable, CheckpointError) as error:
                 now = time.monotonic()
                 if now + pause_s > begun + self._patience_s:
-                    raise JournalUnreachable(self._describe(error)) from error
+                    kind = JournalUnproven if isinstance(error, JournalUnproven) else JournalUnreachable
+                    raise kind(self._describe(error)) from error
                 if now > begun + QUIET_S and not has_said:
                     has_said = True
                     rest_s = begun + self._patience_s - now
@@ -296,7 +293,7 @@ class RemoteJournal:
     def _describe(self, error: Exception) -> str:
         """Return in words why there is no answer, and what to do."""
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-        if isinstance(error, _Unproven):
+        if isinstance(error, JournalUnproven):
             return (
                 f"the journal {self._url} has another token, or it is no journal ({reason}); set XFFL_TOKEN_FILE or "
                 "XFFL_TOKEN to this run's token, and see that xffl lighthouse --journal has printed this address"
@@ -322,7 +319,7 @@ class RemoteJournal:
         told = answer[:300].decode(errors="replace").strip()
         wanted = _proof(self._token, str(response.status), nonce, answer)
         if not hmac.compare_digest((response.headers.get(PROOF) or "").encode(), wanted.encode()):
-            raise _Unproven(f"its answer is not signed with this run's token: {told}")
+            raise JournalUnproven(f"its answer is not signed with this run's token: {told}")
         if response.status == HTTPStatus.BAD_REQUEST:
             raise ConfigError(f"the journal {self._url} refuses a request: {told}")
         if response.status != HTTPStatus.OK:

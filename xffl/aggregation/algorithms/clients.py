@@ -25,8 +25,8 @@ class Client(ABC):
 
     Every rank has an instance. All calls are local; tensors that the cells exchange travel in the round, as
     :attr:`extra`. Between two rounds ``before_step`` and ``after_step`` are called for each step of each optimizer,
-    then ``before_round``, and ``after_round`` only if the round was committed. After a round that was rejected or
-    skipped, more steps and another ``before_round`` follow.
+    then ``before_round``, and ``after_round`` only if the round has changed the model. After a round that was rejected
+    or skipped, or to which no cell gave anything, more steps and another ``before_round`` follow.
 
     The ranks compare clients as text, so ``str`` must name the options.
     """
@@ -68,7 +68,8 @@ class Client(ABC):
         """Read the result of the round, which the model and :attr:`extra` hold now.
 
         :param is_dropped: Whether this cell was left out of the round: for values that are not finite, or because the
-            model that it took over has replaced steps of its own.
+            model that it took over has replaced steps of its own. Also where one cell of an elastic federation has only
+            handed its model over: then :attr:`extra` holds no mean.
         """
 
     @abstractmethod

@@ -1,7 +1,8 @@
 """Schedules of rounds: how many local steps each cell makes until the next one.
 
-A schedule is computed from what all ranks know: the number of rounds so far and the report of the last round. So cells
-need not communicate to agree on the next round, and may make different numbers of steps between the same two rounds.
+A schedule is computed from what all ranks know: the number of rounds so far and the report of the last round to which
+cells gave something. So cells need not communicate to agree on the next round, and may make different numbers of steps
+between the same two rounds.
 """
 
 from __future__ import annotations

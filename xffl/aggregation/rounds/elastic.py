@@ -72,7 +72,7 @@ class ElasticRounds(AveragingRounds[ElasticAggregator]):
         self._state.activity.note_round()  # a cell that comes and goes may be in none, which is no mistake
         self.needs_join = True
 
-    def join(self, offer: RoundOffer) -> Averaged | HandedOver:
+    def join(self, offer: RoundOffer) -> Averaged | HandedOver | Empty:
         """Take over the model of the cells that are there, or give them this one's; collective over the cell.
 
         Waits for the other cells' next round.
@@ -89,7 +89,7 @@ class ElasticRounds(AveragingRounds[ElasticAggregator]):
         parts = self._parts_taken_over()
         if report is not None and any(report.weights):
             return Averaged(None, parts=parts)
-        return HandedOver(None, parts=parts)
+        return HandedOver(None, parts=parts) if parts else Empty(None)
 
     def round(self, offer: RoundOffer) -> Iterator[Outcome]:
         """Make a round with the cells that are there, again until one is taken; collective over the cell.

@@ -9,7 +9,7 @@ from xffl.aggregation.config import RoundConfig, aggregator_options
 from xffl.aggregation.federations.hierarchical import Levels
 from xffl.aggregation.rounds.averaging import AveragingRounds
 from xffl.aggregation.rounds.delayed import StartedRound
-from xffl.aggregation.rounds.offer import Empty, HandedOver, Outcome, RoundOffer, outcome_of
+from xffl.aggregation.rounds.offer import Empty, Outcome, RoundOffer, outcome_of
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import XfflError
 
@@ -58,9 +58,9 @@ class NetworkRounds(AveragingRounds[Aggregator | Levels]):
                 self._aggregator.load_state_dict(saved)
         self.discard()
 
-    def join(self, offer: RoundOffer) -> HandedOver:
+    def join(self, offer: RoundOffer) -> Empty:
         """Do nothing: all cells have begun with the same model."""
-        return HandedOver(None)
+        return Empty(None)
 
     def round(self, offer: RoundOffer) -> tuple[Outcome, ...]:
         """Make a round, and return what became of it; collective over the world."""

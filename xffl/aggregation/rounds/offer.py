@@ -169,6 +169,10 @@ class Ended:
 
     counts: ClassVar[bool] = True
     """Whether the round counts, and the steps that it has taken are in the model."""
+    is_written: ClassVar[bool] = True
+    """Whether the model holds other values now, so that clients have to look at it."""
+    has_values: ClassVar[bool] = True
+    """Whether cells gave values, and told of their steps: what schedules and clients go by."""
 
     report: RoundReport | None
     taken: Snapshot | None = None
@@ -192,15 +196,21 @@ class Averaged(Ended):
 class HandedOver(Ended):
     """No cell had anything to give, and the model of one has replaced that of others."""
 
+    has_values = False
+
 
 class Empty(Ended):
     """No cell had anything to give, so nothing moved; without a report all have finished, and there was no round."""
+
+    is_written = False
+    has_values = False
 
 
 class Skipped(Ended):
     """The cells were so close to each other that nothing moved; the round does not count, and the steps wait on."""
 
     counts = False
+    is_written = False
 
 
 Outcome = Averaged | HandedOver | Empty | Skipped

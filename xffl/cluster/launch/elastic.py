@@ -45,7 +45,7 @@ _PAUSE_S = 1.0  # before a cell, or the lighthouse, is started again
 _LOOK_S = 1.0  # between two looks into the file that names the lighthouse of cells in several jobs
 _SILENCE_S = 10.0  # after so long without an answer from a lighthouse in another job, this job runs one
 _ANSWER_S = 1.0
-_FORGET_TRIES = 5  # each loses only if another record comes at the same moment
+_FORGET_TRIES = 5  # each loses only if another record comes at the same moment, or the journal is away
 # An address of no host (RFC 5737): where its name does not tell this host's own, the way there does.
 _FAR = "198.51.100.1"
 _FOLDER = "xffl-cells-"
@@ -270,10 +270,10 @@ class _Cell:
         )
 
     def _poll_forgetting(self) -> None:
-        """See whether the journal has forgotten this cell; if another record was faster, try again."""
+        """See whether the journal has forgotten this cell; try again if another record was faster, or it is away."""
         if self._forgetting is not None and (code := self._forgetting.poll()) is not None:
             self._forgetting = None
-            if code != ExitCode.OK and self._forget_tries < _FORGET_TRIES:
+            if code not in (ExitCode.OK, ExitCode.REFUSED) and self._forget_tries < _FORGET_TRIES:
                 self._forget()
 
     def _stop_forgetting(self) -> None:

@@ -15,8 +15,9 @@ from xffl.distributed.distributed_state import DistributedState, set_lone_cell
 from xffl.distributed.failures.faults import arm as arm_fault
 from xffl.distributed.parameters import ElasticParameters
 from xffl.errors import ConfigError
-from xffl.journal.cell import PATIENCE_S, CellJournal
+from xffl.journal.cell import CellJournal
 from xffl.journal.place import derive_journal, open_journal, read_journal_variable
+from xffl.journal.records import PATIENCE_S, JournalUnproven
 
 __all__ = ["LoneCell", "read_lone_cell"]
 
@@ -63,7 +64,10 @@ class LoneCell:
             if place is not None and state.rank == 0:
                 # The other ranks wait in a collective meanwhile, and in later ones for several such questions.
                 patience_s = min(PATIENCE_S, state.timeouts.session_s * PATIENT_PART)
-                return CellJournal(open_journal(place, token, patience_s), self.cell, patience_s=patience_s)
+                try:
+                    return CellJournal(open_journal(place, token, patience_s), self.cell, patience_s=patience_s)
+                except JournalUnproven as error:  # another start of this job would have the same token
+                    raise ConfigError(str(error)) from error
         return None
 
 
