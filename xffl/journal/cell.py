@@ -95,7 +95,15 @@ class CellJournal:
     def as_member(self) -> Member:
         """Return what the cell tells the others at a meeting, once its doubt has ended."""
         holding = self.holding
-        return Member(holding.cell, self.start, self.since, held=holding.model, seen=holding.seen)
+        is_lost = self.history.is_lost(holding.model)
+        return Member(
+            cell=holding.cell,
+            start=self.start,
+            since=self.since,
+            held=None if is_lost else holding.model,
+            seen=holding.seen,
+            lost=holding.model if is_lost else None,
+        )
 
     # Reading ----------------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,10 @@ have lost it: a later record forgets the cell, or a later start of its job holds
 wait for, the model is lost, and the same question is asked of the round before; if all are lost, the run begins anew
 from the start of the lowest cell here.
 
+**A lost journal.** A journal that begins with a recover record takes the place of one that was lost. It makes no round
+before all cells of the federation have come, or are forgotten, and the newest model that one of them holds by the lost
+journal is recorded as its first round. Models of the lost journal that are older are given up.
+
 **A round.** The cells here have read every record below a number, nobody has read one under it, and each says yes to
 the attempt to make it a round. Then one of them publishes it. It is taken if and only if its record stands. A cell
 whose contact is lost after its yes is in doubt. It trains no further; it publishes a void record under that number, and
@@ -47,6 +51,7 @@ from xffl.journal.records import (
     ForgetRecord,
     ModelId,
     Record,
+    RecoverRecord,
     RoundRecord,
     Start,
     StartRecord,
@@ -66,6 +71,7 @@ __all__ = [
     "forget_of",
     "is_behind",
     "largest_told",
+    "recover_record",
     "void_of",
 ]
 
@@ -79,6 +85,7 @@ class Member:
     since: int  # number of the newest record when its job started, before it loaded anything; -1 if there was none
     held: ModelId | None = None  # the model that it holds; None: it has only its own start
     seen: int = -1  # the largest number of a record that it knows of; -1 if none
+    lost: ModelId | None = None  # the model that it holds by a journal that was lost
 
 
 @dataclass(frozen=True)
@@ -105,11 +112,13 @@ class Fate(Enum):
 
 
 class History:
-    """The records of a run's journal that a cell has read: all of them, up to the newest that it knows."""
+    """The records of a run's journal that a cell has read, up to the newest that it knows."""
 
     def __init__(self) -> None:
         self._records: list[Record] = []
+        self._beginning: Record | None = None
         self._starts: list[StartRecord] = []
+        self._recovered: RoundRecord | None = None
 
     @property
     def newest(self) -> int:
@@ -119,7 +128,7 @@ class History:
     @property
     def run(self) -> str:
         """Return the id of the run: that of the journal's first record; empty if there is none."""
-        return self._records[0].id if self._records else ""
+        return "" if self._beginning is None else self._beginning.id
 
     def until(self, number: int) -> History:
         """Return the records up to a number, for cells that have to decide alike though some have read further."""
@@ -127,7 +136,10 @@ class History:
             return self
         history = History()
         history._records = self._records[: number + 1]
+        history._beginning = self._beginning if number >= 0 else None
         history._starts = [record for record in self._starts if record.number <= number]
+        if self._recovered is not None and self._recovered.number <= number:
+            history._recovered = self._recovered
         return history
 
     def add(self, records: Iterable[Record]) -> None:
@@ -144,11 +156,23 @@ class History:
                 )
             if isinstance(record, RoundRecord):
                 self._check_base(record)
+            if isinstance(record, RecoverRecord) and record.number > 0:
+                raise CheckpointError(
+                    f"record {record.number} of run {record.run} recovers a run, but is not the first"
+                )
+            if self._beginning is None:
+                self._beginning = record
             self._records.append(record)
             if isinstance(record, StartRecord):
                 self._starts.append(record)
+            if isinstance(record, RoundRecord) and record.recovered is not None:
+                self._recovered = record
 
     def _check_base(self, record: RoundRecord) -> None:
+        if record.recovered is not None:
+            if not self.is_recovered or record.base is not None or next(self.rounds(), None) is not None:
+                raise CheckpointError(f"record {record.number} of run {record.run} recovers no model here")
+            return
         base = None if record.base is None else self.round_of(record.base)
         is_known = (base is None) == (record.base is None)
         is_alike = base is None or base.federation == record.federation
@@ -163,15 +187,52 @@ class History:
         """Return the round that made a model; ``None`` if no record here did."""
         if model is None or model.run != self.run or model.number > self.newest:
             return None
-        record = self._records[model.number]
+        record = self[model.number]
         return record if isinstance(record, RoundRecord) and record.id == model.id else None
+
+    @property
+    def is_recovered(self) -> bool:
+        """Whether this journal takes the place of one that was lost."""
+        return isinstance(self._beginning, RecoverRecord)
+
+    def is_lost(self, model: ModelId | None) -> bool:
+        """Tell whether a model is one of the journal that was lost."""
+        return self.is_recovered and model is not None and model.run != self.run
+
+    def find_recovered(self, lost: ModelId | None) -> ModelId | None:
+        """Return what this journal calls a model of the lost journal; ``None`` if it was given up, or not recorded."""
+        first = self._recovered
+        return first.model if first is not None and first.recovered == lost else None
+
+    def recover(self, model: RoundRecord, holders: Iterable[int]) -> RoundRecord:
+        """Return the record by which the newest model of the lost journal becomes one of this, under the next number.
+
+        :param model: The round of the lost journal that made it.
+        :param holders: The cells that hold it.
+        :return: The record.
+        """
+        cells = tuple(sorted(holders))
+        return RoundRecord(
+            run=self.run,
+            number=self.newest + 1,
+            id=make_id(),
+            round=model.round,
+            base=None,
+            lineage=model.lineage,
+            cells=cells,
+            weights=(0.0,) * len(cells),
+            federation=model.federation,
+            left=model.left,
+            recovered=model.model,
+        )
 
     def check_holder(self, cell: int, held: ModelId | None) -> None:
         """Raise ConfigError if this is not the journal by which a cell holds its model."""
-        if held is not None and self.round_of(held) is None:
+        if held is not None and self.round_of(held) is None and not self.is_lost(held):
             raise ConfigError(
                 f"cell {cell} holds the model of record {held.number} of run {held.run}, which the journal of run "
-                f"{self.run or '(empty)'} does not have; give the cells the journal with which they have trained"
+                f"{self.run or '(empty)'} does not have; give the cells the journal with which they have trained, or "
+                "begin an empty one by xffl lighthouse --journal DIR --recover, if it is lost"
             )
 
     def rounds(self) -> Iterator[RoundRecord]:
@@ -198,7 +259,7 @@ class History:
 
     def may_hold(self, cell: int, record: RoundRecord) -> bool:
         """Tell whether a cell of a round may still hold its model."""
-        if self._is_forgotten(cell, record.number):
+        if self.is_forgotten(cell, record.number):
             return False
         # Only its newest start counts: an earlier one has ended, or stops when it reads of the newest.
         newest = self._find_start(cell, record.number)
@@ -219,7 +280,8 @@ class History:
         """Tell whether a cell has been started, or has taken part in a round."""
         return self._find_start(cell, -1) is not None or any(cell in record.cells for record in self.rounds())
 
-    def _is_forgotten(self, cell: int, number: int) -> bool:
+    def is_forgotten(self, cell: int, number: int) -> bool:
+        """Tell whether a record above a number forgets a cell."""
         later = self._records[number + 1 :]
         return any(isinstance(record, ForgetRecord) and record.cell == cell for record in later)
 
@@ -387,6 +449,12 @@ def void_of(attempt: RoundRecord) -> VoidRecord:
     name = make_id()
     is_first = attempt.number == 0  # the id of the first record is that of the run
     return VoidRecord(name if is_first else attempt.run, attempt.number, name)
+
+
+def recover_record() -> RecoverRecord:
+    """Return the first record of a journal that takes the place of a lost one."""
+    name = make_id()
+    return RecoverRecord(name, 0, name)
 
 
 def forget_of(history: History, cell: int) -> ForgetRecord:
