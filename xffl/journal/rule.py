@@ -112,9 +112,14 @@ class Fate(Enum):
 
 
 class History:
-    """The records of a run's journal that a cell has read, up to the newest that it knows."""
+    """The records of a run's journal that a cell has read, up to the newest that it knows.
+
+    It has all of them, or those that may still be needed (:meth:`pruned`).
+    """
 
     def __init__(self) -> None:
+        self.oldest = 0
+        """Number of the oldest record that is kept, with all that follow"""
         self._records: list[Record] = []
         self._beginning: Record | None = None
         self._starts: list[StartRecord] = []
@@ -123,7 +128,7 @@ class History:
     @property
     def newest(self) -> int:
         """Return the number of the newest record; -1 if there is none."""
-        return len(self._records) - 1
+        return self.oldest + len(self._records) - 1
 
     @property
     def run(self) -> str:
@@ -135,12 +140,55 @@ class History:
         if number >= self.newest:
             return self
         history = History()
-        history._records = self._records[: number + 1]
+        history.oldest = self.oldest
+        history._records = self._records[: max(0, number + 1 - self.oldest)]
         history._beginning = self._beginning if number >= 0 else None
         history._starts = [record for record in self._starts if record.number <= number]
         if self._recovered is not None and self._recovered.number <= number:
             history._recovered = self._recovered
         return history
+
+    def pruned(self) -> History:
+        """Return a copy without the records that decide nothing any more.
+
+        The newest record that names a cell says what it may hold: a round its model, a start what that held, a forget
+        nothing. No round older than all of these is asked for, unless a cell comes with an older checkpoint. Then the
+        journal has to be read again: if :attr:`oldest` is above what a cell holds, or what a record that follows names
+        (:meth:`has_models_of`).
+        """
+        history = History()
+        history.oldest = self._find_oldest_needed()
+        history._records = self._records[history.oldest - self.oldest :]
+        history._beginning = self._beginning
+        history._recovered = self._recovered
+        cells = {start.cell for record in self._starts for start in record.starts}
+        newest = [self._find_start(cell, -1) for cell in cells]
+        kept = {record.number for record, _ in filter(None, newest)}
+        history._starts = [
+            record for record in self._starts if record.number >= history.oldest or record.number in kept
+        ]
+        return history
+
+    def _find_oldest_needed(self) -> int:
+        """Return the number of the oldest round that a cell may hold, of those that are its newest."""
+        oldest = self.newest
+        known: set[int] = set()
+        for record in reversed(self._records):
+            for cell, number in _may_hold_by(record):
+                if cell not in known:
+                    known.add(cell)
+                    oldest = min(oldest, self.newest if number is None else number)
+        return max(oldest, self.oldest)
+
+    def has_models_of(self, records: Iterable[Record]) -> bool:
+        """Tell whether the models are kept that rounds which follow start from, and new starts of cells hold."""
+        named: list[ModelId | None] = []
+        for record in records:
+            if isinstance(record, RoundRecord):
+                named.append(record.base)
+            elif isinstance(record, StartRecord):
+                named += [start.held for start in record.starts]
+        return all(model is None or model.number >= self.oldest for model in named)
 
     def add(self, records: Iterable[Record]) -> None:
         """Append the records that follow, as read from the journal.
@@ -181,11 +229,11 @@ class History:
             raise CheckpointError(f"record {record.number} of run {record.run} does not follow from its base")
 
     def __getitem__(self, number: int) -> Record:
-        return self._records[number]
+        return self._records[number - self.oldest]
 
     def round_of(self, model: ModelId | None) -> RoundRecord | None:
         """Return the round that made a model; ``None`` if no record here did."""
-        if model is None or model.run != self.run or model.number > self.newest:
+        if model is None or model.run != self.run or not self.oldest <= model.number <= self.newest:
             return None
         record = self[model.number]
         return record if isinstance(record, RoundRecord) and record.id == model.id else None
@@ -236,7 +284,7 @@ class History:
             )
 
     def rounds(self) -> Iterator[RoundRecord]:
-        """Yield the rounds, the newest first."""
+        """Yield the rounds that are kept, the newest first."""
         return (record for record in reversed(self._records) if isinstance(record, RoundRecord))
 
     # Who may continue -------------------------------------------------------------------------------------------------
@@ -282,7 +330,7 @@ class History:
 
     def is_forgotten(self, cell: int, number: int) -> bool:
         """Tell whether a record above a number forgets a cell."""
-        later = self._records[number + 1 :]
+        later = self._records[max(0, number + 1 - self.oldest) :]
         return any(isinstance(record, ForgetRecord) and record.cell == cell for record in later)
 
     # Starts -----------------------------------------------------------------------------------------------------------
@@ -461,6 +509,17 @@ def forget_of(history: History, cell: int) -> ForgetRecord:
     """Return the record that forgets what a cell holds, to be published under the next number."""
     name = make_id()
     return ForgetRecord(history.run or name, history.newest + 1, name, cell)
+
+
+def _may_hold_by(record: Record) -> list[tuple[int, int | None]]:
+    """Return the cells that a record names, each with the number of the model that it may hold by it, if any."""
+    if isinstance(record, RoundRecord):
+        return [(cell, record.number) for cell in record.cells]
+    if isinstance(record, StartRecord):
+        return [(start.cell, None if start.held is None else start.held.number) for start in record.starts]
+    if isinstance(record, ForgetRecord):
+        return [(record.cell, None)]
+    return []
 
 
 def _start_of(cell: int, record: StartRecord) -> Start | None:
