@@ -9,7 +9,8 @@ delayed against each other, and the world advances one meeting, or lets somethin
 (b) no round starts from an older base while a cell that is not forgotten holds a newer model,
 (c) cells make a round once a holder of the newest model is here, or once all cells are here,
 (d) each step is at most once in a model, and was made on it or on one that led to it; and the steps of a cell whose
-    model was not replaced are all in the model that it holds, or wait for a round.
+    model was not replaced are all in the model that it holds, or wait for a round,
+(e) a history without what decides nothing any more gives the same answers as the whole one.
 
 Conditions are left out by subclasses: of the rule (``histories``, ``holdings``), of the journal (``journals``), or of
 the world itself, for what cells do with the rule's answers.
@@ -232,6 +233,31 @@ class World:
             if not is_own:
                 raise Broken(f"d: step {step} of round {record.number} was made on another model")
 
+    def check_pruned(self, history: History, told: list[Member]) -> None:
+        """Check that a history without the records of which nothing depends any more decides as the whole one."""
+        if self.histories is not History:
+            return  # the copy would follow the rule
+        at = self.chance.randint(0, history.newest) if history.newest >= 0 else -1
+        pruned = history.until(at).pruned()
+        new = [history[number] for number in range(at + 1, history.newest + 1)]
+        if not pruned.has_models_of(new):
+            self.counts["read again"] += 1
+            return
+        pruned.add(new)
+        if self.chance.random() < 0.5:
+            pruned = pruned.pruned()
+        if any(member.held is not None and member.held.number < pruned.oldest for member in told):
+            self.counts["read again"] += 1
+            return
+        self.counts["pruned"] += pruned.oldest
+        seen, starts = [
+            ([kept.is_superseded(member) for member in told], [kept.unrecorded(told)]) for kept in (history, pruned)
+        ]
+        if seen != starts:
+            raise Broken(f"e: by the pruned history {starts} are superseded or unrecorded, by the whole {seen}")
+        if not history.unrecorded(told) and history.choose_base(told) != pruned.choose_base(told):
+            raise Broken(f"e: {pruned.choose_base(told)} by the history from {pruned.oldest}")
+
     def chain(self, record: RoundRecord | None) -> Iterator[RoundRecord]:
         """Yield the rounds that lead to a model, itself first."""
         history = self.history()
@@ -399,6 +425,7 @@ class World:
                 self.stop(process)
                 return
         told = [process.as_member() for process in members]
+        self.check_pruned(history, told)
         if starts := history.unrecorded(told):
             if is_slow():
                 yield

@@ -11,6 +11,7 @@ from xffl.journal.records import (
     ForgetRecord,
     ModelId,
     Record,
+    RecoverRecord,
     RoundRecord,
     Start,
     StartRecord,
@@ -42,6 +43,8 @@ RECORDS: list[Record] = [
     VoidRecord(RUN, 0, RUN),
     StartRecord(RUN, 8, ID, (Start(0, "d" * 32, BASE), Start(3, "e" * 32, None))),
     ForgetRecord(RUN, MOST_RECORDS - 1, ID, 5),
+    RecoverRecord(RUN, 0, RUN),
+    replace(ROUND, base=None, recovered=ModelId("f" * 32, 57, "c" * 32)),
 ]
 
 

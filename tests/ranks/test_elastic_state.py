@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import time
 from contextlib import suppress
+from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -17,6 +19,9 @@ from xffl.aggregation.engine.decision.consensus import RoundBroken, RoundInput
 from xffl.aggregation.federations.elastic import ElasticAggregator
 from xffl.distributed import ElasticParameters
 from xffl.distributed.parameters import DeviceParameters
+from xffl.journal.folder import JournalFolder
+from xffl.journal.records import RoundRecord
+from xffl.journal.rule import recover_record
 
 
 def play(model: nn.Module, rounds: ElasticAggregator, cell: int, until: int) -> None:
@@ -93,3 +98,56 @@ def test_a_late_cell_takes_over_servers_of_fragments_that_different_stages_hold(
         early, late = told[stage], told[2 + stage]
         assert 4 <= min(late) < 25
         assert {number: early[number] for number in late} == late
+
+
+def with_a_new_journal(rank: int, world: int, url: str, ports: tuple[int, ...], journal: str) -> dict[str, object]:  # noqa: F811
+    """Train, lose the journal, be refused by an empty one, and go on with one that takes its place."""
+    be_launched(0, 1, ports[rank])
+    os.environ["XFFL_TOKEN"] = "the run's own token"
+    told: dict[str, object] = {}
+    elastic = ElasticParameters(lighthouse=url, journal=f"{journal}/first")
+    with xffl.session(cell=rank, cells=world, elastic=elastic, timeout_s=60) as state:
+        model = xffl.shard(nn.Linear(5, 3), state)
+        rounds = ElasticAggregator(model, state)
+        rounds.join()
+        play(model, rounds, rank, 3 if rank else 2)
+        saved = {name: one.clone() for name, one in model.state_dict().items()}, rounds.state_dict()
+        play(model, rounds, rank, 3)
+        if not rank:  # cell 0 has a checkpoint of the round before only
+            model.load_state_dict(saved[0])
+        rounds.close()
+    elastic = ElasticParameters(lighthouse=url, journal=f"{journal}/empty_{rank}")
+    with xffl.session(cell=rank, cells=world, elastic=elastic, timeout_s=60) as state:
+        rounds = ElasticAggregator(model, state)
+        rounds.load_state_dict(saved[1])
+        with pytest.raises(xffl.ConfigError) as refused:
+            rounds.join()
+        told["refused"] = str(refused.value)
+        rounds.close()
+    elastic = ElasticParameters(lighthouse=url, journal=f"{journal}/second")
+    with xffl.session(cell=rank, cells=world, elastic=elastic, timeout_s=60) as state:
+        rounds = ElasticAggregator(model, state)
+        rounds.load_state_dict(saved[1])
+        told["before"] = rounds.rounds
+        held = digest(model)
+        rounds.join()
+        told["joined"] = (rounds.rounds, digest(model) == held, digest(model))
+        play(model, rounds, rank, 6)
+        told["after"] = digest(model)
+        rounds.close()
+    return told
+
+
+def test_a_run_goes_on_with_a_journal_that_takes_the_place_of_a_lost_one(lighthouse: str, tmp_path: Path) -> None:  # noqa: F811
+    JournalFolder(tmp_path / "second").put(recover_record())
+    zero, one = run_world(2, with_a_new_journal, lighthouse, (free_port(), free_port()), str(tmp_path), init=False)
+    for cell, told in enumerate((zero, one)):
+        assert f"cell {cell} holds the model of record" in told["refused"] and "--recover" in told["refused"]
+    assert (zero["before"], one["before"]) == (2, 3)
+    assert (zero["joined"][1], one["joined"][1]) == (False, True)  # cell 0 takes the newer model over
+    assert zero["joined"][0] == one["joined"][0] == 4
+    assert zero["joined"][2] == one["joined"][2]
+    assert zero["after"] == one["after"]
+    records = JournalFolder(tmp_path / "second").read_from(0)
+    recovered = next(record for record in records if isinstance(record, RoundRecord))
+    assert (recovered.round, recovered.cells) == (3, (1,))

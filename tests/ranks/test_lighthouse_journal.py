@@ -17,7 +17,7 @@ from xffl.cli.main import main
 from xffl.cluster.launch.elastic import CellJob, launch_cells
 from xffl.journal.folder import JournalFolder
 from xffl.journal.place import derive_journal, open_journal
-from xffl.journal.records import ForgetRecord, Start, StartRecord, VoidRecord, make_id
+from xffl.journal.records import ForgetRecord, RecoverRecord, Start, StartRecord, VoidRecord, make_id
 from xffl.journal.service import JournalService
 
 needs_torchft = pytest.mark.skipif(find_spec("torchft") is None, reason="needs the extra elastic")
@@ -70,14 +70,32 @@ def test_a_folder_and_a_port_may_be_given_and_are_used_once(
 
 
 @needs_torchft
+def test_an_empty_journal_may_take_the_place_of_a_lost_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "journal"
+    words = ("--bind", f"127.0.0.1:{free_port()}", "--journal", str(folder), "--recover")
+    for _ in range(2):  # the second time it has begun already
+        with lighthouse(tmp_path, *words):
+            [record] = JournalFolder(folder).read_from(0)
+            assert isinstance(record, RecoverRecord)
+    name = make_id()
+    JournalFolder(tmp_path / "other").put(VoidRecord(name, 0, name))
+    monkeypatch.setenv("XFFL_TOKEN", TOKEN)
+    assert main(["lighthouse", *words[:2], "--journal", str(tmp_path / "other"), "--recover"]) == 2
+    assert f"has records of run {name}, and --recover is for one that is lost" in capsys.readouterr().err
+
+
+@needs_torchft
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (["--journal-port", "1"], "--journal-port 1 is for --journal"),
+        (["--recover"], "--recover is for --journal"),
         (["--journal", "http://10.0.0.1:1"], "give the folder that this host is to keep it in"),
         (["--journal", "--bind", "127.0.0.1:65535"], "the lighthouse has port 65535"),
     ],
-    ids=["port", "address", "last_port"],
+    ids=["port", "recover", "address", "last_port"],
 )
 def test_what_is_no_journal_of_a_lighthouse(
     words: list[str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -230,3 +230,23 @@ def test_an_attempt_is_given_up_after_many_times_a_put(opened: Callable[[], Jour
     assert cell.give_up_s == UNKNOWN_PUT_S
     make_round(cell)
     assert LEAST_PUT_S <= cell.give_up_s < UNKNOWN_PUT_S
+
+
+def test_records_that_decide_nothing_any_more_are_not_kept(
+    opened: Callable[[], Journal], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xffl.journal.cell.LEAST_PRUNED", 4)
+    zero, one = (CellJournal(opened(), cell) for cell in range(2))
+    models = []
+    for _ in range(12):
+        make_round(zero, one)
+        models.append(next(zero.history.rounds()).model)
+    assert zero.history.newest == 12 and zero.history.oldest > 3
+    whole = CellJournal(opened(), 2).history
+    assert zero.history.run == whole.run and [*zero.history.rounds()] == [*whole.rounds()][: 13 - zero.history.oldest]
+    # Cell 1 comes back with an older checkpoint than any that is kept: the journal is read again, and it is behind.
+    again = CellJournal(opened(), 1)
+    again.begin(models[0])
+    again.check()
+    assert make_round(zero, again) == [Fate.GAVE, Fate.TOOK_OVER]
+    assert zero.history.oldest == models[0].number

@@ -8,11 +8,12 @@ import pytest
 
 from tests.journal_records import next_round
 from xffl.elastic.roster import CellRecord, Epoch, form_epoch, least_cells
-from xffl.errors import ConfigError
+from xffl.errors import CheckpointError, ConfigError
 from xffl.journal.records import (
     ForgetRecord,
     ModelId,
     Record,
+    RecoverRecord,
     RoundRecord,
     Start,
     StartRecord,
@@ -236,3 +237,47 @@ def test_a_model_of_another_journal_is_no_base() -> None:
     other = ModelId("e" * 32, 1, "e" * 32)
     epoch = run.meet(*(replace(run.record(cell), held=other) for cell in range(3)))
     assert epoch.base is None  # a cell refuses to hold it before it meets others: see CellJournal.check()
+
+
+def test_a_journal_that_was_lost_goes_on_from_the_newest_model_that_a_cell_holds() -> None:
+    lost = ModelId("e" * 32, 41, "1" * 32)
+    newest = RoundRecord(
+        run=lost.run,
+        number=57,
+        id="2" * 32,
+        round=40,
+        base=lost,
+        lineage="3" * 16,
+        cells=(1, 2),
+        weights=(1.0, 1.0),
+        federation=CELLS,
+    )
+    run = Journal()
+    run.history = History()
+    run.add(RecoverRecord(RUN, 0, RUN))
+    run.add(StartRecord(RUN, 1, "4" * 32, tuple(Start(cell, start_of(cell), None) for cell in range(CELLS))))
+    older, holder = run.record(0, lost=lost, gone=(1, 2)), run.record(1, lost=newest.model, gone=(0, 2))
+    for here in ([older], [older, holder]):
+        epoch = run.meet(*here)
+        assert "the run's journal was lost, and cell" in epoch.refusal and epoch.recovering is None
+    with pytest.raises(ConfigError, match="the cells hold models of the runs"):
+        run.meet(older, replace(holder, lost=ModelId("9" * 32, 3, "9" * 32)))
+    run.add(ForgetRecord(RUN, 2, "5" * 32, 2))
+    older, holder = (replace(record, seen=2) for record in (older, holder))
+    epoch = run.meet(older, holder)
+    assert (epoch.recovering, epoch.refusal) == (newest.model, "the newest model of the lost journal is being recorded")
+    made = run.history.recover(newest, [1])
+    run.add(made)
+    epoch = run.meet(older, replace(holder, seen=3))
+    assert (epoch.base, epoch.first, epoch.behind, epoch.refusal) == (made, 1, {0}, "")
+    assert epoch.members[1].held == made.model
+    following = epoch.attempt((1.0, 1.0))
+    assert (following.round, following.weights) == (41, (0.0, 1.0))
+    run.add(following)
+    # Who comes with the recovered model later is behind, and is waited for no more.
+    epoch = run.meet(replace(run.record(0, following), seen=4), replace(run.record(2, lost=newest.model), gone=()))
+    assert epoch.behind == {2}
+    assert epoch.members[1].held == made.model
+    for wrong in (RecoverRecord(RUN, 5, "6" * 32), replace(made, number=5)):
+        with pytest.raises(CheckpointError, match="recovers"):
+            run.history.add([wrong])

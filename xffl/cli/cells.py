@@ -162,7 +162,7 @@ class _JournalReader:
         from xffl.journal.rule import forget_of
 
         journal = self._read(_FORGET_S)
-        if not self._history.has_cell(cell):
+        if not self._history.has_cell(cell) and not self._history.is_recovered:
             raise ConfigError(f"no record of the journal {self._place} has a cell {cell}: there is nothing to forget")
         record = forget_of(self._history, cell)
         standing = journal.put(record)
@@ -187,7 +187,7 @@ class _JournalReader:
 
 
 def _describe_record(record: Record) -> str:
-    from xffl.journal.records import ForgetRecord, RoundRecord, StartRecord
+    from xffl.journal.records import ForgetRecord, RecoverRecord, RoundRecord, StartRecord
 
     if isinstance(record, RoundRecord):
         return f"round {record.round} of {cells_text(record.cells)}"
@@ -195,6 +195,8 @@ def _describe_record(record: Record) -> str:
         return f"a start of {cells_text([start.cell for start in record.starts])}"
     if isinstance(record, ForgetRecord):
         return f"which forgets what cell {record.cell} holds"
+    if isinstance(record, RecoverRecord):
+        return "with which a journal begins that takes the place of a lost one"
     return "which gives up a round"
 
 

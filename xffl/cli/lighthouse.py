@@ -9,6 +9,7 @@ import signal
 import threading
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -18,6 +19,9 @@ from xffl.cluster import run_token
 from xffl.cluster.lighthouse import address as lighthouse_address
 from xffl.errors import ConfigError
 from xffl.extras import optional_import
+
+if TYPE_CHECKING:
+    from xffl.journal.folder import JournalFolder
 
 __all__ = ["build_parser", "run"]
 
@@ -57,6 +61,8 @@ def build_parser() -> ArgumentParser:
     parser.add_argument("--journal", type=str, nargs="?", const="", metavar="DIR", help=journal)
     port = "port of the journal; by default the one after that of the lighthouse, where cells look for it"
     parser.add_argument("--journal-port", type=int, metavar="PORT", help=port)
+    recover = "begin the journal anew after it was lost: cells go on from the newest model that one of them holds"
+    parser.add_argument("--recover", action="store_true", help=recover)
     return parser
 
 
@@ -68,6 +74,8 @@ def run(options: Namespace) -> int:
         times[f"{name}_ms"] = round(1000 * seconds)
     if options.journal_port is not None and options.journal is None:
         raise ConfigError(f"--journal-port {options.journal_port} is for --journal; give that as well, or leave it out")
+    if options.recover and options.journal is None:
+        raise ConfigError("--recover is for --journal; give that as well, or leave it out")
     if options.token_file is not None:
         run_token.make_token_file(Path(options.token_file))
     stopped = threading.Event()
@@ -103,9 +111,25 @@ def _serve_journal(options: Namespace, served: ExitStack, *, host: str, port: in
     folder = parse_journal("--journal", options.journal or f"{_JOURNALS}/{_name_journal(token, port)}")
     if folder.startswith("http"):
         raise ConfigError(f"--journal is {options.journal!r}; give the folder that this host is to keep it in")
-    service = JournalService(JournalFolder(Path(folder)), token, host.strip("[]"), at)
+    journal = JournalFolder(Path(folder))
+    service = JournalService(journal, token, host.strip("[]"), at)
     served.callback(service.close)
+    if options.recover:
+        _recover(journal)
     return f"{service.url}, in {folder}"
+
+
+def _recover(journal: JournalFolder) -> None:
+    """Begin a journal that takes the place of a lost one; it may have begun so before."""
+    from xffl.journal.records import RecoverRecord
+    from xffl.journal.rule import recover_record
+
+    standing = journal.put(recover_record())
+    if not isinstance(standing, RecoverRecord):
+        raise ConfigError(
+            f"the journal in {journal.path} has records of run {standing.run}, and --recover is for one that is lost; "
+            "leave it out to go on with these, or give an empty folder"
+        )
 
 
 def _name_journal(token: bytes, port: int) -> str:

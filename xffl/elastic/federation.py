@@ -227,7 +227,16 @@ class ElasticFederation:
         while True:
             epoch = self._ask(deadline, is_stopping, is_finished=is_finished, told=told)
             if epoch is not None and not epoch.refusal:
+                self._take_name(epoch)
                 return epoch
+
+    def _take_name(self, epoch: Epoch) -> None:
+        """Call a model of a lost journal as the epoch does, or hold none if it was given up; local, on all ranks."""
+        mine = next(member for member in epoch.members if member.cell == self.cell)
+        if mine.lost is not None:
+            self.holding.model = mine.held
+            is_base = epoch.base is not None and epoch.base.model == mine.held
+            self.record = epoch.base if is_base else None
 
     def _ask(self, deadline: float, is_stopping: Callable[[], bool] | None, **fields: Any) -> Epoch | None:
         """Let the leader request a meeting, and broadcast its result; ``None`` if there is none yet."""
@@ -332,6 +341,11 @@ class ElasticFederation:
             pause_s = SOON_S
             if self.cell == epoch.cells[0]:
                 journal.record_starts([member.member for member in epoch.members])
+        if epoch.recovering is not None:
+            pause_s = SOON_S
+            holders = [member.cell for member in epoch.members if member.lost == epoch.recovering]
+            if self.cell == min(holders) and self.record is not None:
+                journal.publish(journal.history.recover(self.record, holders))
         if epoch.missing:
             pause_s = SOON_S
             now = time.monotonic()
@@ -376,14 +390,16 @@ class ElasticFederation:
         journal = self._journal
         assert journal is not None, "the leader has it"
         topology = self._state.topology
+        member = journal.as_member()
         return CellRecord(
             cell=self.cell,
             cells=self.cells,
             life=self.life,
             start=journal.start,
             since=journal.since,
-            held=self.holding.model,
-            seen=self.holding.seen,
+            held=member.held,
+            seen=member.seen,
+            lost=member.lost,
             round=0 if self.record is None else self.record.round,
             gone=tuple(sorted(self._gone)),
             restarts=self._parameters.restarts,

@@ -73,6 +73,7 @@ class CellRecord:
     since: int = -1  # number of the newest record when its job started, before it loaded anything
     held: ModelId | None = None  # the agreed model that it holds; None: it has only its own start
     seen: int = -1  # the largest number of a record that it knows of
+    lost: ModelId | None = None  # the model that it holds by a journal that was lost
     round: int = 0  # rounds that lead to its model
     gone: tuple[int, ...] = ()  # absent cells that do not answer it, or for which it has waited
     restarts: int = 0  # number of earlier starts of its job
@@ -91,7 +92,7 @@ class CellRecord:
     @property
     def member(self) -> Member:
         """Return what the journal's rule asks of the cell."""
-        return Member(self.cell, self.start, self.since, held=self.held, seen=self.seen)
+        return Member(self.cell, self.start, self.since, held=self.held, seen=self.seen, lost=self.lost)
 
     def to_plain(self) -> dict[str, Any]:
         """Return the record as a mapping of numbers and texts."""
@@ -118,6 +119,7 @@ class CellRecord:
             since=given.integer("since", -1, MOST_RECORDS),
             held=read_held(given, "held"),
             seen=given.integer("seen", -1, MOST_RECORDS),
+            lost=read_held(given, "lost"),
             round=given.integer("round", 0, MOST_RECORDS),
             gone=tuple(given.list_of("gone", cells, Fields.integer, 0, cells - 1)),
             restarts=given.integer("restarts"),
@@ -196,6 +198,7 @@ class Epoch:
     keeps_group: bool  # whether all still have the same process group, with exactly these members
     refusal: str = ""  # why these cells must not make a round, so that they meet again; empty if they may
     has_new_starts: bool = False  # whether the reason is that starts have to be recorded
+    recovering: ModelId | None = None  # the model of a lost journal that has to be recorded, if that is the reason
     wait: Wait | None = None  # whom the cells wait for, if that is the reason
     missing: tuple[int, ...] = ()  # absent cells that may still come, if that is the reason
     strangers: tuple[CellRecord, ...] = ()  # cells that came with settings of another federation
@@ -278,6 +281,11 @@ def form_epoch(records: Iterable[CellRecord], created: int, history: History, *,
     """
     ordered = sorted(records, key=lambda record: (record.cell, record.life))
     history = history.until(largest_told(record.member for record in ordered))
+    # Cells that hold what the first round has recovered hold its model.
+    ordered = [
+        replace(record, held=history.find_recovered(record.lost)) if record.lost is not None else record
+        for record in ordered
+    ]
     members, strangers = _split([record for record in ordered if not history.is_superseded(record.member)])
     asked = [member.member for member in members]
     starts = history.unrecorded(asked)
@@ -309,7 +317,30 @@ def form_epoch(records: Iterable[CellRecord], created: int, history: History, *,
         return replace(epoch, refusal="the cells' starts are being recorded", has_new_starts=True)
     if isinstance(chosen, Wait):
         return replace(epoch, refusal=_wait_text(chosen), wait=chosen)
+    lost = [member.lost for member in members if member.lost is not None]
+    if lost and next(history.rounds(), None) is None:
+        return _recover(epoch, lost, history)
     return _with_enough(epoch, least)
+
+
+def _recover(epoch: Epoch, lost: Sequence[ModelId], history: History) -> Epoch:
+    """Return an epoch of cells that hold models of a lost journal, refused until the newest of them is recorded."""
+    runs = sorted({model.run for model in lost})
+    if len(runs) > 1:
+        raise ConfigError(
+            f"the cells hold models of the runs {', '.join(runs)}, so they had different journals; start those of one "
+            "run only with their checkpoints"
+        )
+    absent = [cell for cell in range(epoch.members[0].cells) if cell not in epoch.cells]
+    awaited = [cell for cell in absent if not history.is_forgotten(cell, 0)]
+    if awaited:
+        return replace(
+            epoch,
+            refusal=f"the run's journal was lost, and {cells_text(awaited)} may hold a newer model; start all cells, "
+            f"or give up what a cell holds by xffl cells --forget {awaited[0]}",
+        )
+    newest = max(lost, key=lambda model: model.number)
+    return replace(epoch, refusal="the newest model of the lost journal is being recorded", recovering=newest)
 
 
 def _with_enough(epoch: Epoch, least: int | None) -> Epoch:

@@ -34,6 +34,8 @@ UNKNOWN_PUT_S = 2.0
 """The same for a cell that has not published yet; it waits twice as long after each attempt that it has given up."""
 MOST_DOUBLINGS = 5
 _PUTS_KEPT = 20
+LEAST_PRUNED = 1000
+"""Records that a cell keeps at least before it looks which of them decide nothing any more."""
 
 
 class CellJournal:
@@ -54,6 +56,7 @@ class CellJournal:
         self._patience_s = patience_s
         self._puts: deque[float] = deque(maxlen=_PUTS_KEPT)
         self._voids = 0  # attempts in a row that were given up here
+        self._prune_at = LEAST_PRUNED
         self.read_new()
         self.since = self.history.newest
         """Number of the newest record before this start has loaded anything"""
@@ -83,6 +86,7 @@ class CellJournal:
         Its model may be of another journal, or a later start of the same cell may have taken its place.
         """
         if self.holding.model is not None and self.history.round_of(self.holding.model) is None:
+            self._keep_from(self.holding.model.number)
             self.read_new()
         self.history.check_holder(self.holding.cell, self.holding.model)
         successor = self.history.successor_of(self.as_member())
@@ -95,14 +99,25 @@ class CellJournal:
     def as_member(self) -> Member:
         """Return what the cell tells the others at a meeting, once its doubt has ended."""
         holding = self.holding
-        return Member(holding.cell, self.start, self.since, held=holding.model, seen=holding.seen)
+        is_lost = self.history.is_lost(holding.model)
+        return Member(
+            cell=holding.cell,
+            start=self.start,
+            since=self.since,
+            held=None if is_lost else holding.model,
+            seen=holding.seen,
+            lost=holding.model if is_lost else None,
+        )
 
     # Reading ----------------------------------------------------------------------------------------------------------
 
     def read_new(self) -> None:
         """Read the records that follow those that are known."""
         while records := self._journal.read_from(self.history.newest + 1):
-            self.history.add(records)
+            if self.history.has_models_of(records):
+                self.history.add(records)
+            else:
+                self.history = History()
         self.holding.note_seen(self.history.newest)
 
     def read_to(self, number: int) -> None:
@@ -125,8 +140,19 @@ class CellJournal:
 
     def read_for(self, members: Iterable[Member]) -> None:
         """Read all that the members of a meeting have seen, so that they may decide."""
+        members = list(members)
+        self._keep_from(min((member.held.number for member in members if member.held is not None), default=None))
         self.read_new()
         self.read_to(largest_told(members))
+        kept = self.history.newest - self.history.oldest + 1
+        if kept > self._prune_at:
+            self.history = self.history.pruned()
+            self._prune_at = max(LEAST_PRUNED, 2 * (self.history.newest - self.history.oldest + 1))
+
+    def _keep_from(self, number: int | None) -> None:
+        """Read the journal anew if an older record is asked for than those that are kept here."""
+        if number is not None and number < self.history.oldest:
+            self.history = History()
 
     # Publishing -------------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """The records of an elastic run's journal, and their text.
 
-A journal has at most one record for each number. There are four kinds:
+A journal has at most one record for each number. There are five kinds:
 
 round
     The cells in it agreed on a model. The record names the model that the round started from (its base), and what each
@@ -11,6 +11,9 @@ start
     Cells whose jobs were started, and the models that they hold.
 forget
     A cell lost what it held, so that nobody waits for it.
+recover
+    The first record of a journal that takes the place of a lost one. Cells may hold models of that; the first round
+    record names the newest of them, and makes it one of this journal.
 
 The text of a record is a JSON object. Others wrote it, so it is read strictly: unknown names, wrong types and values
 beyond their limits raise :class:`~xffl.errors.CheckpointError` with the place of the value.
@@ -41,6 +44,7 @@ __all__ = [
     "JournalUnreachable",
     "ModelId",
     "Record",
+    "RecoverRecord",
     "RoundRecord",
     "Start",
     "StartRecord",
@@ -65,6 +69,7 @@ PATIENCE_S = 60.0
 _FORMAT = 2
 _FORMAT_WITH_PLACES = 1
 """Round records of this one have a list of zeros, one for each cell, in place of the number of cells."""
+_KINDS = ("round", "void", "start", "forget", "recover")
 _ID = re.compile(r"[0-9a-f]{16,64}")
 _MOST_DEPTH = 4
 
@@ -96,6 +101,7 @@ class RoundRecord:
     weights: tuple[float, ...]  # what each of them contributed; 0 for a cell that was behind
     federation: int  # number of cells of the federation, present or not
     left: tuple[int, ...] = ()  # cells that have finished the run
+    recovered: ModelId | None = None  # the model of a lost journal that this one is, if it is one
 
     @property
     def model(self) -> ModelId:
@@ -144,7 +150,17 @@ class ForgetRecord:
     cell: int
 
 
-Record: TypeAlias = RoundRecord | VoidRecord | StartRecord | ForgetRecord
+@dataclass(frozen=True)
+class RecoverRecord:
+    """The beginning of a journal that takes the place of a lost one."""
+
+    kind: ClassVar[str] = "recover"
+    run: str
+    number: int  # 0
+    id: str
+
+
+Record: TypeAlias = RoundRecord | VoidRecord | StartRecord | ForgetRecord | RecoverRecord
 """Any record of a journal"""
 
 
@@ -211,6 +227,7 @@ def record_text(record: Record) -> str:
             "weights": record.weights,
             "federation": record.federation,
             "left": record.left,
+            "recovered": _model_plain(record.recovered),
         }
     elif isinstance(record, StartRecord):
         plain["starts"] = [
@@ -242,7 +259,7 @@ def read_record(text: str | bytes, what: str) -> Record:
         raise CheckpointError(f"{what} is no record of a run's journal: {error}") from error
     given = Fields(value, what, error=CheckpointError, hint="run one version of xffl in all cells")
     number_of_format = given.integer("format", _FORMAT_WITH_PLACES, _FORMAT)
-    kind = given.choice("kind", [RoundRecord.kind, VoidRecord.kind, StartRecord.kind, ForgetRecord.kind])
+    kind = given.choice("kind", _KINDS)
     run = read_id(given, "run")
     number = given.integer("number", 0, MOST_RECORDS - 1)
     attempt = read_id(given, "id")
@@ -254,7 +271,7 @@ def read_record(text: str | bytes, what: str) -> Record:
         else:
             size = "federation"
             federation = given.integer(size, 1, MOST_CELLS)
-        _refuse_others(given, "round", "base", "lineage", "cells", "weights", size, "left")
+        _refuse_others(given, "round", "base", "lineage", "cells", "weights", size, "left", "recovered")
         cells = _read_cells(given, "cells", federation)
         record = RoundRecord(
             run=run,
@@ -267,6 +284,7 @@ def read_record(text: str | bytes, what: str) -> Record:
             weights=tuple(given.list_of("weights", len(cells), Fields.number, 0)),
             federation=federation,
             left=_read_cells(given, "left", federation),
+            recovered=given.optional("recovered", _read_model),
         )
         if not cells or len(record.weights) != len(cells):
             given.fail(f"{given.place('weights')} has {len(record.weights)} items for {len(cells)} cells")
@@ -280,6 +298,9 @@ def read_record(text: str | bytes, what: str) -> Record:
     elif kind == ForgetRecord.kind:
         _refuse_others(given, "cell")
         record = ForgetRecord(run, number, attempt, given.integer("cell", 0, MOST_CELLS - 1))
+    elif kind == RecoverRecord.kind:
+        _refuse_others(given)
+        record = RecoverRecord(run, number, attempt)
     else:
         _refuse_others(given)
         record = VoidRecord(run, number, attempt)

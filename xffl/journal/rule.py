@@ -8,6 +8,10 @@ have lost it: a later record forgets the cell, or a later start of its job holds
 wait for, the model is lost, and the same question is asked of the round before; if all are lost, the run begins anew
 from the start of the lowest cell here.
 
+**A lost journal.** A journal that begins with a recover record takes the place of one that was lost. It makes no round
+before all cells of the federation have come, or are forgotten, and the newest model that one of them holds by the lost
+journal is recorded as its first round. Models of the lost journal that are older are given up.
+
 **A round.** The cells here have read every record below a number, nobody has read one under it, and each says yes to
 the attempt to make it a round. Then one of them publishes it. It is taken if and only if its record stands. A cell
 whose contact is lost after its yes is in doubt. It trains no further; it publishes a void record under that number, and
@@ -47,6 +51,7 @@ from xffl.journal.records import (
     ForgetRecord,
     ModelId,
     Record,
+    RecoverRecord,
     RoundRecord,
     Start,
     StartRecord,
@@ -66,6 +71,7 @@ __all__ = [
     "forget_of",
     "is_behind",
     "largest_told",
+    "recover_record",
     "void_of",
 ]
 
@@ -79,6 +85,7 @@ class Member:
     since: int  # number of the newest record when its job started, before it loaded anything; -1 if there was none
     held: ModelId | None = None  # the model that it holds; None: it has only its own start
     seen: int = -1  # the largest number of a record that it knows of; -1 if none
+    lost: ModelId | None = None  # the model that it holds by a journal that was lost
 
 
 @dataclass(frozen=True)
@@ -105,30 +112,83 @@ class Fate(Enum):
 
 
 class History:
-    """The records of a run's journal that a cell has read: all of them, up to the newest that it knows."""
+    """The records of a run's journal that a cell has read, up to the newest that it knows.
+
+    It has all of them, or those that may still be needed (:meth:`pruned`).
+    """
 
     def __init__(self) -> None:
+        self.oldest = 0
+        """Number of the oldest record that is kept, with all that follow"""
         self._records: list[Record] = []
+        self._beginning: Record | None = None
         self._starts: list[StartRecord] = []
+        self._recovered: RoundRecord | None = None
 
     @property
     def newest(self) -> int:
         """Return the number of the newest record; -1 if there is none."""
-        return len(self._records) - 1
+        return self.oldest + len(self._records) - 1
 
     @property
     def run(self) -> str:
         """Return the id of the run: that of the journal's first record; empty if there is none."""
-        return self._records[0].id if self._records else ""
+        return "" if self._beginning is None else self._beginning.id
 
     def until(self, number: int) -> History:
         """Return the records up to a number, for cells that have to decide alike though some have read further."""
         if number >= self.newest:
             return self
         history = History()
-        history._records = self._records[: number + 1]
+        history.oldest = self.oldest
+        history._records = self._records[: max(0, number + 1 - self.oldest)]
+        history._beginning = self._beginning if number >= 0 else None
         history._starts = [record for record in self._starts if record.number <= number]
+        if self._recovered is not None and self._recovered.number <= number:
+            history._recovered = self._recovered
         return history
+
+    def pruned(self) -> History:
+        """Return a copy without the records that decide nothing any more.
+
+        The newest record that names a cell says what it may hold: a round its model, a start what that held, a forget
+        nothing. No round older than all of these is asked for, unless a cell comes with an older checkpoint. Then the
+        journal has to be read again: if :attr:`oldest` is above what a cell holds, or what a record that follows names
+        (:meth:`has_models_of`).
+        """
+        history = History()
+        history.oldest = self._find_oldest_needed()
+        history._records = self._records[history.oldest - self.oldest :]
+        history._beginning = self._beginning
+        history._recovered = self._recovered
+        cells = {start.cell for record in self._starts for start in record.starts}
+        newest = [self._find_start(cell, -1) for cell in cells]
+        kept = {record.number for record, _ in filter(None, newest)}
+        history._starts = [
+            record for record in self._starts if record.number >= history.oldest or record.number in kept
+        ]
+        return history
+
+    def _find_oldest_needed(self) -> int:
+        """Return the number of the oldest round that a cell may hold, of those that are its newest."""
+        oldest = self.newest
+        known: set[int] = set()
+        for record in reversed(self._records):
+            for cell, number in _may_hold_by(record):
+                if cell not in known:
+                    known.add(cell)
+                    oldest = min(oldest, self.newest if number is None else number)
+        return max(oldest, self.oldest)
+
+    def has_models_of(self, records: Iterable[Record]) -> bool:
+        """Tell whether the models are kept that rounds which follow start from, and new starts of cells hold."""
+        named: list[ModelId | None] = []
+        for record in records:
+            if isinstance(record, RoundRecord):
+                named.append(record.base)
+            elif isinstance(record, StartRecord):
+                named += [start.held for start in record.starts]
+        return all(model is None or model.number >= self.oldest for model in named)
 
     def add(self, records: Iterable[Record]) -> None:
         """Append the records that follow, as read from the journal.
@@ -144,11 +204,23 @@ class History:
                 )
             if isinstance(record, RoundRecord):
                 self._check_base(record)
+            if isinstance(record, RecoverRecord) and record.number > 0:
+                raise CheckpointError(
+                    f"record {record.number} of run {record.run} recovers a run, but is not the first"
+                )
+            if self._beginning is None:
+                self._beginning = record
             self._records.append(record)
             if isinstance(record, StartRecord):
                 self._starts.append(record)
+            if isinstance(record, RoundRecord) and record.recovered is not None:
+                self._recovered = record
 
     def _check_base(self, record: RoundRecord) -> None:
+        if record.recovered is not None:
+            if not self.is_recovered or record.base is not None or next(self.rounds(), None) is not None:
+                raise CheckpointError(f"record {record.number} of run {record.run} recovers no model here")
+            return
         base = None if record.base is None else self.round_of(record.base)
         is_known = (base is None) == (record.base is None)
         is_alike = base is None or base.federation == record.federation
@@ -157,25 +229,62 @@ class History:
             raise CheckpointError(f"record {record.number} of run {record.run} does not follow from its base")
 
     def __getitem__(self, number: int) -> Record:
-        return self._records[number]
+        return self._records[number - self.oldest]
 
     def round_of(self, model: ModelId | None) -> RoundRecord | None:
         """Return the round that made a model; ``None`` if no record here did."""
-        if model is None or model.run != self.run or model.number > self.newest:
+        if model is None or model.run != self.run or not self.oldest <= model.number <= self.newest:
             return None
-        record = self._records[model.number]
+        record = self[model.number]
         return record if isinstance(record, RoundRecord) and record.id == model.id else None
+
+    @property
+    def is_recovered(self) -> bool:
+        """Whether this journal takes the place of one that was lost."""
+        return isinstance(self._beginning, RecoverRecord)
+
+    def is_lost(self, model: ModelId | None) -> bool:
+        """Tell whether a model is one of the journal that was lost."""
+        return self.is_recovered and model is not None and model.run != self.run
+
+    def find_recovered(self, lost: ModelId | None) -> ModelId | None:
+        """Return what this journal calls a model of the lost journal; ``None`` if it was given up, or not recorded."""
+        first = self._recovered
+        return first.model if first is not None and first.recovered == lost else None
+
+    def recover(self, model: RoundRecord, holders: Iterable[int]) -> RoundRecord:
+        """Return the record by which the newest model of the lost journal becomes one of this, under the next number.
+
+        :param model: The round of the lost journal that made it.
+        :param holders: The cells that hold it.
+        :return: The record.
+        """
+        cells = tuple(sorted(holders))
+        return RoundRecord(
+            run=self.run,
+            number=self.newest + 1,
+            id=make_id(),
+            round=model.round,
+            base=None,
+            lineage=model.lineage,
+            cells=cells,
+            weights=(0.0,) * len(cells),
+            federation=model.federation,
+            left=model.left,
+            recovered=model.model,
+        )
 
     def check_holder(self, cell: int, held: ModelId | None) -> None:
         """Raise ConfigError if this is not the journal by which a cell holds its model."""
-        if held is not None and self.round_of(held) is None:
+        if held is not None and self.round_of(held) is None and not self.is_lost(held):
             raise ConfigError(
                 f"cell {cell} holds the model of record {held.number} of run {held.run}, which the journal of run "
-                f"{self.run or '(empty)'} does not have; give the cells the journal with which they have trained"
+                f"{self.run or '(empty)'} does not have; give the cells the journal with which they have trained, or "
+                "begin an empty one by xffl lighthouse --journal DIR --recover, if it is lost"
             )
 
     def rounds(self) -> Iterator[RoundRecord]:
-        """Yield the rounds, the newest first."""
+        """Yield the rounds that are kept, the newest first."""
         return (record for record in reversed(self._records) if isinstance(record, RoundRecord))
 
     # Who may continue -------------------------------------------------------------------------------------------------
@@ -198,7 +307,7 @@ class History:
 
     def may_hold(self, cell: int, record: RoundRecord) -> bool:
         """Tell whether a cell of a round may still hold its model."""
-        if self._is_forgotten(cell, record.number):
+        if self.is_forgotten(cell, record.number):
             return False
         # Only its newest start counts: an earlier one has ended, or stops when it reads of the newest.
         newest = self._find_start(cell, record.number)
@@ -219,8 +328,9 @@ class History:
         """Tell whether a cell has been started, or has taken part in a round."""
         return self._find_start(cell, -1) is not None or any(cell in record.cells for record in self.rounds())
 
-    def _is_forgotten(self, cell: int, number: int) -> bool:
-        later = self._records[number + 1 :]
+    def is_forgotten(self, cell: int, number: int) -> bool:
+        """Tell whether a record above a number forgets a cell."""
+        later = self._records[max(0, number + 1 - self.oldest) :]
         return any(isinstance(record, ForgetRecord) and record.cell == cell for record in later)
 
     # Starts -----------------------------------------------------------------------------------------------------------
@@ -389,10 +499,27 @@ def void_of(attempt: RoundRecord) -> VoidRecord:
     return VoidRecord(name if is_first else attempt.run, attempt.number, name)
 
 
+def recover_record() -> RecoverRecord:
+    """Return the first record of a journal that takes the place of a lost one."""
+    name = make_id()
+    return RecoverRecord(name, 0, name)
+
+
 def forget_of(history: History, cell: int) -> ForgetRecord:
     """Return the record that forgets what a cell holds, to be published under the next number."""
     name = make_id()
     return ForgetRecord(history.run or name, history.newest + 1, name, cell)
+
+
+def _may_hold_by(record: Record) -> list[tuple[int, int | None]]:
+    """Return the cells that a record names, each with the number of the model that it may hold by it, if any."""
+    if isinstance(record, RoundRecord):
+        return [(cell, record.number) for cell in record.cells]
+    if isinstance(record, StartRecord):
+        return [(start.cell, None if start.held is None else start.held.number) for start in record.starts]
+    if isinstance(record, ForgetRecord):
+        return [(record.cell, None)]
+    return []
 
 
 def _start_of(cell: int, record: StartRecord) -> Start | None:
