@@ -377,6 +377,35 @@ def test_a_cell_that_has_waited_for_long_cuts_no_slower_one(journal: None) -> No
         assert sum(weights[one.cell] for weights in one.weights.values()) == one.steps
 
 
+def wait_for_each_other(rank: int, world: int, plan: Plan) -> Told:
+    with mock.patch.object(federation, "CELL_JOIN_TIMEOUT_S", 1.0):
+        return member(rank, world, plan)
+
+
+def test_cells_whose_steps_take_unlike_times_lose_no_round(journal: None, tmp_path: Path) -> None:
+    """Rounds of 0.8, 1.6 and 3.2 s: the lighthouse, and a cell that knows nothing of another, wait for 1 s each."""
+    server = start_lighthouse(0, join_s=1.0)
+    try:
+        url = f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
+        plan = Plan(
+            url,
+            (1, 1, 1),
+            tuple(free_port() for _ in range(3)),
+            folder=str(tmp_path / "ranks"),
+            rounds=4,
+            step_s=0.4,
+            pauses={1: 0.4, 2: 1.2},
+        )
+        os.mkdir(plan.folder)
+        told = run_world(3, wait_for_each_other, plan, init=False, timeout_s=100)
+    finally:
+        server.shutdown()
+    check_alike(told)
+    for one in told:
+        assert one.weights == dict.fromkeys(range(2, 5), (2.0, 2.0, 2.0))
+        assert one.steps == 6
+
+
 def test_a_late_cell_takes_all_of_it_from_another_one_where_the_giving_cell_is_lost(lighthouse: str) -> None:
     told = run(
         lighthouse,

@@ -35,6 +35,7 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.failures.faults import inject, is_planned
 from xffl.distributed.failures.faulty_group import FaultyGroup
 from xffl.distributed.startup.stores import serve_store
+from xffl.elastic.arrivals import Arrivals, may_still_come
 from xffl.elastic.lighthouse import Lighthouse, Meeting
 from xffl.elastic.roster import (
     CellRecord,
@@ -75,6 +76,8 @@ REFUSED_S = 0.5
 """Seconds until cells meet again that must not make a round yet."""
 SOON_S = 0.05
 """The same where only the journal or a look at a missing cell stood between."""
+LATER_S = 0.2
+"""The same where a cell is missing for more than :data:`CELL_HEARTBEAT_TIMEOUT_S`."""
 MOST_TRIES = 5
 """After so many broken rounds in a row with the same members, the cells count as unable to reach each other."""
 
@@ -134,6 +137,10 @@ class ElasticFederation:
         """Absent cells that do not answer, or have been waited for"""
         self._missed_since: dict[int, float] = {}
         """By cell, since when it is missing in meetings"""
+        self._arrivals = Arrivals()
+        """How long this cell takes from one meeting to the next"""
+        self._reaches: dict[int, float] = {}
+        """By cell, how long after the last meeting the members of that epoch may come to this one"""
         self._message_s = parameters.message_timeout_s
         self._lacks_journal = False
         """Whether the journal did not answer this cell, or did not take its record"""
@@ -220,13 +227,14 @@ class ElasticFederation:
         :raises MeetingLeft: if the cell is to stop.
         """
         begun = time.monotonic()
-        deadline = begun + self._parameters.meeting_timeout_s
+        self._arrivals.note_arrival(begun, is_again=self._failures > 0)
         self._missed_since.clear()
         # After a broken round nobody has to be waited for who does not answer.
         self._gone = {*self._silent_cells(self._addresses)} if self._failures else set()
         while True:
-            epoch = self._ask(deadline, is_stopping, is_finished=is_finished, told=told)
+            epoch = self._ask(begun, is_stopping, is_finished=is_finished, told=told)
             if epoch is not None and not epoch.refusal:
+                self._arrivals.note_end(time.monotonic())
                 self._take_name(epoch)
                 return epoch
 
@@ -238,8 +246,9 @@ class ElasticFederation:
             is_base = epoch.base is not None and epoch.base.model == mine.held
             self.record = epoch.base if is_base else None
 
-    def _ask(self, deadline: float, is_stopping: Callable[[], bool] | None, **fields: Any) -> Epoch | None:
+    def _ask(self, begun: float, is_stopping: Callable[[], bool] | None, **fields: Any) -> Epoch | None:
         """Let the leader request a meeting, and broadcast its result; ``None`` if there is none yet."""
+        deadline = begun + self._parameters.meeting_timeout_s
         result: list[Epoch | RoundError | ConfigError | CheckpointError | MeetingLeft | None] = [None]
 
         def is_left() -> bool:
@@ -251,7 +260,7 @@ class ElasticFederation:
                 epoch = self._ask_lighthouse(self._lighthouse, within_s, is_left, **fields)
                 result[0] = epoch
                 if epoch is not None and epoch.refusal:
-                    self._prepare_again(epoch)
+                    self._prepare_again(epoch, begun)
             except LaunchError as error:
                 self._say(str(error))
             except JournalUnreachable as error:
@@ -327,8 +336,12 @@ class ElasticFederation:
                 "checkpoint"
             )
 
-    def _prepare_again(self, epoch: Epoch) -> None:
-        """Do what this cell can do, on its leader, so that the next meeting may make a round."""
+    def _prepare_again(self, epoch: Epoch, begun: float) -> None:
+        """Do what this cell can do, on its leader, so that the next meeting may make a round.
+
+        :param epoch: That of the last one, which made none.
+        :param begun: When this cell came to wait for a round.
+        """
         journal = self._journal
         assert journal is not None, "the leader has it"
         pause_s = REFUSED_S
@@ -358,9 +371,27 @@ class ElasticFederation:
             for cell in epoch.missing:
                 is_awaited = cell in known or is_back
                 patience_s = CELL_JOIN_TIMEOUT_S if is_awaited else CELL_HEARTBEAT_TIMEOUT_S
-                if now - self._missed_since[cell] > patience_s:
+                missed_s = now - self._missed_since[cell]
+                if missed_s > patience_s and not self._is_on_its_way(cell, now, begun):
                     self._gone.add(cell)
+                if missed_s > CELL_HEARTBEAT_TIMEOUT_S:
+                    pause_s = LATER_S
         time.sleep(pause_s)
+
+    def _is_on_its_way(self, cell: int, now: float, begun: float) -> bool:
+        """Tell whether a missing cell may still be making its steps, by how long it took in its last rounds."""
+        since_s = self._arrivals.since_meeting(now)
+        reach_s = self._reaches.get(cell)
+        # Cells that repeat a round have all made their steps.
+        if since_s is None or reach_s is None or self._failures > 0:
+            return False
+        return may_still_come(
+            reach_s,
+            own_s=self._arrivals.own_s,
+            since_meeting_s=since_s,
+            waited_s=now - begun,
+            meeting_timeout_s=self._parameters.meeting_timeout_s,
+        )
 
     def _silent_cells(self, addresses: Mapping[int, str]) -> list[int]:
         """Return the cells whose stores do not answer; on the leader, none elsewhere."""
@@ -408,6 +439,7 @@ class ElasticFederation:
             address=self._address,
             group=self._group_name,
             total_weight=self.total_weight,
+            reach_s=self._arrivals.reach_s,
             runtime=self._runtime,
         )
 
@@ -467,6 +499,7 @@ class ElasticFederation:
         first = -topology.offsets[epoch.index_of(self.cell)]
         self._said = ""
         self._addresses = {member.cell: member.address for member in epoch.members}
+        self._reaches = {member.cell: member.reach_s for member in epoch.members}
         if epoch.lives != self._members:
             self._members = epoch.lives
             self._failures = 0

@@ -85,6 +85,7 @@ class CellRecord:
     is_finished: bool = False  # whether the cell leaves after the next round
     told: str = ""  # JSON text from the cell's program: as a text, because numbers might lose bits on the way
     total_weight: float = 0.0  # sum of all cells' weights over all rounds that led to its model
+    reach_s: float = 0.0  # how long after this meeting it may come to the next one; 0 if it does not know
     # Number of the format of this record and of all other messages; its key is the same in every format.
     format: int = EXCHANGE_FORMAT
     runtime: Runtime = field(default_factory=Runtime)  # software and processor of its first rank
@@ -131,6 +132,7 @@ class CellRecord:
             is_finished=given.boolean("is_finished"),
             told=given.text("told", LONGEST_TOLD),
             total_weight=given.number("total_weight", 0),
+            reach_s=given.number("reach_s", 0),
             runtime=_read_runtime(given.mapping("runtime")),
         )
         if cell_of(record.life) != record.cell:
