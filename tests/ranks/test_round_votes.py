@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +22,8 @@ from tests.rounds import aggregator_of
 from tests.worlds import WorldError, run_world
 from xffl.aggregation.engine import buffers as looks
 from xffl.aggregation.engine import cell, transport
-from xffl.aggregation.engine.decision.consensus import RoundBroken, RoundInDoubt, RoundInput
+from xffl.aggregation.engine.decision.consensus import AgreedRound, RoundBroken, RoundInput
+from xffl.aggregation.engine.decision.elastic_votes import ElasticCoordinator, RoundInDoubt
 from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.engine.votes import MOST_NUMBERS, MergeMode, RoundStatus, Seal, VotePhase, VoteTree
 from xffl.cluster.network import Timeouts
@@ -364,12 +366,14 @@ def sealed(rank: int, world_size: int, answer: Seal, has_values: bool, store: in
         return answer
 
     groups: Groups = {"federation": (state.create_process_group((rank,), "cell"),), "replica": None}
-    scope = RoundScope(state, state.topology, groups=groups, cross_world=group, seal=seal)
+    coordinate = partial(ElasticCoordinator, seal=seal)
+    scope = RoundScope(state, state.topology, groups=groups, cross_world=group, coordinate=coordinate)
     model = nn.Linear(2, 2, bias=False)
     with torch.no_grad():
         model.weight.fill_(float(rank))
     aggregator = xffl.Aggregator(model, scope)
     given = RoundInput(is_absent=not has_values)
+    doubted: list[AgreedRound] = []
     if answer is Seal.STANDS:
         report = aggregator.participate(given)
         assert report is not None and report.round == 1
@@ -378,15 +382,17 @@ def sealed(rank: int, world_size: int, answer: Seal, has_values: bool, store: in
             aggregator.participate(given)
         assert not isinstance(broken.value, RoundInDoubt)
     else:
-        with pytest.raises(RoundInDoubt):
+        with pytest.raises(RoundInDoubt) as doubt:
             aggregator.participate(given)
+        doubted.append(doubt.value.outcome)
     assert asked == [(1.0, 1.0) if has_values else (0.0, 0.0)]
     is_taken = answer is Seal.STANDS
     assert (model.weight == (0.5 if is_taken and has_values else rank)).all()
-    if answer in (Seal.UNKNOWN, Seal.NOT_ASKED):
-        report = aggregator.resolve()
+    for outcome in doubted:
+        report = aggregator.resolve(outcome)
         assert report.round == 1
         assert (model.weight == (0.5 if has_values else rank)).all()
+    assert len(doubted) == (answer in (Seal.UNKNOWN, Seal.NOT_ASKED))
     assert aggregator.rounds == (0 if answer is Seal.OTHER_STANDS else 1)
     dist.barrier()
     del server

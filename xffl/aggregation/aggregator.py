@@ -193,7 +193,8 @@ class Aggregator:
             )
         self._round_groups = self._exchange.round_groups
         self._watch = TensorWatch(self._manifest.roots, self._manifest.check)
-        self._coordinator = RoundCoordinator(self._exchange, scope, self._options)
+        coordinate = scope.coordinate or RoundCoordinator
+        self._coordinator = coordinate(self._exchange, scope, self._options)
         self._first_round = FirstRound(
             manifest=self._manifest,
             scope=scope,
@@ -272,13 +273,12 @@ class Aggregator:
             self._mark_if_torn(stop)
             raise
 
-    def resolve(self, *, is_merged: bool = False, alpha: float | None = None) -> RoundReport:
+    def resolve(self, outcome: AgreedRound, *, is_merged: bool = False, alpha: float | None = None) -> RoundReport:
         """Write the round that was in doubt, now that it is known to be taken; local.
 
         ``is_merged`` says that steps made since it started stay, as for :meth:`PendingRound.merge`.
         """
         try:
-            outcome = self._coordinator.resolve()
             return self._conclude(outcome, time.perf_counter(), is_merged=is_merged, alpha=alpha)
         except BaseException as stop:
             self._mark_if_torn(stop)

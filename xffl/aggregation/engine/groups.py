@@ -19,7 +19,9 @@ from xffl.topology import Topology
 
 if TYPE_CHECKING:
     from xffl.aggregation.engine.buffers import Arena
-    from xffl.aggregation.engine.votes import Seal
+    from xffl.aggregation.engine.decision.consensus import RoundCoordinator
+    from xffl.aggregation.engine.exchange import Exchange
+    from xffl.aggregation.options import Options
 
 __all__ = [
     "RoundGroups",
@@ -50,9 +52,8 @@ class RoundScope:
     cross_world: CrossWorldGroup | None = None  # the group of all its ranks, where cells are worlds of their own
     arena: Arena | None = None  # memory of a scope before, which its rounds use again
     goes_on: bool = False  # what was agreed on last is told or taken over afterwards, instead of read from the model
-    # Where a round counts only once its record stands in a journal: called on each rank after all have voted for the
-    # round, with the cells' weights. One rank publishes the record and returns what stands, the others NOT_ASKED.
-    seal: Callable[[tuple[float, ...]], Seal] | None = None
+    # makes what votes on its rounds; None: RoundCoordinator
+    coordinate: Callable[[Exchange, RoundScope, Options], RoundCoordinator] | None = None
 
     @property
     def rank(self) -> int:

@@ -19,7 +19,8 @@ from torch import nn
 
 from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.engine.buffers import Arena
-from xffl.aggregation.engine.decision.consensus import RoundBroken, RoundInDoubt, RoundInput
+from xffl.aggregation.engine.decision.consensus import RoundBroken, RoundInput
+from xffl.aggregation.engine.decision.elastic_votes import ElasticCoordinator, RoundInDoubt
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.global_state import agree_on_steps
 from xffl.aggregation.engine.gpu_memory import make_copies
@@ -385,7 +386,7 @@ class ElasticAggregator:
         except RoundInDoubt as doubt:
             end = RoundEnd.IN_DOUBT
             error = doubt
-            weights = doubt.context.weights
+            weights = doubt.outcome.context.weights
         except RoundBroken as broken:
             end = RoundEnd.BROKEN
             error = broken
@@ -406,9 +407,9 @@ class ElasticAggregator:
         if agreed in (RoundEnd.BROKEN, RoundEnd.IN_DOUBT):
             self._aggregator = None
             if agreed is RoundEnd.IN_DOUBT:
-                assert aggregator is not None, "it has voted"
+                assert aggregator is not None and isinstance(error, RoundInDoubt), "all ranks of the cell are in doubt"
                 later = {"is_merged": True} if merge else {}  # keeps the steps that are made until the doubt ends
-                write = partial(aggregator.resolve, **{**merge, **later})
+                write = partial(aggregator.resolve, error.outcome, **{**merge, **later})
                 self._doubted = Doubt(epoch, aggregator, write, withholds_steps)
             raise RoundBroken(f"the round is tried again: {error or 'another rank of the cell has lost one'}")
         tries = self._tries
@@ -419,8 +420,8 @@ class ElasticAggregator:
             raise error
         if agreed is RoundEnd.TAKEN:
             assert aggregator is not None, "it has made the round"
-            if end is RoundEnd.IN_DOUBT:
-                report = aggregator.resolve(**merge)
+            if isinstance(error, RoundInDoubt):  # other ranks of the cell know that the round was taken
+                report = aggregator.resolve(error.outcome, **merge)
             self._note_taken(aggregator, epoch, report, fate, withholds_steps=withholds_steps)
             if epoch.base is None:
                 self._aggregator = None
@@ -474,7 +475,7 @@ class ElasticAggregator:
             groups,
             cross_world=place.group,
             arena=self._arena,
-            seal=self._seal,
+            coordinate=partial(ElasticCoordinator, seal=self._seal),
         )
         self._aggregator = None
         if epoch.base is None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from xffl.aggregation.engine.decision.unlike_votes import check_rounds
 from xffl.aggregation.engine.exchange import Exchange, RoundRun
 from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.engine.planning.transfers import RoundContext
-from xffl.aggregation.engine.votes import RoundStatus, Seal, VotePhase, VoteTree, by_cell
+from xffl.aggregation.engine.votes import RoundStatus, VotePhase, VoteTree, by_cell
 from xffl.aggregation.options import Options
 from xffl.aggregation.report import RoundProfile, RoundReport
 from xffl.checks import number
@@ -39,7 +39,6 @@ __all__ = [
     "PreparedRound",
     "RoundBroken",
     "RoundCoordinator",
-    "RoundInDoubt",
     "RoundInput",
     "RoundNumbers",
     "checked_number",
@@ -86,21 +85,6 @@ def divergence_of(context: RoundContext) -> float:
 
 class RoundBroken(RoundError):
     """No rank took the round, because ranks lost each other; the cells that are left may repeat it."""
-
-
-class RoundInDoubt(RoundBroken):
-    """This rank voted to commit and lost contact before it saw the result; ``context`` is what it voted for."""
-
-    def __init__(self, text: str, context: RoundContext) -> None:
-        super().__init__(text)
-        self.context = context
-
-
-def _other_stands(number: int) -> RoundBroken:
-    return RoundBroken(
-        f"round {number} was not taken, all ranks keep their weights of before: another record has its place in the "
-        "journal"
-    )
 
 
 AFRESH = "start the processes anew, or end the process group on all ranks and join again"
@@ -152,7 +136,7 @@ class PreparedRound:
 
 @dataclass(frozen=True)
 class AgreedRound:
-    """A round that all ranks have agreed to take."""
+    """A round that all ranks have agreed to take, or, before the second vote, that they are about to agree on."""
 
     run: RoundRun  # what this rank has exchanged, and still has to write
     context: RoundContext  # whose values counted
@@ -195,6 +179,15 @@ class AgreedRound:
         )
 
 
+class Exchanged(NamedTuple):
+    """What an exchange has come to on this rank, before the second vote."""
+
+    context: RoundContext
+    told: Mapping[str, Any] = {}  # fields of this rank's status that tell of the combined values
+    failure: Exception | None = None  # what failed here: this rank votes no
+    is_concluded: bool = True  # whether the context has what follows from what all ranks tell
+
+
 class RoundPhase(Enum):
     """How far a rank is in a round. :class:`RoundCoordinator` alone moves it on; the last two are never left."""
 
@@ -220,12 +213,12 @@ class RoundCoordinator:
     a rank says no              all gather the reasons and raise them; all keep their weights
     all say yes                 the round is committed; from here on a rank that does not write tears the model
     the second vote breaks      before this rank's yes nobody writes, so it keeps its weights and is cut off; after it
-                                others may write, so the model is torn. Where cells are worlds of their own the round
-                                is in doubt: its values wait until :meth:`resolve` is told what became of it
-    a record has to stand       all that have said yes ask for it in a third vote: the round is committed if it stands,
-                                all keep their weights if another one does, and the round is in doubt if nobody knows
+                                others may write, so the model is torn
     without ``atomic``          values are written while they are exchanged, so each failure in between tears the model
     ==========================  =======================================================================================
+
+    Where cells are worlds of their own, :class:`~xffl.aggregation.engine.decision.elastic_votes.ElasticCoordinator`
+    replaces :meth:`_take`, :meth:`_move`, :meth:`_settle` and :meth:`_unknown_outcome`.
     """
 
     def __init__(self, exchange: Exchange, scope: RoundScope, options: Options) -> None:
@@ -237,10 +230,6 @@ class RoundCoordinator:
         kind = FaultyVoteTree if is_planned() else VoteTree
         self._votes = kind(self._topology, scope.rank, self._round_groups.first, self._control_device)
         self._atomic = options.atomic
-        self._is_cross_world = scope.cross_world is not None
-        self._can_wait = self._is_cross_world and options.atomic
-        self._seal = scope.seal
-        self._doubted: AgreedRound | None = None
         self._drops_cells = options.nonfinite == "drop_cell"
         limits = scope.state.timeouts
         self._opens_within_s = limits.session_s
@@ -288,23 +277,9 @@ class RoundCoordinator:
         self.release()
         statuses = self._open(prepared)
         outcome = self._decide(prepared, statuses, least_divergence)
-        if outcome is None or outcome.is_skipped or (outcome.is_empty and self._seal is None):
+        if outcome is None or outcome.is_skipped:
             return outcome
-        try:
-            close = self._close_empty if outcome.is_empty else self._close
-            context = close(outcome.run, outcome.context)
-        except RoundInDoubt as doubt:
-            self._doubted = replace(outcome, context=doubt.context)
-            raise
-        return replace(outcome, context=context)
-
-    def resolve(self) -> AgreedRound:
-        """Return the round that is in doubt, now that it is known to be taken; local."""
-        outcome = self._doubted
-        self._doubted = None
-        if outcome is None:
-            raise StateError("no round of this aggregator is in doubt")
-        return outcome
+        return self._take(outcome)
 
     def torn_by(self, stop: BaseException) -> TornError | None:
         """Return what is wrong with the model where this has stopped a round; ``None`` where all keep their weights.
@@ -376,9 +351,9 @@ class RoundCoordinator:
             run.way = self._exchange.hand_over
             context = RoundContext(weights, prepared.source, number, source=prepared.source)
             return AgreedRound(run, context, is_last=self.all_finished)
-        if is_over and self._seal is None:
+        if is_over:
             return None
-        if is_empty or is_over:  # with a seal, a record tells that all have finished
+        if is_empty:
             return AgreedRound(run, RoundContext(weights, 0, number), is_last=self.all_finished, is_empty=True)
         if not any(weights):
             raise ConfigError(f"the weights of all cells are 0 {weights}; a round needs at least one positive weight")
@@ -420,20 +395,22 @@ class RoundCoordinator:
             raise RoundError(
                 f"no cell with a positive weight is left after dropping cells {dropped}; all ranks keep their weights"
             )
-        # Tensors of policy "first" are taken from this cell. Where cells are worlds of their own, one of weight 0 may
-        # only just have come, with those of a new model.
-        first = 0
-        while first in dropped or (self._is_cross_world and not counted[first]):
-            first += 1
         context = RoundContext(
             tuple(counted),
-            first=first,
+            first=self._first_cell(counted, dropped),
             number=statuses[0].round,
             steps=by_cell([status.steps for status in statuses], self._topology, lambda of_cell: of_cell[0]),
         )
         for stage in self._exchange.stages:
             context = stage.count(context, statuses)
         return context
+
+    def _first_cell(self, counts: Sequence[float], dropped: Collection[int]) -> int:
+        """Return the cell that tensors of policy "first" are taken from; it may have the weight 0."""
+        first = 0
+        while first in dropped:
+            first += 1
+        return first
 
     def _check_possible(self, context: RoundContext) -> None:
         """Raise, on all ranks alike, where these cells cannot do what was asked for."""
@@ -481,30 +458,34 @@ class RoundCoordinator:
             for cell in cells
         }
 
-    def _close(self, run: RoundRun, context: RoundContext) -> RoundContext:
-        """Exchange and vote on the outcome; return what cells counted for."""
-        number = context.number
-        failure: Exception | None = None
-        told: Mapping[str, Any] = {}
-        is_open = context.source is None and self._exchange.weighs_result
+    def _take(self, outcome: AgreedRound) -> AgreedRound:
+        """Do what the first vote has agreed on; return the round that is to be written."""
+        return outcome if outcome.is_empty else self._close(outcome)
+
+    def _move(self, run: RoundRun, context: RoundContext) -> Exchanged:
+        """Exchange, and look at the result."""
+        context = run.exchange(context)
+        if context.source is not None:
+            return Exchanged(context, failure=run.profile.failure)
+        told: Mapping[str, Any] = {} if run.profile.failure is not None else run.result()
+        is_concluded = not self._exchange.weighs_result
+        return Exchanged(context, told, run.profile.failure, is_concluded)
+
+    def _close(self, outcome: AgreedRound) -> AgreedRound:
+        """Exchange and vote on the result; return the round with what cells counted for."""
+        run, number = outcome.run, outcome.context.number
         # 1. Exchange. A local failure waits for the vote, so that no other rank waits for this one.
         try:
-            context = run.exchange(context)
-            failure = run.profile.failure
-            if failure is None and context.source is None:
-                told = run.result()
-                failure = run.profile.failure
-            if is_open and self._can_wait:
-                # A round in doubt is written without having heard the second vote, so all hear of the result before.
-                context, lost = self._conclude_early(run, context, told, is_failed=failure is not None)
-                is_open, failure = False, failure or lost
+            exchanged = self._move(run, outcome.context)
         except Exception as error:  # noqa: BLE001 - told to all ranks by the vote
-            failure = error
+            exchanged = Exchanged(outcome.context, failure=error)
         except BaseException as stop:
             if not self._atomic:
                 raise TornError(f"round {number} was interrupted by {type(stop).__name__}") from stop
             self._interrupt()
             raise
+        outcome = replace(outcome, context=exchanged.context)
+        failure = exchanged.failure
         # 2. Vote. Nobody writes without this rank's yes: whatever stops it before has left the old weights everywhere.
         others_may_write = failure is None
         try:
@@ -513,7 +494,7 @@ class RoundCoordinator:
                 phase=VotePhase.COMMIT,
                 is_failed=failure is not None,
                 is_cut_off=run.profile.is_cut_off or isinstance(failure, RoundBroken),
-                **told,
+                **exchanged.told,
             )
             statuses = self._gather_status(status, run.profile, self._closes_within_s)
             # All ranks see the same statuses. One of another vote is no yes: that rank was interrupted, and went on.
@@ -521,9 +502,8 @@ class RoundCoordinator:
             is_agreed = all((vote.round, vote.phase, vote.is_failed) == yes for vote in statuses)
             others_may_write = is_agreed
             self._check_point(statuses)
-            is_recorded = is_agreed and (self._seal is None or self._is_recorded(run, context))
-            if is_recorded:
-                self._phase = RoundPhase.COMMITTED
+            if is_agreed:
+                self._settle(outcome)
             reasons = [] if is_agreed else self._gather_reasons(failure)
         except BaseException as error:
             self._abort()
@@ -535,63 +515,37 @@ class RoundCoordinator:
                 raise RoundBroken(
                     f"round {number} was not taken, this rank keeps its weights: {type(why).__name__}: {why}; {AFRESH}"
                 ) from why
-            raise self._unknown_outcome(context, why, can_wait=isinstance(error, Exception)) from why
+            raise self._unknown_outcome(outcome, why, can_wait=isinstance(error, Exception)) from why
         # 3. All ranks know the same now.
-        if is_recorded:
-            return self._exchange.conclude(context, statuses) if is_open else context
+        if self._phase is RoundPhase.COMMITTED:
+            if exchanged.is_concluded:
+                return outcome
+            return replace(outcome, context=self._exchange.conclude(outcome.context, statuses))
         self._abort()
-        if is_agreed:
-            raise _other_stands(number)
+        raise self._refusal(number, reasons, is_cut_off=any(vote.is_cut_off for vote in statuses)) from failure
+
+    def _settle(self, outcome: AgreedRound) -> None:
+        """Note that the round counts, since all ranks have said yes; what stops this rank from here on tears it."""
+        self._phase = RoundPhase.COMMITTED
+
+    def _refusal(self, number: int, reasons: Sequence[str], *, is_cut_off: bool) -> Exception:
+        """Return what all ranks raise where the round does not count, with the reasons of those that said no."""
         shown = "; ".join(
             f"rank {rank} (cell {self._topology.cell_of(rank)}): {why}" for rank, why in enumerate(reasons) if why
         )
         if not self._atomic:
-            raise TornError(f"round {number} failed with atomic=False: {shown}") from failure
-        kind = RoundBroken if any(status.is_cut_off for status in statuses) else RoundError
-        raise kind(f"round {number} was not taken, all ranks keep their weights of before: {shown}") from failure
+            return TornError(f"round {number} failed with atomic=False: {shown}")
+        kind = RoundBroken if is_cut_off else RoundError
+        return kind(f"round {number} was not taken, all ranks keep their weights of before: {shown}")
 
-    def _close_empty(self, run: RoundRun, context: RoundContext) -> RoundContext:
-        """Have the record stand of a round that counts although nothing moves in it; return its context."""
-        try:
-            is_recorded = self._is_recorded(run, context)
-        except BaseException as error:
-            raise self._unknown_outcome(context, error, can_wait=isinstance(error, Exception)) from error
-        if not is_recorded:
-            raise _other_stands(context.number)
-        return context
+    def _unknown_outcome(self, outcome: AgreedRound, why: BaseException, *, can_wait: bool) -> Exception:
+        """Return what is raised where others may have taken the round, and this rank cannot learn it.
 
-    def _is_recorded(self, run: RoundRun, context: RoundContext) -> bool:
-        """Tell whether the round's record stands, the same on all ranks; RuntimeError where that is not known."""
-        assert self._seal is not None, "asked for where a round has a record"
-        status = RoundStatus(context.number, phase=VotePhase.SEAL, seal=self._seal(context.weights))
-        statuses = self._gather_status(status, run.profile, self._closes_within_s)
-        self._check_point(statuses)
-        answers = {other.seal for other in statuses} - {Seal.NOT_ASKED}
-        if answers not in ({Seal.STANDS}, {Seal.OTHER_STANDS}):
-            raise RuntimeError("the journal did not tell what stands there")
-        return answers == {Seal.STANDS}
-
-    def _conclude_early(
-        self, run: RoundRun, context: RoundContext, told: Mapping[str, Any], *, is_failed: bool
-    ) -> tuple[RoundContext, RoundBroken | None]:
-        """Tell all ranks of this one's result and hear of theirs, or return what this rank votes no for."""
-        status = RoundStatus(context.number, phase=VotePhase.RESULT, is_failed=is_failed, **told)
-        try:
-            statuses = self._gather_status(status, run.profile, self._closes_within_s)
-            self._check_point(statuses)
-        except (RoundError, RuntimeError) as broken:
-            return context, RoundBroken(f"what other ranks have combined could not be learned: {broken}")
-        if any(other.is_failed for other in statuses):  # who has failed says why after the vote
-            return context, None
-        return self._exchange.conclude(context, statuses), None
-
-    def _unknown_outcome(self, context: RoundContext, why: BaseException, *, can_wait: bool) -> Exception:
-        """Return what is raised where others may have taken the round, and this rank cannot learn it."""
-        text = f"the outcome of round {context.number} could not be learned ({why or type(why).__name__})"
-        if not (self._can_wait and can_wait):
-            return TornError(text)
-        self._phase = RoundPhase.CUT_OFF
-        return RoundInDoubt(text, context)
+        ``can_wait`` tells whether it was an error, no interrupt, that has ended the vote.
+        """
+        return TornError(
+            f"the outcome of round {outcome.context.number} could not be learned ({why or type(why).__name__})"
+        )
 
     def _abort(self) -> None:
         """Let what a GPU was given for the round come to an end, so that the model can be read; local.

@@ -1,0 +1,152 @@
+"""The votes of a round between worlds: its record has to stand, and what became of it may be in doubt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from xffl.aggregation.engine.decision.consensus import (
+    AgreedRound,
+    Exchanged,
+    PreparedRound,
+    RoundBroken,
+    RoundCoordinator,
+    RoundPhase,
+    cell_weights,
+)
+from xffl.aggregation.engine.exchange import Exchange, RoundRun
+from xffl.aggregation.engine.groups import RoundScope
+from xffl.aggregation.engine.planning.transfers import RoundContext
+from xffl.aggregation.engine.votes import RoundStatus, Seal, VotePhase
+from xffl.aggregation.options import Options
+from xffl.errors import RoundError
+
+__all__ = ["ElasticCoordinator", "RoundInDoubt"]
+
+
+class RoundInDoubt(RoundBroken):
+    """This rank voted to commit and lost contact before it saw the result.
+
+    ``outcome`` is what it voted for; :meth:`xffl.Aggregator.resolve` writes it, once it is known to be taken.
+    """
+
+    def __init__(self, text: str, outcome: AgreedRound) -> None:
+        super().__init__(text)
+        self.outcome = outcome
+
+
+class ElasticCoordinator(RoundCoordinator):
+    """The votes of a round between cells that are worlds of their own, and may be lost at any time.
+
+    ==========================  =======================================================================================
+    what happens                what follows, other than where all ranks are in one world
+    ==========================  =======================================================================================
+    the second vote breaks      after this rank's yes the round is in doubt: its values wait until it is known what
+                                became of it, and nothing is torn
+    all say yes                 all ask in a third vote for the round's record: the round is committed if it stands, all
+                                keep their weights if another one does, and the round is in doubt if nobody knows
+    nobody gives anything       the record has to stand all the same, also where all have finished
+    ranks weigh the result      they tell each other of it in a vote before the second one, since a round in doubt is
+                                written without having heard the second one
+    ==========================  =======================================================================================
+
+    :param exchange: What this rank exchanges.
+    :param scope: The ranks that vote.
+    :param options: The options of the rounds, with ``atomic``.
+    :param seal: Called on each rank after all have voted for a round, with the cells' weights. One rank publishes the
+        record and returns what stands, the others ``NOT_ASKED``.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        scope: RoundScope,
+        options: Options,
+        *,
+        seal: Callable[[tuple[float, ...]], Seal],
+    ) -> None:
+        super().__init__(exchange, scope, options)
+        self._seal = seal
+
+    def _decide(
+        self, prepared: PreparedRound, statuses: Sequence[RoundStatus], least_divergence: float | None
+    ) -> AgreedRound:
+        """Return what follows from the first vote; where all have finished, a record tells so."""
+        outcome = super()._decide(prepared, statuses, least_divergence)
+        if outcome is not None:
+            return outcome
+        assert prepared.run is not None, "a rank without one has failed, which its status says"
+        context = RoundContext(cell_weights(statuses, self._topology), 0, prepared.status.round)
+        return AgreedRound(prepared.run, context, is_last=True, is_empty=True)
+
+    def _first_cell(self, counts: Sequence[float], dropped: Collection[int]) -> int:
+        """Return the first cell that contributes: one of weight 0 may only just have come, with a new model."""
+        return next(cell for cell, count in enumerate(counts) if count)
+
+    def _take(self, outcome: AgreedRound) -> AgreedRound:
+        """Do what the first vote has agreed on; a round that moves nothing still needs its record."""
+        if not outcome.is_empty:
+            return super()._take(outcome)
+        try:
+            is_recorded = self._is_recorded(outcome)
+        except BaseException as error:
+            raise self._unknown_outcome(outcome, error, can_wait=isinstance(error, Exception)) from error
+        if not is_recorded:
+            raise _other_stands(outcome.context.number)
+        return outcome
+
+    def _move(self, run: RoundRun, context: RoundContext) -> Exchanged:
+        """Exchange; where all have to know something of the result before they write, tell it, and hear the others'."""
+        exchanged = super()._move(run, context)
+        if exchanged.is_concluded:
+            return exchanged
+        status = RoundStatus(
+            context.number,
+            phase=VotePhase.RESULT,
+            is_failed=exchanged.failure is not None,
+            **exchanged.told,
+        )
+        exchanged = exchanged._replace(is_concluded=True)
+        try:
+            statuses = self._gather_status(status, run.profile, self._closes_within_s)
+            self._check_point(statuses)
+        except (RoundError, RuntimeError) as broken:
+            lost = RoundBroken(f"what other ranks have combined could not be learned: {broken}")
+            return exchanged._replace(failure=exchanged.failure or lost)
+        if any(other.is_failed for other in statuses):  # who has failed says why after the vote
+            return exchanged
+        return exchanged._replace(context=self._exchange.conclude(exchanged.context, statuses))
+
+    def _settle(self, outcome: AgreedRound) -> None:
+        """Note that the round counts, if its record stands."""
+        if self._is_recorded(outcome):
+            super()._settle(outcome)
+
+    def _is_recorded(self, outcome: AgreedRound) -> bool:
+        """Tell whether the round's record stands, the same on all ranks; RuntimeError where that is not known."""
+        context = outcome.context
+        status = RoundStatus(context.number, phase=VotePhase.SEAL, seal=self._seal(context.weights))
+        statuses = self._gather_status(status, outcome.run.profile, self._closes_within_s)
+        self._check_point(statuses)
+        answers = {other.seal for other in statuses} - {Seal.NOT_ASKED}
+        if answers not in ({Seal.STANDS}, {Seal.OTHER_STANDS}):
+            raise RuntimeError("the journal did not tell what stands there")
+        return answers == {Seal.STANDS}
+
+    def _refusal(self, number: int, reasons: Sequence[str], *, is_cut_off: bool) -> Exception:
+        """Return what all ranks raise where the round does not count; nobody said no where another record stands."""
+        return super()._refusal(number, reasons, is_cut_off=is_cut_off) if reasons else _other_stands(number)
+
+    def _unknown_outcome(self, outcome: AgreedRound, why: BaseException, *, can_wait: bool) -> Exception:
+        """Return what is raised where others may have taken the round: it is in doubt, unless this was interrupted."""
+        unknown = super()._unknown_outcome(outcome, why, can_wait=can_wait)
+        if not can_wait:
+            return unknown
+        self._phase = RoundPhase.CUT_OFF
+        return RoundInDoubt(str(unknown), outcome)
+
+
+def _other_stands(number: int) -> RoundBroken:
+    return RoundBroken(
+        f"round {number} was not taken, all ranks keep their weights of before: another record has its place in the "
+        "journal"
+    )
