@@ -186,8 +186,8 @@ from xffl.elastic.lighthouse import Lighthouse
 from xffl.elastic.roster import CellRecord
 url, host = sys.argv[1:]
 store = TCPStore(host, 0, None, True, timedelta(seconds=10), False)
-line = Lighthouse(url, "0.0a", f"{host}:{store.port}", b"")
-line.meet(CellRecord(0, 1, "0.0a"), 60.0)
+line = Lighthouse(url, "0.0a", b"")
+line.meet(CellRecord(0, 1, "0.0a", address=f"{host}:{store.port}"), 60.0)
 print("met", flush=True)
 sys.stdin.read()
 """

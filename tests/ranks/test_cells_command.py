@@ -161,10 +161,10 @@ def test_faults_that_are_planted(capsys: pytest.CaptureFixture[str]) -> None:
             stores[cell].set(PROOF_KEY, prove_token(token, f"{cell}.0a"))
     with socket.create_server(("127.0.0.1", 0)) as mute:
         ports = {cell: store.port for cell, store in stores.items()} | {2: mute.getsockname()[1], 3: free_port()}
-        lines = {cell: Lighthouse(url, f"{cell}.0a", f"127.0.0.1:{port}", b"") for cell, port in ports.items()}
+        lines = {cell: Lighthouse(url, f"{cell}.0a", b"") for cell in ports}
 
         def meet(cell: int) -> None:
-            record = CellRecord(cell, 7, f"{cell}.0a", ranks=cell + 1, round=cell)
+            record = CellRecord(cell, 7, f"{cell}.0a", address=f"127.0.0.1:{ports[cell]}", ranks=cell + 1, round=cell)
             assert lines[cell].meet(record, 30.0) is not None
 
         waiting = [threading.Thread(target=meet, args=(cell,)) for cell in lines]

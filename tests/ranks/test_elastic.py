@@ -486,7 +486,7 @@ def test_a_stranger_may_tell_the_lighthouse_anything(lighthouse: str) -> None:
 
     stranger = threading.Thread(target=come)
     stranger.start()
-    place = Lighthouse(lighthouse, "0.abc", "127.0.0.1:1", b"secret")
+    place = Lighthouse(lighthouse, "0.abc", b"secret")
     record, meeting = CellRecord(0, 2, "0.abc", address="127.0.0.1:1"), None
     try:
         while meeting is None or not meeting.unproven:
@@ -820,7 +820,7 @@ def name_lighthouse(file: Path, server: Any) -> None:
 def test_a_lighthouse_that_a_file_names_may_be_another_one_at_any_time(tmp_path: Path) -> None:
     file = tmp_path / "lighthouse"
     servers = [start_lighthouse(0)]
-    first, second = (Lighthouse(f"file:{file}", f"{cell}.0", "", b"") for cell in range(2))
+    first, second = (Lighthouse(f"file:{file}", f"{cell}.0", b"") for cell in range(2))
 
     def ask(line: Lighthouse, seconds: float, **more: Any) -> list[tuple[int, bool]] | None:
         cell = 0 if line is first else 1

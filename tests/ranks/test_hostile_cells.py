@@ -93,7 +93,7 @@ class Stranger:
 
 def test_what_strangers_tell_is_refused_by_name_and_cells_meet(url: str) -> None:
     stranger = Stranger(url)
-    cells = [Lighthouse(url, f"{cell}.a", f"127.0.0.1:{cell + 1}", TOKEN) for cell in range(2)]
+    cells = [Lighthouse(url, f"{cell}.a", TOKEN) for cell in range(2)]
 
     def meet(cell: int) -> Any:
         meeting = cells[cell].meet(record(cell), 30.0)
@@ -148,7 +148,7 @@ def test_what_strangers_tell_is_refused_by_name_and_cells_meet(url: str) -> None
 
 
 def test_a_cell_in_whose_name_somebody_else_asks_hears_of_it_and_asks_again(url: str) -> None:
-    line = Lighthouse(url, "0.a", "127.0.0.1:1", TOKEN)
+    line = Lighthouse(url, "0.a", TOKEN)
     forger, other = Stranger(url), Stranger(url)
     other.beat("1.b")  # so that the cell waits for it
     with ThreadPoolExecutor() as pool:

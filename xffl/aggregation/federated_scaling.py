@@ -458,8 +458,8 @@ class FederatedScaling:
         """Return what this rank gives to each round while it makes local steps."""
         return RoundOffer(self._ledger, self._config, self._hooks, self._check_counted)
 
-    def _round(self, offer: RoundOffer) -> bool:
-        """Participate in a round; tell whether it was the last."""
+    def _round(self, offer: RoundOffer) -> Outcome | None:
+        """Participate in a round; return what became of it, ``None`` if this cell was asked to stop before it."""
         self.meetings += 1
         return self._conclude(self._rounds.round(offer))
 
@@ -476,9 +476,12 @@ class FederatedScaling:
         self._ledger.add_rest()
         rejected: XfflError | None = None
         is_last = False
+        is_left = False
         while not is_last:
             if not self.is_under_way and self._hooks.before_final_rounds is not None:
                 self._hooks.before_final_rounds()
+            if is_left:
+                break
             try:
                 if self.is_under_way:
                     self.settle()
@@ -486,18 +489,20 @@ class FederatedScaling:
                     # After a rejected round this rank has finished whatever waits: else the next may be rejected, too.
                     gives_up = rejected is not None
                     offer = FinalOffer(self._ledger, self._config, self._hooks, self._check_counted, gives_up=gives_up)
-                    is_last = self._round(offer)
+                    outcome = self._round(offer)
+                    is_last = outcome is not None and outcome.is_last
+                    is_left = outcome is None
             except XfflError as error:
                 if not self._rounds.can_go_on:
                     raise
                 rejected = rejected or error
         return rejected
 
-    def _conclude(self, outcomes: Iterable[Outcome]) -> bool:
-        """Account for rounds, and checks that skipped one, as they end; tell whether no other round follows."""
-        is_last = False
+    def _conclude(self, outcomes: Iterable[Outcome]) -> Outcome | None:
+        """Account for rounds, and checks that skipped one, as they end; return the last one."""
+        last: Outcome | None = None
         for outcome in outcomes:
-            is_last = outcome.is_last
+            last = outcome
             report = outcome.report
             taken = outcome.taken
             if report is None or taken is None:
@@ -518,7 +523,7 @@ class FederatedScaling:
                 self._tell_observers(is_dropped=has_lost_steps or is_left_out)
             if self._on_round is not None and any(report.weights):
                 self._on_round(report)
-        return is_last
+        return last
 
     def _tell_observers(self, *, is_dropped: bool) -> None:
         for observer in self._observers:

@@ -165,20 +165,24 @@ class ElasticFederation:
         with run_on_all_ranks("tokens and lighthouses"):
             self._token = token_of()
             if state.rank == 0:
-                host = bind_address(parameters.lighthouse)
-                store = serve_store(
-                    host=host,
-                    port=0,
-                    world_size=None,
-                    timeout=timedelta(seconds=CONNECT_S),
-                    is_local=False,
-                )
-                store.set(PROOF_KEY, prove_token(self._token, life[0]))  # for xffl doctor
-                self._store = store
-                self._address = f"{host}:{store.port}"
-                self._lighthouse = Lighthouse(parameters.lighthouse, life[0], self._address, self._token)
+                self._address = self._serve_store(life[0])
+                self._lighthouse = Lighthouse(parameters.lighthouse, life[0], self._token)
         dist.broadcast_object_list(life, src=0)
         self.life = life[0]
+
+    def _serve_store(self, life: str) -> str:
+        """Serve the store where the ranks of an epoch may meet, and return its address; on the leader."""
+        host = bind_address(self._parameters.lighthouse)
+        store = serve_store(
+            host=host,
+            port=0,
+            world_size=None,
+            timeout=timedelta(seconds=CONNECT_S),
+            is_local=False,
+        )
+        store.set(PROOF_KEY, prove_token(self._token, life))  # for xffl doctor
+        self._store = store
+        return f"{host}:{store.port}"
 
     def restore(self, record: RoundRecord | None, total_weight: float) -> None:
         """Hold a model that was loaded, or only this cell's own start; local, on all ranks.
@@ -276,6 +280,7 @@ class ElasticFederation:
             is_waiting = result[0] is None or (isinstance(result[0], Epoch) and bool(result[0].refusal))
             if is_waiting and is_left():
                 result[0] = MeetingLeft()
+                self._withdraw(self._lighthouse)
             elif is_waiting and time.monotonic() > deadline:
                 result[0] = RoundError(
                     f"cell {self.cell} found no cells for a round within {self._parameters.meeting_timeout_s:g} s: "
@@ -287,6 +292,16 @@ class ElasticFederation:
             raise answer
         return answer
 
+    def _withdraw(self, lighthouse: Lighthouse) -> None:
+        """Take the request for a meeting back, so that the other cells do not wait for this one; on the leader.
+
+        They may meet its last request once more, and see at once that its store has gone.
+        """
+        lighthouse.withdraw()
+        self.poison()
+        self.drop()
+        self._store = None
+
     def _ask_lighthouse(
         self, lighthouse: Lighthouse, within_s: float, is_left: Callable[[], bool], **fields: Any
     ) -> Epoch | None:
@@ -297,6 +312,8 @@ class ElasticFederation:
             journal.try_again()
             self._lacks_journal = False
         journal.check()
+        if self._store is None:  # the last request was taken back
+            self._address = self._serve_store(self.life)
         meeting = lighthouse.meet(replace(self._make_record(), **fields), within_s, is_left)
         if meeting is None:
             return None

@@ -139,16 +139,14 @@ class Lighthouse:
 
     :param place: Address of the lighthouse, ``http://HOST:PORT``, or ``file:PATH`` of a file that holds it.
     :param life: Name of this start of the cell's job.
-    :param store: HOST:PORT of the cell's own store.
     :param token: The run's token; empty if the run has none.
     :raises ConfigError: if torchft is not installed.
     """
 
-    def __init__(self, place: str, life: str, store: str, token: bytes) -> None:
+    def __init__(self, place: str, life: str, token: bytes) -> None:
         self._torchft = coordination()
         self._place = place
         self._life = life
-        self._store = store
         self._register = Register(token)
         self._serial = 0
         """Number of this life's last record"""
@@ -245,6 +243,11 @@ class Lighthouse:
         """Stop the heartbeats until the next request: the lighthouse lets cells wait for others that live."""
         self._is_paused = True
 
+    def withdraw(self) -> None:
+        """Take the pending request back: the lighthouse forgets it with the heartbeats, until the next one."""
+        self.pause()
+        self._answers = None
+
     def _follow(self) -> None:
         """Move the heartbeats to the lighthouse that the file names, also while this cell trains."""
         while not self._has_left.wait(FOLLOW_S):
@@ -311,7 +314,7 @@ class Lighthouse:
                         replica_id=self._life,
                         timeout=timedelta(seconds=REQUEST_S),
                         address="",
-                        store_address=self._store,
+                        store_address=record.address,
                         step=record.round,
                         world_size=record.ranks,
                         data=self._register.sign(signed),
