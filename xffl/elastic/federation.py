@@ -164,6 +164,7 @@ class ElasticFederation:
         self._known: dict[int, Runtime] = {}
         """By cell, the runtimes of the cells that this one has met"""
         life = [f"{self.cell}.{secrets.token_hex(6)}"]
+        was_here = [self._journal is not None and self._journal.history.has_cell(self.cell)]
         self.restore(None, 0.0)
         with run_on_all_ranks("tokens and lighthouses"):
             self._token = token_of()
@@ -182,6 +183,9 @@ class ElasticFederation:
                 self._lighthouse = Lighthouse(parameters.lighthouse, life[0], self._address, self._token)
         dist.broadcast_object_list(life, src=0)
         self.life = life[0]
+        dist.broadcast_object_list(was_here, src=0)
+        self.was_here = was_here[0]
+        """Whether the journal knows of an earlier start of this cell's job, which may have saved a model"""
 
     def restore(self, record: RoundRecord | None, total_weight: float) -> None:
         """Hold a model that was loaded, or only this cell's own start; local, on all ranks.
