@@ -360,6 +360,8 @@ def test_a_late_cell_of_another_size_takes_over_the_model_and_the_server(lightho
     if "fragments" in options:
         norms = before.norms[first]
         assert norms is not None and min(norms) > 0
+        norms = before.norms[first - 1]
+        assert norms is not None and norms[0] == 0.0 < min(norms[1:])  # it was behind, with a start of its own
 
 
 def test_a_cell_that_has_waited_for_long_cuts_no_slower_one(journal: None) -> None:

@@ -384,6 +384,11 @@ BAD = [
         ["exec", "--processes", "2", "--restarts", "3", __file__],
         "ConfigError: --restarts 3 is for cells that xffl",
     ),
+    (
+        ["exec", "--processes", "2", "--meeting-timeout", "3", __file__],
+        "ConfigError: --meeting-timeout 3 is for --elastic",
+    ),
+    (["exec", *ALL_CELLS, "--meeting-timeout=0", __file__], "ConfigError: --meeting-timeout must be"),
     (["bench"], "ConfigError: no launcher has started this process; give --processes N"),
     (["bench", "--federated", "2,2"], "ConfigError: no launcher has started"),
     (["bench", "--processes", "3", "--federated", "2,2"], "TopologyError: federated sizes (2, 2) sum to 4"),

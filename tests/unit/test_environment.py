@@ -23,7 +23,7 @@ from xffl.cluster.environment import (
 )
 from xffl.cluster.host_lists import expand_counts, expand_hosts
 from xffl.cluster.hosts import node_address
-from xffl.cluster.lighthouse.address import elastic_cell, parse_lighthouse, restarts_of
+from xffl.cluster.lighthouse.address import elastic_cell, meeting_timeout_of, parse_lighthouse, restarts_of
 from xffl.cluster.network import interface_address, use_interface
 from xffl.cluster.recognition.claims import Claim
 from xffl.cluster.run_token import make_token_file, token_of
@@ -434,6 +434,14 @@ def test_requested_federation() -> None:
 
 
 # A cell of an elastic run ---------------------------------------------------------------------------------------------
+
+
+def test_how_long_a_cell_waits_for_others() -> None:
+    assert meeting_timeout_of({}) is meeting_timeout_of({"XFFL_MEETING_TIMEOUT": " "}) is None
+    assert meeting_timeout_of({"XFFL_MEETING_TIMEOUT": "2.5"}) == 2.5
+    for text in ("0", "long", "-1", "nan", "inf"):
+        with pytest.raises(LaunchError, match=r"XFFL_MEETING_TIMEOUT must be .*give seconds"):
+            meeting_timeout_of({"XFFL_MEETING_TIMEOUT": text})
 
 
 def test_elastic_cell_and_its_restarts() -> None:

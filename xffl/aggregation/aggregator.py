@@ -38,7 +38,7 @@ from xffl.aggregation.engine.global_state import load_memory, save_memory, share
 from xffl.aggregation.engine.planning.tensors import Manifest, Pattern
 from xffl.aggregation.engine.setup import compare_models, compare_processors, make_exchange
 from xffl.aggregation.engine.stages.agreed import AgreedModel
-from xffl.aggregation.engine.stages.first_round import FirstRound
+from xffl.aggregation.engine.stages.first_round import FirstRound, find_unequal
 from xffl.aggregation.engine.stages.order import in_order
 from xffl.aggregation.engine.stages.privacy import Protection
 from xffl.aggregation.engine.streams import GpuProfile, StreamWork, stream_of
@@ -191,6 +191,8 @@ class Aggregator:
             self._exchange = make_exchange(
                 scope, options=self._options, manifest=self._manifest, axes=axes, replica_tensors=replica_tensors
             )
+        self._scope = scope
+        self._moving = self._manifest.moving if replica_tensors is None else replica_tensors.moving
         self._round_groups = self._exchange.round_groups
         self._watch = TensorWatch(self._manifest.roots, self._manifest.check)
         coordinate = scope.coordinate or RoundCoordinator
@@ -496,6 +498,11 @@ class Aggregator:
         """The last agreed model; ``None`` where no option needs it."""
         agreed = self._exchange.find(AgreedModel)
         return None if agreed is None else agreed.global_model
+
+    def find_unequal(self) -> list[str]:
+        """Return the names of the moving tensors that cells hold otherwise than cell 0; collective over all cells."""
+        self._exchange.layout.look_up()
+        return find_unequal(self._moving, self._exchange.own_values(with_buffers=True), self._scope)
 
     def share_global_model(self, state: Mapping[str, Any], source: int, targets: Collection[int]) -> None:
         """Bring the global model of a cell, of which all know the plain state, to others; collective over all cells."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -167,6 +167,8 @@ class FederatedScaling:
         """Whether a delayed round starts before the next step."""
         self._is_entered = False
         """Whether the ``with`` block is entered."""
+        self._is_step_void = False
+        """Whether the local step under way adds nothing: its gradients were those of a model that was replaced."""
         self._handles: list[RemovableHandle] = []
         """The hooks of optimizers and model, while the block is entered."""
         self._tells_copies = state.rank == 0 and rounds.may_average
@@ -244,22 +246,23 @@ class FederatedScaling:
         if steps_may_nest(self._config.optimizers):
             hooks = tuple(outermost(hook, self._config.optimizers) for hook in hooks)
         # Hooks stay outside of a step that is compiled.
-        before, after, join = map(torch.compiler.disable, (*hooks, self._before_pass))
+        before, after = map(torch.compiler.disable, hooks)
         for optimizer in self._config.optimizers:
             self._handles.append(optimizer.register_step_pre_hook(before))
             self._handles.append(optimizer.register_step_post_hook(after))
-        if self._rounds.needs_join:
-            # Before the first pass and not here, since a resumed run loads what it holds in the block.
-            self._handles.append(self._model.register_forward_pre_hook(join, prepend=True))
+        if self._rounds.needs_join and not self._joins_later():
+            try:
+                self._join(is_entering=True)
+            except BaseException as error:
+                self._take_off_hooks()
+                self._rounds.close(error)
+                raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        while self._handles:  # first: what follows may raise, and the optimizers live on
-            self._handles.pop().remove()
-        self._is_entered = False
-        self._activity.resume_watch(has_step=self.local_steps > 0)
+        self._take_off_hooks()  # first: what follows may raise, and the optimizers live on
         failure: XfflError | None = None
         if kind is None and self._rounds.meets_others:
             with self._ledger.timer.paused():
@@ -274,16 +277,37 @@ class FederatedScaling:
         if failure is not None:
             raise failure
 
+    def _take_off_hooks(self) -> None:
+        """Leave the block, on this rank, as far as the optimizers are concerned."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._is_entered = False
+        self._activity.resume_watch(has_step=self.local_steps > 0)
+
     def join(self) -> bool:
         """Take over the model of an elastic federation, unless this was done since the block was entered or resumed.
 
-        Collective over the cell; waits for the other cells' next round. The first forward pass does it by itself.
-        Elsewhere it does nothing.
+        Collective over the cell; waits for the other cells' next round. Elsewhere it does nothing. Entering the block
+        does it by itself, unless this cell has been in the run before: then it may load a checkpoint in the block, and
+        joins at its first local step at the latest. Call this after loading, so that no step is made for nothing.
 
         :return: Whether steps are lost that no round had taken in: the other cells' mean has replaced all of the model.
         """
         if not self._rounds.needs_join:
             return False
+        return self._join().has_lost_all
+
+    def _joins_later(self) -> bool:
+        """Tell whether this cell may still load what it joins the others with."""
+        defers_join = self._hooks.defers_join
+        return self._rounds.may_resume or (defers_join is not None and defers_join())
+
+    def _join(self, *, is_entering: bool = False) -> _Joined:
+        """Join the other cells of an elastic federation; collective over the cell.
+
+        Where the block is being entered there are no steps to forget, and the caller is not asked for their weight.
+        """
+        is_resumed = self._rounds.rounds > 0
         self.meetings += 1
         with self._ledger.timer.paused():
             outcome = self._rounds.join(self._offer)
@@ -291,10 +315,14 @@ class FederatedScaling:
         has_lost_steps = isinstance(outcome, Averaged) and any(map(self._offer.is_waiting, outcome.taken_over))
         if self._config.client is not None and outcome.is_written:
             self._config.client.after_round(is_dropped=has_lost_steps or not outcome.has_values)
-        if outcome.taken_over:
+        if outcome.taken_over and not is_entering:
             self._forget_steps(outcome.taken_over)
         self._countdown.restart(self._rounds.rounds)
-        return has_lost_steps and len(outcome.taken_over) == self._rounds.fragments
+        return _Joined(
+            # In the first round of all nothing is averaged, and the model of one cell stays as it is.
+            is_replaced=bool(outcome.taken_over) or (is_resumed and isinstance(outcome, Averaged)),
+            has_lost_all=has_lost_steps and len(outcome.taken_over) == self._rounds.fragments,
+        )
 
     def step(self) -> None:
         """Count a local step in a loop that no optimizer counts for: this object was made with ``optimizer=None``.
@@ -317,6 +345,8 @@ class FederatedScaling:
         mark = find_inconsistent(self._bare_model)
         if mark is not None:
             mark.check()
+        if self._rounds.needs_join and self._join().is_replaced:
+            return  # the step was made on the model that was replaced
         self.start_deferred()
         self._after_local_step(1.0)
 
@@ -393,9 +423,6 @@ class FederatedScaling:
         self._is_deferred = self._config.delay > 0 and self._countdown.is_due
         self._counting.note_start(self._rounds.rounds)
 
-    def _before_pass(self, *unused: object) -> None:
-        self.join()
-
     def _make_observers(self) -> tuple[StepObserver, ...]:
         """Return what features do at each step; nothing after the first round, without clients and momentum."""
         observers: list[StepObserver] = []
@@ -419,6 +446,12 @@ class FederatedScaling:
         mark = find_inconsistent(self._bare_model)
         if mark is not None:
             mark.check()
+        if self._rounds.needs_join and self._join().is_replaced:
+            self._is_step_void = True
+            for parameter in self._model.parameters():
+                parameter.grad = None
+        if self._is_step_void:
+            return
         if self._is_deferred:
             self.start_deferred()
         self._ledger.tracker.note_change()  # even by a step that raises on its way
@@ -426,6 +459,9 @@ class FederatedScaling:
             observer.before_step(optimizer, args, kwargs)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_step_void:
+            self._is_step_void = optimizer is not self._config.optimizers[-1]
+            return
         for observer in self._observers:
             observer.after_step(optimizer)
         if optimizer is self._config.optimizers[-1]:
@@ -545,6 +581,16 @@ class FederatedScaling:
         except XfflError as error:
             return error
         return None
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """What became of this cell's model when it joined the others."""
+
+    is_replaced: bool
+    """Whether it may be another one now"""
+    has_lost_all: bool
+    """Whether steps are lost that no round had taken in, and with them all of the model"""
 
 
 class Countdown:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from xffl.checks import integer
+from xffl.checks import integer, number
 from xffl.cli.main import command_parser
 from xffl.cluster import environment, run_token
 from xffl.cluster.batch import find_job, is_here
@@ -121,6 +121,8 @@ def build_parser() -> ArgumentParser:
     parser.add_argument("--elastic", type=str, nargs="?", const="", metavar="URL", help=elastic)
     restarts = f"with --elastic, how often each cell is restarted (default: {_RESTARTS})"
     parser.add_argument("--restarts", type=int, metavar="N", help=restarts)
+    meeting = "with --elastic, how long a cell waits for others to make a round with (default: 1800)"
+    parser.add_argument("--meeting-timeout", type=float, metavar="SECONDS", help=meeting)
     cell = "train one cell as a separate job, with rounds over files or --elastic: its number and how many (0/2)"
     parser.add_argument("--cell", type=str, metavar="C/CELLS", help=cell)
     parser.add_argument("--from", type=str, metavar="DIR", help="with --cell, the global model to start from")
@@ -180,6 +182,8 @@ def run(options: Namespace, command: Sequence[str]) -> int:
         over_files = OverFiles()
     if options.restarts is not None and options.elastic is None:
         raise ConfigError(f"--restarts {options.restarts} is for cells that xffl exec --elastic starts; leave it out")
+    if options.meeting_timeout is not None and options.elastic is None:
+        raise ConfigError(f"--meeting-timeout {options.meeting_timeout:g} is for --elastic; leave it out")
     if command[0].endswith(CONFIGURATIONS):
         return _run_configuration(options, command[0], command[1:], over_files)
     if over_files.measure is not None:
@@ -494,6 +498,9 @@ def _check_elastic(options: Namespace, over_files: OverFiles) -> None:
             )
     if options.restarts is not None:
         integer("--restarts", options.restarts, 0)
+    if options.meeting_timeout is not None:
+        seconds = number("--meeting-timeout", options.meeting_timeout, above=0, below=1e9, hint="give seconds")
+        os.environ[lighthouse_address.MEETING_TIMEOUT_VARIABLE] = f"{seconds:g}"
     by_hand = "start xffl lighthouse, and a job for each cell: xffl exec --elastic http://HOST:PORT --cell 0/2"
     if options.elastic == "":
         if over_files.cell is not None:
@@ -513,8 +520,8 @@ def _check_elastic(options: Namespace, over_files: OverFiles) -> None:
         )
     if options.restarts is not None and (options.elastic is None or _started(options) is not None):
         raise ConfigError(f"--restarts {options.restarts} is for ranks that --elastic starts itself; leave it out")
-    number, cells = parse_cell(over_files.cell, "--cell")
-    os.environ["XFFL_CELL"] = f"{number}/{_count(cells)}"
+    own_number, cells = parse_cell(over_files.cell, "--cell")
+    os.environ["XFFL_CELL"] = f"{own_number}/{_count(cells)}"
     if options.elastic is not None:
         os.environ["XFFL_LIGHTHOUSE"] = lighthouse_address.parse_lighthouse("--elastic", options.elastic)
 

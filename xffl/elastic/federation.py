@@ -8,6 +8,7 @@ The round counts if its record stands in the run's journal, which the leaders re
 
 from __future__ import annotations
 
+import queue
 import secrets
 import socket
 import sys
@@ -78,6 +79,8 @@ SOON_S = 0.05
 """The same where only the journal or a look at a missing cell stood between."""
 LATER_S = 0.2
 """The same where a cell is missing for more than :data:`CELL_HEARTBEAT_TIMEOUT_S`."""
+AWAY_KEY = "away"
+"""In a cell's store, while it waits for the lighthouse or the journal with its steps made."""
 MOST_TRIES = 5
 """After so many broken rounds in a row with the same members, the cells count as unable to reach each other."""
 
@@ -161,6 +164,7 @@ class ElasticFederation:
         self._known: dict[int, Runtime] = {}
         """By cell, the runtimes of the cells that this one has met"""
         life = [f"{self.cell}.{secrets.token_hex(6)}"]
+        was_here = [self._journal is not None and self._journal.history.has_cell(self.cell)]
         self.restore(None, 0.0)
         with run_on_all_ranks("tokens and lighthouses"):
             self._token = token_of()
@@ -169,6 +173,9 @@ class ElasticFederation:
                 self._lighthouse = Lighthouse(parameters.lighthouse, life[0], self._token)
         dist.broadcast_object_list(life, src=0)
         self.life = life[0]
+        dist.broadcast_object_list(was_here, src=0)
+        self.was_here = was_here[0]
+        """Whether the journal knows of an earlier start of this cell's job, which may have saved a model"""
 
     def _serve_store(self, life: str) -> str:
         """Serve the store where the ranks of an epoch may meet, and return its address; on the leader."""
@@ -267,9 +274,11 @@ class ElasticFederation:
                     self._prepare_again(epoch, begun)
             except LaunchError as error:
                 self._say(str(error))
+                self._say_away()
             except JournalUnreachable as error:
                 self._say(str(error))
                 self._lacks_journal = True
+                self._say_away()
                 # The others may wait for this cell, in the round of this meeting or at the next one.
                 self._lighthouse.pause()
                 self.poison()
@@ -317,6 +326,8 @@ class ElasticFederation:
         meeting = lighthouse.meet(replace(self._make_record(), **fields), within_s, is_left)
         if meeting is None:
             return None
+        if self._store is not None:
+            self._store.delete_key(AWAY_KEY)
         # A cell that has made rounds continues without those of another version of xffl; one that has not ends here.
         if meeting.unread and self.record is None:
             raise meeting.unread[0]
@@ -395,12 +406,19 @@ class ElasticFederation:
                     pause_s = LATER_S
         time.sleep(pause_s)
 
+    def _say_away(self) -> None:
+        """Let the others know that this cell makes no steps, though it is not at the meeting."""
+        if self._store is not None:
+            self._store.set(AWAY_KEY, "")
+
     def _is_on_its_way(self, cell: int, now: float, begun: float) -> bool:
         """Tell whether a missing cell may still be making its steps, by how long it took in its last rounds."""
         since_s = self._arrivals.since_meeting(now)
         reach_s = self._reaches.get(cell)
         # Cells that repeat a round have all made their steps.
         if since_s is None or reach_s is None or self._failures > 0:
+            return False
+        if _ask_store(self._addresses[cell], AWAY_KEY):
             return False
         return may_still_come(
             reach_s,
@@ -692,21 +710,28 @@ class ElasticFederation:
 
 def _answers(place: str) -> bool:
     """Tell whether the store at HOST:PORT answers: its process has not ended, and is not stopped."""
+    return _ask_store(place, PROOF_KEY) is not None
+
+
+def _ask_store(place: str, key: str) -> bool | None:
+    """Tell whether the store at HOST:PORT has a key; ``None`` if it does not answer."""
     if _knock(place) is not None:
-        return False
+        return None
     host, _, port = place.rpartition(":")
-    answered = threading.Event()
+    answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
     def ask() -> None:
         with suppress(RuntimeError):
             within = timedelta(seconds=CELL_HEARTBEAT_TIMEOUT_S)
             store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=within)
-            store.check([PROOF_KEY])
-            answered.set()
+            answers.put(store.check([key]))
 
     # Its timeout does not hold where a process is stopped.
     threading.Thread(target=ask, name="xffl-answers", daemon=True).start()
-    return answered.wait(CELL_HEARTBEAT_TIMEOUT_S)
+    try:
+        return answers.get(timeout=CELL_HEARTBEAT_TIMEOUT_S)
+    except queue.Empty:
+        return None
 
 
 def _knock(place: str) -> OSError | None:

@@ -146,10 +146,13 @@ class Exchange:
             stage.check(context)
         self.way.check(context)
 
-    def own_values(self) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yield what training changes of the model that this rank sends: tensor, first element, values; local."""
+    def own_values(self, *, with_buffers: bool = False) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Yield what training changes of the model that this rank sends: tensor, first element, values; local.
+
+        With ``with_buffers`` all else that this rank sends, too.
+        """
         for transfer in self.transfers:
-            for bucket in transfer.buckets if transfer.group.is_stepped else ():
+            for bucket in transfer.buckets if transfer.group.is_stepped or with_buffers else ():
                 if not transfer.sends[bucket.number]:
                     continue
                 values = torch.empty(bucket.stop - bucket.start, dtype=transfer.dtype, device=self.device)

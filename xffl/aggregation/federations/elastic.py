@@ -26,10 +26,13 @@ from xffl.aggregation.engine.global_state import agree_on_steps
 from xffl.aggregation.engine.gpu_memory import make_copies
 from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.engine.planning.coverage import check_lone_cell
+from xffl.aggregation.engine.planning.tensors import find_fixed
 from xffl.aggregation.engine.votes import Seal
+from xffl.aggregation.federations.fixed_tensors import FixedTensors
 from xffl.aggregation.federations.hand_over import read_hand_over, write_hand_over
 from xffl.aggregation.pending import PendingRound
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
+from xffl.checks import shorten
 from xffl.distributed.collectives import all_gather_json
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.failures.faults import inject, start_round
@@ -196,6 +199,11 @@ class ElasticAggregator:
     def is_in_doubt(self) -> bool:
         """Whether it is unknown here if the last round was taken; the next :meth:`end_doubt` tells."""
         return self._doubted is not None
+
+    @property
+    def may_resume(self) -> bool:
+        """Whether this cell was in the run before, and has not loaded what it held then."""
+        return self._federation.record is None and self._federation.was_here
 
     @property
     def can_go_on(self) -> bool:
@@ -482,13 +490,31 @@ class ElasticAggregator:
             options = {name: self._options[name] for name in FOUNDING if name in self._options}
             # With norms the aggregator keeps the agreed model, which the aggregator of the next epoch starts from.
             options["norms"] = self._keeps_agreed
-            self._aggregator = Aggregator(self.model, scope, **options)  # type: ignore[arg-type]
-            return self._aggregator
+            founding = Aggregator(self.model, scope, **options)  # type: ignore[arg-type]
+            self._share_fixed(scope, epoch)
+            self._aggregator = founding
+            return founding
         aggregator = Aggregator(self.model, replace(scope, goes_on=True), **self._options)  # type: ignore[arg-type]
         if aggregator.global_model is not None:
             self._bring_up(aggregator, scope, epoch)
+        self._share_fixed(scope, epoch)
         self._aggregator = aggregator
         return aggregator
+
+    def _share_fixed(self, scope: RoundScope, epoch: Epoch) -> None:
+        """Bring what no round moves to the cells that are behind; collective over the epoch."""
+        if not epoch.behind:
+            return
+        # With fragments, the buffers of those that this round does not move.
+        with_buffers = self.fragments > 1 and epoch.base is not None
+        names = find_fixed(self.model, self._options.get("policies"), with_buffers=with_buffers)
+        source, *targets = map(epoch.index_of, (epoch.first, *epoch.behind))
+        taken = set(FixedTensors(self.model, names).take_over(scope, source, targets))
+        if self._federation.cell == epoch.first and self._state.rank == 0:
+            fixed = find_fixed(self.model, self._options.get("policies"))
+            unlike = [several[0] for several in fixed if taken & {*several}]
+            if unlike:
+                LOG.warning("cells that have come held other values of %s, which no round moves", shorten(unlike))
 
     def _seal(self, weights: tuple[float, ...]) -> Seal:
         """Publish the record of a round, where this rank does, and tell what stands; local."""
@@ -577,11 +603,16 @@ class ElasticAggregator:
             by_cell = dict(zip(cells, values, strict=False))
             return tuple(by_cell.get(cell, 0.0) for cell in range(self._federation.cells)) if values else ()
 
+        norms = report.update_norms
+        if norms is not None:
+            # What a cell holds that is behind, or was left out, is no update; it may not even be finite.
+            pairs = zip(norms, report.weights, strict=True)
+            norms = of_all([norm if weight > 0 else 0.0 for norm, weight in pairs])
         told = {one.name: getattr(report, one.name) for one in fields(report)}
         return ElasticRoundReport(
             **told
             | {name: of_all(told[name]) for name in ("weights", "shares", "steps", "step_seconds")}
-            | {"update_norms": of_all(report.update_norms) if report.update_norms is not None else None}
+            | {"update_norms": norms}
             | {
                 "dropped": tuple(cells[index] for index in report.dropped),
                 "nonfinite": {cells[index]: names for index, names in report.nonfinite.items()},

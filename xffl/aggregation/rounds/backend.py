@@ -36,6 +36,10 @@ class RoundBackend(Protocol):
         """Whether :meth:`join` has to be called before the next step."""
 
     @property
+    def may_resume(self) -> bool:
+        """Whether this cell may have a checkpoint of the run that it has not loaded yet."""
+
+    @property
     def aggregator(self) -> Aggregator | Levels | ElasticAggregator:
         """What averages the model; StateError before :meth:`open` where none was given."""
 

@@ -57,6 +57,11 @@ class ElasticRounds(AveragingRounds[ElasticAggregator]):
         """Sum of the weights of all cells in the rounds behind this cell's model, also those that it was not in."""
         return self._weight_taken if self._aggregator is None else float(self._aggregator.total_weight)
 
+    @property
+    def may_resume(self) -> bool:
+        """Whether this cell was in the run before, and holds no model of it that it could join with."""
+        return self.aggregator.may_resume
+
     def open(self) -> None:
         """Make the aggregator, where there is none or it was closed; the other cells are met later, by :meth:`join`."""
         if self._aggregator is None or self._aggregator.is_closed:

@@ -33,6 +33,7 @@ class FileRounds:
 
     meets_others = False
     needs_join = False
+    may_resume = False
     is_under_way = False
     can_go_on = False
     lineage = ""

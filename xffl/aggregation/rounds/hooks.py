@@ -23,12 +23,15 @@ class LoopHooks:
         whether it is to stop. There is no round then, and MeetingLeft is raised where the cell has not joined yet.
     :param defers_start: Asked when a delayed round is due, with the same answer on all ranks of a cell: whether it
         starts before the next step instead of at the end of this one.
+    :param defers_join: Asked when the block is entered, with the same answer on all ranks of a cell: whether the loop
+        calls :meth:`xffl.FederatedScaling.join` by itself, after it has loaded a checkpoint in the block.
     """
 
     before_final_rounds: Callable[[], None] | None = None
     tell: Callable[[], Mapping[str, Any]] | None = None
     is_stopping: Callable[[], bool] | None = None
     defers_start: Callable[[], bool] | None = None
+    defers_join: Callable[[], bool] | None = None
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -41,15 +44,21 @@ class LoopHooks:
     def joined_with(self, others: LoopHooks) -> LoopHooks:
         """Return these hooks, with those of ``others`` in their place where it has some.
 
-        A round starts before the next step where one of the two says so.
+        A round starts before the next step where one of the two says so; so it is with a join that is deferred.
         """
-        defers_start = tuple(one for one in (self.defers_start, others.defers_start) if one is not None)
         return LoopHooks(
             before_final_rounds=others.before_final_rounds or self.before_final_rounds,
             tell=others.tell or self.tell,
             is_stopping=others.is_stopping or self.is_stopping,
-            defers_start=(lambda: any(asked() for asked in defers_start)) if defers_start else None,
+            defers_start=_any_of(self.defers_start, others.defers_start),
+            defers_join=_any_of(self.defers_join, others.defers_join),
         )
+
+
+def _any_of(*hooks: Callable[[], bool] | None) -> Callable[[], bool] | None:
+    """Return a hook that asks several, those that are there; ``None`` if none is."""
+    given = tuple(hook for hook in hooks if hook is not None)
+    return (lambda: any(asked() for asked in given)) if given else None
 
 
 def check_hooks(hooks: object) -> None:

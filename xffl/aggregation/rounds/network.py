@@ -27,6 +27,7 @@ class NetworkRounds(AveragingRounds[Aggregator | Levels]):
 
     meets_others = True
     needs_join = False
+    may_resume = False
     lineage = ""
     doubted = None
 

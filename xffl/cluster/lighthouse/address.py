@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from xffl.checks import decimal, integer
+from xffl.checks import decimal, integer, number, real
 from xffl.cluster.hosts import route_address
 from xffl.cluster.network import control_address
 from xffl.cluster.sizes_text import parse_cell
@@ -17,9 +17,11 @@ from xffl.files import read_text
 
 __all__ = [
     "ADDRESS_BYTES",
+    "MEETING_TIMEOUT_VARIABLE",
     "bind_address",
     "elastic_cell",
     "lighthouse_of",
+    "meeting_timeout_of",
     "parse_lighthouse",
     "read_address",
     "replica_group_of",
@@ -32,6 +34,9 @@ _ADDRESS = re.compile(r"(?:http://)?(\[[0-9a-fA-F:]+\]|[^:/\s]+):([0-9]{1,5})/?"
 
 ADDRESS_BYTES = 4096
 """The most bytes of a file that names a lighthouse"""
+
+MEETING_TIMEOUT_VARIABLE = "XFFL_MEETING_TIMEOUT"
+"""How many seconds a cell of an elastic run waits for others to make a round with"""
 
 _GROUP = re.compile(r"([0-9]{1,9})/([0-9]{1,9})")
 
@@ -100,6 +105,22 @@ def restarts_of(environ: Mapping[str, str] = os.environ) -> int:
     if total is not None:
         return total
     return sum(_count(name, environ) or 0 for name in ("XFFL_EARLIER_JOBS", "SLURM_RESTART_COUNT"))
+
+
+def meeting_timeout_of(environ: Mapping[str, str] = os.environ) -> float | None:
+    """Return the seconds that a cell waits for others, as :data:`MEETING_TIMEOUT_VARIABLE` says; ``None`` if unset."""
+    text = environ.get(MEETING_TIMEOUT_VARIABLE, "").strip()
+    if not text:
+        return None
+    seconds = real(text)
+    return number(
+        MEETING_TIMEOUT_VARIABLE,
+        text if seconds is None else seconds,
+        above=0,
+        below=1e9,
+        hint="give seconds",
+        error=LaunchError,
+    )
 
 
 def _count(name: str, environ: Mapping[str, str]) -> int | None:

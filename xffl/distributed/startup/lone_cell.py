@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from xffl.cluster.lighthouse.address import parse_lighthouse, restarts_of
+from xffl.cluster.lighthouse.address import meeting_timeout_of, parse_lighthouse, restarts_of
 from xffl.cluster.over_files import read_over_files
 from xffl.cluster.run_token import token_of, warn_without_token
 from xffl.cluster.sizes_text import parse_cell
@@ -111,7 +111,9 @@ def _read_elastic(elastic: str | ElasticParameters | None, named: object) -> Ela
         return elastic if elastic.journal is not None else replace(elastic, journal=_find_journal(elastic.lighthouse))
     what, text = ("XFFL_LIGHTHOUSE", os.environ["XFFL_LIGHTHOUSE"]) if elastic is None else ("elastic", elastic)
     lighthouse = parse_lighthouse(what, text)
-    return ElasticParameters(lighthouse=lighthouse, journal=_find_journal(lighthouse), restarts=restarts_of())
+    parameters = ElasticParameters(lighthouse=lighthouse, journal=_find_journal(lighthouse), restarts=restarts_of())
+    meeting_timeout_s = meeting_timeout_of()
+    return parameters if meeting_timeout_s is None else replace(parameters, meeting_timeout_s=meeting_timeout_s)
 
 
 def _find_journal(lighthouse: str) -> str:

@@ -409,7 +409,8 @@ class FederatedMixin(ValidationMixin):
             algorithm=asked.algorithm,
             # A delayed round starts when all of a step is done. Were it under way when the one before it is told of, a
             # checkpoint that is saved then would wait for cells that have not come to it.
-            hooks=LoopHooks(tell=self._tell_cells, defers_start=lambda: True),
+            # What the cell joins with is loaded in the block: see take_place.
+            hooks=LoopHooks(tell=self._tell_cells, defers_start=lambda: True, defers_join=lambda: True),
         )
         return self._scaling
 

@@ -42,6 +42,7 @@ __all__ = [
     "canonical_axis",
     "describe_difference",
     "describe_rank_tensors",
+    "find_fixed",
     "gather_axes",
     "gather_replica_tensors",
     "owners_of",
@@ -231,6 +232,29 @@ def default_policy(module: nn.Module, leaf: str, tensor: torch.Tensor) -> str:
     if leaf in module._non_persistent_buffers_set:
         return "local"
     return "average" if tensor.is_floating_point() or tensor.is_complex() else "first"
+
+
+def find_fixed(
+    model: nn.Module, policies: Mapping[Pattern, str] | None, *, with_buffers: bool = False
+) -> list[list[str]]:
+    """Return all names of each tensor that no round moves, though no pattern of the policies says so; local.
+
+    With ``with_buffers`` those of the buffers that rounds move, too.
+    """
+    fixed: list[list[str]] = []
+    ties = ties_of(model)
+    for name, module, leaf, tensor in tensors_of(model):
+        owners = {other: owners_of(model, other) for other in ties[id(tensor)]}
+        chosen = _choose("policies", owners, policies or {}, set())
+        policy = chosen or default_policy(module, leaf, tensor)
+        is_moving_buffer = policy != "local" and leaf in module._buffers
+        if (chosen is None and policy == "local") or (with_buffers and is_moving_buffer):
+            try:
+                check_tensor(name, "first", tensor)
+            except ConfigError:  # it cannot be moved, and need not be: its policy is that of one that stays
+                continue
+            fixed.append(sorted(owners))
+    return fixed
 
 
 def check_tensor(name: str, policy: str, tensor: torch.Tensor) -> None:

@@ -28,11 +28,18 @@ from xffl.aggregation.engine.stage import RoundStage
 from xffl.aggregation.engine.votes import RoundStatus
 from xffl.checks import group as group_pairs
 from xffl.distributed.collectives import all_gather_json
-from xffl.distributed.consistency import control_device, find_unequal_cells, message_device, ranks_text, sum_of_bits
+from xffl.distributed.consistency import (
+    control_device,
+    find_unequal_cells,
+    list_unequal_cells,
+    message_device,
+    ranks_text,
+    sum_of_bits,
+)
 from xffl.distributed.sharding import local_tensor, reshard
 from xffl.errors import ConfigError, RoundError
 
-__all__ = ["FirstRound", "ValueDigest", "check_start", "digest_of"]
+__all__ = ["FirstRound", "ValueDigest", "check_start", "digest_of", "find_unequal"]
 
 TOLERANCE = 1e-3
 """How far replicas on unlike processors may be apart, of the largest value of the tensor."""
@@ -384,9 +391,7 @@ def check_start(
     Collective over the scope. ``own_values`` are what this rank sends, by tensor and first element, so that each
     element is counted once in each cell, whatever its cut.
     """
-    sums = torch.zeros(len(entries), dtype=torch.int64, device=scope.device)
-    for item, start, values in own_values:
-        sums[item] += _sum_of_row(values, start)
+    sums = _sums_of(entries, own_values, scope)
     found = find_unequal_cells(sums, scope.topology.cell_of(scope.rank), scope.topology.cells, scope.world)
     if found is not None:
         item, cells = found
@@ -396,6 +401,26 @@ def check_start(
             "everywhere before making the Aggregator. To resume between two rounds, make it first, then load the "
             "model, then its own state"
         )
+
+
+@torch.no_grad()
+def find_unequal(
+    entries: Sequence[TensorInfo], own_values: Iterable[tuple[int, int, torch.Tensor]], scope: RoundScope
+) -> list[str]:
+    """Return the names of the tensors that cells hold otherwise than cell 0; as :func:`check_start`."""
+    sums = _sums_of(entries, own_values, scope)
+    cell = scope.topology.cell_of(scope.rank)
+    return [entries[item].name for item in list_unequal_cells(sums, cell, scope.topology.cells, scope.world)]
+
+
+def _sums_of(
+    entries: Sequence[TensorInfo], own_values: Iterable[tuple[int, int, torch.Tensor]], scope: RoundScope
+) -> torch.Tensor:
+    """Return a sum of the bits that this rank sends of each tensor; local."""
+    sums = torch.zeros(len(entries), dtype=torch.int64, device=scope.device)
+    for item, start, values in own_values:
+        sums[item] += _sum_of_row(values, start)
+    return sums
 
 
 @torch.no_grad()

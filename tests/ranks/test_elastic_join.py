@@ -1,0 +1,218 @@
+"""When a cell of an elastic federation joins the others: on entering the block, or at its first local step."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import xffl
+from tests.ports import free_port
+from tests.ranks.test_elastic import journal, lighthouse, pytestmark  # noqa: F401 - fixtures and marks of this module
+from tests.worlds import be_launched, run_world
+from xffl.aggregation import LoopHooks
+
+
+class Counter(nn.Module):
+    """A model that a loop never calls: its value counts the steps that are in it."""
+
+    def __init__(self, start: float) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.full((1,), start))
+
+
+@dataclass
+class Block:
+    """What a cell has seen in a block: its value, and how many steps were counted, on entering and after each step."""
+
+    values: list[float] = field(default_factory=list)
+    counted: list[int] = field(default_factory=list)
+    weights: list[tuple[float, ...]] = field(default_factory=list)
+
+
+def train(state: Any, start: float, steps: int, saved: Any = None, **keywords: Any) -> tuple[Block, Any]:
+    """Make steps in a block of their own; what was seen, and what there was to save after the last one."""
+    model = Counter(start)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+    block = Block()
+    scaling = xffl.FederatedScaling(
+        model,
+        optimizer,
+        state,
+        every=2,
+        on_round=lambda report: block.weights.append(report.weights),
+        **keywords,
+    )
+
+    def note() -> None:
+        block.values.append(model.value.item())
+        block.counted.append(scaling.local_steps)
+
+    with scaling:
+        if saved is not None:
+            model.load_state_dict(saved[0])
+            scaling.load_state_dict(saved[1])
+        note()
+        for _ in range(steps):
+            optimizer.zero_grad()
+            (-model.value.sum()).backward()
+            optimizer.step()
+            for group in optimizer.state.values():
+                group["momentum_buffer"].zero_()
+            note()
+        kept = {name: value.clone() for name, value in model.state_dict().items()}, scaling.state_dict()
+    return block, kept
+
+
+def come_three_times(rank: int, world: int, url: str, ports: tuple[int, ...]) -> list[Block]:
+    """Be a cell in three blocks: with its own start, with a checkpoint, and with a start again."""
+    be_launched(0, 1, ports[rank])
+    os.environ["XFFL_TOKEN"] = "the run's own token"
+    with xffl.session(cell=rank, cells=world, elastic=url, timeout_s=60) as state:
+        first, saved = train(state, 10.0 * (1 + rank), 4)
+        second, _ = train(state, 70.0, 2, saved)
+        third, _ = train(state, 100.0 * (1 + rank), 2 + rank)
+    return [first, second, third]
+
+
+def test_a_cell_joins_on_entering_unless_it_may_load_a_checkpoint(lighthouse: str) -> None:  # noqa: F811
+    told = run_world(2, come_three_times, lighthouse, (free_port(), free_port()), init=False, timeout_s=60)
+    for first, second, third in told:
+        assert first.values == [10.0, 11.0, 12.0, 13.0, 14.0]  # of the lowest cell, before any step
+        assert first.counted == [0, 1, 2, 3, 4]
+        assert second.values == [14.0, 15.0, 16.0]  # both hold the newest model: nothing is replaced
+        assert second.counted == [0, 1, 2]
+        assert first.weights == [(1.0, 1.0)] * 2
+        assert second.weights == third.weights == [(1.0, 1.0)]
+    # Neither has loaded anything: the run begins anew from the model of cell 0, at the first step of both. That of
+    # cell 1 had the gradients of the model that is replaced.
+    assert told[0][2].values == [100.0, 101.0, 102.0]
+    assert told[1][2].values == [200.0, 100.0, 101.0, 102.0]
+    assert told[1][2].counted == [0, 0, 1, 2]
+
+
+def join_by_itself(rank: int, world: int, url: str, ports: tuple[int, ...]) -> list[float]:
+    be_launched(0, 1, ports[rank])
+    os.environ["XFFL_TOKEN"] = "the run's own token"
+    with xffl.session(cell=rank, cells=world, elastic=url, timeout_s=60) as state:
+        model = Counter(1.0 + rank)
+        scaling = xffl.FederatedScaling(model, None, state, every=2, hooks=LoopHooks(defers_join=lambda: True))
+        values = []
+        with scaling:
+            values.append(model.value.item())
+            if rank == 0:
+                assert not scaling.join()
+            with torch.no_grad():
+                model.value.add_(4.0)
+            scaling.step()  # joins first, if the loop has not
+            values.append(model.value.item())
+            assert scaling.local_steps == 1 - rank
+    return values
+
+
+def test_a_loop_may_join_by_itself(lighthouse: str) -> None:  # noqa: F811
+    told = run_world(2, join_by_itself, lighthouse, (free_port(), free_port()), init=False, timeout_s=60)
+    assert told == [[1.0, 5.0], [2.0, 1.0]]
+
+
+def fail_to_join(rank: int, world: int, url: str, ports: tuple[int, ...]) -> None:
+    be_launched(0, 1, ports[rank])
+    os.environ["XFFL_TOKEN"] = "the run's own token"
+    elastic = xffl.distributed.ElasticParameters(lighthouse=url, meeting_timeout_s=1.0)
+    with xffl.session(cell=0, cells=3, elastic=elastic, timeout_s=60) as state:
+        model = Counter(1.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scaling = xffl.FederatedScaling(model, optimizer, state, every=1)
+        with pytest.raises(xffl.RoundError, match="found no cells for a round"):
+            scaling.__enter__()
+        model.value.sum().backward()
+        optimizer.step()  # which counts for nobody
+        assert scaling.local_steps == 0
+
+
+def test_a_cell_that_cannot_join_has_not_entered_the_block(lighthouse: str) -> None:  # noqa: F811
+    run_world(1, fail_to_join, lighthouse, (free_port(),), init=False, timeout_s=60)
+
+
+class Partly(nn.Module):
+    """A model with tensors that no round moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(3, 5)
+        self.frozen.requires_grad_(False)
+        self.alike = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.trained = nn.Linear(5, 2)
+        self.own = nn.Parameter(torch.randn(2), requires_grad=False)
+        self.register_buffer("mask", torch.randn(3), persistent=False)
+        self.register_buffer("count", torch.randint(0, 1000, (2,)), persistent=False)
+        for number in range(6):
+            self.register_buffer(f"mean_{number}", torch.randn(2))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        values: torch.Tensor = self.trained(self.frozen(inputs * self.mask))
+        return values
+
+
+def train_partly(
+    rank: int, world: int, url: str, ports: tuple[int, ...], folder: str, options: dict[str, Any]
+) -> list[dict[str, torch.Tensor]]:
+    """Be a rank of one of three cells, of which the first two begin, and the last one comes after some rounds.
+
+    Return what it held when it had joined, and at the end.
+    """
+    cell = max(rank - 1, 0)
+    be_launched(rank if rank < 2 else 0, 2 if cell == 0 else 1, ports[cell])
+    os.environ["XFFL_TOKEN"] = "the run's own token"
+    late = Path(folder) / "late"
+    while cell == 2 and not late.exists():
+        time.sleep(0.05)
+    with xffl.session(cell=cell, cells=3, elastic=url, timeout_s=60) as state:
+        torch.manual_seed(cell)
+        model = xffl.shard(Partly(), state)
+        own = whole(model.own)
+        optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.01)
+
+        def values() -> dict[str, torch.Tensor]:
+            return {name: whole(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+        with xffl.FederatedScaling(
+            model, optimizer, state, every=1, aggregator={"policies": {"own": "local"}, **options}
+        ) as scaling:
+            joined = values()
+            while scaling.aggregator.rounds < 20:
+                model(torch.randn(4, 3)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                time.sleep(0.1)
+                if scaling.aggregator.rounds == 3:
+                    late.touch()
+        assert whole(model.own).equal(own)
+        return [joined, values()]
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+@pytest.mark.parametrize("options", [{}, {"fragments": 3}], ids=["plain", "fragments"])
+def test_cells_take_over_what_no_round_moves(lighthouse: str, tmp_path: Path, options: dict[str, Any]) -> None:  # noqa: F811
+    """At the beginning, and a cell that comes late, of another number of ranks; with fragments, also their buffers."""
+    ports = tuple(free_port() for _ in range(3))
+    told = run_world(4, train_partly, lighthouse, ports, str(tmp_path), options, init=False, timeout_s=90)
+    # What training does not change is the same in all cells, from the moment on at which each of them has joined.
+    fixed = {name: value for name, value in told[0][0].items() if "trained" not in name and "own" not in name}
+    assert len(fixed) == 11
+    for name, value in fixed.items():
+        for joined, ended in told:
+            assert joined[name].equal(value), name
+            assert ended[name].equal(value), name
+    assert not told[0][0]["own"].equal(told[2][0]["own"])
