@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from xffl.aggregation.algorithms.combiners import CellStats, Combiner, WeightedCombiner
+from xffl.aggregation.arithmetic import piece_length, wide_type
 from xffl.aggregation.engine.buffers import (
     Arena,
     BucketMemory,
@@ -53,13 +54,12 @@ from xffl.aggregation.engine.planning.transfers import (
 )
 from xffl.aggregation.engine.transport import CrossCellTransport, Crossing, ExactValues, Link
 from xffl.aggregation.engine.votes import RoundStatus
-from xffl.aggregation.mean import piece_length, wide_type
 from xffl.aggregation.report import RoundProfile
 from xffl.distributed.collectives import broadcast
 from xffl.errors import RoundError
 
 if TYPE_CHECKING:
-    from xffl.aggregation.engine.stage import RoundStage
+    from xffl.aggregation.engine.stages.stage import RoundStage
 
 __all__ = [
     "HOME_LAG",

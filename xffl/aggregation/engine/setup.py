@@ -32,7 +32,6 @@ from xffl.aggregation.engine.planning.tensors import (
     gather_axes,
     gather_replica_tensors,
 )
-from xffl.aggregation.engine.stage import RoundStage
 from xffl.aggregation.engine.stages.agreed import AgreedModel
 from xffl.aggregation.engine.stages.clip import Clip
 from xffl.aggregation.engine.stages.codecs import Codecs
@@ -42,6 +41,7 @@ from xffl.aggregation.engine.stages.masks import Masks
 from xffl.aggregation.engine.stages.norms import Norms
 from xffl.aggregation.engine.stages.order import in_order
 from xffl.aggregation.engine.stages.privacy import Protection
+from xffl.aggregation.engine.stages.stage import RoundStage
 from xffl.aggregation.engine.stages.told_weights import ToldWeights
 from xffl.aggregation.engine.stages.whole_models import WholeModels
 from xffl.aggregation.engine.transport import Link

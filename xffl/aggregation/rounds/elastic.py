@@ -12,8 +12,8 @@ from xffl.aggregation.config import RoundConfig, aggregator_options
 from xffl.aggregation.engine.decision.consensus import RoundBroken, RoundInput
 from xffl.aggregation.federations.elastic import ElasticAggregator
 from xffl.aggregation.report import RoundReport
-from xffl.aggregation.rounds.averaging import AveragingRounds
 from xffl.aggregation.rounds.delayed import StartedRound
+from xffl.aggregation.rounds.network import AveragingRounds
 from xffl.aggregation.rounds.offer import Averaged, Empty, HandedOver, Outcome, Part, RoundOffer, outcome_of
 from xffl.aggregation.steps.contributions import Snapshot
 from xffl.distributed.distributed_state import DistributedState

@@ -13,7 +13,7 @@ from xffl.aggregation.compression import CodePlace, ErrorFeedback
 from xffl.aggregation.engine.buffers import Layout, ModelCopy, aligned
 from xffl.aggregation.engine.exchange import RoundRun
 from xffl.aggregation.engine.planning.transfers import Bucket, GroupTransfer
-from xffl.aggregation.engine.stage import RoundStage
+from xffl.aggregation.engine.stages.stage import RoundStage
 from xffl.aggregation.engine.transport import Crossing, ExactValues, Link
 from xffl.errors import CheckpointError
 

@@ -13,7 +13,7 @@ from xffl.aggregation.engine.buffers import ModelCopy
 from xffl.aggregation.engine.exchange import RoundRun
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.planning.transfers import RoundContext
-from xffl.aggregation.engine.stage import RoundStage
+from xffl.aggregation.engine.stages.stage import RoundStage
 from xffl.aggregation.privacy import Accountant, Masker, Noise, Privacy, privatize
 from xffl.distributed.consistency import control_device
 from xffl.errors import ConfigError
