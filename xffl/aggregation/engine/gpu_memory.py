@@ -195,7 +195,7 @@ class _GpuRoundMemory(RoundMemory):
 
     def _find_on_gpu(self, bucket: Bucket) -> torch.Tensor | None:
         """Return a bucket's values where they lie, if that is a GPU and they are sent from the host's memory."""
-        layout = self.buffers.layout
+        layout = self.lasting.layout
         device = layout.device_of(bucket)
         is_apart = device is not None and device.type == "cuda" and device != self._link.device
         return layout.values_of(bucket) if is_apart else None
@@ -226,7 +226,7 @@ class _GpuRoundMemory(RoundMemory):
         with self.profile.capture_failure("pack"):
             if self._on_gpu.is_to_fill(bucket, place.result_lent):
                 self._on_gpu.fill(bucket, place.result)
-        mean_in_cell(self._on_gpu.buffers.cell_rows, self.profile, home, place.result)
+        mean_in_cell(self._on_gpu.lasting.cell_rows, self.profile, home, place.result)
         if transfer.sends[bucket.number]:
             with self.profile.capture_failure("pack"):
                 self._copies.start_from(place.result, bucket, place.values)
@@ -234,7 +234,7 @@ class _GpuRoundMemory(RoundMemory):
 
     def release(self, place: BucketMemory) -> None:
         super().release(place)
-        self._on_gpu.buffers.packs.release(place.result_lent)
+        self._on_gpu.lasting.packs.release(place.result_lent)
 
     def merge(self, transfer: GroupTransfer, bucket: Bucket, mean: torch.Tensor, alpha: float | None) -> None:
         if transfer.is_shared_on_gpu:

@@ -145,7 +145,8 @@ class NetworkRounds(AveragingRounds[Aggregator | Levels]):
         """Make a round, and return what became of it; collective over the world."""
         aggregator = self.aggregator
         given = offer.claim(aggregator.next_fragment)
-        report = aggregator.participate(given, least_divergence=offer.least_divergence(aggregator.rounds))
+        least = self._config.schedule.least_divergence(aggregator.rounds)
+        report = aggregator.participate(given, least_divergence=least)
         if report is None:
             return (Empty(None),)
         self._weight_taken += report.weight_taken

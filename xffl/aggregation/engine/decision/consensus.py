@@ -361,14 +361,14 @@ class RoundCoordinator:
         for rank, status in enumerate(statuses):
             if status.is_nonfinite:
                 unfit.add(self._topology.cell_of(rank))
-        dropped = self._drop(unfit, weights, run.findings.nonfinite) if unfit else ()
+        dropped = self._drop(unfit, weights, run.nonfinite) if unfit else ()
         context = self._count(statuses, weights, dropped)
         outcome = AgreedRound(
             run,
             context,
             dropped,
             self.all_finished,
-            nonfinite=self._share_nonfinite(dropped, run.findings.nonfinite) if dropped else {},
+            nonfinite=self._share_nonfinite(dropped, run.nonfinite) if dropped else {},
             unfit=frozenset(unfit),
             step_seconds=by_cell([status.seconds for status in statuses], self._topology, max),
         )

@@ -129,7 +129,7 @@ class Codecs(RoundStage):
 
     def commit(self, run: RoundRun) -> None:
         """Conclude a round that was taken: where its values wait is the agreed state now, and the old one is free."""
-        staging = run.memory.buffers.staging
+        staging = run.memory.lasting.staging
         fragment = run.fragment
         for place, feedback in self.feedback.items():
             if self._transfers[place].group.fragment == fragment:
