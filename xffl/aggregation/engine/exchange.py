@@ -120,7 +120,6 @@ class Exchange:
         *,
         atomic: bool,
         way: Way,
-        hand_over: Way,
     ) -> None:
         self.layout = layout
         self.transfers = tuple(transfers)
@@ -129,7 +128,6 @@ class Exchange:
         self.device = link.device
         self.atomic = atomic
         self.way = way
-        self.hand_over = hand_over
         self.round_groups = link.round_groups
         self.memory = memory
         self.stages: tuple[RoundStage, ...] = ()

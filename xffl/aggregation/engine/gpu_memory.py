@@ -21,19 +21,7 @@ from xffl.aggregation.engine.planning.transfers import Bucket, BucketRun, GroupT
 from xffl.aggregation.engine.transport import Link
 from xffl.aggregation.report import RoundProfile
 
-__all__ = ["GpuMemory", "HostCopies", "make_copies", "make_memory"]
-
-
-def make_copies(home_device: torch.device | None) -> Copies:
-    """Return how values get between model and memory; ``home_device`` is where results are handed round, if apart."""
-    return HostCopies() if home_device is not None or torch.cuda.is_available() else Copies()
-
-
-def make_memory(layout: Layout, transfers: Sequence[GroupTransfer], link: Link, *, atomic: bool) -> Memory:
-    """Return the memory of rounds, in the form that their copies need."""
-    if isinstance(link.copies, HostCopies):
-        return GpuMemory(layout, transfers, link, atomic=atomic)
-    return Memory(layout, transfers, link.device, copies=link.copies, atomic=atomic, arena=link.arena)
+__all__ = ["GpuMemory", "HostCopies"]
 
 
 class HostCopies(Copies):
