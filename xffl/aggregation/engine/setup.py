@@ -19,18 +19,20 @@ from xffl.aggregation.engine.gpu_memory import GpuMemory, HostCopies
 from xffl.aggregation.engine.groups import RoundScope, select_groups
 from xffl.aggregation.engine.planning.coverage import check_gradients
 from xffl.aggregation.engine.planning.plan import digest, plan_groups, plan_transfers
+from xffl.aggregation.engine.planning.replica_tensors import (
+    RankTensors,
+    ReplicaTensors,
+    describe_rank_tensors,
+    gather_replica_tensors,
+)
 from xffl.aggregation.engine.planning.tensors import (
     FORMAT_LINE,
     Axis,
     Manifest,
     ModelTensor,
-    RankTensors,
-    ReplicaTensors,
     TensorInfo,
     describe_difference,
-    describe_rank_tensors,
     gather_axes,
-    gather_replica_tensors,
 )
 from xffl.aggregation.engine.stages.agreed import AgreedModel
 from xffl.aggregation.engine.stages.clip import Clip
