@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor
 
 import xffl
 from xffl.aggregation.engine.buffers import copy_memory
-from xffl.aggregation.engine.messages import start_moves
+from xffl.aggregation.engine.transport import start_moves
 from xffl.cluster.hardware import resident_bytes
 from xffl.compat.pytorch import memory_of
 

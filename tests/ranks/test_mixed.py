@@ -18,8 +18,8 @@ from torch import nn
 import xffl
 from tests.ports import free_port
 from tests.worlds import be_launched, run_world
+from xffl.aggregation.arithmetic import weighted_mean
 from xffl.aggregation.exports import export_cell
-from xffl.aggregation.mean import weighted_mean
 from xffl.cli.main import main
 from xffl.cluster.runtimes import Runtime, runtime_table
 from xffl.costs import EXCHANGE_FORMAT

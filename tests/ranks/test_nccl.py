@@ -32,8 +32,8 @@ from xffl.aggregation.engine.buffers import BucketMemory
 from xffl.aggregation.engine.exchange import ExchangeWalk
 from xffl.aggregation.engine.gpu_memory import HostCopies
 from xffl.aggregation.engine.groups import RoundScope
-from xffl.aggregation.engine.messages import Progress
 from xffl.aggregation.engine.streams import StreamWork
+from xffl.aggregation.engine.transport import Progress
 from xffl.aggregation.engine.votes import VOTE_TAG
 from xffl.aggregation.options import Options
 from xffl.aggregation.privacy import Privacy
@@ -371,7 +371,7 @@ def test_a_benchmark_measures_what_each_group_sends_from() -> None:
 
 def test_by_default_nccl_crosses_cells() -> None:
     traces, _ = traces_of(4, rounds, (2, 2))
-    assert any(place.startswith("aggregation/engine/messages.py") for place in crossing(traces, (2, 2)))
+    assert any(place.startswith("aggregation/engine/transport.py") for place in crossing(traces, (2, 2)))
 
 
 def test_cells_train_over_nccl_with_gloo_between_them() -> None:

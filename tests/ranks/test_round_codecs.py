@@ -15,9 +15,9 @@ import xffl
 from tests.ranks.test_round import complete, digests, make_state
 from tests.rounds import aggregator_of
 from tests.worlds import run_world
+from xffl.aggregation.arithmetic import weighted_mean
 from xffl.aggregation.compression import codec_of
 from xffl.aggregation.engine import transport
-from xffl.aggregation.mean import weighted_mean
 
 CODECS = ["bf16", "fp16", "int8", "int4:block=32", "int8:rounding=stochastic", "topk:0.1"]
 NUMEL = 1001

@@ -25,9 +25,9 @@ from xffl.aggregation import compression as feedback
 from xffl.aggregation.engine import groups as routes
 from xffl.aggregation.engine import transport
 from xffl.aggregation.engine.decision.consensus import RoundInput
-from xffl.aggregation.engine.messages import start_moves
 from xffl.aggregation.engine.stages.codecs import Codecs
 from xffl.aggregation.engine.stages.masks import Masks
+from xffl.aggregation.engine.transport import start_moves
 from xffl.aggregation.federations.hierarchical import Level, Levels
 from xffl.costs import IN_FLIGHT
 

@@ -30,7 +30,7 @@ from tests.rounds import aggregator_of
 from tests.worlds import run_world
 from xffl.aggregation.engine import transport
 from xffl.aggregation.engine.exchange import RoundRun
-from xffl.aggregation.engine.messages import Move, start_moves
+from xffl.aggregation.engine.transport import Move, start_moves
 from xffl.aggregation.report import RoundProfile
 
 LAYOUTS = [((1, 1), None), ((2, 4), 2), ((3, 1), None), ((1, 2, 1), None)]

@@ -25,8 +25,8 @@ from tests.rounds import aggregator_of, replace_exchange
 from tests.worlds import run_world
 from xffl.aggregation.engine import buffers as pool
 from xffl.aggregation.engine import transport
-from xffl.aggregation.engine.messages import Move, start_moves
 from xffl.aggregation.engine.planning.transfers import RoundContext
+from xffl.aggregation.engine.transport import Move, start_moves
 
 
 def constant(value: float, dtype: torch.dtype, size: int = 16) -> nn.ParameterList:

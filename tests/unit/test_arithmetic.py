@@ -12,12 +12,11 @@ import torch
 from xffl.aggregation.algorithms.combiners import Coordinatewise, Mean
 from xffl.aggregation.algorithms.registry import make
 from xffl.aggregation.algorithms.robust import CoordinateMedian
-from xffl.aggregation.arithmetic import CHUNK, divide, flushes_subnormals, power, square_root
+from xffl.aggregation.arithmetic import CHUNK, combined, divide, flushes_subnormals, power, square_root, weighted_mean
 from xffl.aggregation.compression import codec_of
 from xffl.aggregation.elementary import ElementaryOnly
 from xffl.aggregation.engine import arithmetic_check
 from xffl.aggregation.engine.arithmetic_check import PATTERNS, digest_arithmetic
-from xffl.aggregation.mean import combined, weighted_mean
 from xffl.errors import ConfigError
 from xffl.naming import Writer
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xffl.aggregation.mean import weighted_mean
+from xffl.aggregation.arithmetic import weighted_mean
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 weight_lists = st.lists(st.floats(0, 1e300), min_size=1, max_size=5).filter(any)

@@ -15,9 +15,9 @@ from torch.autograd.profiler import profile
 from torch.overrides import TorchFunctionMode
 
 from tests.worlds import fake_world
-from xffl.aggregation.engine.messages import Progress
+from xffl.aggregation.arithmetic import combined, weighted_mean
 from xffl.aggregation.engine.streams import GpuProfile, StreamWork
-from xffl.aggregation.mean import combined, weighted_mean
+from xffl.aggregation.engine.transport import Progress
 from xffl.aggregation.pending import Background
 from xffl.aggregation.steps.contributions import StepTimer
 from xffl.cluster.environment import detect_environment

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from xffl.aggregation.engine.stage import RoundStage
 from xffl.aggregation.engine.stages.order import ORDER, in_order
+from xffl.aggregation.engine.stages.stage import RoundStage
 
 
 def bare(kind: type[RoundStage]) -> RoundStage:

@@ -30,6 +30,7 @@ from xffl.aggregation.engine.decision.inconsistent import (
     count_inconsistent,
     find_inconsistent,
     mark_inconsistent,
+    refuse_inconsistent,
     without_wrappers,
 )
 from xffl.aggregation.engine.exchange import RoundRun
@@ -306,7 +307,6 @@ class Aggregator:
         told: dict[str, Any] = {}
         for stage in self._exchange.stages:
             told |= stage.status(fragment)
-        findings = None if run is None else run.findings
         status = RoundStatus(
             round=self.rounds + 1,
             weight=numbers.weight,
@@ -314,7 +314,7 @@ class Aggregator:
             is_uniform=given.weight is None,
             is_absent=given.is_absent,
             is_finished=given.is_finished,
-            is_nonfinite=findings is not None and bool(findings.nonfinite),
+            is_nonfinite=run is not None and bool(run.nonfinite),
             is_failed=error is not None,
             merge=merge,
             alpha=alpha if error is None and alpha is not None else 0.0,
@@ -461,9 +461,7 @@ class Aggregator:
         :raises RoundError: if a failed round may have left different weights on different ranks, until a state dict has
             been loaded into the model.
         """
-        mark = find_inconsistent(self._bare_model)
-        if mark is not None:
-            mark.check()
+        refuse_inconsistent(self._bare_model)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs: the number of rounds, what lossy codecs remember, and the server's state.

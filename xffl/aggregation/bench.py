@@ -19,7 +19,7 @@ from torch import nn
 
 from xffl import __version__
 from xffl.aggregation.aggregator import Aggregator
-from xffl.aggregation.engine.messages import start_moves
+from xffl.aggregation.engine.transport import start_moves
 from xffl.aggregation.report import RoundReport
 from xffl.checks import integer_fields, number
 from xffl.cluster.hardware import describe_host

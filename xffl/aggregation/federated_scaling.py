@@ -17,7 +17,7 @@ from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.algorithms.clients import Client
 from xffl.aggregation.algorithms.every_steps import Schedule
 from xffl.aggregation.config import RoundArguments, check_stepped, parse_round_config
-from xffl.aggregation.engine.decision.inconsistent import find_inconsistent, without_wrappers
+from xffl.aggregation.engine.decision.inconsistent import refuse_inconsistent, without_wrappers
 from xffl.aggregation.engine.setup import check_given
 from xffl.aggregation.federations.hierarchical import Levels
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
@@ -342,9 +342,7 @@ class FederatedScaling:
             raise StateError("local steps are counted in the with block; enter it first")
         if is_in_backward():
             raise backward_error("scaling.step() was called")
-        mark = find_inconsistent(self._bare_model)
-        if mark is not None:
-            mark.check()
+        refuse_inconsistent(self._bare_model)
         if self._rounds.needs_join and self._join().is_replaced:
             return  # the step was made on the model that was replaced
         self.start_deferred()
@@ -443,9 +441,7 @@ class FederatedScaling:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if is_in_backward():
             raise backward_error(f"optimizer {type(optimizer).__name__} makes a step")
-        mark = find_inconsistent(self._bare_model)
-        if mark is not None:
-            mark.check()
+        refuse_inconsistent(self._bare_model)
         if self._rounds.needs_join and self._join().is_replaced:
             self._is_step_void = True
             for parameter in self._model.parameters():

@@ -29,6 +29,7 @@ from xffl.aggregation.algorithms.server import (
     server_of,
     take_step,
 )
+from xffl.aggregation.arithmetic import combined, weighted_mean, wide_type
 from xffl.aggregation.engine.buffers import sum_of_squares
 from xffl.aggregation.engine.exchange import weigh_cells
 from xffl.aggregation.engine.planning.transfers import RoundContext
@@ -42,7 +43,6 @@ from xffl.aggregation.exports import (
     is_written,
     read_tensor_kinds,
 )
-from xffl.aggregation.mean import combined, weighted_mean, wide_type
 from xffl.checkpoint.format import (
     INDEX,
     CellIndex,

@@ -15,7 +15,7 @@ from xffl.aggregation.algorithms.combiners import (
     reduced,
     total_of,
 )
-from xffl.aggregation.mean import piece_length, weighted_mean
+from xffl.aggregation.arithmetic import piece_length, weighted_mean
 from xffl.checks import integer_fields, number
 from xffl.errors import ConfigError
 

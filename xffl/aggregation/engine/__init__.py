@@ -14,22 +14,23 @@ In each round:
 
 - ``planning.transfers``: the groups and buckets of the plan as one rank walks them, and whose values count.
 - ``groups``: the process groups of a round.
-- ``messages``: what ranks send and receive over these.
 - ``buffers``: views of the model bucket by bucket, and pools of buffers.
 - ``exchange``: the memory of a round, and the walk over all buckets: check, send, combine, broadcast, write; its
   docstring has the timeline.
-- ``transport``: how one bucket gets from cell to cell, in one hop or two.
+- ``transport``: messages between ranks, and how one bucket gets from cell to cell, in one hop or two.
 - ``votes``: what each rank says in a vote, and how all ranks learn it.
 - ``decision.consensus``: whether a round takes place and whether its result counts, on all ranks alike.
 - ``decision.inconsistent``: the mark of a model whose weights may differ between ranks, because one could not know.
 
 A ``RoundRun`` reads and checks the model; ``RoundCoordinator.run`` votes, has it exchange the buckets, and votes again;
-``RoundRun.commit`` writes the model. What a feature does to this is a stage (``stage.RoundStage``) in the list of
-the aggregator's rounds, or a way over the buckets of its own (``exchange.Way``), each in a file of ``stages``. A plain
-round has neither, and goes through none of these files:
+``RoundRun.commit`` writes the model. What a feature does to this is a stage (``stages.stage.RoundStage``) in the list
+of the aggregator's rounds, or a way over the buckets of its own (``exchange.Way``), each in a file of ``stages``. A
+plain round has neither, and goes through none of these files:
 
 - ``stages``: the first round's comparison, codecs, masks, privacy, norms, the step of the global model; combiners that
   compare whole models; the model of one cell handed over to all.
+- ``planning.replica_tensors``: what the ranks of a replica hold that a mesh cuts inside the cells.
+- ``decision.elastic_votes``: votes between cells that are worlds of their own, where a round may be in doubt.
 - ``decision.unlike_votes``: what is wrong where ranks are in different rounds.
 - ``decision.faulty_votes``: votes in which this process ends, for tests of what the others do then.
 - ``cell``: the mean of buffers over the ranks of a cell.

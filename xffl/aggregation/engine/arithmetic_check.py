@@ -19,10 +19,9 @@ import torch
 
 from xffl.aggregation.algorithms.combiners import Combiner, Coordinatewise
 from xffl.aggregation.algorithms.server_rules import ServerRule
-from xffl.aggregation.arithmetic import divide, flushes_subnormals, is_built_in, square_root
+from xffl.aggregation.arithmetic import combined, divide, flushes_subnormals, is_built_in, square_root, weighted_mean
 from xffl.aggregation.compression import Codec
 from xffl.aggregation.elementary import ElementaryOnly
-from xffl.aggregation.mean import combined, weighted_mean
 from xffl.checks import group as group_pairs
 from xffl.distributed.collectives import Group, all_gather_json
 from xffl.distributed.consistency import check_consistent, control_device, processor_of, ranks_text

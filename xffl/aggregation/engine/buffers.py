@@ -29,7 +29,6 @@ __all__ = [
     "BucketMemory",
     "Copies",
     "FiniteCheck",
-    "FiniteReport",
     "Layout",
     "ModelCopy",
     "Pool",
@@ -470,12 +469,6 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // LINE) * LINE
 
 
-class FiniteReport(NamedTuple):
-    """What a rank has found in the values that it sends."""
-
-    nonfinite: list[str]  # names of tensors to be averaged that hold a value which is not finite
-
-
 class FiniteCheck:
     """Looks at the values of a round, bucket by bucket; local."""
 
@@ -490,14 +483,14 @@ class FiniteCheck:
         buckets.append(bucket)
         energies.append(sum_of_squares(values))
 
-    def report(self) -> FiniteReport:
-        """Return what was found in all of them."""
+    def find_nonfinite(self) -> list[str]:
+        """Return the names of tensors that hold a value which is not finite."""
         items: set[int] = set()
         for buckets, energies in self._seen.values():  # each GPU is read once
             for bucket, energy in zip(buckets, torch.stack(energies).tolist(), strict=True):
                 if not math.isfinite(energy):
                     items.update(self._layout.nonfinite(bucket))
-        return FiniteReport([self._layout.name(item) for item in sorted(items)])
+        return [self._layout.name(item) for item in sorted(items)]
 
 
 def sum_of_squares(values: torch.Tensor) -> torch.Tensor:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from xffl.aggregation.arithmetic import weighted_mean
 from xffl.aggregation.engine.buffers import Pool, aligned
 from xffl.aggregation.engine.planning.transfers import GroupTransfer
-from xffl.aggregation.mean import weighted_mean
 from xffl.aggregation.report import RoundProfile
 
 __all__ = ["cell_rows_nbytes", "mean_in_cell"]

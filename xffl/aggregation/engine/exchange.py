@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from xffl.aggregation.algorithms.combiners import CellStats, Combiner, WeightedCombiner
+from xffl.aggregation.arithmetic import piece_length, wide_type
 from xffl.aggregation.engine.buffers import (
     Arena,
     BucketMemory,
@@ -53,13 +54,12 @@ from xffl.aggregation.engine.planning.transfers import (
 )
 from xffl.aggregation.engine.transport import CrossCellTransport, Crossing, ExactValues, Link
 from xffl.aggregation.engine.votes import RoundStatus
-from xffl.aggregation.mean import piece_length, wide_type
 from xffl.aggregation.report import RoundProfile
 from xffl.distributed.collectives import broadcast
 from xffl.errors import RoundError
 
 if TYPE_CHECKING:
-    from xffl.aggregation.engine.stage import RoundStage
+    from xffl.aggregation.engine.stages.stage import RoundStage
 
 __all__ = [
     "HOME_LAG",
@@ -120,7 +120,6 @@ class Exchange:
         *,
         atomic: bool,
         way: Way,
-        hand_over: Way,
     ) -> None:
         self.layout = layout
         self.transfers = tuple(transfers)
@@ -129,7 +128,6 @@ class Exchange:
         self.device = link.device
         self.atomic = atomic
         self.way = way
-        self.hand_over = hand_over
         self.round_groups = link.round_groups
         self.memory = memory
         self.stages: tuple[RoundStage, ...] = ()
@@ -280,7 +278,8 @@ class RoundMemory:
     """Where one round reads this rank's values and leaves its results; local."""
 
     def __init__(self, memory: Memory, copy: ModelCopy, profile: RoundProfile) -> None:
-        self.buffers = memory
+        self.lasting = memory
+        """The memory of all rounds"""
         self.copy = copy
         self.profile = profile
         self.is_atomic = memory.atomic
@@ -314,39 +313,39 @@ class RoundMemory:
         """Return where a bucket's values are read and its result goes."""
         if not self.is_atomic:
             return self._acquire_in_place(transfer, bucket)
-        staging = self.buffers.staging_of(transfer, bucket)
+        staging = self.lasting.staging_of(transfer, bucket)
         values: torch.Tensor | None = staging
         if not (transfer.group.is_mean_in_cell or self._reads_staging):
             if self.copy is ModelCopy.NONE:
-                values = self._layout.run_of(bucket, self.buffers.device)
+                values = self._layout.run_of(bucket, self.lasting.device)
             else:
                 values = self.copy_of(transfer, bucket)
         return BucketMemory(staging if values is None else values, out=staging, lent=None, result=staging)
 
     def _acquire_in_place(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
         """Return where a bucket's values lie in the model, or a buffer to pack them into, which is lent."""
-        values = self._layout.run_of(bucket, self.buffers.device)
+        values = self._layout.run_of(bucket, self.lasting.device)
         lent: torch.Tensor | None = None
         if values is None:
             nbytes = (bucket.stop - bucket.start) * transfer.dtype.itemsize
-            lent = self.buffers.packed.get(id(bucket))
+            lent = self.lasting.packed.get(id(bucket))
             if lent is None:
-                lent = self.buffers.packs.acquire(nbytes)
+                lent = self.lasting.packs.acquire(nbytes)
             values = lent[:nbytes].view(transfer.dtype)
         return BucketMemory(values, out=values, lent=lent, result=values)
 
     def pack(self, bucket: Bucket, values: torch.Tensor) -> None:
         """Copy a bucket out of the model, unless it is read there; a copy from a GPU may still be on its way."""
-        run = self._layout.run_of(bucket, self.buffers.device)
+        run = self._layout.run_of(bucket, self.lasting.device)
         if run is None or run.data_ptr() != values.data_ptr():
-            self.buffers.copies.start(self._layout, bucket, values)
+            self.lasting.copies.start(self._layout, bucket, values)
 
     def keep(self, bucket: Bucket, lent: torch.Tensor) -> None:
         """Keep what :meth:`pack` has copied until :meth:`fill` asks for it, where there is room for all of a round."""
-        if self.buffers.keeps_packed:
-            self.buffers.packed[id(bucket)] = lent
+        if self.lasting.keeps_packed:
+            self.lasting.packed[id(bucket)] = lent
         else:
-            self.buffers.packs.release(lent)
+            self.lasting.packs.release(lent)
 
     def postpone(self, bucket: Bucket) -> None:
         """Leave a bucket in the model until :meth:`fill` asks for it."""
@@ -362,7 +361,7 @@ class RoundMemory:
         if home is not None:
             with self.profile.capture_failure("pack"):
                 self.settle(bucket)
-            mean_in_cell(self.buffers.cell_rows, self.profile, home, place.values)
+            mean_in_cell(self.lasting.cell_rows, self.profile, home, place.values)
         return place
 
     def is_to_fill(self, bucket: Bucket, lent: torch.Tensor | None) -> bool:
@@ -371,23 +370,23 @@ class RoundMemory:
 
     def fill(self, bucket: Bucket, values: torch.Tensor) -> None:
         """Copy a bucket out of the model where it was postponed, or was not kept; it may still be on its way."""
-        if self.buffers.packed.pop(id(bucket), None) is None:
-            self.buffers.copies.start(self._layout, bucket, values)
+        if self.lasting.packed.pop(id(bucket), None) is None:
+            self.lasting.copies.start(self._layout, bucket, values)
 
     def settle(self, bucket: Bucket) -> None:
         """Let the host wait until a bucket's values have come."""
-        self.buffers.copies.settle(bucket)
+        self.lasting.copies.settle(bucket)
 
     def release(self, place: BucketMemory) -> None:
         """Give the buffers of a bucket back."""
-        self.buffers.packs.release(place.lent)
+        self.lasting.packs.release(place.lent)
 
     def drain(self) -> None:
         """Wait until what was handed round inside the cell has come, if that is not yet so."""
 
     def copy_of(self, transfer: GroupTransfer, bucket: Bucket) -> torch.Tensor:
         """Return a bucket as it was copied out of the model when the round began."""
-        copies = self.buffers.kept if self.copy is ModelCopy.KEPT else self.buffers.staging
+        copies = self.lasting.kept if self.copy is ModelCopy.KEPT else self.lasting.staging
         return copies[transfer.number][bucket.start : bucket.stop]
 
     def read_from_staging(self) -> None:
@@ -396,7 +395,7 @@ class RoundMemory:
 
     def merge(self, transfer: GroupTransfer, bucket: Bucket, mean: torch.Tensor, alpha: float | None) -> None:
         """Write a mean into a model that has gone on since; ``mean`` itself stays what all ranks agreed on."""
-        lent = self.buffers.packs.acquire(mean.nbytes)
+        lent = self.lasting.packs.acquire(mean.nbytes)
         local = lent[: mean.nbytes].view(mean.dtype)
         self._layout.pack(bucket, local)
         copy = mean if alpha is not None else self.copy_of(transfer, bucket)
@@ -411,7 +410,7 @@ class RoundMemory:
                 merged = torch.where(now == before, agreed, torch.sub(now, before).add_(agreed))
             pieces[0].copy_(merged)
         self._layout.unpack(bucket, local)
-        self.buffers.packs.release(lent)
+        self.lasting.packs.release(lent)
 
 
 class RoundRun:
@@ -447,7 +446,8 @@ class RoundRun:
                 self.link.reserve(fragment, self.plan)
             inspection = Inspection(FiniteCheck(self._layout), [stage for stage in self.stages if stage.inspects])
             self.memory.inspect(self.plan.buckets, inspection)
-            self.findings = inspection.finite_check.report()
+            self.nonfinite = inspection.finite_check.find_nonfinite()
+            """Tensors to be averaged of which this rank would send a value that is not finite"""
 
     @property
     def reported(self) -> dict[str, Any]:
@@ -480,7 +480,7 @@ class RoundRun:
     def commit(self, context: RoundContext, *, is_merged: bool = False, alpha: float | None = None) -> None:
         """Write the collected values into the model; local. Without ``atomic`` they are there."""
         exchange = self._exchange
-        results = self.memory.buffers.results
+        results = self.memory.lasting.results
         stepped: set[int] = set()
         with self.profile.phase("commit"):
             if is_merged or self.memory.copy is not ModelCopy.NONE:

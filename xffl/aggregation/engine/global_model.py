@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from xffl.aggregation.algorithms.server import SavedServer, read_saved_server, take_step
-from xffl.aggregation.arithmetic import piece_length
+from xffl.aggregation.arithmetic import piece_length, wide_type
 from xffl.aggregation.engine.buffers import Layout
 from xffl.aggregation.engine.planning.transfers import Bucket, GroupTransfer
-from xffl.aggregation.mean import wide_type
 from xffl.aggregation.options import Options
 from xffl.errors import CheckpointError, StateError
 from xffl.reading import Fields

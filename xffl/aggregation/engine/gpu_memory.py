@@ -21,19 +21,7 @@ from xffl.aggregation.engine.planning.transfers import Bucket, BucketRun, GroupT
 from xffl.aggregation.engine.transport import Link
 from xffl.aggregation.report import RoundProfile
 
-__all__ = ["GpuMemory", "HostCopies", "make_copies", "make_memory"]
-
-
-def make_copies(home_device: torch.device | None) -> Copies:
-    """Return how values get between model and memory; ``home_device`` is where results are handed round, if apart."""
-    return HostCopies() if home_device is not None or torch.cuda.is_available() else Copies()
-
-
-def make_memory(layout: Layout, transfers: Sequence[GroupTransfer], link: Link, *, atomic: bool) -> Memory:
-    """Return the memory of rounds, in the form that their copies need."""
-    if isinstance(link.copies, HostCopies):
-        return GpuMemory(layout, transfers, link, atomic=atomic)
-    return Memory(layout, transfers, link.device, copies=link.copies, atomic=atomic, arena=link.arena)
+__all__ = ["GpuMemory", "HostCopies"]
 
 
 class HostCopies(Copies):
@@ -195,7 +183,7 @@ class _GpuRoundMemory(RoundMemory):
 
     def _find_on_gpu(self, bucket: Bucket) -> torch.Tensor | None:
         """Return a bucket's values where they lie, if that is a GPU and they are sent from the host's memory."""
-        layout = self.buffers.layout
+        layout = self.lasting.layout
         device = layout.device_of(bucket)
         is_apart = device is not None and device.type == "cuda" and device != self._link.device
         return layout.values_of(bucket) if is_apart else None
@@ -226,7 +214,7 @@ class _GpuRoundMemory(RoundMemory):
         with self.profile.capture_failure("pack"):
             if self._on_gpu.is_to_fill(bucket, place.result_lent):
                 self._on_gpu.fill(bucket, place.result)
-        mean_in_cell(self._on_gpu.buffers.cell_rows, self.profile, home, place.result)
+        mean_in_cell(self._on_gpu.lasting.cell_rows, self.profile, home, place.result)
         if transfer.sends[bucket.number]:
             with self.profile.capture_failure("pack"):
                 self._copies.start_from(place.result, bucket, place.values)
@@ -234,7 +222,7 @@ class _GpuRoundMemory(RoundMemory):
 
     def release(self, place: BucketMemory) -> None:
         super().release(place)
-        self._on_gpu.buffers.packs.release(place.result_lent)
+        self._on_gpu.lasting.packs.release(place.result_lent)
 
     def merge(self, transfer: GroupTransfer, bucket: Bucket, mean: torch.Tensor, alpha: float | None) -> None:
         if transfer.is_shared_on_gpu:

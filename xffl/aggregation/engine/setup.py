@@ -12,36 +12,37 @@ from torch import nn
 from xffl.aggregation.algorithms.combiners import WeightedCombiner
 from xffl.aggregation.arithmetic import is_built_in
 from xffl.aggregation.engine.arithmetic_check import compare_arithmetic, processor_number
-from xffl.aggregation.engine.buffers import Layout
-from xffl.aggregation.engine.exchange import Exchange, Way
+from xffl.aggregation.engine.buffers import Copies, Layout
+from xffl.aggregation.engine.exchange import Exchange, Memory, Way
 from xffl.aggregation.engine.global_model import GlobalModel
-from xffl.aggregation.engine.gpu_memory import make_copies, make_memory
+from xffl.aggregation.engine.gpu_memory import GpuMemory, HostCopies
 from xffl.aggregation.engine.groups import RoundScope, select_groups
 from xffl.aggregation.engine.planning.coverage import check_gradients
 from xffl.aggregation.engine.planning.plan import digest, plan_groups, plan_transfers
+from xffl.aggregation.engine.planning.replica_tensors import (
+    RankTensors,
+    ReplicaTensors,
+    describe_rank_tensors,
+    gather_replica_tensors,
+)
 from xffl.aggregation.engine.planning.tensors import (
     FORMAT_LINE,
     Axis,
     Manifest,
     ModelTensor,
-    RankTensors,
-    ReplicaTensors,
     TensorInfo,
     describe_difference,
-    describe_rank_tensors,
     gather_axes,
-    gather_replica_tensors,
 )
-from xffl.aggregation.engine.stage import RoundStage
 from xffl.aggregation.engine.stages.agreed import AgreedModel
 from xffl.aggregation.engine.stages.clip import Clip
 from xffl.aggregation.engine.stages.codecs import Codecs
 from xffl.aggregation.engine.stages.first_round import check_start
-from xffl.aggregation.engine.stages.hand_over import HandOver
 from xffl.aggregation.engine.stages.masks import Masks
 from xffl.aggregation.engine.stages.norms import Norms
 from xffl.aggregation.engine.stages.order import in_order
 from xffl.aggregation.engine.stages.privacy import Protection
+from xffl.aggregation.engine.stages.stage import RoundStage
 from xffl.aggregation.engine.stages.told_weights import ToldWeights
 from xffl.aggregation.engine.stages.whole_models import WholeModels
 from xffl.aggregation.engine.transport import Link
@@ -53,7 +54,7 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError
 from xffl.topology import Topology
 
-__all__ = ["check_given", "compare_models", "compare_processors", "make_exchange"]
+__all__ = ["check_given", "compare_models", "compare_processors", "make_copies", "make_exchange"]
 
 
 def compare_models(
@@ -149,6 +150,11 @@ def compare_processors(
     return processor_number(*places)
 
 
+def make_copies(home_device: torch.device | None) -> Copies:
+    """Return how values get between model and memory; ``home_device`` is where results are handed round, if apart."""
+    return HostCopies() if home_device is not None or torch.cuda.is_available() else Copies()
+
+
 def make_exchange(
     scope: RoundScope,
     options: Options,
@@ -196,14 +202,19 @@ def make_exchange(
     has_codecs = any(manifest.codecs.values()) and topology.cells > 1
     codecs = Codecs(transfers, layout, link, plan) if has_codecs else None
     combiner = options.combiner
+    atomic = options.atomic
+    memory: Memory
+    if isinstance(link.copies, HostCopies):
+        memory = GpuMemory(layout, transfers, link, atomic=atomic)
+    else:
+        memory = Memory(layout, transfers, link.device, copies=link.copies, atomic=atomic, arena=link.arena)
     exchange = Exchange(
         layout,
         transfers,
         link,
-        make_memory(layout, transfers, link, atomic=options.atomic),
-        atomic=options.atomic,
+        memory,
+        atomic=atomic,
         way=WholeModels(combiner, link, codecs) if combiner.needs_distances else Way(combiner),
-        hand_over=HandOver(combiner, model),
     )
     stages: list[RoundStage] = []
     if isinstance(combiner, WeightedCombiner) and not is_built_in(combiner):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from xffl.aggregation.engine.messages import Move, Progress, start_moves
+from xffl.aggregation.engine.transport import Move, Progress, start_moves
 from xffl.costs import STATUS_BYTES
 from xffl.distributed.collectives import Group
 from xffl.topology import Topology

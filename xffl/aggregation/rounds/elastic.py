@@ -12,8 +12,8 @@ from xffl.aggregation.config import RoundConfig, aggregator_options
 from xffl.aggregation.engine.decision.consensus import RoundBroken, RoundInput
 from xffl.aggregation.federations.elastic import ElasticAggregator
 from xffl.aggregation.report import RoundReport
-from xffl.aggregation.rounds.averaging import AveragingRounds
 from xffl.aggregation.rounds.delayed import StartedRound
+from xffl.aggregation.rounds.network import AveragingRounds
 from xffl.aggregation.rounds.offer import Averaged, Empty, HandedOver, Outcome, Part, RoundOffer, outcome_of
 from xffl.aggregation.steps.contributions import Snapshot
 from xffl.distributed.distributed_state import DistributedState
@@ -103,7 +103,7 @@ class ElasticRounds(AveragingRounds[ElasticAggregator]):
         round: its steps wait for the next one, also in a checkpoint.
         """
         aggregator = self.aggregator
-        least = offer.least_divergence(aggregator.rounds)
+        least = self._config.schedule.least_divergence(aggregator.rounds)
         while True:
             yield from self._end_doubt(offer)
             given = offer.claim(aggregator.next_fragment)
@@ -208,11 +208,11 @@ class ElasticRounds(AveragingRounds[ElasticAggregator]):
             self._set_aside(offer)
             return
         if report is not None:
-            yield self._end(report, offer.set_aside(report.fragment), is_absent=True)
+            yield self._end(report, offer.take(report.fragment, has_ended=False), is_absent=True)
 
     def _set_aside(self, offer: RoundOffer) -> None:
         """Let the steps wait that a broken round had, or keep them aside while it is in doubt."""
-        self._keep_or_put_back(offer, offer.set_aside(self.next_fragment))
+        self._keep_or_put_back(offer, offer.take(self.next_fragment, has_ended=False))
 
     def _keep_or_put_back(self, offer: RoundOffer, taken: Snapshot) -> None:
         if self.aggregator.is_in_doubt:

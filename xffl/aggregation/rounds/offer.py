@@ -69,8 +69,8 @@ class RoundOffer:
     """What this rank offers to a round: the steps that wait for one, and their weight; local.
 
     A backend calls :meth:`claim` before each try. Nothing leaves the ledger by that, so a try that fails needs no
-    undoing. When the round has ended, :meth:`take` removes its steps from the ledger; while it is in doubt,
-    :meth:`set_aside` does. What was removed is committed if the round counts, and put back if it does not.
+    undoing. When the round has ended, or is in doubt, :meth:`take` removes its steps from the ledger. What was removed
+    is committed if the round counts, and put back if it does not.
     """
 
     def __init__(
@@ -97,21 +97,14 @@ class RoundOffer:
             prepare=None if client is None else client.before_round,
         )
 
-    def least_divergence(self, rounds: int) -> float | None:
-        """Return how far the cells must be from each other for the next round to move anything."""
-        return self._config.schedule.least_divergence(rounds)
-
     def is_waiting(self, fragment: int) -> bool:
         """Tell whether newer steps wait for a round of a fragment."""
         return self._ledger.tracker.is_waiting(fragment)
 
-    def take(self, fragment: int) -> Snapshot:
-        """Remove the steps that the last try was given, because the round has ended; their time is measured anew."""
-        self._ledger.timer.clear()
-        return self._ledger.tracker.snapshot(fragment)
-
-    def set_aside(self, fragment: int) -> Snapshot:
-        """Remove the steps that the last try was given, while it is unknown whether the round counts."""
+    def take(self, fragment: int, *, has_ended: bool = True) -> Snapshot:
+        """Remove the steps that the last try was given; where the round has ended, their time is measured anew."""
+        if has_ended:
+            self._ledger.timer.clear()
         return self._ledger.tracker.snapshot(fragment)
 
     def commit(self, taken: Snapshot) -> None:

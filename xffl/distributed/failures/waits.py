@@ -44,6 +44,7 @@ class NamedWait:
         self._size = dist.get_world_size() if group is None else group.size()
         self._frame: FrameType | None = None
         self._timer: threading.Timer | None = None
+        self._is_watched = False
         self._is_over = threading.Event()
         self._is_given_up = False
         self._missed = ""
@@ -66,13 +67,18 @@ class NamedWait:
         self._is_given_up = isinstance(error, RuntimeError) and not isinstance(error, XfflError)
         self._is_over.set()
         self._timer.cancel()
-        self._timer.join(_LOOK_S)  # a store that does not answer is no reason to wait on
+        # A watch that begins from here on does nothing, and to wait for its thread would cost a switch of threads.
+        if self._is_watched:
+            self._timer.join(_LOOK_S)  # a store that does not answer is no reason to wait on
         self._frame = None  # it holds what the callers hold
         if error is not None and self._missed:
             error.args = (f"{error}; {self._missed}",)
 
     def _watch(self, tell_after_s: float) -> None:
         """Leave a note, tell of the wait when it is long, and look once more who has not come when it was in vain."""
+        self._is_watched = True  # before the look at what ends it
+        if self._is_over.is_set():
+            return
         caller = find_caller(self._frame)
         call = f"a call that compares {self._what}" if caller.call is None else caller.call
         own = WaitingNote(call, "" if caller.place is None else f" at {caller.place}")

@@ -111,7 +111,7 @@ class RoundInput:
     steps: float = 1.0  # effective local steps of this cell since the last round, for combiners that ask for it
     seconds: float = 0.0  # seconds of a local step here, told to all in the report; 0 where nobody has measured
     prepare: Callable[[], None] | None = None  # called before the model is read; what it raises is told to all ranks
-    source: int | None = None  # the same on all ranks: the cell whose model all take over if nobody contributes
+    source: int | None = None  # in an elastic federation: the cell whose model all take over if nobody contributes
 
     def numbers(self) -> RoundNumbers:
         """Ask for the numbers, and check them; raise ConfigError unless they are finite and not negative."""
@@ -218,7 +218,7 @@ class RoundCoordinator:
     ==========================  =======================================================================================
 
     Where cells are worlds of their own, :class:`~xffl.aggregation.engine.decision.elastic_votes.ElasticCoordinator`
-    replaces :meth:`_take`, :meth:`_move`, :meth:`_settle` and :meth:`_unknown_outcome`.
+    decides otherwise where nobody gives anything, and lets a round wait that is in doubt.
     """
 
     def __init__(self, exchange: Exchange, scope: RoundScope, options: Options) -> None:
@@ -269,10 +269,9 @@ class RoundCoordinator:
         """Vote, exchange, and vote on what came of it; the new values then wait to be committed.
 
         Collective over the world. Where the root mean square of the updates' norms is below ``least_divergence``, the
-        same on all ranks, nothing moves. Where no cell contributes, all take over the model of the ``source``, if one
-        is given, which is no step of a server. Without one returns ``None`` where all ranks have finished and none had
-        anything to give. Raises on all ranks ConfigError, if the weights are invalid, and RoundError, if the round does
-        not take place; all keep their weights then. TornError: ranks may hold different weights now.
+        same on all ranks, nothing moves. Returns ``None`` where all ranks have finished and none had anything to give.
+        Raises on all ranks ConfigError, if the weights are invalid, and RoundError, if the round does not take place;
+        all keep their weights then. TornError: ranks may hold different weights now.
         """
         self.release()
         statuses = self._open(prepared)
@@ -345,15 +344,9 @@ class RoundCoordinator:
         run, number = prepared.run, prepared.status.round
         assert run is not None, "a rank without one has failed, which its status says"
         weights = cell_weights(statuses, self._topology)
-        is_empty = all(status.is_absent for status in statuses)
-        is_over = self.all_finished and not any(weights)
-        if prepared.source is not None and (is_over or is_empty):
-            run.way = self._exchange.hand_over
-            context = RoundContext(weights, prepared.source, number, source=prepared.source)
-            return AgreedRound(run, context, is_last=self.all_finished)
-        if is_over:
+        if self.all_finished and not any(weights):
             return None
-        if is_empty:
+        if all(status.is_absent for status in statuses):
             return AgreedRound(run, RoundContext(weights, 0, number), is_last=self.all_finished, is_empty=True)
         if not any(weights):
             raise ConfigError(f"the weights of all cells are 0 {weights}; a round needs at least one positive weight")
@@ -361,14 +354,14 @@ class RoundCoordinator:
         for rank, status in enumerate(statuses):
             if status.is_nonfinite:
                 unfit.add(self._topology.cell_of(rank))
-        dropped = self._drop(unfit, weights, run.findings.nonfinite) if unfit else ()
+        dropped = self._drop(unfit, weights, run.nonfinite) if unfit else ()
         context = self._count(statuses, weights, dropped)
         outcome = AgreedRound(
             run,
             context,
             dropped,
             self.all_finished,
-            nonfinite=self._share_nonfinite(dropped, run.findings.nonfinite) if dropped else {},
+            nonfinite=self._share_nonfinite(dropped, run.nonfinite) if dropped else {},
             unfit=frozenset(unfit),
             step_seconds=by_cell([status.seconds for status in statuses], self._topology, max),
         )
@@ -395,22 +388,18 @@ class RoundCoordinator:
             raise RoundError(
                 f"no cell with a positive weight is left after dropping cells {dropped}; all ranks keep their weights"
             )
+        first = 0  # tensors of policy "first" are taken from this cell, which may have the weight 0
+        while first in dropped:
+            first += 1
         context = RoundContext(
             tuple(counted),
-            first=self._first_cell(counted, dropped),
+            first=first,
             number=statuses[0].round,
             steps=by_cell([status.steps for status in statuses], self._topology, lambda of_cell: of_cell[0]),
         )
         for stage in self._exchange.stages:
             context = stage.count(context, statuses)
         return context
-
-    def _first_cell(self, counts: Sequence[float], dropped: Collection[int]) -> int:
-        """Return the cell that tensors of policy "first" are taken from; it may have the weight 0."""
-        first = 0
-        while first in dropped:
-            first += 1
-        return first
 
     def _check_possible(self, context: RoundContext) -> None:
         """Raise, on all ranks alike, where these cells cannot do what was asked for."""
@@ -465,11 +454,8 @@ class RoundCoordinator:
     def _move(self, run: RoundRun, context: RoundContext) -> Exchanged:
         """Exchange, and look at the result."""
         context = run.exchange(context)
-        if context.source is not None:
-            return Exchanged(context, failure=run.profile.failure)
         told: Mapping[str, Any] = {} if run.profile.failure is not None else run.result()
-        is_concluded = not self._exchange.weighs_result
-        return Exchanged(context, told, run.profile.failure, is_concluded)
+        return Exchanged(context, told, run.profile.failure, is_concluded=not self._exchange.weighs_result)
 
     def _close(self, outcome: AgreedRound) -> AgreedRound:
         """Exchange and vote on the result; return the round with what cells counted for."""

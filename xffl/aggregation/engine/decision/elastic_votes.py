@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from xffl.aggregation.engine.decision.consensus import (
     AgreedRound,
@@ -16,6 +17,8 @@ from xffl.aggregation.engine.decision.consensus import (
 from xffl.aggregation.engine.exchange import Exchange, RoundRun
 from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.engine.planning.transfers import RoundContext
+from xffl.aggregation.engine.stages.agreed import AgreedModel
+from xffl.aggregation.engine.stages.hand_over import HandOver
 from xffl.aggregation.engine.votes import RoundStatus, Seal, VotePhase
 from xffl.aggregation.options import Options
 from xffl.errors import RoundError
@@ -44,7 +47,8 @@ class ElasticCoordinator(RoundCoordinator):
                                 became of it, and nothing is torn
     all say yes                 all ask in a third vote for the round's record: the round is committed if it stands, all
                                 keep their weights if another one does, and the round is in doubt if nobody knows
-    nobody gives anything       the record has to stand all the same, also where all have finished
+    nobody gives anything       all take over the model of the ``source``, if one is given, which is no step of a
+                                server; without one the record has to stand all the same, also where all have finished
     ranks weigh the result      they tell each other of it in a vote before the second one, since a round in doubt is
                                 written without having heard the second one
     ==========================  =======================================================================================
@@ -66,21 +70,33 @@ class ElasticCoordinator(RoundCoordinator):
     ) -> None:
         super().__init__(exchange, scope, options)
         self._seal = seal
+        agreed = exchange.find(AgreedModel)
+        self._hand_over = HandOver(exchange.way.combiner, None if agreed is None else agreed.global_model)
 
     def _decide(
         self, prepared: PreparedRound, statuses: Sequence[RoundStatus], least_divergence: float | None
     ) -> AgreedRound:
-        """Return what follows from the first vote; where all have finished, a record tells so."""
-        outcome = super()._decide(prepared, statuses, least_divergence)
-        if outcome is not None:
-            return outcome
-        assert prepared.run is not None, "a rank without one has failed, which its status says"
-        context = RoundContext(cell_weights(statuses, self._topology), 0, prepared.status.round)
-        return AgreedRound(prepared.run, context, is_last=True, is_empty=True)
+        """Return what follows from the first vote; where no cell contributes, all take over the ``source``'s model.
 
-    def _first_cell(self, counts: Sequence[float], dropped: Collection[int]) -> int:
-        """Return the first cell that contributes: one of weight 0 may only just have come, with a new model."""
-        return next(cell for cell, count in enumerate(counts) if count)
+        Without a source nothing moves, and a record tells so, also where all have finished.
+        """
+        outcome = super()._decide(prepared, statuses, least_divergence)
+        if outcome is not None and not outcome.is_empty:
+            return outcome
+        run, source, number = prepared.run, prepared.source, prepared.status.round
+        assert run is not None, "a rank without one has failed, which its status says"
+        weights = cell_weights(statuses, self._topology)
+        if source is None:
+            return AgreedRound(run, RoundContext(weights, 0, number), is_last=self.all_finished, is_empty=True)
+        run.way = self._hand_over
+        return AgreedRound(run, RoundContext(weights, source, number, source=source), is_last=self.all_finished)
+
+    def _count(
+        self, statuses: Sequence[RoundStatus], weights: tuple[float, ...], dropped: tuple[int, ...]
+    ) -> RoundContext:
+        """Return whose values count; a cell of weight 0 may only just have come, so it is nobody's first."""
+        context = super()._count(statuses, weights, dropped)
+        return replace(context, first=context.cells[0])
 
     def _take(self, outcome: AgreedRound) -> AgreedRound:
         """Do what the first vote has agreed on; a round that moves nothing still needs its record."""
@@ -96,6 +112,8 @@ class ElasticCoordinator(RoundCoordinator):
 
     def _move(self, run: RoundRun, context: RoundContext) -> Exchanged:
         """Exchange; where all have to know something of the result before they write, tell it, and hear the others'."""
+        if context.source is not None:  # a model that is handed over is no step, of which there is anything to know
+            return Exchanged(run.exchange(context), failure=run.profile.failure)
         exchanged = super()._move(run, context)
         if exchanged.is_concluded:
             return exchanged

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import itemgetter
 
-from xffl.aggregation.engine.messages import Move
+from xffl.aggregation.engine.transport import Move
 from xffl.aggregation.engine.votes import RoundStatus, VotePhase, VoteTree, swap
 from xffl.distributed.collectives import Group
 from xffl.distributed.failures.faults import inject, is_armed

@@ -12,7 +12,14 @@ from torch.utils.hooks import RemovableHandle
 
 from xffl.errors import RoundError, TornError
 
-__all__ = ["InconsistentModel", "count_inconsistent", "find_inconsistent", "mark_inconsistent", "without_wrappers"]
+__all__ = [
+    "InconsistentModel",
+    "count_inconsistent",
+    "find_inconsistent",
+    "mark_inconsistent",
+    "refuse_inconsistent",
+    "without_wrappers",
+]
 
 _MARK = "_xffl_tear"
 _COUNT = "_xffl_tears"
@@ -90,6 +97,13 @@ def find_inconsistent(bare: nn.Module) -> InconsistentModel | None:
         mark.remove()
         return None
     return mark
+
+
+def refuse_inconsistent(bare: nn.Module) -> None:
+    """Raise RoundError while a model, given without wrappers, is inconsistent."""
+    mark = find_inconsistent(bare)
+    if mark is not None:
+        mark.check()
 
 
 def count_inconsistent(bare: nn.Module) -> int:

@@ -19,7 +19,7 @@ from xffl.aggregation.algorithms.combiners import total_of
 from xffl.aggregation.engine.exchange import Memory, RoundRun
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.planning.transfers import RoundContext
-from xffl.aggregation.engine.stage import RoundStage
+from xffl.aggregation.engine.stages.stage import RoundStage
 from xffl.aggregation.engine.votes import RoundStatus
 
 __all__ = ["Clip"]

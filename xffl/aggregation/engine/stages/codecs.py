@@ -13,7 +13,7 @@ from xffl.aggregation.compression import CodePlace, ErrorFeedback
 from xffl.aggregation.engine.buffers import Layout, ModelCopy, aligned
 from xffl.aggregation.engine.exchange import RoundRun
 from xffl.aggregation.engine.planning.transfers import Bucket, GroupTransfer
-from xffl.aggregation.engine.stage import RoundStage
+from xffl.aggregation.engine.stages.stage import RoundStage
 from xffl.aggregation.engine.transport import Crossing, ExactValues, Link
 from xffl.errors import CheckpointError
 
@@ -129,7 +129,7 @@ class Codecs(RoundStage):
 
     def commit(self, run: RoundRun) -> None:
         """Conclude a round that was taken: where its values wait is the agreed state now, and the old one is free."""
-        staging = run.memory.buffers.staging
+        staging = run.memory.lasting.staging
         fragment = run.fragment
         for place, feedback in self.feedback.items():
             if self._transfers[place].group.fragment == fragment:

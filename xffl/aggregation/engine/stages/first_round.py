@@ -23,8 +23,9 @@ import torch.distributed as dist
 from torch import nn
 
 from xffl.aggregation.engine.groups import RoundGroups, RoundScope
-from xffl.aggregation.engine.planning.tensors import Axis, Division, Manifest, ModelTensor, ReplicaTensors, TensorInfo
-from xffl.aggregation.engine.stage import RoundStage
+from xffl.aggregation.engine.planning.replica_tensors import ReplicaTensors
+from xffl.aggregation.engine.planning.tensors import Axis, Division, Manifest, ModelTensor, TensorInfo
+from xffl.aggregation.engine.stages.stage import RoundStage
 from xffl.aggregation.engine.votes import RoundStatus
 from xffl.checks import group as group_pairs
 from xffl.distributed.collectives import all_gather_json

@@ -13,7 +13,7 @@ from xffl.aggregation.engine.buffers import ModelCopy
 from xffl.aggregation.engine.exchange import RoundRun
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.planning.transfers import RoundContext
-from xffl.aggregation.engine.stage import RoundStage
+from xffl.aggregation.engine.stages.stage import RoundStage
 from xffl.aggregation.privacy import Accountant, Masker, Noise, Privacy, privatize
 from xffl.distributed.consistency import control_device
 from xffl.errors import ConfigError
@@ -70,12 +70,12 @@ class Protection(RoundStage):
         with profile.capture_failure("protect"):
             for transfer, bucket in sent:
                 memory.settle(bucket)
-                staging = memory.buffers.staging_of(transfer, bucket)
+                staging = memory.lasting.staging_of(transfer, bucket)
                 values = memory.copy_of(transfer, bucket)
                 if values.data_ptr() != staging.data_ptr():
                     staging.copy_(values)  # the copy is what later steps are measured from
             norms = [
-                global_model.squared_distance(transfer, bucket, memory.buffers.staging_of(transfer, bucket))
+                global_model.squared_distance(transfer, bucket, memory.lasting.staging_of(transfer, bucket))
                 for transfer, bucket in sent
             ]
             total = torch.stack(norms).sum() if norms else torch.zeros_like(total)
@@ -90,7 +90,7 @@ class Protection(RoundStage):
             noise = Noise(self._rank, self._privacy.seed, self.accountant.rounds)
             for transfer, bucket in sent:
                 privatize(
-                    memory.buffers.staging_of(transfer, bucket),
+                    memory.lasting.staging_of(transfer, bucket),
                     anchor=global_model.written(transfer, bucket),
                     scale=scale,
                     deviation=deviation,
@@ -100,6 +100,6 @@ class Protection(RoundStage):
         if profile.failure is None:
             return
         for transfer, bucket in sent[protected:]:
-            memory.buffers.staging_of(transfer, bucket).zero_()
+            memory.lasting.staging_of(transfer, bucket).zero_()
         if self._masker is not None:
             self._masker.abandon()

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 
 from xffl.aggregation.algorithms.combiners import Combiner
+from xffl.aggregation.arithmetic import piece_length
 from xffl.aggregation.engine.buffers import BucketMemory
 from xffl.aggregation.engine.exchange import ExchangeWalk, RoundRun, Way, weigh_cells
 from xffl.aggregation.engine.planning.transfers import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.engine.stages.codecs import Codecs, EncodedSteps
 from xffl.aggregation.engine.transport import Crossing, ExactValues, Link
-from xffl.aggregation.mean import piece_length
 from xffl.distributed.consistency import control_device
 
 __all__ = ["WholeModels"]
