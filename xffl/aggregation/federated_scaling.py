@@ -294,6 +294,7 @@ class FederatedScaling:
         if outcome.taken_over:
             self._forget_steps(outcome.taken_over)
         self._countdown.restart(self._rounds.rounds)
+        self._is_deferred = False  # the other cells begin their next round when so many steps are made
         return has_lost_steps and len(outcome.taken_over) == self._rounds.fragments
 
     def step(self) -> None:
