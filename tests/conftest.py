@@ -18,7 +18,7 @@ DEADLINES_S = {"unit": 180, "ranks": 300, "cluster": 600}
 LONG_FILES = (
     *("nccl", "elastic_trainer", "elastic", "preemption", "fault_tolerance", "examples", "link_backend", "algorithms"),
     *("exports", "exec", "strategies", "session", "callbacks", "resume", "checkpoint", "example", "round_forms"),
-    *("deepspeed", "noniid", "round", "exec_config", "memory_model", "hf_models"),
+    *("deepspeed", "noniid", "round", "exec_config", "memory_model", "hf_models", "oracle"),
 )
 """Files of tests of ranks which take half a minute and more, the longest first, as they are to be started."""
 LAUNCHER_PREFIXES = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "PALS_", "MV2_", "TORCHELASTIC_", "XFFL_", "PBS_", "LSB_")

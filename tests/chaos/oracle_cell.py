@@ -61,6 +61,8 @@ class Account:
         """Those that waited when a round asked for the weight last."""
         self.untold = 0
         """Steps that no round was told of."""
+        self.handed: list[int] = []
+        """Steps that are in all cells' models, since this cell has handed its own over, and still wait."""
 
     def add(self, slot: int) -> None:
         """Note a step."""
@@ -174,6 +176,7 @@ class Cell:
             self.scaling.load_state_dict(saved["scaling"])
             self._account.waiting = saved["waiting"]
             self._account.untold = saved["untold"]
+            self._account.handed = saved["handed"]
             self._lineage = saved["lineage"]
         self._write("start", lineage=self._lineage, waiting=self._account.waiting)
         self._turn = first * 1000
@@ -221,6 +224,8 @@ class Cell:
         """Look for a round of which nobody was told, since no cell had anything to give."""
         if self.scaling.lineage == self._lineage:
             return
+        if self.scaling.aggregator.has_handed_over:
+            self._account.handed = list(self._account.waiting[0])
         self._write("round", number=self.scaling.aggregator.rounds, lineage=self.scaling.lineage, base=self._lineage)
         self._drop(self.scaling.aggregator.taken_over)
         self._lineage = self.scaling.lineage
@@ -239,8 +244,8 @@ class Cell:
             return
         agreed = np.stack([part.detach().numpy().copy() for part in parts])
         for index, part in enumerate(agreed):
-            steps = self._account.waiting[index % self._draw.fragments]
-            places = [self.cell * SLOTS + slot for slot in steps]
+            steps = {*self._account.waiting[index % self._draw.fragments]} - {*self._account.handed}
+            places = [self.cell * SLOTS + slot for slot in sorted(steps)]
             # FedProx pulls a step back a little; what it must not move are the slots of others.
             part[places] -= 1 if self._draw.client is None else part[places]
         digests = [hashlib.sha256(part.tobytes()).hexdigest()[:16] for part in agreed]
@@ -254,7 +259,12 @@ class Cell:
         self._turn += 1
         rounds = {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
         waiting = [list(steps) for steps in self._account.waiting]
-        own = {"waiting": waiting, "untold": self._account.untold, "lineage": self._lineage}
+        own = {
+            "waiting": waiting,
+            "untold": self._account.untold,
+            "handed": list(self._account.handed),
+            "lineage": self._lineage,
+        }
         self._checkpoints.save(self._turn, rounds | {"scaling": self.scaling.state_dict()} | own)
 
     def _write(self, what: str, **told: Any) -> None:

@@ -107,7 +107,7 @@ def draw(number: int) -> Draw:
     if cells > 2 and dice.random() < 0.3:
         leaves[dice.randrange(cells)] = dice.randint(50, 200)
     is_one_command = not late and dice.random() < 0.3
-    # What is left out by a codec goes with a change of members.
+    # What a codec has left out is lost with a change of members: while that is so, draw none.
     if kind == "codec":
         faults, phase, late, leaves = (), "", {}, [ENDLESS] * cells
     return Draw(

@@ -1253,6 +1253,34 @@ def test_steps_in_a_model_that_is_handed_over_count_in_the_next_round(lighthouse
     }
 
 
+def resume_before_a_delayed_round(rank: int, world: int, url: str, ports: tuple[int, ...]) -> list[tuple[int, bool]]:
+    """Be a cell that goes on from a state saved just before a delayed round was to start.
+
+    Return the steps that are left after joining and after one more step, and whether a round is under way.
+    """
+    be_launched(0, 1, ports[rank])
+    os.environ["XFFL_TOKEN"] = "the run's own token"
+    told = []
+    with xffl.session(cell=rank, cells=world, elastic=url, timeout_s=60) as state:
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        options = {"overlap": True}
+        with xffl.FederatedScaling(model, optimizer, state, every=4, delay=2, aggregator=options) as scaling:
+            scaling.join()
+            scaling.load_state_dict({**scaling.state_dict(), "since": 4, "target": 4})
+            scaling.join()
+            told.append((scaling.steps_left, scaling.is_under_way))
+            model(torch.zeros(1, 1)).sum().backward()
+            optimizer.step()
+            told.append((scaling.steps_left, scaling.is_under_way))
+    return told
+
+
+def test_a_cell_that_joins_makes_its_steps_before_its_next_delayed_round(lighthouse: str) -> None:
+    told = run_world(2, resume_before_a_delayed_round, lighthouse, (free_port(), free_port()), init=False, timeout_s=60)
+    assert told == [[(4, False), (3, False)]] * 2
+
+
 def wait_for_a_lighthouse(rank: int, world: int, plan: Plan) -> str:
     be_launched(0, 1, plan.ports[0])
     with xffl.session(cell=0, cells=3, elastic=ElasticParameters(lighthouse=plan.url, **plan.parameters)) as state:

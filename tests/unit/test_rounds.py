@@ -66,6 +66,7 @@ class Meetings:
         self.rounds = 0
         self.is_in_doubt = self.is_behind = False
         self.taken_over: frozenset[int] = frozenset()
+        self.has_handed_over = False
         self.plan: list[str] = []
         self.given: list[float | None] = []
         self.told: list[object] = []
@@ -103,7 +104,8 @@ class Meetings:
             return None
         self.rounds += 1
         self.taken_over = frozenset({0} if what in ("taken over", "handed over") else ())
-        return report_of(self.rounds, (0.0, 0.0) if what == "handed over" else (1.0, 1.0))
+        self.has_handed_over = what == "gave its model"
+        return report_of(self.rounds, (1.0, 1.0) if what in ("taken", "taken over") else (0.0, 0.0))
 
     def join(self, prepare: object, *, is_waiting: object, is_stopping: Callable[[], bool] | None) -> None:
         if is_stopping is not None and is_stopping():
@@ -220,6 +222,12 @@ def test_a_cell_whose_model_was_replaced_is_told_so(what: str, kind: type) -> No
     loop.step(1)
     [outcome] = loop.make_round()
     assert type(outcome) is kind and outcome.taken_over == {0} and outcome.parts == {0: Part.TOOK_OVER}
+
+
+def test_a_cell_that_has_handed_its_model_over_has_lost_nothing() -> None:
+    loop = Loop("gave its model")
+    [outcome] = loop.make_round()
+    assert type(outcome) is HandedOver and not outcome.taken_over and outcome.parts == {0: Part.GAVE}
 
 
 def test_steps_of_fragments_that_were_replaced_are_forgotten_and_others_wait_on() -> None:

@@ -318,6 +318,7 @@ class FederatedScaling:
         if outcome.taken_over and not is_entering:
             self._forget_steps(outcome.taken_over)
         self._countdown.restart(self._rounds.rounds)
+        self._is_deferred = False  # the other cells begin their next round when so many steps are made
         return _Joined(
             # In the first round of all nothing is averaged, and the model of one cell stays as it is.
             is_replaced=bool(outcome.taken_over) or (is_resumed and isinstance(outcome, Averaged)),

@@ -138,6 +138,8 @@ class ElasticAggregator:
         self._arena = Arena(make_copies(None))
         self.taken_over: frozenset[int] = frozenset()
         """Fragments of this cell's model that the last round replaced, and with them the steps made on them."""
+        self.has_handed_over = False
+        """Whether the other cells took over this cell's model in the last round, with its steps since."""
         self._epoch: Epoch | None = None
         self._is_leaving = False
         # Whether another round may follow: the cells met for the last one, all know its end, and not all have finished.
@@ -284,6 +286,7 @@ class ElasticAggregator:
         answer in time.
         """
         self.taken_over = frozenset()
+        self.has_handed_over = False
         doubted = self._doubted
         if doubted is None:
             return None
@@ -462,8 +465,10 @@ class ElasticAggregator:
             if not any(report.weights):
                 # The model of one cell has replaced those of all others. Its own stays, with its steps since, unless it
                 # has a global model to hand over.
+                is_handed_over = bool(epoch.behind)
                 is_source = federation.cell == epoch.first and aggregator.global_model is None
-                is_replaced = bool(epoch.behind) and not is_source
+                is_replaced = is_handed_over and not is_source
+                self.has_handed_over = is_handed_over and is_source
             if epoch.base is not None:
                 moved = (report.fragment,)
         self.taken_over = frozenset(moved if is_replaced else ())

@@ -91,7 +91,7 @@ class ElasticRounds(AveragingRounds[ElasticAggregator]):
             if offer.hooks.before_final_rounds is not None:
                 offer.hooks.before_final_rounds()
             raise
-        parts = self._parts_taken_over()
+        parts = self._parts_of_model()
         if report is not None and any(report.weights):
             return Averaged(None, parts=parts)
         return HandedOver(None, parts=parts) if parts else Empty(None)
@@ -224,13 +224,16 @@ class ElasticRounds(AveragingRounds[ElasticAggregator]):
         """Return what became of a round that has ended."""
         self._weight_taken += report.weight_taken
         outcome = outcome_of(report, taken, self._cell, is_absent=is_absent)
-        parts = self._parts_taken_over()
+        parts = self._parts_of_model()
         if not parts:
             return outcome
         if not any(report.weights):
             return HandedOver(report, taken, parts)
         return replace(outcome, parts={**outcome.parts, **parts})
 
-    def _parts_taken_over(self) -> dict[int, Part]:
-        """Return what this cell has taken over in the last round."""
-        return dict.fromkeys(sorted(self.aggregator.taken_over), Part.TOOK_OVER)
+    def _parts_of_model(self) -> dict[int, Part]:
+        """Return what this cell has taken over in the last round, or that others have taken its own model over."""
+        aggregator = self.aggregator
+        if aggregator.has_handed_over:
+            return dict.fromkeys(range(self.fragments), Part.GAVE)
+        return dict.fromkeys(sorted(aggregator.taken_over), Part.TOOK_OVER)
