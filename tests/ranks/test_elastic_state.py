@@ -20,7 +20,7 @@ from xffl.aggregation.federations.elastic import ElasticAggregator
 from xffl.distributed import ElasticParameters
 from xffl.distributed.parameters import DeviceParameters
 from xffl.journal.folder import JournalFolder
-from xffl.journal.records import RoundRecord
+from xffl.journal.records import RoundRecord, VoidRecord, make_id
 from xffl.journal.rule import recover_record
 
 
@@ -151,3 +151,28 @@ def test_a_run_goes_on_with_a_journal_that_takes_the_place_of_a_lost_one(lightho
     records = JournalFolder(tmp_path / "second").read_from(0)
     recovered = next(record for record in records if isinstance(record, RoundRecord))
     assert (recovered.round, recovered.cells) == (3, (1,))
+
+
+def with_folders_of_their_own(rank: int, world: int, url: str, ports: tuple[int, ...], journal: str) -> str:  # noqa: F811
+    be_launched(0, 1, ports[rank])
+    os.environ["XFFL_TOKEN"] = "the run's own token"
+    elastic = ElasticParameters(lighthouse=url, journal=f"{journal}/{rank}")
+    with xffl.session(cell=rank, cells=world, elastic=elastic, timeout_s=60) as state:
+        rounds = ElasticAggregator(xffl.shard(nn.Linear(5, 3), state), state)
+        try:
+            rounds.join()
+        except xffl.ConfigError as refused:
+            return str(refused)
+        finally:
+            rounds.close()
+    return ""
+
+
+@pytest.mark.parametrize("has_begun", [False, True], ids=["empty", "begun"])
+def test_cells_whose_folders_are_not_one_are_refused_by_name(lighthouse: str, tmp_path: Path, has_begun: bool) -> None:  # noqa: F811
+    for cell in (0, 1) if has_begun else ():
+        name = make_id()
+        JournalFolder(tmp_path / str(cell)).put(VoidRecord(name, 0, name))
+    told = run_world(2, with_folders_of_their_own, lighthouse, (free_port(), free_port()), str(tmp_path), init=False)
+    assert f"{tmp_path}/1" in told[1] and "use the service of a host (xffl lighthouse --journal)" in told[1]
+    assert bool(told[0]) == has_begun  # a journal in which only this cell has written is one

@@ -198,6 +198,10 @@ class OldView:
         self.newest = 10**6
         self.looks = 0
 
+    @property
+    def where(self) -> str:
+        return self.journal.where
+
     def put(self, record: Record) -> Record:
         return self.journal.put(record)
 
@@ -223,6 +227,14 @@ def test_an_old_view_is_read_again(opened: Callable[[], Journal], monkeypatch: p
     make_round(zero)
     with pytest.raises(JournalUnreachable, match="which another cell has seen, cannot be read here"):
         impatient.read_for([zero.as_member()])
+
+
+def test_a_folder_to_which_nothing_of_the_others_comes_is_refused_by_name(tmp_path: Path) -> None:
+    zero = CellJournal(JournalFolder(tmp_path / "here"), 0)
+    one = CellJournal(JournalFolder(tmp_path / "there"), 1, patience_s=0.2)
+    zero.record_starts([zero.as_member(), one.as_member()])
+    with pytest.raises(ConfigError, match=f"does not come to {tmp_path}/there.*or use the service of a host"):
+        one.read_for([zero.as_member(), one.as_member()])
 
 
 def test_an_attempt_is_given_up_after_many_times_a_put(opened: Callable[[], Journal]) -> None:

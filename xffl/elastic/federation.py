@@ -56,6 +56,7 @@ from xffl.errors import (
     StateError,
     XfflError,
 )
+from xffl.journal.cell import CellJournal
 from xffl.journal.place import cells_command
 from xffl.journal.records import JournalUnreachable, Record, RoundRecord
 from xffl.journal.rule import Fate, Holding
@@ -335,14 +336,33 @@ class ElasticFederation:
         self._warn_of_strangers(meeting)
         if self._awaits_member(meeting):
             return None
-        journal.read_for([record.member for record in meeting.records])
+        records = self._of_this_journal(journal, meeting)
+        journal.read_for([record.member for record in records])
         journal.check()
-        epoch = form_epoch(meeting.records, meeting.created, journal.history, least=self._parameters.least_cells)
+        epoch = form_epoch(records, meeting.created, journal.history, least=self._parameters.least_cells)
         if self.life not in epoch.lives:
             check_alike((*epoch.members, *epoch.strangers))
         self._check_finished(epoch)
         self._warn_of(epoch)
         return epoch
+
+    def _of_this_journal(self, journal: CellJournal, meeting: Meeting) -> list[CellRecord]:
+        """Return the records of a meeting without those of cells that read the journal of another run.
+
+        A cell that has made no round yet, and meets such cells, raises ConfigError.
+        """
+        journal.read_new()
+        run = journal.history.run
+        others = [record for record in meeting.records if run and record.run not in ("", run)]
+        for other in others:
+            text = f"cell {other.cell} reads the journal of run {other.run}, and cell {self.cell} that of run {run}"
+            if self.record is None:
+                raise ConfigError(
+                    f"{text}, {journal.where}: give all cells one folder of a file system that their hosts share, or "
+                    "use the service of a host (xffl lighthouse --journal)"
+                )
+            self._warn(f"{text}: it is left out")
+        return [record for record in meeting.records if record not in others]
 
     def _check_finished(self, epoch: Epoch) -> None:
         """Raise ConfigError if the cells wait only for cells that have finished the run, and do not come back.
@@ -466,6 +486,7 @@ class ElasticFederation:
             held=member.held,
             seen=member.seen,
             lost=member.lost,
+            run=journal.history.run,
             round=0 if self.record is None else self.record.round,
             gone=tuple(sorted(self._gone)),
             restarts=self._parameters.restarts,

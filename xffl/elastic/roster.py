@@ -74,6 +74,7 @@ class CellRecord:
     held: ModelId | None = None  # the agreed model that it holds; None: it has only its own start
     seen: int = -1  # the largest number of a record that it knows of
     lost: ModelId | None = None  # the model that it holds by a journal that was lost
+    run: str = ""  # id of the run, by the journal that it reads; empty if that has no record yet
     round: int = 0  # rounds that lead to its model
     gone: tuple[int, ...] = ()  # absent cells that do not answer it, or for which it has waited
     restarts: int = 0  # number of earlier starts of its job
@@ -121,6 +122,7 @@ class CellRecord:
             held=read_held(given, "held"),
             seen=given.integer("seen", -1, MOST_RECORDS),
             lost=read_held(given, "lost"),
+            run=given.text("run", _LONGEST_NAME),
             round=given.integer("round", 0, MOST_RECORDS),
             gone=tuple(given.list_of("gone", cells, Fields.integer, 0, cells - 1)),
             restarts=given.integer("restarts"),

@@ -62,6 +62,11 @@ class CellJournal:
         """Number of the newest record before this start has loaded anything"""
 
     @property
+    def where(self) -> str:
+        """The folder of the journal, or the address of its service."""
+        return self._journal.where
+
+    @property
     def give_up_s(self) -> float:
         """Seconds without news of an attempt after which a cell in doubt publishes a void record in its place."""
         usual_s = max(LEAST_PUT_S, PUTS * statistics.median(self._puts)) if self._puts else UNKNOWN_PUT_S
@@ -125,6 +130,8 @@ class CellJournal:
 
         :param number: Its number.
         :raises JournalUnreachable: if it cannot be read: the view of the journal here is old.
+        :raises ConfigError: if nothing that another cell has written was ever read here, so that this is another
+            journal.
         """
         deadline = time.monotonic() + self._patience_s
         while self.history.newest < number:
@@ -132,9 +139,15 @@ class CellJournal:
             if self.history.newest >= number:
                 return
             if time.monotonic() > deadline:
+                text = f"record {number} of the journal, which another cell has seen, cannot be read here"
+                if self.since < 0 and not self.history.has_start(self.start):
+                    raise ConfigError(
+                        f"{text}, and the journal was empty when this cell {self.holding.cell} began: what the others "
+                        f"write does not come to {self.where}; give all cells one folder of a file system "
+                        "that their hosts share, or use the service of a host (xffl lighthouse --journal)"
+                    )
                 raise JournalUnreachable(
-                    f"record {number} of the journal, which another cell has seen, cannot be read here; the newest "
-                    f"here is {self.history.newest}: see that all cells have the same journal"
+                    f"{text}; the newest here is {self.history.newest}: see that all cells have the same journal"
                 )
             time.sleep(READ_AGAIN_S)
 

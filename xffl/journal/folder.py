@@ -86,6 +86,11 @@ class JournalFolder:
             for file in (first, second, place):
                 file.unlink(missing_ok=True)
 
+    @property
+    def where(self) -> str:
+        """The folder."""
+        return str(self.path)
+
     # Records ----------------------------------------------------------------------------------------------------------
 
     def put(self, record: Record) -> Record:

@@ -175,6 +175,11 @@ class JournalUnproven(JournalUnreachable):
 class Journal(Protocol):
     """Where the records of a run stand."""
 
+    @property
+    def where(self) -> str:
+        """The folder, or the address of the service."""
+        ...
+
     def put(self, record: Record) -> Record:
         """Publish a record unless another one has its number, and return the record that stands under the number.
 

@@ -246,6 +246,11 @@ class RemoteJournal:
         self._token = token
         self._patience_s = patience_s
 
+    @property
+    def where(self) -> str:
+        """The address of the service."""
+        return self._url
+
     def put(self, record: Record) -> Record:
         """Publish a record unless another one has its number, and return the record that stands under the number.
 
