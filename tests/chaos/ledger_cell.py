@@ -18,7 +18,6 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -136,10 +135,10 @@ def main() -> None:
                 optimizer.load_state_dict(saved["optimizer"])
                 scaling.load_state_dict(saved["scaling"])
                 steps, asked, number, lineage = (saved[name] for name in ("steps", "asked", "number", "lineage"))
-            for turn in count():
+            scaling.join()
+            end_round(scaling.aggregator.rounds, None, "")
+            while True:
                 loss = model(torch.randn(4, 16)).square().mean()
-                if not turn:  # the first pass has joined the other cells
-                    end_round(scaling.aggregator.rounds, None, "")
                 steps.append(f"{life}.{number}")
                 write("step", step=steps[-1])
                 loss.backward()
