@@ -81,8 +81,7 @@ class Run:
                 base=base,
                 members=[Member(cell, make_id(), -1, held) for cell in weights],
                 weights={cell: float(weight) for cell, weight in weights.items()},
-                places={0: 0, 1: 0},
-                cells=2,
+                federation=2,
                 left=(),
             )
             journal.put(record)
