@@ -95,6 +95,7 @@ def test_a_journal_is_recovered_before_it_is_served(tmp_path: Path, monkeypatch:
         served.extend(folder.read_from(0))
         raise LaunchError("this is enough")
 
+    monkeypatch.setenv("XFFL_TOKEN", TOKEN)
     monkeypatch.setattr(JournalService, "__init__", serve)
     words = ["--bind", f"127.0.0.1:{free_port()}", "--journal", str(tmp_path / "journal"), "--recover"]
     assert main(["lighthouse", *words]) != 0
