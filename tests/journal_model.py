@@ -244,11 +244,11 @@ class World:
             self.counts["read again"] += 1
             return
         pruned.add(new)
-        if self.chance.random() < 0.5:
-            pruned = pruned.pruned()
         if any(member.held is not None and member.held.number < pruned.oldest for member in told):
             self.counts["read again"] += 1
-            return
+            pruned = history  # all of it; it may be pruned again at once
+        if self.chance.random() < 0.5:
+            pruned = pruned.pruned(told)
         self.counts["pruned"] += pruned.oldest
         seen, starts = [
             ([kept.is_superseded(member) for member in told], [kept.unrecorded(told)]) for kept in (history, pruned)

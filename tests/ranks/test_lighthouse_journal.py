@@ -15,9 +15,10 @@ import pytest
 from tests.ports import free_port
 from xffl.cli.main import main
 from xffl.cluster.launch.elastic import CellJob, launch_cells
+from xffl.errors import LaunchError
 from xffl.journal.folder import JournalFolder
 from xffl.journal.place import derive_journal, open_journal
-from xffl.journal.records import ForgetRecord, RecoverRecord, Start, StartRecord, VoidRecord, make_id
+from xffl.journal.records import ForgetRecord, Record, RecoverRecord, Start, StartRecord, VoidRecord, make_id
 from xffl.journal.service import JournalService
 
 needs_torchft = pytest.mark.skipif(find_spec("torchft") is None, reason="needs the extra elastic")
@@ -84,6 +85,22 @@ def test_an_empty_journal_may_take_the_place_of_a_lost_one(
     monkeypatch.setenv("XFFL_TOKEN", TOKEN)
     assert main(["lighthouse", *words[:2], "--journal", str(tmp_path / "other"), "--recover"]) == 2
     assert f"has records of run {name}, and --recover is for one that is lost" in capsys.readouterr().err
+
+
+@needs_torchft
+def test_a_journal_is_recovered_before_it_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[Record] = []
+
+    def serve(self: JournalService, folder: JournalFolder, *_: object) -> None:
+        served.extend(folder.read_from(0))
+        raise LaunchError("this is enough")
+
+    monkeypatch.setenv("XFFL_TOKEN", TOKEN)
+    monkeypatch.setattr(JournalService, "__init__", serve)
+    words = ["--bind", f"127.0.0.1:{free_port()}", "--journal", str(tmp_path / "journal"), "--recover"]
+    assert main(["lighthouse", *words]) != 0
+    [record] = served  # a cell that has a model ends where it reads an empty journal
+    assert isinstance(record, RecoverRecord)
 
 
 @needs_torchft

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tests.unit.test_lighthouse_page import FULL, served
 from xffl.cli.main import main
 from xffl.journal.folder import JournalFolder
 from xffl.journal.records import ForgetRecord, Record, Start, StartRecord, make_id
+from xffl.journal.rule import recover_record
 from xffl.journal.service import JournalService
 
 TOKEN = "the token of this run"
@@ -95,6 +97,21 @@ def test_what_cannot_be_forgotten(folder: JournalFolder, tmp_path: Path, capsys:
     words = ["cells", "http://127.0.0.1:1", "--journal", str(folder.path), "--forget", "0", "--json"]
     assert main(words) == 2
     assert "leave --watch and --json out" in capsys.readouterr().err
+    assert newest_of(folder) == 2
+
+
+def test_a_number_that_no_cell_has_does_not_come_to_a_recovered_journal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = JournalFolder(tmp_path / "journal")
+    recovered = recover_record()
+    folder.put(recovered)
+    assert forget(1, folder.path, capsys)[0] == 0  # it may be needed before any cell has come
+    code, told = forget(5000, folder.path, capsys)
+    assert code == 2 and "--forget is 5000; a run of 4096 cells has cell 0 to cell 4095" in told
+    folder.put(replace(next_round(2, (0, 1)), run=recovered.run))
+    code, told = forget(3, folder.path, capsys)
+    assert code == 2 and "--forget is 3; a run of 3 cells has cell 0 to cell 2" in told
     assert newest_of(folder) == 2
 
 

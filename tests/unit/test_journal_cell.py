@@ -20,7 +20,7 @@ from xffl.journal.records import (
     RoundRecord,
     VoidRecord,
 )
-from xffl.journal.rule import Continue, Fate, Wait
+from xffl.journal.rule import Continue, Fate, Wait, forget_of
 from xffl.journal.service import JournalService, RemoteJournal
 
 TOKEN = b"a token of the run"
@@ -262,3 +262,35 @@ def test_records_that_decide_nothing_any_more_are_not_kept(
     again.check()
     assert make_round(zero, again) == [Fate.GAVE, Fate.TOOK_OVER]
     assert zero.history.oldest == models[0].number
+
+
+def test_a_forgotten_cell_that_runs_goes_on_when_the_journal_has_been_pruned(
+    opened: Callable[[], Journal], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xffl.journal.cell.LEAST_PRUNED", 0)
+    zero, one = (CellJournal(opened(), cell) for cell in range(2))
+    for _ in range(3):
+        make_round(zero, one)
+    base = next(zero.history.rounds())
+    for cell in (1, 0):
+        one.read_new()
+        one.publish(forget_of(one.history, cell))
+    again = CellJournal(opened(), 1)  # it has lost its model, and cell 0 was only slow
+    assert meet(zero, again) == Continue(base)
+    assert {zero.history.oldest, again.history.oldest} == {base.number}
+
+
+def test_a_start_is_not_recorded_over_a_later_one_of_its_cell(opened: Callable[[], Journal]) -> None:
+    zero, one = (CellJournal(opened(), cell) for cell in range(2))
+    members = [zero.as_member(), one.as_member()]
+    # Another job of cell 1 begins, and comes to a meeting before that of the others has ended.
+    another = CellJournal(opened(), 1)
+    another.record_starts([another.as_member()])
+    zero.read_new()
+    zero.record_starts(members)
+    another.read_new()
+    assert another.history.has_start(zero.start)
+    another.check()
+    one.read_new()
+    with pytest.raises(ConfigError, match="another job is cell 1 of this run since record 0"):
+        one.check()

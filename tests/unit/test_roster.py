@@ -260,6 +260,10 @@ def test_a_journal_that_was_lost_goes_on_from_the_newest_model_that_a_cell_holds
     for here in ([older], [older, holder]):
         epoch = run.meet(*here)
         assert "the run's journal was lost, and cell" in epoch.refusal and epoch.recovering is None
+    # Cells that hold no model cannot know whether one that is not here does.
+    epoch = run.meet(*(run.record(cell, gone=(1,)) for cell in (0, 2)))
+    assert "the run's journal was lost, and cell 1 may hold a newer model" in epoch.refusal
+    assert run.meet(*(run.record(cell) for cell in range(CELLS))).refusal == ""
     with pytest.raises(ConfigError, match="the cells hold models of the runs"):
         run.meet(older, replace(holder, lost=ModelId("9" * 32, 3, "9" * 32)))
     run.add(ForgetRecord(RUN, 2, "5" * 32, 2))

@@ -159,11 +159,16 @@ class _JournalReader:
 
     def forget(self, cell: int) -> str:
         """Publish the record that forgets what a cell holds; tell what follows from it."""
+        from xffl.journal.records import MOST_CELLS
         from xffl.journal.rule import forget_of
 
         journal = self._read(_FORGET_S)
         if not self._history.has_cell(cell) and not self._history.is_recovered:
             raise ConfigError(f"no record of the journal {self._place} has a cell {cell}: there is nothing to forget")
+        newest = next(self._history.rounds(), None)
+        cells = MOST_CELLS if newest is None else newest.federation
+        if cell >= cells:
+            raise ConfigError(f"--forget is {cell}; a run of {cells} cells has cell 0 to cell {cells - 1}")
         record = forget_of(self._history, cell)
         standing = journal.put(record)
         if standing.id != record.id:

@@ -101,7 +101,7 @@ def run(options: Namespace) -> int:
 
 def _serve_journal(options: Namespace, served: ExitStack, *, host: str, port: int) -> str:
     """Serve the journal of the run whose token is known here, and tell where it is."""
-    from xffl.journal.folder import JournalFolder
+    from xffl.journal.folder import JournalFolder, hold_folder
     from xffl.journal.place import next_port, parse_journal
     from xffl.journal.service import JournalService
 
@@ -112,10 +112,12 @@ def _serve_journal(options: Namespace, served: ExitStack, *, host: str, port: in
     if folder.startswith("http"):
         raise ConfigError(f"--journal is {options.journal!r}; give the folder that this host is to keep it in")
     journal = JournalFolder(Path(folder))
+    if options.recover:
+        # Before it is served: a cell that has a model and reads an empty journal ends, as with a wrong folder.
+        with hold_folder(journal.path):
+            _recover(journal)
     service = JournalService(journal, token, host.strip("[]"), at)
     served.callback(service.close)
-    if options.recover:
-        _recover(journal)
     return f"{service.url}, in {folder}"
 
 

@@ -39,12 +39,20 @@ def reach_of(seconds: Sequence[float]) -> float:
 
 
 def may_still_come(
-    reach_s: float, *, own_s: float, since_meeting_s: float, waited_s: float, meeting_timeout_s: float
+    reach_s: float,
+    *,
+    own_s: float,
+    stretch: float,
+    since_meeting_s: float,
+    waited_s: float,
+    meeting_timeout_s: float,
 ) -> bool:
     """Tell whether a cell that lives may still be making the steps of this round.
 
     :param reach_s: How long after the last meeting it may come, as it told there; 0 if it could not know.
     :param own_s: How long the cell that waits took since that meeting.
+    :param stretch: How many times as long as usual that was, at least 1. If all cells evaluate in this round, the late
+        one takes so many times as long, too.
     :param since_meeting_s: How long ago that meeting was.
     :param waited_s: How long the cell that waits has been at this one.
     :param meeting_timeout_s: How long it may be there at all, also if no round comes about.
@@ -52,7 +60,7 @@ def may_still_come(
     """
     # A cell that used up all of its timeout would end itself instead of going on without the late one.
     most_s = max(0.5 * meeting_timeout_s, meeting_timeout_s - LEAST_RESERVE_S)
-    return waited_s < most_s and since_meeting_s < (reach_s or UNKNOWN_FACTOR * own_s)
+    return waited_s < most_s and since_meeting_s < (stretch * reach_s or UNKNOWN_FACTOR * own_s)
 
 
 class Arrivals:
@@ -67,6 +75,8 @@ class Arrivals:
         """When the last meeting ended"""
         self.own_s = 0.0
         """How long this cell took from there to the meeting at which it is now"""
+        self.stretch = 1.0
+        """How many times as long that was as it took at the median of its rounds before, at least 1"""
 
     @property
     def reach_s(self) -> float:
@@ -82,6 +92,8 @@ class Arrivals:
         if self._left_at is None:
             return
         self.own_s = now - self._left_at
+        usual_s = statistics.median(self._seconds) if self._seconds else self.own_s
+        self.stretch = max(1.0, self.own_s / usual_s) if usual_s > 0 else 1.0
         if not is_again:
             self._seconds.append(self.own_s)
 

@@ -443,6 +443,7 @@ class ElasticFederation:
         return may_still_come(
             reach_s,
             own_s=self._arrivals.own_s,
+            stretch=self._arrivals.stretch,
             since_meeting_s=since_s,
             waited_s=now - begun,
             meeting_timeout_s=self._parameters.meeting_timeout_s,

@@ -321,14 +321,17 @@ def form_epoch(records: Iterable[CellRecord], created: int, history: History, *,
         return replace(epoch, refusal="the cells' starts are being recorded", has_new_starts=True)
     if isinstance(chosen, Wait):
         return replace(epoch, refusal=_wait_text(chosen), wait=chosen)
-    lost = [member.lost for member in members if member.lost is not None]
-    if lost and next(history.rounds(), None) is None:
-        return _recover(epoch, lost, history)
-    return _with_enough(epoch, least)
+    if history.is_recovered and next(history.rounds(), None) is None:
+        epoch = _recover(epoch, history)
+    return epoch if epoch.refusal else _with_enough(epoch, least)
 
 
-def _recover(epoch: Epoch, lost: Sequence[ModelId], history: History) -> Epoch:
-    """Return an epoch of cells that hold models of a lost journal, refused until the newest of them is recorded."""
+def _recover(epoch: Epoch, history: History) -> Epoch:
+    """Return an epoch after the journal was lost, refused until the newest model that a cell holds is recorded.
+
+    Cells that hold none wait, too: they cannot know whether one that is not here holds a model.
+    """
+    lost = [member.lost for member in epoch.members if member.lost is not None]
     runs = sorted({model.run for model in lost})
     if len(runs) > 1:
         raise ConfigError(
@@ -343,6 +346,8 @@ def _recover(epoch: Epoch, lost: Sequence[ModelId], history: History) -> Epoch:
             refusal=f"the run's journal was lost, and {cells_text(awaited)} may hold a newer model; start all cells, "
             f"or give up what a cell holds by xffl cells --forget {awaited[0]}",
         )
+    if not lost:
+        return epoch
     newest = max(lost, key=lambda model: model.number)
     return replace(epoch, refusal="the newest model of the lost journal is being recorded", recovering=newest)
 

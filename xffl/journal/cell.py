@@ -159,7 +159,7 @@ class CellJournal:
         self.read_to(largest_told(members))
         kept = self.history.newest - self.history.oldest + 1
         if kept > self._prune_at:
-            self.history = self.history.pruned()
+            self.history = self.history.pruned(members)
             self._prune_at = max(LEAST_PRUNED, 2 * (self.history.newest - self.history.oldest + 1))
 
     def _keep_from(self, number: int | None) -> None:
@@ -202,7 +202,8 @@ class CellJournal:
         :param members: The members; all that they have seen must have been read.
         :return: Whether there was one to record.
         """
-        starts = self.history.unrecorded(members)
+        # Since the meeting another job of the same cell may have been recorded, which must stay the newest.
+        starts = self.history.unrecorded(member for member in members if not self.history.is_superseded(member))
         if starts:
             self.publish(self.history.start_record(starts))
         return bool(starts)

@@ -99,14 +99,16 @@ class JournalFolder:
         :param record: The record; the one before it must stand.
         :return: The record that stands, on the disk.
         :raises JournalUnreachable: if it is not known what stands.
-        :raises CheckpointError: if something else than a record stands there.
+        :raises CheckpointError: if something else than a record stands there, or the record could not be read there.
         """
+        text = record_text(record)
+        read_record(text, f"record {record.number}")  # one that no cell can read would end the run
         place = self._place(record.number)
         reason = ""
         try:
             if record.number > 0 and not self._place(record.number - 1).exists():
                 raise JournalUnreachable(f"record {record.number} of {self.path} has no record before it")
-            beside = self._write(f".{place.name}.{make_id()}", record_text(record).encode())
+            beside = self._write(f".{place.name}.{make_id()}", text.encode())
             try:
                 os.link(beside, place)
             except OSError as error:  # whatever it says: what stands there decides

@@ -148,16 +148,19 @@ class History:
             history._recovered = self._recovered
         return history
 
-    def pruned(self) -> History:
+    def pruned(self, members: Iterable[Member] = ()) -> History:
         """Return a copy without the records that decide nothing any more.
 
         The newest record that names a cell says what it may hold: a round its model, a start what that held, a forget
         nothing. No round older than all of these is asked for, unless a cell comes with an older checkpoint. Then the
         journal has to be read again: if :attr:`oldest` is above what a cell holds, or what a record that follows names
         (:meth:`has_models_of`).
+
+        :param members: Cells that decide by the copy. One that was forgotten while it ran may hold an older model.
+        :return: The copy.
         """
         history = History()
-        history.oldest = self._find_oldest_needed()
+        history.oldest = self._find_oldest_needed(members)
         history._records = self._records[history.oldest - self.oldest :]
         history._beginning = self._beginning
         history._recovered = self._recovered
@@ -169,9 +172,15 @@ class History:
         ]
         return history
 
-    def _find_oldest_needed(self) -> int:
-        """Return the number of the oldest round that a cell may hold, of those that are its newest."""
-        oldest = self.newest
+    def _find_oldest_needed(self, members: Iterable[Member]) -> int:
+        """Return the number of the oldest round that a cell may hold, of those that are its newest.
+
+        The newest round of all is needed as well: it tells that the run has begun.
+        """
+        newest = next(self.rounds(), None)
+        if newest is None:
+            return self.oldest
+        oldest = min([newest.number, *(member.held.number for member in members if member.held is not None)])
         known: set[int] = set()
         for record in reversed(self._records):
             for cell, number in _may_hold_by(record):
