@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 import xffl
 from tests.ports import free_port
@@ -139,6 +140,81 @@ def fail_to_join(rank: int, world: int, url: str, ports: tuple[int, ...]) -> Non
 
 def test_a_cell_that_cannot_join_has_not_entered_the_block(lighthouse: str) -> None:  # noqa: F811
     run_world(1, fail_to_join, lighthouse, (free_port(),), init=False, timeout_s=60)
+
+
+class Pair(nn.Module):
+    """Two values, each with an optimizer of its own."""
+
+    def __init__(self, start: float) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.full((1,), start))
+        self.second = nn.Parameter(torch.full((1,), start))
+
+
+def step_scaled(model: Pair, first: Optimizer, second: Optimizer, scaler: torch.amp.GradScaler) -> None:
+    scaler.scale(-model.first.sum() - model.second.sum()).backward()
+    scaler.step(first)
+    scaler.step(second)
+    scaler.update()
+    first.zero_grad()
+    second.zero_grad()
+
+
+def step_by_closure(model: Pair, first: Optimizer, second: Optimizer, scaler: torch.amp.GradScaler) -> None:
+    def compute() -> torch.Tensor:
+        first.zero_grad()
+        second.zero_grad()
+        loss = -model.first.sum() - model.second.sum()
+        loss.backward()
+        return loss
+
+    first.step(compute)  # type: ignore[arg-type]
+    second.step()
+
+
+def step_in_turn(model: Pair, first: Optimizer, second: Optimizer, scaler: torch.amp.GradScaler) -> None:
+    for optimizer, value in ((first, model.first), (second, model.second)):
+        optimizer.zero_grad()
+        (-value.sum()).backward()
+        optimizer.step()
+
+
+STEPS = {"scaler": step_scaled, "closure": step_by_closure, "in turn": step_in_turn}
+
+
+def train_pair(state: Any, start: float, steps: int, how: str) -> list[tuple[float, float, int]]:
+    """Make steps of two optimizers in a block; both values, and the steps counted, on entering and after each step."""
+    model = Pair(start)
+    first = torch.optim.SGD([model.first], lr=1.0)
+    second = torch.optim.SGD([model.second], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    seen = []
+    with xffl.FederatedScaling(model, [first, second], state, every=2) as scaling:
+        seen.append((model.first.item(), model.second.item(), scaling.local_steps))
+        for _ in range(steps):
+            STEPS[how](model, first, second, scaler)
+            seen.append((model.first.item(), model.second.item(), scaling.local_steps))
+    return seen
+
+
+def join_with_two_optimizers(
+    rank: int, world: int, url: str, ports: tuple[int, ...], how: str
+) -> list[tuple[float, float, int]]:
+    be_launched(0, 1, ports[rank])
+    os.environ["XFFL_TOKEN"] = "the run's own token"
+    with xffl.session(cell=rank, cells=world, elastic=url, timeout_s=60) as state:
+        train_pair(state, 1.0, 2, how)
+        return train_pair(state, 100.0 * (1 + rank), 2, how)
+
+
+@pytest.mark.parametrize("how", STEPS)
+def test_steps_with_gradients_of_the_model_before_change_nothing_and_others_count(lighthouse: str, how: str) -> None:  # noqa: F811
+    """Each optimizer's first step, also where somebody looks at the gradients before it; but not with a closure."""
+    told = run_world(2, join_with_two_optimizers, lighthouse, (free_port(), free_port()), how, init=False, timeout_s=60)
+    assert [counted for _, _, counted in told[0]] == [0, 1, 2]
+    start, joined, *_ = told[1]
+    assert start == (200.0, 200.0, 0)
+    assert joined == ((101.0, 101.0, 1) if how == "closure" else (100.0, 100.0, 0))
 
 
 class Partly(nn.Module):

@@ -26,6 +26,7 @@ from xffl.aggregation.rounds.hooks import FormerAttribute, LoopHooks, check_hook
 from xffl.aggregation.rounds.offer import Averaged, FinalOffer, Outcome, RoundOffer, StepLedger
 from xffl.aggregation.rounds.uncounted import CountingCheck
 from xffl.aggregation.steps.contributions import backward_error
+from xffl.aggregation.steps.stale_gradients import StaleGradients
 from xffl.aggregation.steps.step_observers import ClientSteps, MomentumSteps, StepObserver
 from xffl.aggregation.steps.weight_copies import CopyWatch, tell_swaps
 from xffl.aggregation.steps.wrapped_optimizers import StepHook, outermost, steps_may_nest
@@ -167,8 +168,8 @@ class FederatedScaling:
         """Whether a delayed round starts before the next step."""
         self._is_entered = False
         """Whether the ``with`` block is entered."""
-        self._is_step_void = False
-        """Whether the local step under way adds nothing: its gradients were those of a model that was replaced."""
+        self._stale_gradients = StaleGradients()
+        """Those of a model that was replaced on joining: the steps with them change nothing, and do not count."""
         self._handles: list[RemovableHandle] = []
         """The hooks of optimizers and model, while the block is entered."""
         self._tells_copies = state.rank == 0 and rounds.may_average
@@ -444,10 +445,8 @@ class FederatedScaling:
             raise backward_error(f"optimizer {type(optimizer).__name__} makes a step")
         refuse_inconsistent(self._bare_model)
         if self._rounds.needs_join and self._join().is_replaced:
-            self._is_step_void = True
-            for parameter in self._model.parameters():
-                parameter.grad = None
-        if self._is_step_void:
+            self._stale_gradients.note_replaced(self._model, self._config.optimizers)
+        if self._stale_gradients.begin_step(optimizer, args, kwargs):
             return
         if self._is_deferred:
             self.start_deferred()
@@ -456,8 +455,7 @@ class FederatedScaling:
             observer.before_step(optimizer, args, kwargs)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._is_step_void:
-            self._is_step_void = optimizer is not self._config.optimizers[-1]
+        if self._stale_gradients.end_step(optimizer):
             return
         for observer in self._observers:
             observer.after_step(optimizer)

@@ -17,7 +17,17 @@ from xffl.distributed.sharding import local_tensor
 from xffl.errors import CheckpointError, ConfigError, XfflError
 from xffl.parallel.zero_mark import find_masters
 
-__all__ = ["Client", "FedProx", "Scaffold", "add_to_gradient", "check_step", "local", "restore", "set_up"]
+__all__ = [
+    "Client",
+    "FedProx",
+    "Scaffold",
+    "add_to_gradient",
+    "check_step",
+    "has_closure",
+    "local",
+    "restore",
+    "set_up",
+]
 
 
 class Client(ABC):
@@ -100,9 +110,14 @@ def set_up(
         share(client)
 
 
+def has_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether the arguments of a step's hook have a closure, which computes the gradients in the step."""
+    return any(argument is not None for argument in (*args[1:], kwargs.get("closure")))
+
+
 def check_step(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise where a client cannot change the gradients that a step is about to use; local."""
-    if any(argument is not None for argument in (*args[1:], kwargs.get("closure"))):
+    if has_closure(args, kwargs):
         raise ConfigError("step(closure) computes gradients that a client cannot change; call backward(), then step()")
     if getattr(optimizer, "grad_scale", None) is not None:
         raise ConfigError(
