@@ -434,7 +434,7 @@ def main() -> int:
     parser.add_argument("--lighthouse", type=int, default=0, help="how often the lighthouse is killed in a run")
     parser.add_argument("--beside", choices=["torchft"], help="what else runs at the same time under the same faults")
     parser.add_argument("--torchft-heartbeat", type=float, default=2.0, help="seconds, as xffl's; its own default is 5")
-    parser.add_argument("--least", type=int, help="cells that a round needs; else xffl's half and one, torchft's 1")
+    parser.add_argument("--least", type=int, help="cells that a round needs; else as xffl does by default, torchft's 1")
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--step-s", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
