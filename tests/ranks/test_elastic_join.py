@@ -217,6 +217,68 @@ def test_steps_with_gradients_of_the_model_before_change_nothing_and_others_coun
     assert joined == ((101.0, 101.0, 1) if how == "closure" else (100.0, 100.0, 0))
 
 
+def count_samples(
+    rank: int, world: int, url: str, ports: tuple[int, ...], folder: str
+) -> tuple[list[tuple[float, ...]], int]:
+    """Be one of two cells, of which the second leaves after its first round of steps, and comes back with its model."""
+    be_launched(0, 1, ports[rank])
+    os.environ["XFFL_TOKEN"] = "the run's own token"
+    back = Path(folder) / "back"
+    counted: list[float] = []
+
+    def weigh() -> float:
+        count = sum(counted)
+        counted.clear()
+        return count
+
+    with xffl.session(cell=rank, cells=world, elastic=url, timeout_s=60) as state:
+        weights: list[tuple[float, ...]] = []
+        model = Counter(1.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+        def make() -> xffl.FederatedScaling:
+            return xffl.FederatedScaling(
+                model, optimizer, state, every=2, weight=weigh, on_round=lambda report: weights.append(report.weights)
+            )
+
+        def step() -> None:
+            optimizer.zero_grad()
+            (-model.value.sum()).backward()
+            counted.append(1.0)
+            optimizer.step()
+
+        scaling = make()
+        saved: Any = None
+        try:
+            with scaling:
+                for _ in range(2):
+                    step()
+                if rank == 1:
+                    saved = scaling.state_dict()
+                    raise InterruptedError
+                while not back.exists():
+                    time.sleep(0.05)
+                time.sleep(1.0)  # the other cell asks for the round first
+                for _ in range(4):
+                    step()
+        except InterruptedError:
+            scaling = make()
+            with scaling:
+                scaling.load_state_dict(saved)
+                back.touch()
+                for _ in range(3):
+                    step()
+        return weights, scaling.local_steps
+
+
+def test_samples_of_a_step_that_does_not_count_are_not_counted(lighthouse: str, tmp_path: Path) -> None:  # noqa: F811
+    first, second = run_world(
+        2, count_samples, lighthouse, (free_port(), free_port()), str(tmp_path), init=False, timeout_s=60
+    )
+    assert first == ([(2.0, 2.0), (2.0, 0.0), (2.0, 2.0)], 6)
+    assert second == ([(2.0, 2.0), (2.0, 2.0)], 2)
+
+
 class Partly(nn.Module):
     """A model with tensors that no round moves."""
 

@@ -346,6 +346,7 @@ class FederatedScaling:
             raise backward_error("scaling.step() was called")
         refuse_inconsistent(self._bare_model)
         if self._rounds.needs_join and self._join().is_replaced:
+            self._forget_uncounted()
             return  # the step was made on the model that was replaced
         self.start_deferred()
         self._after_local_step(1.0)
@@ -447,6 +448,7 @@ class FederatedScaling:
         if self._rounds.needs_join and self._join().is_replaced:
             self._stale_gradients.note_replaced(self._model, self._config.optimizers)
         if self._stale_gradients.begin_step(optimizer, args, kwargs):
+            self._forget_uncounted()
             return
         if self._is_deferred:
             self.start_deferred()
@@ -565,6 +567,11 @@ class FederatedScaling:
         """Forget the steps of fragments that the last round has replaced."""
         self._ledger.forget_steps(fragments)
         self._is_deferred = False
+
+    def _forget_uncounted(self) -> None:
+        """Forget what the caller has counted for a step that does not count, unless other steps wait with it."""
+        fragments = range(self._rounds.fragments)
+        self._ledger.forget_steps([fragment for fragment in fragments if not self._offer.is_waiting(fragment)])
 
     def _check_counted(self) -> None:
         self._counting.check(self._rounds.rounds)
