@@ -49,6 +49,7 @@ class RoundScope:
     own: tuple[dist.ProcessGroup, ...] = ()  # all of these groups, placeholders too
     cross_world: CrossWorldGroup | None = None  # the group of all its ranks, where cells are worlds of their own
     arena: Arena | None = None  # memory of a scope before, which its rounds use again
+    last: RoundGroups | None = None  # of rounds with other cells, whose groups inside this one are used again
     goes_on: bool = False  # what was agreed on last is told or taken over afterwards, instead of read from the model
     # Where a round counts only once its record stands in a journal: called on each rank after all have voted for the
     # round, with the cells' weights. One rank publishes the record and returns what stands, the others NOT_ASKED.
@@ -169,7 +170,13 @@ def select_groups(
         assert not isinstance(world, CrossWorldGroup), "a scope over several worlds has groups"
         cell = world
     replica, cell = (None if group is None or group.size() == 1 else group for group in (replica, cell))
-    shared = _holder_groups(_recorded(state, made, scope.first), scope, holders)
+    if scope.last is None:
+        shared: Mapping[tuple[int, ...], dist.ProcessGroup] = _holder_groups(
+            _recorded(state, made, scope.first), scope, holders
+        )
+    else:
+        shared = scope.last.holders
+        made += scope.last.own
     across = (world,) if multi_rail or scope.cross_world is not None else across
     votes = () if control_device(world).type == "cpu" else (world,)
     # In a round some ranks may not take part, and one behind local steps would connect beside what these send.
