@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate
 import xffl.compat
 from xffl.compat.ddp import delayed_parameters, find_in_reducer, parameters_at_start
 from xffl.compat.deepspeed import variables_for_import, without_shared_memory
+from xffl.compat.group_names import fresh_group_name
 from xffl.compat.libc import return_large_blocks
 from xffl.compat.mesh_names import fresh_names
 from xffl.compat.python import end_thread
@@ -168,6 +169,30 @@ def test_torch_takes_equal_meshes_of_two_worlds_for_one(tmp_path: Path) -> None:
     third, of_third = mesh_of_result("third", fresh_names("compat"))
     assert third not in (first, again) and of_third is third
     assert third.mesh_dim_names is not None and str(third.mesh_dim_names[0]) == "compat"
+
+
+def test_torch_gives_a_group_the_name_of_one_that_there_is(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/world", rank=0, world_size=1)
+
+    def make() -> dist.ProcessGroup:
+        group = dist.new_group([0], use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+    try:
+        first, _ = make(), make()
+        dist.destroy_process_group(first)
+        with pytest.raises(ValueError, match="already been created"):
+            make()  # fails when torch names it otherwise: then fresh_group_name is not needed any more
+        names: list[str] = []
+        for _ in range(3):
+            with fresh_group_name([0]):
+                group = make()
+            names.append(group.group_name)
+            dist.destroy_process_group(group)
+        assert len(set(names)) == 3
+    finally:
+        dist.destroy_process_group()
 
 
 # Sockets --------------------------------------------------------------------------------------------------------------

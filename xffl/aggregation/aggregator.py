@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -33,10 +34,12 @@ from xffl.aggregation.engine.decision.inconsistent import (
     refuse_inconsistent,
     without_wrappers,
 )
-from xffl.aggregation.engine.exchange import RoundRun
+from xffl.aggregation.engine.exchange import Exchange, RoundRun
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.global_state import load_memory, save_memory, share_global_model
-from xffl.aggregation.engine.planning.tensors import Manifest, Pattern
+from xffl.aggregation.engine.groups import RoundScope
+from xffl.aggregation.engine.planning.replica_tensors import ReplicaTensors
+from xffl.aggregation.engine.planning.tensors import Axis, Manifest, Pattern
 from xffl.aggregation.engine.setup import compare_models, compare_processors, make_exchange
 from xffl.aggregation.engine.stages.agreed import AgreedModel
 from xffl.aggregation.engine.stages.first_round import FirstRound, find_unequal
@@ -183,31 +186,13 @@ class Aggregator:
         scope, options, self._manifest, axes, replica_tensors = compare_models(
             model, state, read, is_reduced_by_caller=gradients_reduced_by_caller
         )
-        processor = compare_processors(scope, options, self._manifest, replica_tensors)
         self._device = scope.device
         self._options = options
-        # The global model, what servers keep and buffers outlive this call: a later round writes them outside of an
-        # inference mode in which this is called.
-        with torch.inference_mode(False):
-            self._exchange = make_exchange(
-                scope, options=self._options, manifest=self._manifest, axes=axes, replica_tensors=replica_tensors
-            )
-        self._scope = scope
         self._moving = self._manifest.moving if replica_tensors is None else replica_tensors.moving
-        self._round_groups = self._exchange.round_groups
+        self._scope = scope
+        self._exchange, self._coordinator = self._set_up(scope, axes, replica_tensors)
         self._watch = TensorWatch(self._manifest.roots, self._manifest.check)
-        coordinate = scope.coordinate or RoundCoordinator
-        self._coordinator = coordinate(self._exchange, scope, self._options)
-        self._first_round = FirstRound(
-            manifest=self._manifest,
-            scope=scope,
-            round_groups=self._round_groups,
-            axes=axes[scope.topology.cell_of(scope.rank)],
-            replica_tensors=replica_tensors,
-            processor=processor,
-            is_private=options.privacy is not None or options.secure is not None,
-        )
-        self._exchange.stages = in_order([self._first_round, *self._exchange.stages])
+        self._is_reduced_by_caller = gradients_reduced_by_caller
         self._activity = scope.state.activity
         # The profiles of all rounds have one list of marks, which they use again.
         self._make_profile = partial(GpuProfile, []) if self._device.type == "cuda" else RoundProfile
@@ -215,6 +200,32 @@ class Aggregator:
         self._stream_work: AbstractContextManager[None] = (
             nullcontext() if self._stream is None else StreamWork(self._stream)
         )
+
+    def _set_up(
+        self, scope: RoundScope, axes: Sequence[Sequence[Axis]], replica_tensors: ReplicaTensors | None
+    ) -> tuple[Exchange, RoundCoordinator]:
+        """Plan the rounds of ranks whose models were compared, with their groups and votes; collective over them."""
+        options, manifest = self._options, self._manifest
+        processor = compare_processors(scope, options, manifest, replica_tensors)
+        # The global model, what servers keep and buffers outlive this call: a later round writes them outside of an
+        # inference mode in which this is called.
+        with torch.inference_mode(False):
+            exchange = make_exchange(
+                scope, options=options, manifest=manifest, axes=axes, replica_tensors=replica_tensors
+            )
+        coordinate = scope.coordinate or RoundCoordinator
+        coordinator = coordinate(exchange, scope, options)
+        first_round = FirstRound(
+            manifest=manifest,
+            scope=scope,
+            round_groups=exchange.round_groups,
+            axes=axes[scope.topology.cell_of(scope.rank)],
+            replica_tensors=replica_tensors,
+            processor=processor,
+            is_private=options.privacy is not None or options.secure is not None,
+        )
+        exchange.stages = in_order([first_round, *exchange.stages])
+        return exchange, coordinator
 
     @property
     def is_torn(self) -> bool:
@@ -277,7 +288,7 @@ class Aggregator:
             raise
 
     def resolve(self, outcome: AgreedRound, *, is_merged: bool = False, alpha: float | None = None) -> RoundReport:
-        """Write the round that was in doubt, now that it is known to be taken; local.
+        """Write the round that was in doubt, now that it is known to be taken, before :meth:`regroup`; local.
 
         ``is_merged`` says that steps made since it started stay, as for :meth:`PendingRound.merge`.
         """
@@ -438,12 +449,11 @@ class Aggregator:
 
     def give_back_groups(self) -> None:
         """Give the process groups back, whatever state the rounds are in; collective over this rank's world."""
-        if not self._round_groups.own:
+        if not self.own_groups:
             return
         barrier()  # nobody still listens to a group that another one destroys
-        for group in self._round_groups.own:
+        for group in self.own_groups:
             destroy_group(group)
-        barrier()  # a slow rank would take the keys of a group of the same ranks that others make next
 
     def check_free(self) -> None:
         """Raise unless a round may start here; local."""
@@ -489,7 +499,9 @@ class Aggregator:
         load_memory(self._exchange, state, fragments=self.fragments)
         self.rounds = int(state["rounds"])
         self._inconsistent_count = count_inconsistent(self._bare_model)
-        self._first_round.note_start()
+        first_round = self._exchange.find(FirstRound)
+        if first_round is not None:
+            first_round.note_start()
 
     @property
     def global_model(self) -> GlobalModel | None:
@@ -559,6 +571,36 @@ class Aggregator:
         for pending in self._activity.rounds_under_way:
             pending.note_written(self._exchange.layout.moving(outcome.run.fragment))
 
+    def regroup(self, scope: RoundScope) -> None:
+        """Make further rounds with the ranks of another scope; collective over them.
+
+        Their models are compared, and what each exchanges is planned anew. What rounds remember, such as the global
+        model and what codecs have left out, stays, and so do the groups inside the cell. After an error all is as
+        before, and this can be called again.
+        """
+
+        def read() -> tuple[Options, Manifest]:
+            self._watch.check()
+            return self._options, self._manifest
+
+        scope, _, _, axes, replica_tensors = compare_models(
+            self.model,
+            replace(scope, last=self._exchange.round_groups),
+            read,
+            is_reduced_by_caller=self._is_reduced_by_caller,
+        )
+        exchange, coordinator = self._set_up(scope, axes, replica_tensors)
+        with torch.inference_mode(False):
+            exchange.take_over(self._exchange)
+        self._scope = replace(scope, last=None)
+        self._exchange = exchange
+        self._coordinator = coordinator
+
+    def take_over(self, last: Aggregator) -> None:
+        """Go on from what rounds of another aggregator of the same ranks remember; local."""
+        with torch.inference_mode(False):
+            self._exchange.take_over(last._exchange)
+
     def resume_at(self, rounds: int) -> None:
         """Count on behind so many rounds, the same on all ranks that make the next one; local."""
         self.rounds = rounds
@@ -576,7 +618,7 @@ class Aggregator:
     @property
     def own_groups(self) -> tuple[dist.ProcessGroup, ...]:
         """The process groups that were made for this aggregator."""
-        return self._round_groups.own
+        return self._exchange.round_groups.own
 
     def restart(self) -> None:
         """Let codecs and a server optimizer go on from the model as it stands; local, with the same in all cells."""

@@ -460,6 +460,11 @@ class ErrorFeedback:
         self._spare: dict[CodePlace, torch.Tensor] = {}
         self._norms: list[tuple[torch.Tensor, torch.Tensor]] = []
 
+    @property
+    def residuals(self) -> Mapping[CodePlace, torch.Tensor]:
+        """What the codes of the rounds so far have left out, by the place that it is added to next."""
+        return self._residuals
+
     def rollback(self) -> None:
         """Discard the residuals of a round that does not count."""
         self._spare |= self._new_residuals

@@ -459,7 +459,6 @@ class AsyncSaver:
             for group in (world, cell):
                 if group is not None:
                     destroy_group(group)
-            barrier()  # nobody makes a group of the same name while another one still clears this one's keys
 
     def __enter__(self) -> AsyncSaver:
         """Return the saver."""

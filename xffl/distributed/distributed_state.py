@@ -303,7 +303,7 @@ class DistributedState:
         """Create a new process group with the specified ranks, collective over these only.
 
         All ranks of the world must make the same number of groups in the same order (a rank that has none makes one of
-        itself), since torch derives a group's name from how many the rank has. The timeout is that of the group's level
+        itself), since a group is named by how many the rank has made. The timeout is that of the group's level
         (:class:`xffl.cluster.network.Timeouts`); a group that hands on results in a cell outlasts the exchange before
         it. With a :attr:`link_backend` a group that crosses cells gets it, and one inside a cell the other one.
 

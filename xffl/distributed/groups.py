@@ -6,7 +6,6 @@ That is the checks of backends and devices, and the threads that still communica
 from __future__ import annotations
 
 import atexit
-import logging
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from datetime import timedelta
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from xffl.checks import index_of, integer
+from xffl.compat.group_names import fresh_group_name
 from xffl.compat.mesh_names import fresh_names
 from xffl.errors import ConfigError, StateError
 from xffl.topology import Topology
@@ -31,7 +31,6 @@ __all__ = [
     "make_round_groups",
 ]
 
-logger = logging.getLogger("xffl")
 
 Groups = dict[str, tuple[dist.ProcessGroup, ...] | None]
 """Handles by kind of group (see :meth:`xffl.topology.Topology.groups_of`); ``None`` where the rank is not a member."""
@@ -61,7 +60,7 @@ def make_groups(
     """Make this rank's groups of the given kinds.
 
     Collective over the world: every rank makes the same number of groups in the same order, a placeholder of itself
-    where it is not a member, since torch derives a group's name from how many groups the rank has.
+    where it is not a member, since a group is named by how many the rank has made.
     """
     made: Groups = {}
     for group in topology.groups_of(rank):
@@ -108,13 +107,15 @@ def new_group(
     ranks: Iterable[int], timeout_s: float, group_desc: str | None, backend: str | None = None
 ) -> dist.ProcessGroup:
     """Make a group of some ranks, of the world's backend if no other is given; collective over these ranks only."""
-    group: dist.ProcessGroup = dist.new_group(
-        list(ranks),
-        timeout=timedelta(seconds=timeout_s),
-        backend=backend,
-        use_local_synchronization=True,
-        group_desc=group_desc,
-    )
+    members = list(ranks)
+    with fresh_group_name(members):
+        group: dist.ProcessGroup = dist.new_group(
+            members,
+            timeout=timedelta(seconds=timeout_s),
+            backend=backend,
+            use_local_synchronization=True,
+            group_desc=group_desc,
+        )
     return group
 
 
@@ -146,17 +147,8 @@ def cell_mesh(topology: Topology, rank: int, groups: Groups, device_type: str) -
 
 
 def destroy_group(group: dist.ProcessGroup) -> None:
-    """Destroy a group and what it left in the store, when every member has finished making it; nothing moves."""
-    store = group.get_group_store()
+    """Destroy a group, when nobody listens to it any more; nothing moves."""
     dist.destroy_process_group(group)
-    # A later group of these ranks may get this one's name, and would connect to the addresses of this one.
-    try:
-        for key in store.list_keys():
-            store.delete_key(key)
-    except NotImplementedError:  # the fake store, or one of a user's own making: then a later group might hang
-        logger.warning("the store cannot list its keys: a group of the same ranks may not be made again")
-    except dist.DistNetworkError:  # the store went with its process: no group can be made over it again
-        logger.debug("the store is gone: the group's keys went with it")
 
 
 def check_backend(backend: object, what: str = "backend") -> dist.Backend:

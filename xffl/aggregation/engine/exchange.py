@@ -137,6 +137,13 @@ class Exchange:
         """Return the stage of a kind, if rounds have it."""
         return next((stage for stage in self.stages if isinstance(stage, kind)), None)
 
+    def take_over(self, last: Exchange) -> None:
+        """Go on from what rounds with other cells remember; local."""
+        for stage in self.stages:
+            before = last.find(type(stage))
+            if before is not None:
+                stage.take_over(before)
+
     def check(self, context: RoundContext) -> None:
         """Raise where these cells cannot be combined as was asked; pure, the same on all ranks."""
         self.way.combiner.check(len(context.cells))

@@ -10,6 +10,7 @@ import torch
 from xffl.aggregation.algorithms.server import SavedServer, read_saved_server, take_step
 from xffl.aggregation.arithmetic import piece_length, wide_type
 from xffl.aggregation.engine.buffers import Layout
+from xffl.aggregation.engine.named import named_pieces
 from xffl.aggregation.engine.planning.transfers import Bucket, GroupTransfer
 from xffl.aggregation.options import Options
 from xffl.errors import CheckpointError, StateError
@@ -285,14 +286,14 @@ class GlobalModel:
     def by_name(self, flat: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Put flat tensors of whole groups together to the tensors that this rank holds."""
         named: dict[str, torch.Tensor] = {}
-        for values, name, numel, part in self._pieces(flat):
+        for values, name, numel, part in named_pieces(flat, self._transfers, self.layout):
             if name not in named:
                 named[name] = torch.empty(numel, dtype=values.dtype, device="cpu")
             named[name][part].copy_(values)
         return named
 
     def _from_names(self, named: Mapping[str, torch.Tensor], flat: Mapping[int, torch.Tensor]) -> None:
-        for values, name, numel, part in self._pieces(flat):
+        for values, name, numel, part in named_pieces(flat, self._transfers, self.layout):
             if name not in named or named[name].numel() != numel:
                 got = f"{named[name].numel()} elements" if name in named else "nothing"
                 raise CheckpointError(
@@ -300,16 +301,3 @@ class GlobalModel:
                     f"{numel}; resume with the same model and cells"
                 )
             values.copy_(named[name][part])
-
-    def _pieces(self, flat: Mapping[int, torch.Tensor]) -> Iterator[tuple[torch.Tensor, str, int, slice]]:
-        """Yield each piece of flat tensors, with its tensor's name and size here, and the piece's place in that."""
-        for transfer in self._transfers:
-            if transfer.number not in flat:
-                continue
-            at = 0
-            for bucket in transfer.buckets:
-                for item, start, stop in bucket.pieces:
-                    origin, numel = self.layout.held(item)
-                    values = flat[transfer.number][at : at + stop - start]
-                    yield values, self.layout.name(item), numel, slice(start - origin, stop - origin)
-                    at += stop - start

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -51,6 +51,7 @@ class RoundScope:
     own: tuple[dist.ProcessGroup, ...] = ()  # all of these groups, placeholders too
     cross_world: CrossWorldGroup | None = None  # the group of all its ranks, where cells are worlds of their own
     arena: Arena | None = None  # memory of a scope before, which its rounds use again
+    last: RoundGroups | None = None  # of rounds with other cells, whose groups inside this one are used again
     goes_on: bool = False  # what was agreed on last is told or taken over afterwards, instead of read from the model
     # makes what votes on its rounds; None: RoundCoordinator
     coordinate: Callable[[Exchange, RoundScope, Options], RoundCoordinator] | None = None
@@ -170,7 +171,13 @@ def select_groups(
         assert not isinstance(world, CrossWorldGroup), "a scope over several worlds has groups"
         cell = world
     replica, cell = (None if group is None or group.size() == 1 else group for group in (replica, cell))
-    shared = _holder_groups(_recorded(state, made, scope.first), scope, holders)
+    if scope.last is None:
+        shared: Mapping[tuple[int, ...], dist.ProcessGroup] = _holder_groups(
+            _recorded(state, made, scope.first), scope, holders
+        )
+    else:
+        shared = scope.last.holders
+        made += scope.last.own
     across = (world,) if multi_rail or scope.cross_world is not None else across
     votes = () if control_device(world).type == "cpu" else (world,)
     # In a round some ranks may not take part, and one behind local steps would connect beside what these send.
@@ -178,7 +185,8 @@ def select_groups(
     if gpu is not None and device != gpu:
         connect([group for group in home if group is not None and sends_from_gpu(group)], gpu)
     connect((*across, *home, *votes), device)
-    make = partial(select_groups, scope, multi_rail=multi_rail, is_own=is_own, holders=holders)
+    # Without those before, which would otherwise all be kept, each by the ones after it.
+    make = partial(select_groups, replace(scope, last=None), multi_rail=multi_rail, is_own=is_own, holders=holders)
     own = (*made, *scope.own)
     return RoundGroups(
         world,

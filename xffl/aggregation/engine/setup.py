@@ -198,8 +198,9 @@ def make_exchange(
     reads_late = options.overlap or not options.atomic
     layout = Layout(entries, items, axes, topology.coordinates(rank), needs_memory_of_its_own=reads_late)
     model = GlobalModel(transfers, layout, options, link.device) if options.needs_agreed else None
-    # On all ranks or on none, also on one that encodes nothing itself.
-    has_codecs = any(manifest.codecs.values()) and topology.cells > 1
+    # On all ranks or on none, also on one that encodes nothing itself. A cell that is alone for now may be given what
+    # codecs have left out in its rounds with others.
+    has_codecs = any(manifest.codecs.values()) and (topology.cells > 1 or is_lone)
     codecs = Codecs(transfers, layout, link, plan) if has_codecs else None
     combiner = options.combiner
     atomic = options.atomic

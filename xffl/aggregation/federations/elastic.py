@@ -1,6 +1,7 @@
 """Rounds between cells that are jobs of their own: repeated with the cells that are left until one is taken.
 
-The cells that have met for a round are an epoch. An epoch has a process group, and an aggregator for its ranks.
+The cells that have met for a round are an epoch, which has a process group. The aggregator lives as long as the model:
+a new epoch changes only whom it exchanges with.
 """
 
 from __future__ import annotations
@@ -129,12 +130,20 @@ class ElasticAggregator:
         self.under_way: ElasticRound | None = None
         self._federation = ElasticFederation(state)
         self._groups = self._make_groups()
+        self._founder: Aggregator | None = None
+        """Makes the first round of a federation, and has its agreed model until the second one begins."""
         self._aggregator: Aggregator | None = None
+        """Makes all other rounds."""
+        self._is_grouped = False
+        """Whether the aggregator of the next round has the groups of the last epoch."""
+        self._agreed: Mapping[str, Any] | None = None
+        """The agreed model by name, where it is not the aggregator's.
+
+        That is in a resumed run before its first round, and while the cell takes over a newer one, until that counts.
+        """
+        self._spent: Mapping[str, Any] | None = None
+        """What privacy had cost where the run was resumed."""
         self._doubted: Doubt | None = None
-        # The aggregator of the last round that was taken, whose agreed model the next one starts from; in a resumed
-        # run, until its first round, the saved state instead.
-        self._last: Aggregator | Mapping[str, Any] | None = None
-        self._privacy: dict[str, Any] | None = None
         self._arena = Arena(make_copies(None))
         self.taken_over: frozenset[int] = frozenset()
         """Fragments of this cell's model that the last round replaced, and with them the steps made on them."""
@@ -210,12 +219,17 @@ class ElasticAggregator:
     @property
     def can_go_on(self) -> bool:
         """Whether another round may follow a rejected one: the model is whole, and there are cells for it."""
-        return self._has_others and (self._aggregator is None or not self._aggregator.is_torn)
+        return self._has_others and not any(aggregator.is_torn for aggregator in self._aggregators)
+
+    @property
+    def _aggregators(self) -> list[Aggregator]:
+        """Those that there are, the one with the newest agreed model first."""
+        return [aggregator for aggregator in (self._aggregator, self._founder) if aggregator is not None]
 
     def check(self) -> None:
         """Raise while the model is inconsistent; local."""
-        if self._aggregator is not None:
-            self._aggregator.check()
+        for aggregator in self._aggregators:
+            aggregator.check()
 
     def join(
         self,
@@ -409,16 +423,14 @@ class ElasticAggregator:
             error = RoundBroken(str(lost))
         if end in (RoundEnd.BROKEN, RoundEnd.IN_DOUBT):
             federation.poison()
-        aggregator = self._aggregator
-        if aggregator is not None and aggregator.accountant is not None:
-            self._privacy = aggregator.accountant.state_dict()
         self._has_others = False
         agreed, fate = federation.agree_on_end(end, epoch, weights)
         self._has_others = not (agreed is RoundEnd.REFUSED and all(member.is_finished for member in epoch.members))
         if agreed in (RoundEnd.BROKEN, RoundEnd.IN_DOUBT):
-            self._aggregator = None
+            self._is_grouped = False
             if agreed is RoundEnd.IN_DOUBT:
-                assert aggregator is not None and isinstance(error, RoundInDoubt), "all ranks of the cell are in doubt"
+                assert isinstance(error, RoundInDoubt), "all ranks of the cell are in doubt"
+                aggregator = self._maker(epoch)
                 later = {"is_merged": True} if merge else {}  # keeps the steps that are made until the doubt ends
                 write = partial(aggregator.resolve, error.outcome, **{**merge, **later})
                 self._doubted = Doubt(epoch, aggregator, write, withholds_steps)
@@ -426,16 +438,14 @@ class ElasticAggregator:
         tries = self._tries
         self._tries = 0
         if agreed is RoundEnd.REFUSED and error is not None:
-            if aggregator is None:  # the models differ: the next epoch gets a new group, and compares them again
+            if not self._is_grouped:  # the models differ: the next epoch gets a new group, and compares them again
                 federation.drop()
             raise error
         if agreed is RoundEnd.TAKEN:
-            assert aggregator is not None, "it has made the round"
+            aggregator = self._maker(epoch)
             if isinstance(error, RoundInDoubt):  # other ranks of the cell know that the round was taken
                 report = aggregator.resolve(error.outcome, **merge)
             self._note_taken(aggregator, epoch, report, fate, withholds_steps=withholds_steps)
-            if epoch.base is None:
-                self._aggregator = None
         is_over = report is not None and report.is_last and not any(report.weights) and not epoch.behind
         if report is None or is_over:
             return None
@@ -447,7 +457,7 @@ class ElasticAggregator:
         self, aggregator: Aggregator, epoch: Epoch, report: RoundReport | None, fate: Fate, *, withholds_steps: bool
     ) -> None:
         """Note what the next round starts from, and what this cell took over."""
-        self._last = aggregator
+        self._agreed = None
         is_behind = fate is not Fate.GAVE
         federation = self._federation
         if is_behind or epoch.total_weight > federation.total_weight:
@@ -474,37 +484,70 @@ class ElasticAggregator:
         self.taken_over = frozenset(moved if is_replaced else ())
 
     def _enter(self, epoch: Epoch) -> Aggregator:
-        """Join the ranks of an epoch, and return its aggregator; a new one compares the models of all ranks."""
+        """Join the ranks of an epoch, and return the aggregator of its round; in a new group models are compared."""
         place = self._federation.enter(epoch)
-        if not place.is_new and self._aggregator is not None:
-            return self._aggregator
-        if self._aggregator is not None:
-            self._aggregator.give_back_groups()
-        groups = self._groups
+        if self._is_grouped and not place.is_new and (epoch.base is None) == (self._aggregator is None):
+            return self._maker(epoch)
+        self._is_grouped = False
         scope = RoundScope(
             self._state,
             place.topology,
             place.first,
-            groups,
+            self._groups,
             cross_world=place.group,
             arena=self._arena,
             coordinate=partial(ElasticCoordinator, seal=self._seal),
         )
-        self._aggregator = None
         if epoch.base is None:
-            options = {name: self._options[name] for name in FOUNDING if name in self._options}
-            # With norms the aggregator keeps the agreed model, which the aggregator of the next epoch starts from.
-            options["norms"] = self._keeps_agreed
-            founding = Aggregator(self.model, scope, **options)  # type: ignore[arg-type]
-            self._share_fixed(scope, epoch)
-            self._aggregator = founding
-            return founding
-        aggregator = Aggregator(self.model, replace(scope, goes_on=True), **self._options)  # type: ignore[arg-type]
-        if aggregator.global_model is not None:
-            self._bring_up(aggregator, scope, epoch)
+            self._found(scope)
+        else:
+            self._regroup(replace(scope, goes_on=True), epoch)
         self._share_fixed(scope, epoch)
-        self._aggregator = aggregator
+        self._is_grouped = True
+        return self._maker(epoch)
+
+    def _maker(self, epoch: Epoch) -> Aggregator:
+        """Return the aggregator that makes the round of an epoch which this cell has entered."""
+        aggregator = self._founder if epoch.base is None else self._aggregator
+        assert aggregator is not None, "made on entering"
         return aggregator
+
+    def _found(self, scope: RoundScope) -> None:
+        """Make what makes the first round of a federation; collective over its cells."""
+        self._forget()
+        options = {name: self._options[name] for name in FOUNDING if name in self._options}
+        # With norms it keeps the agreed model, which later rounds start from.
+        options["norms"] = self._keeps_agreed
+        self._founder = Aggregator(self.model, scope, **options)  # type: ignore[arg-type]
+
+    def _regroup(self, scope: RoundScope, epoch: Epoch) -> None:
+        """Exchange the groups of the aggregator, which is made at first; collective over the epoch."""
+        is_behind = self._federation.cell in epoch.behind
+        if is_behind and self._agreed is None:
+            self._agreed = self._copy_agreed()
+        if self._aggregator is not None:
+            self._aggregator.regroup(scope)
+        else:
+            aggregator = Aggregator(self.model, scope, **self._options)  # type: ignore[arg-type]
+            if self._founder is not None:
+                aggregator.take_over(self._founder)
+                self._founder.give_back_groups()
+            elif self._agreed is None and aggregator.global_model is not None and not is_behind:
+                raise CheckpointError(
+                    "the state lacks the last agreed model of server, norms or privacy; it was saved without, so "
+                    "resume with the same options"
+                )
+            self._aggregator = aggregator
+            self._founder = None
+        self._bring_up(self._aggregator, scope, epoch)
+
+    def _forget(self) -> None:
+        """Give up the aggregators, whose memory is that of another model; collective over the cell."""
+        for aggregator in self._aggregators:
+            aggregator.give_back_groups()
+        self._aggregator = None
+        self._founder = None
+        self._is_grouped = False
 
     def _share_fixed(self, scope: RoundScope, epoch: Epoch) -> None:
         """Bring what no round moves to the cells that are behind; collective over the epoch."""
@@ -533,29 +576,26 @@ class ElasticAggregator:
         return Seal.STANDS if is_standing else Seal.OTHER_STANDS
 
     def _bring_up(self, aggregator: Aggregator, scope: RoundScope, epoch: Epoch) -> None:
-        """Give an epoch's aggregator the last agreed model, also in the cells that are behind; collective over it."""
-        model, accountant = aggregator.global_model, aggregator.accountant
-        assert model is not None, "asked for where there is one"
-        spent = [] if self._privacy is None else [self._privacy]
-        if self._federation.cell not in epoch.behind:
-            self._take_up_agreed(model, epoch)
-        if epoch.behind:
-            told = self._share_agreed(aggregator, model, scope, epoch)
-            spent += [] if told is None else [told]
-        if accountant is not None:
-            for counted in spent:
-                accountant.cover(counted)
-
-    def _take_up_agreed(self, model: GlobalModel, epoch: Epoch) -> None:
-        """Fill a global model from the last aggregator, or from a loaded state; collective over the cell."""
-        if isinstance(self._last, Aggregator) and self._last.global_model is not None:
-            model.take_over(self._last.global_model)
+        """Have all cells of an epoch remember the same beside the model; collective over it."""
+        model = aggregator.global_model
+        accountant = aggregator.accountant
+        if model is None:
             return
-        state = self._agreed()
-        if epoch.base_round == 1 and not state["optimizers"]:  # the first round is no step of a server
-            model.load_model(state["model"])
+        if self._agreed is not None and self._federation.cell not in epoch.behind:
+            self._load_agreed(model, self._agreed, epoch)
+        if accountant is not None and self._spent is not None:
+            accountant.cover(self._spent)
+        if epoch.behind:
+            spent = self._share_agreed(aggregator, model, scope, epoch)
+            if accountant is not None and spent is not None:
+                accountant.cover(spent)
+
+    def _load_agreed(self, model: GlobalModel, agreed: Mapping[str, Any], epoch: Epoch) -> None:
+        """Fill a global model from a state; collective over the cell."""
+        if epoch.base_round == 1 and not agreed["optimizers"]:  # the first round is no step of a server
+            model.load_model(agreed["model"])
         else:
-            model.load_state_dict(state)
+            model.load_state_dict(agreed)
             agree_on_steps(model, None)
 
     def _share_agreed(
@@ -568,7 +608,8 @@ class ElasticAggregator:
         """
         given = ""
         if self._federation.cell == epoch.first:
-            given = write_hand_over(model.plain_state(), self._privacy)
+            accountant = aggregator.accountant
+            given = write_hand_over(model.plain_state(), None if accountant is None else accountant.state_dict())
         texts = all_gather_json(given, torch.device("cpu"), scope.cross_world)
         told = [read_hand_over(text, epoch.first) for text in texts if text]
         if not told:
@@ -580,18 +621,19 @@ class ElasticAggregator:
         aggregator.share_global_model(state, source, targets)
         return told[0].privacy
 
-    def _agreed(self) -> dict[str, Any]:
-        """Return the state of the last agreed model, which belongs to the round whose model this rank holds."""
-        last = self._last
-        agreed = last.global_model.state_dict() if isinstance(last, Aggregator) and last.global_model else None
-        if isinstance(last, Mapping):
-            agreed = last.get("agreed")
-        if agreed is None:
-            raise CheckpointError(
-                "the state lacks the last agreed model of server, norms or privacy; it was saved without, so resume "
-                "with the same options"
-            )
-        return dict(agreed)
+    def _copy_agreed(self) -> Mapping[str, Any] | None:
+        """Return the agreed model that belongs to the round whose model this rank holds, if one is kept; local."""
+        if self._agreed is not None:
+            return self._agreed
+        for aggregator in self._aggregators:
+            if aggregator.global_model is not None:
+                return aggregator.global_model.state_dict()
+        return None
+
+    def _copy_spent(self) -> Mapping[str, Any] | None:
+        """Return what privacy has cost, if the run has any; local."""
+        accountant = None if self._aggregator is None else self._aggregator.accountant
+        return self._spent if accountant is None else accountant.state_dict()
 
     def _limit_messages(self, report: RoundReport) -> None:
         """Set the message timeout to a multiple of the last exchange, so that a slow link does not look like a loss."""
@@ -637,15 +679,16 @@ class ElasticAggregator:
         if self.under_way is not None:
             self.under_way.discard()
             self.under_way = None
-        self._federation.drop()  # the next round gets a new aggregator, which starts from what is loaded
-        self._aggregator = None
+        for aggregator in self._aggregators:
+            aggregator.discard()
+        self._federation.drop()
+        self._is_grouped = False
         self._doubted = None
         self._federation.drop_doubt()
 
     def close(self) -> None:
         """Leave the other cells, which go on without this one; local."""
         self.is_closed = True
-        self._aggregator = None
         self._doubted = None
         self._federation.leave()
 
@@ -657,16 +700,13 @@ class ElasticAggregator:
         """
         if self.under_way is not None:
             raise StateError("a round of this aggregator is under way; merge it before saving")
-        federation, last = self._federation, self._last
-        record = federation.record
-        memory = {} if self._privacy is None else {"privacy": self._privacy}
-        if (isinstance(last, Mapping) and "agreed" in last) or (isinstance(last, Aggregator) and last.global_model):
-            memory["agreed"] = self._agreed()
+        record = self._federation.record
+        memory = {"privacy": self._copy_spent(), "agreed": self._copy_agreed()}
         return {
             "rounds": self.rounds,
             "elastic": {"record": "" if record is None else record_text(record)},
-            "total_weight": federation.total_weight,
-            **memory,
+            "total_weight": self._federation.total_weight,
+            **{name: part for name, part in memory.items() if part is not None},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -678,8 +718,9 @@ class ElasticAggregator:
         self.discard()
         record = _read_held(state["elastic"])
         self._federation.restore(record, 0.0 if record is None else float(state["total_weight"]))
-        self._last = dict(state)
-        self._privacy = state.get("privacy")
+        self._forget()
+        self._agreed = state.get("agreed")
+        self._spent = state.get("privacy")
 
 
 def _read_held(elastic: Mapping[str, Any]) -> RoundRecord | None:

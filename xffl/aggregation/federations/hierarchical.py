@@ -271,7 +271,6 @@ class Levels:
         self._lowest.retire()
         barrier()  # no rank still uses a group that another rank destroys
         self._destroy()
-        barrier()  # otherwise a slow rank could read the store's keys of the next group of the same ranks
 
     def _destroy(self) -> None:
         groups = [*(stage.aggregator.own_groups for stage in self._stages), *(scope.own for scope in self._scopes)]

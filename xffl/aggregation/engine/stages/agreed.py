@@ -82,3 +82,8 @@ class AgreedModel(RoundStage):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned."""
         self.global_model.load_state_dict(state)
+
+    def take_over(self, last: RoundStage) -> None:
+        """Go on from the global model of rounds with other cells."""
+        assert isinstance(last, AgreedModel), "of the same kind"
+        self.global_model.take_over(last.global_model)

@@ -12,7 +12,8 @@ import torch
 from xffl.aggregation.compression import CodePlace, ErrorFeedback
 from xffl.aggregation.engine.buffers import Layout, ModelCopy, aligned
 from xffl.aggregation.engine.exchange import RoundRun
-from xffl.aggregation.engine.planning.transfers import Bucket, GroupTransfer
+from xffl.aggregation.engine.planning.transfers import Bucket, GroupTransfer, RoundContext
+from xffl.aggregation.engine.stages.leftovers import Leftovers
 from xffl.aggregation.engine.stages.stage import RoundStage
 from xffl.aggregation.engine.transport import Crossing, ExactValues, Link
 from xffl.errors import CheckpointError
@@ -23,7 +24,8 @@ __all__ = ["Codecs", "EncodedSteps"]
 class Codecs(RoundStage):
     """Lossy codecs, and what they carry from round to round on one rank, of all its bucket groups.
 
-    The first round of each fragment is exact, and makes the agreed state that steps are measured from.
+    The first round of each fragment is exact, and makes the agreed state that steps are measured from. So is the first
+    one with other cells, to which what was left out before is added.
     """
 
     key = "codecs"
@@ -34,6 +36,7 @@ class Codecs(RoundStage):
         self._link = link
         self._plan = plan  # of the exchange that this fits
         self._seeded: set[int] = set()
+        self.leftovers = Leftovers(transfers, layout, link.cell)
         encoded = [transfer for transfer in transfers if transfer.codec is not None]
         self.feedback = {
             transfer.number: ErrorFeedback(transfer.codec, transfer.group.numel, transfer.dtype, link.device)
@@ -58,19 +61,26 @@ class Codecs(RoundStage):
         """Forget what the last round has sent, and what one that was not taken has left behind."""
         for feedback in self.feedback.values():
             feedback.rollback()
+        self.leftovers.rollback()
         return copy
 
     def status(self, fragment: int) -> Mapping[str, Any]:
         """Tell whether this rank knows the agreed state that codecs start from."""
         return {"is_encoding": fragment in self._seeded}
 
+    def before_exchange(self, run: RoundRun, context: RoundContext) -> None:
+        """Note what this cell's values count for."""
+        self.leftovers.note_share(context)
+
     def is_encoding(self, transfer: GroupTransfer) -> bool:
         """Return whether a group's values cross encoded: whether a round has made the agreed state to start from."""
         return transfer.codec is not None and transfer.group.fragment in self._seeded
 
     def payload(self, crossing: Crossing) -> ExactValues | None:
-        """Encode the step since the last agreed state."""
-        return EncodedSteps(crossing, self) if self.is_encoding(crossing.transfer) else None
+        """Encode the step since the last agreed state; or add what was left out before to the values as they are."""
+        if self.is_encoding(crossing.transfer):
+            return EncodedSteps(crossing, self)
+        return CompletedValues(crossing, self.leftovers) if self.leftovers.has(crossing.transfer) else None
 
     def seed_of(self, round_number: int, transfer: GroupTransfer, place: CodePlace) -> int:
         """Return a seed for stochastic rounding that no other code of the run has."""
@@ -118,6 +128,7 @@ class Codecs(RoundStage):
     def forget(self) -> None:
         """Forget what lossy codecs remember, where cells may no longer have the same: the next round is exact."""
         self._seeded.clear()
+        self.leftovers.forget()
         for feedback in self.feedback.values():
             feedback.forget()
 
@@ -137,6 +148,29 @@ class Codecs(RoundStage):
                 if spare is not None:
                     staging[place] = spare
         self._seeded.add(fragment)
+        self.leftovers.commit(fragment)
+
+    def take_over(self, last: RoundStage) -> None:
+        """Keep what codecs have left out in rounds with other cells."""
+        assert isinstance(last, Codecs), "of the same kind"
+        self.leftovers.load(last.leftovers.by_name(last.feedback))
+
+
+class CompletedValues(ExactValues):
+    """A bucket's values as they are, and what codecs have left out of what was sent in rounds with other cells."""
+
+    def __init__(self, crossing: Crossing, leftovers: Leftovers) -> None:
+        self._leftovers = leftovers
+        self._read = crossing.values
+        super().__init__(crossing._replace(values=crossing.out))  # added up where the result goes
+
+    def write(self) -> None:
+        """Add what was left out."""
+        with self.transport.profile.capture_failure("encode"):
+            if self._read is not self.values:
+                self.values.copy_(self._read)
+            if self.is_source:
+                self._leftovers.add(self.transfer, self.bucket, self.values)
 
 
 class EncodedSteps(ExactValues):
@@ -176,6 +210,7 @@ class EncodedSteps(ExactValues):
         with self.transport.profile.capture_failure("encode"):
             step = self._mean  # free until the mean is taken
             self.feedback.difference(self.bucket, self.values, step)
+            self._codecs.leftovers.add(self.transfer, self.bucket, step)
             for cell, code in self._leaving.items():
                 self._encode(CodePlace(self.bucket.number, cell), step[self._parts[cell]], code)
 

@@ -50,6 +50,11 @@ class Protection(RoundStage):
         """Take over what :meth:`state_dict` returned."""
         self.accountant.load_state_dict(state)
 
+    def take_over(self, last: RoundStage) -> None:
+        """Count on behind what rounds with other cells have spent."""
+        assert isinstance(last, Protection), "of the same kind"
+        self.accountant = last.accountant
+
     def before_exchange(self, run: RoundRun, context: RoundContext) -> None:
         """Clip this cell's update and add noise to what this rank sends of it, where new values wait.
 

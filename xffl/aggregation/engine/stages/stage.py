@@ -118,3 +118,6 @@ class RoundStage:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned."""
+
+    def take_over(self, last: RoundStage) -> None:
+        """Go on from what a stage of the same kind remembers of rounds with other cells."""

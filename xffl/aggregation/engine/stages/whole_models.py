@@ -95,7 +95,7 @@ class _GatherWalk(ExchangeWalk):
         codecs = self._models.codecs
         if codecs is not None and codecs.is_encoding(crossing.transfer):
             return _GatheredSteps(crossing, codecs)
-        return _GatheredValues(crossing)
+        return _GatheredValues(crossing, codecs)
 
     def pause(self, transfer: GroupTransfer) -> int:
         return 0  # nobody waits for a result
@@ -138,11 +138,21 @@ class _SpreadWalk(ExchangeWalk):
 class _GatheredValues(ExactValues):
     """A bucket's values, of which those of all cells are kept: ``out`` has a row for each."""
 
+    def __init__(self, crossing: Crossing, codecs: Codecs | None) -> None:
+        self._codecs = codecs
+        super().__init__(crossing)
+
     def prepare(self) -> None:
         with self.transport.profile.capture_failure("pack"):
             self.out[self.here].copy_(self.values)
         self.send = dict.fromkeys(self.others, self.out[self.here]) if self.is_source else {}
         self.receive = {cell: self.out[cell] for cell in self.arriving}
+
+    def write(self) -> None:
+        """Add what codecs have left out of what was sent in rounds with other cells."""
+        if self._codecs is not None and self.is_source:
+            with self.transport.profile.capture_failure("encode"):
+                self._codecs.leftovers.add(self.transfer, self.bucket, self.out[self.here])
 
     def combine(self) -> None:
         """Leave what has arrived where it is."""
