@@ -518,14 +518,14 @@ def late(cells: tuple[int, ...], late_rank: int, **asked: Any) -> None:
     state = setup_distributed_process_group(backend=BACKEND, device="cuda", federated=cells, **asked)
     model = xffl.shard(model_of("plain"), state)
     aggregator = xffl.Aggregator(model, state, bucket_bytes=2**12)
-    before = aggregator._round_groups.own
+    before = aggregator.own_groups
     patch = mock.patch.object(Progress, "note", side_effect=RuntimeError("a rank did not answer within 1 s"))
     with patch if dist.get_rank() == late_rank else mock.MagicMock(), pytest.raises(xffl.RoundError) as refused:
         aggregator.aggregate(1.0)
     assert f"rank {late_rank}" in str(refused.value) and "all ranks keep their weights" in str(refused.value)
     assert all(group in ABORTED for group in before)
     assert aggregator.can_go_on and aggregator.aggregate(1.0).round == 1
-    assert not set(before) & set(aggregator._round_groups.own)
+    assert not set(before) & set(aggregator.own_groups)
 
 
 ABORTED: list[dist.ProcessGroup] = []

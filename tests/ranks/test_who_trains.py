@@ -26,6 +26,7 @@ from tests.rounds import aggregator_of
 from tests.worlds import run_world
 from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.engine.planning.coverage import check_lone_cell
+from xffl.aggregation.engine.stages.first_round import FirstRound
 from xffl.aggregation.federations.elastic import ElasticAggregator
 from xffl.aggregation.federations.hierarchical import Level, Levels
 from xffl.distributed.gradients import find_reduction, mark_reduced
@@ -615,7 +616,8 @@ def price(rank: int, world_size: int) -> float:
     """Seconds that the comparison adds to a first round of 100 MB."""
     state = make_state(rank, federated_group_size=(1, 1))
     model = nn.ParameterList([nn.Parameter(torch.randn(1_000_000)) for _ in range(25)])
-    first = xffl.Aggregator(model, state)._first_round
+    first = xffl.Aggregator(model, state)._exchange.find(FirstRound)
+    assert first is not None
     first.read(has_steps=True)
     start = time.perf_counter()
     first.read(has_steps=True)

@@ -49,7 +49,7 @@ def records(folder: Path) -> list[bytes]:
         held=OWN.held,
         seen=5,
         round=4,
-        place=9,
+        reach_s=2.5,
         gone=(2,),
         group="4.17/2",
         serial=7,
