@@ -21,7 +21,7 @@ import xffl
 from tests.ranks.test_strategies import joined
 from tests.tasks import HELD_OUT, TaskConfig, TaskTrainer, digits, whole_weights
 from tests.worlds import run_world
-from xffl.errors import CheckpointError, ConfigError, StateError
+from xffl.errors import ConfigError, StateError
 from xffl.parallel import DistributedConfig
 from xffl.training import (
     BaseTrainer,
@@ -580,7 +580,7 @@ def continued(rank: int, world_size: int, folder: str, reset: bool, epochs: int)
     try:
         trainer = TaskTrainer(config, callbacks=[Looking(), CheckpointCallback()])
         trainer.fit(joined(rank, world_size))
-    except CheckpointError as error:
+    except ConfigError as error:
         return str(error)
     return before, after, trainer.current_epoch, trainer.global_step
 
