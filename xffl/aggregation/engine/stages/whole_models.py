@@ -150,7 +150,7 @@ class _GatheredValues(ExactValues):
 
     def write(self) -> None:
         """Add what codecs have left out of what was sent in rounds with other cells."""
-        if self._codecs is not None and self.is_source:
+        if self._codecs is not None and self.is_source and self._codecs.leftovers.has(self.transfer):
             with self.transport.profile.capture_failure("encode"):
                 self._codecs.leftovers.add(self.transfer, self.bucket, self.out[self.here])
 
