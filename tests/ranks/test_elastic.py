@@ -1124,6 +1124,19 @@ def test_cells_that_start_again_wait_for_each_other(lighthouse: str, tmp_path: P
     assert all(set(one.cells.values()) == {(0, 1)} for one in told)
 
 
+class StepCount:
+    """Local steps since the last round, as a script counts them for its weights."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def take(self) -> float:
+        """Return their number, and count anew."""
+        taken = self.steps
+        self.steps = 0
+        return float(taken)
+
+
 def come_back_late(
     rank: int, world: int, url: str, ports: tuple[int, ...], options: dict[str, Any], is_weighed: bool
 ) -> dict[int, tuple[int, tuple[float, ...], tuple[float, ...], float]]:
@@ -1134,13 +1147,7 @@ def come_back_late(
     be_launched(0, 1, ports[rank])
     os.environ["XFFL_TOKEN"] = "the run's own token"
     told = {}
-    count = 0
-
-    def weigh() -> float:
-        nonlocal count
-        counted = count
-        count = 0
-        return float(counted)
+    count = StepCount()
 
     def on_round(report: Any) -> None:
         told[report.round] = report.fragment, report.weights, report.steps, parameters[report.fragment].item()
@@ -1156,7 +1163,7 @@ def come_back_late(
             optimizer,
             state,
             every=10,
-            weight=weigh if is_weighed else None,
+            weight=count.take if is_weighed else None,
             on_round=on_round,
             aggregator=options,
         ) as scaling:
@@ -1165,7 +1172,7 @@ def come_back_late(
                 model(torch.zeros(1, 1))
                 for parameter in parameters:
                     parameter.grad = torch.full_like(parameter, -1.0)
-                count += 1
+                count.steps += 1
                 optimizer.step()
                 if rank == 1 and scaling.aggregator.rounds == 3 and scaling.steps_left == 3 and not is_back:
                     is_back = True
@@ -1206,14 +1213,8 @@ def come_back_behind(rank: int, world: int, url: str, ports: tuple[int, ...]) ->
     be_launched(0, 1, ports[rank])
     os.environ["XFFL_TOKEN"] = "the run's own token"
     told = {}
-    count = 0
+    count = StepCount()
     older: dict[str, Any] = {}
-
-    def weigh() -> float:
-        nonlocal count
-        counted = count
-        count = 0
-        return float(counted)
 
     def on_round(report: Any) -> None:
         told[report.round] = report.weights, scaling.total_weight, model.weight.item()
@@ -1222,12 +1223,12 @@ def come_back_behind(rank: int, world: int, url: str, ports: tuple[int, ...]) ->
         model = nn.Linear(1, 1, bias=False)
         nn.init.zeros_(model.weight)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        with xffl.FederatedScaling(model, optimizer, state, every=10, weight=weigh, on_round=on_round) as scaling:
+        with xffl.FederatedScaling(model, optimizer, state, every=10, weight=count.take, on_round=on_round) as scaling:
             has_come_back = False
             while scaling.aggregator.rounds < 5:
                 model(torch.zeros(1, 1))
                 model.weight.grad = torch.full_like(model.weight, -1.0)
-                count += 1
+                count.steps += 1
                 optimizer.step()
                 if scaling.aggregator.rounds == 2 and not older:
                     older = copy.deepcopy({"model": model.state_dict(), "scaling": scaling.state_dict()})
@@ -1235,7 +1236,7 @@ def come_back_behind(rank: int, world: int, url: str, ports: tuple[int, ...]) ->
                     has_come_back = True
                     if rank == 1:
                         model.load_state_dict(older["model"])
-                        count = 0
+                        count.steps = 0
                     scaling.load_state_dict(older["scaling"] if rank == 1 else scaling.state_dict())
                     scaling.join()
     return told
