@@ -27,7 +27,7 @@ from xffl.aggregation.rounds.offer import Averaged, FinalOffer, Outcome, RoundOf
 from xffl.aggregation.rounds.uncounted import CountingCheck
 from xffl.aggregation.steps.contributions import backward_error
 from xffl.aggregation.steps.stale_gradients import StaleGradients
-from xffl.aggregation.steps.step_observers import ClientSteps, MomentumSteps, StepObserver
+from xffl.aggregation.steps.step_observers import ClientSteps, MomentumSteps, StepObserver, needs_following
 from xffl.aggregation.steps.weight_copies import CopyWatch, tell_swaps
 from xffl.aggregation.steps.wrapped_optimizers import StepHook, outermost, steps_may_nest
 from xffl.checks import integer
@@ -427,14 +427,13 @@ class FederatedScaling:
     def _make_observers(self) -> tuple[StepObserver, ...]:
         """Return what features do at each step; nothing after the first round, without clients and momentum."""
         observers: list[StepObserver] = []
-        normalized_steps = self._ledger.normalized_steps
         self._effort_of_step = None
         if self._config.client is not None:
-            observers.append(ClientSteps(self._config.client, normalized_steps))
-            self._effort_of_step = normalized_steps.of_step
-        elif normalized_steps.needs_following:
-            observers.append(MomentumSteps(normalized_steps))
-            self._effort_of_step = normalized_steps.of_step
+            observers.append(ClientSteps(self._config.client, self._ledger.normalized_steps))
+            self._effort_of_step = self._ledger.normalized_steps.of_step
+        elif needs_following(self._config.optimizers):
+            observers.append(MomentumSteps(self._ledger.normalized_steps))
+            self._effort_of_step = self._ledger.normalized_steps.of_step
         if self._tells_copies:
             tell_swaps(self._config.optimizers)
             self._copy_watch = CopyWatch()

@@ -15,7 +15,8 @@ from xffl.aggregation.config import RoundConfig
 from xffl.aggregation.engine.decision.consensus import RoundInput, checked_weight
 from xffl.aggregation.report import RoundReport
 from xffl.aggregation.rounds.hooks import LoopHooks
-from xffl.aggregation.steps.contributions import ContributionTracker, NormalizedSteps, Snapshot, StepTimer
+from xffl.aggregation.steps.contributions import ContributionTracker, Snapshot, StepTimer
+from xffl.aggregation.steps.normalized_steps import NormalizedSteps
 
 __all__ = [
     "Averaged",
@@ -45,8 +46,15 @@ class StepLedger:
     def clear(self, fragments: int) -> None:
         """Forget everything, and count for so many fragments from now on."""
         self.tracker = ContributionTracker(fragments)
-        self.normalized_steps = NormalizedSteps(self._optimizers)
         self.timer = StepTimer(next((one.device for one in self._model.parameters()), torch.device("cpu")))
+        self._normalized_steps: NormalizedSteps | None = None
+
+    @property
+    def normalized_steps(self) -> NormalizedSteps:
+        """The effective steps, which are followed once somebody has asked for them; else each local step counts 1."""
+        if self._normalized_steps is None:
+            self._normalized_steps = NormalizedSteps(self._optimizers)
+        return self._normalized_steps
 
     def count(self, fragment: int) -> float:
         """Ask the caller for its count, and return what waits for the next round of a fragment."""
@@ -55,7 +63,8 @@ class StepLedger:
 
     def add_rest(self) -> None:
         """Note what optimizers have stepped since the last local step."""
-        self.tracker.add_effort(self.normalized_steps.of_step())
+        if self._normalized_steps is not None:
+            self.tracker.add_effort(self._normalized_steps.of_step())
 
     def forget_steps(self, fragments: Collection[int]) -> None:
         """Forget the steps of fragments that a round has replaced; those of other fragments wait on."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from xffl.aggregation.algorithms.clients import Client, check_step
-from xffl.aggregation.steps.contributions import NormalizedSteps
+from xffl.aggregation.steps.normalized_steps import NormalizedSteps
 
-__all__ = ["ClientSteps", "MomentumSteps", "StepObserver"]
+__all__ = ["ClientSteps", "MomentumSteps", "StepObserver", "needs_following"]
 
 
 class StepObserver:
@@ -41,6 +42,11 @@ class MomentumSteps(StepObserver):
     def after_step(self, optimizer: Optimizer) -> None:
         """Add the step up."""
         self._normalized_steps.after_step(optimizer)
+
+
+def needs_following(optimizers: Sequence[Optimizer]) -> bool:
+    """Tell whether local steps may count for other numbers than 1: momentum counts, and so do steps of several."""
+    return len(optimizers) > 1 or any(isinstance(optimizer, SGD) for optimizer in optimizers)
 
 
 class ClientSteps(StepObserver):
