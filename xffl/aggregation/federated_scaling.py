@@ -168,8 +168,10 @@ class FederatedScaling:
         """Whether a delayed round starts before the next step."""
         self._is_entered = False
         """Whether the ``with`` block is entered."""
-        self._stale_gradients = StaleGradients()
-        """Those of a model that was replaced on joining: the steps with them change nothing, and do not count."""
+        self._step_hooks: tuple[StepHook, StepHook] = (self._before_step, self._after_step)
+        """What is called before and after each step of an optimizer."""
+        if rounds.may_join:
+            self._step_hooks = self._make_joining_hooks()
         self._handles: list[RemovableHandle] = []
         """The hooks of optimizers and model, while the block is entered."""
         self._tells_copies = state.rank == 0 and rounds.may_average
@@ -243,7 +245,7 @@ class FederatedScaling:
         self._is_entered = True
         self._activity.pause_watch()
         self._observers = self._make_observers()
-        hooks: tuple[StepHook, ...] = (self._before_step, self._after_step)
+        hooks: tuple[StepHook, ...] = self._step_hooks
         if steps_may_nest(self._config.optimizers):
             hooks = tuple(outermost(hook, self._config.optimizers) for hook in hooks)
         # Hooks stay outside of a step that is compiled.
@@ -342,9 +344,7 @@ class FederatedScaling:
             )
         if not self._is_entered:
             raise StateError("local steps are counted in the with block; enter it first")
-        if is_in_backward():
-            raise backward_error("scaling.step() was called")
-        refuse_inconsistent(self._bare_model)
+        self._check_step("scaling.step() was called")
         if self._rounds.needs_join and self._join().is_replaced:
             self._forget_uncounted()
             return  # the step was made on the model that was replaced
@@ -440,15 +440,36 @@ class FederatedScaling:
             observers.append(self._copy_watch)
         return tuple(observers)
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _check_step(self, what: str) -> None:
+        """Raise where no step may be made now."""
         if is_in_backward():
-            raise backward_error(f"optimizer {type(optimizer).__name__} makes a step")
+            raise backward_error(what)
         refuse_inconsistent(self._bare_model)
-        if self._rounds.needs_join and self._join().is_replaced:
-            self._stale_gradients.note_replaced(self._model, self._config.optimizers)
-        if self._stale_gradients.begin_step(optimizer, args, kwargs):
-            self._forget_uncounted()
-            return
+
+    def _make_joining_hooks(self) -> tuple[StepHook, StepHook]:
+        """Return the hooks of a cell that joins others before its next step, at the latest.
+
+        Gradients of a model that was replaced meanwhile change nothing, and steps with them do not count.
+        """
+        stale_gradients = StaleGradients()
+
+        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            self._check_step(f"optimizer {type(optimizer).__name__} makes a step")
+            if self._rounds.needs_join and self._join().is_replaced:
+                stale_gradients.note_replaced(self._model, self._config.optimizers)
+            if stale_gradients.begin_step(optimizer, args, kwargs):
+                self._forget_uncounted()
+            else:
+                self._before_step(optimizer, args, kwargs)
+
+        def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if not stale_gradients.end_step(optimizer):
+                self._after_step(optimizer, args, kwargs)
+
+        return before_step, after_step
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._check_step(f"optimizer {type(optimizer).__name__} makes a step")
         if self._is_deferred:
             self.start_deferred()
         self._ledger.tracker.note_change()  # even by a step that raises on its way
@@ -456,8 +477,6 @@ class FederatedScaling:
             observer.before_step(optimizer, args, kwargs)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._stale_gradients.end_step(optimizer):
-            return
         for observer in self._observers:
             observer.after_step(optimizer)
         if optimizer is self._config.optimizers[-1]:

@@ -32,6 +32,10 @@ class RoundBackend(Protocol):
         """Whether there may be other cells, with whose weights those of this one are averaged."""
 
     @property
+    def may_join(self) -> bool:
+        """Whether there may be other cells to join, whose model takes the place of this one's."""
+
+    @property
     def needs_join(self) -> bool:
         """Whether :meth:`join` has to be called before the next step."""
 

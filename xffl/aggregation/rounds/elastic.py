@@ -36,6 +36,7 @@ class ElasticRounds(AveragingRounds[ElasticAggregator]):
     """
 
     meets_others = True
+    may_join = True
     may_average = True
 
     def __init__(self, model: nn.Module, state: DistributedState, config: RoundConfig) -> None:

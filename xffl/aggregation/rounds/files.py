@@ -32,6 +32,7 @@ class FileRounds:
     """
 
     meets_others = False
+    may_join = False
     needs_join = False
     may_resume = False
     is_under_way = False

@@ -105,6 +105,7 @@ class NetworkRounds(AveragingRounds[Aggregator | Levels]):
     """
 
     meets_others = True
+    may_join = False
     needs_join = False
     may_resume = False
     lineage = ""
