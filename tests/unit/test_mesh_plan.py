@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xffl.aggregation.engine.planning.plan import Item, MeshCut, Part, plan_groups
+from xffl.aggregation.engine.planning.mesh_cut import MeshCut, Part
+from xffl.aggregation.engine.planning.plan import Item, plan_groups
 from xffl.topology import Topology
 
 

@@ -7,7 +7,8 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xffl.aggregation.engine.planning.plan import Cut, Item, MeshCut, Part, digest, plan_groups
+from xffl.aggregation.engine.planning.mesh_cut import MeshCut, Part
+from xffl.aggregation.engine.planning.plan import Cut, Item, digest, plan_groups
 from xffl.aggregation.engine.planning.transfers import BucketGroup, Piece
 from xffl.topology import Topology
 

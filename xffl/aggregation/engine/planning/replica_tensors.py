@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from xffl.aggregation.engine.planning.plan import Part
+from xffl.aggregation.engine.planning.mesh_cut import Part
 from xffl.aggregation.engine.planning.tensors import (
     Axis,
     Division,

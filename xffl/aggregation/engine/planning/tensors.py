@@ -17,7 +17,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from xffl.aggregation.compression import Codec, codec_of
-from xffl.aggregation.engine.planning.plan import Cut, Item, MeshCut
+from xffl.aggregation.engine.planning.mesh_cut import MeshCut
+from xffl.aggregation.engine.planning.plan import Cut, Item
 from xffl.checks import one_of, shorten
 from xffl.compat.ddp import parameters_at_start
 from xffl.distributed.collectives import Group, all_gather_json
