@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from xffl.aggregation.algorithms.combiners import total_of
-from xffl.aggregation.engine.decision.faulty_votes import FaultyVoteTree
 from xffl.aggregation.engine.decision.unlike_votes import check_rounds
 from xffl.aggregation.engine.exchange import Exchange, RoundRun
 from xffl.aggregation.engine.groups import RoundScope
@@ -29,7 +28,6 @@ from xffl.aggregation.report import RoundProfile, RoundReport
 from xffl.checks import number
 from xffl.distributed.collectives import all_gather_json, all_reduce
 from xffl.distributed.consistency import check_consistent, control_device
-from xffl.distributed.failures.faults import is_planned
 from xffl.distributed.failures.waits import NamedWait
 from xffl.errors import ConfigError, RoundError, StateError, TornError, XfflError
 from xffl.topology import Topology
@@ -221,14 +219,15 @@ class RoundCoordinator:
     decides otherwise where nobody gives anything, and lets a round wait that is in doubt.
     """
 
-    def __init__(self, exchange: Exchange, scope: RoundScope, options: Options) -> None:
+    def __init__(
+        self, exchange: Exchange, scope: RoundScope, options: Options, *, vote_tree: type[VoteTree] = VoteTree
+    ) -> None:
         self._exchange = exchange
         self._topology = scope.topology
         self._has_gpu = scope.gpu is not None
         self._round_groups = exchange.round_groups
         self._control_device = control_device(self._round_groups.world)
-        kind = FaultyVoteTree if is_planned() else VoteTree
-        self._votes = kind(self._topology, scope.rank, self._round_groups.first, self._control_device)
+        self._votes = vote_tree(self._topology, scope.rank, self._round_groups.first, self._control_device)
         self._atomic = options.atomic
         self._drops_cells = options.nonfinite == "drop_cell"
         limits = scope.state.timeouts

@@ -14,13 +14,15 @@ from xffl.aggregation.engine.decision.consensus import (
     RoundPhase,
     cell_weights,
 )
+from xffl.aggregation.engine.decision.faulty_votes import FaultyVoteTree
 from xffl.aggregation.engine.exchange import Exchange, RoundRun
 from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.engine.planning.transfers import RoundContext
 from xffl.aggregation.engine.stages.agreed import AgreedModel
 from xffl.aggregation.engine.stages.hand_over import HandOver
-from xffl.aggregation.engine.votes import RoundStatus, Seal, VotePhase
+from xffl.aggregation.engine.votes import RoundStatus, Seal, VotePhase, VoteTree
 from xffl.aggregation.options import Options
+from xffl.distributed.failures.faults import is_planned
 from xffl.errors import RoundError
 
 __all__ = ["ElasticCoordinator", "RoundInDoubt"]
@@ -68,7 +70,7 @@ class ElasticCoordinator(RoundCoordinator):
         *,
         seal: Callable[[tuple[float, ...]], Seal],
     ) -> None:
-        super().__init__(exchange, scope, options)
+        super().__init__(exchange, scope, options, vote_tree=FaultyVoteTree if is_planned() else VoteTree)
         self._seal = seal
         agreed = exchange.find(AgreedModel)
         self._hand_over = HandOver(exchange.way.combiner, None if agreed is None else agreed.global_model)
