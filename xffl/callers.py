@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import sysconfig
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 
-__all__ = ["Caller", "find_caller", "find_place", "is_of_package", "is_of_python", "is_of_script", "warn_of_script"]
+__all__ = ["Caller", "find_caller", "find_place", "is_of_package", "is_of_python", "is_of_script"]
 
 _PACKAGE = f"{Path(__file__).parent}{os.sep}"
 # Not "data", which is the prefix of Python, or the folder of a virtual environment: scripts may lie in it.
@@ -43,19 +41,6 @@ def find_caller(frame: FrameType | None) -> Caller:
             return Caller(f"{path}:{frame.f_lineno}", _name_of(entry), entry is not None)
         frame = frame.f_back
     return Caller(None, _name_of(entry), entry is not None)
-
-
-def warn_of_script(text: str) -> None:
-    """Warn, at the line of the script that has led here; where libraries alone are on the stack, at the caller's."""
-    level = 1  # this function
-    frame = inspect.currentframe()
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if is_of_script(path):
-            break
-        frame = frame.f_back
-        level += 1
-    warnings.warn(text, stacklevel=2 if frame is None else level)
 
 
 def find_place(traceback: TracebackType | None) -> str | None:

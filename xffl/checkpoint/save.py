@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import inspect
 import json
 import os
 import queue
 import shutil
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -25,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 
 from xffl import checks
-from xffl.callers import warn_of_script
+from xffl.callers import is_of_script
 from xffl.checkpoint import format as folders
 from xffl.checkpoint.contents import (
     Contents,
@@ -45,7 +47,7 @@ from xffl.checkpoint.tables import FileEntry
 from xffl.distributed.consistency import barrier, run_on_all_ranks
 from xffl.distributed.differences import difference_of
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.groups import destroy_group, make_host_groups
+from xffl.distributed.groups import destroy_group, new_group
 from xffl.distributed.replicas.plain_values import Plain, to_plain
 from xffl.distributed.sharding import bytes_of
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
@@ -182,7 +184,7 @@ def prepare_save(
         reasons = {name: one.reason for name, one in contents.left_out.items() if not one.is_skipped}
         by_rank = folders.gather_in_cell((digests, contents.composites, reasons), cell)
         if cell.rank == 0 and (left_out := {name: why for _, _, whys in by_rank for name, why in whys.items()}):
-            warn_of_script(left_out_text(left_out))
+            _warn_of_script(left_out_text(left_out))
         contents.mark_left_out()
         contents.take_apart({name for _, names, _ in by_rank for name in names})
         pairs = {pair for of_rank, _, _ in by_rank for pair in of_rank.items()}
@@ -385,7 +387,7 @@ class AsyncSaver:
             cell = folders.this_cell(state)
             share(f"timeout_s={timeout_s}")
         self._state = state
-        self._groups = make_host_groups(state.topology, cell.rank, timeout_s) if dist.is_initialized() else None
+        self._groups = _make_host_groups(state.topology, cell.rank, timeout_s) if dist.is_initialized() else None
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._error: BaseException | None = None
@@ -494,3 +496,26 @@ class AsyncSaver:
             finally:
                 del job  # it holds the copy of all tensors
                 self._jobs.task_done()
+
+
+def _make_host_groups(
+    topology: Topology, rank: int, timeout_s: float
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+    """Make groups over gloo for what goes on beside the training, in the host's memory; collective over the world."""
+    world = new_group(range(topology.world_size), timeout_s, "xffl_host_world", "gloo")
+    if topology.cells == 1:
+        return world, None
+    return world, new_group(topology.federation(topology.cell_of(rank)), timeout_s, "xffl_host_federation", "gloo")
+
+
+def _warn_of_script(text: str) -> None:
+    """Warn, at the line of the script that has led here; where libraries alone are on the stack, at the caller's."""
+    level = 1  # this function
+    frame = inspect.currentframe()
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if is_of_script(path):
+            break
+        frame = frame.f_back
+        level += 1
+    warnings.warn(text, stacklevel=2 if frame is None else level)

@@ -27,7 +27,6 @@ __all__ = [
     "destroy_group",
     "leave_after",
     "make_groups",
-    "make_host_groups",
     "make_round_groups",
 ]
 
@@ -91,16 +90,6 @@ def make_round_groups(
             create, topology=topology, rank=rank, kinds={"federation", "replica", "federated"}, handles=handles
         ),
     }
-
-
-def make_host_groups(
-    topology: Topology, rank: int, timeout_s: float
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
-    """Make groups over gloo for what goes on beside the training, in the host's memory; collective over the world."""
-    world = new_group(range(topology.world_size), timeout_s, "xffl_host_world", "gloo")
-    if topology.cells == 1:
-        return world, None
-    return world, new_group(topology.federation(topology.cell_of(rank)), timeout_s, "xffl_host_federation", "gloo")
 
 
 def new_group(
