@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from xffl.aggregation.algorithms.clients import Client, FedProx, Scaffold, check_step
-from xffl.aggregation.engine.stages.first_round import digest_of
+from xffl.aggregation.rounds.uncounted import digest_of
 from xffl.aggregation.steps.normalized_steps import NormalizedSteps
 from xffl.aggregation.steps.wrapped_optimizers import unwrap
 from xffl.errors import CheckpointError, ConfigError

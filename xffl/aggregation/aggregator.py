@@ -34,6 +34,7 @@ from xffl.aggregation.engine.decision.inconsistent import (
     refuse_inconsistent,
     without_wrappers,
 )
+from xffl.aggregation.engine.equal_cells import find_unequal
 from xffl.aggregation.engine.exchange import Exchange, RoundRun
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.global_state import load_memory, save_memory, share_global_model
@@ -42,7 +43,7 @@ from xffl.aggregation.engine.planning.replica_tensors import ReplicaTensors
 from xffl.aggregation.engine.planning.tensors import Axis, Manifest, Pattern
 from xffl.aggregation.engine.setup import compare_models, compare_processors, make_exchange
 from xffl.aggregation.engine.stages.agreed import AgreedModel
-from xffl.aggregation.engine.stages.first_round import FirstRound, find_unequal
+from xffl.aggregation.engine.stages.first_round import FirstRound
 from xffl.aggregation.engine.stages.order import in_order
 from xffl.aggregation.engine.stages.privacy import Protection
 from xffl.aggregation.engine.streams import GpuProfile, StreamWork, stream_of

@@ -13,6 +13,7 @@ from xffl.aggregation.algorithms.combiners import WeightedCombiner
 from xffl.aggregation.arithmetic import is_built_in
 from xffl.aggregation.engine.arithmetic_check import compare_arithmetic, processor_number
 from xffl.aggregation.engine.buffers import Copies, Layout
+from xffl.aggregation.engine.equal_cells import check_start
 from xffl.aggregation.engine.exchange import Exchange, Memory, Way
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.gpu_memory import GpuMemory, HostCopies
@@ -37,7 +38,6 @@ from xffl.aggregation.engine.planning.tensors import (
 from xffl.aggregation.engine.stages.agreed import AgreedModel
 from xffl.aggregation.engine.stages.clip import Clip
 from xffl.aggregation.engine.stages.codecs import Codecs
-from xffl.aggregation.engine.stages.first_round import check_start
 from xffl.aggregation.engine.stages.masks import Masks
 from xffl.aggregation.engine.stages.norms import Norms
 from xffl.aggregation.engine.stages.order import in_order

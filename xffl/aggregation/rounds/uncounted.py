@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
-from xffl.aggregation.engine.stages.first_round import digest_of
-from xffl.distributed.consistency import run_on_all_ranks
+from xffl.distributed.consistency import run_on_all_ranks, sum_of_bits
+from xffl.distributed.sharding import local_tensor, reshard
 from xffl.errors import StateError
 
-__all__ = ["CountingCheck"]
+__all__ = ["CountingCheck", "digest_of"]
+
+SUM_CHUNK = 2**20
+"""Elements of a tensor that are summed up at a time: each needs 24 bytes more."""
 
 
 class CountingCheck:
@@ -45,3 +49,24 @@ class CountingCheck:
                     "parameters have changed in the block, but no local step was counted, so there was no round "
                     f"and each cell has a model of its own. {advice}"
                 )
+
+
+@torch.no_grad()
+def digest_of(model: nn.Module) -> list[int]:
+    """Return a number for this rank's elements of each trainable parameter, by their bits and places; local.
+
+    Versions of tensors would be cheaper, and do not tell of what was changed through ``.data``.
+    """
+    reshard(model)
+    sums = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            values = local_tensor(parameter).detach()
+            values = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
+            starts = range(0, len(values), SUM_CHUNK)
+            sums.append(sum(_sum_of_row(values[start : start + SUM_CHUNK], start) for start in starts))
+    return [int(one) for one in sums]
+
+
+def _sum_of_row(values: torch.Tensor, start: int) -> torch.Tensor:
+    return sum_of_bits(values, torch.arange(start, start + len(values), device=values.device))

@@ -11,7 +11,6 @@ the second.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -20,30 +19,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from xffl.aggregation.engine.groups import RoundGroups, RoundScope
 from xffl.aggregation.engine.planning.replica_tensors import ReplicaTensors
-from xffl.aggregation.engine.planning.tensors import Axis, Division, Manifest, ModelTensor, TensorInfo
+from xffl.aggregation.engine.planning.tensors import Axis, Division, Manifest, ModelTensor
 from xffl.aggregation.engine.stages.stage import RoundStage
+from xffl.aggregation.engine.stages.unequal_replicas import UnequalReplicas
 from xffl.aggregation.engine.votes import RoundStatus
 from xffl.checks import group as group_pairs
-from xffl.distributed.collectives import all_gather_json
-from xffl.distributed.consistency import (
-    control_device,
-    find_unequal_cells,
-    list_unequal_cells,
-    message_device,
-    ranks_text,
-    sum_of_bits,
-)
-from xffl.distributed.sharding import local_tensor, reshard
-from xffl.errors import ConfigError, RoundError
+from xffl.distributed.consistency import control_device
 
-__all__ = ["FirstRound", "ValueDigest", "check_start", "digest_of", "find_unequal"]
-
-TOLERANCE = 1e-3
-"""How far replicas on unlike processors may be apart, of the largest value of the tensor."""
+__all__ = ["FirstRound", "ValueDigest"]
 
 PIECE = 2**16
 """Elements that are summed up at a time on a CPU: their sum in 64 bits stays in the cache."""
@@ -64,17 +50,6 @@ class ValueDigest:
     is_trained: bool = False
     """Whether the values have changed since the aggregator was made or has loaded a state; that steps were made, where
     what they started from is not known"""
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """Ranks of one cell that should hold the same elements of a tensor, by what they hold."""
-
-    name: str
-    cell: int
-    shards: tuple[int, ...]
-    """The shards that these elements are of"""
-    ranks: tuple[tuple[int, ...], ...]
 
 
 @dataclass
@@ -269,66 +244,16 @@ class FirstRound(RoundStage):
 
     def _explain(self, cells: Collection[int]) -> None:
         """Raise for the first tensor that differs inside a cell, or write how little it does; collective."""
-        mismatches, processors = self._find_mismatches(cells)
-        for one in mismatches:
-            kinds = [{processors[rank] for rank in ranks} for ranks in one.ranks]
-            if any(one_kind & other for one_kind, other in itertools.combinations(kinds, 2)):
-                raise RoundError(_refusal(one))
-        world = self.scope.world
-        mine = [
-            (index, self._distance(one))
-            for index, one in enumerate(mismatches)
-            if any(self.scope.rank in ranks for ranks in one.ranks)
-        ]
-        told = itertools.chain.from_iterable(all_gather_json(mine, control_device(world), world))
-        distances: dict[int, float] = dict(told)
-        index, worst = max(distances.items(), key=lambda pair: pair[1], default=(0, 0.0))
-        if worst > TOLERANCE:
-            raise RoundError(_refusal(mismatches[index], f", by {worst:.1e} of the largest value,"))
-        if self.scope.rank == 0:
-            print(
-                f"xffl: in cells {', '.join(map(str, cells))} replicas on unlike processors hold slightly different "
-                f"values (by {worst:.1e} of the largest value of {mismatches[index].name!r} at most); rounds make them "
-                "equal",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    def _find_mismatches(self, cells: Collection[int]) -> tuple[list[Mismatch], list[float]]:
-        """Return what differs, and the kind of each rank's processor; collective over the ranks of the round."""
-        topology, world = self.scope.topology, self.scope.world
-        own: list[tuple[str, tuple[int, ...], int]] = []
+        held: list[tuple[str, tuple[int, ...], int]] = []
         if self._at.cell in cells:
-            own = [
+            held = [
                 (entry.name, self._place_of(entry), self._seal(one))
                 for entry, one in zip(self._entries, self._sums, strict=True)
             ]
-        told = all_gather_json((self.processor, own), control_device(world), world)
-        mismatches = []
-        for cell in cells:
-            by_place: dict[tuple[str, tuple[int, ...]], dict[int, list[int]]] = {}
-            for rank in topology.federation(cell):
-                for name, place, value in told[rank][1]:
-                    by_place.setdefault((name, tuple(place)), {}).setdefault(value, []).append(rank)
-            for (name, place), by_value in sorted(by_place.items()):
-                if len(by_value) > 1:
-                    mismatches.append(Mismatch(name, cell, place, tuple(map(tuple, by_value.values()))))
-        return mismatches, [processor for processor, _ in told]
-
-    def _distance(self, mismatch: Mismatch) -> float:
-        """Return how far ranks are apart, of the largest value; collective over those that hold these elements."""
-        groups = self.round_groups
-        several = groups.holders.get(mismatch.shards, groups.cell)
-        group = groups.replica if len(mismatch.shards) == 1 else several
-        assert group is not None, "there are several ranks"
-        values = self._copies[mismatch.name]
-        dtype = torch.promote_types(values.dtype, torch.float32)
-        low = values.to(message_device(values.device, group), dtype).contiguous()
-        high = low.clone()
-        dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
-        dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
-        largest = torch.maximum(low.abs(), high.abs()).max().item()
-        return (high - low).max().item() / largest if largest else 0.0
+        unequal = UnequalReplicas(
+            self.scope, self.round_groups, processor=self.processor, held=held, copies=self._copies
+        )
+        unequal.explain(cells)
 
     def _are_cells_equal(self, statuses: Sequence[RoundStatus]) -> bool:
         """Tell whether all cells that contribute have trained and hold the same bits."""
@@ -346,16 +271,6 @@ class FirstRound(RoundStage):
             else:
                 sums.append(tuple(one.held for one in first))
         return len(sums) > 1 and len(set(sums)) == 1
-
-
-def _refusal(mismatch: Mismatch, by: str = "") -> str:
-    shown = " and ".join(map(ranks_text, mismatch.ranks[:4]))
-    return (
-        f"parameter {mismatch.name!r} is not the same on {shown} of cell {mismatch.cell}{by} which hold copies of it: "
-        "they train apart, or have started from different values; all ranks keep their weights. Reduce gradients over "
-        "the ranks of a cell and start from the same weights, by xffl.shard(model, state) or "
-        "DistributedDataParallel(model, process_group=state.federation)"
-    )
 
 
 def _fold(sums: Iterable[tuple[ModelTensor, int]]) -> int:
@@ -377,69 +292,3 @@ def _sum_of_bits(values: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
     for piece in torch.split(bits, PIECE) if bits.numel() else ():
         total += scratch[: piece.numel()].copy_(piece).sum()
     return total
-
-
-SUM_CHUNK = 2**20
-"""Elements of a tensor that are summed up at a time: each needs 24 bytes more."""
-
-
-@torch.no_grad()
-def check_start(
-    entries: Sequence[TensorInfo], own_values: Iterable[tuple[int, int, torch.Tensor]], scope: RoundScope
-) -> None:
-    """Raise ConfigError, on all ranks, where the cells hold different parameters.
-
-    Collective over the scope. ``own_values`` are what this rank sends, by tensor and first element, so that each
-    element is counted once in each cell, whatever its cut.
-    """
-    sums = _sums_of(entries, own_values, scope)
-    found = find_unequal_cells(sums, scope.topology.cell_of(scope.rank), scope.topology.cells, scope.world)
-    if found is not None:
-        item, cells = found
-        raise ConfigError(
-            f"cells {cells} start from other values of tensor {entries[item].name!r} than cell 0, but a server "
-            "optimizer, norms and privacy need one model to start from; use xffl.shard, or load the same checkpoint "
-            "everywhere before making the Aggregator. To resume between two rounds, make it first, then load the "
-            "model, then its own state"
-        )
-
-
-@torch.no_grad()
-def find_unequal(
-    entries: Sequence[TensorInfo], own_values: Iterable[tuple[int, int, torch.Tensor]], scope: RoundScope
-) -> list[str]:
-    """Return the names of the tensors that cells hold otherwise than cell 0; as :func:`check_start`."""
-    sums = _sums_of(entries, own_values, scope)
-    cell = scope.topology.cell_of(scope.rank)
-    return [entries[item].name for item in list_unequal_cells(sums, cell, scope.topology.cells, scope.world)]
-
-
-def _sums_of(
-    entries: Sequence[TensorInfo], own_values: Iterable[tuple[int, int, torch.Tensor]], scope: RoundScope
-) -> torch.Tensor:
-    """Return a sum of the bits that this rank sends of each tensor; local."""
-    sums = torch.zeros(len(entries), dtype=torch.int64, device=scope.device)
-    for item, start, values in own_values:
-        sums[item] += _sum_of_row(values, start)
-    return sums
-
-
-@torch.no_grad()
-def digest_of(model: nn.Module) -> list[int]:
-    """Return a number for this rank's elements of each trainable parameter, by their bits and places; local.
-
-    Versions of tensors would be cheaper, and do not tell of what was changed through ``.data``.
-    """
-    reshard(model)
-    sums = []
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            values = local_tensor(parameter).detach()
-            values = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
-            parts = torch.split(values, SUM_CHUNK) if len(values) else ()
-            sums.append(sum(_sum_of_row(part, SUM_CHUNK * index) for index, part in enumerate(parts)))
-    return [int(one) for one in sums]
-
-
-def _sum_of_row(values: torch.Tensor, start: int) -> torch.Tensor:
-    return sum_of_bits(values, torch.arange(start, start + len(values), device=values.device))
