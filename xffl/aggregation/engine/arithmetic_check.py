@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -19,9 +19,9 @@ import torch
 
 from xffl.aggregation.algorithms.combiners import Combiner, Coordinatewise
 from xffl.aggregation.algorithms.server_rules import ServerRule
-from xffl.aggregation.arithmetic import combined, divide, flushes_subnormals, is_built_in, square_root, weighted_mean
+from xffl.aggregation.arithmetic import divide, flushes_subnormals, is_built_in, square_root, weighted_mean
 from xffl.aggregation.compression import Codec
-from xffl.aggregation.elementary import ElementaryOnly
+from xffl.aggregation.engine.feature_arithmetic import run_features
 from xffl.checks import group as group_pairs
 from xffl.distributed.collectives import Group, all_gather_json
 from xffl.distributed.consistency import check_consistent, control_device, processor_of, ranks_text
@@ -125,25 +125,12 @@ def digest_arithmetic(
         if device.type == "cpu":
             _check_threads()
         results = _elementary(device, has_fp64=has_fp64) | _means(device, has_fp64=has_fp64)
-        if isinstance(combiner, Coordinatewise):
-            name = f"combine {type(combiner).__name__}"
-            out = torch.zeros(PATTERNS, dtype=torch.float32, device=device)
-            if why := _run(name, combiner, _prepare_combiner(combiner, cells, out)):
-                foreign[name] = why
-            else:
-                results[name] = out
-        types = [torch.float32, *([torch.float64] if has_fp64 else [])]
-        for dtype in types if rule is not None else ():
-            assert rule is not None, "there is one"
-            name = f"server {type(rule).__name__} in {dtype}"
-            stepped: list[torch.Tensor] = []
-            if why := _run(name, rule, _prepare_rule(rule, dtype, device, stepped)):
-                foreign[f"server {type(rule).__name__}"] = why
-            else:
-                results[name] = torch.cat(stepped)
-        for codec in codecs:
-            if not is_built_in(codec) and (why := _run(f"codec {codec}", codec, _prepare_codec(codec, device))):
-                foreign[f"codec {codec}"] = why
+        if isinstance(combiner, Coordinatewise) or rule is not None or not all(map(is_built_in, codecs)):
+            made, reasons = run_features(
+                _patterns(device), combiner=combiner, rule=rule, codecs=codecs, cells=cells, has_fp64=has_fp64
+            )
+            results |= made
+            foreign |= reasons
         found = _digests_of(results)
         if others := [name for name in digests.keys() & found.keys() if found[name] != digests[name]]:
             raise ConfigError(
@@ -153,60 +140,6 @@ def digest_arithmetic(
         digests |= found
     processor = processor_number(*dict.fromkeys(devices)) if foreign else 0.0
     return ArithmeticDigest(digests, flushes_subnormals(), foreign, processor)
-
-
-def _run(name: str, part: object, prepare: Callable[[], Callable[[], None]]) -> str:
-    """Run a combiner, codec or rule on patterns; return why one of the user's own may compute otherwise elsewhere."""
-    if is_built_in(part):
-        prepare()()
-        return ""
-    try:
-        call = prepare()
-        with ElementaryOnly(name):
-            call()
-    except ConfigError as wrong:
-        return str(wrong)
-    except Exception as wrong:  # noqa: BLE001 - patterns are no values that it was written for
-        return f"{name} cannot be checked: on fixed patterns it raises {type(wrong).__name__}: {wrong}"
-    return ""
-
-
-def _prepare_combiner(combiner: Coordinatewise, cells: int, out: torch.Tensor) -> Callable[[], Callable[[], None]]:
-    rows = [_patterns(out.device)[row % 3].roll(row) for row in range(cells)]
-    return lambda: lambda: combined(combiner.combine, rows, out)
-
-
-def _prepare_rule(
-    rule: ServerRule, dtype: torch.dtype, device: torch.device, stepped: list[torch.Tensor]
-) -> Callable[[], Callable[[], None]]:
-    """Return what makes two steps, and leaves the values and the state after them in ``stepped``."""
-
-    def prepare() -> Callable[[], None]:
-        values, *gradients = (row.to(dtype, copy=True) for row in _patterns(device))
-        state = rule.init(values)
-        # Their own come from functions that differ between systems, and are told by one rank.
-        numbers = {name: 0.3 + 0.07 * place for place, name in enumerate(rule.numbers(0))}
-
-        def step() -> None:
-            for gradient in gradients:
-                rule.step(values, gradient, state, numbers)
-            stepped.extend([values, *(state[name] for name in sorted(state))])
-
-        return step
-
-    return prepare
-
-
-def _prepare_codec(codec: Codec, device: torch.device) -> Callable[[], Callable[[], None]]:
-    """Return what encodes patterns, as one rank does for all, and then what decodes them, as each rank does."""
-
-    def prepare() -> Callable[[], None]:
-        values = _patterns(device)[0].nan_to_num(0.0, 1.0, -1.0)
-        code = torch.zeros(codec.nbytes(values.numel()), dtype=torch.uint8, device=device)
-        codec.encode(values, code)
-        return lambda: codec.decode(code, torch.empty_like(values))
-
-    return prepare
 
 
 def _elementary(device: torch.device, *, has_fp64: bool) -> dict[str, torch.Tensor]:
