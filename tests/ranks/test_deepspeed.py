@@ -20,7 +20,8 @@ from tests.decoder import Decoder, loss_of, text_batch
 from tests.ranks.test_strategies import RATE, STEPS, full_weights, joined, train_alone
 from tests.ranks.test_strategy_steps import ACCUMULATIONS, BATCHES, train_large_batches
 from tests.worlds import run_world
-from xffl.aggregation.engine.decision.inconsistent import InconsistentModel, find_inconsistent
+from xffl.aggregation.engine.decision.inconsistent import find_inconsistent
+from xffl.aggregation.engine.decision.inconsistent_model import InconsistentModel
 from xffl.distributed.parameters import DeviceParameters
 from xffl.errors import ConfigError, StateError
 from xffl.extras import install_command

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import xffl
-from xffl.aggregation.engine.decision.inconsistent import count_inconsistent, find_inconsistent, mark_inconsistent
+from xffl.aggregation.engine.decision.inconsistent import count_inconsistent, find_inconsistent
+from xffl.aggregation.engine.decision.inconsistent_model import mark_inconsistent
 from xffl.errors import TornError
 
 INPUTS = torch.ones(2, 4)

@@ -30,10 +30,10 @@ from xffl.aggregation.engine.decision.consensus import (
 from xffl.aggregation.engine.decision.inconsistent import (
     count_inconsistent,
     find_inconsistent,
-    mark_inconsistent,
     refuse_inconsistent,
     without_wrappers,
 )
+from xffl.aggregation.engine.decision.inconsistent_model import mark_inconsistent
 from xffl.aggregation.engine.equal_cells import find_unequal
 from xffl.aggregation.engine.exchange import Exchange, RoundRun
 from xffl.aggregation.engine.global_model import GlobalModel

@@ -20,7 +20,7 @@ In each round:
 - ``transport``: messages between ranks, and how one bucket gets from cell to cell, in one hop or two.
 - ``votes``: what each rank says in a vote, and how all ranks learn it.
 - ``decision.consensus``: whether a round takes place and whether its result counts, on all ranks alike.
-- ``decision.inconsistent``: the mark of a model whose weights may differ between ranks, because one could not know.
+- ``decision.inconsistent``: whether a model bears the mark that its weights may differ between ranks.
 
 A ``RoundRun`` reads and checks the model; ``RoundCoordinator.run`` votes, has it exchange the buckets, and votes again;
 ``RoundRun.commit`` writes the model. What a feature does to this is a stage (``stages.stage.RoundStage``) in the list
@@ -34,6 +34,7 @@ plain round has neither, and goes through none of these files:
 - ``equal_cells``: the comparison of cells that have to start from, or go on with, the same values.
 - ``planning.mesh_cut``: how cells cut a tensor that a mesh inside them shards.
 - ``planning.replica_tensors``: what the ranks of a replica hold that a mesh cuts inside the cells.
+- ``decision.inconsistent_model``: this mark, which a model gets where a rank could not know what became of a round.
 - ``decision.elastic_votes``: votes between cells that are worlds of their own, where a round may be in doubt.
 - ``decision.unlike_votes``: what is wrong where ranks are in different rounds.
 - ``decision.faulty_votes``: votes in which this process ends, for tests of what the others do then.

@@ -1,98 +1,25 @@
-"""The mark of a model whose ranks could not commit alike: it makes the model unusable until a state dict is loaded."""
+"""Whether a model bears the mark that its ranks could not commit alike, and how often it got one."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from xffl.errors import RoundError, TornError
+if TYPE_CHECKING:
+    from xffl.aggregation.engine.decision.inconsistent_model import InconsistentModel
 
-__all__ = [
-    "InconsistentModel",
-    "count_inconsistent",
-    "find_inconsistent",
-    "mark_inconsistent",
-    "refuse_inconsistent",
-    "without_wrappers",
-]
+__all__ = ["COUNT", "MARK", "count_inconsistent", "find_inconsistent", "refuse_inconsistent", "without_wrappers"]
 
-_MARK = "_xffl_tear"
-_COUNT = "_xffl_tears"
-
-
-class InconsistentModel:
-    """The mark of an inconsistent model: each forward pass of it and its parts raises until a state dict is loaded.
-
-    Local. The mark stands on the model itself, without wrappers, so it holds for whoever uses the model, and for copies
-    of it. ``reason`` says why the ranks may no longer agree.
-    """
-
-    def __init__(self, model: nn.Module, reason: str) -> None:
-        self.reason = reason
-        self.is_repaired = False
-        """Whether a whole state dict has been loaded."""
-        self._model = without_wrappers(model)
-        self._errors: Sequence[str] = ()
-        self._uses = [
-            module.register_forward_pre_hook(self._refuse) for module in {*model.modules(), *self._model.modules()}
-        ]
-        self._loads: list[RemovableHandle] = [
-            self._model.register_load_state_dict_pre_hook(self._begin_load),  # type: ignore[no-untyped-call]
-            self._model.register_load_state_dict_post_hook(self._repair),  # type: ignore[no-untyped-call]
-        ]
-        object.__setattr__(self._model, _MARK, self)
-        _forget_compiled()
-
-    def check(self) -> None:
-        """Raise RoundError."""
-        raise RoundError(f"the model is torn: {self.reason}; load a checkpoint on all ranks before going on")
-
-    def remove(self) -> None:
-        """Remove the mark of a repaired model; not from within a hook of loading, since torch iterates over these."""
-        object.__delattr__(self._model, _MARK)
-        for handle in self._loads:
-            handle.remove()
-
-    def _refuse(self, module: nn.Module, args: Any) -> None:
-        self.check()
-
-    def _begin_load(self, module: nn.Module, *args: Any) -> None:
-        self._errors = args[-1]  # torch adds to them as it goes, and raises after the hooks
-
-    def _repair(self, module: nn.Module, keys: Any) -> None:
-        if self.is_repaired or self._errors or keys.missing_keys or keys.unexpected_keys:
-            return
-        self.is_repaired = True
-        while self._uses:
-            self._uses.pop().remove()
-        _forget_compiled()
-
-
-def mark_inconsistent(model: nn.Module, torn: TornError) -> NoReturn:
-    """Mark a model, wrapped or not, whose ranks may hold different weights, as the error says.
-
-    A RoundError is raised in its place; an interrupt that caused it goes on as it is.
-    """
-    cause = torn.__cause__
-    bare = without_wrappers(model)
-    object.__setattr__(bare, _COUNT, count_inconsistent(bare) + 1)
-    if find_inconsistent(bare) is None:
-        InconsistentModel(model, str(torn))
-    if cause is not None and not isinstance(cause, Exception):
-        raise cause from None
-    raise RoundError(
-        f"{torn}; the model is torn: load a checkpoint of the model and of the aggregator on all ranks"
-    ) from cause
+MARK = "_xffl_tear"
+"""The attribute of a model without wrappers that holds the mark"""
+COUNT = "_xffl_tears"
+"""The attribute that says how often it got one"""
 
 
 def find_inconsistent(bare: nn.Module) -> InconsistentModel | None:
     """Return the mark of an inconsistent model, given without wrappers; ``None`` where it is whole."""
-    mark: InconsistentModel | None = getattr(bare, _MARK, None)
+    mark: InconsistentModel | None = getattr(bare, MARK, None)
     if mark is not None and mark.is_repaired:
         mark.remove()
         return None
@@ -111,13 +38,7 @@ def count_inconsistent(bare: nn.Module) -> int:
 
     What was remembered of it before is void then.
     """
-    return int(getattr(bare, _COUNT, 0))
-
-
-def _forget_compiled() -> None:
-    """Have functions compiled anew that use the model: torch.compile does not look whether a module's hooks changed."""
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
+    return int(getattr(bare, COUNT, 0))
 
 
 def without_wrappers(model: nn.Module) -> nn.Module:
