@@ -13,8 +13,8 @@ from torch import nn
 
 from tests.rounds import options_of
 from xffl.aggregation.compression import codec_of
+from xffl.aggregation.engine.arena import Arena
 from xffl.aggregation.engine.buffers import (
-    Arena,
     Copies,
     Layout,
     ModelCopy,

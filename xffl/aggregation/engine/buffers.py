@@ -25,7 +25,6 @@ from xffl.errors import ConfigError
 from xffl.topology import Coordinates
 
 __all__ = [
-    "Arena",
     "BucketMemory",
     "Copies",
     "FiniteCheck",
@@ -374,29 +373,6 @@ def host_or_gpu(numel: int, dtype: torch.dtype, device: torch.device) -> torch.T
     """
     is_pinned = device.type == "cpu" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return torch.empty(numel, dtype=dtype, device=device, pin_memory=is_pinned)
-
-
-class Arena:
-    """Memory for the new values of rounds, which the aggregators of a rank use one behind the other."""
-
-    def __init__(self, copies: Copies) -> None:
-        self.copies = copies
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        self._taken = 0
-
-    def restart(self, nbytes: int) -> None:
-        """Let the next user have all of it, at least so many bytes."""
-        self.copies.finish()
-        self._taken = 0
-        if nbytes > self._memory.numel():
-            self._memory = torch.empty(0, dtype=torch.uint8)  # not both at a time
-            self._memory = host_or_gpu(nbytes, torch.uint8, torch.device("cpu"))
-
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory for so many values, aligned."""
-        start, nbytes = self._taken, numel * dtype.itemsize
-        self._taken += aligned(nbytes)
-        return self._memory[start : start + nbytes].view(dtype)
 
 
 class BucketMemory(NamedTuple):

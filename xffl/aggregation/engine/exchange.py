@@ -31,8 +31,8 @@ import torch.distributed as dist
 
 from xffl.aggregation.algorithms.combiners import CellStats, Combiner, WeightedCombiner
 from xffl.aggregation.arithmetic import piece_length, wide_type
+from xffl.aggregation.engine.arena import Arena
 from xffl.aggregation.engine.buffers import (
-    Arena,
     BucketMemory,
     Copies,
     FiniteCheck,

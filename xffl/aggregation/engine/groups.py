@@ -18,7 +18,7 @@ from xffl.distributed.groups import Groups, make_groups, make_round_groups
 from xffl.topology import Topology
 
 if TYPE_CHECKING:
-    from xffl.aggregation.engine.buffers import Arena
+    from xffl.aggregation.engine.arena import Arena
     from xffl.aggregation.engine.decision.consensus import RoundCoordinator
     from xffl.aggregation.engine.exchange import Exchange
     from xffl.aggregation.options import Options

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from xffl.aggregation.aggregator import Aggregator
-from xffl.aggregation.engine.buffers import Arena
+from xffl.aggregation.engine.arena import Arena
 from xffl.aggregation.engine.decision.consensus import RoundBroken, RoundInput
 from xffl.aggregation.engine.decision.elastic_votes import ElasticCoordinator, RoundInDoubt
 from xffl.aggregation.engine.global_model import GlobalModel
