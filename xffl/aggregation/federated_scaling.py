@@ -22,7 +22,8 @@ from xffl.aggregation.engine.setup import check_given
 from xffl.aggregation.federations.hierarchical import Levels
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.aggregation.rounds.choose import choose_rounds
-from xffl.aggregation.rounds.hooks import FormerAttribute, LoopHooks, check_hooks
+from xffl.aggregation.rounds.former_attributes import FormerAttribute
+from xffl.aggregation.rounds.hooks import LoopHooks, check_hooks
 from xffl.aggregation.rounds.offer import Averaged, FinalOffer, Outcome, RoundOffer, StepLedger
 from xffl.aggregation.rounds.uncounted import CountingCheck
 from xffl.aggregation.steps.contributions import backward_error

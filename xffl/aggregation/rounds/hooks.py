@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from xffl.errors import ConfigError, StateError
+from xffl.errors import ConfigError
 
-__all__ = ["FormerAttribute", "LoopHooks", "check_hooks"]
+__all__ = ["LoopHooks", "check_hooks"]
 
 
 @dataclass(frozen=True)
@@ -66,27 +66,3 @@ def check_hooks(hooks: object) -> None:
     if not isinstance(hooks, LoopHooks):
         what = f"the class {hooks.__name__}" if isinstance(hooks, type) else type(hooks).__name__
         raise ConfigError(f"hooks must be LoopHooks or None, got {what}; give hooks=LoopHooks(tell=...)")
-
-
-class FormerAttribute:
-    """An attribute that was set from outside once and is a hook now: who sets it is told so."""
-
-    def __init__(self, hook: str) -> None:
-        self._hook = hook
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: object | None, owner: type) -> FormerAttribute:
-        if instance is None:
-            return self
-        raise self._refusal(instance)
-
-    def __set__(self, instance: object, value: object) -> None:
-        raise self._refusal(instance)
-
-    def _refusal(self, instance: object) -> StateError:
-        return StateError(
-            f"{type(instance).__name__}.{self._name} is no attribute any more; give hooks=LoopHooks({self._hook}=...), "
-            f"with a function, or call attach(LoopHooks({self._hook}=...))"
-        )
