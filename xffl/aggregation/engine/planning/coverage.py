@@ -17,9 +17,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from xffl.aggregation.engine.planning.ddp_parameters import reduced_parameters
 from xffl.aggregation.engine.planning.tensors import tensors_of
-from xffl.checks import shorten
-from xffl.compat.ddp import delayed_parameters, find_in_reducer, parameters_at_start
 from xffl.distributed.consistency import gather_objects, ranks_text, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.gradients import find_reduction
@@ -109,7 +108,7 @@ def _ddp_reductions(model: nn.Module) -> Mapping[int, list[Reduction]]:
         ranks = _ranks_of(module.process_group)
         if ranks is None:
             continue
-        for parameter in _reduced_parameters(prefix, module):
+        for parameter in reduced_parameters(prefix, module):
             reductions.setdefault(id(parameter), []).append(Reduction(ranks, "DistributedDataParallel"))
     return reductions
 
@@ -123,29 +122,6 @@ def _ranks_of(group: dist.ProcessGroup) -> frozenset[int] | None:
         return frozenset(dist.get_process_group_ranks(group))
     except (KeyError, ValueError):
         return None
-
-
-def _reduced_parameters(prefix: str, module: nn.parallel.DistributedDataParallel) -> list[nn.Parameter]:
-    """Return the parameters whose gradients a DDP module reduces, as far as torch tells."""
-    ignored = set(module.parameters_to_ignore)
-    made_with = parameters_at_start(module)
-    known = None if made_with is None else set(map(id, made_with))
-    training = [
-        (name, parameter)
-        for name, parameter in module.module.named_parameters()
-        if parameter.requires_grad and name not in ignored and (known is None or id(parameter) in known)
-    ]
-    in_reducer = find_in_reducer(module, len(training))
-    if in_reducer is not None:
-        unfrozen = [repr(name) for name, parameter in training if id(parameter) not in in_reducer]
-        if unfrozen:
-            raise ConfigError(
-                f"parameters {shorten(unfrozen)} in the DistributedDataParallel module {prefix or 'model'!r} were "
-                "unfrozen after it was made, and it reduces the gradients of those that trained then; call "
-                "requires_grad_() before DistributedDataParallel or xffl.shard"
-            )
-    delayed = [parameter for parameter in delayed_parameters(module) if parameter.requires_grad]
-    return [parameter for _, parameter in training] + delayed
 
 
 def _check_inside(name: str, reduction: Reduction, cell: frozenset[int], state: DistributedState) -> None:
