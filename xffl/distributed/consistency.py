@@ -33,7 +33,6 @@ __all__ = [
     "compute_device",
     "connect",
     "control_device",
-    "find_unequal_cells",
     "gather_objects",
     "gather_runtimes",
     "home_device",
@@ -183,7 +182,6 @@ def run_on_all_ranks(
     check_consistent(what, values[-1], error=error, describe=describe, group=group)
 
 
-CHECKSUM_RANGE = 2**40  # sums of ranks are taken modulo this before they are added up, so that thousands fit 64 bits
 PRIME = 1_000_003  # steps of the factors of elements, so that two that change places change the sum
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -194,34 +192,6 @@ def sum_of_bits(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     bits.add_(PRIME).mul_(places.mul_(2).add_(1).mul_(PRIME))
     # Without it a change of all elements from 1 to 0.5 would add up to a multiple of a high power of two, that is to 0.
     return bits.bitwise_xor_(bits >> 31).sum()
-
-
-def find_unequal_cells(
-    sums: torch.Tensor, cell: int, cells: int, group: Group | None = None
-) -> tuple[int, list[int]] | None:
-    """Return the first tensor of which some cells hold other values than cell 0, and these cells; ``None`` without.
-
-    As :func:`list_unequal_cells`, collective over ``group``.
-    """
-    return next(iter(list_unequal_cells(sums, cell, cells, group).items()), None)
-
-
-def list_unequal_cells(sums: torch.Tensor, cell: int, cells: int, group: Group | None = None) -> dict[int, list[int]]:
-    """Return, by tensor, which cells hold other values of it than cell 0; nothing of tensors that all hold alike.
-
-    ``sums`` are those of this rank's elements of each tensor; each element must count once in each cell. Collective
-    over ``group``: moves one number for each tensor and cell.
-    """
-    table = torch.zeros(cells, len(sums), dtype=torch.int64)
-    table[cell] = sums % CHECKSUM_RANGE
-    table = table.to(control_device(group))
-    all_reduce(table, group=group)
-    unequal: dict[int, list[int]] = {}
-    for index, column in enumerate((table % CHECKSUM_RANGE).t().tolist()):
-        others = [number for number, value in enumerate(column) if value != column[0]]
-        if others:
-            unequal[index] = others
-    return unequal
 
 
 def processor_of(device: torch.device) -> str:

@@ -37,9 +37,10 @@ from xffl.aggregation.engine.planning.tensors import tensors_of, ties_of
 from xffl.checkpoint.format import check_path, partial_folder, replace_folder, run_collectively, sync_all, this_cell
 from xffl.checkpoint.opened import OpenFolder, read_again_if_replaced
 from xffl.checks import shorten, shown
-from xffl.distributed.consistency import find_unequal_cells, run_on_all_ranks, sum_of_bits
+from xffl.distributed.consistency import run_on_all_ranks, sum_of_bits
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import local_tensor, reshard
+from xffl.distributed.unequal_cells import find_unequal_cells
 from xffl.errors import CheckpointError, ConfigError
 from xffl.extras import optional_import
 from xffl.files import naming_errors, write_whole
