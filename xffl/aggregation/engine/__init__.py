@@ -30,6 +30,7 @@ plain round has neither, and goes through none of these files:
 - ``stages``: the first round's comparison, codecs, masks, privacy, norms, the step of the global model; combiners that
   compare whole models; the model of one cell handed over to all.
 - ``stages.unequal_replicas``: which ranks of a cell differ, where a first round finds that some do.
+- ``rank_differences``: what is told where ranks have unequal models, or compute unequal values.
 - ``feature_arithmetic``: what combiners, server rules and codecs compute of the patterns on which ranks are compared.
 - ``equal_cells``: the comparison of cells that have to start from, or go on with, the same values.
 - ``planning.mesh_cut``: how cells cut a tensor that a mesh inside them shards.

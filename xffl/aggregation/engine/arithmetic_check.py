@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from typing import Any
 
 import torch
 
@@ -22,9 +21,9 @@ from xffl.aggregation.algorithms.server_rules import ServerRule
 from xffl.aggregation.arithmetic import divide, flushes_subnormals, is_built_in, square_root, weighted_mean
 from xffl.aggregation.compression import Codec
 from xffl.aggregation.engine.feature_arithmetic import run_features
-from xffl.checks import group as group_pairs
+from xffl.aggregation.engine.rank_differences import describe_arithmetic
 from xffl.distributed.collectives import Group, all_gather_json
-from xffl.distributed.consistency import check_consistent, control_device, processor_of, ranks_text
+from xffl.distributed.consistency import check_consistent, control_device, processor_of
 from xffl.errors import ConfigError, XfflError
 
 __all__ = ["PATTERNS", "compare_arithmetic", "digest_arithmetic", "processor_number"]
@@ -100,7 +99,7 @@ def compare_arithmetic(
 
     def describe(told: dict[int, str]) -> XfflError:
         processors: list[str] = all_gather_json(places, control_device(group), group)
-        return ConfigError(_describe({rank: json.loads(one) for rank, one in told.items()}, processors))
+        return describe_arithmetic({rank: json.loads(one) for rank, one in told.items()}, processors, PATTERNS)
 
     check_consistent("arithmetic", text, error=error, describe=describe, group=group)
 
@@ -211,35 +210,6 @@ def _digests_of(results: Mapping[str, torch.Tensor]) -> dict[str, str]:
         name: hashlib.blake2b(bytes(part.numpy()), digest_size=6).hexdigest()
         for name, part in zip(results, parts, strict=True)
     }
-
-
-def _describe(told: Mapping[int, Mapping[str, Any]], processors: Sequence[str]) -> str:
-    """Say which ranks compute what otherwise, and what may be the cause."""
-    names = list(dict.fromkeys(name for one in told.values() for name in one["digests"]))
-    by_digests = group_pairs((tuple(one["digests"].get(name) for name in names), rank) for rank, one in told.items())
-    kinds = group_pairs((processors[rank], rank) for rank in told)
-    shown = "; ".join(f"{ranks_text(ranks)}: {kind}" for kind, ranks in kinds.items())
-    if len(by_digests) == 1:
-        foreign = {name: why for one in told.values() for name, why in one["foreign"].items()}
-        return f"the ranks have unlike processors ({shown}), and {'; '.join(foreign.values())}"
-    most = max(by_digests.values(), key=len)
-    others = sorted(rank for ranks in by_digests.values() if ranks is not most for rank in ranks)
-    unlike = [name for name in names if len({one["digests"].get(name) for one in told.values()}) > 1]
-    flushing = sorted(rank for rank, one in told.items() if one["is_flushing"])
-    if flushing and len(flushing) < len(told):
-        cause = (
-            f"subnormal numbers are flushed to zero on {ranks_text(flushing)} and nowhere else; call "
-            "torch.set_flush_denormal with the same value on all ranks, or nowhere"
-        )
-    else:
-        cause = (
-            f"a processor or version of torch does not keep to IEEE 754 ({shown}), or a library has changed how a "
-            "thread rounds; run all ranks on one kind, without such a library"
-        )
-    return (
-        f"{ranks_text(most)} and {ranks_text(others)} compute different bits of {PATTERNS} fixed patterns "
-        f"({', '.join(unlike[:6])}{', ...' if len(unlike) > 6 else ''}), so their models would drift apart: {cause}"
-    )
 
 
 @lru_cache(maxsize=4)

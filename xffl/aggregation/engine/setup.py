@@ -27,14 +27,13 @@ from xffl.aggregation.engine.planning.replica_tensors import (
     gather_replica_tensors,
 )
 from xffl.aggregation.engine.planning.tensors import (
-    FORMAT_LINE,
     Axis,
     Manifest,
     ModelTensor,
     TensorInfo,
-    describe_difference,
     gather_axes,
 )
+from xffl.aggregation.engine.rank_differences import FORMAT_LINE, describe_models
 from xffl.aggregation.engine.stages.agreed import AgreedModel
 from xffl.aggregation.engine.stages.clip import Clip
 from xffl.aggregation.engine.stages.codecs import Codecs
@@ -76,7 +75,7 @@ def compare_models(
         "models",
         group=group,
         convert=lambda wrong: ConfigError(f"the model or its policies cannot be read: {type(wrong).__name__}: {wrong}"),
-        describe=describe_difference,
+        describe=describe_models,
     ) as share:
         check_given(model, state)
         scope = state if isinstance(state, RoundScope) else RoundScope(state, state.topology)
@@ -99,7 +98,7 @@ def compare_models(
         return scope, options, manifest, gather_axes(axes, topology, scope.world), None
     mesh = scope.state.hsdp_mesh
     assert mesh is not None, "a state with a cell shape has replicas"
-    with run_on_all_ranks("models", group=group, describe=describe_difference) as share:
+    with run_on_all_ranks("models", group=group, describe=describe_models) as share:
         replica_tensors = gather_replica_tensors(rank_tensors, mesh.get_group(1))
         manifest.check_patterns(replica_tensors)
         check_gradients(

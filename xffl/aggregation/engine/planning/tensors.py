@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from xffl.aggregation.engine.planning.replica_tensors import ReplicaTensors
 
 __all__ = [
-    "FORMAT_LINE",
     "POLICIES",
     "WRAPPERS",
     "Axis",
@@ -43,7 +42,6 @@ __all__ = [
     "canonical_axis",
     "chunk_numel",
     "cuts_of",
-    "describe_difference",
     "find_fixed",
     "gather_axes",
     "owners_of",
@@ -540,26 +538,6 @@ class Manifest:
                 )
             )
         return tuple(items)
-
-
-FORMAT_LINE = "(exchange format)"
-"""First line of the texts that ranks compare: if it differs, no other line is compared."""
-
-
-def describe_difference(manifests: Mapping[int, str]) -> ConfigError:
-    """Return an error that names the first tensor on which the ranks' manifests differ, and the ranks."""
-    tables = {rank: dict(line.split("\t", 1) for line in text.splitlines()) for rank, text in manifests.items()}
-    for name in sorted({name for table in tables.values() for name in table}):
-        by_text: dict[str, list[int]] = {}
-        for rank in sorted(tables):
-            by_text.setdefault(tables[rank].get(name, "missing"), []).append(rank)
-        if len(by_text) > 1:
-            shown = "; ".join(f"{text} on ranks {', '.join(map(str, ranks))}" for text, ranks in by_text.items())
-            advice = "give every rank the same model, policies and options"
-            if name == FORMAT_LINE:
-                advice = "run versions of xffl that have one exchange format in all cells"
-            return ConfigError(f"{name!r} differs: {shown}; {advice}")
-    return ConfigError("the ranks' models differ only in the order of their tensors; build them in the same way")
 
 
 def _entry(
