@@ -26,11 +26,13 @@ from xffl.aggregation.rounds.former_attributes import FormerAttribute
 from xffl.aggregation.rounds.hooks import LoopHooks, check_hooks
 from xffl.aggregation.rounds.offer import Averaged, FinalOffer, Outcome, RoundOffer, StepLedger
 from xffl.aggregation.rounds.uncounted import CountingCheck
+from xffl.aggregation.steps.client_steps import ClientSteps, MomentumSteps
 from xffl.aggregation.steps.contributions import backward_error
+from xffl.aggregation.steps.nested_steps import outermost
 from xffl.aggregation.steps.stale_gradients import StaleGradients
-from xffl.aggregation.steps.step_observers import ClientSteps, MomentumSteps, StepObserver, needs_following
+from xffl.aggregation.steps.step_observers import StepObserver, needs_following
 from xffl.aggregation.steps.weight_copies import CopyWatch, tell_swaps
-from xffl.aggregation.steps.wrapped_optimizers import StepHook, outermost, steps_may_nest
+from xffl.aggregation.steps.wrapped_optimizers import StepHook, steps_may_nest
 from xffl.checks import integer
 from xffl.compat.pytorch import is_in_backward
 from xffl.distributed.consistency import run_on_all_ranks

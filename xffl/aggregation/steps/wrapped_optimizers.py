@@ -9,28 +9,15 @@ from typing import Any, TypeAlias
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from xffl.compat.pytorch import enclosing_steps
 from xffl.errors import ConfigError
 
-__all__ = ["StepHook", "check_apart", "outermost", "steps_may_nest", "unwrap"]
+__all__ = ["StepHook", "steps_may_nest", "unwrap"]
 
 StepHook: TypeAlias = Callable[[Optimizer, Any, Any], None]
 """What is called before or after a step, with the arguments of its call."""
 
 INNER = {"opacus": "original_optimizer", "accelerate": "optimizer"}
 """Packages of wrappers that leave the parameters alone once the optimizer inside has stepped, and where it is held."""
-
-
-def check_apart(optimizer: Optimizer, outer: Sequence[Optimizer]) -> None:
-    """Raise where an optimizer steps inside another one's step and both hold the same parameters: it is one step."""
-    mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for other in outer:
-        if any(id(parameter) in mine for group in other.param_groups for parameter in group["params"]):
-            raise ConfigError(
-                f"optimizer {type(optimizer).__name__} steps inside the step of {type(other).__name__}, and both are "
-                "given for the same parameters, so their step would count twice; give "
-                f"{type(other).__name__} only"
-            )
 
 
 def steps_may_nest(optimizers: Sequence[Optimizer]) -> bool:
@@ -50,24 +37,6 @@ def _without_hooks(step: Any) -> Any:
     while getattr(step, "hooked", False) and inspect.getfile(step) == torch_optimizer.__file__:
         step = step.__wrapped__
     return step
-
-
-def outermost(hook: StepHook, given: Sequence[Optimizer]) -> StepHook:
-    """Return a step hook that leaves out the step of a parent class, a part of the step that has begun.
-
-    It raises where an optimizer steps inside the step of another one that is given for the same parameters.
-    """
-    file = inspect.getfile(hook)
-
-    def outer_hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        outer = enclosing_steps(file)
-        if optimizer in outer:
-            return
-        if outer:
-            check_apart(optimizer, [other for other in outer if any(other is known for known in given)])
-        hook(optimizer, args, kwargs)
-
-    return outer_hook
 
 
 def unwrap(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
