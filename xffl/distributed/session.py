@@ -125,7 +125,9 @@ def session(
     is_process_ending = sys.is_finalizing  # this module's names may be gone when the generator is collected
     lone_cell: LoneCell | None = None
     if is_lone_cell_requested() or any(given is not None for given in (cell, cells, elastic)):
-        lone_cell = _lone_cell(cell, cells, elastic, link_backend)
+        from xffl.distributed.startup.lone_cell import find_lone_cell
+
+        lone_cell = find_lone_cell(cell, cells, elastic, link_backend)
     state = setup_distributed_process_group(
         backend=backend,
         device=device,
@@ -154,22 +156,6 @@ def session(
         cleanup_distributed_process_group(state, synchronize=False)
         raise
     cleanup_distributed_process_group(state)
-
-
-def _lone_cell(
-    cell: int | None,
-    cells: int | Sequence[int] | None,
-    elastic: str | ElasticParameters | None,
-    link_backend: str | None,
-) -> LoneCell | None:
-    """Return which cell of several jobs this one is asked to be; the ranks hear of a mistake where they meet."""
-    from xffl.distributed.startup.lone_cell import read_lone_cell
-    from xffl.distributed.startup.mistakes import own_place, raise_at_meeting
-
-    try:
-        return read_lone_cell(cell, cells, elastic, link_backend)
-    except XfflError as wrong:
-        raise_at_meeting(wrong, own_place())
 
 
 def setup_distributed_process_group(

@@ -14,12 +14,13 @@ from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState, set_lone_cell
 from xffl.distributed.failures.faults import arm as arm_fault
 from xffl.distributed.parameters import ElasticParameters
-from xffl.errors import ConfigError
+from xffl.distributed.startup.mistakes import own_place, raise_at_meeting
+from xffl.errors import ConfigError, XfflError
 from xffl.journal.cell import CellJournal
 from xffl.journal.place import derive_journal, open_journal, read_journal_variable
 from xffl.journal.records import PATIENCE_S, JournalUnproven
 
-__all__ = ["LoneCell", "read_lone_cell"]
+__all__ = ["LoneCell", "find_lone_cell", "read_lone_cell"]
 
 PATIENT_PART = 0.1
 """The most of a session's timeout for which the leader asks the journal, while the other ranks of its cell wait"""
@@ -69,6 +70,19 @@ class LoneCell:
                 except JournalUnproven as error:  # another start of this job would have the same token
                     raise ConfigError(str(error)) from error
         return None
+
+
+def find_lone_cell(
+    cell: int | None,
+    cells: int | Sequence[int] | None,
+    elastic: str | ElasticParameters | None,
+    link_backend: str | None,
+) -> LoneCell | None:
+    """Return what :func:`read_lone_cell` does; the ranks hear of a mistake where they meet."""
+    try:
+        return read_lone_cell(cell, cells, elastic, link_backend)
+    except XfflError as wrong:
+        raise_at_meeting(wrong, own_place())
 
 
 def read_lone_cell(
