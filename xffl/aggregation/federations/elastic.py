@@ -26,10 +26,9 @@ from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.global_state import agree_on_steps
 from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.engine.planning.coverage import check_lone_cell
-from xffl.aggregation.engine.planning.tensors import find_fixed
 from xffl.aggregation.engine.setup import make_copies
 from xffl.aggregation.engine.votes import Seal
-from xffl.aggregation.federations.fixed_tensors import FixedTensors
+from xffl.aggregation.federations.fixed_tensors import FixedTensors, find_fixed
 from xffl.aggregation.federations.hand_over import read_hand_over, write_hand_over
 from xffl.aggregation.pending import PendingRound
 from xffl.aggregation.report import ElasticRoundReport, RoundReport

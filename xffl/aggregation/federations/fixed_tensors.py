@@ -8,7 +8,7 @@ numbers. What the user has given the policy ``local`` is a cell's own.
 from __future__ import annotations
 
 import glob
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -19,12 +19,21 @@ from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.engine.decision.consensus import RoundBroken, RoundInput
 from xffl.aggregation.engine.decision.elastic_votes import ElasticCoordinator, RoundInDoubt
 from xffl.aggregation.engine.groups import RoundScope
-from xffl.aggregation.engine.planning.tensors import Pattern, tensors_of
+from xffl.aggregation.engine.planning.tensors import (
+    Pattern,
+    check_tensor,
+    choose_by_pattern,
+    default_policy,
+    owners_of,
+    tensors_of,
+    ties_of,
+)
 from xffl.aggregation.engine.votes import Seal
 from xffl.distributed.collectives import all_gather_json
 from xffl.distributed.sharding import local_tensor
+from xffl.errors import ConfigError
 
-__all__ = ["FixedTensors"]
+__all__ = ["FixedTensors", "find_fixed"]
 
 
 class FixedTensors:
@@ -86,3 +95,26 @@ class FixedTensors:
         wanted = {name for several in names for name in several}
         held = [local_tensor(tensor).detach() for name, _, _, tensor in tensors_of(self._model) if name in wanted]
         return [(tensor, tensor.clone()) for tensor in held]
+
+
+def find_fixed(
+    model: nn.Module, policies: Mapping[Pattern, str] | None, *, with_buffers: bool = False
+) -> list[list[str]]:
+    """Return all names of each tensor that no round moves, though no pattern of the policies says so; local.
+
+    With ``with_buffers`` those of the buffers that rounds move, too.
+    """
+    fixed: list[list[str]] = []
+    ties = ties_of(model)
+    for name, module, leaf, tensor in tensors_of(model):
+        owners = {other: owners_of(model, other) for other in ties[id(tensor)]}
+        chosen = choose_by_pattern("policies", owners, policies or {}, set())
+        policy = chosen or default_policy(module, leaf, tensor)
+        is_moving_buffer = policy != "local" and leaf in module._buffers
+        if (chosen is None and policy == "local") or (with_buffers and is_moving_buffer):
+            try:
+                check_tensor(name, "first", tensor)
+            except ConfigError:  # it cannot be moved, and need not be: its policy is that of one that stays
+                continue
+            fixed.append(sorted(owners))
+    return fixed

@@ -40,9 +40,9 @@ __all__ = [
     "Pattern",
     "TensorInfo",
     "canonical_axis",
+    "choose_by_pattern",
     "chunk_numel",
     "cuts_of",
-    "find_fixed",
     "gather_axes",
     "owners_of",
     "tensors_of",
@@ -233,29 +233,6 @@ def default_policy(module: nn.Module, leaf: str, tensor: torch.Tensor) -> str:
     return "average" if tensor.is_floating_point() or tensor.is_complex() else "first"
 
 
-def find_fixed(
-    model: nn.Module, policies: Mapping[Pattern, str] | None, *, with_buffers: bool = False
-) -> list[list[str]]:
-    """Return all names of each tensor that no round moves, though no pattern of the policies says so; local.
-
-    With ``with_buffers`` those of the buffers that rounds move, too.
-    """
-    fixed: list[list[str]] = []
-    ties = ties_of(model)
-    for name, module, leaf, tensor in tensors_of(model):
-        owners = {other: owners_of(model, other) for other in ties[id(tensor)]}
-        chosen = _choose("policies", owners, policies or {}, set())
-        policy = chosen or default_policy(module, leaf, tensor)
-        is_moving_buffer = policy != "local" and leaf in module._buffers
-        if (chosen is None and policy == "local") or (with_buffers and is_moving_buffer):
-            try:
-                check_tensor(name, "first", tensor)
-            except ConfigError:  # it cannot be moved, and need not be: its policy is that of one that stays
-                continue
-            fixed.append(sorted(owners))
-    return fixed
-
-
 def check_tensor(name: str, policy: str, tensor: torch.Tensor) -> None:
     """Raise where a round cannot move a tensor as its policy says."""
     if nn.parameter.is_lazy(tensor) or (tensor.is_meta and policy != "local"):
@@ -390,9 +367,9 @@ class Manifest:
         ties = ties_of(model)
         for name, module, leaf, tensor in tensors_of(model):
             owners = {other: owners_of(model, other) for other in ties[id(tensor)]}
-            policy = _choose("policies", owners, policies, used) or default_policy(module, leaf, tensor)
+            policy = choose_by_pattern("policies", owners, policies, used) or default_policy(module, leaf, tensor)
             if isinstance(codec, Mapping):
-                codec_name = _choose("codecs", owners, codecs, used) or "none"
+                codec_name = choose_by_pattern("codecs", owners, codecs, used) or "none"
             else:  # a plain codec applies to parameters; buffers need a pattern
                 codec_name = "none" if leaf in module._buffers else codecs[""]
             codec_name = codec_name if policy == "average" else "none"
@@ -559,7 +536,7 @@ def _entry(
     )
 
 
-def _choose(
+def choose_by_pattern(
     what: str, owners: Mapping[str, Sequence[nn.Module]], patterns: Mapping[Pattern, str], used: set[Pattern]
 ) -> str | None:
     """Return the value of the patterns that match a tensor under one of its names, and add them to ``used``."""
