@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import threading
-from contextlib import suppress
 from types import FrameType, TracebackType
 
 import torch.distributed as dist
 
-from xffl.callers import find_caller
 from xffl.distributed.collectives import Group
-from xffl.distributed.cross_world import CrossWorldGroup
-from xffl.distributed.failures.world_store import WaitingNote, WaitingNotes
+from xffl.distributed.failures.long_waits import LongWait
 from xffl.errors import XfflError
-from xffl.topology import ranks_text
 
 __all__ = ["TELL_AFTER_S", "NamedWait"]
 
@@ -24,7 +19,6 @@ TELL_AFTER_S = 30.0
 NOTE_AFTER_S = 2.0
 """Seconds after which it leaves a note, from which the others know that it has come."""
 _LOOK_S = 2.0  # how long a rank that gives up looks for the notes of the others
-_MOST_READ = 256  # notes: in a large world each rank that waits asks one store
 
 
 class NamedWait:
@@ -79,42 +73,8 @@ class NamedWait:
         self._is_watched = True  # before the look at what ends it
         if self._is_over.is_set():
             return
-        caller = find_caller(self._frame)
-        call = f"a call that compares {self._what}" if caller.call is None else caller.call
-        own = WaitingNote(call, "" if caller.place is None else f" at {caller.place}")
-        notes: WaitingNotes | None = None
-        with suppress(RuntimeError):  # the store has gone: then nobody is named
-            notes = WaitingNotes(self._group)
-            notes.write(own)
+        wait = LongWait(self._what, self._frame, group=self._group, size=self._size)
         if not self._is_over.wait(tell_after_s - min(NOTE_AFTER_S, tell_after_s / 2)):
-            self._tell(own, notes, tell_after_s)
+            wait.tell(tell_after_s)
             self._is_over.wait()
-        if notes is None:
-            return
-        if self._is_given_up:
-            self._missed = self._describe_absent(own, notes)
-        else:
-            with suppress(RuntimeError):
-                notes.remove()
-
-    def _tell(self, own: WaitingNote, notes: WaitingNotes | None, seconds: float) -> None:
-        absent = "" if notes is None else self._describe_absent(own, notes)
-        rank = self._group.first + self._group.rank() if isinstance(self._group, CrossWorldGroup) else dist.get_rank()
-        print(
-            f"xffl: rank {rank} has waited {seconds:g} s in {own.call}{own.where} for others of {self._size} ranks: "
-            f"{absent}{': ' if absent else ''}every rank must make this call. If some never do, make it on all; until "
-            "the timeout this rank waits on",
-            file=sys.stderr,
-            flush=True,
-        )
-
-    def _describe_absent(self, own: WaitingNote, notes: WaitingNotes) -> str:
-        """Say which ranks have not come, and which wait elsewhere; nothing where all have come."""
-        found: dict[int, WaitingNote | None] = {}
-        with suppress(RuntimeError):
-            found = notes.read(_MOST_READ)
-        absent = [rank for rank, note in found.items() if note is None]
-        texts = [f"{ranks_text(absent)} {'have' if len(absent) > 1 else 'has'} not come"] if absent else []
-        others = {rank: note for rank, note in found.items() if note is not None and note.call != own.call}
-        texts += [f"rank {rank} waits in {note.call}{note.where}" for rank, note in list(others.items())[:4]]
-        return ", ".join(texts)
+        self._missed = wait.end(is_given_up=self._is_given_up)
