@@ -1,5 +1,7 @@
 """A model of cells that follow the rule of the journal: crashes, doubts, stale reads, partitions, lost disks, returns.
 
+The journal may be lost once, and a recovered one takes its place: who has read the first one stops when it sees that.
+
 Nothing here runs in parallel: a meeting is a generator that pauses wherever processes of different cells could be
 delayed against each other, and the world advances one meeting, or lets something happen to one cell, at a time.
 
@@ -39,10 +41,12 @@ from xffl.journal.rule import (
     History,
     Holding,
     Member,
+    Recovery,
     Wait,
     forget_of,
     is_behind,
     largest_told,
+    recover_record,
     void_of,
 )
 
@@ -60,6 +64,10 @@ class Broken(AssertionError):
     """The rule has been broken; the text begins with the invariant."""
 
     log: list[str] = []  # noqa: RUF012 - replaced, never changed
+
+
+class Replaced(Exception):
+    """Another journal has taken the place of the one that a record belongs to."""
 
 
 class MemoryJournal:
@@ -94,6 +102,8 @@ class Process:
 
     def __init__(self, cell: int, start: str, saved: Saved | None, since: int, holding: Holding) -> None:
         self.cell = cell
+        self.run = ""
+        """The run of the journal that it has read; empty before the first record"""
         self.start = start
         self.since = since
         self.holding = holding
@@ -113,10 +123,13 @@ class Process:
         self.local = []
         self.owed = set()
 
-    def as_member(self) -> Member:
-        """Return what it tells the others."""
+    def as_member(self, history: History) -> Member:
+        """Return what it tells the others, and what these make of a model of a lost journal."""
         held = self.holding.model
-        return Member(self.cell, self.start, self.since, held=held, seen=self.holding.seen)
+        lost = held if history.is_lost(held) else None
+        if lost is not None:
+            held = history.find_recovered(lost)
+        return Member(self.cell, self.start, self.since, held=held, seen=self.holding.seen, lost=lost)
 
     def saved(self) -> Saved:
         """Return what a checkpoint of it holds, with its doubt if it has one."""
@@ -137,7 +150,7 @@ class Meeting:
     def __init__(self, members: list[Process]) -> None:
         self.members = members
         self.going: Iterator[None] = iter(())
-        self.outcome: Wait | str = ""
+        self.outcome: Wait | Recovery | str = ""
 
 
 class World:
@@ -155,6 +168,8 @@ class World:
         self.chance = chance
         self.cells = cells
         self.journal = self.journals()
+        self.lost: list[Record] = []
+        """The records of a journal that was lost"""
         self.steps_made = 0
         self.steps: dict[str, tuple[Step, ...]] = {}
         """By id of an attempt, the steps that it would add"""
@@ -183,7 +198,24 @@ class World:
     def say(self, text: str) -> None:
         self.log.append(text)
 
+    @property
+    def run(self) -> str:
+        """Return the id of the journal's run; empty if it has no record."""
+        return self.journal.records[0].run if self.journal.records else ""
+
+    def lose_journal(self) -> None:
+        """Lose the journal with all of its records, and begin another one that takes its place; once in a world."""
+        if self.lost or not self.journal.records:
+            return
+        self.say("the journal is lost")
+        self.counts["journal lost"] += 1
+        self.lost = self.journal.records
+        self.journal = self.journals()
+        self.journal.records.append(recover_record())
+
     def put(self, record: Record) -> Record:
+        if self.lost and record.run != self.run and record.run == self.lost[0].run:
+            raise Replaced
         before = len(self.journal.records)
         standing = self.journal.put(record, self.chance)
         if len(self.journal.records) > before or standing is record:
@@ -220,9 +252,17 @@ class World:
 
     def check_round(self, record: RoundRecord) -> None:
         base = -1 if record.base is None else record.base.number
+        history = self.history()
         for cell, start, model in self.held_models():
-            if base < model.number != record.number and self.stands(model) and not self.is_given_up(cell, start, model):
+            if self.is_given_up(cell, start, model) or not self.stands(model):
+                continue
+            if model.run == self.run and base < model.number != record.number:
                 raise Broken(f"b: round {record.number} starts from {base}, and cell {cell} holds {model.number}")
+            if model.run == self.run or history.find_recovered(model) == record.model:
+                continue
+            recovered = record.recovered or self.recovered_base(record)
+            if recovered is None or recovered.number < model.number:
+                raise Broken(f"b: round {record.number} goes back to {recovered}, and cell {cell} holds {model}")
         chain = list(self.chain(record))
         counted = Counter(step for round_ in chain for step in self.steps[round_.id])
         if twice := [step for step, times in counted.items() if times > 1]:
@@ -258,12 +298,24 @@ class World:
         if not history.unrecorded(told) and history.choose_base(told) != pruned.choose_base(told):
             raise Broken(f"e: {pruned.choose_base(told)} by the history from {pruned.oldest}")
 
+    def recovered_base(self, record: RoundRecord) -> ModelId | None:
+        """Return the model of the lost journal that a round of the new one goes back to."""
+        return next((round_.recovered for round_ in self.chain(record) if round_.recovered is not None), None)
+
+    def round_of(self, model: ModelId | None) -> RoundRecord | None:
+        """Return the round that made a model, also one of the lost journal."""
+        for records in (self.journal.records, self.lost):
+            if model is not None and model.number < len(records):
+                record = records[model.number]
+                if isinstance(record, RoundRecord) and record.model == model:
+                    return record
+        return None
+
     def chain(self, record: RoundRecord | None) -> Iterator[RoundRecord]:
         """Yield the rounds that lead to a model, itself first."""
-        history = self.history()
         while record is not None:
             yield record
-            record = History.round_of(history, record.base)
+            record = self.round_of(record.base or record.recovered)
 
     def held_models(self) -> Iterator[tuple[int, str, ModelId]]:
         """Yield all models that some cell has, on its disk, or as one of two in doubt, with the start that got it."""
@@ -283,26 +335,26 @@ class World:
             yield cell, start, doubt.model
 
     def stands(self, model: ModelId) -> bool:
-        records = self.journal.records
-        return model.number < len(records) and records[model.number].id == model.id
+        return self.round_of(model) is not None
 
     def is_given_up(self, cell: int, start: str, model: ModelId) -> bool:
         """Tell whether an operator, or a later start of the cell's job, has given a model up."""
-        later = self.journal.records[model.number + 1 :]
+        is_lost = model.run != self.run
+        later = self.journal.records[0 if is_lost else model.number + 1 :]
         if any(isinstance(record, ForgetRecord) and record.cell == cell for record in later):
             return True
         starts = [one for record in later if isinstance(record, StartRecord) for one in record.starts]
         newest = next((one for one in reversed(starts) if one.cell == cell), None)
         if newest is None or self.orders[newest.id] <= self.orders[start]:
             return False
-        return newest.held is None or newest.held.number < model.number
+        return is_lost or newest.held is None or newest.held.number < model.number
 
     def check(self) -> None:
         for process in self.processes:
             held = process.holding.model
             if held is not None and not self.stands(held):
                 raise Broken(f"a: cell {process.cell} holds {held.number} with an id that does not stand")
-            chain = self.chain(History.round_of(self.history(), held))
+            chain = self.chain(self.round_of(held))
             taken = {step for record in chain for step in self.steps[record.id]}
             if taken & {*process.local}:
                 raise Broken(f"d: cell {process.cell} has steps again that its model holds")
@@ -327,6 +379,10 @@ class World:
             self.disks[cell] = None
         saved = self.disks.get(cell)
         process = Process(cell, f"{self.chance.getrandbits(64):016x}", saved, self.listed(), self.holdings(cell))
+        process.run = self.run if process.since >= 0 else ""
+        doubt = process.holding.doubt
+        if self.lost and doubt is not None and doubt.run != self.run:
+            process.holding.doubt = None  # what became of it, nobody knows any more
         self.processes.append(process)
         self.orders[process.start] = len(self.orders)
         self.owners[cell] = process.start
@@ -356,7 +412,16 @@ class World:
         """End a doubt by the journal."""
         doubt = process.holding.doubt
         assert doubt is not None
-        self.settle(process, self.put(void_of(doubt)))
+        if self.has_read_another(process):
+            self.stop(process)
+        else:
+            self.settle(process, self.put(void_of(doubt)))
+
+    def has_read_another(self, process: Process) -> bool:
+        """Tell whether a process sees now that another journal has taken the place of the one that it has read."""
+        is_replaced = process.run not in ("", self.run)
+        self.counts["replaced journal seen"] += is_replaced
+        return is_replaced
 
     def lose_contact(self, process: Process) -> None:
         """Leave a meeting; who is in doubt then, and reaches the journal, ends the doubt."""
@@ -390,7 +455,11 @@ class World:
         return meeting
 
     def advance(self, meeting: Meeting) -> None:
-        if next(meeting.going, self) is self:
+        try:
+            is_over = next(meeting.going, self) is self
+        except Replaced:  # its publisher is in doubt, as the others are
+            is_over = True
+        if is_over:
             self.meetings.remove(meeting)
             for process in meeting.members:
                 if process.meeting is meeting:
@@ -417,14 +486,19 @@ class World:
             yield
         if not is_whole():
             return
+        for process in members:
+            if self.has_read_another(process):
+                self.stop(process)
+                return
         history = self.read(members)
         for process in members:
+            process.run = history.run
             process.holding.note_seen(history.newest)
-            if history.is_superseded(process.as_member()):
+            if history.is_superseded(process.as_member(history)):
                 self.counts["superseded"] += 1
                 self.stop(process)
                 return
-        told = [process.as_member() for process in members]
+        told = [process.as_member(history) for process in members]
         self.check_pruned(history, told)
         if starts := history.unrecorded(told):
             if is_slow():
@@ -443,10 +517,32 @@ class World:
             if {*decision.cells} & {process.cell for process in members}:
                 raise Broken("c: the cells wait for one of themselves")
             return
+        recovery = history.find_recovery(told, self.cells)
+        if recovery is not None:
+            meeting.outcome = recovery
+            if not recovery.missing and recovery.newest is not None:
+                if is_slow():
+                    yield
+                holders = [member.cell for member in told if member.lost == recovery.newest]
+                made = self.round_of(recovery.newest)
+                assert made is not None, "who holds it took part in it"
+                record = history.recover(made, holders)
+                self.steps[record.id] = ()
+                if is_whole():
+                    self.put(record)
+                    self.counts["recovered"] += 1
+                    for process in members:
+                        process.holding.note_seen(record.number)
+            return
         if is_slow():
             yield
         if not is_whole():
             return
+        for process, member in zip(members, told, strict=True):
+            if member.lost is not None:
+                process.holding.model = member.held
+                if member.held is None:
+                    process.drop_steps()
         if decision.base is not None:
             for process in members:
                 self.take_base(process, decision.base)
@@ -459,7 +555,7 @@ class World:
 
     def newest_for(self, history: History, members: Iterable[Process]) -> int:
         """Return the number up to which members read the journal."""
-        return max(history.newest, largest_told(process.as_member() for process in members))
+        return max(history.newest, largest_told(process.as_member(history) for process in members))
 
     def try_round(self, meeting: Meeting, history: History, decision: Continue, is_calm: bool) -> Iterator[None]:
         members, chance = meeting.members, self.chance
@@ -468,7 +564,7 @@ class World:
             return not is_calm and chance.random() < self.p_slow * p
 
         is_smooth = is_calm or chance.random() < self.p_smooth
-        told = [process.as_member() for process in members]
+        told = [process.as_member(history) for process in members]
         weights = {process.cell: float(len(process.local)) for process in members}
         attempt = attempt_after(history, decision.base, told, weights, federation=self.cells)
         lowest = attempt.cells[0]
@@ -565,14 +661,15 @@ class World:
         for process in list(self.processes):
             process.reaches = True
             is_newest = self.newest_processes()[process.cell] is process
-            if not is_newest or History.is_superseded(history, process.as_member()):
+            if not is_newest or History.is_superseded(history, process.as_member(history)):
                 self.stop(process)
         newest = next(History.rounds(history), None)
         holders = [
             process
             for process in self.processes
             if newest is not None
-            and newest.model in (process.holding.model, process.holding.doubt and process.holding.doubt.model)
+            and process.run in ("", self.run)
+            and newest.model in (process.as_member(history).held, process.holding.doubt and process.holding.doubt.model)
         ]
         if holders and self.chance.random() < 0.5:
             others = {process.cell for process in self.processes if self.chance.random() < 0.3}
@@ -583,7 +680,7 @@ class World:
 
     def await_round(self, cells: set[int]) -> None:
         """Let the newest processes of some cells meet until they make a round; they start again if they stop."""
-        outcome: Wait | str = "nobody is here"
+        outcome: Wait | Recovery | str = "nobody is here"
         reaching = self.chance.choice(sorted(cells)) if cells else 0
         stuck = max(-1, len(self.journal.records) - 4) if self.chance.random() < 0.5 else None
         for _ in range(20):
@@ -600,7 +697,10 @@ class World:
             if outcome == "taken":
                 self.counts["ends with a round"] += 1
                 return
-            if isinstance(outcome, Wait) and {*outcome.cells} <= self.finished:
+            awaited = outcome.cells if isinstance(outcome, Wait) else ()
+            if isinstance(outcome, Recovery):
+                awaited = outcome.missing
+            if awaited and {*awaited} <= self.finished:
                 self.counts["ends waiting for a finished cell"] += 1
                 return
         raise Broken(f"c: no round comes about: {outcome}")
@@ -618,6 +718,7 @@ EVENTS = {
     "resolve": 6,
     "forget": 1,
     "reach": 2,
+    "lose the journal": 0,  # see play()
 }
 """How often each event happens in random histories, relative to the others"""
 
@@ -640,6 +741,8 @@ def happen(world: World, event: str) -> None:
                 world.make_step(one)
         if members:
             world.meet(members)
+    elif event == "lose the journal":
+        world.lose_journal()
     elif event == "forget":
         world.forget(chance.randrange(world.cells))
     elif process is None:
@@ -674,9 +777,10 @@ def play(seed: int, events: int = 60, worlds: type[World] = World) -> World:
         if chance.random() < 0.9:
             world.start(cell)
     weights = {event: weight * chance.choice([0.3, 1.0, 2.0]) for event, weight in EVENTS.items()}
+    loses_at = Random(~seed).randrange(2 * events)  # in half of the histories never
     try:
-        for event in chance.choices(list(weights), list(weights.values()), k=events):
-            happen(world, event)
+        for number, event in enumerate(chance.choices(list(weights), list(weights.values()), k=events)):
+            happen(world, "lose the journal" if number == loses_at else event)
         world.end()
     except Broken as error:
         error.args = (f"{error} (seed {seed})",)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -23,7 +23,7 @@ from xffl.journal.records import (
     StartRecord,
     VoidRecord,
 )
-from xffl.journal.rule import Continue, Fate, History, Holding, Member, Wait, void_of
+from xffl.journal.rule import Continue, Fate, History, Holding, Member, Recovery, Wait, void_of
 
 # Each condition is needed ---------------------------------------------------------------------------------------------
 
@@ -67,6 +67,25 @@ class TrustsUnrecordedStarts(History):
     def is_superseded(self, member: Member) -> bool:
         recorded = (start.id for other in self._records if isinstance(other, StartRecord) for start in other.starts)
         return member.start in recorded and super().is_superseded(member)
+
+
+class RecoversWithWhoIsHere(History):
+    def find_recovery(self, members: Sequence[Member], federation: int) -> Recovery | None:
+        recovery = super().find_recovery(members, federation)
+        is_wait = recovery is None or recovery.newest is None
+        return None if is_wait else replace(recovery, missing=())  # type: ignore[type-var]
+
+
+class RecoversAnyModel(History):
+    def find_recovery(self, members: Sequence[Member], federation: int) -> Recovery | None:
+        recovery = super().find_recovery(members, federation)
+        lost = [member.lost for member in members if member.lost is not None]
+        return replace(recovery, newest=lost[0]) if recovery is not None and lost else recovery
+
+
+class ForgetsWhatALostModelIsCalled(History):
+    def find_recovered(self, lost: ModelId | None) -> ModelId | None:
+        return None
 
 
 class ComparesNumbers(Holding):
@@ -181,6 +200,13 @@ class KeepsReplacedSteps(World):
             super().keep_steps(process, fate)
 
 
+class TakesAnyJournal(World):
+    """A cell does not see that another journal has taken the place of the one that it has read."""
+
+    def has_read_another(self, process: Process) -> bool:
+        return False
+
+
 class PublishesByTheLowest(World):
     def choose_publisher(self, members: list[Process]) -> Process | None:
         lowest = min(members, key=lambda process: process.cell)
@@ -206,6 +232,10 @@ WITHOUT = {
     "a cell holds only what it took part in": (TakesOverBeforeTheRound, "b"),
     "steps of a void are put back": (LosesStepsOfAVoid, "d"),
     "steps of a round are dropped": (CountsStepsTwice, "d"),
+    "a recovered run waits for all cells": (world_of(history=RecoversWithWhoIsHere), "b"),
+    "the newest model of a lost journal is recorded": (world_of(history=RecoversAnyModel), "b"),
+    "a model of a lost journal keeps its name": (world_of(history=ForgetsWhatALostModelIsCalled), "bc"),
+    "who has read a lost journal stops": (TakesAnyJournal, "c"),
     "a member that reaches the journal publishes": (PublishesByTheLowest, "c"),
 }
 

@@ -38,7 +38,7 @@ from xffl.cluster.runtimes import Runtime
 from xffl.costs import EXCHANGE_FORMAT, format_refusal
 from xffl.errors import ConfigError
 from xffl.journal.records import MOST_CELLS, MOST_RECORDS, ModelId, RoundRecord, make_id, read_held, read_id
-from xffl.journal.rule import History, Member, Wait, attempt_of, is_behind, largest_told
+from xffl.journal.rule import History, Member, Recovery, Wait, attempt_of, is_behind, largest_told
 from xffl.json_text import parse_json
 from xffl.reading import Fields
 from xffl.topology import cells_text
@@ -203,7 +203,8 @@ class Epoch:
     refusal: str = ""  # why these cells must not make a round, so that they meet again; empty if they may
     has_new_starts: bool = False  # whether the reason is that starts have to be recorded
     recovering: ModelId | None = None  # the model of a lost journal that has to be recorded, if that is the reason
-    wait: Wait | None = None  # whom the cells wait for, if that is the reason
+    wait: Wait | None = None  # the round whose model is missing here, if that is the reason
+    awaited: tuple[int, ...] = ()  # absent cells that may hold a newer model, if that is the reason
     missing: tuple[int, ...] = ()  # absent cells that may still come, if that is the reason
     strangers: tuple[CellRecord, ...] = ()  # cells that came with settings of another federation
 
@@ -320,36 +321,27 @@ def form_epoch(records: Iterable[CellRecord], created: int, history: History, *,
     if starts:
         return replace(epoch, refusal="the cells' starts are being recorded", has_new_starts=True)
     if isinstance(chosen, Wait):
-        return replace(epoch, refusal=_wait_text(chosen), wait=chosen)
-    if history.is_recovered and next(history.rounds(), None) is None:
-        epoch = _recover(epoch, history)
-    return epoch if epoch.refusal else _with_enough(epoch, least)
+        return replace(epoch, refusal=_wait_text(chosen), wait=chosen, awaited=chosen.cells)
+    recovery = history.find_recovery(asked, members[0].cells)
+    return _with_enough(epoch, least) if recovery is None else _refuse_until_recovered(epoch, recovery)
 
 
-def _recover(epoch: Epoch, history: History) -> Epoch:
-    """Return an epoch after the journal was lost, refused until the newest model that a cell holds is recorded.
-
-    Cells that hold none wait, too: they cannot know whether one that is not here holds a model.
-    """
-    lost = [member.lost for member in epoch.members if member.lost is not None]
-    runs = sorted({model.run for model in lost})
+def _refuse_until_recovered(epoch: Epoch, recovery: Recovery) -> Epoch:
+    """Return an epoch after the journal was lost, refused until the newest model that a cell holds is recorded."""
+    runs = sorted({member.lost.run for member in epoch.members if member.lost is not None})
     if len(runs) > 1:
         raise ConfigError(
             f"the cells hold models of the runs {', '.join(runs)}, so they had different journals; start those of one "
             "run only with their checkpoints"
         )
-    absent = [cell for cell in range(epoch.members[0].cells) if cell not in epoch.cells]
-    awaited = [cell for cell in absent if not history.is_forgotten(cell, 0)]
-    if awaited:
+    if recovery.missing:
         return replace(
             epoch,
-            refusal=f"the run's journal was lost, and {cells_text(awaited)} may hold a newer model; start all cells, "
-            f"or give up what a cell holds by xffl cells --forget {awaited[0]}",
+            refusal=f"the run's journal was lost, and {cells_text(recovery.missing)} may hold a newer model; start all "
+            "cells, or give up what one that is lost holds",
+            awaited=recovery.missing,
         )
-    if not lost:
-        return epoch
-    newest = max(lost, key=lambda model: model.number)
-    return replace(epoch, refusal="the newest model of the lost journal is being recorded", recovering=newest)
+    return replace(epoch, refusal="the newest model of the lost journal is being recorded", recovering=recovery.newest)
 
 
 def _with_enough(epoch: Epoch, least: int | None) -> Epoch:

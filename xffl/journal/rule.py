@@ -66,6 +66,7 @@ __all__ = [
     "History",
     "Holding",
     "Member",
+    "Recovery",
     "Wait",
     "attempt_of",
     "forget_of",
@@ -101,6 +102,14 @@ class Wait:
 
     round: RoundRecord
     cells: tuple[int, ...]  # that may hold its model, and are not here
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What the cells here lack for the first round after their journal was lost."""
+
+    missing: tuple[int, ...]  # absent cells, which may hold a newer model
+    newest: ModelId | None  # the newest model that a cell here holds, to be recorded once nobody is missing
 
 
 class Fate(Enum):
@@ -260,6 +269,24 @@ class History:
         """Return what this journal calls a model of the lost journal; ``None`` if it was given up, or not recorded."""
         first = self._recovered
         return first.model if first is not None and first.recovered == lost else None
+
+    def find_recovery(self, members: Sequence[Member], federation: int) -> Recovery | None:
+        """Return what has to happen before members may make the first round of a recovered journal.
+
+        Members that hold no model wait for the absent cells, too: they cannot know whether one of those holds a model.
+
+        :param members: The members.
+        :param federation: Number of cells of the federation.
+        :return: What is missing; ``None`` if nothing is, or if the journal is not a recovered one.
+        """
+        if not self.is_recovered or next(self.rounds(), None) is not None:
+            return None
+        absent = {*range(federation)} - {member.cell for member in members}
+        missing = tuple(sorted(cell for cell in absent if not self.is_forgotten(cell, 0)))
+        lost = [member.lost for member in members if member.lost is not None]
+        if not missing and not lost:
+            return None
+        return Recovery(missing, max(lost, key=lambda model: model.number, default=None))
 
     def recover(self, model: RoundRecord, holders: Iterable[int]) -> RoundRecord:
         """Return the record by which the newest model of the lost journal becomes one of this, under the next number.
