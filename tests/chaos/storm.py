@@ -180,11 +180,13 @@ class Xffl(System):
             self._launcher.kill()
             raise
 
-    def kill_lighthouse(self) -> None:
-        """Kill the lighthouse, a child of the launcher."""
-        command = ["pgrep", "-P", str(self._launcher.pid), "-f", "xffl lighthouse"]
-        for pid in subprocess.run(command, capture_output=True, text=True).stdout.split():
+    def kill_lighthouse(self) -> bool:
+        """Kill the lighthouse, a child of the launcher; return whether there was one."""
+        command = ["pgrep", "-P", str(self._launcher.pid), "-f", " lighthouse --bind "]
+        pids = subprocess.run(command, capture_output=True, text=True).stdout.split()
+        for pid in pids:
             os.kill(int(pid), signal.SIGKILL)
+        return bool(pids)
 
 
 @dataclass
@@ -326,7 +328,8 @@ def run(rate: float, job: Job, args: argparse.Namespace) -> list[dict[str, Any]]
         for at, what in sorted(moments):
             watch(systems, begun + at)
             if what == "lighthouse":
-                federation.kill_lighthouse()
+                if not federation.kill_lighthouse():
+                    raise RuntimeError("the launcher has no lighthouse that could be killed")
             else:
                 strike(systems, chance)
         watch(systems, begun + seconds)
