@@ -36,7 +36,8 @@ from xffl.checks import shorten
 from xffl.distributed.collectives import all_gather_json
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.failures.faults import inject, start_round
-from xffl.distributed.groups import Groups, make_round_groups
+from xffl.distributed.groups import Groups
+from xffl.distributed.round_groups import make_round_groups
 from xffl.elastic.federation import ElasticFederation, RoundEnd
 from xffl.elastic.roster import Epoch
 from xffl.errors import CheckpointError, ConfigError, RoundError, StateError, XfflError
