@@ -25,7 +25,7 @@ from xffl.aggregation.engine.decision.elastic_votes import ElasticCoordinator, R
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.global_state import agree_on_steps
 from xffl.aggregation.engine.groups import RoundScope
-from xffl.aggregation.engine.planning.coverage import check_lone_cell
+from xffl.aggregation.engine.planning.lone_coverage import check_lone_cell
 from xffl.aggregation.engine.setup import make_copies
 from xffl.aggregation.engine.votes import Seal
 from xffl.aggregation.federations.fixed_tensors import FixedTensors, find_fixed
