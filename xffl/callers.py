@@ -6,9 +6,9 @@ import os
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
-__all__ = ["Caller", "find_caller", "find_place", "is_of_package", "is_of_python", "is_of_script"]
+__all__ = ["Caller", "find_caller", "is_of_package", "is_of_python", "is_of_script"]
 
 _PACKAGE = f"{Path(__file__).parent}{os.sep}"
 # Not "data", which is the prefix of Python, or the folder of a virtual environment: scripts may lie in it.
@@ -41,18 +41,6 @@ def find_caller(frame: FrameType | None) -> Caller:
             return Caller(f"{path}:{frame.f_lineno}", _name_of(entry), entry is not None)
         frame = frame.f_back
     return Caller(None, _name_of(entry), entry is not None)
-
-
-def find_place(traceback: TracebackType | None) -> str | None:
-    """Find the line of the script, ``FILE:LINE``, that a traceback goes through last; ``None`` where there is none."""
-    place = None
-    while traceback is not None:
-        frame, path = traceback.tb_frame, traceback.tb_frame.f_code.co_filename
-        # Code without a file is the script's own with -c and on standard input; dataclasses make some, too.
-        if is_of_script(path) and (not path.startswith("<") or frame.f_globals.get("__name__") == "__main__"):
-            place = f"{path}:{traceback.tb_lineno}"
-        traceback = traceback.tb_next
-    return None if place is None else place.removeprefix(f"{os.getcwd()}{os.sep}")
 
 
 def is_of_package(path: str) -> bool:

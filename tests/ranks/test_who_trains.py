@@ -25,7 +25,7 @@ import xffl
 from tests.rounds import aggregator_of
 from tests.worlds import run_world
 from xffl.aggregation.engine.groups import RoundScope
-from xffl.aggregation.engine.planning.coverage import check_lone_cell
+from xffl.aggregation.engine.planning.lone_coverage import check_lone_cell
 from xffl.aggregation.engine.stages.first_round import FirstRound
 from xffl.aggregation.federations.elastic import ElasticAggregator
 from xffl.aggregation.federations.hierarchical import Level, Levels

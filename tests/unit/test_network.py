@@ -13,13 +13,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.unit.test_environment import FakeWorld, fake_mpi
 from xffl.cluster import hosts, network
+from xffl.cluster.doctor.compare import ephemeral_ports
 from xffl.cluster.environment import ProcessEnvironment
 from xffl.cluster.hosts import resolve
 from xffl.cluster.network import (
     Interface,
     Timeouts,
     control_address,
-    ephemeral_ports,
     list_interfaces,
     use_interface,
 )

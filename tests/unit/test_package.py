@@ -388,7 +388,7 @@ READ_WITHOUT_LIMIT = {
         "network: boot_id.read_text()",
         "hardware: _STATUS.read_text()",
         "hardware: _CPUINFO.read_text()",
-        "network: _EPHEMERAL.read_text()",
+        "compare: _EPHEMERAL.read_text()",
         "network: (folder / 'operstate').read_text()",
         "network: (folder / 'speed').read_text()",
         "network: (folder / 'flags').read_text()",

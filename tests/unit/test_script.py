@@ -18,10 +18,16 @@ import pytest
 import torch.distributed as dist
 
 import xffl
-from xffl.callers import find_place
 from xffl.cluster.launch import script
 from xffl.cluster.launch.child import child_command
-from xffl.cluster.launch.failure import FailureRecord, RankFailure, describe_failure, is_only_lost_peer, note_alike
+from xffl.cluster.launch.failure import (
+    FailureRecord,
+    RankFailure,
+    describe_failure,
+    find_place,
+    is_only_lost_peer,
+    note_alike,
+)
 from xffl.cluster.launch.script import check_command, is_stream, name_of, read_source, run_command
 from xffl.errors import CheckpointError, ConfigError, LaunchError, RoundError
 

@@ -22,7 +22,6 @@ __all__ = [
     "Interface",
     "Timeouts",
     "control_address",
-    "ephemeral_ports",
     "gloo_beyond_this_host",
     "host_identity",
     "interface_address",
@@ -52,7 +51,6 @@ CELL_JOIN_TIMEOUT_S = 20
 _CONNECT_S = 30.0
 _GLOO = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915  # Linux: ask a socket for the IPv4 address of an interface
-_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _INTERFACES = Path("/sys/class/net")
 
 
@@ -188,14 +186,6 @@ def gloo_beyond_this_host(store: str, environ: MutableMapping[str, str] = os.env
         yield
     finally:
         environ.update(kept)
-
-
-def ephemeral_ports() -> tuple[int, int]:
-    """Return the first and last port that Linux hands out by itself: stores, gloo and NCCL listen there."""
-    if not _EPHEMERAL.exists():
-        return 32768, 60999
-    first, last = _EPHEMERAL.read_text().split()
-    return int(first), int(last)
 
 
 @dataclass(frozen=True, kw_only=True)

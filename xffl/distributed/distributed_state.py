@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from xffl.checks import integer, one_of, shorten
+from xffl.checks import integer, one_of
 from xffl.cluster.environment import checks_world
 from xffl.cluster.network import Timeouts
 from xffl.cluster.sizes import read_federation, read_replica_size
@@ -39,6 +39,7 @@ from xffl.distributed.groups import (
     with_host_side,
 )
 from xffl.distributed.parameters import ElasticParameters
+from xffl.distributed.state_text import state_text
 from xffl.errors import ConfigError, StateError, TopologyError
 from xffl.journal.cell import CellJournal
 from xffl.topology import REPLICATE_AXIS, DataPlace, Topology
@@ -155,12 +156,7 @@ class DistributedState:
 
     def __str__(self) -> str:
         """Write the fields that are set as a table of two columns."""
-        values = {item.name: getattr(self, item.name) for item in fields(self) if not item.name.startswith("_")}
-        texts = {name: _text_of(value) for name, value in values.items() if value is not None}
-        if not texts:
-            return "DistributedState: nothing is set"
-        width = max(map(len, texts))
-        return "\n".join(["DistributedState", *(f"  {name:<{width}}  {text}" for name, text in texts.items())])
+        return state_text({item.name: getattr(self, item.name) for item in fields(self)})
 
     @property
     def timeouts(self) -> Timeouts:
@@ -870,18 +866,6 @@ def _check_mesh(mesh: object, kind: str) -> DeviceMesh:
     if mesh.get_coordinate() is None:
         raise TopologyError(f"mesh {mesh!r} does not hold rank {mesh.get_rank()}; give each rank its own mesh")
     return mesh
-
-
-def _text_of(value: Any) -> str:
-    """Write the value of a field: the ranks of groups, the first members of long tuples."""
-    if isinstance(value, dist.ProcessGroup):
-        ranks = tuple(dist.get_process_group_ranks(value)) if dist.is_initialized() else None
-        return "destroyed" if ranks is None else f"ranks {_text_of(ranks)}"
-    if not isinstance(value, tuple):
-        return str(value)
-    if value and isinstance(value[0], dist.ProcessGroup):
-        return f"{_text_of(value[0])}, {len(value)} handle{'s' if len(value) > 1 else ''}"
-    return f"({shorten(value, 8)})"
 
 
 def _shape_text(topology: Topology) -> str:

@@ -27,7 +27,6 @@ __all__ = [
     "destroy_group",
     "leave_after",
     "make_groups",
-    "make_round_groups",
 ]
 
 
@@ -70,26 +69,6 @@ def make_groups(
         groups = tuple([create(group.ranks, name) for name in names])
         made[group.kind] = groups if group.member else None
     return made
-
-
-def make_round_groups(
-    create: Create,
-    topology: Topology,
-    rank: int,
-    timeout_s: float,
-    handles: int,
-) -> Groups:
-    """Make groups for rounds that run while the caller trains, whose own collectives must not meet theirs.
-
-    Collective over the world.
-    """
-    world = new_group(range(topology.world_size), timeout_s, "xffl_world")
-    return {
-        "world": (world,),
-        **make_groups(
-            create, topology=topology, rank=rank, kinds={"federation", "replica", "federated"}, handles=handles
-        ),
-    }
 
 
 def new_group(

@@ -33,6 +33,8 @@ plain round has neither, and goes through none of these files:
 - ``rank_differences``: what is told where ranks have unequal models, or compute unequal values.
 - ``feature_arithmetic``: what combiners, server rules and codecs compute of the patterns on which ranks are compared.
 - ``equal_cells``: the comparison of cells that have to start from, or go on with, the same values.
+- ``planning.lone_coverage``: ``planning.coverage`` where a job is a single cell.
+- ``planning.ddp_parameters``: whose gradients DistributedDataParallel reduces.
 - ``planning.mesh_cut``: how cells cut a tensor that a mesh inside them shards.
 - ``planning.replica_tensors``: what the ranks of a replica hold that a mesh cuts inside the cells.
 - ``decision.inconsistent_model``: this mark, which a model gets where a rank could not know what became of a round.

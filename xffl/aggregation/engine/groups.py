@@ -14,7 +14,8 @@ from xffl.distributed.collectives import Group
 from xffl.distributed.consistency import connect, control_device, home_device, sends_from_gpu, transfer_device
 from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.groups import Groups, make_groups, make_round_groups
+from xffl.distributed.groups import Groups, make_groups
+from xffl.distributed.round_groups import make_round_groups
 from xffl.topology import Topology
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from xffl.aggregation.engine.decision.elastic_votes import ElasticCoordinator, R
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.global_state import agree_on_steps
 from xffl.aggregation.engine.groups import RoundScope
-from xffl.aggregation.engine.planning.coverage import check_lone_cell
+from xffl.aggregation.engine.planning.lone_coverage import check_lone_cell
 from xffl.aggregation.engine.setup import make_copies
 from xffl.aggregation.engine.votes import Seal
 from xffl.aggregation.federations.fixed_tensors import FixedTensors, find_fixed
@@ -36,7 +36,8 @@ from xffl.checks import shorten
 from xffl.distributed.collectives import all_gather_json
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.failures.faults import inject, start_round
-from xffl.distributed.groups import Groups, make_round_groups
+from xffl.distributed.groups import Groups
+from xffl.distributed.round_groups import make_round_groups
 from xffl.elastic.federation import ElasticFederation, RoundEnd
 from xffl.elastic.roster import Epoch
 from xffl.errors import CheckpointError, ConfigError, RoundError, StateError, XfflError

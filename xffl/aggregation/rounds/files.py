@@ -10,7 +10,7 @@ from torch import nn
 from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.config import RoundArguments, RoundConfig
 from xffl.aggregation.engine.decision.consensus import checked_weight
-from xffl.aggregation.engine.planning.coverage import check_lone_cell
+from xffl.aggregation.engine.planning.lone_coverage import check_lone_cell
 from xffl.aggregation.exports import RoundPlan, export_cell, load_agreed_global
 from xffl.aggregation.rounds.offer import Empty, Outcome, RoundOffer
 from xffl.cluster.over_files import read_over_files

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from xffl.checks import group, shorten
@@ -17,14 +18,14 @@ from xffl.cluster.doctor.lines import Line, Message
 from xffl.cluster.doctor.messages import explain, read_answer, read_probe, read_time
 from xffl.cluster.doctor.probe import ERROR, OK, WARNING, Finding, Request
 from xffl.cluster.lighthouse.page import CellStatus
-from xffl.cluster.network import SLURM_PORTS, ephemeral_ports
+from xffl.cluster.network import SLURM_PORTS
 from xffl.cluster.runtimes import Runtime, group_by_runtime, runtime_table
 from xffl.cluster.sizes import Federation
 from xffl.cluster.slurm.allocation import Host
 from xffl.errors import ConfigError, XfflError
 from xffl.topology import Topology
 
-__all__ = ["Examination", "Peer", "Report", "check_cells", "merge"]
+__all__ = ["Examination", "Peer", "Report", "check_cells", "ephemeral_ports", "merge"]
 
 _PROBE_S = 90.0  # for a host's checks of itself, beside torch: four programs of 20 s each
 _FOLDER_S = 10.0
@@ -35,6 +36,7 @@ _CLOCK_ERROR_S = 5.0  # the newest of several files is not the last one written;
 _LEAST_FREE = 2**30
 _SLOW_FOLDER_S = 2.0
 _SLOW_MIB_S = 5.0  # a slower pair gets a warning: 40 Mbit/s, at which 1 GiB takes more than three minutes
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _ALL_PAIRS = 64  # hosts or cells up to which each one is paired with every other
 _TOKEN_ADVICE = "give the same one to all cells, and to the doctor: XFFL_TOKEN_FILE, or XFFL_TOKEN"
 _FORMAT_ADVICE = "run versions of xffl that have one exchange format in all cells"
@@ -544,3 +546,11 @@ def check_cells(federated: Federation, by: str, ranks: Sequence[Host]) -> tuple[
     except XfflError as error:
         return None, Finding("cells", ERROR, str(error), f"correct {by}")
     return topology, Finding("cells", OK, f"{topology.cells} cells of {shorten(topology.sizes, 8)}")
+
+
+def ephemeral_ports() -> tuple[int, int]:
+    """Return the first and last port that Linux hands out by itself: stores, gloo and NCCL listen there."""
+    if not _EPHEMERAL.exists():
+        return 32768, 60999
+    first, last = _EPHEMERAL.read_text().split()
+    return int(first), int(last)

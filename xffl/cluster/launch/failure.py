@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from xffl.callers import find_place, is_of_package, is_of_python
+from xffl.callers import is_of_package, is_of_python, is_of_script
 from xffl.checks import decimal, visible
 from xffl.cluster.recognition.refusals import told_rank
 from xffl.errors import ConfigError, TopologyError, XfflError, public_name
@@ -38,6 +38,7 @@ __all__ = [
     "caught_signals",
     "code_of_signal",
     "describe_failure",
+    "find_place",
     "first_failure",
     "is_left_to_others",
     "is_noted_alike",
@@ -208,6 +209,18 @@ def describe_failure(error: BaseException, *, skip: Container[str] = ()) -> Fail
         place=(find_place(error.__traceback__) or "") if is_xffl else "",
         has_cause=is_xffl and _answers_another(error),
     )
+
+
+def find_place(traceback: TracebackType | None) -> str | None:
+    """Find the line of the script, ``FILE:LINE``, that a traceback goes through last; ``None`` where there is none."""
+    place = None
+    while traceback is not None:
+        frame, path = traceback.tb_frame, traceback.tb_frame.f_code.co_filename
+        # Code without a file is the script's own with -c and on standard input; dataclasses make some, too.
+        if is_of_script(path) and (not path.startswith("<") or frame.f_globals.get("__name__") == "__main__"):
+            place = f"{path}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return None if place is None else place.removeprefix(f"{os.getcwd()}{os.sep}")
 
 
 def _answers_another(error: BaseException) -> bool:

@@ -19,13 +19,12 @@ from torch.distributed.tensor import DTensor
 
 from xffl.aggregation.engine.planning.ddp_parameters import reduced_parameters
 from xffl.aggregation.engine.planning.tensors import tensors_of
-from xffl.distributed.consistency import gather_objects, ranks_text, run_on_all_ranks
+from xffl.distributed.consistency import ranks_text
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.gradients import find_reduction
-from xffl.distributed.sharding import reshard
 from xffl.errors import ConfigError
 
-__all__ = ["check_gradients", "check_lone_cell"]
+__all__ = ["check_gradients"]
 
 REMEDY = (
     "spread the whole model by xffl.shard(model, state{whole}), or wrap it by DistributedDataParallel(model, "
@@ -81,22 +80,6 @@ def check_gradients(
             raise ConfigError(
                 _uncovered(name, tensor=tensor, reductions=reductions, reached=reached, needed=len(needed))
             )
-
-
-def check_lone_cell(model: nn.Module, state: DistributedState, *, is_reduced_by_caller: bool) -> None:
-    """Check a model as :func:`check_gradients` does, in a job with a single cell; collective over the world.
-
-    Gathers the tensor names of all ranks once.
-    """
-    with run_on_all_ranks("models"):
-        reshard(model)
-        names = [name for name, *_ in tensors_of(model)]
-    holders: dict[str, list[int]] = {}
-    for rank, held in enumerate(gather_objects(names)):
-        for name in held:
-            holders.setdefault(name, []).append(rank)
-    with run_on_all_ranks("models"):
-        check_gradients(model, state, is_reduced_by_caller=is_reduced_by_caller, holders_of=lambda name: holders[name])
 
 
 def _ddp_reductions(model: nn.Module) -> Mapping[int, list[Reduction]]:

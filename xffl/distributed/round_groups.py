@@ -1,0 +1,28 @@
+"""The groups of rounds that have some of their own, beside those of the state: delayed rounds, and elastic cells."""
+
+from __future__ import annotations
+
+from xffl.distributed.groups import Create, Groups, make_groups, new_group
+from xffl.topology import Topology
+
+__all__ = ["make_round_groups"]
+
+
+def make_round_groups(
+    create: Create,
+    topology: Topology,
+    rank: int,
+    timeout_s: float,
+    handles: int,
+) -> Groups:
+    """Make groups for rounds that run while the caller trains, whose own collectives must not meet theirs.
+
+    Collective over the world.
+    """
+    world = new_group(range(topology.world_size), timeout_s, "xffl_world")
+    return {
+        "world": (world,),
+        **make_groups(
+            create, topology=topology, rank=rank, kinds={"federation", "replica", "federated"}, handles=handles
+        ),
+    }
