@@ -526,13 +526,13 @@ class World:
                 holders = [member.cell for member in told if member.lost == recovery.newest]
                 made = self.round_of(recovery.newest)
                 assert made is not None, "who holds it took part in it"
-                record = history.recover(made, holders)
-                self.steps[record.id] = ()
+                recovered = history.recover(made, holders)
+                self.steps[recovered.id] = ()
                 if is_whole():
-                    self.put(record)
+                    self.put(recovered)
                     self.counts["recovered"] += 1
                     for process in members:
-                        process.holding.note_seen(record.number)
+                        process.holding.note_seen(recovered.number)
             return
         if is_slow():
             yield

@@ -16,11 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUNDS = 8
+CASE_S = 120.0
+"""How long the cells of a case may take"""
 COMES = 4
 """The round behind which the late cell may come"""
 
@@ -127,18 +130,29 @@ def run(tree: Path, name: str) -> dict[str, dict[str, str]]:
         }
         environment |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         cells = range(3 if case.get("late") else 2)
-        processes = [
-            subprocess.Popen(
-                [sys.executable, str(Path(__file__)), "--cell", str(cell), "--case", name, "--folder", place, url],
-                env={**environment, "MASTER_PORT": str(free_port())},
-            )
-            for cell in cells
-        ]
-        codes = [process.wait(120) for process in processes]
-        assert not any(codes), f"cells of {name} in {tree} have ended with {codes}"
-        told = {str(cell): json.loads((folder / f"{cell}.json").read_text()) for cell in cells}
-    server.shutdown()
-    return told
+        with ExitStack() as running:
+            running.callback(server.shutdown)
+            processes = []
+            for cell in cells:
+                words = [sys.executable, str(Path(__file__)), "--cell", str(cell), "--case", name, "--folder", place]
+                process = subprocess.Popen([*words, url], env={**environment, "MASTER_PORT": str(free_port())})
+                running.callback(process.wait)
+                running.callback(process.kill)
+                processes.append(process)
+            wait_for(processes, f"cells of {name} in {tree}")
+        return {str(cell): json.loads((folder / f"{cell}.json").read_text()) for cell in cells}
+
+
+def wait_for(processes: list[subprocess.Popen[bytes]], what: str) -> None:
+    """Wait until all processes have ended well; RuntimeError once one has not, or if they take too long."""
+    deadline = time.monotonic() + CASE_S
+    while True:
+        codes = [process.poll() for process in processes]
+        if not any(codes) and None not in codes:
+            return
+        if any(codes) or time.monotonic() > deadline:
+            raise RuntimeError(f"{what} have ended with {codes} (None: not within {CASE_S:g} s)")
+        time.sleep(0.1)
 
 
 def free_port() -> int:
@@ -162,11 +176,14 @@ def main() -> int:
     if options.case is not None:
         be_cell(options.cell, dict(CASES[options.case]), Path(options.folder), options.place)
         return 0
+    other = Path(options.place)
+    if not (other / "xffl").is_dir():
+        parser.error(f"{other} is no checkout of xffl")
     different = 0
     for name in CASES:
         if options.only not in name:
             continue
-        old, new = run(Path(options.place), name), run(ROOT, name)
+        old, new = run(other, name), run(ROOT, name)
         is_equal = old == new
         different += not is_equal
         print(f"{name}: {'equal' if is_equal else f'DIFFERENT: {old} {new}'}", flush=True)

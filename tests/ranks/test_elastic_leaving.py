@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -13,8 +14,14 @@ import xffl
 from tests.ports import free_port
 from tests.ranks.test_elastic import journal, lighthouse, pytestmark  # noqa: F401 - fixtures and marks
 from tests.worlds import be_launched, run_world
+from xffl.aggregation.engine.decision.consensus import RoundInput
+from xffl.aggregation.federations.elastic import ElasticAggregator
+from xffl.aggregation.report import ElasticRoundReport
 from xffl.aggregation.rounds.hooks import LoopHooks
 from xffl.distributed import ElasticParameters
+from xffl.errors import MeetingLeft
+
+LATER_S = 5.0
 
 
 def wait_and_leave(rank: int, world: int, url: str, ports: tuple[int, ...], folder: str) -> list[float]:
@@ -75,3 +82,31 @@ def test_a_cell_that_is_asked_to_stop_leaves_its_block_and_nobody_waits_for_it(
     for seconds in told[1:]:
         assert len(seconds) >= 4
         assert max(seconds) < 5.0
+
+
+def stop_and_go_on(rank: int, world: int, url: str, ports: tuple[int, ...]) -> tuple[int, float]:
+    """Be one of two cells that make rounds together only; the first one withdraws once, and asks again later.
+
+    Return how often the round after that was tried, and how long it took.
+    """
+    be_launched(0, 1, ports[rank])
+    elastic = ElasticParameters(lighthouse=url, least_cells=2)
+    with xffl.session(cell=rank, cells=world, elastic=elastic, timeout_s=60) as state:
+        rounds = ElasticAggregator(nn.Linear(2, 1), state)
+        rounds.join()
+        if rank == 0:
+            with pytest.raises(MeetingLeft):
+                rounds.open(is_stopping=lambda: True)
+        time.sleep(LATER_S)
+        rounds.open()
+        report = rounds.participate(RoundInput(1.0))
+        rounds.close()
+    assert isinstance(report, ElasticRoundReport)
+    return report.tries, report.seconds
+
+
+def test_a_round_after_one_that_was_left_is_counted_from_its_own_beginning(lighthouse: str) -> None:  # noqa: F811
+    told = run_world(2, stop_and_go_on, lighthouse, (free_port(), free_port()), init=False, timeout_s=60)
+    for tries, seconds in told:
+        assert tries == 1
+        assert seconds < LATER_S

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from tests.journal_records import attempt_after
-from xffl.errors import ConfigError
+from xffl.errors import CheckpointError, ConfigError
 from xffl.journal.cell import LEAST_PUT_S, UNKNOWN_PUT_S, CellJournal
 from xffl.journal.folder import JournalFolder
 from xffl.journal.records import (
@@ -20,7 +23,7 @@ from xffl.journal.records import (
     RoundRecord,
     VoidRecord,
 )
-from xffl.journal.rule import Continue, Fate, Wait, forget_of
+from xffl.journal.rule import Continue, Fate, Wait, forget_of, recover_record
 from xffl.journal.service import JournalService, RemoteJournal
 
 TOKEN = b"a token of the run"
@@ -202,6 +205,9 @@ class OldView:
     def where(self) -> str:
         return self.journal.where
 
+    def heed(self, is_stopping: Callable[[], bool] | None) -> None:
+        self.journal.heed(is_stopping)
+
     def put(self, record: Record) -> Record:
         return self.journal.put(record)
 
@@ -294,3 +300,50 @@ def test_a_start_is_not_recorded_over_a_later_one_of_its_cell(opened: Callable[[
     one.read_new()
     with pytest.raises(ConfigError, match="another job is cell 1 of this run since record 0"):
         one.check()
+
+
+@pytest.mark.parametrize("is_longer", [False, True], ids=["shorter", "longer"])
+@pytest.mark.parametrize("what", ["read", "put"])
+def test_a_journal_that_takes_the_place_of_another_is_refused_by_name(
+    tmp_path: Path, opened: Callable[[], Journal], what: str, is_longer: bool
+) -> None:
+    cell = CellJournal(opened(), 0)
+    make_round(cell)
+    attempt = attempt_of(cell.history.round_of(cell.holding.model), cell)
+    for file in tmp_path.glob("*.json"):
+        file.unlink()
+    other = CellJournal(JournalFolder(tmp_path), 1)
+    other.publish(recover_record())
+    while is_longer and other.history.newest < attempt.number:
+        other.read_new()
+        other.publish(forget_of(other.history, 1))
+    if what == "put" and is_longer:
+        with pytest.raises(CheckpointError, match=f"that of run {attempt.run}, and there is that of run"):
+            cell.publish(attempt)
+    with pytest.raises(CheckpointError, match="another journal has taken the place.*cell 0.*--recover"):
+        cell.read_new()
+
+
+def test_a_journal_that_lacks_what_was_read_is_unreachable_and_says_so(
+    tmp_path: Path, opened: Callable[[], Journal]
+) -> None:
+    cell = CellJournal(opened(), 0)
+    make_round(cell)
+    for file in tmp_path.glob("*.json"):
+        file.unlink()
+    with pytest.raises(JournalUnreachable, match=r"does not have record 1 any more.*--recover"):
+        cell.read_new()
+
+
+@pytest.mark.parametrize("is_silent", [False, True], ids=["refused", "silent"])
+def test_a_cell_that_is_to_stop_does_not_wait_for_the_journal(tmp_path: Path, is_silent: bool) -> None:
+    service = JournalService(JournalFolder(tmp_path), TOKEN, "127.0.0.1", 0)
+    cell = CellJournal(RemoteJournal(service.url, TOKEN), 0)
+    service.close()
+    port = int(service.url.rpartition(":")[2])
+    begun = time.monotonic()
+    cell.heed(lambda: time.monotonic() > begun + 0.5)
+    silent = socket.create_server(("127.0.0.1", port)) if is_silent else nullcontext()
+    with silent, pytest.raises(JournalUnreachable):
+        cell.read_new()
+    assert time.monotonic() - begun < 3.0

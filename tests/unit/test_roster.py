@@ -221,7 +221,11 @@ def test_a_newcomer_with_other_settings_ends_no_run() -> None:
         epoch = run.meet(*members, stranger)
         assert epoch.cells == (0, 1) and epoch.strangers == (stranger,) and not epoch.refusal
     with pytest.raises(ConfigError):
-        run.meet(*members, replace(run.record(2, first), cells=4))  # it has a model, too: nobody can tell who is right
+        run.meet(*members, replace(run.record(2, first), cells=4))  # all began at once: nobody can tell who is right
+    for more in ({"cells": 4}, {"replica_size": 2}):
+        for again in (replace(run.record(1, first, number=9), **more), replace(run.restart(1, first), **more)):
+            epoch = run.meet(members[0], again)
+            assert epoch.cells == (0,) and epoch.strangers == (again,)
 
 
 def test_the_journal_of_a_run_of_other_cells_is_refused() -> None:

@@ -80,6 +80,8 @@ SOON_S = 0.05
 """The same where only the journal or a look at a missing cell stood between."""
 LATER_S = 0.2
 """The same where a cell is missing for more than :data:`CELL_HEARTBEAT_TIMEOUT_S`."""
+ALONE_S = 2.0
+"""How long a rank that could not enter waits for the others of its cell until it closes its connections to them."""
 AWAY_KEY = "away"
 """In a cell's store, while it waits for the lighthouse or the journal with its steps made."""
 MOST_TRIES = 5
@@ -89,6 +91,7 @@ MOST_TRIES = 5
 class RoundEnd(IntEnum):
     """How a round ended on one rank. :meth:`ElasticFederation.agree_on_end` combines the ends of a cell's ranks."""
 
+    FAILED = -1  # this rank could not enter the epoch, for a reason that the others may not have
     REFUSED = 0  # rolled back for a reason that all ranks know; not repeated
     BROKEN = 1  # rolled back because this rank, or one that voted no, lost contact to another
     IN_DOUBT = 2  # this rank voted to commit and lost contact before it saw the result
@@ -238,6 +241,7 @@ class ElasticFederation:
         :raises RoundError: if no such meeting came about in time.
         :raises MeetingLeft: if the cell is to stop.
         """
+        self._heed(is_stopping)
         begun = time.monotonic()
         self._arrivals.note_arrival(begun, is_again=self._failures > 0)
         self._missed_since.clear()
@@ -249,6 +253,10 @@ class ElasticFederation:
                 self._arrivals.note_end(time.monotonic())
                 self._take_name(epoch)
                 return epoch
+
+    def _heed(self, is_stopping: Callable[[], bool] | None) -> None:
+        if self._journal is not None:
+            self._journal.heed(is_stopping)
 
     def _take_name(self, epoch: Epoch) -> None:
         """Call a model of a lost journal as the epoch does, or hold none if it was given up; local, on all ranks."""
@@ -393,9 +401,9 @@ class ElasticFederation:
         journal = self._journal
         assert journal is not None, "the leader has it"
         pause_s = REFUSED_S
-        if epoch.wait is not None:
+        if epoch.awaited:
             command = cells_command(self._parameters.lighthouse, self._parameters.journal)
-            self._say(f"{epoch.refusal}: {command} --forget {epoch.wait.cells[0]}")
+            self._say(f"{epoch.refusal}: {command} --forget {epoch.awaited[0]}")
         elif not epoch.has_new_starts:  # to record starts takes a moment, at each start of a run
             self._say(epoch.refusal)
         if epoch.has_new_starts:
@@ -623,28 +631,34 @@ class ElasticFederation:
         inject("published")
         return standing.id == attempt.id
 
-    def end_doubt(self) -> Fate:
+    def end_doubt(self, is_stopping: Callable[[], bool] | None = None) -> Fate:
         """End this cell's doubt about a round by what stands in the journal.
 
         The record may still come: its publisher may be slow. After a while the cell gives the number up.
 
+        :param is_stopping: Called on the cell's first rank while the journal cannot be reached: whether the cell is to
+            stop. The doubt then stays.
         :return: What becomes of the steps that the cell has made.
         :raises RoundError: if the journal does not answer in time.
         :raises CheckpointError: if it holds something else than records of this run.
         :raises ConfigError: if its service refuses to answer.
+        :raises MeetingLeft: if the cell is to stop.
         """
+        self._heed(is_stopping)
         attempt = self.holding.doubt
         assert attempt is not None, "asked for where there is one"
         begun = time.monotonic()
         while True:
-            answer: list[Record | XfflError | None] = [None]
+            answer: list[Record | XfflError | MeetingLeft | None] = [None]
             if self._journal is not None:
                 waited_s = time.monotonic() - begun
                 try:
                     answer[0] = self._journal.ask_for(attempt, waited_s)
                 except JournalUnreachable as error:
                     self._say(str(error))
-                    if waited_s > self._parameters.meeting_timeout_s:
+                    if is_stopping is not None and is_stopping():
+                        answer[0] = MeetingLeft()
+                    elif waited_s > self._parameters.meeting_timeout_s:
                         answer[0] = error
                 except XfflError as error:  # the journal is damaged, or another one: the other ranks wait for this
                     answer[0] = error
@@ -652,7 +666,7 @@ class ElasticFederation:
                     time.sleep(ASK_AGAIN_S)
             dist.broadcast_object_list(answer, src=0)
             [standing] = answer
-            if isinstance(standing, XfflError):
+            if isinstance(standing, XfflError | MeetingLeft):
                 raise standing
             if standing is not None:
                 fate = self.holding.settle(standing)
@@ -668,7 +682,9 @@ class ElasticFederation:
         """Agree in the cell on how a round ended, and note what the cell holds now.
 
         A rank that committed the round knows that its record stands. If a rank had not voted to commit, then nobody
-        published it. If all ranks of the cell are in doubt, :meth:`end_doubt` asks the journal.
+        published it. If all ranks of the cell are in doubt, :meth:`end_doubt` asks the journal. If some ranks could not
+        enter the epoch, the cell has to end. If none could, then the reason is the same for all of them, and the round
+        counts as refused.
 
         :param end: How it ended on this rank.
         :param epoch: The epoch.
@@ -677,9 +693,17 @@ class ElasticFederation:
         """
         fate = Fate.PUT_BACK
         ends = torch.tensor([end, -end], dtype=torch.int64, device=control_device())
-        dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+        comparing = dist.all_reduce(ends, op=dist.ReduceOp.MAX, async_op=True)
+        assert comparing is not None, "the rank is in its own world"
+        if end is RoundEnd.FAILED:
+            self._poison_if_alone(comparing)
+        comparing.wait()
         most, least = RoundEnd(int(ends[0])), RoundEnd(-int(ends[1]))
-        if most is RoundEnd.TAKEN:
+        if most is RoundEnd.FAILED:
+            most = RoundEnd.REFUSED
+        elif least is RoundEnd.FAILED and most is not RoundEnd.TAKEN:
+            most = RoundEnd.FAILED
+        elif most is RoundEnd.TAKEN:
             if least < RoundEnd.IN_DOUBT:
                 raise RoundError(
                     f"the round of epoch {epoch.group} was taken, but a rank of cell {self.cell} could not write it; "
@@ -704,6 +728,18 @@ class ElasticFederation:
                     "reached from all of them (XFFL_IFNAME)"
                 )
         return most, fate
+
+    def _poison_if_alone(self, comparing: dist.Work) -> None:
+        """Close this rank's connections if the other ranks of its cell do not come: they wait for it in the epoch.
+
+        Not before, because an error that all ranks of the epoch hear of may still be on its way to some of them.
+        """
+        deadline = time.monotonic() + ALONE_S
+        while not comparing.is_completed():
+            if time.monotonic() > deadline:
+                self.poison()
+                return
+            time.sleep(SOON_S)
 
     def limit_messages(self, seconds: float, quick_s: float) -> None:
         """Set the timeouts of messages, and of short ones such as votes, in this epoch and later ones; local."""

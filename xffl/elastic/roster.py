@@ -281,8 +281,8 @@ def form_epoch(records: Iterable[CellRecord], created: int, history: History, *,
     :param least: How many cells a round needs; by default any number once the run has begun, and :func:`least_cells` to
         begin it.
     :return: The epoch, with a refusal if these cells must not make a round.
-    :raises ConfigError: if cells that hold a model (or, before the first round, any cells) were started for different
-        federations, or for another one than that of the journal.
+    :raises ConfigError: if those cells that have run for longest (before the first round, any cells) were started for
+        different federations, or for another one than that of the journal.
     """
     ordered = sorted(records, key=lambda record: (record.cell, record.life))
     history = history.until(largest_told(record.member for record in ordered))
@@ -291,7 +291,7 @@ def form_epoch(records: Iterable[CellRecord], created: int, history: History, *,
         replace(record, held=history.find_recovered(record.lost)) if record.lost is not None else record
         for record in ordered
     ]
-    members, strangers = _split([record for record in ordered if not history.is_superseded(record.member)])
+    members, strangers = _split([record for record in ordered if not history.is_superseded(record.member)], history)
     asked = [member.member for member in members]
     starts = history.unrecorded(asked)
     chosen = history.choose_base(asked)
@@ -374,11 +374,16 @@ def _wait_text(wait: Wait) -> str:
     )
 
 
-def _split(records: Sequence[CellRecord]) -> tuple[tuple[CellRecord, ...], tuple[CellRecord, ...]]:
-    """Separate the cells of the run from newcomers that were started for another federation."""
-    agreed = [record for record in records if record.held is not None]
-    check_alike(agreed or records)
-    settings = {(record.cells, record.replica_size) for record in agreed or records}
+def _split(records: Sequence[CellRecord], history: History) -> tuple[tuple[CellRecord, ...], tuple[CellRecord, ...]]:
+    """Separate the cells of the run from newcomers that were started for another federation.
+
+    A cell may have come back with the model and with other settings; those that have run for longest are right.
+    """
+    holders = [record for record in records if record.held is not None]
+    earliest = {member.start for member in history.earliest([record.member for record in holders])}
+    right = [record for record in holders if record.start in earliest] or records
+    check_alike(right)
+    settings = {(record.cells, record.replica_size) for record in right}
     members = tuple(record for record in records if (record.cells, record.replica_size) in settings)
     return members, tuple(record for record in records if record not in members)
 

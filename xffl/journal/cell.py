@@ -9,11 +9,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from xffl.errors import ConfigError
+from xffl.errors import CheckpointError, ConfigError
 from xffl.journal.records import (
     PATIENCE_S,
+    STOPPING_S,
     Journal,
     JournalUnreachable,
     ModelId,
@@ -57,6 +58,8 @@ class CellJournal:
         self._puts: deque[float] = deque(maxlen=_PUTS_KEPT)
         self._voids = 0  # attempts in a row that were given up here
         self._prune_at = LEAST_PRUNED
+        self._is_stopping: Callable[[], bool] | None = None
+        self._run = ""  # the run of the records that were read; empty before the first
         self.read_new()
         self.since = self.history.newest
         """Number of the newest record before this start has loaded anything"""
@@ -65,6 +68,14 @@ class CellJournal:
     def where(self) -> str:
         """The folder of the journal, or the address of its service."""
         return self._journal.where
+
+    def heed(self, is_stopping: Callable[[], bool] | None) -> None:
+        """Wait no longer than about a second for the journal once this cell is to stop.
+
+        :param is_stopping: Tells whether it is; called in the thread that asks the journal.
+        """
+        self._is_stopping = is_stopping
+        self._journal.heed(is_stopping)
 
     @property
     def give_up_s(self) -> float:
@@ -117,13 +128,49 @@ class CellJournal:
     # Reading ----------------------------------------------------------------------------------------------------------
 
     def read_new(self) -> None:
-        """Read the records that follow those that are known."""
-        while records := self._journal.read_from(self.history.newest + 1):
+        """Read the records that follow those that are known.
+
+        :raises JournalUnreachable: if the journal cannot be read, or lacks what was read before.
+        :raises CheckpointError: if another journal has taken its place.
+        """
+        while records := self._read_following():
             if self.history.has_models_of(records):
                 self.history.add(records)
             else:
                 self.history = History()
         self.holding.note_seen(self.history.newest)
+
+    def _read_following(self) -> list[Record]:
+        """Return records that follow those that are known, if there are any.
+
+        The newest that is known is read again: nothing else would tell that a shorter journal stands in its place.
+        """
+        newest = self.history.newest
+        if newest < 0:
+            records = self._journal.read_from(0)
+            if records:
+                self._check_run(records[0])
+                self._run = records[0].run
+            return records
+        records = self._journal.read_from(newest)
+        if not records:
+            for first in self._journal.read_from(0)[:1]:
+                self._check_run(first)
+            raise JournalUnreachable(
+                f"the journal {self.where} does not have record {newest} any more, which was read here; restore it, or "
+                "begin an empty one by xffl lighthouse --journal DIR --recover, if it is lost"
+            )
+        self._check_run(records[0])
+        return records[1:]
+
+    def _check_run(self, record: Record) -> None:
+        """Raise CheckpointError if a record is one of another journal than those that were read before."""
+        if self._run and record.run != self._run:
+            raise CheckpointError(
+                f"another journal has taken the place of the one at {self.where}: this cell {self.holding.cell} has "
+                f"read that of run {self._run}, and there is that of run {record.run} now; put the first one back, or "
+                "start the cells again, if it was lost and the new one was begun by xffl lighthouse --recover"
+            )
 
     def read_to(self, number: int) -> None:
         """Read all records up to one that some cell has seen.
@@ -133,12 +180,14 @@ class CellJournal:
         :raises ConfigError: if nothing that another cell has written was ever read here, so that this is another
             journal.
         """
-        deadline = time.monotonic() + self._patience_s
+        begun = time.monotonic()
         while self.history.newest < number:
             self.read_new()
             if self.history.newest >= number:
                 return
-            if time.monotonic() > deadline:
+            waited_s = time.monotonic() - begun
+            is_stopping = self._is_stopping is not None and self._is_stopping()
+            if waited_s > (STOPPING_S if is_stopping else self._patience_s):
                 text = f"record {number} of the journal, which another cell has seen, cannot be read here"
                 if self.since < 0 and not self.history.has_start(self.start):
                     raise ConfigError(
@@ -175,9 +224,11 @@ class CellJournal:
         :param record: The record.
         :return: What stands.
         :raises JournalUnreachable: if it is not known what stands.
+        :raises CheckpointError: if another journal has taken the place of this one.
         """
         begun = time.monotonic()
         standing = self._journal.put(record)
+        self._check_run(standing)
         if isinstance(standing, VoidRecord):
             self._voids += 1
         elif isinstance(standing, RoundRecord):
@@ -194,7 +245,7 @@ class CellJournal:
         """
         self.read_new()
         if self.history.newest >= 0:
-            self._journal.put(self.history[self.history.newest])
+            self._check_run(self._journal.put(self.history[self.history.newest]))
 
     def record_starts(self, members: Sequence[Member]) -> bool:
         """Publish the starts of the members that are not recorded; the members then meet again.

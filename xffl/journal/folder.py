@@ -23,7 +23,7 @@ import fcntl
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -90,6 +90,12 @@ class JournalFolder:
     def where(self) -> str:
         """The folder."""
         return str(self.path)
+
+    def heed(self, is_stopping: Callable[[], bool] | None) -> None:
+        """Do nothing: a file system is not asked again and again.
+
+        :param is_stopping: What is not asked.
+        """
 
     # Records ----------------------------------------------------------------------------------------------------------
 

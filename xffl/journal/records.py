@@ -25,7 +25,7 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeAlias
 
@@ -38,6 +38,7 @@ __all__ = [
     "MOST_CELLS",
     "MOST_RECORDS",
     "PATIENCE_S",
+    "STOPPING_S",
     "ForgetRecord",
     "Journal",
     "JournalUnproven",
@@ -66,6 +67,8 @@ MOST_RECORDS = 10**9
 """One more than the largest number of a record, so that numbers have nine digits"""
 PATIENCE_S = 60.0
 """How long a journal is asked, or read again for a record that another cell has seen"""
+STOPPING_S = 1.0
+"""The same for a cell that is to stop"""
 _FORMAT = 2
 _FORMAT_WITH_PLACES = 1
 """Round records of this one have a list of zeros, one for each cell, in place of the number of cells."""
@@ -178,6 +181,10 @@ class Journal(Protocol):
     @property
     def where(self) -> str:
         """The folder, or the address of the service."""
+        ...
+
+    def heed(self, is_stopping: Callable[[], bool] | None) -> None:
+        """Wait no longer than :data:`STOPPING_S` for an answer once ``is_stopping()`` is true."""
         ...
 
     def put(self, record: Record) -> Record:

@@ -401,6 +401,19 @@ class History:
         """Tell whether a start of a job is recorded."""
         return any(start.id == name for record in self._starts for start in record.starts)
 
+    def earliest(self, members: Sequence[Member]) -> list[Member]:
+        """Return those of some members whose starts were recorded first; all of them, if none was.
+
+        :param members: The members.
+        :return: Those that have run for longest.
+        """
+        ids = {member.start for member in members}
+        for record in self._starts:
+            started = {start.id for start in record.starts} & ids
+            if started:
+                return [member for member in members if member.start in started]
+        return list(members)
+
     def unrecorded(self, members: Iterable[Member]) -> tuple[Start, ...]:
         """Return the starts of the members that have to be recorded before these decide."""
         recorded = {start.id for record in self._starts for start in record.starts}

@@ -20,12 +20,14 @@ import hashlib
 import hmac
 import http.client
 import json
+import queue
 import random
 import secrets
 import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -41,6 +43,7 @@ from xffl.journal.records import (
     LONGEST_RECORD,
     MOST_RECORDS,
     PATIENCE_S,
+    STOPPING_S,
     JournalUnproven,
     JournalUnreachable,
     Record,
@@ -62,6 +65,8 @@ SILENT_S = 10.0
 """How long either side waits for the next bytes of the other"""
 REQUEST_S = 30.0
 """How long the service reads one request; its answer has SILENT_S of its own"""
+LOOK_S = 0.2
+"""How often a client that waits looks whether it is to stop"""
 QUIET_S = 5.0
 """How long a client asks in vain before it says so"""
 FIRST_PAUSE_S = 0.05
@@ -245,6 +250,14 @@ class RemoteJournal:
         self._place = urlsplit(url)
         self._token = token
         self._patience_s = patience_s
+        self._is_stopping: Callable[[], bool] | None = None
+
+    def heed(self, is_stopping: Callable[[], bool] | None) -> None:
+        """Wait no longer than :data:`STOPPING_S` for an answer once the caller is to stop.
+
+        :param is_stopping: Tells whether it is.
+        """
+        self._is_stopping = is_stopping
 
     @property
     def where(self) -> str:
@@ -280,11 +293,11 @@ class RemoteJournal:
         has_said = False
         while True:
             try:
-                lines = self._try(path, body, deadline).splitlines()
+                lines = self._try_until_stop(path, body, deadline, begun).splitlines()
                 return [read_record(line, f"the answer of the journal {self._url}") for line in lines]
             except (OSError, http.client.HTTPException, JournalUnreachable, CheckpointError) as error:
                 now = time.monotonic()
-                if now + pause_s > begun + self._patience_s:
+                if now + pause_s > begun + self._patience_s or self._is_over(begun):
                     kind = JournalUnproven if isinstance(error, JournalUnproven) else JournalUnreachable
                     raise kind(self._describe(error)) from error
                 if now > begun + QUIET_S and not has_said:
@@ -307,6 +320,35 @@ class RemoteJournal:
             f"the journal {self._url} does not answer ({reason}); see that xffl lighthouse --journal runs and that "
             "this host reaches it, or set XFFL_JOURNAL to where the journal is"
         )
+
+    def _is_over(self, begun: float) -> bool:
+        """Tell whether the caller is to stop, and has asked long enough since then."""
+        is_stopping = self._is_stopping
+        return is_stopping is not None and time.monotonic() > begun + STOPPING_S and is_stopping()
+
+    def _try_until_stop(self, path: str, body: bytes, deadline: float, begun: float) -> bytes:
+        """Ask once, in another thread if this one may be told to stop meanwhile: a host may be silent for long."""
+        if self._is_stopping is None:
+            return self._try(path, body, deadline)
+        answers: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+
+        def ask() -> None:
+            try:
+                answers.put(self._try(path, body, deadline))
+            except Exception as error:  # noqa: BLE001 - raised by the thread that waits
+                answers.put(error)
+
+        threading.Thread(target=ask, name="xffl-journal", daemon=True).start()
+        while True:
+            try:
+                answer = answers.get(timeout=LOOK_S)
+            except queue.Empty:
+                if self._is_over(begun):
+                    raise JournalUnreachable("it has not answered, and this cell is to stop") from None
+                continue
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
 
     def _try(self, path: str, body: bytes, deadline: float) -> bytes:
         """Ask once. An answer that the run's token does not prove raises as a lost one does."""

@@ -34,13 +34,14 @@ from xffl.aggregation.pending import PendingRound
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.checks import shorten
 from xffl.distributed.collectives import all_gather_json
+from xffl.distributed.consistency import check_consistent, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.failures.faults import inject, start_round
 from xffl.distributed.groups import Groups
 from xffl.distributed.round_groups import make_round_groups
 from xffl.elastic.federation import ElasticFederation, RoundEnd
 from xffl.elastic.roster import Epoch
-from xffl.errors import CheckpointError, ConfigError, RoundError, StateError, XfflError
+from xffl.errors import CheckpointError, ConfigError, MeetingLeft, RoundError, StateError, XfflError
 from xffl.journal.records import RoundRecord, read_record, record_text
 from xffl.journal.rule import Fate
 
@@ -149,6 +150,8 @@ class ElasticAggregator:
         """Fragments of this cell's model that the last round replaced, and with them the steps made on them."""
         self.has_handed_over = False
         """Whether the other cells took over this cell's model in the last round, with its steps since."""
+        self._fellows: frozenset[str] = frozenset()
+        """Lives of the cells of the last round that this cell has taken part in."""
         self._epoch: Epoch | None = None
         self._is_leaving = False
         # Whether another round may follow: the cells met for the last one, all know its end, and not all have finished.
@@ -280,7 +283,7 @@ class ElasticAggregator:
         if self.is_closed:
             raise StateError("this aggregator is closed; make another one")
         self.check()
-        report = self.end_doubt()
+        report = self.end_doubt(is_stopping)
         if not self._tries:
             self._opened_at = time.perf_counter()
         self._tries += 1
@@ -288,23 +291,28 @@ class ElasticAggregator:
         inject("meet")
         text = json.dumps(told) if told else ""
         self._has_others = False
-        self._epoch = self._federation.meet(is_finished=is_finished, told=text, is_stopping=is_stopping)
+        try:
+            self._epoch = self._federation.meet(is_finished=is_finished, told=text, is_stopping=is_stopping)
+        except MeetingLeft:
+            self._tries = 0  # what follows is another round
+            raise
         self._has_others = True
         self._is_leaving = is_finished
         return report
 
-    def end_doubt(self) -> RoundReport | None:
+    def end_doubt(self, is_stopping: Callable[[], bool] | None = None) -> RoundReport | None:
         """Ask the journal whether the last round was taken, if that is in doubt; collective over the cell.
 
         If it was, its result is written now, and its report is returned. Raises RoundError where the journal does not
-        answer in time.
+        answer in time. While it does not, the cell's first rank asks ``is_stopping``, and MeetingLeft is raised if that
+        returns True: the doubt stays.
         """
         self.taken_over = frozenset()
         self.has_handed_over = False
         doubted = self._doubted
         if doubted is None:
             return None
-        fate = self._federation.end_doubt()
+        fate = self._federation.end_doubt(is_stopping)
         self._doubted = None
         if fate is Fate.PUT_BACK:
             return None
@@ -353,7 +361,7 @@ class ElasticAggregator:
         try:
             aggregator = self._begin(epoch)
             begun.append(aggregator.aggregate_async(weight, alpha=alpha, steps=steps, seconds=seconds))
-        except (XfflError, RuntimeError) as error:  # raised in the merge, where the cell's other ranks raise it, too
+        except Exception as error:  # noqa: BLE001 - raised in the merge, where the cell's other ranks raise it, too
             self._federation.poison()
             failures.append(error)
 
@@ -387,12 +395,24 @@ class ElasticAggregator:
         try:
             aggregator = self._enter(epoch)
         except XfflError as error:
-            # A late cell with another model or other options fails; the cells that agree continue without it.
-            if self._federation.cell in epoch.behind or not epoch.behind or epoch.base is None:
+            if self._is_newcomer(epoch):
                 raise
             raise RoundBroken(str(error)) from error
         aggregator.resume_at(epoch.base_round)
         return aggregator
+
+    def _is_newcomer(self, epoch: Epoch) -> bool:
+        """Tell whether this cell has to end where the cells of an epoch have other models or options; local.
+
+        A cell that comes, or comes back, with other ones fails; the cells that agree continue without it. Where all are
+        new to each other nobody knows which of them is wrong.
+        """
+        if epoch.base is None:
+            return True
+        is_behind = self._federation.cell in epoch.behind
+        if self._fellows:
+            return is_behind or self._fellows >= {*epoch.lives}
+        return is_behind or not epoch.behind
 
     def _conclude(
         self, epoch: Epoch, run: Callable[[], RoundReport | None], *, withholds_steps: bool = False, **merge: Any
@@ -402,6 +422,7 @@ class ElasticAggregator:
         report: RoundReport | None = None
         error: XfflError | None = None
         weights: tuple[float, ...] = ()
+        is_alone = False  # whether no other rank of the epoch has this error
         try:
             report = run()
             # Without a report, or below a divergence, no round was made, and no record published.
@@ -416,12 +437,21 @@ class ElasticAggregator:
             end = RoundEnd.BROKEN
             error = broken
         except XfflError as wrong:
-            end = RoundEnd.REFUSED
+            end = RoundEnd.REFUSED if self._is_grouped else RoundEnd.FAILED
             error = wrong
-        except RuntimeError as lost:  # the group could not be made, or broke while models were compared
-            end = RoundEnd.BROKEN
-            error = RoundBroken(str(lost))
-        if end in (RoundEnd.BROKEN, RoundEnd.IN_DOUBT):
+        except Exception as lost:
+            is_contact = isinstance(lost, RuntimeError) and not isinstance(lost, torch.OutOfMemoryError)
+            if is_contact:  # the group could not be made, or broke while models were compared
+                end = RoundEnd.BROKEN
+                error = RoundBroken(str(lost))
+            elif self._is_grouped:
+                raise
+            else:
+                end = RoundEnd.FAILED
+                error = RoundError(f"this rank could not join the other cells: {type(lost).__name__}: {lost}")
+                error.__cause__ = lost
+                is_alone = True
+        if end in (RoundEnd.BROKEN, RoundEnd.IN_DOUBT) or is_alone:
             federation.poison()
         self._has_others = False
         agreed, fate = federation.agree_on_end(end, epoch, weights)
@@ -435,6 +465,10 @@ class ElasticAggregator:
                 write = partial(aggregator.resolve, error.outcome, **{**merge, **later})
                 self._doubted = Doubt(epoch, aggregator, write, withholds_steps)
             raise RoundBroken(f"the round is tried again: {error or 'another rank of the cell has lost one'}")
+        if agreed is RoundEnd.FAILED:
+            self._is_grouped = False
+            self._tries = 0
+            check_consistent("cells that join others", "", error=error if end is RoundEnd.FAILED else None)
         tries = self._tries
         self._tries = 0
         if agreed is RoundEnd.REFUSED and error is not None:
@@ -458,6 +492,7 @@ class ElasticAggregator:
     ) -> None:
         """Note what the next round starts from, and what this cell took over."""
         self._agreed = None
+        self._fellows = frozenset(epoch.lives)
         is_behind = fate is not Fate.GAVE
         federation = self._federation
         if is_behind or epoch.total_weight > federation.total_weight:
@@ -592,10 +627,13 @@ class ElasticAggregator:
 
     def _load_agreed(self, model: GlobalModel, agreed: Mapping[str, Any], epoch: Epoch) -> None:
         """Fill a global model from a state; collective over the cell."""
-        if epoch.base_round == 1 and not agreed["optimizers"]:  # the first round is no step of a server
-            model.load_model(agreed["model"])
-        else:
-            model.load_state_dict(agreed)
+        is_of_first = epoch.base_round == 1 and not agreed["optimizers"]  # which is no step of a server
+        with run_on_all_ranks("states of servers"):
+            if is_of_first:
+                model.load_model(agreed["model"])
+            else:
+                model.load_state_dict(agreed)
+        if not is_of_first:
             agree_on_steps(model, None)
 
     def _share_agreed(

@@ -106,9 +106,9 @@ class ElasticRounds(AveragingRounds[ElasticAggregator]):
         aggregator = self.aggregator
         least = self._config.schedule.least_divergence(aggregator.rounds)
         while True:
-            yield from self._end_doubt(offer)
-            given = offer.claim(aggregator.next_fragment)
             try:
+                yield from self._end_doubt(offer)
+                given = offer.claim(aggregator.next_fragment)
                 self._meet(offer, is_finished=given.is_finished)
             except MeetingLeft:
                 return
@@ -127,8 +127,8 @@ class ElasticRounds(AveragingRounds[ElasticAggregator]):
     def start(self, offer: RoundOffer) -> Iterator[Outcome]:
         """Meet the other cells and start a delayed round; a cell that is behind takes the model over in its place."""
         aggregator = self.aggregator
-        yield from self._end_doubt(offer)
         try:
+            yield from self._end_doubt(offer)
             self._meet(offer, is_finished=False)
         except MeetingLeft:
             return
@@ -191,7 +191,7 @@ class ElasticRounds(AveragingRounds[ElasticAggregator]):
 
     def _end_doubt(self, offer: RoundOffer) -> Iterator[Outcome]:
         """End a doubt: the round before was taken, or there was none."""
-        report = self.aggregator.end_doubt()
+        report = self.aggregator.end_doubt(offer.hooks.is_stopping)
         taken = self.doubted
         self.doubted = None
         if report is not None:
