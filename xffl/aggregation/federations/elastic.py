@@ -71,8 +71,6 @@ class Doubt:
     """Holds the result."""
     write: Callable[[], RoundReport]
     """Writes it into the model, if the round was taken."""
-    withholds_steps: bool
-    """Whether this cell held steps that it did not give to the round."""
 
 
 class ElasticRound:
@@ -202,6 +200,11 @@ class ElasticAggregator:
         return self._epoch is not None and self._federation.cell in self._epoch.behind
 
     @property
+    def is_founding(self) -> bool:
+        """Whether the cells that have met begin the run: its first round only hands the lowest cell's model over."""
+        return self._epoch is not None and self._epoch.base is None
+
+    @property
     def has_taken_over(self) -> bool:
         """Whether the last round replaced any part of this cell's model, and with it the steps made on that part."""
         return bool(self.taken_over)
@@ -231,36 +234,18 @@ class ElasticAggregator:
         for aggregator in self._aggregators:
             aggregator.check()
 
-    def join(
-        self,
-        prepare: Callable[[], None] | None = None,
-        *,
-        is_waiting: Callable[[int], bool] | None = None,
-        is_stopping: Callable[[], bool] | None = None,
-    ) -> RoundReport | None:
-        """Take over the model of the other cells, or give them this cell's; collective over the cell.
+    def join(self) -> RoundReport | None:
+        """Take over the model of the other cells, or give them this cell's, without steps; collective over the cell.
 
         In a new federation all cells take over the model of the lowest one. A late cell waits for the next round of the
-        others. ``prepare`` is called before each try. ``is_waiting`` tells whether steps of this cell wait for a
-        fragment's round, as in a checkpoint of the newest round that was saved some steps later: the round replaces
-        them. Returns the report of the round that was taken. Raises MeetingLeft where ``is_stopping`` returns True.
+        others. Returns the report of the round that was taken.
         """
-        is_agreed = self._federation.record is not None
-        taken_over: frozenset[int] = frozenset()
         while True:
-            # A round that was in doubt was taken: the model is the others' already, and they wait for this round.
-            if self.open(is_stopping=is_stopping) is not None:
-                is_agreed = True
-                prepare = None
-                taken_over |= self.taken_over
-            given = RoundInput(is_absent=is_agreed, prepare=prepare)
-            withholds_steps = is_agreed and is_waiting is not None and is_waiting(self.next_fragment)
+            self.open()
             try:
-                report = self.participate(given, withholds_steps=withholds_steps)
+                return self.participate(RoundInput(is_absent=not self.is_founding))
             except RoundBroken:
                 continue  # with the cells that are left
-            self.taken_over |= taken_over
-            return report
 
     def open(
         self,
@@ -309,30 +294,24 @@ class ElasticAggregator:
         if fate is Fate.PUT_BACK:
             return None
         report = doubted.write()
-        self._note_taken(doubted.aggregator, doubted.epoch, report, fate, withholds_steps=doubted.withholds_steps)
+        self._note_taken(doubted.aggregator, doubted.epoch, report, fate)
         return self._spread(report, doubted.epoch, 1, report.seconds, is_last=False)
 
-    def participate(
-        self, given: RoundInput, *, least_divergence: float | None = None, withholds_steps: bool = False
-    ) -> RoundReport | None:
+    def participate(self, given: RoundInput, *, least_divergence: float | None = None) -> RoundReport | None:
         """Try to make a round with the cells that :meth:`open` has met; collective over the cell.
 
         Returns ``None`` where all of these cells have finished and none had anything to give. If a cell is behind, the
         round always takes place, also below ``least_divergence``; if then no cell contributes, all take over the model
-        of the lowest cell that is not behind. ``withholds_steps`` says that this cell is absent though it holds steps.
-        Raises RoundBroken where the round has to be tried again; RoundError where a model or an option is the reason,
-        as :meth:`xffl.Aggregator.participate` does, or where the cells cannot reach each other.
+        of the lowest cell that is not behind. Raises RoundBroken where the round has to be tried again; RoundError
+        where a model or an option is the reason, as :meth:`xffl.Aggregator.participate` does, or where the cells cannot
+        reach each other.
         """
         is_absent = given.is_absent or self.is_behind
         epoch = self._opened()
         source = epoch.index_of(epoch.first) if epoch.behind else None
         given = replace(given, is_absent=is_absent, is_finished=self._is_leaving, source=source)
         least = None if epoch.behind else least_divergence
-        return self._conclude(
-            epoch,
-            lambda: self._begin(epoch).participate(given, least_divergence=least),
-            withholds_steps=withholds_steps,
-        )
+        return self._conclude(epoch, lambda: self._begin(epoch).participate(given, least_divergence=least))
 
     def aggregate_async(
         self,
@@ -394,9 +373,7 @@ class ElasticAggregator:
         aggregator.resume_at(epoch.base_round)
         return aggregator
 
-    def _conclude(
-        self, epoch: Epoch, run: Callable[[], RoundReport | None], *, withholds_steps: bool = False, **merge: Any
-    ) -> RoundReport | None:
+    def _conclude(self, epoch: Epoch, run: Callable[[], RoundReport | None], **merge: Any) -> RoundReport | None:
         """Run this rank's part of a try, or of its merge, and agree on how it ended; collective over the cell."""
         federation = self._federation
         report: RoundReport | None = None
@@ -433,7 +410,7 @@ class ElasticAggregator:
                 aggregator = self._maker(epoch)
                 later = {"is_merged": True} if merge else {}  # keeps the steps that are made until the doubt ends
                 write = partial(aggregator.resolve, error.outcome, **{**merge, **later})
-                self._doubted = Doubt(epoch, aggregator, write, withholds_steps)
+                self._doubted = Doubt(epoch, aggregator, write)
             raise RoundBroken(f"the round is tried again: {error or 'another rank of the cell has lost one'}")
         tries = self._tries
         self._tries = 0
@@ -445,7 +422,7 @@ class ElasticAggregator:
             aggregator = self._maker(epoch)
             if isinstance(error, RoundInDoubt):  # other ranks of the cell know that the round was taken
                 report = aggregator.resolve(error.outcome, **merge)
-            self._note_taken(aggregator, epoch, report, fate, withholds_steps=withholds_steps)
+            self._note_taken(aggregator, epoch, report, fate)
         is_over = report is not None and report.is_last and not any(report.weights) and not epoch.behind
         if report is None or is_over:
             return None
@@ -453,9 +430,7 @@ class ElasticAggregator:
         seconds = time.perf_counter() - self._opened_at
         return self._spread(report, epoch, tries, seconds, is_last=self._is_leaving)
 
-    def _note_taken(
-        self, aggregator: Aggregator, epoch: Epoch, report: RoundReport | None, fate: Fate, *, withholds_steps: bool
-    ) -> None:
+    def _note_taken(self, aggregator: Aggregator, epoch: Epoch, report: RoundReport | None, fate: Fate) -> None:
         """Note what the next round starts from, and what this cell took over."""
         self._agreed = None
         is_behind = fate is not Fate.GAVE
@@ -471,7 +446,6 @@ class ElasticAggregator:
         is_replaced = is_behind
         moved: Sequence[int] = range(self.fragments)
         if report is not None and not is_behind:
-            is_replaced = withholds_steps
             if not any(report.weights):
                 # The model of one cell has replaced those of all others. Its own stays, with its steps since, unless it
                 # has a global model to hand over.
