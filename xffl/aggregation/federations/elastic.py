@@ -141,6 +141,8 @@ class ElasticAggregator:
         """
         self._spent: Mapping[str, Any] | None = None
         """What privacy had cost where the run was resumed."""
+        self._residuals: Mapping[str, torch.Tensor] | None = None
+        """What codecs had left out where the run was resumed, until its first round."""
         self._doubted: Doubt | None = None
         self._arena = Arena(make_copies(None))
         self.taken_over: frozenset[int] = frozenset()
@@ -489,6 +491,7 @@ class ElasticAggregator:
     def _found(self, scope: RoundScope) -> None:
         """Make what makes the first round of a federation; collective over its cells."""
         self._forget()
+        self._residuals = None
         options = {name: self._options[name] for name in FOUNDING if name in self._options}
         # With norms it keeps the agreed model, which later rounds start from.
         options["norms"] = self._keeps_agreed
@@ -511,9 +514,16 @@ class ElasticAggregator:
                     "the state lacks the last agreed model of server, norms or privacy; it was saved without, so "
                     "resume with the same options"
                 )
+            if self._residuals is not None:
+                aggregator.load_residuals(self._residuals, self._find_given(epoch))
+                self._residuals = None
             self._aggregator = aggregator
             self._founder = None
         self._bring_up(self._aggregator, scope, epoch)
+
+    def _find_given(self, epoch: Epoch) -> set[int]:
+        """Return the fragments to which this cell has given something since the round that it holds; collective."""
+        return {(given.round - 1) % self.fragments for given in self._federation.find_given(epoch)}
 
     def _forget(self) -> None:
         """Give up the aggregators, whose memory is that of another model; collective over the cell."""
@@ -604,6 +614,10 @@ class ElasticAggregator:
                 return aggregator.global_model.state_dict()
         return None
 
+    def _copy_residuals(self) -> Mapping[str, torch.Tensor] | None:
+        """Return what codecs have left out on this rank, if the run has any; local."""
+        return self._residuals if self._aggregator is None else self._aggregator.residuals()
+
     def _copy_spent(self) -> Mapping[str, Any] | None:
         """Return what privacy has cost, if the run has any; local."""
         accountant = None if self._aggregator is None else self._aggregator.accountant
@@ -675,7 +689,11 @@ class ElasticAggregator:
         if self.under_way is not None:
             raise StateError("a round of this aggregator is under way; merge it before saving")
         record = self._federation.record
-        memory = {"privacy": self._copy_spent(), "agreed": self._copy_agreed()}
+        memory = {
+            "privacy": self._copy_spent(),
+            "agreed": self._copy_agreed(),
+            "residuals": self._copy_residuals(),
+        }
         return {
             "rounds": self.rounds,
             "elastic": {"record": "" if record is None else record_text(record)},
@@ -695,6 +713,7 @@ class ElasticAggregator:
         self._forget()
         self._agreed = state.get("agreed")
         self._spent = state.get("privacy")
+        self._residuals = state.get("residuals")  # older states lack them
 
 
 def _read_held(elastic: Mapping[str, Any]) -> RoundRecord | None:
