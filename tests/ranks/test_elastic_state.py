@@ -180,3 +180,42 @@ def test_cells_whose_folders_are_not_one_are_refused_by_name(lighthouse: str, tm
     assert f"{tmp_path}/1" in told[1] and "use the service of a host (xffl lighthouse --journal)" in told[1]
     # A journal in which only this cell has written is one; it waits for the other one in vain.
     assert ("use the service of a host" in told[0]) == has_begun
+
+
+def with_a_codec(rank: int, world: int, url: str, ports: tuple[int, ...]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Start twice from what was saved, the second cell at last from a state that is two rounds older.
+
+    Return the model before each start and at the end, and what this cell's codec had left out.
+    """
+    be_launched(0, 1, ports[rank])
+    os.environ["XFFL_TOKEN"] = "the run's own token"
+    told, states = [], []
+    with xffl.session(cell=rank, cells=2, elastic=ElasticParameters(lighthouse=url), timeout_s=60) as state:
+        model = nn.Linear(16, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        for start, number in enumerate((3, 2, 2)):
+            rounds = ElasticAggregator(model, state, codec="topk:0.2")
+            if start:
+                weights, saved = states[0 if (start, rank) == (2, 1) else -1]
+                model.load_state_dict(weights)
+                rounds.load_state_dict(saved)
+            rounds.join()
+            for _ in range(number):
+                with torch.no_grad():
+                    model.weight.add_((1 + rank) * torch.arange(1.0, 17.0))
+                rounds.open()
+                rounds.participate(RoundInput(1.0))
+            states.append(({name: one.clone() for name, one in model.state_dict().items()}, rounds.state_dict()))
+            told.append((model.weight.detach().clone().flatten(), rounds.state_dict()["residuals"]["weight"]))
+            rounds.close()
+    return told
+
+
+def test_what_codecs_have_left_out_is_in_a_state_and_is_given_once(lighthouse: str) -> None:  # noqa: F811
+    told = run_world(2, with_a_codec, lighthouse, (free_port(), free_port()), init=False)
+    lost = torch.zeros(16)
+    for rounds, (model, left), (equal, left_by_other) in zip((3, 5, 7), *told, strict=True):
+        assert torch.equal(model, equal) and left.any() and left_by_other.any()
+        if rounds == 7:
+            lost = told[1][1][1]  # which the second cell had before it started from the older state
+        torch.testing.assert_close(model + left + left_by_other + lost, rounds * 1.5 * torch.arange(1.0, 17.0))

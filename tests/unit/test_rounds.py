@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -64,7 +64,7 @@ class Meetings:
 
     def __init__(self, *unused: object, **options: object) -> None:
         self.rounds = 0
-        self.is_in_doubt = self.is_behind = False
+        self.is_in_doubt = self.is_behind = self.is_founding = False
         self.taken_over: frozenset[int] = frozenset()
         self.has_handed_over = False
         self.plan: list[str] = []
@@ -76,7 +76,7 @@ class Meetings:
     def next_fragment(self) -> int:
         return 0
 
-    def open(self, *, is_finished: bool, told: object, is_stopping: Callable[[], bool] | None) -> None:
+    def open(self, *, is_finished: bool = False, told: object = None, is_stopping: Callable[[], bool] | None) -> None:
         self.told.append(told)
         self.taken_over = frozenset()
         if is_stopping is not None and is_stopping():
@@ -106,10 +106,6 @@ class Meetings:
         self.taken_over = frozenset({0} if what in ("taken over", "handed over") else ())
         self.has_handed_over = what == "gave its model"
         return report_of(self.rounds, (1.0, 1.0) if what in ("taken", "taken over") else (0.0, 0.0))
-
-    def join(self, prepare: object, *, is_waiting: object, is_stopping: Callable[[], bool] | None) -> None:
-        if is_stopping is not None and is_stopping():
-            raise MeetingLeft
 
     def discard(self) -> None:
         self.dropped += 1
@@ -146,8 +142,11 @@ class Loop:
             self.ledger.timer.steps += 1
 
     def make_round(self) -> list[Outcome]:
+        return self.follow(self.rounds.round(self.offer))
+
+    def follow(self, ends: Iterable[Outcome]) -> list[Outcome]:
         outcomes = []
-        for outcome in self.rounds.round(self.offer):
+        for outcome in ends:
             outcomes.append(outcome)
             if outcome.report is not None and outcome.taken is not None:
                 self.ended.append((type(outcome), outcome.report.round, outcome.taken.effort))
@@ -253,14 +252,22 @@ def test_a_cell_that_leaves_the_first_meeting_may_save_before_and_join_later() -
     hooks = LoopHooks(
         is_stopping=lambda: not called, before_final_rounds=lambda: called.append("saved"), tell=lambda: {"ranks": 1}
     )
-    loop = Loop("taken", hooks=hooks)
+    loop = Loop("nothing given", "taken", hooks=hooks)
     with pytest.raises(MeetingLeft):
-        loop.rounds.join(loop.offer)
+        list(loop.rounds.join(loop.offer))
     assert called == ["saved"] and loop.rounds.needs_join
-    loop.rounds.join(loop.offer)
+    list(loop.rounds.join(loop.offer))
     assert not loop.rounds.needs_join
     loop.make_round()
-    assert loop.meetings.told == [{"ranks": 1}]
+    assert loop.meetings.told == [None, None, {"ranks": 1}], "who joins has measured nothing since a round"
+
+
+def test_a_cell_that_joins_gives_the_steps_that_wait_once_also_where_the_round_was_in_doubt() -> None:
+    loop = Loop("broken", "in doubt", "it was taken", "nothing given")
+    loop.step(3)
+    [counted, joined] = loop.follow(loop.rounds.join(loop.offer))
+    assert loop.meetings.given == [3.0, 3.0, None] and loop.ended == [(Averaged, 1, 3.0)] and loop.waiting == [0]
+    assert counted.parts == {0: Part.GAVE} and joined == Empty(None)
 
 
 def test_outcomes_say_what_this_cell_did() -> None:

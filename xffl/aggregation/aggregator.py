@@ -43,6 +43,7 @@ from xffl.aggregation.engine.planning.replica_tensors import ReplicaTensors
 from xffl.aggregation.engine.planning.tensors import Axis, Manifest, Pattern
 from xffl.aggregation.engine.setup import compare_models, compare_processors, make_exchange
 from xffl.aggregation.engine.stages.agreed import AgreedModel
+from xffl.aggregation.engine.stages.codecs import Codecs
 from xffl.aggregation.engine.stages.first_round import FirstRound
 from xffl.aggregation.engine.stages.order import in_order
 from xffl.aggregation.engine.stages.privacy import Protection
@@ -601,6 +602,22 @@ class Aggregator:
         """Go on from what rounds of another aggregator of the same ranks remember; local."""
         with torch.inference_mode(False):
             self._exchange.take_over(last._exchange)
+
+    def residuals(self) -> dict[str, torch.Tensor] | None:
+        """Return what lossy codecs have left out here, by names of tensors; ``None`` where no codec is used; local."""
+        codecs = self._exchange.find(Codecs)
+        return None if codecs is None else codecs.residuals()
+
+    def load_residuals(self, residuals: Mapping[str, torch.Tensor], given: Collection[int]) -> None:
+        """Let the next round add what :meth:`residuals` returned; local.
+
+        :param residuals: What codecs have left out.
+        :param given: Fragments of which a later round has it already.
+        """
+        codecs = self._exchange.find(Codecs)
+        if codecs is not None:
+            with torch.inference_mode(False):
+                codecs.leftovers.load(residuals, given)
 
     def resume_at(self, rounds: int) -> None:
         """Count on behind so many rounds, the same on all ranks that make the next one; local."""

@@ -296,6 +296,7 @@ class FederatedScaling:
         Collective over the cell; waits for the other cells' next round. Elsewhere it does nothing. Entering the block
         does it by itself, unless this cell has been in the run before: then it may load a checkpoint in the block, and
         joins at its first local step at the latest. Call this after loading, so that no step is made for nothing.
+        Steps that wait in a checkpoint of the newest round count in the round in which the cell joins.
 
         :return: Whether steps are lost that no round had taken in: the other cells' mean has replaced all of the model.
         """
@@ -314,22 +315,30 @@ class FederatedScaling:
         Where the block is being entered there are no steps to forget, and the caller is not asked for their weight.
         """
         is_resumed = self._rounds.rounds > 0
+        is_replaced = False
+        has_lost_all = False
         self.meetings += 1
         with self._ledger.timer.paused():
-            outcome = self._rounds.join(self._offer)
-        # A model that is handed over may be this cell's, with its steps.
-        has_lost_steps = isinstance(outcome, Averaged) and any(map(self._offer.is_waiting, outcome.taken_over))
-        if self._config.client is not None and outcome.is_written:
-            self._config.client.after_round(is_dropped=has_lost_steps or not outcome.has_values)
-        if outcome.taken_over and not is_entering:
-            self._forget_steps(outcome.taken_over)
+            for outcome in self._rounds.join(self._offer):
+                # A model that is handed over may be this cell's, with its steps.
+                has_lost_steps = outcome.has_values and any(map(self._offer.is_waiting, outcome.taken_over))
+                if outcome.report is not None:
+                    self._conclude((outcome,))
+                else:
+                    self._tell_joined(outcome, is_dropped=has_lost_steps or not outcome.has_values)
+                    if outcome.taken_over and not is_entering:
+                        self._forget_steps(outcome.taken_over)
+                # In the first round of all nothing is averaged, and the model of one cell stays as it is.
+                is_replaced |= bool(outcome.taken_over) or (is_resumed and isinstance(outcome, Averaged))
+                has_lost_all |= has_lost_steps and len(outcome.taken_over) == self._rounds.fragments
         self._countdown.restart(self._rounds.rounds)
         self._is_deferred = False  # the other cells begin their next round when so many steps are made
-        return _Joined(
-            # In the first round of all nothing is averaged, and the model of one cell stays as it is.
-            is_replaced=bool(outcome.taken_over) or (is_resumed and isinstance(outcome, Averaged)),
-            has_lost_all=has_lost_steps and len(outcome.taken_over) == self._rounds.fragments,
-        )
+        return _Joined(is_replaced=is_replaced, has_lost_all=has_lost_all)
+
+    def _tell_joined(self, outcome: Outcome, *, is_dropped: bool) -> None:
+        """Tell the client of a round to which this cell gave no steps when it joined the others."""
+        if self._config.client is not None and outcome.is_written:
+            self._config.client.after_round(is_dropped=is_dropped)
 
     def step(self) -> None:
         """Count a local step in a loop that no optimizer counts for: this object was made with ``optimizer=None``.

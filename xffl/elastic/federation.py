@@ -674,6 +674,22 @@ class ElasticFederation:
                     self.record = standing
                 return fate
 
+    def find_given(self, epoch: Epoch) -> list[RoundRecord]:
+        """Return the rounds to which this cell has given something, of those between its model and that of an epoch.
+
+        An earlier start of its job was in them, and is lost.
+        """
+        base = epoch.base
+        held = self.holding.model
+        if base is None or base.model == held:
+            return []
+        given: list[list[RoundRecord]] = [[]]
+        if self._journal is not None:
+            behind = self._journal.history.rounds_behind(base, held)
+            given[0] = [record for record in behind if record.weight_of(self.cell) > 0]
+        dist.broadcast_object_list(given, src=0)
+        return given[0]
+
     def drop_doubt(self) -> None:
         """Forget a doubt, because other weights are loaded; local, on all ranks."""
         self.holding.doubt = None

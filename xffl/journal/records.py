@@ -111,6 +111,10 @@ class RoundRecord:
         """Return the name of the model that the round makes."""
         return ModelId(self.run, self.number, self.id)
 
+    def weight_of(self, cell: int) -> float:
+        """Return what a cell contributed; 0 for one that did not take part."""
+        return dict(zip(self.cells, self.weights, strict=True)).get(cell, 0.0)
+
 
 @dataclass(frozen=True)
 class VoidRecord:

@@ -319,6 +319,13 @@ class History:
                 "begin an empty one by xffl lighthouse --journal DIR --recover, if it is lost"
             )
 
+    def rounds_behind(self, record: RoundRecord, held: ModelId | None) -> Iterator[RoundRecord]:
+        """Yield the rounds that led to a round's model from one that a cell holds, the newest first."""
+        at: RoundRecord | None = record
+        while at is not None and at.model != held:
+            yield at
+            at = self.round_of(at.base)
+
     def rounds(self) -> Iterator[RoundRecord]:
         """Yield the rounds that are kept, the newest first."""
         return (record for record in reversed(self._records) if isinstance(record, RoundRecord))

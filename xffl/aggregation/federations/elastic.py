@@ -72,8 +72,6 @@ class Doubt:
     """Holds the result."""
     write: Callable[[], RoundReport]
     """Writes it into the model, if the round was taken."""
-    withholds_steps: bool
-    """Whether this cell held steps that it did not give to the round."""
 
 
 class ElasticRound:
@@ -144,6 +142,8 @@ class ElasticAggregator:
         """
         self._spent: Mapping[str, Any] | None = None
         """What privacy had cost where the run was resumed."""
+        self._residuals: Mapping[str, torch.Tensor] | None = None
+        """What codecs had left out where the run was resumed, until its first round."""
         self._doubted: Doubt | None = None
         self._arena = Arena(make_copies(None))
         self.taken_over: frozenset[int] = frozenset()
@@ -205,6 +205,11 @@ class ElasticAggregator:
         return self._epoch is not None and self._federation.cell in self._epoch.behind
 
     @property
+    def is_founding(self) -> bool:
+        """Whether the cells that have met begin the run: its first round only hands the lowest cell's model over."""
+        return self._epoch is not None and self._epoch.base is None
+
+    @property
     def has_taken_over(self) -> bool:
         """Whether the last round replaced any part of this cell's model, and with it the steps made on that part."""
         return bool(self.taken_over)
@@ -234,36 +239,18 @@ class ElasticAggregator:
         for aggregator in self._aggregators:
             aggregator.check()
 
-    def join(
-        self,
-        prepare: Callable[[], None] | None = None,
-        *,
-        is_waiting: Callable[[int], bool] | None = None,
-        is_stopping: Callable[[], bool] | None = None,
-    ) -> RoundReport | None:
-        """Take over the model of the other cells, or give them this cell's; collective over the cell.
+    def join(self) -> RoundReport | None:
+        """Take over the model of the other cells, or give them this cell's, without steps; collective over the cell.
 
         In a new federation all cells take over the model of the lowest one. A late cell waits for the next round of the
-        others. ``prepare`` is called before each try. ``is_waiting`` tells whether steps of this cell wait for a
-        fragment's round, as in a checkpoint of the newest round that was saved some steps later: the round replaces
-        them. Returns the report of the round that was taken. Raises MeetingLeft where ``is_stopping`` returns True.
+        others. Returns the report of the round that was taken.
         """
-        is_agreed = self._federation.record is not None
-        taken_over: frozenset[int] = frozenset()
         while True:
-            # A round that was in doubt was taken: the model is the others' already, and they wait for this round.
-            if self.open(is_stopping=is_stopping) is not None:
-                is_agreed = True
-                prepare = None
-                taken_over |= self.taken_over
-            given = RoundInput(is_absent=is_agreed, prepare=prepare)
-            withholds_steps = is_agreed and is_waiting is not None and is_waiting(self.next_fragment)
+            self.open()
             try:
-                report = self.participate(given, withholds_steps=withholds_steps)
+                return self.participate(RoundInput(is_absent=not self.is_founding))
             except RoundBroken:
                 continue  # with the cells that are left
-            self.taken_over |= taken_over
-            return report
 
     def open(
         self,
@@ -317,30 +304,24 @@ class ElasticAggregator:
         if fate is Fate.PUT_BACK:
             return None
         report = doubted.write()
-        self._note_taken(doubted.aggregator, doubted.epoch, report, fate, withholds_steps=doubted.withholds_steps)
+        self._note_taken(doubted.aggregator, doubted.epoch, report, fate)
         return self._spread(report, doubted.epoch, 1, report.seconds, is_last=False)
 
-    def participate(
-        self, given: RoundInput, *, least_divergence: float | None = None, withholds_steps: bool = False
-    ) -> RoundReport | None:
+    def participate(self, given: RoundInput, *, least_divergence: float | None = None) -> RoundReport | None:
         """Try to make a round with the cells that :meth:`open` has met; collective over the cell.
 
         Returns ``None`` where all of these cells have finished and none had anything to give. If a cell is behind, the
         round always takes place, also below ``least_divergence``; if then no cell contributes, all take over the model
-        of the lowest cell that is not behind. ``withholds_steps`` says that this cell is absent though it holds steps.
-        Raises RoundBroken where the round has to be tried again; RoundError where a model or an option is the reason,
-        as :meth:`xffl.Aggregator.participate` does, or where the cells cannot reach each other.
+        of the lowest cell that is not behind. Raises RoundBroken where the round has to be tried again; RoundError
+        where a model or an option is the reason, as :meth:`xffl.Aggregator.participate` does, or where the cells cannot
+        reach each other.
         """
         is_absent = given.is_absent or self.is_behind
         epoch = self._opened()
         source = epoch.index_of(epoch.first) if epoch.behind else None
         given = replace(given, is_absent=is_absent, is_finished=self._is_leaving, source=source)
         least = None if epoch.behind else least_divergence
-        return self._conclude(
-            epoch,
-            lambda: self._begin(epoch).participate(given, least_divergence=least),
-            withholds_steps=withholds_steps,
-        )
+        return self._conclude(epoch, lambda: self._begin(epoch).participate(given, least_divergence=least))
 
     def aggregate_async(
         self,
@@ -414,9 +395,7 @@ class ElasticAggregator:
             return is_behind or self._fellows >= {*epoch.lives}
         return is_behind or not epoch.behind
 
-    def _conclude(
-        self, epoch: Epoch, run: Callable[[], RoundReport | None], *, withholds_steps: bool = False, **merge: Any
-    ) -> RoundReport | None:
+    def _conclude(self, epoch: Epoch, run: Callable[[], RoundReport | None], **merge: Any) -> RoundReport | None:
         """Run this rank's part of a try, or of its merge, and agree on how it ended; collective over the cell."""
         federation = self._federation
         report: RoundReport | None = None
@@ -463,7 +442,7 @@ class ElasticAggregator:
                 aggregator = self._maker(epoch)
                 later = {"is_merged": True} if merge else {}  # keeps the steps that are made until the doubt ends
                 write = partial(aggregator.resolve, error.outcome, **{**merge, **later})
-                self._doubted = Doubt(epoch, aggregator, write, withholds_steps)
+                self._doubted = Doubt(epoch, aggregator, write)
             raise RoundBroken(f"the round is tried again: {error or 'another rank of the cell has lost one'}")
         if agreed is RoundEnd.FAILED:
             self._is_grouped = False
@@ -479,7 +458,7 @@ class ElasticAggregator:
             aggregator = self._maker(epoch)
             if isinstance(error, RoundInDoubt):  # other ranks of the cell know that the round was taken
                 report = aggregator.resolve(error.outcome, **merge)
-            self._note_taken(aggregator, epoch, report, fate, withholds_steps=withholds_steps)
+            self._note_taken(aggregator, epoch, report, fate)
         is_over = report is not None and report.is_last and not any(report.weights) and not epoch.behind
         if report is None or is_over:
             return None
@@ -487,9 +466,7 @@ class ElasticAggregator:
         seconds = time.perf_counter() - self._opened_at
         return self._spread(report, epoch, tries, seconds, is_last=self._is_leaving)
 
-    def _note_taken(
-        self, aggregator: Aggregator, epoch: Epoch, report: RoundReport | None, fate: Fate, *, withholds_steps: bool
-    ) -> None:
+    def _note_taken(self, aggregator: Aggregator, epoch: Epoch, report: RoundReport | None, fate: Fate) -> None:
         """Note what the next round starts from, and what this cell took over."""
         self._agreed = None
         self._fellows = frozenset(epoch.lives)
@@ -506,7 +483,6 @@ class ElasticAggregator:
         is_replaced = is_behind
         moved: Sequence[int] = range(self.fragments)
         if report is not None and not is_behind:
-            is_replaced = withholds_steps
             if not any(report.weights):
                 # The model of one cell has replaced those of all others. Its own stays, with its steps since, unless it
                 # has a global model to hand over.
@@ -550,6 +526,7 @@ class ElasticAggregator:
     def _found(self, scope: RoundScope) -> None:
         """Make what makes the first round of a federation; collective over its cells."""
         self._forget()
+        self._residuals = None
         options = {name: self._options[name] for name in FOUNDING if name in self._options}
         # With norms it keeps the agreed model, which later rounds start from.
         options["norms"] = self._keeps_agreed
@@ -572,9 +549,16 @@ class ElasticAggregator:
                     "the state lacks the last agreed model of server, norms or privacy; it was saved without, so "
                     "resume with the same options"
                 )
+            if self._residuals is not None:
+                aggregator.load_residuals(self._residuals, self._find_given(epoch))
+                self._residuals = None
             self._aggregator = aggregator
             self._founder = None
         self._bring_up(self._aggregator, scope, epoch)
+
+    def _find_given(self, epoch: Epoch) -> set[int]:
+        """Return the fragments to which this cell has given something since the round that it holds; collective."""
+        return {(given.round - 1) % self.fragments for given in self._federation.find_given(epoch)}
 
     def _forget(self) -> None:
         """Give up the aggregators, whose memory is that of another model; collective over the cell."""
@@ -668,6 +652,10 @@ class ElasticAggregator:
                 return aggregator.global_model.state_dict()
         return None
 
+    def _copy_residuals(self) -> Mapping[str, torch.Tensor] | None:
+        """Return what codecs have left out on this rank, if the run has any; local."""
+        return self._residuals if self._aggregator is None else self._aggregator.residuals()
+
     def _copy_spent(self) -> Mapping[str, Any] | None:
         """Return what privacy has cost, if the run has any; local."""
         accountant = None if self._aggregator is None else self._aggregator.accountant
@@ -739,7 +727,11 @@ class ElasticAggregator:
         if self.under_way is not None:
             raise StateError("a round of this aggregator is under way; merge it before saving")
         record = self._federation.record
-        memory = {"privacy": self._copy_spent(), "agreed": self._copy_agreed()}
+        memory = {
+            "privacy": self._copy_spent(),
+            "agreed": self._copy_agreed(),
+            "residuals": self._copy_residuals(),
+        }
         return {
             "rounds": self.rounds,
             "elastic": {"record": "" if record is None else record_text(record)},
@@ -759,6 +751,7 @@ class ElasticAggregator:
         self._forget()
         self._agreed = state.get("agreed")
         self._spent = state.get("privacy")
+        self._residuals = state.get("residuals")  # older states lack them
 
 
 def _read_held(elastic: Mapping[str, Any]) -> RoundRecord | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from xffl.aggregation.rounds.offer import Averaged, Empty, HandedOver, Outcome, RoundOffer
+from xffl.aggregation.rounds.offer import Outcome, RoundOffer
 from xffl.aggregation.steps.contributions import Snapshot
 
 if TYPE_CHECKING:
@@ -82,8 +82,11 @@ class RoundBackend(Protocol):
     def open(self) -> None:
         """Prepare for rounds of the model as it is set up now, and drop a round that is still under way."""
 
-    def join(self, offer: RoundOffer) -> Averaged | HandedOver | Empty:
-        """Take over the model of the cells that are there already, or give them this one's; there is no report."""
+    def join(self, offer: RoundOffer) -> Iterable[Outcome]:
+        """Take over the model of the cells that are there already, or give them this one's, in one round or several.
+
+        There is a report only of a round to which this cell gave steps.
+        """
 
     def round(self, offer: RoundOffer) -> Iterable[Outcome]:
         """Make a round. First comes what became of an earlier one that was in doubt, then what became of this one.

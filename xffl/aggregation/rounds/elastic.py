@@ -78,20 +78,45 @@ class ElasticRounds(AveragingRounds[ElasticAggregator]):
         self._state.activity.note_round()  # a cell that comes and goes may be in none, which is no mistake
         self.needs_join = True
 
-    def join(self, offer: RoundOffer) -> Averaged | HandedOver | Empty:
+    def join(self, offer: RoundOffer) -> Iterator[Outcome]:
         """Take over the model of the cells that are there, or give them this one's; collective over the cell.
 
-        Waits for the other cells' next round.
+        Waits for the other cells' next round. A cell that holds the newest model gives the steps that it has made
+        since, as where its checkpoint was saved some steps after that round; only then there is a report.
         """
         self.needs_join = False
-        prepare = offer.claim(self.next_fragment).prepare
-        try:
-            report = self.aggregator.join(prepare, is_waiting=offer.is_waiting, is_stopping=offer.hooks.is_stopping)
-        except MeetingLeft:
-            self.needs_join = True
-            if offer.hooks.before_final_rounds is not None:
-                offer.hooks.before_final_rounds()
-            raise
+        aggregator = self.aggregator
+        gives_steps = False
+        while True:
+            if gives_steps:
+                yield from self._end_doubt(offer)
+            elif (doubted := aggregator.end_doubt()) is not None:
+                yield self._joined(doubted)
+            given = offer.claim(aggregator.next_fragment)
+            try:
+                aggregator.open(is_stopping=offer.hooks.is_stopping)
+            except MeetingLeft:
+                self.needs_join = True
+                if offer.hooks.before_final_rounds is not None:
+                    offer.hooks.before_final_rounds()
+                raise
+            if aggregator.is_founding:
+                given = RoundInput(prepare=given.prepare)
+            gives_steps = not (aggregator.is_founding or aggregator.is_behind or given.is_absent)
+            try:
+                report = aggregator.participate(given)
+            except RoundBroken:
+                if gives_steps:
+                    self._set_aside(offer)
+                continue
+            if report is None or not gives_steps:
+                yield self._joined(report)
+            else:
+                yield self._end(report, offer.take(report.fragment), is_absent=False)
+            return
+
+    def _joined(self, report: RoundReport | None) -> Averaged | HandedOver | Empty:
+        """Return what became of a round that brought this cell up to date, of which the loop is not told."""
         parts = self._parts_of_model()
         if report is not None and any(report.weights):
             return Averaged(None, parts=parts)

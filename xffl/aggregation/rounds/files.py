@@ -12,7 +12,7 @@ from xffl.aggregation.config import RoundArguments, RoundConfig
 from xffl.aggregation.engine.decision.consensus import checked_weight
 from xffl.aggregation.engine.planning.lone_coverage import check_lone_cell
 from xffl.aggregation.exports import RoundPlan, export_cell, load_agreed_global
-from xffl.aggregation.rounds.offer import Empty, Outcome, RoundOffer
+from xffl.aggregation.rounds.offer import Outcome, RoundOffer
 from xffl.cluster.over_files import read_over_files
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
@@ -89,9 +89,9 @@ class FileRounds:
                 self._folders.start, self._model, self._state, policies=self._policies
             )
 
-    def join(self, offer: RoundOffer) -> Empty:
+    def join(self, offer: RoundOffer) -> tuple[Outcome, ...]:
         """Do nothing: there is nobody to join."""
-        return Empty(None)
+        return ()
 
     def round(self, offer: RoundOffer) -> tuple[Outcome, ...]:
         """Export what the steps since the start have made, to ``XFFL_EXPORT``, if that is set.

@@ -139,9 +139,9 @@ class NetworkRounds(AveragingRounds[Aggregator | Levels]):
                 self._aggregator.load_state_dict(saved)
         self.discard()
 
-    def join(self, offer: RoundOffer) -> Empty:
+    def join(self, offer: RoundOffer) -> tuple[Outcome, ...]:
         """Do nothing: all cells have begun with the same model."""
-        return Empty(None)
+        return ()
 
     def round(self, offer: RoundOffer) -> tuple[Outcome, ...]:
         """Make a round, and return what became of it; collective over the world."""

@@ -80,14 +80,16 @@ class ElasticCoordinator(RoundCoordinator):
     ) -> AgreedRound:
         """Return what follows from the first vote; where no cell contributes, all take over the ``source``'s model.
 
-        Without a source nothing moves, and a record tells so, also where all have finished.
+        So they do where the counts of all that contribute are 0: its steps count as much. Without a source nothing
+        moves, and a record tells so, also where all have finished.
         """
-        outcome = super()._decide(prepared, statuses, least_divergence)
-        if outcome is not None and not outcome.is_empty:
-            return outcome
         run, source, number = prepared.run, prepared.source, prepared.status.round
         assert run is not None, "a rank without one has failed, which its status says"
         weights = cell_weights(statuses, self._topology)
+        if source is None or any(weights):
+            outcome = super()._decide(prepared, statuses, least_divergence)
+            if outcome is not None and not outcome.is_empty:
+                return outcome
         if source is None:
             return AgreedRound(run, RoundContext(weights, 0, number), is_last=self.all_finished, is_empty=True)
         run.way = self._hand_over

@@ -153,7 +153,11 @@ class Codecs(RoundStage):
     def take_over(self, last: RoundStage) -> None:
         """Keep what codecs have left out in rounds with other cells."""
         assert isinstance(last, Codecs), "of the same kind"
-        self.leftovers.load(last.leftovers.by_name(last.feedback))
+        self.leftovers.load(last.residuals())
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """Return copies of what codecs have left out on this rank, by names of tensors, in rounds with any cells."""
+        return self.leftovers.by_name(self.feedback)
 
 
 class CompletedValues(ExactValues):

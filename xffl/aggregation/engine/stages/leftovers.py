@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -99,13 +99,17 @@ class Leftovers:
             named[piece.name][piece.part].copy_(piece.values)
         return named
 
-    def load(self, named: Mapping[str, torch.Tensor]) -> None:
-        """Take over what :meth:`by_name` returned on this rank, in rounds with other cells."""
+    def load(self, named: Mapping[str, torch.Tensor], given: Collection[int] = ()) -> None:
+        """Take over what :meth:`by_name` returned on this rank, in rounds with other cells.
+
+        Without what belongs to the fragments ``given``: a later round has it.
+        """
         self.forget()
         if not named:
             return
         for transfer in self._transfers:
-            self._values[transfer.number] = _zeros(transfer)
+            if transfer.group.fragment not in given:
+                self._values[transfer.number] = _zeros(transfer)
         for piece in named_pieces(self._values, self._transfers, self._layout):
             if piece.name in named and named[piece.name].numel() == piece.numel:
                 piece.values.copy_(named[piece.name][piece.part])
