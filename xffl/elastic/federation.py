@@ -8,14 +8,10 @@ The round counts if its record stands in the run's journal, which the leaders re
 
 from __future__ import annotations
 
-import queue
 import secrets
-import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import IntEnum
@@ -36,6 +32,7 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.failures.faults import inject, is_planned
 from xffl.distributed.failures.faulty_group import FaultyGroup
 from xffl.distributed.startup.stores import serve_store
+from xffl.elastic.answers import Answers, ask_store, knock
 from xffl.elastic.arrivals import Arrivals, may_still_come
 from xffl.elastic.lighthouse import Lighthouse, Meeting
 from xffl.elastic.roster import (
@@ -64,6 +61,11 @@ from xffl.topology import Topology, cells_text
 
 __all__ = ["ElasticFederation", "RoundEnd"]
 
+QUIET_S = 1.0
+"""How long a leader waits at the lighthouse until it asks cells without heartbeats whether they are still there."""
+LOST_S = 0.5
+"""How long a cell that the lighthouse counts as lost has to answer; any other one has
+:data:`CELL_HEARTBEAT_TIMEOUT_S`."""
 SLICE_S = 10.0
 """How often a waiting leader sends a message to the ranks of its cell, so that their collective does not time out."""
 FILE_S = 0.5
@@ -142,6 +144,8 @@ class ElasticFederation:
         """The last epoch that was entered"""
         self._gone: set[int] = set()
         """Absent cells that do not answer, or have been waited for"""
+        self._answers = Answers()
+        """Questions to cells whether they are still there"""
         self._missed_since: dict[int, float] = {}
         """By cell, since when it is missing in meetings"""
         self._arrivals = Arrivals()
@@ -247,12 +251,16 @@ class ElasticFederation:
         self._missed_since.clear()
         # After a broken round nobody has to be waited for who does not answer.
         self._gone = {*self._silent_cells(self._addresses)} if self._failures else set()
+        within_s = QUIET_S
         while True:
-            epoch = self._ask(begun, is_stopping, is_finished=is_finished, told=told)
+            epoch = self._ask(begun, within_s, is_stopping, is_finished=is_finished, told=told)
             if epoch is not None and not epoch.refusal:
                 self._arrivals.note_end(time.monotonic())
                 self._take_name(epoch)
                 return epoch
+            if epoch is None:
+                self._ask_quiet_cells()
+                within_s = SLICE_S
 
     def _heed(self, is_stopping: Callable[[], bool] | None) -> None:
         if self._journal is not None:
@@ -266,7 +274,9 @@ class ElasticFederation:
             is_base = epoch.base is not None and epoch.base.model == mine.held
             self.record = epoch.base if is_base else None
 
-    def _ask(self, begun: float, is_stopping: Callable[[], bool] | None, **fields: Any) -> Epoch | None:
+    def _ask(
+        self, begun: float, within_s: float, is_stopping: Callable[[], bool] | None, **fields: Any
+    ) -> Epoch | None:
         """Let the leader request a meeting, and broadcast its result; ``None`` if there is none yet."""
         deadline = begun + self._parameters.meeting_timeout_s
         result: list[Epoch | RoundError | ConfigError | CheckpointError | MeetingLeft | None] = [None]
@@ -276,7 +286,7 @@ class ElasticFederation:
 
         if self._lighthouse is not None:
             try:
-                within_s = max(0.1, min(SLICE_S, deadline - time.monotonic()))
+                within_s = max(0.1, min(within_s, deadline - time.monotonic()))
                 epoch = self._ask_lighthouse(self._lighthouse, within_s, is_left, **fields)
                 result[0] = epoch
                 if epoch is not None and epoch.refusal:
@@ -446,7 +456,7 @@ class ElasticFederation:
         # Cells that repeat a round have all made their steps.
         if since_s is None or reach_s is None or self._failures > 0:
             return False
-        if _ask_store(self._addresses[cell], AWAY_KEY):
+        if ask_store(self._addresses[cell], AWAY_KEY):
             return False
         return may_still_come(
             reach_s,
@@ -457,11 +467,28 @@ class ElasticFederation:
             meeting_timeout_s=self._parameters.meeting_timeout_s,
         )
 
+    def _ask_quiet_cells(self) -> None:
+        """Ask the cells of the last epoch whose heartbeats do not come whether they are there, without waiting.
+
+        When the lighthouse counts them as lost, the answer, or that there is none, is known already.
+        """
+        if self._lighthouse is None:
+            return
+        quiet = self._lighthouse.find_quiet(QUIET_S / 2)
+        cells = {cell_of(life) for life in quiet if life in self._members} - {self.cell}
+        self._answers.ask(self._addresses[cell] for cell in sorted(cells))
+
     def _silent_cells(self, addresses: Mapping[int, str]) -> list[int]:
         """Return the cells whose stores do not answer; on the leader, none elsewhere."""
-        if self._lighthouse is None:
+        others = {cell: address for cell, address in addresses.items() if cell != self.cell}
+        if self._lighthouse is None or not others:
             return []
-        return [cell for cell, address in addresses.items() if cell != self.cell and not _answers(address)]
+        quiet = self._lighthouse.find_quiet(QUIET_S / 2)
+        lost = {cell_of(life) for life, is_lost in quiet.items() if is_lost and life in self._members}
+        silent = self._answers.find_silent(
+            {address: LOST_S if cell in lost else CELL_HEARTBEAT_TIMEOUT_S for cell, address in others.items()}
+        )
+        return [cell for cell, address in others.items() if address in silent]
 
     def _check_token(self, meeting: Meeting) -> None:
         """Raise ConfigError if all other cells have had another token for a while, and this one holds no agreed model.
@@ -604,7 +631,7 @@ class ElasticFederation:
         """
         for member in epoch.members:
             # Other errors do not count: the ranks may reach each other by another route, or notice that they do not.
-            if isinstance(_knock(member.address), ConnectionRefusedError):
+            if isinstance(knock(member.address), ConnectionRefusedError):
                 return f"cell {member.cell} was lost after it had met: nothing listens at {member.address}"
         return ""
 
@@ -780,39 +807,3 @@ class ElasticFederation:
         self._store = None  # who still looks for this cell sees at once that it has left
         if self._lighthouse is not None:
             self._lighthouse.leave()
-
-
-def _answers(place: str) -> bool:
-    """Tell whether the store at HOST:PORT answers: its process has not ended, and is not stopped."""
-    return _ask_store(place, PROOF_KEY) is not None
-
-
-def _ask_store(place: str, key: str) -> bool | None:
-    """Tell whether the store at HOST:PORT has a key; ``None`` if it does not answer."""
-    if _knock(place) is not None:
-        return None
-    host, _, port = place.rpartition(":")
-    answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
-
-    def ask() -> None:
-        with suppress(RuntimeError):
-            within = timedelta(seconds=CELL_HEARTBEAT_TIMEOUT_S)
-            store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=within)
-            answers.put(store.check([key]))
-
-    # Its timeout does not hold where a process is stopped.
-    threading.Thread(target=ask, name="xffl-answers", daemon=True).start()
-    try:
-        return answers.get(timeout=CELL_HEARTBEAT_TIMEOUT_S)
-    except queue.Empty:
-        return None
-
-
-def _knock(place: str) -> OSError | None:
-    """Try to connect to HOST:PORT; return the error, ``None`` if it succeeds."""
-    host, _, port = place.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), CELL_HEARTBEAT_TIMEOUT_S).close()
-    except OSError as error:
-        return error
-    return None

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from xffl.cluster.lighthouse.address import resolve_lighthouse
+from xffl.cluster.lighthouse.page import read_lighthouse
 from xffl.compat.sockets import limit_silence, open_sockets
 from xffl.elastic.roster import CellRecord, name_cell
 from xffl.errors import ConfigError, LaunchError
@@ -59,6 +60,8 @@ FOLLOW_S = 1.0
 """Seconds between two reads of the file that names the lighthouse."""
 LONGEST_RECORD = 1 << 20
 """The most bytes of a record as JSON; torchft accepts 4 MiB for all records of a meeting."""
+PAGE_S = 0.5
+"""Timeout of a look at the lighthouse's page."""
 SILENT_S = 4
 """Seconds without a packet from the lighthouse's host after which a connection is closed and made again."""
 
@@ -230,6 +233,18 @@ class Lighthouse:
             unproven=tuple(unproven),
             refused=refused,
         )
+
+    def find_quiet(self, quiet_s: float) -> dict[str, bool]:
+        """Return the lives of which the lighthouse has had no heartbeat for some time, and whether it waits no longer.
+
+        :param quiet_s: Seconds since the last heartbeat.
+        :return: By life, whether it counts as lost; empty if the page of the lighthouse cannot be read.
+        """
+        try:
+            status = read_lighthouse(self._url, PAGE_S)
+        except LaunchError:  # a request to the lighthouse reports it
+            return {}
+        return {cell.life: cell.is_lost for cell in status.cells if cell.seen_s is not None and cell.seen_s > quiet_s}
 
     def leave(self) -> None:
         """Stop the heartbeats, so that the others do not wait for this cell."""
