@@ -214,6 +214,17 @@ def test_sockets_of_libraries_are_found_among_those_of_the_process() -> None:
     assert name_of_socket(one.fileno()) == ""
 
 
+def test_a_number_that_is_no_socket_any_more_leaves_no_descriptor_behind() -> None:
+    """A socket that was found may be closed, and its number taken by a pipe, before it is used."""
+    reading, writing = os.pipe()
+    held = len(os.listdir("/proc/self/fd"))
+    limit_silence(reading, 10)
+    assert find_connections({reading}, {writing}, 1, 1) == {}
+    assert len(os.listdir("/proc/self/fd")) == held
+    os.close(reading)
+    os.close(writing)
+
+
 def test_gloo_has_no_option_by_which_a_silent_connection_ends() -> None:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     names = {name for name in dir(options) if not name.startswith("_")}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -577,8 +576,7 @@ class Aggregator:
         """Make further rounds with the ranks of another scope; collective over them.
 
         Their models are compared, and what each exchanges is planned anew. What rounds remember, such as the global
-        model and what codecs have left out, stays, and so do the groups inside the cell. After an error all is as
-        before, and this can be called again.
+        model and what codecs have left out, stays. After an error all is as before, and this can be called again.
         """
 
         def read() -> tuple[Options, Manifest]:
@@ -587,14 +585,14 @@ class Aggregator:
 
         scope, _, _, axes, replica_tensors = compare_models(
             self.model,
-            replace(scope, last=self._exchange.round_groups),
+            scope,
             read,
             is_reduced_by_caller=self._is_reduced_by_caller,
         )
         exchange, coordinator = self._set_up(scope, axes, replica_tensors)
         with torch.inference_mode(False):
             exchange.take_over(self._exchange)
-        self._scope = replace(scope, last=None)
+        self._scope = scope
         self._exchange = exchange
         self._coordinator = coordinator
 

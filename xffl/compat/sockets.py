@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import os
 import socket
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 __all__ = ["cut_connection", "find_connections", "limit_silence", "name_of_socket", "open_sockets"]
 
@@ -28,9 +29,22 @@ def open_sockets() -> set[int]:
     return found
 
 
+@contextmanager
+def _use_socket(descriptor: int) -> Iterator[socket.socket]:
+    """Use a socket by a descriptor of its own; OSError if it was closed, also where its number is something else's."""
+    copy = os.dup(descriptor)
+    try:
+        connection = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+    with connection:
+        yield connection
+
+
 def cut_connection(descriptor: int, port: int) -> None:
     """End a TCP connection of this process, whoever waits for it, if it leads to a port."""
-    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:  # it was closed meanwhile
+    with suppress(OSError), _use_socket(descriptor) as connection:  # it was closed meanwhile
         if connection.family in INTERNET and connection.getpeername()[1] == port:
             connection.shutdown(socket.SHUT_RDWR)
 
@@ -42,7 +56,7 @@ def limit_silence(descriptor: int, seconds: int, peer: tuple[str, int] | None = 
     been up again for as long when the next packet is sent. Other sockets are left as they are, and where a peer is
     given, connections to others.
     """
-    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:  # it was closed meanwhile
+    with suppress(OSError), _use_socket(descriptor) as connection:  # it was closed meanwhile
         is_tcp = connection.family in INTERNET and connection.type == socket.SOCK_STREAM
         if not is_tcp or (peer is not None and connection.getpeername()[:2] != peer):
             return
@@ -59,11 +73,11 @@ def find_connections(opened: set[int], others: set[int], store_port: int, count:
     """
     listening, found = {store_port}, {}
     for descriptor in others:
-        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
+        with suppress(OSError), _use_socket(descriptor) as one:
             if one.family in INTERNET and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 listening.add(one.getsockname()[1])  # of a store, where others come and go
     for descriptor in opened:
-        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
+        with suppress(OSError), _use_socket(descriptor) as one:
             # To ask for its peer raises where it is no connection.
             if one.family in INTERNET and not {one.getsockname()[1], one.getpeername()[1]} & listening:
                 found[descriptor] = name_of_socket(descriptor)

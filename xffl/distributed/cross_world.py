@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import itertools
 import os
 import queue
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -40,6 +42,14 @@ class Work(Protocol):
         """Wait until it has ended; raise RuntimeError where it failed."""
 
 
+@dataclass(frozen=True)
+class _Opened:
+    """What a group holds until it is closed."""
+
+    group: dist.ProcessGroupGloo
+    store: dist.Store
+
+
 class CrossWorldGroup:
     """A gloo group over the ranks of several worlds, which all make it with the same name; collective over them.
 
@@ -48,6 +58,8 @@ class CrossWorldGroup:
     ``first + r``. Raises RuntimeError where the others do not come within ``connect_s``. Every wait ends after
     ``timeout_s``, which may be changed between messages, and that for a message where the last ones were quick after
     ``quick_timeout_s``.
+
+    Its threads and connections last until :meth:`close`, whoever still refers to it.
     """
 
     def __init__(
@@ -58,10 +70,17 @@ class CrossWorldGroup:
         self.first = first
         self.timeout_s = timeout_s
         others = open_sockets()
-        store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=connect_s))
-        self.store = PrefixStore(name, store)
+        limit = timedelta(seconds=connect_s)
+        client = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
+        store = PrefixStore(name, client)
         with gloo_beyond_this_host(host):
-            self._gloo: Any = dist.ProcessGroupGloo(self.store, rank, size, timedelta(seconds=connect_s))
+            group = dist.ProcessGroupGloo(store, rank, size, limit)
+        self._rank = rank
+        self._size = size
+        self._opened: _Opened | None = _Opened(group, store)
+        self._works: dict[int, dist.Work] = {}
+        """Messages under way, by number. Each holds all connections of the group, so this alone refers to them."""
+        self._numbers = itertools.count()
         # A host that is gone resets nothing. Without this only the time that a message may take would tell, and that
         # has to be long, since a slow link is no lost one. gloo sets no such options, and does not tell its sockets.
         opened = open_sockets() - others
@@ -77,7 +96,31 @@ class CrossWorldGroup:
         if hasattr(self, "_waits"):
             self._waits.put(None)
 
-    def wait(self, work: dist.Work, *, is_received: bool) -> Any:
+    def close(self) -> None:
+        """End the threads and close the connections; local. Whoever uses the group afterwards gets a RuntimeError.
+
+        A second call does nothing.
+        """
+        self._opened = None
+        self._works.clear()
+        self._waits.put(None)
+
+    @property
+    def _gloo(self) -> Any:
+        """Gloo's group; RuntimeError where this one is closed."""
+        return self._use().group
+
+    @property
+    def store(self) -> dist.Store:
+        """Where the ranks have met, under the group's name; RuntimeError where this group is closed."""
+        return self._use().store
+
+    def _use(self) -> _Opened:
+        if self._opened is None:
+            raise RuntimeError(f"the group {self.name} was closed")
+        return self._opened
+
+    def wait(self, number: int, *, is_received: bool) -> Any:
         """Wait for a message that was sent or is received; RuntimeError where it does not come, or a rank is lost.
 
         Where a connection ends in the middle of a message, gloo's wait goes on until its time is over (30.0 s of 30 s),
@@ -87,19 +130,22 @@ class CrossWorldGroup:
         begun = time.monotonic()
         is_quick = self._quick >= QUICK_IN_A_ROW
         quick = timedelta(seconds=self.quick_timeout_s)
-        answer = work.wait(quick) if is_quick else self._wait_apart(work, self.timeout_s)
+        answer = self._work(number).wait(quick) if is_quick else self._wait_apart(number, self.timeout_s)
+        self._works.pop(number, None)
         if is_received:
             self._quick = self._quick + 1 if time.monotonic() - begun < QUICK_S else 0
         return answer
 
-    def _wait_apart(self, work: dist.Work, timeout_s: float) -> Any:
+    def _wait_apart(self, number: int, timeout_s: float) -> Any:
         """Have another thread wait, and see meanwhile whether a connection is lost."""
         result: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._waits.put((work, timedelta(seconds=timeout_s), result))
+        self._waits.put((self._work(number), timedelta(seconds=timeout_s), result))
         while True:
             try:
                 answer = result.get(timeout=WATCH_S)
             except queue.Empty:
+                if self._opened is None:
+                    raise RuntimeError(f"the group {self.name} was closed in the middle of a message") from None
                 if any(name_of_socket(descriptor) != name for descriptor, name in self._connections.items()):
                     raise RuntimeError(f"a rank of the group {self.name} was lost in the middle of a message") from None
                 continue
@@ -107,21 +153,34 @@ class CrossWorldGroup:
                 raise answer
             return answer
 
+    def _note(self, work: dist.Work) -> int:
+        """Return the number under which a message is waited for."""
+        number = next(self._numbers)
+        self._works[number] = work
+        return number
+
+    def _work(self, number: int) -> dist.Work:
+        """Return a message under way; RuntimeError where the group was closed since."""
+        work = self._works.get(number)
+        if work is None:
+            raise RuntimeError(f"the group {self.name} was closed in the middle of a message")
+        return work
+
     def size(self) -> int:
         """Return the number of ranks."""
-        return int(self._gloo.size())
+        return self._size
 
     def rank(self) -> int:
         """Return this rank, from 0."""
-        return int(self._gloo.rank())
+        return self._rank
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work:
         """Start to send to a rank of the group."""
-        return _Message(self._gloo.send(tensors, rank, tag), self, is_received=False)
+        return _Message(self._note(self._gloo.send(tensors, rank, tag)), self, is_received=False)
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work:
         """Start to receive from a rank of the group."""
-        return _Message(self._gloo.recv(tensors, rank, tag), self, is_received=True)
+        return _Message(self._note(self._gloo.recv(tensors, rank, tag)), self, is_received=True)
 
     def all_reduce(self, values: torch.Tensor, op: Any) -> None:
         """Reduce values in place."""
@@ -134,7 +193,9 @@ class CrossWorldGroup:
         """Wait until all ranks are here, of which one may first send so many messages, each as long as one may take."""
         options, within_s = dist.AllreduceOptions(), self.timeout_s * (1 + messages)
         options.timeout = timedelta(seconds=within_s)
-        self._wait_apart(self._gloo.allreduce([torch.zeros(1, dtype=torch.float32)], options), within_s)
+        number = self._note(self._gloo.allreduce([torch.zeros(1, dtype=torch.float32)], options))
+        self._wait_apart(number, within_s)
+        self._works.pop(number, None)
 
     def all_gather(self, rows: list[torch.Tensor], values: torch.Tensor) -> None:
         """Gather the values of each rank."""
@@ -200,13 +261,13 @@ class CrossWorldGroup:
 class _Message:
     """A message that is sent or received."""
 
-    def __init__(self, work: dist.Work, group: CrossWorldGroup, *, is_received: bool) -> None:
-        self._work = work
+    def __init__(self, number: int, group: CrossWorldGroup, *, is_received: bool) -> None:
+        self._number = number
         self._group = group
         self._is_received = is_received
 
     def wait(self) -> Any:
-        return self._group.wait(self._work, is_received=self._is_received)
+        return self._group.wait(self._number, is_received=self._is_received)
 
 
 def _wait(waits: queue.SimpleQueue[tuple[dist.Work, timedelta, queue.SimpleQueue[Any]] | None]) -> None:

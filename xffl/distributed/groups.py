@@ -23,6 +23,7 @@ from xffl.errors import ConfigError, StateError
 from xffl.topology import Topology
 
 __all__ = [
+    "Create",
     "Groups",
     "destroy_group",
     "leave_after",

@@ -621,7 +621,17 @@ class ElasticFederation:
                 "meeting"
             )
         self._group_name = epoch.group
+        self._tidy_store(epoch.group)
         return Place(topology, first, self._group, is_new=True)
+
+    def _tidy_store(self, group: str) -> None:
+        """Delete what the ranks of earlier epochs have left in this cell's store, where it has one."""
+        if self._store is None:
+            return
+        stays = (PROOF_KEY, AWAY_KEY)
+        for key in self._store.list_keys():
+            if key not in stays and not key.startswith(f"{group}/"):
+                self._store.delete_key(key)
 
     def _lost_member(self, epoch: Epoch) -> str:
         """Connect to the stores of all members, and return in words which one is lost.
@@ -797,7 +807,9 @@ class ElasticFederation:
             self._group.poison()
 
     def drop(self) -> None:
-        """Release the group without waiting for other ranks; local."""
+        """Close the group without waiting for other ranks; local."""
+        if self._group is not None:
+            self._group.close()
         self._group = None
         self._group_name = ""
 

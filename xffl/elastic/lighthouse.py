@@ -247,12 +247,13 @@ class Lighthouse:
         return {cell.life: cell.is_lost for cell in status.cells if cell.seen_s is not None and cell.seen_s > quiet_s}
 
     def leave(self) -> None:
-        """Stop the heartbeats, so that the others do not wait for this cell."""
+        """Stop the heartbeats, so that the others do not wait for this cell, and close the connections."""
         self._has_left.set()
         heart = self._heart
         self._heart = None
         if heart is not None:
             heart.join()
+        self._client = None  # which has threads and a connection
 
     def pause(self) -> None:
         """Stop the heartbeats until the next request: the lighthouse lets cells wait for others that live."""

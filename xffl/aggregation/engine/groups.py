@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from xffl.distributed.collectives import Group
 from xffl.distributed.consistency import connect, control_device, home_device, sends_from_gpu, transfer_device
 from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.groups import Groups, make_groups
+from xffl.distributed.groups import Create, Groups, make_groups
 from xffl.distributed.round_groups import make_round_groups
 from xffl.topology import Topology
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "RoundGroups",
     "RoundScope",
+    "make_holder_groups",
     "make_scope",
     "select_groups",
 ]
@@ -51,8 +52,9 @@ class RoundScope:
     groups: Groups | None = None
     own: tuple[dist.ProcessGroup, ...] = ()  # all of these groups, placeholders too
     cross_world: CrossWorldGroup | None = None  # the group of all its ranks, where cells are worlds of their own
+    # groups of the ranks of the cell that hold the same part of some tensor, by shards; None: made where needed
+    holders: Mapping[tuple[int, ...], dist.ProcessGroup] | None = None
     arena: Arena | None = None  # memory of a scope before, which its rounds use again
-    last: RoundGroups | None = None  # of rounds with other cells, whose groups inside this one are used again
     goes_on: bool = False  # what was agreed on last is told or taken over afterwards, instead of read from the model
     # makes what votes on its rounds; None: RoundCoordinator
     coordinate: Callable[[Exchange, RoundScope, Options], RoundCoordinator] | None = None
@@ -172,13 +174,10 @@ def select_groups(
         assert not isinstance(world, CrossWorldGroup), "a scope over several worlds has groups"
         cell = world
     replica, cell = (None if group is None or group.size() == 1 else group for group in (replica, cell))
-    if scope.last is None:
-        shared: Mapping[tuple[int, ...], dist.ProcessGroup] = _holder_groups(
-            _recorded(state, made, scope.first), scope, holders
-        )
-    else:
-        shared = scope.last.holders
-        made += scope.last.own
+    shared = scope.holders
+    if shared is None:
+        create = _recorded(state, made, scope.first)
+        shared = make_holder_groups(create, topology=scope.topology, rank=scope.rank, holders=holders)
     across = (world,) if multi_rail or scope.cross_world is not None else across
     votes = () if control_device(world).type == "cpu" else (world,)
     # In a round some ranks may not take part, and one behind local steps would connect beside what these send.
@@ -186,8 +185,7 @@ def select_groups(
     if gpu is not None and device != gpu:
         connect([group for group in home if group is not None and sends_from_gpu(group)], gpu)
     connect((*across, *home, *votes), device)
-    # Without those before, which would otherwise all be kept, each by the ones after it.
-    make = partial(select_groups, replace(scope, last=None), multi_rail=multi_rail, is_own=is_own, holders=holders)
+    make = partial(select_groups, scope, multi_rail=multi_rail, is_own=is_own, holders=holders)
     own = (*made, *scope.own)
     return RoundGroups(
         world,
@@ -202,10 +200,13 @@ def select_groups(
     )
 
 
-def _holder_groups(
-    create: Callable[[tuple[int, ...], str], dist.ProcessGroup], scope: RoundScope, holders: Collection[tuple[int, ...]]
+def make_holder_groups(
+    create: Create, *, topology: Topology, rank: int, holders: Collection[tuple[int, ...]]
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Make a group of the ranks of this cell that hold one of the same shards, for all sets that this rank is in."""
+    """Make a group of the ranks of this cell that hold one of the same shards, for all sets that this rank is in.
+
+    Collective over the world.
+    """
     # Sets without a common shard are made together, so that ranks make few placeholders.
     together: list[list[tuple[int, ...]]] = []
     for shards in sorted(holders):
@@ -213,12 +214,12 @@ def _holder_groups(
         if free is None:
             together.append(free := [])
         free.append(shards)
-    at, topology = scope.topology.coordinates(scope.rank), scope.topology
+    at = topology.coordinates(rank)
     made = {}
     for sets in together:
         mine = next((shards for shards in sets if at.shard in shards), None)
         if mine is None:
-            create((scope.rank,), "xffl_holders_placeholder")
+            create((rank,), "xffl_holders_placeholder")
             continue
         replicas = range(topology.replicas(at.cell))
         ranks = (topology.rank_of(at.cell, replica, shard) for replica in replicas for shard in mine)
@@ -226,9 +227,7 @@ def _holder_groups(
     return made
 
 
-def _recorded(
-    state: DistributedState, made: list[dist.ProcessGroup], first: int
-) -> Callable[[tuple[int, ...], str], dist.ProcessGroup]:
+def _recorded(state: DistributedState, made: list[dist.ProcessGroup], first: int) -> Create:
     """Return what makes a group of ranks counted from ``first``, and notes it."""
 
     def create(ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:

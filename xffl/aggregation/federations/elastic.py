@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from xffl.aggregation.aggregator import Aggregator
@@ -28,6 +27,7 @@ from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.engine.planning.lone_coverage import check_lone_cell
 from xffl.aggregation.engine.setup import make_copies
 from xffl.aggregation.engine.votes import Seal
+from xffl.aggregation.federations.cell_groups import CellGroups
 from xffl.aggregation.federations.fixed_tensors import FixedTensors, find_fixed
 from xffl.aggregation.federations.hand_over import read_hand_over, write_hand_over
 from xffl.aggregation.pending import PendingRound
@@ -37,8 +37,6 @@ from xffl.distributed.collectives import all_gather_json
 from xffl.distributed.consistency import check_consistent, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.failures.faults import inject, start_round
-from xffl.distributed.groups import Groups
-from xffl.distributed.round_groups import make_round_groups
 from xffl.elastic.federation import ElasticFederation, RoundEnd
 from xffl.elastic.roster import Epoch
 from xffl.errors import CheckpointError, ConfigError, MeetingLeft, RoundError, StateError, XfflError
@@ -128,7 +126,9 @@ class ElasticAggregator:
         self._options = options
         self.under_way: ElasticRound | None = None
         self._federation = ElasticFederation(state)
-        self._groups = self._make_groups()
+        self._groups = CellGroups(
+            model, state, policies=options.get("policies"), extra=options.get("extra"), overlaps=self.overlaps
+        )
         self._founder: Aggregator | None = None
         """Makes the first round of a federation, and has its agreed model until the second one begins."""
         self._aggregator: Aggregator | None = None
@@ -159,23 +159,6 @@ class ElasticAggregator:
         self._tries = 0  # of the next round
         self._opened_at = 0.0  # when the first of them began
         self._exchange_s = 0.0
-
-    def _make_groups(self) -> Groups:
-        """Return the groups inside the cell, new ones for rounds that overlap with steps; collective over the cell."""
-        state = self._state
-        if self.overlaps:
-            create, rank = state.create_process_group, dist.get_rank()
-            made = make_round_groups(
-                create,
-                topology=state.topology,
-                rank=rank,
-                timeout_s=state.timeouts.session_s,
-                handles=state.handle_count,
-            )
-            return {kind: made.get(kind) for kind in ("federation", "replica")}
-        assert dist.group.WORLD is not None
-        replica = None if state.hsdp_mesh is None else (state.hsdp_mesh.get_group(0),)
-        return {"federation": (dist.group.WORLD,), "replica": replica}
 
     @property
     def rounds(self) -> int:
@@ -504,10 +487,11 @@ class ElasticAggregator:
             self._state,
             place.topology,
             place.first,
-            self._groups,
+            self._groups.by_kind,
+            holders=self._groups.holders,
             cross_world=place.group,
             arena=self._arena,
-            coordinate=partial(ElasticCoordinator, seal=self._seal),
+            coordinate=partial(ElasticCoordinator, seal=partial(_seal, self._federation)),
         )
         if epoch.base is None:
             self._found(scope)
@@ -543,7 +527,6 @@ class ElasticAggregator:
             aggregator = Aggregator(self.model, scope, **self._options)  # type: ignore[arg-type]
             if self._founder is not None:
                 aggregator.take_over(self._founder)
-                self._founder.give_back_groups()
             elif self._agreed is None and aggregator.global_model is not None and not is_behind:
                 raise CheckpointError(
                     "the state lacks the last agreed model of server, norms or privacy; it was saved without, so "
@@ -561,9 +544,7 @@ class ElasticAggregator:
         return {(given.round - 1) % self.fragments for given in self._federation.find_given(epoch)}
 
     def _forget(self) -> None:
-        """Give up the aggregators, whose memory is that of another model; collective over the cell."""
-        for aggregator in self._aggregators:
-            aggregator.give_back_groups()
+        """Give up the aggregators, whose memory is that of another model; local."""
         self._aggregator = None
         self._founder = None
         self._is_grouped = False
@@ -582,17 +563,6 @@ class ElasticAggregator:
             unlike = [several[0] for several in fixed if taken & {*several}]
             if unlike:
                 LOG.warning("cells that have come held other values of %s, which no round moves", shorten(unlike))
-
-    def _seal(self, weights: tuple[float, ...]) -> Seal:
-        """Publish the record of a round, where this rank does, and tell what stands; local."""
-        if not self._federation.publishes:
-            return Seal.NOT_ASKED
-        try:
-            is_standing = self._federation.publish(weights)
-        except XfflError as error:
-            LOG.warning("the record of a round may not stand: %s", error)
-            return Seal.UNKNOWN
-        return Seal.STANDS if is_standing else Seal.OTHER_STANDS
 
     def _bring_up(self, aggregator: Aggregator, scope: RoundScope, epoch: Epoch) -> None:
         """Have all cells of an epoch remember the same beside the model; collective over it."""
@@ -716,7 +686,18 @@ class ElasticAggregator:
         """Leave the other cells, which go on without this one; local."""
         self.is_closed = True
         self._doubted = None
+        if self.under_way is not None:
+            self._federation.poison()  # neither its thread nor the other cells wait for the rest of the round
         self._federation.leave()
+
+    def give_back_groups(self) -> None:
+        """Give the groups inside the cell back, behind :meth:`close`; collective over the cell.
+
+        A second call does nothing.
+        """
+        if self.under_way is not None:
+            self.under_way.discard()  # it may still use them
+        self._groups.give_back()
 
     def state_dict(self) -> dict[str, Any]:
         """Return which model this cell holds, and what belongs to it; local, each rank saves its own.
@@ -752,6 +733,18 @@ class ElasticAggregator:
         self._agreed = state.get("agreed")
         self._spent = state.get("privacy")
         self._residuals = state.get("residuals")  # older states lack them
+
+
+def _seal(federation: ElasticFederation, weights: tuple[float, ...]) -> Seal:
+    """Publish the record of a round, where this rank does, and tell what stands; local."""
+    if not federation.publishes:
+        return Seal.NOT_ASKED
+    try:
+        is_standing = federation.publish(weights)
+    except XfflError as error:
+        LOG.warning("the record of a round may not stand: %s", error)
+        return Seal.UNKNOWN
+    return Seal.STANDS if is_standing else Seal.OTHER_STANDS
 
 
 def _read_held(elastic: Mapping[str, Any]) -> RoundRecord | None:

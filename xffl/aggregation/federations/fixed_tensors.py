@@ -52,7 +52,7 @@ class FixedTensors:
 
         Where all cells hold the same bits this moves a few numbers.
 
-        :param scope: The ranks of all cells that have met.
+        :param scope: The ranks of all cells that have met, with the groups inside this one.
         :param source: The cell that gives, as the scope's topology counts.
         :param targets: The cells that take over.
         :return: The names of what has moved.
@@ -65,9 +65,7 @@ class FixedTensors:
         # What is moved here is no round of the run: the journal gets no record of it.
         coordinate = partial(ElasticCoordinator, seal=lambda _: Seal.STANDS)
         scope = replace(scope, arena=None, coordinate=coordinate, goes_on=True)
-        comparing = self._make_aggregator(scope, names)
-        unequal = comparing.find_unequal()
-        comparing.give_back_groups()
+        unequal = self._make_aggregator(scope, names).find_unequal()
         differing = [several for several in names if set(several) & set(unequal)]
         if not differing:
             return []
@@ -81,7 +79,6 @@ class FixedTensors:
         with torch.no_grad():
             for tensor, copy in kept:
                 tensor.copy_(copy)
-        moving.give_back_groups()
         return [several[0] for several in differing]
 
     def _make_aggregator(self, scope: RoundScope, names: Sequence[Sequence[str]]) -> Aggregator:

@@ -67,7 +67,10 @@ class ElasticRounds(AveragingRounds[ElasticAggregator]):
         """Make the aggregator, where there is none or it was closed; the other cells are met later, by :meth:`join`."""
         if self._aggregator is None or self._aggregator.is_closed:
             # A second block goes on where the first has ended.
-            saved = None if self._aggregator is None else self._aggregator.state_dict()
+            saved = None
+            if self._aggregator is not None:
+                saved = self._aggregator.state_dict()
+                self._aggregator.give_back_groups()
             options = aggregator_options(self._config, self._model, is_first=self._aggregator is None)
             if "levels" in options:
                 raise ConfigError("an elastic federation has no levels; leave levels out")
@@ -195,9 +198,15 @@ class ElasticRounds(AveragingRounds[ElasticAggregator]):
         self.doubted = None
 
     def close(self, error: BaseException | None) -> None:
-        """Leave the other cells, which are not to wait for this one; local."""
-        if self._aggregator is not None:
-            self._aggregator.close()
+        """Leave the other cells, which are not to wait for this one; without an error collective over the cell.
+
+        After an error the groups inside the cell stay until the next block.
+        """
+        if self._aggregator is None:
+            return
+        self._aggregator.close()
+        if error is None:
+            self._aggregator.give_back_groups()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned; the cell joins the others anew."""

@@ -49,6 +49,7 @@ class NamedWait:
         frame = inspect.currentframe()
         # The caller's stack is only read when the time is over: until the block ends this thread does not leave it.
         self._frame = None if frame is None else frame.f_back
+        del frame  # a frame that refers to itself keeps all that its callers hold until the garbage collector runs
         self._timer = threading.Timer(min(NOTE_AFTER_S, TELL_AFTER_S / 2), self._watch, [TELL_AFTER_S])
         self._timer.daemon = True
         self._timer.start()
@@ -65,6 +66,7 @@ class NamedWait:
         if self._is_watched:
             self._timer.join(_LOOK_S)  # a store that does not answer is no reason to wait on
         self._frame = None  # it holds what the callers hold
+        self._timer = None  # which refers to this object
         if error is not None and self._missed:
             error.args = (f"{error}; {self._missed}",)
 

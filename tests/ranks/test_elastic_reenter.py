@@ -1,0 +1,99 @@
+"""What a cell of an elastic federation holds after its block has ended and begun again."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import xffl
+from tests.ports import free_port
+from tests.ranks.test_elastic import journal, lighthouse, pytestmark  # noqa: F401 - fixtures and marks
+from tests.worlds import be_launched, run_world
+from xffl.aggregation.federations.elastic import ElasticAggregator
+from xffl.distributed import DeviceParameters, ElasticParameters
+
+BLOCKS = 6
+RANKS = 2
+
+
+def count_held() -> tuple[int, int, int]:
+    """Return how many threads, descriptors and process groups this process has."""
+    groups = len(dist.distributed_c10d._world.pg_map)
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), groups
+
+
+def enter_again(rank: int, world: int, url: str, ports: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """Train in several blocks, every other one of which an error ends; return what is held in each of them."""
+    cell, place = divmod(rank, RANKS)
+    be_launched(place, RANKS, ports[cell])
+    os.environ["XFFL_TOKEN"] = "the run's own token"
+    held: list[tuple[int, int, int]] = []
+    gc.disable()  # nobody knows when it would run
+    elastic = ElasticParameters(lighthouse=url)
+    with xffl.session(cell=cell, cells=world // RANKS, elastic=elastic, timeout_s=60) as state:
+        model = xffl.shard(nn.Linear(2, 2), state)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaling = xffl.FederatedScaling(model, optimizer, state, every=2, delay=1)
+        generator = torch.Generator().manual_seed(rank)
+        for block in range(BLOCKS):
+            try:
+                with scaling:
+                    for _ in range(5):
+                        model(torch.randn(4, 2, generator=generator)).square().mean().backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    held.append(count_held())
+                    if block % 2:
+                        raise KeyError("an error of the loop")
+            except KeyError:
+                pass
+    return held
+
+
+def test_a_block_that_ends_gives_back_its_threads_descriptors_and_groups(lighthouse: str) -> None:  # noqa: F811
+    ports = tuple(free_port() for _ in range(2))
+    for held in run_world(2 * RANKS, enter_again, lighthouse, ports, init=False, timeout_s=100):
+        # Threads that look at a meeting, or wait for a message, end a moment later.
+        for values, slack in zip(zip(*held[1:], strict=True), (4, 2, 0), strict=True):
+            assert max(values[-2:]) <= max(values[:2]) + slack, held
+
+
+class Stage(nn.Module):
+    """One of three stages of a pipeline: two share a parameter, and two a frozen one."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        self.register_parameter("abc"[stage], nn.Parameter(torch.ones(4)))
+        if stage < 2:
+            self.shared = nn.Parameter(torch.ones(3))
+        if stage > 0:
+            self.still = nn.Parameter(torch.ones(2), requires_grad=False)
+
+
+def in_three_stages(rank: int, world: int, url: str, port: int) -> list[int]:
+    """Be a stage of the only cell; return how many groups there are at first, made, with rounds made, and at last."""
+    be_launched(rank, world, port)
+    counts: list[int] = []
+    elastic = ElasticParameters(lighthouse=url, least_cells=1)
+    shape = DeviceParameters(pp=3)
+    with xffl.session(cell=0, cells=1, device_parameters=shape, elastic=elastic, timeout_s=60) as state:
+        counts.append(count_held()[2])
+        rounds = ElasticAggregator(Stage(rank), state, gradients_reduced_by_caller=True)
+        counts.append(count_held()[2])
+        rounds.join()
+        counts.append(count_held()[2])
+        rounds.close()
+        rounds.give_back_groups()
+        counts.append(count_held()[2])
+    return counts
+
+
+def test_groups_inside_a_cell_are_made_before_it_meets_others(lighthouse: str) -> None:  # noqa: F811
+    """In a try that breaks, some ranks of a cell would have made them and others not, and all later ones mismatch."""
+    for before, made, joined, after in run_world(3, in_three_stages, lighthouse, free_port(), init=False):
+        assert before < made == joined
+        assert after == before

@@ -1,0 +1,116 @@
+"""The process groups inside one cell that the rounds of an elastic federation use.
+
+They are made before the cell meets others, and given back after it has left them. In a try they could not be: one may
+break on some ranks of a cell before a group was made and on others after, and then these ranks have made unlike numbers
+of groups, by which torch tells groups apart.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Callable, Mapping
+
+import torch.distributed as dist
+from torch import nn
+
+from xffl.aggregation.engine.groups import make_holder_groups
+from xffl.aggregation.engine.planning.replica_tensors import describe_rank_tensors, gather_replica_tensors
+from xffl.aggregation.engine.planning.tensors import Manifest, Pattern, find_fixed
+from xffl.aggregation.engine.weight_keepers import read_weights
+from xffl.distributed.consistency import barrier, gather_objects, run_on_all_ranks
+from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.groups import Groups, destroy_group
+from xffl.distributed.round_groups import make_round_groups
+from xffl.errors import ConfigError
+
+__all__ = ["CellGroups"]
+
+
+class CellGroups:
+    """The groups inside a cell that is a world of its own; collective over the cell.
+
+    :param model: The model that trains.
+    :param state: The state of the cell's world.
+    :param policies: What the user has chosen for the model's tensors.
+    :param extra: Tensors that are averaged beside the model's.
+    :param overlaps: Whether rounds go on during local steps, whose own collectives must not meet theirs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        state: DistributedState,
+        *,
+        policies: Mapping[Pattern, str] | None,
+        extra: nn.Module | None,
+        overlaps: bool,
+    ) -> None:
+        self._made: list[dist.ProcessGroup] = []
+        self.by_kind: Groups
+        """All ranks of the cell, and those that hold this rank's shard"""
+        if overlaps:
+            made = make_round_groups(
+                self._recorded(state),
+                topology=state.topology,
+                rank=dist.get_rank(),
+                timeout_s=state.timeouts.session_s,
+                handles=state.handle_count,
+            )
+            self._made += made["world"] or ()
+            self.by_kind = {kind: made.get(kind) for kind in ("federation", "replica")}
+        else:
+            assert dist.group.WORLD is not None
+            replica = None if state.hsdp_mesh is None else (state.hsdp_mesh.get_group(0),)
+            self.by_kind = {"federation": (dist.group.WORLD,), "replica": replica}
+        self.holders: Mapping[tuple[int, ...], dist.ProcessGroup] = {}
+        """By the shards that hold the same elements, where they are several but not all, the ranks that hold them"""
+        if state.topology.cell_shape is not None:
+            self.holders = make_holder_groups(
+                self._recorded(state),
+                topology=state.topology,
+                rank=dist.get_rank(),
+                holders=_find_holders(model, state, policies, extra),
+            )
+
+    def _recorded(self, state: DistributedState) -> Callable[[tuple[int, ...], str], dist.ProcessGroup]:
+        def create(ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
+            self._made.append(state.create_process_group(ranks, name))
+            return self._made[-1]
+
+        return create
+
+    def give_back(self) -> None:
+        """Destroy what was made, once no rank uses it; collective over the cell. A second call does nothing."""
+        if not self._made:
+            return
+        barrier()  # nobody still listens to a group that another rank destroys
+        while self._made:
+            destroy_group(self._made.pop())
+
+
+def _find_holders(
+    model: nn.Module, state: DistributedState, policies: Mapping[Pattern, str] | None, extra: nn.Module | None
+) -> frozenset[tuple[int, ...]]:
+    """Return the sets of shards that hold the same part of what rounds move, or newcomers take over once.
+
+    Collective over the cell.
+    """
+    mesh = state.hsdp_mesh
+    assert mesh is not None, "a state with a cell shape has replicas"
+    with run_on_all_ranks("models", convert=_unreadable):
+        weights, _ = read_weights(model)
+        names = [name for several in find_fixed(model, policies, with_buffers=True) for name in several]
+    # Stages of a pipeline have unlike tensors, and are to be given the same policies.
+    moving: dict[Pattern, str] = {
+        glob.escape(name): "first" for name in sorted({name for held in gather_objects(names) for name in held})
+    }
+    with run_on_all_ranks("models", convert=_unreadable):
+        manifest = Manifest(weights, moving | dict(policies or {}), extra=extra)
+        at = state.topology.coordinates(dist.get_rank())
+        rank_tensors = describe_rank_tensors(manifest, state.topology, at, 0)
+    with run_on_all_ranks("models"):
+        return gather_replica_tensors(rank_tensors, mesh.get_group(1)).holders
+
+
+def _unreadable(wrong: Exception) -> ConfigError:
+    return ConfigError(f"the model or its policies cannot be read: {type(wrong).__name__}: {wrong}")
