@@ -15,6 +15,8 @@ unequal    cells of one round have agreed on different models, to the bit. What 
            the wrong thing
 shares     a slot that moved has not got the share of its cell in the round, or has moved in a round before
 weights    a cell's weight is not the number of its slots that moved, or of the steps that it was told have counted
+residuals  with a codec: a slot has moved by something else than the share of its cell and what the codecs of the
+           round's cells have left out before and after; or a cell has not what its last round, or its checkpoint, has
 total      the sum of all weights so far that a cell is told is not that of the rounds
 told       the slots that moved are not the steps of which the cell was told so
 lost       steps that are not in the last model, though their cell has left in order, and was not told that they are
@@ -23,9 +25,11 @@ last       a cell that left in the last round has another model than that of the
 failed     a cell has ended by itself with an error, or a round did not come in time
 left       processes that were there after the end
 
-Where a server or a client moves more than the steps do, the slots are not compared, all else is. Printed as JSON: a
-line for each run, and one with the sums; ``dropped`` are the steps that went with a model that was replaced. The exit
-code is 1 if something was found that must not be.
+Where a server or a client moves more than the steps do, the slots are not compared, all else is. A cell that is killed
+takes along what its codecs have left out, unless it goes on from a checkpoint that has it, and no round has it since.
+Printed as JSON: a line for each run, and one with the sums; ``dropped`` are the steps that went with a model that was
+replaced, ``exact`` the rounds whose residuals could be compared. The exit code is 1 if something was found that must
+not be.
 """
 
 from __future__ import annotations
@@ -62,7 +66,7 @@ from xffl.journal.records import RoundRecord
 
 __all__ = ["FINDINGS", "audit", "run_draw"]
 
-FINDINGS = ("unequal", "shares", "weights", "total", "told", "lost", "last", "failed", "left")
+FINDINGS = ("unequal", "shares", "residuals", "weights", "total", "told", "lost", "last", "failed", "left")
 """What must not be."""
 ENDED = re.compile(r"cell ([0-9]+) ended with exit code ([0-9]+)")
 KILLED = "137"
@@ -274,14 +278,24 @@ def _strike(drawn: Draw, federation: Federation | OneCommand) -> list[str]:
 
 
 def _await_round(federation: Federation | OneCommand, since: float) -> bool:
-    """Wait for a round after a time to which all cells contribute that have not left, and tell whether it came."""
+    """Wait for a round after a time to which all cells contribute that have not left, and tell whether it came.
+
+    They all have to tell of it: ranks whose launcher was killed may still have a part in rounds.
+    """
     deadline = time.time() + LONGEST_S
     while time.time() < deadline:
         watch([federation], time.time() + 0.1)
         lines = read(federation.folder, federation.job.cells)
         staying = [cell for cell, told in enumerate(lines) if not any(line["what"] == "end" for line in told)]
-        rounds = (line for told in lines for line in told if line["what"] == "round" and line["time"] > since)
-        if any(all(line["weights"][cell] for cell in staying) for line in rounds if "weights" in line):
+        given = [
+            {
+                line["lineage"]
+                for line in lines[cell]
+                if line["time"] > since and "weights" in line and line["weights"][cell]
+            }
+            for cell in staying
+        ]
+        if not given or set.intersection(*given):
             return True
     return False
 
@@ -315,6 +329,8 @@ def audit(drawn: Draw, folder: Path) -> Told:
             for change in changes(drawn, chain, models, part):
                 check_change(drawn, change, told, handed, result)
         check_lost(drawn, lines, models, chain, result)
+    if drawn.shows_residuals:
+        result["residuals"], result["exact"] = check_residuals(drawn, folder, lines, chain, models)
     ends = {line["lineage"] for cell in lines for line in cell if line["what"] == "end"}
     result["last"] = [record.number for record in chain[-1:] if record.lineage not in ends]
     counts = Counter(line["what"] for cell in lines for line in cell)
@@ -452,6 +468,91 @@ def check_change(
         if line is not None and sorted(steps) != sorted([*slots, *before]):
             result["told"].append([*numbers, cell, len(steps), f"{len(slots)} slots"])
         handed[cell] = [slot for slot in handed[cell] if slot not in before]
+
+
+class Residuals:
+    """What the codecs of a cell had left out, by what its lives have told, along the rounds that led to the model."""
+
+    def __init__(self, drawn: Draw, folder: Path, told: list[Told]) -> None:
+        self._drawn = drawn
+        self._folder = folder
+        self._told = {(line["life"], line["lineage"]): line["file"] for line in told if line["what"] == "residuals"}
+        self._lives = {line["lineage"]: line["life"] for line in told if line["what"] == "round"}
+        self._starts = {line["life"]: line["lineage"] for line in told if line["what"] == "start"}
+        self._life = ""
+        self._held: Slots | None = np.zeros((PARTS, drawn.cells * SLOTS), dtype=np.float32)
+        """What it has left out by its last round; ``None`` where it has not told"""
+        self._given: dict[str, list[int]] = {}
+        """By lineage of a round, fragments of later rounds to which the cell has given something"""
+
+    def follow(self, record: RoundRecord, *, gives: bool) -> tuple[Slots | None, Slots | None]:
+        """Return what the cell had left out before a round that it was in, and after it; ``None`` if not told."""
+        life = self._lives.get(record.lineage)
+        before = self._held
+        if life is not None and life != self._life:
+            before = self._of_start(life)
+            self._life = life
+        after = None if life is None else self._load(life, record.lineage)
+        self._held = after
+        fragment = (record.round - 1) % self._drawn.fragments
+        if gives:
+            for given in self._given.values():
+                given.append(fragment)
+        self._given[record.lineage] = []
+        return before, after
+
+    def _of_start(self, life: str) -> Slots | None:
+        """Return what a life of the cell had when it started: without what rounds have that it does not know of."""
+        lineage = self._starts.get(life, "")
+        held = self._load(life, lineage)
+        if held is not None and lineage in self._given:
+            for part in range(PARTS):
+                if part % self._drawn.fragments in self._given[lineage]:
+                    held[part] = 0
+        return held
+
+    def _load(self, life: str, lineage: str) -> Slots | None:
+        name = self._told.get((life, lineage))
+        return None if name is None else load_model(self._folder / "models" / name, self._drawn.cells)
+
+
+def check_residuals(
+    drawn: Draw, folder: Path, lines: list[list[Told]], chain: list[RoundRecord], models: dict[str, Slots]
+) -> tuple[list[Any], int]:
+    """Return where what a round has moved is not what the cells gave, and how many rounds could be compared."""
+    wrong: list[Any] = []
+    compared = 0
+    steps = {
+        (cell, line["lineage"]): line.get("steps", [])
+        for cell, told in enumerate(lines)
+        for line in told
+        if line["what"] == "round"
+    }
+    cells = [Residuals(drawn, folder, told) for told in lines]
+    for last, record in zip([None, *chain], chain, strict=False):
+        moved = [part for part in range(PARTS) if part % drawn.fragments == (record.round - 1) % drawn.fragments]
+        expected = np.zeros((PARTS, drawn.cells * SLOTS), dtype=np.float32)
+        is_known = last is not None and last.lineage in models and record.lineage in models
+        for cell, weight in zip(record.cells, record.weights, strict=True):
+            before, after = cells[cell].follow(record, gives=weight > 0)
+            if before is None or after is None:
+                is_known = is_known and not weight
+                continue
+            expected += before - after
+            unmoved = [part for part in range(PARTS) if part not in moved or not weight]
+            if not np.allclose(before[unmoved], after[unmoved], atol=MOVED):
+                wrong.append([record.round, cell, "not given, and changed"])
+            for slot in steps.get((cell, record.lineage), []):
+                expected[moved, cell * SLOTS + slot] += weight / sum(record.weights)
+        if not is_known or last is None:
+            continue
+        compared += 1
+        difference = models[record.lineage] - models[last.lineage] - expected
+        strange = np.flatnonzero(np.abs(difference).max(0) > MOVED)
+        if len(strange):
+            values = sorted({round(float(np.abs(difference[:, slot]).max()), 5) for slot in strange})
+            wrong.append([record.round, sorted({int(slot) // SLOTS for slot in strange}), values[-5:], len(strange)])
+    return wrong, compared
 
 
 def check_lost(

@@ -12,6 +12,8 @@ start      the checkpoint that it starts from: the lineage, and the steps that w
 step       before it is made: its slot
 round      its number and lineage, the weights, and by fragment the steps that it has counted
 model      the lineage, and a digest of what the cells have agreed on by it, which is in a file of the folder ``models``
+residuals  the lineage, and a file of that folder with what codecs have left out of what this cell has sent by then;
+           after a start what its checkpoint has of that
 dropped    by fragment the steps that went with a model that was replaced
 end        it has left in order: the lineage, and the steps that wait
 """
@@ -179,6 +181,7 @@ class Cell:
             self._account.handed = saved["handed"]
             self._lineage = saved["lineage"]
         self._write("start", lineage=self._lineage, waiting=self._account.waiting)
+        self._write_residuals(None if saved is None else saved["scaling"]["aggregator"].get("residuals"), self._lineage)
         self._turn = first * 1000
         return first
 
@@ -217,6 +220,7 @@ class Cell:
         self._drop(taken_over)
         self._lineage = self.scaling.lineage
         self._write_model()
+        self._write_agreed_residuals()
         if report.round % 3 == self.cell % 3 and not self.scaling.is_under_way:
             self._save()
 
@@ -229,6 +233,11 @@ class Cell:
         self._write("round", number=self.scaling.aggregator.rounds, lineage=self.scaling.lineage, base=self._lineage)
         self._drop(self.scaling.aggregator.taken_over)
         self._lineage = self.scaling.lineage
+        self._write_agreed_residuals()
+
+    def _write_agreed_residuals(self) -> None:
+        if self._draw.shows_residuals:
+            self._write_residuals(self.scaling.aggregator.state_dict().get("residuals"), self._lineage)
 
     def _drop(self, fragments: frozenset[int]) -> None:
         dropped = {fragment: self._account.drop(fragment) for fragment in sorted(fragments)}
@@ -254,6 +263,22 @@ class Cell:
         if not path.exists():
             save_model(path, agreed)
         self._write("model", lineage=lineage, digests=digests, waiting=list(map(len, self._account.waiting)))
+
+    def _write_residuals(self, residuals: Any, lineage: str) -> None:
+        """Write down what codecs have left out on this cell's ranks, each of which has an equal part of a tensor."""
+        if not self._draw.shows_residuals:
+            return
+        mine = [None if residuals is None else residuals.get(f"parts.{index}") for index in range(PARTS)]
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, [None if part is None else part.numpy() for part in mine])
+        if self._rank:
+            return
+        numel = self._draw.cells * SLOTS // len(told)
+        nothing = np.zeros(numel, dtype=np.float32)
+        rows = [[nothing if rank[index] is None else rank[index] for rank in told] for index in range(PARTS)]
+        path = self._folder / "models" / f"residuals.{secrets.token_hex(8)}.npz"
+        save_model(path, np.stack([np.concatenate(row) for row in rows]))
+        self._write("residuals", lineage=lineage, file=path.name)
 
     def _save(self) -> None:
         self._turn += 1

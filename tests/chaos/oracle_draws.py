@@ -65,6 +65,11 @@ class Draw:
         return self.codec == "none" and self.client in (None, FEDPROX) and self.server in (None, PLAIN_SERVER)
 
     @property
+    def shows_residuals(self) -> bool:
+        """Whether the slot of a step that has counted has the share of its cell, but for what codecs have left out."""
+        return self.codec != "none"
+
+    @property
     def allowed(self) -> float:
         """By how much, relative to it, a slot may differ from a share: FedProx pulls the steps of a round back."""
         return 1e-4 if self.client is None else 0.05
@@ -107,9 +112,6 @@ def draw(number: int) -> Draw:
     if cells > 2 and dice.random() < 0.3:
         leaves[dice.randrange(cells)] = dice.randint(50, 200)
     is_one_command = not late and dice.random() < 0.3
-    # What a codec has left out is lost with a change of members: while that is so, draw none.
-    if kind == "codec":
-        faults, phase, late, leaves = (), "", {}, [ENDLESS] * cells
     return Draw(
         number,
         sizes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,7 @@ class Run:
         first = {(0, 0): 0.5, (1, 0): 0.5}
         self.models = {self.founding: {}, self.first: first, self.second: {**first, (0, 1): 1.0, (0, 2): 1.0}}
         self.made = [[0, 1, 2], [0]]
+        self.residuals: dict[str, dict[tuple[int, int], float]] = {}
         self.unequal = False
         self.ended = True
 
@@ -106,16 +108,22 @@ class Run:
                     told = self.steps[cell][lineage]
                     lines.append({"what": "round", "lineage": lineage, "weights": [1, 1], "steps": told})
                 digests = [lineage, str(self.unequal * cell)]
-                model = np.zeros((PARTS, 2 * SLOTS), dtype=np.float32)
-                for (owner, slot), value in values.items():
-                    model[:, owner * SLOTS + slot] = value
-                save_model(self.folder / "models" / f"{lineage}.{'.'.join(digests)}.npz", model)
+                self._save(f"{lineage}.{'.'.join(digests)}.npz", values)
                 lines.append({"what": "model", "lineage": lineage, "digests": digests})
+                if lineage in self.residuals:
+                    self._save(f"residuals.{cell}.{lineage}.npz", self.residuals[lineage] if cell == 0 else {})
+                    lines.append({"what": "residuals", "lineage": lineage, "file": f"residuals.{cell}.{lineage}.npz"})
             if self.ended:
                 lines.append({"what": "end", "lineage": self.second, "waiting": [[]]})
             text = "".join(json.dumps({"life": f"{cell}.a", **line}) + "\n" for line in lines)
             (self.folder / f"{cell}.ledger").write_text(text)
         return audit(self.drawn, self.folder)
+
+    def _save(self, name: str, values: dict[tuple[int, int], float]) -> None:
+        model = np.zeros((PARTS, 2 * SLOTS), dtype=np.float32)
+        for (owner, slot), value in values.items():
+            model[:, owner * SLOTS + slot] = value
+        save_model(self.folder / "models" / name, model)
 
 
 def _told_otherwise(run: Run) -> None:
@@ -170,3 +178,15 @@ def test_what_an_audit_finds(change: Callable[[Run], None] | None, findings: set
         change(run)
     result = run.audit()
     assert {name for name in FINDINGS if result[name]} == findings, result
+
+
+@pytest.mark.parametrize(("left", "rounds"), [(0.75, []), (0.5, [3]), (0.0, [3])], ids=["kept", "less", "lost"])
+def test_an_audit_adds_what_codecs_have_left_out_to_the_model(left: float, rounds: list[int], tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.drawn = replace(run.drawn, codec="int8")
+    run.residuals = {run.founding: {}, run.first: {(0, 0): 0.125}, run.second: {(0, 1): left}}
+    run.models[run.first] = {(0, 0): 0.375, (1, 0): 0.5}
+    run.models[run.second] = {(0, 0): 0.5, (1, 0): 0.5, (0, 1): 0.25, (0, 2): 1.0}
+    result = run.audit()
+    assert [wrong[0] for wrong in result["residuals"]] == rounds and result["exact"] == 1
+    assert {name for name in FINDINGS if result[name]} <= {"residuals"}
