@@ -68,7 +68,7 @@ class Client(ABC):
 
         :param optimizer: The optimizer that made it.
         :param factors: For each of its parameter groups, the number of gradients that the step amounts to: 1 without
-            momentum (see :mod:`xffl.aggregation.steps.contributions`).
+            momentum (see :mod:`xffl.aggregation.steps.normalized_steps`).
         """
 
     def before_round(self) -> None:  # noqa: B027 - not all need it
@@ -226,7 +226,7 @@ class Scaffold(Client):
     with equal weights the corrections add up to zero over the cells.
 
     With momentum a learning rate is multiplied by the number of gradients that the step amounts to
-    (:mod:`xffl.aggregation.steps.contributions`); gradients of earlier rounds that the momentum still holds make the
+    (:mod:`xffl.aggregation.steps.normalized_steps`); gradients of earlier rounds that the momentum still holds make the
     mean less exact. Weight decay counts as a part of the gradient. A parameter that was not stepped since the last
     round sends ``c`` again. A sparse gradient stays sparse, and gets the rows whose correction is not 0. A cell that a
     round leaves out for values that are not finite, or whose steps are lost because it takes the model over, keeps its
