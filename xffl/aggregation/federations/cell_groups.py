@@ -15,8 +15,9 @@ from torch import nn
 
 from xffl.aggregation.engine.groups import make_holder_groups
 from xffl.aggregation.engine.planning.replica_tensors import describe_rank_tensors, gather_replica_tensors
-from xffl.aggregation.engine.planning.tensors import Manifest, Pattern, find_fixed
+from xffl.aggregation.engine.planning.tensors import Manifest, Pattern
 from xffl.aggregation.engine.weight_keepers import read_weights
+from xffl.aggregation.federations.fixed_tensors import find_fixed
 from xffl.distributed.consistency import barrier, gather_objects, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import Groups, destroy_group
