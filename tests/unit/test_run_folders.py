@@ -23,6 +23,12 @@ with elastic.run_folder() as folder:
     print(folder, flush=True)
     time.sleep(600)
 """
+TURNS = """
+from xffl.cluster.launch import elastic
+for _ in range(1000):
+    with elastic.run_folder():
+        pass
+"""
 
 
 def test_the_folder_of_a_killed_launcher_is_removed_by_the_next_one(
@@ -54,6 +60,15 @@ def test_the_folder_of_a_killed_launcher_is_removed_by_the_next_one(
             assert not (folders[0] / "abandoned").exists()
         assert sorted(tmp_path.iterdir()) == sorted([folders[0], *others])
         held.kill()
+
+
+def test_launchers_that_end_and_start_at_the_same_time_leave_each_other_alone(tmp_path: Path) -> None:
+    environ = os.environ | {"TMPDIR": str(tmp_path)}
+    words = [sys.executable, "-c", TURNS]
+    launchers = [subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environ) for _ in range(2)]
+    errors = [launcher.communicate()[1] for launcher in launchers]
+    assert [(launcher.returncode, error) for launcher, error in zip(launchers, errors, strict=True)] == [(0, "")] * 2
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("launcher", [None, "", "another-host/boot\n1", "{here}\n{process}"])

@@ -131,7 +131,9 @@ def run_folder() -> Iterator[str]:
     A process has one at a time: to look at a second one would end its lock on the first.
     """
     _remove_abandoned(Path(tempfile.gettempdir()))
-    with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder, create(Path(folder, _HOLDER)) as holder:
+    temporary = tempfile.TemporaryDirectory(prefix=_FOLDER)
+    # The file is closed last: while the folder is being removed, its launcher must not seem to be lost.
+    with create(Path(temporary.name, _HOLDER)) as holder, temporary as folder:
         with suppress(OSError):  # where files cannot be locked the folder says nothing of its launcher, and stays
             # A record lock: the processes that this one starts do not have it, and it ends with this one however it
             # ends. What names this process is written behind it.
