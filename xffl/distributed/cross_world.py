@@ -47,7 +47,7 @@ class _Opened:
     """What a group holds until it is closed."""
 
     group: dist.ProcessGroupGloo
-    store: dist.Store
+    store: PrefixStore
 
 
 class CrossWorldGroup:
@@ -111,7 +111,7 @@ class CrossWorldGroup:
         return self._use().group
 
     @property
-    def store(self) -> dist.Store:
+    def store(self) -> PrefixStore:
         """Where the ranks have met, under the group's name; RuntimeError where this group is closed."""
         return self._use().store
 
