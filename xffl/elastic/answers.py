@@ -38,6 +38,7 @@ class Answers:
     def find_silent(self, patience_s: Mapping[str, float]) -> set[str]:
         """Ask the stores at these places, and wait until each has answered, or was asked so many seconds ago.
 
+        :param patience_s: By HOST:PORT, how many seconds.
         :return: Those that have not answered: the process has ended, is stopped, or cannot be reached.
         """
         self.ask(patience_s)
