@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+from torch import nn
 
 import xffl
 from tests.ports import free_port
 from tests.ranks.test_elastic import journal, lighthouse, pytestmark  # noqa: F401 - fixtures and marks of this module
 from tests.ranks.test_elastic_state import Stage, play
 from tests.worlds import be_launched, run_world
+from xffl.aggregation.engine.decision.consensus import RoundInput
 from xffl.aggregation.federations.elastic import ElasticAggregator
 from xffl.distributed import ElasticParameters
+from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.distributed.parameters import DeviceParameters
 
 ROUNDS = 50
@@ -80,3 +83,30 @@ def test_a_rank_that_fails_alone_on_entering_ends_its_cell_and_no_other(
     for _, seconds, error in told[2:]:
         assert str(ERRORS[kind]) in error
         assert seconds < 10.0
+
+
+def lose_the_group(rank: int, world: int, url: str, port: int) -> str:
+    """Be a rank of the only cell, whose last rank cannot make its second group; return what this rank has raised."""
+    be_launched(rank, world, port)
+    told = ""
+    with xffl.session(cell=0, cells=1, elastic=ElasticParameters(lighthouse=url), timeout_s=60) as state:
+        rounds = ElasticAggregator(xffl.shard(nn.Linear(2, 2), state), state)
+        rounds.join()
+        rounds._federation.drop()  # as where the journal was out of reach
+        rounds.open()
+        failure = OSError(24, "Too many open files")
+        failing = mock.patch.object(CrossWorldGroup, "unproven", side_effect=failure) if rank else nullcontext()
+        try:
+            with failing:
+                rounds.participate(RoundInput(1.0))
+        except Exception as error:  # noqa: BLE001 - compared below
+            told = f"{type(error).__name__}: {error}"
+            assert not rounds.can_go_on, "the end of a block would try again and again"
+        with suppress(Exception):
+            rounds.close()
+    return told
+
+
+def test_a_rank_that_fails_alone_on_entering_ends_its_cell_also_where_it_has_made_rounds(lighthouse: str) -> None:  # noqa: F811
+    for told in run_world(2, lose_the_group, lighthouse, free_port(), init=False, timeout_s=60):
+        assert told.startswith("RoundError") and "Too many open files" in told

@@ -60,10 +60,12 @@ class State:
 class Meetings:
     """Stands for an ElasticAggregator: ``plan`` has what is to happen, ``given`` the steps that it was given."""
 
-    fragments, is_closed, under_way, total_weight, lineage, can_go_on = 1, False, None, 0.0, "a", True
+    fragments, total_weight, lineage, can_go_on = 1, 0.0, "a", True
 
     def __init__(self, *unused: object, **options: object) -> None:
         self.rounds = 0
+        self.is_closed = False
+        self.under_way: object | None = None
         self.is_in_doubt = self.is_behind = self.is_founding = False
         self.taken_over: frozenset[int] = frozenset()
         self.has_handed_over = False
@@ -82,10 +84,12 @@ class Meetings:
         if is_stopping is not None and is_stopping():
             raise MeetingLeft
 
-    def end_doubt(self) -> RoundReport | None:
+    def end_doubt(self, is_stopping: Callable[[], bool] | None = None) -> RoundReport | None:
         if not self.is_in_doubt:
             return None
         what = self.plan.pop(0)
+        if what == "no answer before a stop":
+            raise MeetingLeft
         if what == "no answer":
             raise RoundError("the journal does not answer")
         self.is_in_doubt = False
@@ -107,11 +111,24 @@ class Meetings:
         self.has_handed_over = what == "gave its model"
         return report_of(self.rounds, (1.0, 1.0) if what in ("taken", "taken over") else (0.0, 0.0))
 
+    def aggregate_async(self, weight: object, **unused: object) -> object:
+        self.under_way = object()
+        return self.under_way
+
     def discard(self) -> None:
         self.dropped += 1
         self.is_in_doubt = False
+        self.under_way = None
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def give_back_groups(self) -> None:
+        """Do nothing."""
 
     def state_dict(self) -> dict[str, Any]:
+        if self.under_way is not None:
+            raise StateError("a round is under way")
         return {"rounds": self.rounds}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -268,6 +285,27 @@ def test_a_cell_that_joins_gives_the_steps_that_wait_once_also_where_the_round_w
     [counted, joined] = loop.follow(loop.rounds.join(loop.offer))
     assert loop.meetings.given == [3.0, 3.0, None] and loop.ended == [(Averaged, 1, 3.0)] and loop.waiting == [0]
     assert counted.parts == {0: Part.GAVE} and joined == Empty(None)
+
+
+def test_a_block_begins_again_behind_an_error_that_has_left_a_round_under_way() -> None:
+    loop = Loop("taken")
+    loop.step(3)
+    list(loop.rounds.start(loop.offer))
+    loop.rounds.close(KeyError("an error of the loop"))
+    loop.rounds.open()
+    assert not loop.rounds.is_under_way and loop.waiting == [3]
+
+
+def test_a_cell_that_is_to_stop_in_doubt_while_it_joins_may_save_before_and_its_steps_count_once() -> None:
+    called: list[list[int]] = []
+    hooks = LoopHooks(before_final_rounds=lambda: called.append(loop.waiting))
+    loop = Loop("in doubt", "no answer before a stop", "it was taken", "nothing given", hooks=hooks)
+    loop.step(3)
+    with pytest.raises(MeetingLeft):
+        loop.follow(loop.rounds.join(loop.offer))
+    assert called == [[3]] and loop.rounds.needs_join
+    loop.follow(loop.rounds.join(loop.offer))
+    assert loop.meetings.given == [3.0, None] and loop.ended == [(Averaged, 1, 3.0)] and loop.waiting == [0]
 
 
 def test_outcomes_say_what_this_cell_did() -> None:

@@ -154,7 +154,8 @@ class ElasticAggregator:
         """Lives of the cells of the last round that this cell has taken part in."""
         self._epoch: Epoch | None = None
         self._is_leaving = False
-        # Whether another round may follow: the cells met for the last one, all know its end, and not all have finished.
+        # Whether another round may follow: the cells met for the last one, all know its end, not all have finished, and
+        # each rank of this cell could enter, or knows as the others why it could not.
         self._has_others = True
         self._tries = 0  # of the next round
         self._opened_at = 0.0  # when the first of them began
@@ -417,7 +418,9 @@ class ElasticAggregator:
             federation.poison()
         self._has_others = False
         agreed, fate = federation.agree_on_end(end, epoch, weights)
-        self._has_others = not (agreed is RoundEnd.REFUSED and all(member.is_finished for member in epoch.members))
+        cannot_enter = is_alone or agreed is RoundEnd.FAILED
+        has_ended = agreed is RoundEnd.REFUSED and all(member.is_finished for member in epoch.members)
+        self._has_others = not (cannot_enter or has_ended)
         if agreed in (RoundEnd.BROKEN, RoundEnd.IN_DOUBT):
             self._is_grouped = False
             if agreed is RoundEnd.IN_DOUBT:
@@ -479,10 +482,12 @@ class ElasticAggregator:
 
     def _enter(self, epoch: Epoch) -> Aggregator:
         """Join the ranks of an epoch, and return the aggregator of its round; in a new group models are compared."""
+        was_grouped = self._is_grouped
+        self._is_grouped = False  # until this rank has entered
         place = self._federation.enter(epoch)
-        if self._is_grouped and not place.is_new and (epoch.base is None) == (self._aggregator is None):
+        if was_grouped and not place.is_new and (epoch.base is None) == (self._aggregator is None):
+            self._is_grouped = True
             return self._maker(epoch)
-        self._is_grouped = False
         scope = RoundScope(
             self._state,
             place.topology,

@@ -65,6 +65,7 @@ class ElasticRounds(AveragingRounds[ElasticAggregator]):
 
     def open(self) -> None:
         """Make the aggregator, where there is none or it was closed; the other cells are met later, by :meth:`join`."""
+        self.discard()  # a round may be under way that an error has left in the block before
         if self._aggregator is None or self._aggregator.is_closed:
             # A second block goes on where the first has ended.
             saved = None
@@ -77,7 +78,6 @@ class ElasticRounds(AveragingRounds[ElasticAggregator]):
             self._aggregator = ElasticAggregator(self._model, self._state, **options)
             if saved is not None:
                 self._aggregator.load_state_dict(saved)
-        self.discard()
         self._state.activity.note_round()  # a cell that comes and goes may be in none, which is no mistake
         self.needs_join = True
 
@@ -89,14 +89,14 @@ class ElasticRounds(AveragingRounds[ElasticAggregator]):
         """
         self.needs_join = False
         aggregator = self.aggregator
-        gives_steps = False
+        gives_steps = self.doubted is not None  # to a round in doubt, when this cell was asked to stop last time
         while True:
-            if gives_steps:
-                yield from self._end_doubt(offer)
-            elif (doubted := aggregator.end_doubt()) is not None:
-                yield self._joined(doubted)
-            given = offer.claim(aggregator.next_fragment)
             try:
+                if gives_steps:
+                    yield from self._end_doubt(offer)
+                elif (doubted := aggregator.end_doubt(offer.hooks.is_stopping)) is not None:
+                    yield self._joined(doubted)
+                given = offer.claim(aggregator.next_fragment)
                 aggregator.open(is_stopping=offer.hooks.is_stopping)
             except MeetingLeft:
                 self.needs_join = True
