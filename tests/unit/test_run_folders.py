@@ -71,6 +71,25 @@ def test_launchers_that_end_and_start_at_the_same_time_leave_each_other_alone(tm
     assert not any(tmp_path.iterdir())
 
 
+def test_a_folder_that_cannot_be_removed_while_a_file_in_it_is_open_is_removed_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS, which gives such a file another name in its folder when it is deleted."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    remove = os.rmdir
+
+    def remove_as_nfs(*path: object, **options: object) -> None:
+        opened = [os.path.realpath(descriptor) for descriptor in Path("/proc/self/fd").iterdir()]
+        if any(name.startswith(f"{tmp_path}{os.sep}") and "launcher" in name for name in opened):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+        remove(*path, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "rmdir", remove_as_nfs)
+    with elastic.run_folder():
+        assert any(tmp_path.iterdir())
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("launcher", [None, "", "another-host/boot\n1", "{here}\n{process}"])
 def test_folders_whose_launcher_is_not_known_to_be_lost_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str | None

@@ -1,4 +1,4 @@
-"""Optimizers inside of others: whose steps are counted, and what would count twice."""
+"""Optimizers inside of others: whose steps are counted, and which may make steps of others."""
 
 from __future__ import annotations
 

@@ -131,16 +131,20 @@ def run_folder() -> Iterator[str]:
     A process has one at a time: to look at a second one would end its lock on the first.
     """
     _remove_abandoned(Path(tempfile.gettempdir()))
-    temporary = tempfile.TemporaryDirectory(prefix=_FOLDER)
-    # The file is closed last: while the folder is being removed, its launcher must not seem to be lost.
-    with create(Path(temporary.name, _HOLDER)) as holder, temporary as folder:
-        with suppress(OSError):  # where files cannot be locked the folder says nothing of its launcher, and stays
-            # A record lock: the processes that this one starts do not have it, and it ends with this one however it
-            # ends. What names this process is written behind it.
-            fcntl.lockf(holder, fcntl.LOCK_EX)
-            holder.write(f"{host_identity()}\n{os.getpid()}".encode())
-            holder.flush()
-        yield folder
+    temporary = tempfile.TemporaryDirectory(prefix=_FOLDER, ignore_cleanup_errors=True)
+    try:
+        # The file is closed last: while the folder is being removed, its launcher must not seem to be lost.
+        with create(Path(temporary.name, _HOLDER)) as holder, temporary as folder:
+            with suppress(OSError):  # where files cannot be locked the folder says nothing of its launcher, and stays
+                # A record lock: the processes that this one starts do not have it, and it ends with this one however
+                # it ends. What names this process is written behind it.
+                fcntl.lockf(holder, fcntl.LOCK_EX)
+                holder.write(f"{host_identity()}\n{os.getpid()}".encode())
+                holder.flush()
+            yield folder
+    finally:
+        # NFS keeps a file that is open under another name in its folder, which cannot be removed before.
+        shutil.rmtree(temporary.name, ignore_errors=True)
 
 
 def _remove_abandoned(parent: Path) -> None:
