@@ -125,6 +125,8 @@ def audit(lines: list[list[dict[str, Any]]]) -> dict[str, Any]:
     at = max(rounds, key=lambda name: (rounds[name].number, rounds[name].at))
     surviving: list[str] = []
     while at in rounds:
+        if at in surviving:
+            raise ValueError(f"round {rounds[at].number} ({at}) is said to lead to itself")
         surviving.append(at)
         at = rounds[at].base
     counted: dict[str, int] = {}

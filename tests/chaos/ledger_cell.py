@@ -136,7 +136,8 @@ def main() -> None:
                 scaling.load_state_dict(saved["scaling"])
                 steps, asked, number, lineage = (saved[name] for name in ("steps", "asked", "number", "lineage"))
             scaling.join()
-            end_round(scaling.aggregator.rounds, None, "")
+            if scaling.aggregator.lineage != lineage:  # else on_round was called for it, with steps of a checkpoint
+                end_round(scaling.aggregator.rounds, None, "")
             while True:
                 loss = model(torch.randn(4, 16)).square().mean()
                 steps.append(f"{life}.{number}")
