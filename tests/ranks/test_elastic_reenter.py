@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+from contextlib import nullcontext
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -40,17 +42,15 @@ def enter_again(rank: int, world: int, url: str, ports: tuple[int, ...]) -> list
         scaling = xffl.FederatedScaling(model, optimizer, state, every=2, delay=1)
         generator = torch.Generator().manual_seed(rank)
         for block in range(BLOCKS):
-            try:
-                with scaling:
-                    for _ in range(5):
-                        model(torch.randn(4, 2, generator=generator)).square().mean().backward()
-                        optimizer.step()
-                        optimizer.zero_grad()
-                    held.append(count_held())
-                    if block % 2:
-                        raise KeyError("an error of the loop")
-            except KeyError:
-                pass
+            fails = block % 2 == 1
+            with pytest.raises(KeyError, match="an error of the loop") if fails else nullcontext(), scaling:
+                for _ in range(5):
+                    model(torch.randn(4, 2, generator=generator)).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                held.append(count_held())
+                if fails:
+                    raise KeyError("an error of the loop")
     return held
 
 
