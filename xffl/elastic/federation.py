@@ -431,7 +431,10 @@ class ElasticFederation:
             for cell in epoch.missing:
                 self._missed_since.setdefault(cell, now)
             known = {cell: self._addresses[cell] for cell in epoch.missing if cell in self._addresses}
-            self._gone |= {*self._silent_cells(known)}
+            silent = {*self._silent_cells(known)} - self._gone
+            self._gone |= silent
+            if silent:
+                pause_s = 0.0
             # Cells that start again together come one after another, and this one does not know where the others were.
             is_back = self._epoch is None and epoch.base is not None
             for cell in epoch.missing:
