@@ -65,6 +65,7 @@ class Plan:
     folder: str = ""  # where the ranks of cells that are not late tell that they are ready
     rounds: int = ROUNDS
     fault: str = ""
+    connect_s: float = federation.CONNECT_S
     second: str = ""  # a fault of another cell
     options: dict[str, Any] = field(default_factory=dict)
     late: tuple[int, ...] = ()  # cells that come once the others have made some rounds
@@ -155,6 +156,7 @@ def member(rank: int, world: int, plan: Plan) -> Told:
     while cell in plan.late and not (Path(plan.folder) / "late").exists():
         time.sleep(0.01)
     be_launched(rank - sum(plan.sizes[:cell]), plan.sizes[cell], plan.ports[cell])
+    federation.CONNECT_S = plan.connect_s
     os.environ["XFFL_FAULT"] = plan.second if plan.second.startswith(f"{cell}:") else plan.fault
     os.environ["XFFL_TOKEN"] = plan.tokens.get(cell, "the run's own token")
     told, used = Told(cell), 0
@@ -262,7 +264,7 @@ def test_a_round_counts_if_its_record_stands_when_its_publisher_is_killed(lighth
         assert sum(weights[one.cell] for weights in one.weights.values()) == one.steps * SIZES[one.cell]
 
 
-NOT_EVERYWHERE = ("half", "share", "publish", "published")
+NOT_EVERYWHERE = ("enter", "half", "share", "publish", "published")
 
 
 @pytest.mark.parametrize("phase", [phase for phase in PHASES if phase not in NOT_EVERYWHERE])
@@ -279,6 +281,15 @@ def test_who_is_left_goes_on_where_a_rank_is_killed(lighthouse: str, phase: str)
         # Each step was counted once: in the round that was lost, or in the one that took its place.
         counted = sum(weights[one.cell] for weights in one.weights.values())
         assert counted == one.steps * SIZES[one.cell]
+
+
+def test_a_cell_that_is_lost_before_its_ranks_have_connected_is_not_waited_for(lighthouse: str) -> None:
+    """The others hear it, and do not wait until their time for connecting is over, which here outlasts the test."""
+    told = run(lighthouse, mortal=(2, 3), fault="1:0:enter:1", rounds=3, connect_s=300.0)
+    assert [one.cell for one in told] == [0, 0, 2]
+    check_alike(told)
+    for one in told:
+        assert {*one.cells.values()} == {(0, 2)}
 
 
 def test_a_round_whose_record_stands_is_taken_by_all(lighthouse: str) -> None:

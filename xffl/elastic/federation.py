@@ -15,11 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from xffl.cluster.lighthouse.address import bind_address, resolve_lighthouse
 from xffl.cluster.network import CELL_HEARTBEAT_TIMEOUT_S, CELL_JOIN_TIMEOUT_S
@@ -35,6 +36,7 @@ from xffl.distributed.startup.stores import serve_store
 from xffl.elastic.answers import Answers, ask_store, knock
 from xffl.elastic.arrivals import Arrivals, may_still_come
 from xffl.elastic.lighthouse import Lighthouse, Meeting
+from xffl.elastic.rank_meeting import await_ranks
 from xffl.elastic.roster import (
     CellRecord,
     Epoch,
@@ -606,9 +608,11 @@ class ElasticFederation:
         dist.broadcast_object_list(lost, src=0)
         if lost[0]:
             raise RuntimeError(lost[0])
+        address = epoch.members[epoch.index_of(epoch.first)].address
+        self._await_ranks(epoch, address, topology.world_size)
         kind = FaultyGroup if is_planned() else CrossWorldGroup
         self._group = kind(
-            address=epoch.members[epoch.index_of(epoch.first)].address,
+            address=address,
             name=epoch.group,
             rank=dist.get_rank() - first,
             size=topology.world_size,
@@ -626,6 +630,15 @@ class ElasticFederation:
         self._group_name = epoch.group
         self._tidy_store(epoch.group)
         return Place(topology, first, self._group, is_new=True)
+
+    def _await_ranks(self, epoch: Epoch, address: str, size: int) -> None:
+        """Wait at the store where an epoch's ranks connect until all are there; RuntimeError if a member is lost."""
+        inject("enter")
+        host, _, port = address.rpartition(":")
+        within = timedelta(seconds=CONNECT_S)
+        client = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=within)
+        find_lost = None if self._lighthouse is None else partial(self._lost_member, epoch)
+        await_ranks(PrefixStore(epoch.group, client), size, within_s=CONNECT_S, find_lost=find_lost)
 
     def _tidy_store(self, group: str) -> None:
         """Delete what the ranks of earlier epochs have left in this cell's store, where it has one."""

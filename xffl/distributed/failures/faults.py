@@ -6,6 +6,7 @@ behind the round ``SIGSTOP``, as if its network had. Phases, in their order:
 
 ========= ==============================================================================================
 meet      before the cell asks for others to make a round with
+enter     in an elastic federation, the cells have met, and their ranks are about to connect to each other
 share     before what goes with the model is sent to a cell that is behind
 open      before the first vote
 opened    the first vote is known here
@@ -32,7 +33,20 @@ from xffl.errors import ConfigError
 
 __all__ = ["PHASES", "Fault", "arm", "inject", "is_armed", "is_planned", "start_round"]
 
-PHASES = ("meet", "share", "open", "opened", "exchange", "close", "half", "told", "agreed", "publish", "published")
+PHASES = (
+    "meet",
+    "enter",
+    "share",
+    "open",
+    "opened",
+    "exchange",
+    "close",
+    "half",
+    "told",
+    "agreed",
+    "publish",
+    "published",
+)
 """Points of a round, in their order."""
 
 

@@ -1,0 +1,53 @@
+"""Ranks of an epoch that meet at its store before they connect."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from xffl.elastic.rank_meeting import await_ranks
+
+
+def meet(names: list[str], size: int, *, within_s: float, find_lost: Callable[[], str] | None = None) -> dict[str, str]:
+    """Let so many ranks come, of which the first one looks for lost members; what each of them has raised."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    raised: dict[str, str] = {}
+
+    def come(name: str) -> None:
+        client = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=30))
+        try:
+            looks = find_lost if name == names[0] else None
+            await_ranks(PrefixStore("epoch", client), size, within_s=within_s, find_lost=looks)
+            raised[name] = ""
+        except RuntimeError as error:
+            raised[name] = str(error)
+
+    ranks = [threading.Thread(target=come, args=[name]) for name in names]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    return raised
+
+
+def test_all_ranks_go_on_when_the_last_one_is_there() -> None:
+    assert meet(["a", "b", "c"], 3, within_s=60) == dict.fromkeys("abc", "")
+
+
+def test_all_ranks_hear_at_once_that_a_cell_was_lost() -> None:
+    begun = time.monotonic()
+    looks = iter(["", "cell 2 was lost"])
+    raised = meet(["a", "b"], 3, within_s=600, find_lost=lambda: next(looks, "asked again"))
+    assert raised == dict.fromkeys("ab", "cell 2 was lost")
+    assert time.monotonic() - begun < 60
+
+
+@pytest.mark.parametrize("find_lost", [None, lambda: ""])
+def test_ranks_that_do_not_come_are_given_up(find_lost: Callable[[], str] | None) -> None:
+    raised = meet(["a", "b"], 4, within_s=0.5, find_lost=find_lost)
+    assert raised == dict.fromkeys("ab", "2 of 4 ranks have not come to the store within 0.5 s")
