@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
 from functools import partial
+from threading import Thread as RealThread
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,12 +23,16 @@ from tests.ports import free_port
 from tests.ranks.test_strategies import CASES, configure
 from tests.rounds import make_rounds
 from tests.worlds import be_launched, run_world
+from xffl.aggregation.engine.decision.consensus import RoundBroken, RoundInput
+from xffl.aggregation.engine.transport import CrossCellTransport
+from xffl.aggregation.federations.elastic import ElasticAggregator
 from xffl.aggregation.federations.hierarchical import Level, Levels
+from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.session import cleanup_distributed_process_group, setup_distributed_process_group
 from xffl.parallel import DistributedStrategy
 
-__all__ = ["rounds", "traces_of", "training"]
+__all__ = ["elastic_rounds", "rounds", "traces_of", "training"]
 
 
 def traces_of(
@@ -154,3 +162,48 @@ def training(
         aggregator.close()
         if link_backend is not None:
             check_links(strategy.state)
+
+
+def elastic_rounds(url: str, ports: tuple[int, int], **options: Any) -> None:
+    """Make rounds of two elastic cells of two ranks each; one breaks, and then cell 1 takes the model over again.
+
+    What must answer while rounds go on, such as a cell's heartbeats, runs in threads of its own.
+
+    :param ports: Where the ranks of each cell meet.
+    :param options: Of the aggregator.
+    """
+    cell, rank = divmod(int(os.environ["RANK"]), 2)
+    be_launched(rank, 2, ports[cell])
+    session = xffl.session(cell=cell, cells=2, elastic=url, backend=BACKEND, device="cuda", hsdp=1, timeout_s=60)
+    with mock.patch.object(threading, "Thread", RealThread), session as state:
+        model = xffl.shard(model_of("buffers"), state)
+        aggregator = ElasticAggregator(model, state, **options)
+        aggregator.join()
+        before = aggregator.state_dict()
+        _make_elastic_round(aggregator)
+        loses = mock.patch.object(CrossCellTransport, "_post", _lose_connections)
+        with loses if (cell, rank) == (1, 0) else mock.MagicMock():
+            try:
+                _make_elastic_round(aggregator)
+            except RoundBroken:
+                pass
+            else:
+                raise AssertionError("a round was made without what one cell had to send")
+        _make_elastic_round(aggregator)
+        if cell == 1:
+            aggregator.load_state_dict(before)
+        _make_elastic_round(aggregator)
+        aggregator.close()
+        aggregator.give_back_groups()
+
+
+def _lose_connections(transport: CrossCellTransport, *_: Any, **__: Any) -> None:
+    world = transport.link.round_groups.world
+    assert isinstance(world, CrossWorldGroup)
+    world.poison()
+    raise RuntimeError("a connection was lost")
+
+
+def _make_elastic_round(aggregator: ElasticAggregator) -> None:
+    aggregator.open()
+    aggregator.participate(RoundInput(1.0))

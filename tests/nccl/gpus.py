@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from tests.nccl.races import Races, leaves_of
-from tests.nccl.traces import Call, Copy, Group, HostCall, HostWait, Join, Mark, Move, Record, Wait
+from tests.nccl.traces import Abort, Call, Copy, Group, HostCall, HostWait, Join, Mark, Move, Record, Wait
 
 __all__ = ["BACKEND", "Broken", "guard", "pretended_gpu"]
 
@@ -308,8 +308,7 @@ def _note(
     for tensor in tensors:
         _check(tensor, f"{kind} at {at}", config)
     sizes = tuple((tensor.numel(), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors)
-    place: Group = (group.group_desc or group.group_name, tuple(dist.get_process_group_ranks(group)))
-    place = (f"{place[0]} {group.group_name}", place[1])
+    place = _place(group)
     is_noted = kind != "pending" and all(tensor.device.type == "cuda" for tensor in tensors)
     if is_noted:
         stream, is_written = _gpu.current[-1].stream_id, {id(tensor) for tensor in written}
@@ -319,6 +318,21 @@ def _note(
     work = _Work(tensors, result, is_noted=is_noted)
     _gpu.works.append(work)
     return work
+
+
+def _place(group: dist.ProcessGroup) -> Group:
+    """Return what a group is called, and its ranks."""
+    name = group.group_desc or group.group_name
+    return f"{name} {group.group_name}", tuple(dist.get_process_group_ranks(group))
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    """Write down that a group is aborted."""
+    _gpu.add(Abort(_place(group)))
+    _real_abort(group)
+
+
+_real_abort = dist.ProcessGroup.abort
 
 
 def _check(tensor: torch.Tensor, call: str, config: str) -> None:
@@ -451,6 +465,7 @@ def pretended_gpu(index: int, gpus: int = 8) -> Iterator[tuple[list[Record], lis
         mock.patch.object(fake_tensor, "init_gpu_context", _nothing),
         mock.patch.object(FakeTensorMode, "avoid_device_init", property(lambda self: True)),
         mock.patch.object(threading, "Thread", _Inline),
+        mock.patch.object(dist.ProcessGroup, "abort", _abort),
         *(mock.patch.object(place, "batch_isend_irecv", _batch) for place in (dist, c10d)),
         *(
             mock.patch.object(place, name, _plain(getattr(place, name)))

@@ -1,7 +1,8 @@
 """NCCL's rules, played on the traces of all ranks: who hangs, and what does not fit together.
 
 The host of a rank goes on until it waits. A call begins on the GPU once what its stream waits for has ended, and the
-call before it in its group; it ends once the calls that it meets have begun on all their ranks.
+call before it in its group; it ends once the calls that it meets have begun on all their ranks. Calls of a group that a
+rank aborts end by that, or by the time that the others wait for them at most.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tests.nccl.traces import Call, Group, HostWait, Join, Mark, Record, Wait
+from tests.nccl.traces import Abort, Call, Group, HostWait, Join, Mark, Record, Wait
 
 __all__ = ["faults_of"]
 
@@ -59,6 +60,7 @@ class _Play:
         self.faults: list[str] = []
         self.connecting: defaultdict[Group, dict[int, Call]] = defaultdict(dict)
         self.connected: set[Group] = set()
+        self.aborted: set[Group] = set()
         self.under_way: list[_Work] = []
         self.rows: defaultdict[tuple[Group, int], list[_Work]] = defaultdict(list)
         """Calls of all ranks that meet each other: the first of a group, the second, ..."""
@@ -93,7 +95,9 @@ class _Play:
         """Let the host do one thing, unless it has to wait."""
         if isinstance(record, Call):
             return self._call(number, rank, record)
-        if isinstance(record, Join):
+        if isinstance(record, Abort):
+            self._abort(record.group)
+        elif isinstance(record, Join):
             rank.streams[record.stream].append(rank.works[record.call])
         elif isinstance(record, Mark):
             still = [work for work in rank.streams[record.stream] if not work.has_ended]
@@ -121,6 +125,9 @@ class _Play:
         partners = len(call.moves) if call.moves else len(group[1]) - 1
         work = _Work(number, call, [*rank.streams[call.stream], *before], partners)
         rank.groups[group] = rank.works[rank.place] = work
+        if group in self.aborted:
+            work.has_begun = work.has_ended = True
+            return True
         self.under_way.append(work)
         if call.moves:
             self._post(number, group, work)
@@ -134,6 +141,13 @@ class _Play:
                 _meet(work, other)
             row.append(work)
         return True
+
+    def _abort(self, group: Group) -> None:
+        """End what was given to a group, and what other ranks still give to it."""
+        self.aborted.add(group)
+        for work in [work for work in self.under_way if work.call.group == group]:
+            work.has_begun = work.has_ended = True
+            self.under_way.remove(work)
 
     def _post(self, number: int, group: Group, work: _Work) -> None:
         """Match messages between two ranks by their order, as NCCL does."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = ["Call", "Copy", "Group", "HostCall", "HostWait", "Join", "Mark", "Move", "Record", "Wait"]
+__all__ = ["Abort", "Call", "Copy", "Group", "HostCall", "HostWait", "Join", "Mark", "Move", "Record", "Wait"]
 
 Group: TypeAlias = tuple[str, tuple[int, ...]]
 """The name of a process group, and its ranks."""
@@ -82,6 +82,13 @@ class HostWait:
 
 
 @dataclass(frozen=True)
+class Abort:
+    """What was given to a group is ended, whether the other ranks have given theirs or not."""
+
+    group: Group
+
+
+@dataclass(frozen=True)
 class Copy:
     """A copy between the GPU and the host's memory.
 
@@ -115,4 +122,4 @@ class HostCall:
     at: str
 
 
-Record: TypeAlias = Call | Join | Mark | Wait | HostWait | Copy | HostCall
+Record: TypeAlias = Abort | Call | Join | Mark | Wait | HostWait | Copy | HostCall

@@ -29,7 +29,10 @@ def count_held() -> tuple[int, int, int]:
 
 
 def enter_again(rank: int, world: int, url: str, ports: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """Train in several blocks, every other one of which an error ends; return what is held in each of them."""
+    """Train in several blocks, every other one of which an error ends, with a round under way.
+
+    Return what is held in each of them.
+    """
     cell, place = divmod(rank, RANKS)
     be_launched(place, RANKS, ports[cell])
     os.environ["XFFL_TOKEN"] = "the run's own token"
@@ -44,11 +47,12 @@ def enter_again(rank: int, world: int, url: str, ports: tuple[int, ...]) -> list
         for block in range(BLOCKS):
             fails = block % 2 == 1
             with pytest.raises(KeyError, match="an error of the loop") if fails else nullcontext(), scaling:
-                for _ in range(5):
+                for _ in range(4 if fails else 5):
                     model(torch.randn(4, 2, generator=generator)).square().mean().backward()
                     optimizer.step()
                     optimizer.zero_grad()
                 held.append(count_held())
+                assert scaling.is_under_way == fails
                 if fails:
                     raise KeyError("an error of the loop")
     return held

@@ -18,10 +18,12 @@ from torch import nn
 from torch.distributed.tensor import _random
 
 import xffl
-from tests.nccl.cases import model_of, rounds, traces_of, training
+from tests.nccl.cases import elastic_rounds, model_of, rounds, traces_of, training
 from tests.nccl.gpus import BACKEND, Stream
 from tests.nccl.rules import faults_of
 from tests.nccl.traces import Call, Copy, HostCall, HostWait, Join, Record
+from tests.ports import free_port
+from tests.ranks.test_elastic import start_lighthouse
 from tests.ranks.test_strategies import CASES, configure
 from tests.worlds import WorldError
 from xffl.aggregation.algorithms.registry import make
@@ -298,6 +300,23 @@ def test_no_nccl_group_crosses_cells_and_no_payload_goes_over_gloo_inside(name: 
         topology = Topology(sum(cells), cells, hsdp)
         replicas = {rank for rank in range(sum(cells)) if topology.replicas(topology.cell_of(rank)) > 1}
         assert handed_round(traces, cells) == replicas
+
+
+@pytest.mark.timeout(200)
+def test_elastic_cells_send_no_payload_over_gloo_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in rounds, nor where one breaks, nor where a cell takes over the model and what its server keeps."""
+    monkeypatch.setenv("XFFL_JOURNAL", str(tmp_path / "journal"))
+    lighthouse = start_lighthouse(0)
+    try:
+        url = f"http://127.0.0.1:{lighthouse.address().rpartition(':')[2]}"
+        ports = (free_port(), free_port())
+        traces, races = traces_of(4, elastic_rounds, url, ports, **STEPPED, bucket_bytes=2**10, timeout_s=180)
+    finally:
+        lighthouse.shutdown()
+    assert races == []
+    for world in (traces[:2], traces[2:]):  # each cell is one of its own
+        assert over_gloo_inside(world, (2,)) == [] == faults_of(world)
+        assert handed_round(world, (2,)) == {0, 1}
 
 
 @pytest.mark.parametrize("options", [{}, STEPPED], ids=str)

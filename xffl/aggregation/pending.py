@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable, Collection
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -78,9 +79,27 @@ class Background(Generic[T]):
             with torch.cuda.stream(self._stream):
                 self._result.append(self._call())
         except BaseException as error:  # noqa: BLE001 - raised in result()
+            _forget_locals(error)
             self._error = error
         finally:
-            self._done.set()
+            done = self._done
+            del self  # the error refers to this call, too, and must not refer to what has the error
+            done.set()
+
+
+def _forget_locals(error: BaseException) -> None:
+    """Clear the variables of all calls that an error has ended; its lines stay.
+
+    They refer to the round, which refers to the error: process groups would live on until the garbage collector runs.
+    """
+    seen: set[int] = set()
+    errors: list[BaseException | None] = [error]
+    while errors:
+        at = errors.pop()
+        if at is not None and id(at) not in seen:
+            seen.add(id(at))
+            traceback.clear_frames(at.__traceback__)
+            errors += [at.__cause__, at.__context__]
 
 
 class PendingRound:

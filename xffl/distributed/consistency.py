@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "barrier",
+    "cell_gpu",
     "check_consistent",
     "compute_device",
     "connect",
@@ -75,8 +76,13 @@ def transfer_device(state: DistributedState) -> torch.device:
 
 def home_device(state: DistributedState) -> torch.device | None:
     """Return the GPU that weights lie on while they move inside a cell, where they cross in the host's memory."""
+    return None if state.link_backend is None else cell_gpu(state)
+
+
+def cell_gpu(state: DistributedState) -> torch.device | None:
+    """Return the GPU from which NCCL sends to this rank's cell; ``None`` where it does not."""
     device = compute_device(state)
-    if state.link_backend is None or device.type != "cuda" or "nccl" not in str(state.backend):
+    if device.type != "cuda" or "nccl" not in str(state.backend):
         return None
     return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 

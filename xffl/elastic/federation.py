@@ -662,6 +662,11 @@ class ElasticFederation:
         return ""
 
     @property
+    def has_group(self) -> bool:
+        """Whether there is still a group with the other cells of the last epoch."""
+        return self._group is not None
+
+    @property
     def publishes(self) -> bool:
         """Whether this rank publishes the record of the round: the leader of the lowest cell does."""
         return self._journal is not None and self._epoch is not None and self.cell == self._epoch.cells[0]

@@ -10,7 +10,10 @@ from the start of the lowest cell here.
 
 **A lost journal.** A journal that begins with a recover record takes the place of one that was lost. It makes no round
 before all cells of the federation have come, or are forgotten, and the newest model that one of them holds by the lost
-journal is recorded as its first round. Models of the lost journal that are older are given up.
+journal is recorded as its first round. Models of the lost journal that are older are given up. Its numbers begin at 0
+again, though cells may have been told higher ones: nobody knows which before the last cell has come, and a number means
+nothing by itself. Models, doubts and checkpoints name the run as well, so that none of the lost journal is ever taken
+for one of this; and a cell that runs on does not read a journal of another run.
 
 **A round.** The cells here have read every record below a number, nobody has read one under it, and each says yes to
 the attempt to make it a round. Then one of them publishes it. It is taken if and only if its record stands. A cell

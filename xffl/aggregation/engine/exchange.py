@@ -73,6 +73,7 @@ __all__ = [
     "Way",
     "interleave",
     "share_in_cell",
+    "staging_bytes",
     "weigh_cells",
 ]
 
@@ -225,7 +226,7 @@ class Memory:
         self.atomic = atomic
         self._arena = arena
         if arena is not None:
-            arena.restart(sum(aligned(transfer.group.numel * transfer.dtype.itemsize) for transfer in transfers))
+            arena.restart(staging_bytes(transfers))
         self.staging: dict[int, torch.Tensor] = {}
         self.results: Mapping[int, torch.Tensor] = self.staging
         """Where new values wait, by the number of the transfer"""
@@ -279,6 +280,11 @@ class Memory:
     def staging_of(self, transfer: GroupTransfer, bucket: Bucket) -> torch.Tensor:
         """Return where a bucket's new values wait."""
         return self.staging[transfer.number][bucket.start : bucket.stop]
+
+
+def staging_bytes(transfers: Sequence[GroupTransfer]) -> int:
+    """Return how many bytes the new values of all these groups take up, each aligned."""
+    return sum(aligned(transfer.group.numel * transfer.dtype.itemsize) for transfer in transfers)
 
 
 class RoundMemory:

@@ -70,7 +70,10 @@ class _TableWalk(Walk):
     def read(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:
         # As it is, unless the server works on a device of its own.
         values = self._kept(transfer, bucket).to(self.link.device)
-        return BucketMemory(values, values, None, values)
+        result = values
+        if self.reaches_cell and transfer.is_shared_on_gpu:
+            result = torch.empty_like(values, device=self.link.home_device)
+        return BucketMemory(values, values, None, result)
 
     def payload(self, crossing: Crossing) -> ExactValues:
         return SharedValues(crossing, self._targets)
@@ -80,8 +83,9 @@ class _TableWalk(Walk):
 
     def end(self, transfer: GroupTransfer, bucket: Bucket, memory: BucketMemory) -> None:
         kept = self._kept(transfer, bucket)
-        if kept.device != self.link.device:
-            kept.copy_(memory.values)
+        arrived = memory.values if transfer.sends[bucket.number] else memory.result
+        if kept.device != self.link.device or arrived is not memory.values:
+            kept.copy_(arrived)
 
     def _kept(self, transfer: GroupTransfer, bucket: Bucket) -> torch.Tensor:
         return self._table[transfer.number][bucket.start : bucket.stop]

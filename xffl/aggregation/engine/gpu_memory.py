@@ -16,7 +16,7 @@ import torch
 
 from xffl.aggregation.engine.buffers import BucketMemory, Copies, FiniteCheck, Layout, ModelCopy
 from xffl.aggregation.engine.cell import mean_in_cell
-from xffl.aggregation.engine.exchange import Inspection, Memory, RoundMemory
+from xffl.aggregation.engine.exchange import Inspection, Memory, RoundMemory, staging_bytes
 from xffl.aggregation.engine.planning.transfers import Bucket, BucketRun, GroupTransfer
 from xffl.aggregation.engine.transport import Link
 from xffl.aggregation.report import RoundProfile
@@ -115,6 +115,8 @@ class GpuMemory(Memory):
     def __init__(self, layout: Layout, transfers: Sequence[GroupTransfer], link: Link, *, atomic: bool) -> None:
         elsewhere = [transfer for transfer in transfers if not transfer.is_shared_on_gpu]
         super().__init__(layout, elsewhere, link.device, copies=link.copies, atomic=atomic, arena=link.arena)
+        if link.arena is not None:  # also for what this rank sends of groups whose result comes on the GPU
+            link.arena.restart(staging_bytes(self._crossing(transfers)))
         self.link = link
         self.on_gpu: Memory | None = None
         if link.home_device is not None:
@@ -123,12 +125,15 @@ class GpuMemory(Memory):
             # On the GPU where the cell gets them there.
             self.results = ChainMap(self.on_gpu.staging, self.staging)
 
+    def _crossing(self, transfers: Sequence[GroupTransfer]) -> list[GroupTransfer]:
+        """Return the groups that need the host's memory on this rank."""
+        return [transfer for transfer in transfers if transfer.is_sender or not transfer.is_shared_on_gpu]
+
     def of_round(self, transfers: Sequence[GroupTransfer], copy: ModelCopy, profile: RoundProfile) -> RoundMemory:
         """Make what a round needs on both sides."""
         self.copies.finish()  # those of a round that did not take place, or is still being written
         self.link.home_progress.forget()
-        crossing = [transfer for transfer in transfers if transfer.is_sender or not transfer.is_shared_on_gpu]
-        self.prepare(crossing, copy)
+        self.prepare(self._crossing(transfers), copy)
         on_gpu: RoundMemory | None = None
         if self.on_gpu is not None:
             # What is sent is copied in the host's memory, what steps are measured from where the result comes.

@@ -11,7 +11,14 @@ import torch
 import torch.distributed as dist
 
 from xffl.distributed.collectives import Group
-from xffl.distributed.consistency import connect, control_device, home_device, sends_from_gpu, transfer_device
+from xffl.distributed.consistency import (
+    cell_gpu,
+    connect,
+    control_device,
+    home_device,
+    sends_from_gpu,
+    transfer_device,
+)
 from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import Create, Groups, make_groups
@@ -72,7 +79,7 @@ class RoundScope:
     @property
     def home_device(self) -> torch.device | None:
         """The GPU that results lie on while they are handed round inside a cell, where they cross in host memory."""
-        return None if self.cross_world is not None else home_device(self.state)
+        return home_device(self.state) if self.cross_world is None else cell_gpu(self.state)
 
     @property
     def gpu(self) -> torch.device | None:
@@ -182,7 +189,8 @@ def select_groups(
     votes = () if control_device(world).type == "cpu" else (world,)
     # In a round some ranks may not take part, and one behind local steps would connect beside what these send.
     home = (replica, cell, *shared.values())
-    if gpu is not None and device != gpu:
+    # A cell that is a world of its own has connected its groups when it made them: here a rank may be lost.
+    if gpu is not None and device != gpu and scope.cross_world is None:
         connect([group for group in home if group is not None and sends_from_gpu(group)], gpu)
     connect((*across, *home, *votes), device)
     make = partial(select_groups, scope, multi_rail=multi_rail, is_own=is_own, holders=holders)

@@ -3,12 +3,15 @@
 They are made before the cell meets others, and given back after it has left them. In a try they could not be: one may
 break on some ranks of a cell before a group was made and on others after, and then these ranks have made unlike numbers
 of groups, by which torch tells groups apart.
+
+Over NCCL a try that broke may have left messages that some ranks of the cell have given to a group and others not. The
+next round would take them for its own, so the cell then makes other groups (:meth:`CellGroups.renew`).
 """
 
 from __future__ import annotations
 
 import glob
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch.distributed as dist
 from torch import nn
@@ -18,7 +21,7 @@ from xffl.aggregation.engine.planning.replica_tensors import describe_rank_tenso
 from xffl.aggregation.engine.planning.tensors import Manifest, Pattern
 from xffl.aggregation.engine.weight_keepers import read_weights
 from xffl.aggregation.federations.fixed_tensors import find_fixed
-from xffl.distributed.consistency import barrier, gather_objects, run_on_all_ranks
+from xffl.distributed.consistency import barrier, cell_gpu, connect, gather_objects, run_on_all_ranks, sends_from_gpu
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import Groups, destroy_group
 from xffl.distributed.round_groups import make_round_groups
@@ -46,12 +49,30 @@ class CellGroups:
         extra: nn.Module | None,
         overlaps: bool,
     ) -> None:
+        self._state = state
+        self._gpu = cell_gpu(state)
+        self._is_apart = overlaps or self._gpu is not None
+        self._holder_sets: frozenset[tuple[int, ...]] = frozenset()
+        if state.topology.cell_shape is not None:
+            self._holder_sets = _find_holders(model, state, policies, extra)
         self._made: list[dist.ProcessGroup] = []
         self.by_kind: Groups
         """All ranks of the cell, and those that hold this rank's shard"""
-        if overlaps:
+        self.holders: Mapping[tuple[int, ...], dist.ProcessGroup]
+        """By the shards that hold the same elements, where they are several but not all, the ranks that hold them"""
+        self._make()
+
+    @property
+    def made(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups that were made for this alone, placeholders too."""
+        return tuple(self._made)
+
+    def _make(self) -> None:
+        """Make the groups, and connect those that send from GPUs: in a try some ranks may not come to it."""
+        state = self._state
+        if self._is_apart:
             made = make_round_groups(
-                self._recorded(state),
+                self._create,
                 topology=state.topology,
                 rank=dist.get_rank(),
                 timeout_s=state.timeouts.session_s,
@@ -63,22 +84,29 @@ class CellGroups:
             assert dist.group.WORLD is not None
             replica = None if state.hsdp_mesh is None else (state.hsdp_mesh.get_group(0),)
             self.by_kind = {"federation": (dist.group.WORLD,), "replica": replica}
-        self.holders: Mapping[tuple[int, ...], dist.ProcessGroup] = {}
-        """By the shards that hold the same elements, where they are several but not all, the ranks that hold them"""
-        if state.topology.cell_shape is not None:
-            self.holders = make_holder_groups(
-                self._recorded(state),
-                topology=state.topology,
-                rank=dist.get_rank(),
-                holders=_find_holders(model, state, policies, extra),
-            )
+        self.holders = make_holder_groups(
+            self._create, topology=state.topology, rank=dist.get_rank(), holders=self._holder_sets
+        )
+        if self._gpu is not None:
+            used = [handles[0] for handles in self.by_kind.values() if handles] + [*self.holders.values()]
+            connect([group for group in used if group.size() > 1 and sends_from_gpu(group)], self._gpu)
 
-    def _recorded(self, state: DistributedState) -> Callable[[tuple[int, ...], str], dist.ProcessGroup]:
-        def create(ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
-            self._made.append(state.create_process_group(ranks, name))
-            return self._made[-1]
+    def _create(self, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
+        self._made.append(self._state.create_process_group(ranks, name))
+        return self._made[-1]
 
-        return create
+    def renew(self) -> bool:
+        """Make other groups after a round that did not come to its end, where NCCL may still hold messages of it.
+
+        Collective over the cell. Tells whether there are other groups now.
+        """
+        if self._gpu is None:
+            return False
+        for group in self._made:
+            group.abort()
+        self.give_back()
+        self._make()
+        return True
 
     def give_back(self) -> None:
         """Destroy what was made, once no rank uses it; collective over the cell. A second call does nothing."""

@@ -421,6 +421,10 @@ class ElasticAggregator:
         cannot_enter = is_alone or agreed is RoundEnd.FAILED
         has_ended = agreed is RoundEnd.REFUSED and all(member.is_finished for member in epoch.members)
         self._has_others = not (cannot_enter or has_ended)
+        if agreed is RoundEnd.REFUSED and error is not None and self._groups.renew():
+            federation.drop()  # so that all cells make a new group, and this one plans with the groups that it has now
+        elif agreed is not RoundEnd.FAILED and not federation.has_group:
+            self._groups.renew()
         if agreed in (RoundEnd.BROKEN, RoundEnd.IN_DOUBT):
             self._is_grouped = False
             if agreed is RoundEnd.IN_DOUBT:
@@ -493,6 +497,7 @@ class ElasticAggregator:
             place.topology,
             place.first,
             self._groups.by_kind,
+            own=self._groups.made,
             holders=self._groups.holders,
             cross_world=place.group,
             arena=self._arena,
@@ -680,6 +685,7 @@ class ElasticAggregator:
         if self.under_way is not None:
             self.under_way.discard()
             self.under_way = None
+            self._groups.renew()
         for aggregator in self._aggregators:
             aggregator.discard()
         self._federation.drop()

@@ -1,0 +1,38 @@
+"""A wait for other ranks, where there are none to wait for."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+from xffl.distributed.failures.waits import NamedWait
+
+
+class Held:
+    """Something that a caller of a wait holds."""
+
+
+def wait() -> tuple[weakref.ref[Any], weakref.ref[Any]]:
+    """Wait in a call that holds something."""
+    held, group = Held(), SimpleNamespace(size=lambda: 2)
+    named = NamedWait("a test", group)  # type: ignore[arg-type]
+    with named:
+        """The others are here."""
+    return weakref.ref(held), weakref.ref(named)
+
+
+def test_a_wait_that_is_over_holds_nothing_of_its_callers() -> None:
+    gc.collect()
+    gc.disable()  # it would find reference cycles, too
+    try:
+        refs = wait()
+        for thread in threading.enumerate():
+            if isinstance(thread, threading.Timer):
+                thread.join(5.0)
+        del thread
+        assert [ref() for ref in refs] == [None, None]
+    finally:
+        gc.enable()
