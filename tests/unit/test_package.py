@@ -53,7 +53,7 @@ WITHOUT_TORCH = (
     "journal",
 )
 EXPORTS = {"DistributedState", "DistributedWorld", "session", "shard", "Aggregator", "FederatedScaling", "RoundReport"}
-EXPORTS |= {"Topology"}
+EXPORTS |= {"Topology", "adopt"}
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ from xffl.aggregation.rounds.uncounted import CountingCheck
 from xffl.aggregation.steps.client_steps import ClientSteps, MomentumSteps
 from xffl.aggregation.steps.contributions import backward_error
 from xffl.aggregation.steps.nested_steps import outermost
+from xffl.aggregation.steps.outer_wrappers import WrapperWatch
 from xffl.aggregation.steps.stale_gradients import StaleGradients
 from xffl.aggregation.steps.step_observers import StepObserver, needs_following
 from xffl.aggregation.steps.weight_copies import CopyWatch, tell_swaps
@@ -138,7 +139,8 @@ class FederatedScaling:
             config = parse_round_config(model, optimizers, asked, cells=cells, weight=weight)
             tell(f"{config}, weighed={weight is not None}")
             rounds = choose_rounds(model, state, config, asked)
-        is_alone = state.topology.cells == 1 and not state.is_federated_scaling_setup() and state.lone_cell is None
+        has_others = state.lone_cell is not None or state.isolated is not None
+        is_alone = state.topology.cells == 1 and not state.is_federated_scaling_setup() and not has_others
         if is_alone and state.rank == 0:
             print(NO_CELLS, file=sys.stderr, flush=True)  # a federation of one cell was reported at its set-up
         self.meetings = 0
@@ -181,6 +183,8 @@ class FederatedScaling:
         """Whether this rank says what rounds do not average."""
         self._observers: tuple[StepObserver, ...] = ()
         """What features do at each step, while the block is entered."""
+        self._state_of_cells = state if state.topology.cells > 1 else None
+        """The state, in a world of several cells: a framework's own wrapper would reach beyond one of them."""
         self._copy_watch: CopyWatch | None = None
         """Looks for what rounds do not average, in the first steps and at the end."""
         self._effort_of_step: Callable[[], float] | None = None
@@ -450,6 +454,10 @@ class FederatedScaling:
             tell_swaps(self._config.optimizers)
             self._copy_watch = CopyWatch()
             observers.append(self._copy_watch)
+        if self._state_of_cells is not None:
+            wrapper_watch = WrapperWatch(self._bare_model, self._state_of_cells)
+            self._handles.append(wrapper_watch.handle)
+            observers.append(wrapper_watch)
         return tuple(observers)
 
     def _check_step(self, what: str) -> None:

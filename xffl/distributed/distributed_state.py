@@ -38,6 +38,7 @@ from xffl.distributed.groups import (
     new_group,
     with_host_side,
 )
+from xffl.distributed.isolated_cell import IsolatedCell
 from xffl.distributed.parameters import ElasticParameters
 from xffl.distributed.state_text import state_text
 from xffl.errors import ConfigError, StateError, TopologyError
@@ -144,6 +145,7 @@ class DistributedState:
     _lone_cell: tuple[int, tuple[int, ...]] | None = field(default=None, init=False, repr=False)
     _elastic: ElasticParameters | None = field(default=None, init=False, repr=False)
     _cell_journal: CellJournal | None = field(default=None, init=False, repr=False, compare=False)
+    _isolated: IsolatedCell | None = field(default=None, init=False, repr=False)
     _data_place: DataPlace | None = field(default=None, init=False, repr=False)
     """What :func:`set_data_place` was given"""
     _setups: list[Setup] = field(default_factory=list, init=False, repr=False, compare=False)
@@ -207,6 +209,14 @@ class DistributedState:
         return self._elastic
 
     @property
+    def isolated(self) -> IsolatedCell | None:
+        """This rank's place in the job, where the job's cells are worlds of their own; ``None`` elsewhere.
+
+        The state's other fields then describe the world of this rank's cell.
+        """
+        return self._isolated
+
+    @property
     def cell_journal(self) -> CellJournal | None:
         """What this job, which is one cell of an elastic federation, knows of the run's journal; on its rank 0 only.
 
@@ -227,9 +237,12 @@ class DistributedState:
         job = DataPlace(self.topology, rank)
         if self._data_place is not None:
             return self._data_place
-        if self._lone_cell is None:
+        if self._isolated is not None:
+            cell, sizes = self._isolated.cell, self._isolated.sizes
+        elif self._lone_cell is not None:
+            cell, sizes = self._lone_cell
+        else:
             return job
-        cell, sizes = self._lone_cell
         replica = self.topology.replica_size  # other cells may have another layout
         if replica is not None and any(size % replica for size in sizes):
             replica = None
@@ -243,9 +256,9 @@ class DistributedState:
     def cell(self) -> int:
         """The number of this rank's cell among all cells of the federation; needs ``set_global``.
 
-        Valid in one process (0), in one job with and without federation, and where each cell is a job of its own, over
-        files or in an elastic federation. There ``federated_rank`` is ``None``, and :attr:`topology` has this job's
-        ranks only.
+        Valid in one process (0), in one job with and without federation, where the job's cells are :attr:`isolated`,
+        and where each cell is a job of its own, over files or in an elastic federation. In the last three
+        ``federated_rank`` is ``None``, and :attr:`topology` has this world's ranks only.
 
         :raises StateError: if the state does not know its rank and world yet.
         """
@@ -907,6 +920,15 @@ def set_lone_cell(
     state._lone_cell = (cell, sizes)
     state._elastic = elastic
     state._cell_journal = journal
+
+
+def set_isolated_cell(state: DistributedState, isolated: IsolatedCell | None) -> None:
+    """Say that a state's world is one cell of a job whose cells are worlds of their own; local.
+
+    :param state: The rank's state.
+    :param isolated: The rank's place in the job.
+    """
+    state._isolated = isolated
 
 
 def take_off_setups(state: DistributedState, *, destroys: bool) -> None:

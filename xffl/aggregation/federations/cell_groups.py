@@ -13,15 +13,14 @@ from collections.abc import Callable, Mapping
 import torch.distributed as dist
 from torch import nn
 
-from xffl.aggregation.engine.groups import make_holder_groups
+from xffl.aggregation.engine.groups import make_cell_groups, make_holder_groups
 from xffl.aggregation.engine.planning.replica_tensors import describe_rank_tensors, gather_replica_tensors
 from xffl.aggregation.engine.planning.tensors import Manifest, Pattern
 from xffl.aggregation.engine.weight_keepers import read_weights
 from xffl.aggregation.federations.fixed_tensors import find_fixed
 from xffl.distributed.consistency import barrier, gather_objects, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.groups import Groups, destroy_group
-from xffl.distributed.round_groups import make_round_groups
+from xffl.distributed.groups import destroy_group
 from xffl.errors import ConfigError
 
 __all__ = ["CellGroups"]
@@ -47,22 +46,8 @@ class CellGroups:
         overlaps: bool,
     ) -> None:
         self._made: list[dist.ProcessGroup] = []
-        self.by_kind: Groups
+        self.by_kind = make_cell_groups(state, self._made, overlaps=overlaps)
         """All ranks of the cell, and those that hold this rank's shard"""
-        if overlaps:
-            made = make_round_groups(
-                self._recorded(state),
-                topology=state.topology,
-                rank=dist.get_rank(),
-                timeout_s=state.timeouts.session_s,
-                handles=state.handle_count,
-            )
-            self._made += made["world"] or ()
-            self.by_kind = {kind: made.get(kind) for kind in ("federation", "replica")}
-        else:
-            assert dist.group.WORLD is not None
-            replica = None if state.hsdp_mesh is None else (state.hsdp_mesh.get_group(0),)
-            self.by_kind = {"federation": (dist.group.WORLD,), "replica": replica}
         self.holders: Mapping[tuple[int, ...], dist.ProcessGroup] = {}
         """By the shards that hold the same elements, where they are several but not all, the ranks that hold them"""
         if state.topology.cell_shape is not None:

@@ -1,0 +1,166 @@
+"""Cells as worlds of their own: the same bits as in one world, and what a script sees of its cell."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import xffl
+from tests.golden.cases import KINDS
+from tests.golden.table import CASES
+from tests.ports import free_port
+from tests.worlds import be_launched, run_world
+from xffl.cli.execute import build_parser, run, split_command
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m", "xffl", "exec"]
+
+EQUAL = (
+    *("rounds equal parts, 2+2 by 1", "rounds mixed, 4+2 by 2", "rounds int8, stochastic, 2+2"),
+    *("rounds rails, two_hop, int8, 4+2 by 2", "rounds fragments, diloco, 3+1", "rounds fedadam, int8, 1+2+3"),
+    *("rounds geometric_median, int8, 1+1+1+1", "rounds late, fragments, diloco, 2+2 by 1", "rounds privacy, 1+2+3"),
+    *("rounds secure, privacy, 1+1+1+1", "rounds reject, int8, 2+2", "rounds drop_cell, fedadam, 1+2+3"),
+    *("loop uneven, 4+2 by 2", "loop per_cell, 2+2", "loop divergence, 1+2+3", "loop delay, uneven, int8, 3+1"),
+    *("loop streaming_diloco, 2+2 by 1", "loop scaffold, fedavgm, 2+2", "loop secure_sum, 1+1+1+1"),
+)
+"""Rows of the goldens, of each option at least one"""
+
+
+SCRIPT = """
+import json
+import os
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+import xffl
+
+dist.init_process_group("gloo")
+state = xffl.adopt()
+torch.manual_seed(state.cell)
+model = nn.parallel.DistributedDataParallel(nn.Linear(3, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+xffl.Aggregator(model, state).aggregate(weight=float(state.cell == 0))
+with xffl.FederatedScaling(model, optimizer, state, every=2, algorithm="diloco") as scaling:
+    for step in range(4):
+        model(torch.full((1, 3), state.data_place.rank + 1.0)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+told = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+told |= {"words": sys.argv[1:], "cell": [state.cell, state.cells, state.cell_rank, state.cell_size]}
+told |= {"ranks": dist.get_world_size(), "rounds": scaling.aggregator.rounds}
+told["sum"] = float(model.module.weight.detach().sum())
+with open(f"told_{state.data_place.rank}.json", "w") as file:
+    json.dump(told, file)
+dist.destroy_process_group()
+"""
+"""What a framework does: it makes the process group, and wraps the model over it."""
+
+
+def be_rank(rank: int, world_size: int, port: int, names: list[str], folder: str) -> dict[str, list[Any]]:
+    """Do what the rows say in one world, and then with isolated cells."""
+    be_launched(rank, world_size, port)
+    told: dict[str, list[Any]] = {}
+    for name in names:
+        case = CASES[name]
+        told[name] = []
+        for isolate in (False, True):
+            with xffl.session(federated=case.sizes, hsdp=case.hsdp, isolate=isolate, timeout_s=120) as state:
+                assert (state.isolated is not None) == isolate
+                told[name].append(KINDS[case.kind](state, Path(folder), **case.options))
+    return told
+
+
+def compare(names: tuple[str, ...], folder: Path) -> dict[str, bool]:
+    """Return whether all ranks have told the same of each row in one world and with isolated cells."""
+    equal: dict[str, bool] = {}
+    for size in sorted({sum(CASES[name].sizes) for name in names}):
+        alike = [name for name in names if sum(CASES[name].sizes) == size]
+        told = run_world(size, be_rank, free_port(), alike, str(folder), init=False, timeout_s=600)
+        for name in alike:
+            equal[name] = all(json.dumps(rank[name][0]) == json.dumps(rank[name][1]) for rank in told)
+    return equal
+
+
+def test_isolated_cells_have_the_bits_of_one_world(tmp_path: Path) -> None:
+    equal = compare(EQUAL, tmp_path)
+    assert [name for name in EQUAL if not equal[name]] == []
+
+
+@pytest.mark.parametrize("launcher", [["-m", "xffl", "exec", "--processes", "3"], TORCHRUN])
+def test_a_framework_sees_its_cell_alone(launcher: list[str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("XFFL_", "TORCHELASTIC"))}
+    environ = {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, "--isolate", "--federated", "1,2", "train.py", "--every", "2"]
+    ran = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240, check=False)
+    assert ran.returncode == 0, ran.stderr
+    told = [json.loads((tmp_path / f"told_{rank}.json").read_text()) for rank in range(3)]
+    assert [one["cell"] for one in told] == [[0, 2, 0, 1], [1, 2, 0, 2], [1, 2, 1, 2]]
+    for one in told:
+        cell_rank, cell_size = one["cell"][2:]
+        assert one["words"] == ["--every", "2"]
+        assert [int(one[name]) for name in ("RANK", "LOCAL_RANK")] == [cell_rank] * 2
+        assert [int(one[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")] == [cell_size] * 2
+        assert (one["ranks"], one["rounds"]) == (cell_size, 2)
+        assert one["sum"] == told[0]["sum"]
+
+
+def wrap_later(rank: int, world_size: int, port: int) -> list[str]:
+    """Let somebody wrap the model over all ranks when the rounds are set up, as trainers of frameworks do."""
+    be_launched(rank, world_size, port)
+    errors: list[str] = []
+    with xffl.session(federated=(1, 1)) as state:
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        for trained in (model, wrapped):
+            try:
+                with xffl.FederatedScaling(model, optimizer, state, every=3):
+                    for _ in range(2):
+                        trained(torch.ones(1, 3)).sum().backward()
+                        optimizer.step()
+                errors.append("")
+            except xffl.ConfigError as refused:
+                errors.append(str(refused))
+    return errors
+
+
+def test_a_wrapper_over_all_cells_is_refused_where_it_trains_the_model() -> None:
+    for unused, error in run_world(2, wrap_later, free_port(), init=False):
+        assert unused == ""
+        assert error.startswith("DistributedDataParallel over ranks 0-1 trains this model, beyond the ranks of")
+        assert "start with xffl exec --isolate" in error
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--elastic --federated 1,1 train.py", "leave --isolate out"),
+        ("--cell 0/2 train.py", "leave --isolate out"),
+        ("--processes 2 train.py", "give --federated"),
+        ("--processes 2 run.yaml", "--isolate is for scripts"),
+    ],
+)
+def test_what_does_not_go_with_isolated_cells_is_refused(
+    words: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("train.py", "run.yaml"):
+        (tmp_path / name).write_text("pass")
+    options, command = split_command(["exec", "--isolate", *words.split()])
+    with pytest.raises(xffl.ConfigError, match=told):
+        run(build_parser().parse_args(options[1:]), command)
+
+
+if __name__ == "__main__":
+    for row, is_equal in compare(tuple(name for name in CASES if sys.argv[1] in name), Path(sys.argv[2])).items():
+        print(f"{row}: {'equal' if is_equal else 'DIFFERENT'}", flush=True)
