@@ -179,7 +179,7 @@ class FederatedScaling:
             self._step_hooks = self._make_joining_hooks()
         self._handles: list[RemovableHandle] = []
         """The hooks of optimizers and model, while the block is entered."""
-        self._tells_copies = state.rank == 0 and rounds.may_average
+        self._tells_copies = state.job_rank == 0 and rounds.may_average
         """Whether this rank says what rounds do not average."""
         self._observers: tuple[StepObserver, ...] = ()
         """What features do at each step, while the block is entered."""
@@ -191,7 +191,7 @@ class FederatedScaling:
         """Returns the effective number of the local step that was made last; ``None`` where each step counts 1."""
         self._activity = state.activity
         """What the run has done."""
-        self._entry = state.activity.expect_entry(self) if state.rank == 0 else None
+        self._entry = state.activity.expect_entry(self) if state.job_rank == 0 else None
         """Expects the block, which somebody may have forgotten."""
 
     def attach(self, hooks: LoopHooks) -> None:

@@ -217,6 +217,11 @@ class DistributedState:
         return self._isolated
 
     @property
+    def job_rank(self) -> int | None:
+        """This rank's number among all ranks of the job: ``rank``, unless the job's cells are :attr:`isolated`."""
+        return self.rank if self._isolated is None else self._isolated.rank
+
+    @property
     def cell_journal(self) -> CellJournal | None:
         """What this job, which is one cell of an elastic federation, knows of the run's journal; on its rank 0 only.
 

@@ -429,7 +429,7 @@ def _lesson_of(state: DistributedState) -> str | None:
     made = "although optimizers have made steps"
     own = "has trained a model of its own, unless the script averages the cells itself"
     remedy = "put the training loop into a block of xffl.FederatedScaling, or call xffl.Aggregator(...).aggregate()"
-    if (state.rank if state.isolated is None else state.isolated.rank) != 0:
+    if state.job_rank != 0:
         return None
     if state.topology.cells > 1:
         return f"xffl: the session of {state.topology.cells} cells ends without a round, {made}: each {own}; {remedy}"
