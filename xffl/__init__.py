@@ -21,6 +21,7 @@ from xffl.topology import Topology
 
 if TYPE_CHECKING:
     from xffl.aggregation import Aggregator, FederatedScaling, RoundReport
+    from xffl.distributed.adoption import adopt
     from xffl.distributed.distributed_state import DistributedState
     from xffl.distributed.session import session
     from xffl.distributed.world import DistributedWorld
@@ -42,6 +43,7 @@ __all__ = [
     "Topology",
     "TopologyError",
     "XfflError",
+    "adopt",
     "session",
     "shard",
 ]

@@ -30,6 +30,7 @@ from xffl.aggregation import Levels
 from xffl.checkpoint import load_checkpoint, save_checkpoint
 from xffl.distributed import DeviceParameters
 from xffl.parallel import DistributedConfig, DistributedStrategy, StrategyConfig
+from xffl.topology import Topology
 from xffl.training import ExperimentConfig, FederationConfig, TrainingParameters
 from xffl.training.callbacks import CheckpointCallback
 
@@ -75,6 +76,13 @@ def draw(is_exact: bool, number: int, source: int, shape: torch.Size) -> torch.T
     return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * number + source)) * 0.1
 
 
+def place_of(state: xffl.DistributedState) -> tuple[Topology, int]:
+    """Return all cells, and this rank among their ranks, also where its world has those of its own cell only."""
+    assert state.rank is not None, "the state of a world"
+    place = getattr(state, "data_place", None)  # which older trees do not have
+    return (state.topology, state.rank) if place is None else (place.topology, place.rank)
+
+
 def build(state: xffl.DistributedState, *, exact: bool = False, mixed: bool = False) -> nn.Module:
     return xffl.shard(Net(exact, mixed), state, wrap=[nn.Linear, Half] if mixed else [nn.Linear])
 
@@ -110,15 +118,16 @@ def move(parameter: torch.Tensor, step: torch.Tensor) -> None:
 @torch.no_grad()
 def move_all(model: nn.Module, state: xffl.DistributedState, number: int, is_exact: bool) -> None:
     """Let a cell make steps of its own, and each rank have buffers of its own."""
-    cell = state.topology.cell_of(state.rank)
+    topology, rank = place_of(state)
+    cell = topology.cell_of(rank)
     buffers = {name for name, _ in model.named_buffers()}
     found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for index, name in enumerate(sorted(found)):
         tensor = found[name]
         if name in buffers and not tensor.is_floating_point():
-            tensor.copy_(torch.full_like(tensor, (state.rank + number) % 2, dtype=tensor.dtype))
+            tensor.copy_(torch.full_like(tensor, (rank + number) % 2, dtype=tensor.dtype))
         elif name in buffers:
-            tensor.fill_(float(state.rank + number))
+            tensor.fill_(float(rank + number))
         else:
             move(tensor, draw(is_exact, 10 * number + index, cell, tensor.shape))
 
@@ -135,15 +144,16 @@ def weight_of(state: xffl.DistributedState, weights: str | None) -> float | None
     """Return a rank's own count: of its cell's first rank all of it, or of each rank an equal part."""
     if weights is None:
         return None
-    cell = state.topology.cell_of(state.rank)
-    first, size = sum(state.topology.sizes[:cell]), state.topology.sizes[cell]
+    topology, rank = place_of(state)
+    cell = topology.cell_of(rank)
+    first, size = sum(topology.sizes[:cell]), topology.sizes[cell]
     if weights == "equal parts":
         return (cell + 1.0) / size
     # 1, 3; 3, 4, 9; 9, 12, 16, 27: taken from the heaviest on, each is a quarter of the sum so far, which no step of a
     # mean rounds, and so no processor with fused steps rounds otherwise.
-    last = state.topology.cells - 1
+    last = topology.cells - 1
     whole = 3.0**last if cell == last else 3.0 ** (last - 1 - cell) * 4.0**cell
-    return whole if state.rank == first else 0.0
+    return whole if rank == first else 0.0
 
 
 def aggregator_of(
@@ -172,7 +182,8 @@ def rounds(
     """Move the cells by hand and average them, in the second round with a cell that is not finite where asked for."""
     model = build(state, exact=exact, mixed=mixed)
     aggregator = aggregator_of(model, state, options)
-    cell = state.topology.cell_of(state.rank)
+    topology, rank = place_of(state)
+    cell = topology.cell_of(rank)
     told: Told = {"reports": [], "bits": []}
     for number in range(count):
         move_all(model, state, number, exact)
@@ -240,14 +251,15 @@ def loop(
     optimizer: torch.optim.Optimizer = torch.optim.SGD(trained, lr=0.5 if exact else 0.05, momentum=momentum)
     if adam:
         optimizer = torch.optim.AdamW(trained, lr=0.01)
-    cell = state.topology.cell_of(state.rank)
+    topology, rank = place_of(state)
+    cell = topology.cell_of(rank)
     told: Told = {"reports": [], "bits": []}
 
     def note(report: xffl.RoundReport) -> None:
         told["reports"].append(told_of(report))
         told["bits"].append(bits(model))
 
-    weight = (lambda: float(2**cell) if exact else 1.0 + state.rank) if weighed else None
+    weight = (lambda: float(2**cell) if exact else 1.0 + rank) if weighed else None
     scaling = xffl.FederatedScaling(model, optimizer, state, weight=weight, on_round=note, **options)
     parts = {"model": model, "optimizer": optimizer}
     with scaling:
@@ -256,7 +268,7 @@ def loop(
             told["values"] = load_checkpoint(folder / load, parts, state, own={"scaling": scaling})
             first = at
         else:
-            train(model, [optimizer], range(min(at, steps[cell % len(steps)])), state.rank, cell)
+            train(model, [optimizer], range(min(at, steps[cell % len(steps)])), rank, cell)
             first = at
             scaling.settle()
             told["bits before"] = bits(model)
@@ -264,7 +276,7 @@ def loop(
             save_checkpoint(folder / save, parts, state, values={"step": at}, own={"scaling": scaling})
         if save or load:
             told["reports"], told["bits"] = [], []
-        train(model, [optimizer], range(first, steps[cell % len(steps)]), state.rank, cell)
+        train(model, [optimizer], range(first, steps[cell % len(steps)]), rank, cell)
     return {**told, "rounds": scaling.aggregator.rounds}
 
 
@@ -274,14 +286,16 @@ def moved_in(state: xffl.DistributedState, folder: Path, *, save: str = "", load
     aggregator = xffl.Aggregator(model, state)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     parts = {"model": model, "optimizer": optimizer}
-    train(model, [optimizer], range(2), state.rank, state.topology.cell_of(state.rank))
+    topology, rank = place_of(state)
+    cell = topology.cell_of(rank)
+    train(model, [optimizer], range(2), rank, cell)
     if load:
         load_checkpoint(folder / load, parts, state)
     else:
         aggregator.aggregate()
         save_checkpoint(folder / save, parts, state, after_round=True)
     before = bits(model)
-    train(model, [optimizer], range(2, 4), state.rank, state.topology.cell_of(state.rank))
+    train(model, [optimizer], range(2, 4), rank, cell)
     return {"bits before": before, "reports": [told_of(aggregator.aggregate())], "bits": [bits(model)]}
 
 

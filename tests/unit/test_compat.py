@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import xffl.compat
-from xffl.compat.ddp import delayed_parameters, find_in_reducer, parameters_at_start
+from xffl.compat.ddp import delayed_parameters, find_in_reducer, parameters_at_start, running_wrapper
 from xffl.compat.deepspeed import variables_for_import, without_shared_memory
 from xffl.compat.group_names import fresh_group_name
 from xffl.compat.libc import return_large_blocks
@@ -119,6 +119,11 @@ def test_ddp_does_not_tell_whose_gradients_it_reduces(tmp_path: Path) -> None:
         assert find_in_reducer(module, 2) is None  # all of them train
         model.bias.requires_grad_(False)
         assert find_in_reducer(module, 1) == set(map(id, model.parameters()))
+        callers: list[torch.nn.Module | None] = []
+        model.register_forward_pre_hook(lambda *_: callers.append(running_wrapper()))
+        model(torch.ones(1, 2))
+        module(torch.ones(1, 2))
+        assert callers == [None, module]
         lists = {name for name, value in vars(module).items() if isinstance(value, (list, tuple, set)) and value}
         assert not {name for name in lists if not name.startswith("_")}, "one of them may tell what DDP was made with"
     finally:

@@ -184,8 +184,13 @@ class Aggregator:
             weights, self._keepers = read_weights(model)
             return options, Manifest(weights, policies, codec, extra)
 
+        ranks: DistributedState | RoundScope = state
+        if isinstance(state, DistributedState) and state.isolated is not None:
+            from xffl.aggregation.engine.isolated_scope import open_scope
+
+            ranks = open_scope(state, state.isolated, overlaps=bool(overlap))
         scope, options, self._manifest, axes, replica_tensors = compare_models(
-            model, state, read, is_reduced_by_caller=gradients_reduced_by_caller
+            model, ranks, read, is_reduced_by_caller=gradients_reduced_by_caller
         )
         self._device = scope.device
         self._options = options
@@ -435,14 +440,16 @@ class Aggregator:
         """Give the process groups back that were made for this aggregator; it cannot be used afterwards.
 
         Collective over the world, with no round under way. Nothing moves where there is nothing to give back: between
-        CPUs without ``overlap``, and without parts of the model that several but not all ranks of a replica hold. A
-        second call does nothing.
+        CPUs without ``overlap``, and without parts of the model that several but not all ranks of a replica hold, where
+        cells share one world. A second call does nothing.
         """
         if self.is_closed:
             return
         self.check_free()
         self.retire()
         self.give_back_groups()
+        if self._scope.leave is not None:
+            self._scope.leave()
 
     def retire(self) -> None:
         """Make no further round; local."""

@@ -29,6 +29,7 @@ from xffl.aggregation.rounds.uncounted import CountingCheck
 from xffl.aggregation.steps.client_steps import ClientSteps, MomentumSteps
 from xffl.aggregation.steps.contributions import backward_error
 from xffl.aggregation.steps.nested_steps import outermost
+from xffl.aggregation.steps.outer_wrappers import WrapperWatch
 from xffl.aggregation.steps.stale_gradients import StaleGradients
 from xffl.aggregation.steps.step_observers import StepObserver, needs_following
 from xffl.aggregation.steps.weight_copies import CopyWatch, tell_swaps
@@ -127,6 +128,7 @@ class FederatedScaling:
         with run_on_all_ranks(
             "steps between rounds (every), clients, and ways to weigh and merge",
             convert=lambda error: ConfigError(f"the arguments cannot be read: {type(error).__name__}: {error}"),
+            group=state.job_group if isinstance(state, DistributedState) else None,
         ) as tell:
             check_given(model, state)
             if hooks is not None:
@@ -138,8 +140,9 @@ class FederatedScaling:
             config = parse_round_config(model, optimizers, asked, cells=cells, weight=weight)
             tell(f"{config}, weighed={weight is not None}")
             rounds = choose_rounds(model, state, config, asked)
-        is_alone = state.topology.cells == 1 and not state.is_federated_scaling_setup() and state.lone_cell is None
-        if is_alone and state.rank == 0:
+        has_others = state.lone_cell is not None or state.isolated is not None
+        is_alone = state.topology.cells == 1 and not state.is_federated_scaling_setup() and not has_others
+        if is_alone and state.is_first_of_job:
             print(NO_CELLS, file=sys.stderr, flush=True)  # a federation of one cell was reported at its set-up
         self.meetings = 0
         """The rounds and checks that this rank has entered."""
@@ -177,17 +180,19 @@ class FederatedScaling:
             self._step_hooks = self._make_joining_hooks()
         self._handles: list[RemovableHandle] = []
         """The hooks of optimizers and model, while the block is entered."""
-        self._tells_copies = state.rank == 0 and rounds.may_average
+        self._tells_copies = state.is_first_of_job and rounds.may_average
         """Whether this rank says what rounds do not average."""
         self._observers: tuple[StepObserver, ...] = ()
         """What features do at each step, while the block is entered."""
+        self._state_of_cells = state if state.topology.cells > 1 else None
+        """The state, in a world of several cells: a framework's own wrapper would reach beyond one of them."""
         self._copy_watch: CopyWatch | None = None
         """Looks for what rounds do not average, in the first steps and at the end."""
         self._effort_of_step: Callable[[], float] | None = None
         """Returns the effective number of the local step that was made last; ``None`` where each step counts 1."""
         self._activity = state.activity
         """What the run has done."""
-        self._entry = state.activity.expect_entry(self) if state.rank == 0 else None
+        self._entry = state.activity.expect_entry(self) if state.is_first_of_job else None
         """Expects the block, which somebody may have forgotten."""
 
     def attach(self, hooks: LoopHooks) -> None:
@@ -450,6 +455,10 @@ class FederatedScaling:
             tell_swaps(self._config.optimizers)
             self._copy_watch = CopyWatch()
             observers.append(self._copy_watch)
+        if self._state_of_cells is not None:
+            wrapper_watch = WrapperWatch(self._bare_model, self._state_of_cells)
+            self._handles.append(wrapper_watch.handle)
+            observers.append(wrapper_watch)
         return tuple(observers)
 
     def _check_step(self, what: str) -> None:

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 from jsonargparse import ArgumentParser, Namespace
 
 from xffl.checks import integer, number
+from xffl.cli.exec_isolated import run_isolated
 from xffl.cli.main import command_parser
 from xffl.cluster import environment, run_token
 from xffl.cluster.batch import find_job, is_here
+from xffl.cluster.environment import ISOLATED_VARIABLE
 from xffl.cluster.launch.affinity import share_machine
 from xffl.cluster.launch.elastic import (
     CellJob,
@@ -56,8 +58,9 @@ if TYPE_CHECKING:
 
 __all__ = ["build_parser", "is_lighthouse", "print_help", "run", "split_command"]
 
-_FLAGS = ("-h", "--help", "--traceback", "--merge")  # after any other option, the next word is its value
+_FLAGS = ("-h", "--help", "--traceback", "--merge", "--isolate")  # after any other option, the next word is its value
 _RANK = Path(__file__).with_name("exec_rank.py")  # what each process runs that is started for a configuration
+_ISOLATED = Path(__file__).with_name("exec_isolated.py")  # what each process runs whose cell is a world of its own
 _GRACE_S = 10.0
 _RESTARTS = 3
 _OF_ALL_CELLS = ("XFFL_FEDERATED", "XFFL_LAUNCHED_CELLS", "XFFL_REQUIRE_CELLS")  # wrong for the job of one cell
@@ -77,6 +80,7 @@ examples:
   mpirun -n 8 xffl exec --federated 4,4 train.py
   xffl exec --processes 4 --federated 2,2 -m package.train --lr 0.1
   xffl exec --cell 0/2 --from global/round_2 --export cell_0/round_3 config.yaml
+  xffl exec --isolate --processes 8 --federated 4,4 trainer_script.py
   xffl exec --elastic --federated 4,4 train.py
   xffl exec --elastic http://10.0.0.1:29510 --cell 0/2 --processes 4 train.py
   xffl exec --elastic file:runs/demo/lighthouse --cell 0/2 --processes 4 train.py
@@ -116,6 +120,8 @@ def build_parser() -> ArgumentParser:
     parser.add_argument("--launcher", choices=("auto", "srun", "ssh", "local"), default="auto", help=ways)
     timeout = "stop the job after this time, with exit code 124"
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help=timeout)
+    isolate = "make each cell torch.distributed's default group, for scripts whose framework takes that group"
+    parser.add_argument("--isolate", action="store_true", help=isolate)
     elastic = "restart cells that fail while the others continue; with the lighthouse's address, or a file for it "
     elastic += "(file:PATH), this job is one --cell of the run, without it, all cells and their lighthouse start here"
     parser.add_argument("--elastic", type=str, nargs="?", const="", metavar="URL", help=elastic)
@@ -169,6 +175,7 @@ def run(options: Namespace, command: Sequence[str]) -> int:
         environment.require_cells(options.require_cells)
     if options.launcher == "auto":
         take_share()  # a configuration's trainer imports torch
+    os.environ.pop(ISOLATED_VARIABLE, None)  # of a job in whose cell this command starts another
     over_files = read_over_files({name: options[name] for name in ("cell", "from", "export", "measure")})
     of_cell = RankJob.pop(os.environ)  # where this command has started this one for a cell
     options.failures = of_cell.failures
@@ -184,6 +191,8 @@ def run(options: Namespace, command: Sequence[str]) -> int:
         raise ConfigError(f"--restarts {options.restarts} is for cells that xffl exec --elastic starts; leave it out")
     if options.meeting_timeout is not None and options.elastic is None:
         raise ConfigError(f"--meeting-timeout {options.meeting_timeout:g} is for --elastic; leave it out")
+    if options.isolate:
+        _check_isolate(options, command, over_files)
     if command[0].endswith(CONFIGURATIONS):
         return _run_configuration(options, command[0], command[1:], over_files)
     if over_files.measure is not None:
@@ -199,6 +208,8 @@ def run(options: Namespace, command: Sequence[str]) -> int:
             with environment.sources_named(sources):
                 Topology(started, federated, replica_size)
         environment.request_federation(federated, replica_size)
+        if options.isolate:
+            return _be_rank(options, lambda: run_isolated(command))
         return _be_rank(options, lambda: run_script(command, options.source))
     if options.elastic is not None and federated is None:
         raise ConfigError(_NO_CELLS)
@@ -209,7 +220,29 @@ def run(options: Namespace, command: Sequence[str]) -> int:
         layout = lay_out(start.hosts, federated, replica_size)
     if options.elastic is not None:
         return _start_all_cells(options, start=start, layout=layout, command=command, federated=federated)
+    if options.isolate:
+        if layout.sizes is None:
+            raise ConfigError("--isolate makes cells worlds of their own; give --federated, such as 2,2")
+        command = [str(_ISOLATED), *command]
     return _start(options, start, layout, command, federated=federated)
+
+
+def _check_isolate(options: Namespace, command: Sequence[str], over_files: OverFiles) -> None:
+    """Refuse what does not go with cells of one job that are worlds of their own."""
+    if options.elastic is not None or lighthouse_address.elastic_cell() is not None or over_files:
+        raise ConfigError(
+            "--isolate is for a job of all cells; with --elastic or --cell each cell is a job, and so a world of its "
+            "own, already: leave --isolate out"
+        )
+    if command[0].endswith(CONFIGURATIONS):
+        raise ConfigError(
+            "--isolate is for scripts; the trainer of a configuration keeps its cells apart in one world, where it "
+            "also compares their metrics: leave --isolate out"
+        )
+    if options.source is not None:
+        raise ConfigError(
+            f"--isolate runs a script by its path or as a module, but {command[0]!r} is read once; write it to a file"
+        )
 
 
 def _look_at_script(options: Namespace, command: Sequence[str], *, is_first: bool) -> None:

@@ -24,6 +24,7 @@ from xffl.cluster.sizes import Federation, check_cells, lone_cell, read_federati
 from xffl.errors import ConfigError, LaunchError, TopologyError
 
 __all__ = [
+    "ISOLATED_VARIABLE",
     "ProcessEnvironment",
     "accept_cells",
     "checks_world",
@@ -37,6 +38,9 @@ __all__ = [
     "required_cells",
     "sources_named",
 ]
+
+ISOLATED_VARIABLE = "XFFL_ISOLATED"
+"""Tells a rank whose other variables are those of its cell where it is in the whole job."""
 
 _PARTS = (("rank", "world_size"), ("node_local_rank", "node_local_size"), ("node_rank", "node_world_size"))
 """Fields that count from 0, each with the field that says to where."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["delayed_parameters", "find_in_reducer", "parameters_at_start"]
+__all__ = ["delayed_parameters", "find_in_reducer", "parameters_at_start", "running_wrapper"]
 
 
 def parameters_at_start(module: DistributedDataParallel) -> list[nn.Parameter] | None:
@@ -41,3 +41,13 @@ def find_in_reducer(module: DistributedDataParallel, training: int) -> set[int] 
     except RuntimeError:
         return None
     return {id(one) for bucket in buckets for one in bucket.parameters()}
+
+
+def running_wrapper() -> DistributedDataParallel | None:
+    """Return the DDP module in whose ``forward`` the call lies, the innermost one; ``None`` outside of all.
+
+    DDP keeps it for torch.compile. A hook of the module inside DDP is not told who has called it.
+    """
+    tell = getattr(DistributedDataParallel, "_get_active_ddp_module", None)
+    wrapper: DistributedDataParallel | None = None if tell is None else tell()
+    return wrapper

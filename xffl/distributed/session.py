@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -26,12 +26,16 @@ from xffl.cluster.environment import (
     sources_named,
 )
 from xffl.cluster.hardware import pick_gpu
-from xffl.cluster.launch.failure import note_unmet
 from xffl.cluster.network import Timeouts, keep_gloo_local, release_gloo, use_interface
-from xffl.cluster.reaching import UnansweredError
 from xffl.cluster.sizes import Federation, read_federation, read_replica_size
 from xffl.distributed.consistency import barrier, gather_runtimes, run_on_all_ranks
-from xffl.distributed.distributed_state import DEFAULT_TIMEOUT_S, DistributedState, make_state, take_off_setups
+from xffl.distributed.distributed_state import (
+    DEFAULT_TIMEOUT_S,
+    DistributedState,
+    leave_job,
+    make_state,
+    take_off_setups,
+)
 from xffl.distributed.failures.uncaught import keep_store, note_end, tell_once
 from xffl.distributed.groups import (
     ON_GPUS,
@@ -43,8 +47,15 @@ from xffl.distributed.groups import (
     wait_for_threads,
     with_host_side,
 )
+from xffl.distributed.isolated_cell import is_isolated
 from xffl.distributed.parameters import DeviceParameters, ElasticParameters
-from xffl.distributed.startup.meeting import PlaceBook, check_consistent_on_store, meet, world_store
+from xffl.distributed.startup.meeting import (
+    PlaceBook,
+    check_consistent_on_store,
+    meet,
+    note_meeting_failed,
+    world_store,
+)
 from xffl.errors import ConfigError, LaunchError, StateError, XfflError
 from xffl.topology import Topology
 
@@ -84,6 +95,7 @@ def session(
     cells: int | Sequence[int] | None = None,
     elastic: str | ElasticParameters | None = None,
     link_backend: str | None = None,
+    isolate: bool = False,
 ) -> Iterator[DistributedState]:
     """Join the other processes, yield the state, and leave again.
 
@@ -119,6 +131,9 @@ def session(
     :param link_backend: Communication backend between federated groups: ``gloo`` keeps NCCL inside them, and what
         crosses goes through the host's memory; ``None`` or ``auto``: that of ``backend``. Cells that are jobs of their
         own use gloo. See :doc:`/network`.
+    :param isolate: Make each cell a world of its own, inside this job: torch.distributed's default group, and the
+        environment while the block runs, are those of the cell, as frameworks expect that take the default group; only
+        rounds cross. ``xffl exec --isolate`` asks for it, too. See :doc:`/isolate`.
     :yield: The state.
     :raises ConfigError: if this job is not like that cell; on all ranks.
     """
@@ -128,34 +143,71 @@ def session(
         from xffl.distributed.startup.lone_cell import find_lone_cell
 
         lone_cell = find_lone_cell(cell, cells, elastic, link_backend)
-    state = setup_distributed_process_group(
+    setup = partial(
+        setup_distributed_process_group,
         backend=backend,
         device=device,
         hsdp=hsdp,
-        federated=federated,
         streams=streams,
         timeout_s=timeout_s,
         ifname=ifname,
         device_parameters=device_parameters,
         timeouts=timeouts,
-        link_backend=link_backend,
     )
+    isolation = ExitStack()
     try:
-        if lone_cell is not None:
-            lone_cell.take(state)
-            state.activity.watch_steps()
-        yield state
-    except GeneratorExit:
-        # Nobody has left the block: its generator, or one of the user's around it, is closed or collected. In a process
-        # that ends, modules are gone already, and an error here would be a second one behind that which ends it.
-        if not is_process_ending():
+        if isolate or is_isolated():
+            if lone_cell is not None:
+                raise ConfigError("isolate is for a job of all cells, but this job is one cell; leave one of them out")
+            if link_backend not in (None, "auto", "gloo"):
+                raise ConfigError(f"isolated cells have gloo between them; leave link_backend {link_backend!r} out")
+            levels = Timeouts.within(_check_seconds(timeout_s)) if timeouts is None else timeouts
+            state = _join_isolated(isolation, setup, federated=federated, ifname=ifname, timeout_s=levels.session_s)
+        else:
+            state = setup(federated=federated, link_backend=link_backend)
+        try:
+            if lone_cell is not None:
+                lone_cell.take(state)
+                state.activity.watch_steps()
+            yield state
+        except GeneratorExit:
+            # Nobody has left the block: its generator, or one of the user's around it, is closed or collected. In a
+            # process that ends, modules are gone already, and an error here would be a second one behind that which
+            # ends it.
+            if not is_process_ending():
+                cleanup_distributed_process_group(state, synchronize=False)
+            raise
+        except BaseException as error:
+            note_end(error, state.topology)
             cleanup_distributed_process_group(state, synchronize=False)
-        raise
+            raise
+        cleanup_distributed_process_group(state)
+    finally:
+        if not is_process_ending():
+            isolation.close()
+
+
+def _join_isolated(
+    isolation: ExitStack,
+    setup: Callable[..., DistributedState],
+    *,
+    federated: Federation | None,
+    ifname: str | None,
+    timeout_s: float,
+) -> DistributedState:
+    """Join the other ranks of an isolated cell; the environment tells of the cell until ``isolation`` is closed."""
+    from xffl.distributed.startup.isolation import enter_isolation, take_isolated_cell
+
+    isolated = isolation.enter_context(enter_isolation(federated, ifname=ifname, timeout_s=timeout_s))
+    state = setup()
+    try:
+        take_isolated_cell(state, isolated)
+        state.activity.watch_steps()
     except BaseException as error:
         note_end(error, state.topology)
         cleanup_distributed_process_group(state, synchronize=False)
         raise
-    cleanup_distributed_process_group(state)
+    return state
 
 
 def setup_distributed_process_group(
@@ -245,8 +297,7 @@ def setup_distributed_process_group(
             place, request = _agree(meeting, place, ask=ask, error=error, timeout_s=join_s)
             _join(meeting, place, request)
         except XfflError as wrong:
-            if place.world_size > 1:
-                note_unmet(wrong, place.rank, is_speaker=_is_speaker(wrong, place.rank))
+            note_meeting_failed(wrong, place)
             raise
         return _begin(place, request)
     except BaseException:
@@ -291,15 +342,6 @@ def _agree(
     )
     assert request is not None, "the ranks agree on errors only by raising one"
     return book.complete(), request
-
-
-def _is_speaker(error: XfflError, rank: int) -> bool:
-    """Tell whether this rank is to tell all of an error by which the ranks have not met."""
-    if rank and isinstance(error, UnansweredError):
-        # Rank 0 need not know that nobody reaches it, and others may be missing with it: ranks 1, 2, 4, 8 and so on
-        # tell what to do, a few lines in any world.
-        return rank & (rank - 1) == 0
-    return rank == 0
 
 
 def _begin(place: ProcessEnvironment, request: _Request) -> DistributedState:
@@ -361,9 +403,11 @@ def cleanup_distributed_process_group(
             wait_for_threads()
             try:
                 barrier()
+                if state.isolated is not None:
+                    barrier(state.job_group)
             except RuntimeError as broken:
                 raise LaunchError(
-                    f"rank {state.rank} could not wait for the others before it leaves ({broken}); one of them has "
+                    f"rank {state.job_rank} could not wait for the others before it leaves ({broken}); one of them has "
                     "ended or does something else, see their output"
                 ) from broken
             is_together = True
@@ -373,6 +417,7 @@ def cleanup_distributed_process_group(
         if not is_together:
             state.activity.drop()
             stop_threads()
+        leave_job(state)
         # The groups go with the world, whose store may be gone with rank 0 already. NCCL would wait for what is under
         # way, and so for ranks that may wait for this one: what it holds goes with the process.
         destroys = is_together or not waits_when_destroyed(state)
@@ -387,10 +432,12 @@ def _lesson_of(state: DistributedState) -> str | None:
     made = "although optimizers have made steps"
     own = "has trained a model of its own, unless the script averages the cells itself"
     remedy = "put the training loop into a block of xffl.FederatedScaling, or call xffl.Aggregator(...).aggregate()"
-    if state.rank != 0:
+    if not state.is_first_of_job:
         return None
     if state.topology.cells > 1:
         return f"xffl: the session of {state.topology.cells} cells ends without a round, {made}: each {own}; {remedy}"
+    if state.isolated is not None:
+        return f"xffl: the session of an isolated cell ends without a round, {made}: each cell {own}; {remedy}"
     if state.elastic is not None:
         return f"xffl: the session of an elastic cell ends without a round, {made}: this cell {own}; {remedy}"
     if state.lone_cell is not None:

@@ -27,6 +27,7 @@ from xffl.distributed.consistency import barrier, compute_device, message_device
 from xffl.distributed.distributed_state import DistributedState, place_of, take_off_setups
 from xffl.distributed.failures.uncaught import note_end
 from xffl.distributed.groups import destroy_group
+from xffl.distributed.isolated_cell import is_isolated
 from xffl.distributed.norms import total_norm
 from xffl.distributed.parameters import AXES, DTYPES, JOINED, DeviceParameters, MeshSizes
 from xffl.distributed.session import (
@@ -111,6 +112,11 @@ class DistributedWorld:
         if self._state is not None:
             raise StateError("this world is set up already; call teardown() first, or make another")
         comm = self.device_parameters.comm
+        if state is None and is_isolated():
+            raise StateError(
+                "the cells of this job are isolated, which a world that joins them by itself does not know; open "
+                "xffl.session(), and give its state: setup(state)"
+            )
         if state is None:
             limits: dict[str, Any] = {
                 "timeout_s": comm.train_timeout_seconds,
@@ -215,8 +221,8 @@ class DistributedWorld:
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this is rank 0 of the world."""
-        return self.rank == 0
+        """Whether this is rank 0 of the world, and of the job where the job's cells are worlds of their own."""
+        return self.state.is_first_of_job
 
     @property
     def dims(self) -> ParallelDims:

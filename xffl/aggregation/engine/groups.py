@@ -21,7 +21,7 @@ from xffl.distributed.consistency import (
 )
 from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.groups import Create, Groups, make_groups
+from xffl.distributed.groups import ON_GPUS, Create, Groups, make_groups, new_group
 from xffl.distributed.round_groups import make_round_groups
 from xffl.topology import Topology
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "RoundGroups",
     "RoundScope",
+    "make_cell_groups",
     "make_holder_groups",
     "make_scope",
     "select_groups",
@@ -63,6 +64,8 @@ class RoundScope:
     holders: Mapping[tuple[int, ...], dist.ProcessGroup] | None = None
     arena: Arena | None = None  # memory of a scope before, which its rounds use again
     goes_on: bool = False  # what was agreed on last is told or taken over afterwards, instead of read from the model
+    # leaves what was opened for it alone, when its aggregator is closed; collective over all its ranks
+    leave: Callable[[], None] | None = None
     # makes what votes on its rounds; None: RoundCoordinator
     coordinate: Callable[[Exchange, RoundScope, Options], RoundCoordinator] | None = None
 
@@ -70,6 +73,17 @@ class RoundScope:
     def rank(self) -> int:
         """This rank, as the topology counts."""
         return dist.get_rank() - self.first
+
+    @property
+    def number(self) -> int:
+        """What tells this rank from all others of the job, for noise that no two of them share."""
+        isolated = self.state.isolated
+        return dist.get_rank() if isolated is None else isolated.rank
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether cells may come and go, in mid-training, too."""
+        return self.coordinate is not None
 
     @property
     def device(self) -> torch.device:
@@ -149,6 +163,35 @@ def make_scope(state: DistributedState, topology: Topology, first: int) -> Round
     return RoundScope(state, topology=topology, first=first, groups=groups, own=tuple(made))
 
 
+def make_cell_groups(state: DistributedState, made: list[dist.ProcessGroup], *, overlaps: bool) -> Groups:
+    """Return the groups inside a cell that is a world of its own; collective over the cell.
+
+    ``made`` takes those that are made here and not the state's, placeholders too. ``overlaps`` tells whether rounds go
+    on during local steps, whose own collectives must not meet theirs.
+    """
+    topology = state.topology
+    rank = dist.get_rank()
+    timeout_s = state.timeouts.session_s
+    if control_device(dist.group.WORLD).type != "cpu":
+        # A framework has made this world with NCCL alone, and what crosses between worlds lies in the host's memory.
+        def create(ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
+            made.append(new_group(ranks, timeout_s, name, ON_GPUS))
+            return made[-1]
+
+        return make_groups(
+            create, topology=topology, rank=rank, kinds=("federation", "replica"), handles=state.handle_count
+        )
+    if overlaps:
+        groups = make_round_groups(
+            _recorded(state, made, 0), topology=topology, rank=rank, timeout_s=timeout_s, handles=state.handle_count
+        )
+        made += groups["world"] or ()
+        return {kind: groups.get(kind) for kind in ("federation", "replica")}
+    assert dist.group.WORLD is not None, "a cell is a world"
+    replica = None if state.hsdp_mesh is None else (state.hsdp_mesh.get_group(0),)
+    return {"federation": (dist.group.WORLD,), "replica": replica}
+
+
 def select_groups(
     scope: RoundScope, *, multi_rail: bool, is_own: bool, holders: Collection[tuple[int, ...]] = ()
 ) -> RoundGroups:
@@ -189,8 +232,8 @@ def select_groups(
     votes = () if control_device(world).type == "cpu" else (world,)
     # In a round some ranks may not take part, and one behind local steps would connect beside what these send.
     home = (replica, cell, *shared.values())
-    # A cell that is a world of its own has connected its groups when it made them: here a rank may be lost.
-    if gpu is not None and device != gpu and scope.cross_world is None:
+    # A cell of an elastic federation has connected its groups when it made them: here a rank may be lost.
+    if gpu is not None and device != gpu and not scope.is_elastic:
         connect([group for group in home if group is not None and sends_from_gpu(group)], gpu)
     connect((*across, *home, *votes), device)
     make = partial(select_groups, scope, multi_rail=multi_rail, is_own=is_own, holders=holders)

@@ -162,7 +162,8 @@ def make_exchange(
     replica_tensors: ReplicaTensors | None,
 ) -> Exchange:
     """Plan what this rank exchanges; make it and its groups."""
-    topology, rank, is_lone = scope.topology, scope.rank, scope.cross_world is not None
+    topology = scope.topology
+    rank = scope.rank
     least, fragments = options.bucket_bytes, options.fragments
     items = manifest.items(topology, axes, replica_tensors, least_bytes=least, fragments=fragments)
     plan = f"{digest(items, topology)}, {least} bytes a bucket, form={options.form_of_groups}, rails={options.rails}"
@@ -199,7 +200,7 @@ def make_exchange(
     model = GlobalModel(transfers, layout, options, link.device) if options.needs_agreed else None
     # On all ranks or on none, also on one that encodes nothing itself. A cell that is alone for now may be given what
     # codecs have left out in its rounds with others.
-    has_codecs = any(manifest.codecs.values()) and (topology.cells > 1 or is_lone)
+    has_codecs = any(manifest.codecs.values()) and (topology.cells > 1 or scope.is_elastic)
     codecs = Codecs(transfers, layout, link, plan) if has_codecs else None
     combiner = options.combiner
     atomic = options.atomic
@@ -225,7 +226,7 @@ def make_exchange(
         stages.append(Masks(masker, transfers, link))
     if model is not None and options.privacy is not None:
         # Where cells are worlds of their own, ranks of these would have the same numbers.
-        number = rank if is_lone else round_groups.first + rank
+        number = rank if scope.cross_world is not None else round_groups.first + rank
         stages.append(Protection(options.privacy, number, model, masker))
     if model is not None and options.has_norms:
         stages.append(Norms(model, topology))
@@ -238,6 +239,6 @@ def make_exchange(
     if model is not None:
         if not scope.goes_on:
             model.reset_from_model()
-        if not is_lone:  # else cells join in mid-training, and are told what was agreed
+        if not scope.is_elastic:  # else cells join in mid-training, and are told what was agreed
             check_start(moving, exchange.own_values(), scope)
     return exchange

@@ -123,6 +123,7 @@ class Link:
         self.sizes = scope.topology.sizes
         self.cells = scope.topology.cells
         self.rank = scope.rank
+        self.number = scope.number
         self.cell = scope.topology.cell_of(scope.rank)
         self.others = [cell for cell in range(self.cells) if cell != self.cell]
         self.round_groups = round_groups

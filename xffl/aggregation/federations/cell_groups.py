@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch.distributed as dist
 from torch import nn
 
-from xffl.aggregation.engine.groups import make_holder_groups
+from xffl.aggregation.engine.groups import make_cell_groups, make_holder_groups
 from xffl.aggregation.engine.planning.replica_tensors import describe_rank_tensors, gather_replica_tensors
 from xffl.aggregation.engine.planning.tensors import Manifest, Pattern
 from xffl.aggregation.engine.weight_keepers import read_weights
@@ -24,7 +24,6 @@ from xffl.aggregation.federations.fixed_tensors import find_fixed
 from xffl.distributed.consistency import barrier, cell_gpu, connect, gather_objects, run_on_all_ranks, sends_from_gpu
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import Groups, destroy_group
-from xffl.distributed.round_groups import make_round_groups
 from xffl.errors import ConfigError
 
 __all__ = ["CellGroups"]
@@ -70,20 +69,7 @@ class CellGroups:
     def _make(self) -> None:
         """Make the groups, and connect those that send from GPUs: in a try some ranks may not come to it."""
         state = self._state
-        if self._is_apart:
-            made = make_round_groups(
-                self._create,
-                topology=state.topology,
-                rank=dist.get_rank(),
-                timeout_s=state.timeouts.session_s,
-                handles=state.handle_count,
-            )
-            self._made += made["world"] or ()
-            self.by_kind = {kind: made.get(kind) for kind in ("federation", "replica")}
-        else:
-            assert dist.group.WORLD is not None
-            replica = None if state.hsdp_mesh is None else (state.hsdp_mesh.get_group(0),)
-            self.by_kind = {"federation": (dist.group.WORLD,), "replica": replica}
+        self.by_kind = make_cell_groups(state, self._made, overlaps=self._is_apart)
         self.holders = make_holder_groups(
             self._create, topology=state.topology, rank=dist.get_rank(), holders=self._holder_sets
         )

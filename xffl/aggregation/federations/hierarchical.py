@@ -100,6 +100,11 @@ class Levels:
         if not dist.is_initialized():
             raise StateError("torch.distributed is not initialized; open xffl.session(), or call init_process_group")
         with run_on_all_ranks("levels") as share:
+            if state.isolated is not None:
+                raise ConfigError(
+                    "levels hand models round among the ranks of several cells, which share no world where cells are "
+                    "isolated; leave levels out, or isolate"
+                )
             base = state.topology
             given = read_levels(levels, options)
             worlds = worlds_of(base, [level.groups for level in given[1:]], dist.get_rank())

@@ -12,7 +12,7 @@ from xffl.cluster.host_lists import expand_counts
 from xffl.cluster.recognition.find import find_launcher
 from xffl.errors import ConfigError
 
-__all__ = ["Share", "bind_if_asked", "limit_threads", "share_machine", "take_turns_if_crowded"]
+__all__ = ["Share", "bind_if_asked", "limit_threads", "share_machine", "take_turns_if_crowded", "visible_gpus"]
 
 _CPUS = Path("/sys/devices/system/cpu")
 _OFF = ("", "0", "no", "off", "none")
@@ -121,11 +121,7 @@ def share_machine(sizes: Sequence[int], environ: Mapping[str, str] = os.environ)
     take turns, as those of one job do.
     """
     cores, world_size = find_cores(allowed_cpus()), sum(sizes)
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        gpus = [str(number) for number in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
-    else:
-        gpus = [name for name in visible.split(",") if name.strip()]
+    gpus = visible_gpus(environ)
     is_crowded = world_size > len(allowed_cpus()) and hasattr(os, "SCHED_BATCH")
     shares, first = [], 0
     for size in sizes:
@@ -140,6 +136,14 @@ def share_machine(sizes: Sequence[int], environ: Mapping[str, str] = os.environ)
         shares.append(Share(own, tuple(sorted(cpu for core in mine for cpu in core))))
         first = last
     return shares
+
+
+def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the names of the GPUs that processes of this one may use, as ``CUDA_VISIBLE_DEVICES`` lists them."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [str(number) for number in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
+    return [name for name in visible.split(",") if name.strip()]
 
 
 def take_turns_if_crowded(environ: Mapping[str, str] = os.environ) -> bool:

@@ -214,6 +214,11 @@ class FederatedMixin(ValidationMixin):
 
     def configure(self) -> None:
         """Take the place of one of several cells, where this job is one."""
+        if self.state.isolated is not None:
+            raise ConfigError(
+                "the trainer keeps its cells apart in one world, where it also compares their metrics; leave isolate "
+                "out, which is for scripts and for trainers of other frameworks"
+            )
         meeting_timeout_s = self.section("federation", FederationConfig).meeting_timeout_s
         if meeting_timeout_s is not None:
             set_meeting_timeout(self.state, meeting_timeout_s)

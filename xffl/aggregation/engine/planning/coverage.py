@@ -31,7 +31,8 @@ REMEDY = (
     "process_group=state.federation), before the Aggregator or FederatedScaling is made, and give them what "
     "DistributedDataParallel returned, not the module in it; freeze what does not train, such as an average of the "
     "weights, by requires_grad_(False); policy 'local' leaves a parameter out of rounds, but a cell trains it as one, "
-    "too; where the training loop reduces gradients over the cell itself, say so by "
+    "too; where a framework wraps the model by itself, start with xffl exec --isolate, give what it has wrapped, and "
+    "take the state from xffl.adopt(); where the training loop reduces gradients over the cell itself, say so by "
     "Aggregator(..., gradients_reduced_by_caller=True), or FederatedScaling(..., "
     "aggregator={'gradients_reduced_by_caller': True})"
 )
@@ -116,7 +117,8 @@ def _check_inside(name: str, reduction: Reduction, cell: frozenset[int], state: 
         f"the gradient of parameter {name!r} is reduced over {ranks_text(reduction.ranks)} (by {reduction.by}), which "
         f"are of cells {', '.join(map(str, cells))}: it would cross between cells in every step, and the cells would "
         "be one; a cell's gradients stay in the cell: give DistributedDataParallel(model, "
-        "process_group=state.federation), fully_shard(model, mesh=state.fsdp_mesh), or xffl.shard(model, state)"
+        "process_group=state.federation), fully_shard(model, mesh=state.fsdp_mesh), or xffl.shard(model, state); where "
+        "a framework wraps the model by itself, make each cell its default group: xffl exec --isolate"
     )
 
 

@@ -84,8 +84,14 @@ class Codecs(RoundStage):
 
     def seed_of(self, round_number: int, transfer: GroupTransfer, place: CodePlace) -> int:
         """Return a seed for stochastic rounding that no other code of the run has."""
-        rank = self._link.round_groups.first + self._link.rank
-        numbers = (round_number, transfer.number, place.bucket, place.number, rank, self._link.sizes)
+        numbers = (
+            round_number,
+            transfer.number,
+            place.bucket,
+            place.number,
+            self._link.number,
+            self._link.sizes,
+        )
         return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=7).digest(), "little")
 
     def written(self, transfer: GroupTransfer, bucket: Bucket, new: torch.Tensor) -> None:
