@@ -51,7 +51,12 @@ import os
 import sys
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DistributedSampler
 import xffl
 
 dist.init_process_group("gloo")
@@ -65,9 +70,20 @@ with xffl.FederatedScaling(model, optimizer, state, every=2, algorithm="diloco")
         model(torch.full((1, 3), state.data_place.rank + 1.0)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+# Sharded by FSDP2, with a sampler and a checkpoint of torch's own, over the default group as frameworks use it.
+samples = list(DistributedSampler(range(2 * dist.get_world_size()), shuffle=False))
+sharded = fully_shard(nn.Linear(4, 2), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+nn.init.constant_(sharded.weight, 1.0 + state.cell)
+xffl.Aggregator(sharded, state).aggregate()
+saved = get_model_state_dict(sharded)
+dcp.save(saved, checkpoint_id=f"cell_{state.cell}")
+nn.init.zeros_(sharded.weight)
+dcp.load(saved, checkpoint_id=f"cell_{state.cell}")
+whole = sharded.weight.full_tensor().tolist()
 told = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
 told |= {"words": sys.argv[1:], "cell": [state.cell, state.cells, state.cell_rank, state.cell_size]}
 told |= {"ranks": dist.get_world_size(), "rounds": scaling.aggregator.rounds}
+told |= {"samples": samples, "whole": whole}
 told["sum"] = float(model.module.weight.detach().sum())
 with open(f"told_{state.data_place.rank}.json", "w") as file:
     json.dump(told, file)
@@ -261,6 +277,8 @@ def test_a_framework_sees_its_cell_alone(launcher: list[str], tmp_path: Path) ->
         assert [int(one[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")] == [cell_size] * 2
         assert (one["ranks"], one["rounds"]) == (cell_size, 2)
         assert one["sum"] == told[0]["sum"]
+        assert one["samples"] == list(range(cell_rank, 2 * cell_size, cell_size))
+        assert one["whole"] == [[1.5] * 4] * 2
 
 
 def test_the_rank_of_a_cell_that_fails_is_told_by_its_number_in_the_job(tmp_path: Path) -> None:
