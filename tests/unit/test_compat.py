@@ -38,6 +38,7 @@ from xffl.compat.pytorch import (
     call_at_end_of_backward,
     enclosing_steps,
     is_in_backward,
+    is_out_of_memory,
     is_profiling,
     memory_of,
 )
@@ -78,6 +79,14 @@ def test_torch_has_no_public_way_to_know_of_a_profiler() -> None:
         assert is_profiling()
     public = {name for name in (*dir(profiler), *dir(torch.profiler)) if not name.startswith("_")}
     assert not {name for name in public if re.search("is_.*(enabled|profiling)|enabled$", name)}
+
+
+def test_torch_has_no_error_of_its_own_for_a_host_without_memory() -> None:
+    with pytest.raises(RuntimeError) as lack:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert type(lack.value) is RuntimeError
+    assert is_out_of_memory(lack.value) and is_out_of_memory(torch.OutOfMemoryError())
+    assert not is_out_of_memory(RuntimeError("Connection closed by peer"))
 
 
 def test_torch_does_not_tell_a_step_hook_in_which_step_it_is() -> None:

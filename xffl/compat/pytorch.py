@@ -17,6 +17,7 @@ __all__ = [
     "call_at_end_of_backward",
     "enclosing_steps",
     "is_in_backward",
+    "is_out_of_memory",
     "is_profiling",
     "memory_of",
 ]
@@ -35,6 +36,15 @@ def is_in_backward() -> bool:
     torch 2.13 has no public call for it: https://github.com/pytorch/pytorch/pull/141276.
     """
     return torch._C._current_graph_task_id() != -1
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an error says that this process has no memory left, on a GPU or on the host.
+
+    Where the host has none, torch 2.13 raises a plain RuntimeError, as where a peer is lost:
+    https://github.com/pytorch/pytorch/blob/v2.11.0/c10/core/impl/alloc_cpu.cpp.
+    """
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def call_at_end_of_backward(function: Callable[[], None]) -> None:

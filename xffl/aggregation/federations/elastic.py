@@ -33,6 +33,7 @@ from xffl.aggregation.federations.hand_over import read_hand_over, write_hand_ov
 from xffl.aggregation.pending import PendingRound
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.checks import shorten
+from xffl.compat.pytorch import is_out_of_memory
 from xffl.distributed.collectives import all_gather_json
 from xffl.distributed.consistency import check_consistent, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
@@ -403,7 +404,7 @@ class ElasticAggregator:
             end = RoundEnd.REFUSED if self._is_grouped else RoundEnd.FAILED
             error = wrong
         except Exception as lost:
-            is_contact = isinstance(lost, RuntimeError) and not isinstance(lost, torch.OutOfMemoryError)
+            is_contact = isinstance(lost, RuntimeError) and not is_out_of_memory(lost)
             if is_contact:  # the group could not be made, or broke while models were compared
                 end = RoundEnd.BROKEN
                 error = RoundBroken(str(lost))
