@@ -82,8 +82,11 @@ def note_end(error: BaseException, topology: Topology | None = None) -> None:
 def _job() -> JoinedWorld | None:
     """Return the ranks of all cells, while this process is in the world of an isolated one; ``None`` elsewhere."""
     isolated = read_isolated_cell() if dist.is_initialized() else None
+    if isolated is None:
+        return None
+    host, _, port = isolated.store.rpartition(":")
     # torch writes lines of its own about a store that has gone.
-    if isolated is None or connection_error(*isolated.store.rsplit(":", 1), _ASK_S) is not None:
+    if connection_error(host, port, _ASK_S) is not None:
         return None
     try:
         store = connect_job_store(isolated, _ASK_S)
