@@ -123,6 +123,34 @@ def test_a_loop_may_join_by_itself(lighthouse: str) -> None:  # noqa: F811
     assert told == [[1.0, 5.0], [2.0, 1.0]]
 
 
+def save_while_joining(rank: int, world: int, url: str, ports: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Load what was saved some steps after a delayed round began; return what is saved in the round of joining."""
+    be_launched(0, 1, ports[rank])
+    os.environ["XFFL_TOKEN"] = "the run's own token"
+    with xffl.session(cell=rank, cells=world, elastic=url, timeout_s=60) as state:
+        model = Counter(0.0)
+        saved: list[dict[str, Any]] = []
+
+        def save(report: xffl.RoundReport) -> None:
+            saved.append(scaling.state_dict())
+
+        with xffl.FederatedScaling(model, None, state, every=3, delay=1, on_round=save) as scaling:
+            for _ in range(5):
+                with torch.no_grad():
+                    model.value.add_(1.0)
+                scaling.step()
+            scaling.load_state_dict(scaling.state_dict())
+            saved.clear()
+            scaling.join()
+            return saved
+    raise AssertionError("the block has returned")
+
+
+def test_what_is_saved_in_the_round_of_joining_counts_steps_from_there(lighthouse: str) -> None:  # noqa: F811
+    told = run_world(2, save_while_joining, lighthouse, (free_port(), free_port()), init=False, timeout_s=60)
+    assert [[(state["since"], state["target"]) for state in saved] for saved in told] == [[(0, 3)]] * 2
+
+
 def fail_to_join(rank: int, world: int, url: str, ports: tuple[int, ...]) -> None:
     be_launched(0, 1, ports[rank])
     os.environ["XFFL_TOKEN"] = "the run's own token"

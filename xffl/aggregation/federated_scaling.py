@@ -328,7 +328,7 @@ class FederatedScaling:
                 # A model that is handed over may be this cell's, with its steps.
                 has_lost_steps = outcome.has_values and any(map(self._offer.is_waiting, outcome.taken_over))
                 if outcome.report is not None:
-                    self._conclude((outcome,))
+                    self._conclude((outcome,), is_joining=True)
                 else:
                     self._tell_joined(outcome, is_dropped=has_lost_steps or not outcome.has_values)
                     if outcome.taken_over and not is_entering:
@@ -570,8 +570,12 @@ class FederatedScaling:
                 rejected = rejected or error
         return rejected
 
-    def _conclude(self, outcomes: Iterable[Outcome]) -> Outcome | None:
-        """Account for rounds, and checks that skipped one, as they end; return the last one."""
+    def _conclude(self, outcomes: Iterable[Outcome], *, is_joining: bool = False) -> Outcome | None:
+        """Account for rounds, and checks that skipped one, as they end; return the last one.
+
+        Steps to the next round are counted from here, unless a delayed one has counted them since it started: a cell
+        that is joining has waited for it.
+        """
         last: Outcome | None = None
         for outcome in outcomes:
             last = outcome
@@ -587,7 +591,7 @@ class FederatedScaling:
                 self._ledger.tracker.rollback(taken)
             if outcome.taken_over:
                 self._forget_steps(outcome.taken_over)
-            if not self._config.delay:
+            if is_joining or not self._config.delay:
                 self._countdown.restart(self._rounds.rounds)
             if outcome.is_written and self._observers:
                 has_lost_steps = bool(outcome.taken_over) and taken.has_steps
